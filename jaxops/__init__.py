@@ -1,0 +1,15 @@
+"""Kernels that JAX lacks, as differentiable ops: `import jaxops`, then an ordinary `jax.jit` training step.
+
+>>> import jax, jax.numpy as jnp, jaxops
+>>> tokens = jnp.ones((8, 16), jnp.bfloat16)  # rows sorted by expert
+>>> experts = jnp.ones((4, 16, 32), jnp.float32)
+>>> offsets = jnp.array([0, 3, 3, 7, 8], jnp.int32)  # on the device: new values never recompile
+>>> loss = lambda w: jaxops.grouped_matmul(tokens, w, offsets, compute_dtype=jnp.bfloat16).astype(jnp.float32).sum()
+>>> jax.jit(jax.grad(loss))(experts)[:, 0, 0]
+Array([3., 0., 4., 1.], dtype=float32)
+"""
+
+from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
+
+__version__ = "0.1.0"
+__all__ = ["grouped_matmul", "grouped_wgrad", "ragged_dot"]

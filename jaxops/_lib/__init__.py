@@ -1,0 +1,1 @@
+"""Leaf code with no knowledge of any op."""

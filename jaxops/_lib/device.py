@@ -1,0 +1,41 @@
+"""What is known of the device that a call is traced for."""
+
+import dataclasses
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The device a plan is made for.
+
+    Attributes:
+      kind: the vendor's name, as in `jax.Device.device_kind`, e.g. "NVIDIA H200".
+      platform: "gpu", "cpu" or "tpu".
+    """
+
+    kind: str
+    platform: str
+
+    @property
+    def slug(self) -> str:
+        """The kind as a file name: "nvidia_h200"."""
+        return self.kind.lower().replace(" ", "_")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one block may use, in bytes (CUDA programming guide, compute capabilities 8.0 to 12.x)."""
+        if any(name in self.kind for name in ("H100", "H200", "GH200", "B200", "B300", "GB200", "GB300")):
+            return 232_448
+        return 166_912 if "A100" in self.kind else 101_376
+
+
+def current_device() -> Device:
+    """The device that the enclosing trace is for: the abstract mesh's, where one is set, or JAX's default device."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return Device(abstract.device_kind, abstract.platform)
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):
+        default = jax.devices(default)[0]
+    return Device(default.device_kind, default.platform)

@@ -1,0 +1,306 @@
+"""The public functions: checks, then the custom_vjp that wires the three passes together."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxops._lib.checks import FLOATS, check_float, check_offsets, check_size
+from jaxops._lib.device import current_device
+from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.precision import resolve_precision
+from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas
+from jaxops.ops.grouped_matmul.plan import Plan, Problem, make_plan
+from jaxops.ops.grouped_matmul.wgrad_pallas import wgrad_pallas
+from jaxops.ops.grouped_matmul.xla import fwd_xla, wgrad_xla
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_offsets: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    bias: jax.Array | None = None,
+    precision: lax.PrecisionLike = None,
+    compute_dtype=None,
+    out_dtype=None,
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> jax.Array:
+    """Multiplies each group of rows by its own matrix: `out[rows of g] = lhs[rows of g] @ rhs[g] + bias[g]`.
+
+    Group g is the rows `group_offsets[g]` to `group_offsets[g + 1] - 1`. Groups may be empty and of any size; the offsets stay on the device and new
+    values never recompile. Rows before the first group and after the last one come out zero, and what they hold reaches no output and no
+    gradient. Differentiable (reverse mode, any order) in lhs, rhs and bias; an empty group's gradients are exactly zero. Deterministic.
+
+    >>> import jax, jax.numpy as jnp, jaxops
+    >>> tokens, experts = jnp.ones((6, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4), 3 * jnp.eye(4)])
+    >>> jaxops.grouped_matmul(tokens, experts, jnp.array([0, 2, 2, 5], jnp.int32))[:, 0]  # expert 1 has no rows, row 5 no expert
+    Array([1., 1., 3., 3., 3., 0.], dtype=float32)
+
+    Args:
+      lhs: [M, K], bfloat16, float16 or float32.
+      rhs: [G, K, N], or [G, N, K] with transpose_rhs; dtype of lhs unless compute_dtype is given.
+      group_offsets: [G + 1] int32, non-decreasing, within 0 to M. Other values give unspecified rows, but no access out of bounds.
+      transpose_rhs: multiply by the transpose of each rhs[g], read in place.
+      bias: [G, N], added to the rows of its group in float32.
+      precision: of float32 products, as in `jax.lax.dot`: None follows `jax_default_matmul_precision`; on a GPU "highest" is IEEE float32 and
+        everything lower TF32. bfloat16 and float16 are always accumulated in float32.
+      compute_dtype: dtype to which lhs and rhs are cast inside. A float32 rhs keeps a float32 gradient, which is never rounded to compute_dtype.
+      out_dtype: dtype of the result; lhs.dtype by default.
+      backend: "auto" takes the Pallas kernels on a GPU and plain XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      plan: a `Plan`, instead of the tuned or heuristic one.
+
+    Returns:
+      [M, N] in out_dtype.
+
+    Raises:
+      ValueError: shapes that do not fit together, an unknown backend.
+      TypeError: dtypes that the kernels do not multiply, dtypes of lhs and rhs that differ without compute_dtype; forward-mode differentiation (JAX's own error).
+      NotImplementedError: a precision algorithm that the kernels do not have.
+
+    Source: the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) over ragged rows instead of padded blocks.
+    """
+    check_float("lhs", lhs, "[M, K]")
+    check_float("rhs", rhs, "[G, N, K]" if transpose_rhs else "[G, K, N]")
+    check_offsets(group_offsets)
+    G, k, n = (rhs.shape[0], rhs.shape[2], rhs.shape[1]) if transpose_rhs else rhs.shape
+    check_size("K of lhs (its columns)", lhs.shape[1], f"K of rhs {tuple(rhs.shape)}{' (transposed)' if transpose_rhs else ''}", k)
+    check_size("len(group_offsets)", group_offsets.shape[0], "rhs.shape[0] + 1 (G groups have G + 1 offsets)", G + 1)
+    if bias is not None:
+        check_float("bias", bias, "[G, N]")
+        if bias.shape != (G, n):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [G, N] = {(G, n)}.")
+    compute = _compute_dtype(lhs, "rhs", rhs, compute_dtype)
+    plan = _plan(Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), backend, plan)
+    out = _float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
+    spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
+    return _matmul(spec, *vary_together(lhs, rhs, bias, group_offsets))
+
+
+def grouped_wgrad(
+    lhs: jax.Array,
+    dout: jax.Array,
+    group_offsets: jax.Array,
+    *,
+    precision: lax.PrecisionLike = None,
+    out_dtype=None,
+    accumulate_into: jax.Array | None = None,
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> jax.Array:
+    """The weight gradient of `grouped_matmul`: `out[g] = lhs[rows of g].T @ dout[rows of g]`, summed in float32.
+
+    Differentiable in lhs, dout and accumulate_into (reverse mode). Deterministic. An empty group's result is exactly zero.
+
+    >>> import jax.numpy as jnp, jaxops
+    >>> jaxops.grouped_wgrad(jnp.ones((5, 1)), jnp.ones((5, 1)), jnp.array([0, 2, 2, 5], jnp.int32)).ravel()
+    Array([2., 0., 3.], dtype=float32)
+
+    Args:
+      lhs: [M, K], bfloat16, float16 or float32.
+      dout: [M, N], dtype of lhs.
+      group_offsets: [G + 1] int32, as in `grouped_matmul`.
+      precision: as in `grouped_matmul`.
+      out_dtype: dtype of the result; accumulate_into.dtype, or lhs.dtype, by default.
+      accumulate_into: [G, K, N] to which the result is added in float32. Its buffer is reused where XLA may (donate it under jit); an empty
+        group leaves its part unchanged, to the bit.
+      backend, plan: as in `grouped_matmul`; only plan.wgrad counts.
+
+    Returns:
+      [G, K, N] in out_dtype.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `grouped_matmul`; also an out_dtype that is not accumulate_into's.
+    """
+    check_float("lhs", lhs, "[M, K]")
+    check_float("dout", dout, "[M, N]")
+    check_offsets(group_offsets)
+    check_size("M of dout (its rows)", dout.shape[0], "M of lhs", lhs.shape[0])
+    compute = _compute_dtype(lhs, "dout", dout, None)
+    G, (M, K), N = group_offsets.shape[0] - 1, lhs.shape, dout.shape[1]
+    if accumulate_into is not None:
+        check_float("accumulate_into", accumulate_into, "[G, K, N]")
+        if accumulate_into.shape != (G, K, N):
+            raise ValueError(f"accumulate_into has shape {tuple(accumulate_into.shape)}; it must be [G, K, N] = {(G, K, N)}.")
+        if out_dtype is not None and jnp.dtype(out_dtype) != accumulate_into.dtype:
+            raise TypeError(f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave out_dtype away.")
+        out_dtype = accumulate_into.dtype
+    plan = _plan(Problem(G, M, K, N, compute.name), backend, plan)
+    out = _float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
+    spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, dout.dtype)
+    return _wgrad(spec, *vary_together(lhs, dout, accumulate_into, group_offsets))
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type=None,
+    group_offset: jax.Array | None = None,
+    out_sharding=None,
+    *,
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot`, run as `grouped_matmul`: change the module's name in the call and nothing else.
+
+    Mixed dtypes are promoted as JAX does. Differentiable in lhs and rhs (reverse mode).
+
+    >>> import jax.numpy as jnp, jaxops
+    >>> jaxops.ragged_dot(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 1])).ravel()
+    Array([2., 2., 0.], dtype=float32)
+
+    Args:
+      lhs: [M, K].
+      rhs: [G, K, N].
+      group_sizes: [G] integers; [H] with H >= G where group_offset is given. Rows past their sum come out zero.
+      precision: as in `grouped_matmul`.
+      preferred_element_type: dtype of the result; the promoted dtype of lhs and rhs by default.
+      group_offset: [1] integer: the group in group_sizes where rhs[0] starts, for a shard that holds G of all groups. Rows of other groups come out
+        zero. (JAX has the argument, but raises on it.)
+      out_sharding: must be None.
+      backend, plan: as in `grouped_matmul`.
+
+    Returns:
+      [M, N].
+
+    Raises:
+      ValueError, TypeError: as `grouped_matmul`.
+      NotImplementedError: out_sharding.
+    """
+    if out_sharding is not None:
+        raise NotImplementedError("out_sharding is not supported: constrain the result with jax.lax.with_sharding_constraint, or call ragged_dot inside jax.shard_map.")
+    check_float("lhs", lhs, "[M, K]")
+    check_float("rhs", rhs, "[G, K, N]")
+    if len(group_sizes.shape) != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, the rows of each group.")
+    G, H = rhs.shape[0], group_sizes.shape[0]
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)])
+    if group_offset is None:
+        check_size("len(group_sizes)", H, "rhs.shape[0]", G)
+    else:
+        if group_offset.shape != (1,) or not jnp.issubdtype(group_offset.dtype, jnp.integer):
+            raise ValueError(f"group_offset is {group_offset.dtype}{list(group_offset.shape)}; it must be one integer in an array of shape (1,).")
+        # A clamped gather, not a dynamic slice: a shard that starts past H - G has empty groups at its end, not the groups before it.
+        offsets = offsets[jnp.clip(group_offset.astype(jnp.int32) + jnp.arange(G + 1, dtype=jnp.int32), 0, H)]
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    out_dtype = dtype if preferred_element_type is None else preferred_element_type
+    return grouped_matmul(lhs.astype(dtype), rhs.astype(dtype), offsets, precision=precision, out_dtype=out_dtype, backend=backend, plan=plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """What is static in a call. `second` is rhs of grouped_matmul and dout of grouped_wgrad."""
+
+    plan: Plan
+    precision: lax.Precision
+    compute_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    lhs_dtype: jnp.dtype
+    second_dtype: jnp.dtype
+    transpose_rhs: bool = False
+
+
+def _float_dtype(name: str, dtype) -> jnp.dtype:
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in FLOATS:
+        raise TypeError(f"{name}={dtype.name}; it must be one of {', '.join(FLOATS)}.")
+    return dtype
+
+
+def _compute_dtype(lhs, name: str, other, compute_dtype) -> jnp.dtype:
+    if compute_dtype is not None:
+        return _float_dtype("compute_dtype", compute_dtype)
+    if lhs.dtype != other.dtype:
+        raise TypeError(f"lhs is {lhs.dtype} and {name} is {other.dtype}: cast one of them" + (f", or pass compute_dtype=jnp.{lhs.dtype} (the gradient of rhs stays {other.dtype})." if name == "rhs" else "."))
+    return jnp.dtype(lhs.dtype)
+
+
+def _plan(problem: Problem, backend: str, plan: Plan | None) -> Plan:
+    device = current_device()
+    return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
+
+
+def _interpret() -> bool:
+    return current_device().platform == "cpu"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
+    return _matmul_fwd(spec, lhs, rhs, bias, offsets)[0]
+
+
+def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
+    # The casts are kept for the backward: as many bytes as a second cast would read again.
+    lhs, rhs = lhs.astype(spec.compute_dtype), rhs.astype(spec.compute_dtype)
+    (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if spec.transpose_rhs else 2]
+    a, b = lhs, rhs
+    if K == 0:  # a sum of nothing, but the bias still counts: one column of zeros says the same
+        a, b = jnp.zeros((M, 1), a.dtype), jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), b.dtype)
+    if 0 in (M, G, N):
+        out = jnp.zeros((M, N), spec.out_dtype)
+    elif spec.plan.backend == "xla":
+        out = fwd_xla(a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype)
+    else:
+        out = fwd_pallas(a, b, bias, offsets, tiles=spec.plan.fwd, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype, interpret=_interpret())
+    return out, (lhs, rhs, bias, offsets)
+
+
+def _matmul_bwd(spec: _Spec, residuals, dout):
+    lhs, rhs, bias, offsets = residuals
+    dout = dout.astype(spec.compute_dtype)
+    plan, transposed = spec.plan, spec.transpose_rhs
+    back = dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd)
+    dlhs = _matmul(_Spec(back, spec.precision, spec.compute_dtype, spec.lhs_dtype, spec.compute_dtype, spec.compute_dtype, not transposed), dout, rhs, None, offsets)
+    to_weights = _Spec(plan, spec.precision, spec.compute_dtype, spec.second_dtype, spec.compute_dtype, spec.compute_dtype)
+    drhs = _wgrad(to_weights, *((dout, lhs) if transposed else (lhs, dout)), None, offsets)
+    dbias = None
+    if bias is not None:
+        # Sums over the rows of each group, as the weight gradient of a column of ones: the same order of summing every time, no atomics.
+        ones = jnp.ones((dout.shape[0], 1), spec.compute_dtype)
+        if plan.wgrad is not None:
+            plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, bm=16, bn=min(plan.wgrad.bn, 128), warps=4))
+        sums = _Spec(plan, lax.Precision.HIGHEST, spec.compute_dtype, jnp.dtype(bias.dtype), spec.compute_dtype, spec.compute_dtype)
+        dbias = _wgrad(sums, ones, dout, None, offsets)[:, 0]
+    return dlhs, drhs, dbias, None
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
+    return _wgrad_fwd(spec, lhs, dout, accumulator, offsets)[0]
+
+
+def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):
+    shape = (offsets.shape[0] - 1, lhs.shape[1], dout.shape[1])
+    if 0 in (*shape, lhs.shape[0]):
+        out = jnp.zeros(shape, spec.out_dtype) if accumulator is None else accumulator
+    elif spec.plan.backend == "xla":
+        out = wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, out_dtype=spec.out_dtype)
+    else:
+        out = wgrad_pallas(lhs, dout, accumulator, offsets, tiles=spec.plan.wgrad, precision=spec.precision, out_dtype=spec.out_dtype, interpret=_interpret())
+    return out, (lhs, dout, None if accumulator is None else jnp.zeros((0,), accumulator.dtype), offsets)
+
+
+def _wgrad_bwd(spec: _Spec, residuals, ct):
+    lhs, dout, accumulator, offsets = residuals
+    weights = ct.astype(spec.compute_dtype)
+    back = dataclasses.replace(spec.plan, fwd=spec.plan.dgrad, dgrad=spec.plan.fwd)
+
+    def through(rows, transpose, plan, out_dtype):
+        return _matmul(_Spec(plan, spec.precision, spec.compute_dtype, out_dtype, spec.compute_dtype, spec.compute_dtype, transpose), rows, weights, None, offsets)
+
+    dlhs = through(dout, True, back, spec.lhs_dtype)
+    ddout = through(lhs, False, spec.plan, spec.second_dtype)
+    return dlhs, ddout, None if accumulator is None else ct, None
+
+
+_wgrad.defvjp(_wgrad_fwd, _wgrad_bwd)

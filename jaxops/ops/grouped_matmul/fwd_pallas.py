@@ -1,0 +1,80 @@
+"""out[rows of g] = lhs[rows of g] @ rhs[g], as a Pallas kernel lowered through Triton. With transpose_rhs it is dgrad."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxops._lib.manual_axes import out_struct
+from jaxops.ops.grouped_matmul.plan import Tiles
+from jaxops.ops.grouped_matmul.schedule_pallas import schedule_rows
+
+
+def panel_order(pid: jax.Array, num_i: int, num_j: int, panel: int) -> tuple[jax.Array, jax.Array]:
+    """Tile (i, j) of program pid: column by column inside panels of `panel` rows of tiles, so that neighbours share operands in L2."""
+    first = pid // (panel * num_j) * panel
+    height = jnp.minimum(num_i - first, panel)
+    inside = pid % (panel * num_j)
+    return first + inside % height, inside // height
+
+
+def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision):
+    *bias_ref, out_ref = refs
+    M, K = lhs_ref.shape
+    N = out_ref.shape[1]
+    bm, bn, bk = tiles.bm, tiles.bn, tiles.bk
+    T = tiles_ref.shape[0] // 3
+    t, j = panel_order(pl.program_id(0), T, pl.cdiv(N, bn), tiles.panel)
+    group, start, end = (plgpu.load(tiles_ref.at[i * T + t]) for i in range(3))
+    inside = group < G  # rows outside the groups take no step and are stored as the zeros that they start from
+    g = jnp.minimum(group, G - 1)
+    rows = jnp.minimum(start + jnp.arange(bm, dtype=jnp.int32), M - 1)  # a neighbour's rows may be read; they reach only rows that are not stored
+    cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
+    cols_in = None if N % bn == 0 else cols < N
+
+    def step(k, acc, k_in=None):
+        ks = pl.ds(k * bk, bk)
+        lhs_mask, rhs_mask = None, None if cols_in is None else cols_in[None, :]
+        if k_in is not None:  # both sides: what lies past K may be NaN
+            lhs_mask = jnp.broadcast_to(k_in[None, :], (bm, bk))
+            rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
+        a = plgpu.load(lhs_ref.at[rows[:, None], k * bk + jnp.arange(bk, dtype=jnp.int32)[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0)
+        other = None if rhs_mask is None else 0.0
+        if transpose_rhs:
+            mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)).T
+            b = plgpu.load(rhs_ref.at[g, pl.ds(j * bn, bn), ks], mask=mask, other=other)
+        else:
+            mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn))
+            b = plgpu.load(rhs_ref.at[g, ks, pl.ds(j * bn, bn)], mask=mask, other=other)
+        return acc + plgpu.dot(a, b, trans_b=transpose_rhs, precision=precision)
+
+    def last_step(k, acc):
+        return step(k, acc, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
+
+    full = K // bk
+    acc = lax.fori_loop(0, jnp.where(inside, full, 0), step, jnp.zeros((bm, bn), jnp.float32))
+    if K % bk:
+        acc = lax.fori_loop(full, jnp.where(inside, full + 1, full), last_step, acc)
+    if bias_ref:
+        acc += plgpu.load(bias_ref[0].at[g, pl.ds(j * bn, bn)], mask=(cols < N) & inside, other=0.0).astype(jnp.float32)[None, :]
+    stored = start + jnp.arange(bm, dtype=jnp.int32) < end
+    stored = stored[:, None] if cols_in is None else stored[:, None] & cols_in[None, :]
+    plgpu.store(out_ref.at[pl.ds(start, bm), pl.ds(j * bn, bn)], acc.astype(out_ref.dtype), mask=jnp.broadcast_to(stored, (bm, bn)))
+
+
+def fwd_pallas(lhs, rhs, bias, offsets, *, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision, out_dtype, interpret: bool) -> jax.Array:
+    """lhs[M, K], rhs[G, K, N] ([G, N, K] with transpose_rhs), bias[G, N] or None, offsets[G + 1] -> [M, N] in out_dtype. No size is 0."""
+    M = lhs.shape[0]
+    G, N = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    schedule = schedule_rows(offsets, M, tiles.bm, interpret)
+    return pl.pallas_call(
+        functools.partial(_fwd_kernel, G=G, tiles=tiles, transpose_rhs=transpose_rhs, precision=precision),
+        out_shape=out_struct((M, N), out_dtype, like=lhs),
+        grid=(schedule.shape[0] // 3 * pl.cdiv(N, tiles.bn),),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="grouped_matmul_dgrad" if transpose_rhs else "grouped_matmul_fwd",
+    )(schedule, lhs, rhs, *([] if bias is None else [bias]))

@@ -1,0 +1,164 @@
+"""Every choice that grouped matmul makes: tiles, pipeline depth, order of the work, backend."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jaxops._lib.device import Device
+
+PASSES = ("fwd", "dgrad", "wgrad")
+Pass = Literal["fwd", "dgrad", "wgrad"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How one pass is cut into programs.
+
+    Attributes:
+      bm: rows of a program's output tile (rows of lhs in fwd and dgrad, columns of lhs in wgrad). A power of two, at least 16.
+      bn: columns of a program's output tile. A power of two, at least 16.
+      bk: step along the contracted dimension. A power of two, at least 16.
+      warps: warps a program (1, 2, 4, 8 or 16).
+      stages: depth of the load pipeline; each stage holds one step of both operands in shared memory.
+      panel: output tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int = 4
+    stages: int = 3
+    panel: int = 8
+
+    def __post_init__(self):
+        for name in ("bm", "bn", "bk"):
+            if (size := getattr(self, name)) < 16 or size & (size - 1):
+                raise ValueError(f"Tiles.{name}={size} must be a power of two and at least 16.")
+        if self.warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"Tiles.warps={self.warps} must be 1, 2, 4, 8 or 16.")
+        if self.stages < 1 or self.panel < 1:
+            raise ValueError(f"Tiles.stages={self.stages} and Tiles.panel={self.panel} must be at least 1.")
+
+    def shared_bytes(self, dtype) -> int:
+        """Shared memory that the load pipeline takes, in bytes."""
+        return self.stages * self.bk * (self.bm + self.bn) * jnp.dtype(dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `make_plan` chose; print it to see. A pass left None is filled by `make_plan`; the xla backend needs no tiles.
+
+    Attributes:
+      backend: "pallas" or "xla".
+      fwd: tiles of the forward pass.
+      dgrad: tiles of the gradient of lhs.
+      wgrad: tiles of the gradient of rhs.
+    """
+
+    backend: Literal["pallas", "xla"] = "pallas"
+    fwd: Tiles | None = None
+    dgrad: Tiles | None = None
+    wgrad: Tiles | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a plan depends on: the forward's static shape `lhs[M, K] @ rhs[G, K, N]` and the dtype in which it is multiplied.
+
+    With transpose_rhs, rhs is [G, N, K]: the forward then reads it as dgrad does, and its dgrad as fwd does.
+    """
+
+    G: int
+    M: int
+    K: int
+    N: int
+    dtype: str
+    transpose_rhs: bool = False
+
+
+def key_of(pass_name: str, G: int, M: int, K: int, N: int, dtype: str) -> tuple:
+    """What tuned rows are looked up by: sizes count up to the next power of two, so that a new sequence length needs no new tuning."""
+    return (pass_name, dtype, *(1 << max(0, size - 1).bit_length() for size in (G, M, K, N)))
+
+
+def key_of_row(row: dict) -> tuple:
+    return key_of(row["pass"], row["G"], row["M"], row["K"], row["N"], row["dtype"])
+
+
+def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+    """Decides how to run `problem` on `device`: an explicit plan's tiles, then a tuned row's, then the heuristic's.
+
+    Args:
+      problem: static shape and dtype.
+      device: see `jaxops.tuning.current_device`.
+      rows: tuned rows (`jaxops.tuning.tuned_rows`), best source first.
+      backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
+      plan: used as it is; only passes that it leaves None are filled.
+    """
+    if backend not in ("auto", "pallas", "xla"):
+        raise ValueError(f"backend={backend!r}: write 'auto', 'pallas' or 'xla'.")
+    if plan is not None:
+        if backend not in ("auto", plan.backend):
+            raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")
+        backend = plan.backend
+    elif backend == "auto":
+        backend = "pallas" if device.platform in ("gpu", "cuda") else "xla"
+    if backend == "xla":
+        return Plan("xla")
+    if device.platform == "tpu":
+        raise NotImplementedError("the pallas backend is lowered through Triton and needs an NVIDIA GPU (or a CPU, interpreted); use backend='xla' on a TPU.")
+
+    # A transposed rhs swaps which kernel variant a pass is, so its rows are found under the problem that reads rhs the same way.
+    p = problem
+    read = {"fwd": "dgrad", "dgrad": "fwd", "wgrad": "wgrad"} if p.transpose_rhs else {name: name for name in PASSES}
+    K, N = (p.N, p.K) if p.transpose_rhs else (p.K, p.N)
+    table = {}
+    for row in rows:
+        table.setdefault(key_of_row(row), Tiles(**row["tiles"]))
+    chosen = {}
+    for name in PASSES:
+        explicit = getattr(plan, name) if plan is not None else None
+        chosen[name] = explicit or table.get(key_of(read[name], p.G, p.M, K, N, p.dtype)) or heuristic(read[name], dataclasses.replace(p, K=K, N=N), device)
+    return Plan("pallas", **chosen)
+
+
+def heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
+    """Tiles for a shape that nobody tuned: the largest that the mean group fills, shrunk until they fit the device."""
+    rows = -(-problem.M // max(problem.G, 1))
+    out_rows, out_cols = {"fwd": (rows, problem.N), "dgrad": (rows, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
+    step = {"fwd": problem.K, "dgrad": problem.N, "wgrad": rows}[pass_name]
+    half = jnp.dtype(problem.dtype).itemsize == 2
+
+    def cover(size: int, most: int) -> int:
+        return min(most, max(16, 1 << max(0, size - 1).bit_length()))
+
+    bm, bn, bk = cover(out_rows, 128 if half else 64), cover(out_cols, 256 if half else 128), cover(step, 64 if half else 32)
+    tiles = Tiles(bm, bn, bk, warps=8 if bm * bn >= 128 * 256 else 4, stages=4 if bm * bn >= 128 * 256 else 3)
+    while tiles.shared_bytes(problem.dtype) > device.shared_bytes:
+        if tiles.stages > 2:
+            tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)
+        elif tiles.bn > tiles.bm:
+            tiles = dataclasses.replace(tiles, bn=tiles.bn // 2)
+        else:
+            tiles = dataclasses.replace(tiles, bm=tiles.bm // 2)
+    return tiles
+
+
+def candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
+    """Every Tiles worth measuring for one pass: those that fit the device's shared memory and that the problem's sizes can fill."""
+    half = jnp.dtype(problem.dtype).itemsize == 2
+    sizes = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
+    found = []
+    for bm, bn, bk, warps, stages, panel in itertools.product((32, 64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4, 5), (4, 16)):
+        tiles = Tiles(bm, bn, bk, warps, stages, panel)
+        accumulators = bm * bn // (32 * warps)  # float32 registers a thread; 255 is the limit, addresses and loads need some
+        if bm >= 2 * sizes[0] or bn >= 2 * sizes[1] or not 16 <= accumulators <= 128 or (bm * bn >= 128 * 256 and bk == 32):
+            continue
+        if not half and (bk == 128 or bm * bn > 128 * 128):
+            continue
+        if tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
+            found.append(tiles)
+    return found

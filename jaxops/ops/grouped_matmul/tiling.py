@@ -1,0 +1,43 @@
+"""Which rows a tile owns: the arithmetic that turns device-side offsets into work, shared by the Pallas kernels and the xla backend."""
+
+import jax
+import jax.numpy as jnp
+
+
+def tile_bound(M: int, G: int, bm: int) -> int:
+    """The most row tiles that any offsets can need: every group and the two runs outside may end in a part tile."""
+    return -(-M // bm) + G + 1
+
+
+def runs(offsets_at, r: jax.Array, G: int, M: int) -> tuple[jax.Array, jax.Array]:
+    """First row and end of run r: run 0 lies before the groups, run 1 + g is group g, run G + 1 lies after them, later runs are empty.
+
+    Bounds are clipped to [0, M]: offsets that break the contract give wrong rows, never an access out of bounds.
+
+    Args:
+      offsets_at: a function from int32 indices in [0, G] to those offsets.
+      r: int32 indices of runs.
+    """
+    lo = jnp.where(r == 0, 0, jnp.where(r <= G + 1, offsets_at(jnp.clip(r - 1, 0, G)), M))
+    hi = jnp.where(r <= G, offsets_at(jnp.clip(r, 0, G)), M)
+    lo = jnp.clip(lo, 0, M)
+    return lo, jnp.clip(hi, lo, M)
+
+
+def row_tiles(t: jax.Array, lo: jax.Array, hi: jax.Array, G: int, bm: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Group, first row and end of each row tile t[T], found from the runs lo[R], hi[R] by one compare of t with the running count of tiles.
+
+    Tiles are numbered run by run and never cross one. A tile outside the groups has group G; so has a tile number past the last tile, and no rows.
+    """
+    count = (hi - lo + bm - 1) // bm
+    after = jnp.cumsum(count)
+    first = after - count
+    mine = (first[None, :] <= t[:, None]) & (t[:, None] < after[None, :])  # [T, R], at most one True a row
+
+    def pick(x):
+        return jnp.sum(jnp.where(mine, x, 0), axis=1, dtype=jnp.int32)
+
+    run = jnp.arange(lo.shape[0], dtype=jnp.int32)
+    group = jnp.where((run >= 1) & (run <= G), run - 1, G)
+    start = pick(lo[None, :] + (t[:, None] - first[None, :]) * bm)
+    return pick(group[None, :] - G) + G, start, jnp.minimum(start + bm, pick(hi[None, :]))

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.manual_axes import out_struct
 from jaxops.ops.grouped_matmul.plan import Tiles
 from jaxops.ops.grouped_matmul.schedule_pallas import schedule_rows
+from jaxops.ops.grouped_matmul.tiling import tile_bound
 
 
 def panel_order(pid: jax.Array, num_i: int, num_j: int, panel: int) -> tuple[jax.Array, jax.Array]:
@@ -26,10 +27,10 @@ def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transp
     M, K = lhs_ref.shape
     N = out_ref.shape[1]
     bm, bn, bk = tiles.bm, tiles.bn, tiles.bk
-    T = tiles_ref.shape[0] // 3
-    t, j = panel_order(pl.program_id(0), T, pl.cdiv(N, bn), tiles.panel)
-    group, start, end = (plgpu.load(tiles_ref.at[i * T + t]) for i in range(3))
-    inside = group < G  # rows outside the groups take no step and are stored as the zeros that they start from
+    t, j = panel_order(pl.program_id(0), tile_bound(M, G, bm), pl.cdiv(N, bn), tiles.panel)
+    group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // 3) + t]) for i in range(3))
+    inside = group < G
+    any_step = inside.astype(jnp.int32)  # rows outside the groups take no step and are stored as the zeros that they start from
     g = jnp.minimum(group, G - 1)
     rows = jnp.minimum(start + jnp.arange(bm, dtype=jnp.int32), M - 1)  # a neighbour's rows may be read; they reach only rows that are not stored
     cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
@@ -55,9 +56,9 @@ def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transp
         return step(k, acc, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
 
     full = K // bk
-    acc = lax.fori_loop(0, jnp.where(inside, full, 0), step, jnp.zeros((bm, bn), jnp.float32))
+    acc = lax.fori_loop(0, any_step * full, step, jnp.zeros((bm, bn), jnp.float32))
     if K % bk:
-        acc = lax.fori_loop(full, jnp.where(inside, full + 1, full), last_step, acc)
+        acc = lax.fori_loop(full, full + any_step, last_step, acc)
     if bias_ref:
         acc += plgpu.load(bias_ref[0].at[g, pl.ds(j * bn, bn)], mask=(cols < N) & inside, other=0.0).astype(jnp.float32)[None, :]
     stored = start + jnp.arange(bm, dtype=jnp.int32) < end
@@ -73,7 +74,7 @@ def fwd_pallas(lhs, rhs, bias, offsets, *, tiles: Tiles, transpose_rhs: bool, pr
     return pl.pallas_call(
         functools.partial(_fwd_kernel, G=G, tiles=tiles, transpose_rhs=transpose_rhs, precision=precision),
         out_shape=out_struct((M, N), out_dtype, like=lhs),
-        grid=(schedule.shape[0] // 3 * pl.cdiv(N, tiles.bn),),
+        grid=(tile_bound(M, G, tiles.bm) * pl.cdiv(N, tiles.bn),),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="grouped_matmul_dgrad" if transpose_rhs else "grouped_matmul_fwd",

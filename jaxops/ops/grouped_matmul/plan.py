@@ -93,7 +93,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
 
     Args:
       problem: static shape and dtype.
-      device: see `jaxops.tuning.current_device`.
+      device: see `jaxops.tuning.current_device()`.
       rows: tuned rows (`jaxops.tuning.tuned_rows`), best source first.
       backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
       plan: used as it is; only passes that it leaves None are filled.
@@ -147,18 +147,20 @@ def heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
     return tiles
 
 
+# Output tiles (bm, bn, warps) that were the fastest somewhere, or may be on other sizes: 64 to 128 float32 accumulators a thread.
+_OUTPUT_TILES = ((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (64, 256, 8), (64, 128, 4), (128, 64, 4), (32, 256, 4), (32, 128, 4), (16, 256, 4), (16, 128, 4))
+
+
 def candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     """Every Tiles worth measuring for one pass: those that fit the device's shared memory and that the problem's sizes can fill."""
-    half = jnp.dtype(problem.dtype).itemsize == 2
-    sizes = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
+    size = jnp.dtype(problem.dtype).itemsize
+    rows = 2 * -(-problem.M // max(problem.G, 1))  # a skewed routing has groups of twice the mean and more
+    most = {"fwd": (rows, problem.N), "dgrad": (rows, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
     found = []
-    for bm, bn, bk, warps, stages, panel in itertools.product((32, 64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4, 5), (4, 16)):
-        tiles = Tiles(bm, bn, bk, warps, stages, panel)
-        accumulators = bm * bn // (32 * warps)  # float32 registers a thread; 255 is the limit, addresses and loads need some
-        if bm >= 2 * sizes[0] or bn >= 2 * sizes[1] or not 16 <= accumulators <= 128 or (bm * bn >= 128 * 256 and bk == 32):
-            continue
-        if not half and (bk == 128 or bm * bn > 128 * 128):
-            continue
-        if tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
+    for (bm, bn, warps), step_bytes, stages, panel in itertools.product(_OUTPUT_TILES, (128, 256), (3, 4, 5), (4, 16)):
+        tiles = Tiles(bm, bn, step_bytes // size, warps, stages, panel)
+        too_large = bm > max(16, most[0]) or bn >= 2 * max(64, most[1]) or (size == 4 and bm * bn > 128 * 128)
+        too_small = bm < 64 and most[0] >= 1024
+        if not (too_large or too_small) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
             found.append(tiles)
     return found

@@ -10,7 +10,7 @@ def _rows_of_groups(offsets: jax.Array, M: int) -> jax.Array:
     """[G, M] bool: which rows are whose."""
     G = offsets.shape[0] - 1
     lo, hi = runs(lambda i: offsets[i], jnp.arange(1, G + 1), G, M)
-    row = jnp.arange(M)
+    row = jnp.arange(M)[None, :]
     return (lo[:, None] <= row) & (row < hi[:, None])
 
 

@@ -16,12 +16,12 @@ from jaxops.ops.grouped_matmul.schedule_pallas import schedule_groups
 
 def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision: lax.Precision):
     *accumulator_ref, out_ref = refs
-    G, K, N = out_ref.shape
+    _, K, N = out_ref.shape
     bm, bn, bk = tiles.bm, tiles.bn, tiles.bk
     num_i, num_j = pl.cdiv(K, bm), pl.cdiv(N, bn)
     rank = pl.program_id(0) // (num_i * num_j)
     i, j = panel_order(pl.program_id(0) % (num_i * num_j), num_i, num_j, tiles.panel)
-    g, start, end = (plgpu.load(groups_ref.at[n * G + rank]) for n in range(3))
+    g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // 3) + rank]) for n in range(3))
     i_in = None if K % bm == 0 else i * bm + jnp.arange(bm, dtype=jnp.int32) < K
     j_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
 

@@ -39,7 +39,7 @@ def fwd_xla(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.Prec
         rows = lax.dynamic_slice_in_dim(lhs, first, bm)
         tile = lax.dot_general(rows, rhs[g], contract, precision=precision, preferred_element_type=jnp.float32)
         if bias is not None:
-            tile += bias[g].astype(jnp.float32)
+            tile += bias[g].astype(jnp.float32)[None, :]
         return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, tile.astype(out_dtype), lax.dynamic_slice_in_dim(out, first, bm)), first, 0)
 
     init, _ = vary_together(jnp.zeros((M, N), out_dtype), lhs)
@@ -56,8 +56,6 @@ def wgrad_xla(lhs, dout, accumulator, offsets, *, precision: lax.Precision, out_
         tile = lax.dot_general(rows, douts, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
         return out.at[g].add(tile)
 
-    init, _ = vary_together(jnp.zeros((G, lhs.shape[1], dout.shape[1]), jnp.float32), lhs)
-    out = _for_each_tile(offsets, M, body, init)
-    if accumulator is not None:
-        out += accumulator.astype(jnp.float32)
-    return out.astype(out_dtype)
+    init = jnp.zeros((G, lhs.shape[1], dout.shape[1]), jnp.float32) if accumulator is None else accumulator.astype(jnp.float32)
+    init, _ = vary_together(init, lhs)
+    return _for_each_tile(offsets, M, body, init).astype(out_dtype)

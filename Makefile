@@ -1,0 +1,42 @@
+# Every target makes $(VENV) on first use and installs into it again only when pyproject.toml changes.
+PYTHON ?= python3
+VENV ?= .venv
+# On a GPU: CUDA=cuda13 (or cuda12). Further arguments of the command: ARGS="...".
+CUDA ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+comma := ,
+with_cuda := $(if $(CUDA),$(comma)$(CUDA))
+
+.PHONY: demo test lint mutate bench tune clean
+
+demo: $(VENV)/.has-models$(with_cuda)  ## train a small mixture-of-experts language model
+	$(BIN)/python -m models.train $(ARGS)
+
+test: $(VENV)/.has-test$(with_cuda)  ## every test that this machine can run
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.has-test$(with_cuda)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+mutate: $(VENV)/.has-test$(with_cuda)  ## break the kernels on purpose: each break must turn a test red
+	$(BIN)/python tests/mutations.py $(ARGS)
+
+bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer that can be imported
+	$(BIN)/python -m benchmarks.bench_grouped_matmul $(ARGS)
+
+tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="--shape 8,32768,4096,14336 --dtype bfloat16"
+	$(BIN)/python -m jaxops.tuning $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# --no-compile: Python compiles what it imports, a small part of what is installed; that saves half a minute.
+$(VENV)/.has-%: pyproject.toml
+	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing jaxops[$*] into $(VENV)"
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --editable '.[$*]'
+	@touch $@

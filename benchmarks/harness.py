@@ -1,0 +1,233 @@
+"""What every benchmark shares: interleaved device times, the machine's two ceilings, and the rows that are written."""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from jaxops.profiling import device_times_us
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+WORK_US = 30_000  # of measured work a variant and round: enough to average, short enough for the card to stay as warm as its neighbours leave it
+ALIVE_BYTES = 25e9  # results that may be alive at a time; CUPTI's measurement keeps those of all its iterations
+ROW_KEYS = (
+    *("op", "pass", "name", "shape", "dtype", "dist", "backend", "us_p50", "us_p20", "us_p80", "of_ceiling", "vs", "max_err"),
+    *("jax", "triton", "driver", "device", "commit", "date"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Percentiles over all calls of all rounds, in microseconds."""
+
+    us_p20: float
+    us_p50: float
+    us_p80: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Times":
+        return cls(*(float(p) for p in np.percentile(np.asarray(samples), (20, 50, 80))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One side of a comparison.
+
+    Attributes:
+      name: its name in rows.
+      times_us: n -> the device time of each of n calls.
+      iterations: calls a round.
+    """
+
+    name: str
+    times_us: Callable[[int], list[float]]
+    iterations: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the machine reaches in this run: copy bandwidth (bytes read + written) and the best dense cuBLAS rate of the dtype."""
+
+    copy_gbps: float
+    dense_tflops: float
+
+    def least_us(self, flops: float, moved_bytes: float) -> float:
+        """The time that the ceiling which binds allows."""
+        return max(flops / (self.dense_tflops * 1e6), moved_bytes / (self.copy_gbps * 1e3))
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def call_times_us(fn: Callable, *args, iterations: int) -> list[float]:
+    """Device time of each call on a GPU; elsewhere, where only the code path is of interest, wall time."""
+    if on_gpu():
+        return device_times_us(fn, *args, iterations=iterations)
+    jax.block_until_ready(fn(*args))
+    times = []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        jax.block_until_ready(fn(*args))
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
+
+
+def kernels(fn: Callable, *args) -> list[tuple[str, float]]:
+    """(name, microseconds) of each kernel that one call launches; empty without a GPU."""
+    if not on_gpu():
+        return []
+    _, launched = profiler.measure(fn, aggregate=False, iterations=1)(*args)
+    return [(name, 1e3 * ms) for name, ms in launched or []]
+
+
+def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, float]:
+    """(fn compiled for args, seconds that took). With cublas, XLA's own Triton GEMMs are out of the choice for `x @ w`.
+
+    Raises:
+      MemoryError: its temporaries and result exceed what the device has left: said here, before the allocator retries for ten seconds.
+    """
+    start = time.perf_counter()
+    compiled = jax.jit(fn).lower(*args).compile({"xla_gpu_enable_triton_gemm": False} if cublas else None)
+    seconds = time.perf_counter() - start
+    needed = compiled.memory_analysis()
+    stats = jax.devices()[0].memory_stats() or {}
+    if needed is not None and "bytes_limit" in stats:
+        need, left = needed.temp_size_in_bytes + needed.output_size_in_bytes, stats["bytes_limit"] - stats["bytes_in_use"]
+        if need > left:
+            raise MemoryError(f"needs {need / 1e9:.1f} GB of temporaries and results, {left / 1e9:.1f} GB are left")
+    return compiled, seconds
+
+
+def iterations_for(us: float, out_bytes: int) -> int:
+    """Calls a round: about WORK_US of work, at least 3 (1 of a call that takes over 100 ms), their results together at most ALIVE_BYTES."""
+    wanted = 1 if us > 1e5 else min(50, max(3, round(WORK_US / max(us, 1.0))))
+    return max(1, min(wanted, int(ALIVE_BYTES / max(out_bytes, 1)) - 1))  # the warm-up's result may still be alive beside them
+
+
+def interleave(variants: Sequence[Variant], rounds: int = 5) -> dict[str, Times]:
+    """Times variants in turn, round by round, each round starting with another one: what drifts (clocks, heat) drifts for all.
+
+    A variant that raises is left out, with its reason printed.
+    """
+    samples: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    failed: set[str] = set()
+    for turn in range(rounds):
+        first = turn % max(1, len(variants))
+        for variant in [*variants[first:], *variants[:first]]:
+            if variant.name not in failed:
+                try:
+                    samples[variant.name] += variant.times_us(variant.iterations)
+                except Exception as error:  # a peer's failure is a finding about the peer, not the end of the run
+                    failed.add(variant.name)
+                    print_left_out(variant.name, error)
+    return {name: Times.of(times) for name, times in samples.items() if times and name not in failed}
+
+
+def print_left_out(what: str, error: Exception) -> None:
+    lines = (str(error) or type(error).__name__).splitlines()
+    print(f"  left out: {what}: {type(error).__name__}: {' '.join(lines[:3])[:300]}", flush=True)
+
+
+def measure_ceilings(n: int, dtype, copied_bytes: int, rounds: int = 3, dense: tuple[int, int, int] | None = None) -> tuple[Ceilings, dict[str, Times]]:
+    """Copy bandwidth, and the dense `x @ w` rate at n^3 and, where given, at dense = (M, K, N): the better of the two is the ceiling."""
+    shapes = {"dense_square": (n, n, n)} | ({"dense_wide": dense} if dense else {})
+    variants = []
+    source = normal(0, (copied_bytes // 4,), jnp.float32)
+    negate, _ = compile_fits(jnp.negative, source)  # a plain copy may become a memcpy, which is no kernel and has no kernel time
+    variants.append(Variant("copy", lambda i: call_times_us(negate, source, iterations=i), min(8, iterations_for(1e3, copied_bytes))))
+    for name, (m, k, width) in shapes.items():
+        x, w = normal(1, (m, k), dtype), normal(2, (k, width), dtype)
+        matmul, _ = compile_fits(jnp.matmul, x, w, cublas=True)
+        guess_us = 2 * m * k * width / 6e8
+        variants.append(Variant(name, functools.partial(_call, matmul, x, w), iterations_for(guess_us, 2 * m * width)))
+    times = interleave(variants, rounds)
+    rates = [2 * m * k * width / times[name].us_p50 / 1e6 for name, (m, k, width) in shapes.items() if name in times]
+    return Ceilings(2 * copied_bytes / times["copy"].us_p50 / 1e3, max(rates)), times
+
+
+def _call(fn: Callable, x: jax.Array, w: jax.Array, iterations: int) -> list[float]:
+    return call_times_us(fn, x, w, iterations=iterations)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(seed: int, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Random normal data, made on the device. Zeros would draw less power and run at higher clocks."""
+    if len(shape) == 3:  # one matrix at a time: the float32 and random bits of all of them are several times as large as the result
+        return jax.lax.map(lambda key: jax.random.normal(key, shape[1:], dtype), jax.random.split(jax.random.key(seed), shape[0]))
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def l2_bytes(kind: str) -> int:
+    """Of H100 and H200; elsewhere the largest there is (B200), so that nothing is called cold that may not be."""
+    return (50 if "H100" in kind or "H200" in kind else 126) << 20
+
+
+@functools.cache
+def environment() -> dict[str, str | None]:
+    """The part of a row that says where and with what it was measured."""
+    return {
+        "jax": jax.__version__,
+        "triton": _version("triton"),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "device": jax.devices()[0].device_kind,
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def results_folder(out: str) -> pathlib.Path:
+    return pathlib.Path(out) if out else ROOT / "benchmarks" / "results" / jax.devices()[0].device_kind.lower().replace(" ", "_")
+
+
+def make_row(case: dict, times: Times, of_ceiling: float | None, vs: dict[str, float], max_err: float | None, **rates) -> dict:
+    """One row of design's schema. case: op, pass, name, shape, dtype, dist, backend. rates: tflops or gbps, and whatever else the case has to say."""
+    rounded = {key: round(value, 2) for key, value in dataclasses.asdict(times).items()}
+    more = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in rates.items()}
+    ratios = {peer: round(ratio, 3) for peer, ratio in vs.items()}
+    row = case | rounded | more | {"of_ceiling": None if of_ceiling is None else round(of_ceiling, 4), "vs": ratios}
+    row |= {"max_err": None if max_err is None else float(f"{max_err:.3g}")} | environment()
+    if missing := set(ROW_KEYS) - set(row):
+        raise ValueError(f"a row lacks {sorted(missing)}: {row}")
+    return row
+
+
+def append_row(file: pathlib.Path, row: dict) -> None:
+    """Written at once, so that a run that dies keeps what it measured."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def _commit() -> str:
+    """Short hash, with + where the package has uncommitted changes; JAXOPS_COMMIT where there is no git to ask."""
+    commit = _first_line("git", "rev-parse", "--short", "HEAD")
+    if commit is None:
+        return os.environ.get("JAXOPS_COMMIT", "unknown")
+    return commit + ("+" if _first_line("git", "status", "--porcelain", "--", "jaxops") else "")

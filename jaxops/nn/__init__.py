@@ -1,0 +1,5 @@
+"""Flax NNX modules around the ops. Linen users wrap them with `flax.nnx.bridge.to_linen`."""
+
+from jaxops.nn.grouped_linear import GroupedLinear
+
+__all__ = ["GroupedLinear"]

@@ -1,0 +1,160 @@
+"""Measures plans on the device at hand and keeps the fastest: `python -m jaxops.tuning --shape 8,32768,4096,14336`."""
+
+import concurrent.futures
+import datetime
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from jaxops._lib.device import current_device
+from jaxops._lib.tuned import store_rows, tuned_rows
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul, grouped_wgrad
+from jaxops.ops.grouped_matmul.plan import PASSES, key_of_row
+from jaxops.profiling import device_times_us
+
+__all__ = ["current_device", "store", "tune", "tuned_rows"]
+
+_ALIVE_BYTES = 2e10  # results that a timed burst may hold at once
+_LIMITS = {2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
+
+
+def tune(problem: Problem, passes: Sequence[str] = PASSES, group_sizes: Sequence[np.ndarray] | None = None, tiles: Sequence[Tiles] | None = None, say: Callable = print) -> list[dict]:
+    """Measures every candidate for `problem` on the default GPU; a candidate is compared with the xla backend before it is timed.
+
+    Args:
+      problem: static shape and dtype; transpose_rhs must be False (the rows serve transposed weights too).
+      passes: among "fwd", "dgrad", "wgrad".
+      group_sizes: rows a group, one array a routing, each summing to at most M; the fastest plan is that with the least summed time. By default an
+        even split and a Zipf split.
+      tiles: the candidates; by default `candidates(pass, problem, device)`.
+      say: called with each line of progress.
+
+    Returns:
+      One row a pass, as `store` takes them.
+
+    Raises:
+      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
+    """
+    device = current_device()
+    if device.platform != "gpu":
+        raise RuntimeError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
+    routings = [np.asarray(sizes) for sizes in (group_sizes if group_sizes is not None else default_group_sizes(problem))]
+    keys = jax.random.split(jax.random.key(0), 3)
+    lhs, dout = (jax.random.normal(key, (problem.M, width), problem.dtype) for key, width in ((keys[0], problem.K), (keys[1], problem.N)))
+    rhs = jax.random.normal(keys[2], (problem.G, problem.K, problem.N), problem.dtype)
+    offsets = [jnp.asarray(np.concatenate([[0], np.cumsum(sizes)]), jnp.int32) for sizes in routings]
+    rows = []
+    for name in passes:
+        operands = {"fwd": (lhs, rhs), "dgrad": (dout, rhs), "wgrad": (lhs, dout)}[name]
+        best, us = _fastest(name, operands, offsets, list(tiles or candidates(name, problem, device)), say)
+        flops = 2 * sum(int(sizes.sum()) for sizes in routings) * problem.K * problem.N
+        size = {"G": problem.G, "M": problem.M, "K": problem.K, "N": problem.N}
+        measured = {"us": round(us, 1), "tflops": round(flops / us / 1e6, 1)}
+        made = {"device": device.kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
+        rows.append({"pass": name, **size, "dtype": problem.dtype, "tiles": vars(best), **measured, **made})
+        say(f"{name}: {best} {measured['tflops']} TFLOP/s over {len(routings)} routings")
+    return rows
+
+
+def store(rows: list[dict]):
+    """Puts tuned rows of grouped matmul into the user's cache directory, from where later processes (and later calls in this one) read them."""
+    return store_rows("grouped_matmul", current_device(), rows, same=lambda a, b: key_of_row(a) == key_of_row(b))
+
+
+def default_group_sizes(problem: Problem) -> list[np.ndarray]:
+    """An even split of M, and a Zipf split in shuffled order."""
+    even = np.diff(np.arange(problem.G + 1) * problem.M // problem.G)
+    share = np.random.default_rng(0).permutation(1 / np.arange(1, problem.G + 1))
+    return [even, np.diff(np.floor(np.concatenate([[0], np.cumsum(share / share.sum())]) * problem.M + 0.5).astype(int))]
+
+
+def _run(name: str, backend: str, tiles: Tiles | None, a, b, offsets):
+    plan = Plan("xla") if backend == "xla" else Plan("pallas", tiles, tiles, tiles)
+    if name == "wgrad":
+        return grouped_wgrad(a, b, offsets, plan=plan)
+    # The forward pass of a transposed rhs is the dgrad kernel, called directly.
+    return grouped_matmul(a, b, offsets, transpose_rhs=name == "dgrad", plan=plan)
+
+
+@jax.jit
+def _errors(got, want):
+    """Largest error over (|want| + RMS of want), and RMS error over RMS, piece by piece: float32 copies of a whole weight gradient can outgrow the memory."""
+    size = float(want.size)  # more than int32 holds
+    got, want = (x.reshape(math.gcd(x.shape[0], 64), -1) for x in (got, want))
+
+    def widen(x):
+        return x.astype(jnp.float32)
+
+    rms = jnp.sqrt(jnp.sum(jax.lax.map(lambda w: jnp.sum(widen(w) ** 2), want)) / size)
+
+    def one(pair):
+        error = jnp.abs(widen(pair[0]) - widen(pair[1]))
+        return jnp.max(error / (jnp.abs(widen(pair[1])) + rms)), jnp.sum(error**2)
+
+    worst, square = jax.lax.map(one, (got, want))
+    return jnp.max(worst), jnp.sqrt(jnp.sum(square) / size) / rms
+
+
+def _fastest(name: str, operands, offsets: list[jax.Array], tiles: list[Tiles], say: Callable) -> tuple[Tiles, float]:
+    """The candidate with the least summed time over all routings, and that time in microseconds."""
+
+    def compiled(t: Tiles):
+        try:
+            return jax.jit(lambda a, b, o: _run(name, "pallas", t, a, b, o)).lower(*operands, offsets[0]).compile()
+        except jax.errors.JaxRuntimeError as error:  # a tile that this compiler or card refuses is no candidate; the next one may run
+            say(f"  {t}: {str(error).splitlines()[0][:160]}")
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        programs = {t: p for t, p in zip(tiles, pool.map(compiled, tiles), strict=True) if p is not None}
+    limits = _LIMITS[operands[0].dtype.itemsize]
+    for o in offsets:
+        want = jax.jit(lambda a, b, o: _run(name, "xla", None, a, b, o))(*operands, o)
+        for t in list(programs):
+            errors = tuple(float(e) for e in _errors(programs[t](*operands, o), want))
+            if not (errors[0] < limits[0] and errors[1] < limits[1]):
+                say(f"  {t}: WRONG, max {errors[0]:.1e} RMS {errors[1]:.1e}")
+                del programs[t]
+        alive = int(max(3, min(20, _ALIVE_BYTES / want.nbytes)))
+        del want
+    if not programs:
+        raise RuntimeError(f"no candidate for {name} compiled and was right.")
+
+    def total_us(t: Tiles, iterations: int) -> float:
+        return float(sum(np.median(device_times_us(programs[t], *operands, o, iterations=iterations)) for o in offsets))
+
+    first = {t: total_us(t, 3) for t in programs}
+    leaders = sorted(first, key=first.__getitem__)[:5]
+    rounds = [{t: total_us(t, alive) for t in leaders} for _ in range(3)]  # interleaved: the card's clock moves
+    final = {t: float(np.median([r[t] for r in rounds])) for t in leaders}
+    for t in sorted(first, key=first.__getitem__):
+        say(f"  {t}: {final.get(t, first[t]):.1f} us")
+    best = min(leaders, key=final.__getitem__)
+    return best, final[best]
+
+
+def main(
+    shape: Annotated[list[str], typer.Option(help="G,M,K,N of the forward pass; may be repeated.")],
+    dtype: str = "bfloat16",
+    passes: Annotated[str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.")] = ",".join(PASSES),
+    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
+) -> None:
+    """Measures the plans of grouped matmul on this machine's GPU and stores the fastest in your cache directory."""
+    for text in shape:
+        try:
+            G, M, K, N = (int(n) for n in text.split(","))
+        except ValueError:
+            raise typer.BadParameter(f"{text!r}: write four numbers, G,M,K,N.") from None
+        rows = tune(Problem(G, M, K, N, jnp.dtype(dtype).name), passes.split(","))
+        if not dry_run:
+            print(f"stored in {store(rows)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Whole models on jaxops, and the command that trains them: `python -m models.train`."""

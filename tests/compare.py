@@ -1,0 +1,37 @@
+"""The one tolerance table, and the comparison that every op's tests use."""
+
+import jax.numpy as jnp
+import numpy as np
+
+# dtype or float32 precision -> (largest error, RMS error), both over the RMS of what is wanted. The largest error of a bfloat16 or float16 result
+# is half an ulp of its largest element (about 5 RMS); the RMS limit catches a few wrong rows that one similarity score would hide.
+LIMITS = {
+    "float32": (2e-5, 2e-6),
+    "tf32": (1e-2, 1e-3),
+    "float16": (8e-3, 8e-4),
+    "bfloat16": (6e-2, 6e-3),
+}
+
+
+def assert_close(got, want, kind: str, name: str = "result", scale: float = 1.0) -> None:
+    """got equals the float32 reference `want` within both limits of `kind` (times `scale`), and has its shape.
+
+    Where the reference is exactly zero everywhere, got must be so too.
+    """
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}"
+    if want.size == 0:
+        return
+    got, want = (np.asarray(jnp.asarray(x).astype(jnp.float32)).astype(np.float64) for x in (got, want))
+    rms = np.sqrt(np.mean(want**2))
+    error = np.abs(got - want)
+    largest, mean = (limit * scale * rms for limit in LIMITS[kind])
+    rms_error = np.sqrt(np.mean(error**2))
+    if np.isfinite(got).all() and error.max() <= largest and rms_error <= mean:
+        return
+    wrong = ~(error <= largest)  # NaN is wrong
+    where = np.argwhere(wrong)[:8]
+    lines = [f"  {tuple(map(int, at))}: got {got[tuple(at)]:.6g}, wanted {want[tuple(at)]:.6g}" for at in where]
+    raise AssertionError(
+        f"{name} ({kind}): max error {error.max():.3e} (limit {largest:.3e}), RMS error {rms_error:.3e} (limit {mean:.3e}), RMS {rms:.3e}; "
+        f"{int(wrong.sum())} of {wrong.size} elements past the limit\n" + "\n".join(lines)
+    )

@@ -1,0 +1,30 @@
+"""What every test runs under."""
+
+import os
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 4)  # for shard_map; must come before JAX looks for its devices
+# A vector that broadcasts against a matrix unasked hides a wrong axis. Users who set this get no error from us either.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# One example is one compilation, so few; in CI the same ones every time.
+hypothesis.settings.register_profile("jaxops", deadline=None, max_examples=15, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("jaxops")
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and jax.default_backend() != "gpu":
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache_directory(tmp_path_factory):
+    """Tuned rows that a developer has stored for their own GPU must not decide what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

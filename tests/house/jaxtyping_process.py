@@ -1,0 +1,110 @@
+"""The shapes and dtypes of every public function, as jaxtyping signatures, and calls that they check. Run by test_jaxtyping.py.
+
+In a process of its own: the import hook below puts beartype on every function of jaxops, and its error would come before the errors that the ops raise
+themselves, which the other tests look at.
+"""
+
+import inspect
+
+import pytest
+from beartype import beartype
+from jaxtyping import Array, Float, Int, Int32, TypeCheckError, install_import_hook, jaxtyped
+
+with install_import_hook("jaxops", "beartype.beartype"):
+    import jaxops
+    from jaxops.ops.grouped_matmul import Plan
+
+import jax
+import jax.numpy as jnp
+
+typed = jaxtyped(typechecker=beartype)
+
+
+@typed
+def grouped_matmul(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "G K N"],
+    group_offsets: Int32[Array, "G+1"],
+    *,
+    bias: Float[Array, "G N"] | None = None,
+    **options,
+) -> Float[Array, "M N"]:
+    return jaxops.grouped_matmul(lhs, rhs, group_offsets, bias=bias, **options)
+
+
+@typed
+def grouped_matmul_transposed(lhs: Float[Array, "M K"], rhs: Float[Array, "G N K"], group_offsets: Int32[Array, "G+1"]) -> Float[Array, "M N"]:
+    return jaxops.grouped_matmul(lhs, rhs, group_offsets, transpose_rhs=True)
+
+
+@typed
+def grouped_wgrad(
+    lhs: Float[Array, "M K"],
+    dout: Float[Array, "M N"],
+    group_offsets: Int32[Array, " offsets"],
+    *,
+    accumulate_into: Float[Array, "offsets-1 K N"] | None = None,
+    **options,
+) -> Float[Array, "offsets-1 K N"]:
+    return jaxops.grouped_wgrad(lhs, dout, group_offsets, accumulate_into=accumulate_into, **options)
+
+
+@typed
+def ragged_dot(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "G K N"],
+    group_sizes: Int[Array, " H"],
+    *,
+    group_offset: Int[Array, "1"] | None = None,
+    **options,
+) -> Float[Array, "M N"]:
+    return jaxops.ragged_dot(lhs, rhs, group_sizes, group_offset=group_offset, **options)
+
+
+SIGNATURES = {"grouped_matmul": grouped_matmul, "grouped_wgrad": grouped_wgrad, "ragged_dot": ragged_dot}
+
+M, K, N, G = 5, 3, 4, 2
+LHS, RHS, BIAS, DOUT = jnp.ones((M, K)), jnp.ones((G, K, N)), jnp.ones((G, N)), jnp.ones((M, N))
+OFFSETS, SIZES = jnp.array([0, 2, 5], jnp.int32), jnp.array([2, 3])
+
+
+def test_every_public_function_has_a_signature():
+    assert set(SIGNATURES) == set(jaxops.__all__)
+    for name, signature in SIGNATURES.items():
+        named = {p.name for p in inspect.signature(signature).parameters.values() if p.kind is not p.VAR_KEYWORD}
+        assert named <= set(inspect.signature(getattr(jaxops, name)).parameters)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
+def test_right_shapes_pass(backend, dtype):
+    lhs, rhs, bias, dout = (x.astype(dtype) for x in (LHS, RHS, BIAS, DOUT))
+    assert grouped_matmul(lhs, rhs, OFFSETS, bias=bias, backend=backend).dtype == dtype
+    assert grouped_matmul(lhs, RHS, OFFSETS, compute_dtype=dtype, plan=Plan(backend)).dtype == dtype
+    assert grouped_matmul_transposed(lhs, rhs.mT, OFFSETS).dtype == dtype
+    assert grouped_wgrad(lhs, dout, OFFSETS, accumulate_into=RHS, backend=backend).dtype == jnp.float32
+    assert ragged_dot(lhs, rhs, SIZES, preferred_element_type=jnp.float32, backend=backend).dtype == jnp.float32
+    assert ragged_dot(lhs, rhs[:1], SIZES, group_offset=jnp.array([1]), backend=backend).dtype == dtype
+
+
+def test_right_shapes_pass_under_transformations():
+    grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(LHS, RHS, BIAS)
+    assert [g.shape for g in grads] == [(M, K), (G, K, N), (G, N)]
+    assert jax.vmap(lambda x: grouped_matmul(x, RHS, OFFSETS))(jnp.stack([LHS, LHS])).shape == (2, M, N)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: grouped_matmul(LHS, RHS.mT, OFFSETS),
+        lambda: grouped_matmul(LHS, RHS, OFFSETS[:-1]),
+        lambda: grouped_matmul(LHS, RHS, OFFSETS.astype(jnp.float32)),
+        lambda: grouped_matmul(LHS, RHS, OFFSETS, bias=BIAS.T),
+        lambda: grouped_wgrad(LHS, DOUT[1:], OFFSETS),
+        lambda: grouped_wgrad(LHS, DOUT, OFFSETS, accumulate_into=RHS.mT),
+        lambda: ragged_dot(LHS, RHS[0], SIZES),
+        lambda: ragged_dot(LHS, RHS, SIZES, group_offset=jnp.array([0, 1])),
+    ],
+)
+def test_wrong_shapes_are_refused(call):
+    with pytest.raises(TypeCheckError):
+        call()

@@ -1,0 +1,29 @@
+"""What keeps files and functions readable: sizes, numbers of arguments, names."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = sorted(file for folder in ("jaxops", "models", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py"))
+LINES = 420
+ARGUMENTS = 10
+LAYER_ARGUMENTS = 14  # a layer's constructor takes what flax.nnx.Linear's takes
+SAYS_NOTHING = {"utils", "util", "common", "base", "misc", "helpers", "helper"}
+
+
+def name_of(file: pathlib.Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_limits(file):
+    source = file.read_text()
+    assert len(source.splitlines()) <= LINES
+    assert not SAYS_NOTHING & {file.stem.strip("_"), *file.relative_to(ROOT).parts}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
+            is_layer = node.name == "__init__" and name_of(file).startswith("jaxops/nn/")
+            assert len(arguments) <= (LAYER_ARGUMENTS if is_layer else ARGUMENTS), f"{node.name}, line {node.lineno}: {arguments}"

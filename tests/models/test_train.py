@@ -1,0 +1,185 @@
+"""The training command on a tiny model: what it learns, what it compiles to, what it writes."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+
+from models.data import bigram_nats, even_windows, read_corpus, source_files
+from models.moe_lm import MoE, MoEConfig, MoELM
+from models.presets import PRESETS, Preset
+from models.train import init_state, main, make_step
+from tests.compare import assert_close
+
+ROOT = Path(__file__).parents[2]
+CONFIG = MoEConfig(layers=1, width=16, heads=2, experts=4, top_k=2, hidden=8, context=32)
+TINY = Preset(CONFIG, batch=4, steps=30, learning_rate=2e-2, warmup_steps=3, eval_every=15, eval_windows=8)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return read_corpus()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return MoELM(CONFIG, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """What `python -m models.train` printed, and the folder that it wrote."""
+    out, printed = tmp_path_factory.mktemp("run"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setitem(PRESETS, "tiny", TINY)
+        main(preset="tiny", out=out)
+    return printed.getvalue(), out
+
+
+def test_loss_falls(command):
+    losses = [float(loss) for loss in re.findall(r"step \d+: held-out ([0-9.]+)", command[0])]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 1
+    assert losses[0] == pytest.approx(np.log(256), abs=0.5)
+
+
+def test_what_is_printed(command):
+    state = init_state(TINY, 0)[1]
+    assert f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters" in command[0]
+    assert "a bigram table needs" in command[0]
+    assert "tokens/s" in command[0]
+
+
+@pytest.mark.parametrize("name", ["loss.png", "expert_load.png"])
+def test_pictures(command, name):
+    assert (command[1] / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_step(corpus):
+    graphdef, state = init_state(TINY, 0)
+    step = make_step(graphdef, TINY)
+    data, key = jax.device_put(corpus.train), jax.random.key(0)
+    text = step.lower(state, data, key).compile().as_text()
+    for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
+        assert word not in text
+    before = state
+    with jax.transfer_guard("disallow"):
+        for _ in range(3):
+            state, metrics = step(state, data, key)
+        metrics = jax.device_get(metrics)
+    assert step._cache_size() == 1
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before)), "the state is donated"
+    assert np.isfinite(metrics.loss)
+    np.testing.assert_allclose(metrics.load.sum(axis=-1), 1, rtol=1e-6)
+
+
+def test_same_seed_same_bits(corpus):
+    def run():
+        graphdef, state = init_state(TINY, 3)
+        return make_step(graphdef, TINY)(state, jnp.asarray(corpus.train), jax.random.key(3))[0].params
+
+    jax.tree.map(np.testing.assert_array_equal, run(), run())
+
+
+def test_uniform_router_has_balance_one():
+    moe = MoE(CONFIG, rngs=nnx.Rngs(0))
+    moe.router.kernel[...] = jnp.zeros_like(moe.router.kernel[...])
+    routing = moe(jax.random.normal(jax.random.key(0), (10, CONFIG.width)))[1]
+    assert routing.balance == pytest.approx(1)
+    moe.router.kernel[...] = jnp.zeros_like(moe.router.kernel[...]).at[:, :2].set(10.0)
+    routing = moe(jnp.ones((10, CONFIG.width)))[1]
+    assert routing.balance == pytest.approx(CONFIG.experts / CONFIG.top_k), "all tokens to the same two experts"
+    np.testing.assert_allclose(routing.load, [0.5, 0.5, 0, 0])
+
+
+def test_moe_is_the_weighted_sum_of_its_experts():
+    moe, x = MoE(CONFIG, rngs=nnx.Rngs(1)), jax.random.normal(jax.random.key(1), (10, CONFIG.width))
+    graphdef, params = nnx.split(moe)
+
+    def every_expert(params, x):
+        moe = nnx.merge(graphdef, params)
+        probs = jax.nn.softmax(moe.router(x))
+        kept = jnp.where(probs >= jnp.sort(probs, axis=-1)[:, -CONFIG.top_k, None], probs, 0)
+        gate, up = jnp.split(jnp.einsum("td,edh->teh", x, moe.gate_up.kernel[...]), 2, axis=-1)
+        return jnp.einsum("teh,ehd,te->td", jax.nn.silu(gate) * up, moe.down.kernel[...], kept / kept.sum(axis=-1, keepdims=True))
+
+    got, got_vjp = jax.vjp(lambda params, x: nnx.merge(graphdef, params)(x)[0], params, x)
+    want, want_vjp = jax.vjp(every_expert, params, x)
+    assert_close(got, want, "float32")
+    for ours, wanted in zip(jax.tree.leaves(got_vjp(got)), jax.tree.leaves(want_vjp(got)), strict=True):
+        assert_close(ours, wanted, "float32", "gradient")
+
+
+def test_a_later_byte_changes_no_earlier_logits(model):
+    forward = nnx.jit(lambda model, tokens: model(tokens)[0])
+    tokens = jax.random.randint(jax.random.key(0), (2, CONFIG.context), 0, 256)
+    changed = forward(model, tokens.at[:, 20].set((tokens[:, 20] + 1) % 256))
+    logits = forward(model, tokens)
+    np.testing.assert_allclose(changed[:, :20], logits[:, :20], rtol=1e-5, atol=1e-6)
+    assert np.abs(changed[:, 20:] - logits[:, 20:]).max(axis=(0, 2)).min() > 1e-4
+
+
+def test_held_out_files_are_not_trained_on(tmp_path):
+    texts = {f"{name}.py": f"# {name}\n".encode() for name in "abcdefghijklmnopqrstuvwxyz"}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    for folder in ("test", "site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text("never read")
+    assert [file.name for file in source_files(tmp_path)] == sorted(texts)
+    corpus = read_corpus(tmp_path)
+    train, heldout = (set(bytes(part).split(b"\0")[:-1]) for part in corpus)
+    assert heldout == {b"# j\n", b"# t\n"}
+    assert train == set(texts.values()) - heldout
+
+
+def test_the_corpus_is_the_same_every_time(corpus):
+    for part, again in zip(corpus, read_corpus(), strict=True):
+        np.testing.assert_array_equal(part, again)
+    assert len(corpus.train) > 5 * len(corpus.heldout) > 1_000_000
+
+
+def test_no_python_sources(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds 0 Python files"):
+        read_corpus(tmp_path)
+
+
+def test_bigram():
+    train = np.frombuffer(b"ab" * 50_000, np.uint8)
+    assert bigram_nats(train, even_windows(train, 3, 8)) < 0.01
+    assert bigram_nats(train, np.frombuffer(b"zzzz", np.uint8)[None]) == pytest.approx(np.log(256))
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+def test_presets_fit(preset):
+    model = preset.model
+    assert model.width % (2 * model.heads) == 0
+    assert preset.eval_windows % preset.batch == 0
+    assert preset.steps > preset.warmup_steps
+
+
+@pytest.mark.parametrize(("name", "total"), [("small", 25e6), ("medium", 150e6), ("large", 1e9)])
+def test_preset_sizes(name, total):
+    shapes = nnx.state(nnx.eval_shape(lambda: MoELM(PRESETS[name].model, rngs=nnx.Rngs(0))))
+    assert sum(p.size for p in jax.tree.leaves(shapes)) == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{"preset": "huge"}, {"backend": "cublas"}])
+def test_wrong_options(options):
+    with pytest.raises(typer.BadParameter, match="is not one of"):
+        main(**options)
+
+
+def test_help():
+    run = subprocess.run([sys.executable, "-m", "models.train", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for option in ("preset", "steps", "out", "seed", "backend"):
+        assert option in run.stdout

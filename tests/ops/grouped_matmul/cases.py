@@ -1,0 +1,93 @@
+"""Random problems for grouped matmul, with NaN wherever nothing may be read, and the three ways to run them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.grouped_matmul import Plan, Tiles
+from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
+from tests.compare import assert_close
+
+# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
+RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
+KERNELS = RUNS[1:]
+
+
+def plan_of(run: str) -> Plan:
+    """Tiles that differ from pass to pass, and are smaller than the tests' sizes; a tile is at least 64 wide on the GPU to take the wgmma path too."""
+    if run == "xla":
+        return Plan("xla")
+    if run == "interpret":
+        return Plan("pallas", Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3), Tiles(16, 16, 32, panel=2))
+    return Plan("pallas", Tiles(64, 64, 32, panel=2), Tiles(32, 128, 32, panel=3), Tiles(64, 32, 64, panel=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """lhs[M, K], rhs[G, K, N], bias[G, N], dout[M, N]; rows outside the groups are NaN in lhs and dout."""
+
+    lhs: jax.Array
+    rhs: jax.Array
+    bias: jax.Array
+    dout: jax.Array
+    offsets: jax.Array
+
+    @property
+    def outside(self) -> jax.Array:
+        row = jnp.arange(self.lhs.shape[0])
+        return ((row < self.offsets[0]) | (row >= self.offsets[-1]))[:, None]
+
+
+def make_case(sizes, K: int, N: int, *, dtype="float32", before: int = 0, after: int = 0, seed: int = 0) -> Case:
+    rng = np.random.default_rng(seed)
+    offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    M, G = int(offsets[-1]) + after, len(sizes)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    case = Case(normal(M, K), normal(G, K, N), normal(G, N), normal(M, N), jnp.asarray(offsets, jnp.int32))
+    return dataclasses.replace(case, lhs=jnp.where(case.outside, jnp.nan, case.lhs), dout=jnp.where(case.outside, jnp.nan, case.dout))
+
+
+@functools.partial(jax.jit, static_argnames=("run", "transpose_rhs", "precision"))
+def run_all(case_arrays, run: str, transpose_rhs: bool = False, precision: str | None = "highest"):
+    """(out, dlhs, drhs, dbias); one compilation a shape, whatever the offsets."""
+    lhs, rhs, bias, dout, offsets = case_arrays
+
+    def f(lhs, rhs, bias):
+        weights = jnp.swapaxes(rhs, 1, 2) if transpose_rhs else rhs
+        return jaxops.grouped_matmul(lhs, weights, offsets, bias=bias, transpose_rhs=transpose_rhs, precision=precision, plan=plan_of(run))
+
+    out, vjp = jax.vjp(f, lhs, rhs, bias)
+    return out, *vjp(dout)
+
+
+@jax.jit
+def reference_all(case_arrays):
+    lhs, rhs, bias, dout, offsets = case_arrays
+    row = jnp.arange(lhs.shape[0])
+    outside = ((row < offsets[0]) | (row >= offsets[-1]))[:, None]
+    wide = [x.astype(jnp.float32) for x in (lhs, rhs, bias)]
+    out, vjp = jax.vjp(lambda lhs, rhs, bias: grouped_matmul_reference(lhs, rhs, offsets, bias=bias), *wide)
+    return out, *vjp(jnp.where(outside, 0, dout.astype(jnp.float32)))
+
+
+def check(case: Case, run: str, *, kind: str = "float32", precision: str | None = "highest", transpose_rhs: bool = False) -> None:
+    """Every output and gradient equals the reference's; empty groups' gradients and outside rows are exactly zero."""
+    arrays = tuple(vars(case).values())
+    got = run_all(arrays, run, transpose_rhs=transpose_rhs, precision=precision)
+    want = reference_all(arrays)
+    for name, g, w, primal in zip(("out", "dlhs", "drhs", "dbias"), got, want, (case.lhs, *arrays), strict=False):
+        assert g.dtype == primal.dtype, f"{name} is {g.dtype}"
+        assert_close(g, w, kind, name)
+    empty = np.diff(np.asarray(case.offsets)) == 0
+    for g in got[2:]:
+        assert not np.asarray(g)[empty].any()
+    for g in got[:2]:
+        assert not np.asarray(jnp.where(case.outside, g, 0)).any()

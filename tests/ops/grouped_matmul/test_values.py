@@ -1,0 +1,165 @@
+"""Outputs and gradients against the float32 reference: every dtype, odd sizes, every pattern of empty groups, NaN outside."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.grouped_matmul.reference import grouped_wgrad_reference
+from tests.compare import assert_close
+from tests.ops.grouped_matmul.cases import KERNELS, RUNS, check, make_case, plan_of, reference_all
+
+ROUTINGS = [
+    pytest.param([17, 40, 13], 0, 0, id="all-rows"),
+    pytest.param([9, 0, 31], 11, 19, id="rows-outside-both-ends"),
+    pytest.param([0, 70, 0], 0, 0, id="one-group"),
+    pytest.param([16, 32, 16], 3, 3, id="whole-tiles-unaligned"),
+    pytest.param([0, 0, 0], 30, 40, id="no-rows"),
+    pytest.param([1, 1, 1], 66, 1, id="single-rows-at-the-end"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["rhs", "transposed"])
+@pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
+def test_float32(run, transpose_rhs, sizes, before, after):
+    check(make_case(sizes, 37, 53, before=before, after=after), run, transpose_rhs=transpose_rhs)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
+def test_half(run, dtype, sizes, before, after):
+    check(make_case(sizes, 64, 48, dtype=dtype, before=before, after=after), run, kind=dtype, precision=None)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("empty", list(itertools.product([False, True], repeat=4)), ids=lambda p: "".join("0" if e else "x" for e in p))
+def test_every_pattern_of_empty_groups(run, empty):
+    sizes = [0 if e else 5 + 7 * i for i, e in enumerate(empty)]
+    check(make_case(sizes, 19, 33, after=64 - sum(sizes)), run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize(("sizes", "K", "N"), [([1], 1, 1), ([3, 2], 1, 97), ([5, 31], 101, 1), ([127, 2], 16, 16), ([64, 64], 32, 64)])
+def test_sizes(run, sizes, K, N):
+    check(make_case(sizes, K, N), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@hypothesis.given(data=st.data())
+def test_random_routings(run, data):
+    """One compiled shape, M = 96 and G = 7: any sizes, anywhere."""
+    ends = sorted(data.draw(st.lists(st.integers(0, 96), min_size=8, max_size=8)))
+    check(make_case(np.diff(ends), 24, 40, before=ends[0], after=96 - ends[-1], seed=data.draw(st.integers(0, 9))), run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5), K=st.integers(1, 70), N=st.integers(1, 70), after=st.integers(0, 9), transpose_rhs=st.booleans())
+def test_random_shapes(run, sizes, K, N, after, transpose_rhs):
+    hypothesis.assume(sum(sizes) + after > 0)
+    check(make_case(sizes, K, N, after=after), run, transpose_rhs=transpose_rhs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [2048, 0, 0, 0, 0, 0]])
+def test_heuristic_and_tuned_plans(dtype, sizes):
+    """On the GPU, with the plans that users get; float32 by TF32, as x @ w."""
+    case = make_case(sizes, 384, 640, dtype=dtype, before=7, after=5)
+    arrays = tuple(vars(case).values())
+
+    def f(lhs, rhs, bias):
+        return jaxops.grouped_matmul(lhs, rhs, case.offsets, bias=bias)
+
+    out, vjp = jax.vjp(f, case.lhs, case.rhs, case.bias)
+    for name, got, want in zip(("out", "dlhs", "drhs", "dbias"), (out, *vjp(case.dout)), reference_all(arrays), strict=True):
+        assert_close(got, want, "bfloat16" if dtype == "bfloat16" else "tf32", name)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=["no-rows", "no-K", "no-N"])
+def test_size_zero(run, shape):
+    M, K, N = shape
+    offsets = jnp.array([0, M // 2, M // 2], jnp.int32)
+    lhs, rhs, bias = jnp.ones((M, K)), jnp.ones((2, K, N)), jnp.ones((2, N))
+
+    def f(lhs, rhs, bias):
+        return jaxops.grouped_matmul(lhs, rhs, offsets, bias=bias, plan=plan_of(run))
+
+    out, vjp = jax.vjp(f, lhs, rhs, bias)
+    want = np.zeros((M, N))
+    want[: M // 2] = K + 1
+    np.testing.assert_array_equal(out, want)
+    dlhs, drhs, dbias = vjp(jnp.ones((M, N)))
+    np.testing.assert_array_equal(dlhs, np.where(np.arange(M)[:, None] < M // 2, N, 0) * np.ones((M, K)))
+    np.testing.assert_array_equal(drhs, np.array([M // 2, 0])[:, None, None] * np.ones((2, K, N)))
+    np.testing.assert_array_equal(dbias, np.array([[M // 2], [0]]) * np.ones((2, N)))
+
+
+def test_no_groups():
+    out = jaxops.grouped_matmul(jnp.full((3, 4), jnp.nan), jnp.ones((0, 4, 2)), jnp.array([1], jnp.int32))
+    np.testing.assert_array_equal(out, np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_compute_dtype(run):
+    """A float32 rhs under bfloat16 products: its gradient is float32 and was never rounded to bfloat16."""
+    case = make_case([20, 0, 25], 32, 48, after=3)
+    x = case.lhs.astype(jnp.bfloat16)
+    w = case.rhs.astype(jnp.float32)
+
+    def f(x, w):
+        return jaxops.grouped_matmul(x, w, case.offsets, compute_dtype=jnp.bfloat16, out_dtype=jnp.float32, plan=plan_of(run))
+
+    out, vjp = jax.vjp(f, x, w)
+    dx, dw = vjp(case.dout)
+    assert (out.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    rounded = [jnp.where(case.outside, 0, a).astype(jnp.bfloat16) for a in (case.lhs, case.dout)]
+    want = grouped_wgrad_reference(*rounded, case.offsets)
+    assert_close(dw, want, "float32", "drhs")
+    assert np.any(np.asarray(dw) != np.asarray(dw.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "accumulate"])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", "float32"), ("bfloat16", "float32")])
+def test_wgrad(run, accumulate, dtype, out_dtype):
+    case = make_case([17, 0, 40, 6], 37, 53, dtype=dtype, before=2, after=5)
+    before = jnp.asarray(np.random.default_rng(1).normal(size=(4, 37, 53)), out_dtype).at[1, 0, 0].set(-0.0)
+    got = jax.jit(
+        lambda lhs, dout, acc: jaxops.grouped_wgrad(
+            lhs, dout, case.offsets, precision="highest", out_dtype=None if accumulate else out_dtype, accumulate_into=acc if accumulate else None, plan=plan_of(run)
+        )
+    )(case.lhs, case.dout, before)
+    assert got.dtype == jnp.dtype(out_dtype)
+    assert_close(got, grouped_wgrad_reference(case.lhs, case.dout, case.offsets, accumulate_into=before if accumulate else None), "float32")
+    unchanged = np.asarray(before[1]) if accumulate else np.zeros((37, 53), np.float32)
+    assert np.asarray(got[1]).tobytes() == unchanged.tobytes()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_gradients_of_wgrad(run):
+    case = make_case([17, 0, 25], 21, 35, before=2, after=4)
+    ct = jnp.asarray(np.random.default_rng(1).normal(size=(3, 21, 35)), jnp.float32)
+    lhs, dout = (jnp.where(case.outside, 0, x) for x in (case.lhs, case.dout))
+    acc = jnp.ones((3, 21, 35))
+    _, vjp = jax.vjp(lambda a, b, c: jaxops.grouped_wgrad(a, b, case.offsets, accumulate_into=c, precision="highest", plan=plan_of(run)), case.lhs, case.dout, acc)
+    _, want = jax.vjp(lambda a, b, c: grouped_wgrad_reference(a, b, case.offsets, accumulate_into=c), lhs, dout, acc)
+    for name, g, w in zip(("dlhs", "ddout", "daccumulator"), vjp(ct), want(ct), strict=True):
+        assert_close(g, w, "float32", name)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_offsets_that_break_the_contract(run):
+    """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
+    case = make_case([10, 20, 10], 24, 40)
+    for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7]):
+        out, vjp = jax.vjp(lambda a, b, bad=bad: jaxops.grouped_matmul(a, b, jnp.array(bad, jnp.int32), plan=plan_of(run)), case.lhs, case.rhs)
+        assert [x.shape for x in jax.block_until_ready((out, *vjp(case.dout)))] == [(40, 40), (40, 24), (3, 24, 40)]

@@ -33,7 +33,7 @@ PRESETS = {
     "demo": Preset(
         MoEConfig(layers=2, width=128, heads=4, experts=4, top_k=2, hidden=192, context=128),
         batch=16,
-        steps=360,
+        steps=300,
         learning_rate=4e-3,
         warmup_steps=40,
         eval_every=60,

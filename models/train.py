@@ -139,7 +139,7 @@ def sample(model: MoELM, prompt: np.ndarray, seed: int, length: int = 300) -> st
 def main(
     preset: Annotated[str, typer.Option(help=f"Size of the model: {', '.join(PRESETS)}.")] = "demo",
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the pictures. [default: runs/PRESET]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: runs/PRESET.")] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters, the batches and the sample.")] = 0,
     backend: Annotated[str, typer.Option(help="Of the grouped matrix multiplications: auto, pallas or xla.")] = "auto",
 ) -> None:

@@ -31,8 +31,10 @@ def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transp
     group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // 3) + t]) for i in range(3))
     inside = group < G
     any_step = inside.astype(jnp.int32)  # rows outside the groups take no step and are stored as the zeros that they start from
-    g = jnp.minimum(group, G - 1)
-    rows = jnp.minimum(start + jnp.arange(bm, dtype=jnp.int32), M - 1)  # a neighbour's rows may be read; they reach only rows that are not stored
+    # Bounds that the compiler can see: they hold already, but where it knows that no int32 offset overflows it steps 64-bit pointers instead of
+    # widening every offset in every step (H200, 2026-11-21, mixtral_up: 669 against 612 TFLOP/s).
+    g, j, start = jnp.clip(group, 0, G - 1), jnp.clip(j, 0, pl.cdiv(N, bn) - 1), jnp.clip(start, 0, M)
+    rows = jnp.clip(start + jnp.arange(bm, dtype=jnp.int32), 0, M - 1)  # a neighbour's rows may be read; they reach only rows that are not stored
     cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
     cols_in = None if N % bn == 0 else cols < N
 

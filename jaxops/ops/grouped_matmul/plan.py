@@ -24,6 +24,8 @@ class Tiles:
       warps: warps a program (1, 2, 4, 8 or 16).
       stages: depth of the load pipeline; each stage holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
+      peel: wgrad only: whole steps run in a loop of their own, without row masks. H200, 2026-11-21: 735 against 653 TFLOP/s at mixtral_up (4,096
+        rows a group), 340 against 411 at qwen3_30b (256 rows), where a second loop's fill and drain cost more than the masks.
     """
 
     bm: int
@@ -32,6 +34,7 @@ class Tiles:
     warps: int = 4
     stages: int = 3
     panel: int = 8
+    peel: bool = False
 
     def __post_init__(self):
         for name in ("bm", "bn", "bk"):
@@ -135,8 +138,13 @@ def heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
     def cover(size: int, most: int) -> int:
         return min(most, max(16, 1 << max(0, size - 1).bit_length()))
 
-    bm, bn, bk = cover(out_rows, 128 if half else 64), cover(out_cols, 256 if half else 128), cover(step, 64 if half else 32)
-    tiles = Tiles(bm, bn, bk, warps=8 if bm * bn >= 128 * 256 else 4, stages=4 if bm * bn >= 128 * 256 else 3)
+    # H200, 2026-11-21: 128x256x64 with 8 warps is the fastest wherever a group fills it; wgrad over few rows is bound by its stores, which small
+    # pipelines leave room to overlap: 128x128x32, three programs a multiprocessor.
+    bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
+    if pass_name == "wgrad" and rows < 1024:
+        bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
+    bm, bn = cover(out_rows, bm), cover(out_cols, bn)
+    tiles = Tiles(bm, bn, cover(step, bk), warps if bm * bn >= 128 * 256 else 4, stages, peel=pass_name == "wgrad" and rows >= 1024)
     while tiles.shared_bytes(problem.dtype) > device.shared_bytes:
         if tiles.stages > 2:
             tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)
@@ -147,8 +155,10 @@ def heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
     return tiles
 
 
-# Output tiles (bm, bn, warps) that were the fastest somewhere, or may be on other sizes: 64 to 128 float32 accumulators a thread.
-_OUTPUT_TILES = ((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (64, 256, 8), (64, 128, 4), (128, 64, 4), (32, 256, 4), (32, 128, 4), (16, 256, 4), (16, 128, 4))
+# Output tiles (bm, bn, warps): 64 to 128 float32 accumulators a thread for the large ones. 128x128 with 4 warps leaves room for three programs a
+# multiprocessor (168 registers, 64 KB), so that one's stores run beside another's products.
+_OUTPUT_TILES = ((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (64, 128, 4), (128, 64, 4), (32, 256, 4), (32, 128, 4), (16, 256, 4), (16, 128, 4))
+_STEPS = ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (128, 4), (256, 3))  # bytes of one row's step, stages
 
 
 def candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
@@ -157,10 +167,12 @@ def candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     rows = 2 * -(-problem.M // max(problem.G, 1))  # a skewed routing has groups of twice the mean and more
     most = {"fwd": (rows, problem.N), "dgrad": (rows, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
     found = []
-    for (bm, bn, warps), step_bytes, stages, panel in itertools.product(_OUTPUT_TILES, (128, 256), (3, 4, 5), (4, 16)):
-        tiles = Tiles(bm, bn, step_bytes // size, warps, stages, panel)
+    peels = (False, True) if pass_name == "wgrad" and rows >= 512 else (False,)
+    for (bm, bn, warps), (step_bytes, stages), panel, peel in itertools.product(_OUTPUT_TILES, _STEPS, (8, 32), peels):
+        tiles = Tiles(bm, bn, step_bytes // size, warps, stages, panel, peel)
         too_large = bm > max(16, most[0]) or bn >= 2 * max(64, most[1]) or (size == 4 and bm * bn > 128 * 128)
         too_small = bm < 64 and most[0] >= 1024
-        if not (too_large or too_small) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
+        too_deep = step_bytes == 256 and bm > 32
+        if not (too_large or too_small or too_deep) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
             found.append(tiles)
     return found

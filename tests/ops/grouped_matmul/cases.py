@@ -23,7 +23,7 @@ def plan_of(run: str) -> Plan:
     if run == "xla":
         return Plan("xla")
     if run == "interpret":
-        return Plan("pallas", Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3), Tiles(16, 16, 32, panel=2))
+        return Plan("pallas", Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3), Tiles(16, 16, 16, panel=2, peel=True))
     return Plan("pallas", Tiles(64, 64, 32, panel=2), Tiles(32, 128, 32, panel=3), Tiles(64, 32, 64, panel=2))
 
 

@@ -24,7 +24,13 @@ _ALIVE_BYTES = 2e10  # results that a timed burst may hold at once
 _LIMITS = {2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
 
 
-def tune(problem: Problem, passes: Sequence[str] = PASSES, group_sizes: Sequence[np.ndarray] | None = None, tiles: Sequence[Tiles] | None = None, say: Callable = print) -> list[dict]:
+def tune(
+    problem: Problem,
+    passes: Sequence[str] = PASSES,
+    group_sizes: Sequence[np.ndarray] | None = None,
+    tiles: Sequence[Tiles] | None = None,
+    say: Callable = print,
+) -> list[dict]:
     """Measures every candidate for `problem` on the default GPU; a candidate is compared with the xla backend before it is timed.
 
     Args:
@@ -53,7 +59,8 @@ def tune(problem: Problem, passes: Sequence[str] = PASSES, group_sizes: Sequence
     for name in passes:
         operands = {"fwd": (lhs, rhs), "dgrad": (dout, rhs), "wgrad": (lhs, dout)}[name]
         best, us = _fastest(name, operands, offsets, list(tiles or candidates(name, problem, device)), say)
-        flops = 2 * sum(int(sizes.sum()) for sizes in routings) * problem.K * problem.N
+        us /= len(routings)  # a call's, on the mean
+        flops = 2 * sum(int(sizes.sum()) for sizes in routings) / len(routings) * problem.K * problem.N
         size = {"G": problem.G, "M": problem.M, "K": problem.K, "N": problem.N}
         measured = {"us": round(us, 1), "tflops": round(flops / us / 1e6, 1)}
         made = {"device": device.kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
@@ -113,6 +120,7 @@ def _fastest(name: str, operands, offsets: list[jax.Array], tiles: list[Tiles], 
 
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         programs = {t: p for t, p in zip(tiles, pool.map(compiled, tiles), strict=True) if p is not None}
+    alive = int(max(3, min(20, _ALIVE_BYTES / jax.eval_shape(lambda a, b, o: _run(name, "xla", None, a, b, o), *operands, offsets[0]).nbytes)))
     limits = _LIMITS[operands[0].dtype.itemsize]
     for o in offsets:
         want = jax.jit(lambda a, b, o: _run(name, "xla", None, a, b, o))(*operands, o)
@@ -121,7 +129,6 @@ def _fastest(name: str, operands, offsets: list[jax.Array], tiles: list[Tiles], 
             if not (errors[0] < limits[0] and errors[1] < limits[1]):
                 say(f"  {t}: WRONG, max {errors[0]:.1e} RMS {errors[1]:.1e}")
                 del programs[t]
-        alive = int(max(3, min(20, _ALIVE_BYTES / want.nbytes)))
         del want
     if not programs:
         raise RuntimeError(f"no candidate for {name} compiled and was right.")

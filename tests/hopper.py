@@ -1,8 +1,6 @@
-"""Lowers a function for an NVIDIA H200 without one, and compiles its Pallas kernels to look at them."""
+"""Lowers a function for an NVIDIA H200 without one."""
 
-import base64
 import contextlib
-import re
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh

@@ -35,7 +35,7 @@ def current_device() -> Device:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return Device(abstract.device_kind, abstract.platform)
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if default is None or isinstance(default, str):
         default = jax.devices(default)[0]
     return Device(default.device_kind, default.platform)

@@ -19,9 +19,9 @@ def resolve_precision(precision: lax.PrecisionLike) -> lax.Precision:
       NotImplementedError: an algorithm that the kernels do not have, such as BF16_BF16_F32_X3.
     """
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(precision, (tuple, list)):
-        return max((resolve_precision(p) for p in precision), key=lambda p: p.value)
+        return max((resolve_precision(p) for p in precision), key=lambda p: p.value)  # pyright: ignore[reportArgumentType]
     if isinstance(precision, lax.DotAlgorithmPreset):
         precision = precision.name
     if isinstance(precision, str) and precision in lax.DotAlgorithmPreset.__members__:

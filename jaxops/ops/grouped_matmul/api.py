@@ -60,7 +60,8 @@ def grouped_matmul(
 
     Raises:
       ValueError: shapes that do not fit together, an unknown backend.
-      TypeError: dtypes that the kernels do not multiply, dtypes of lhs and rhs that differ without compute_dtype; forward-mode differentiation (JAX's own error).
+      TypeError: dtypes that the kernels do not multiply, dtypes of lhs and rhs that differ without compute_dtype; forward-mode
+        differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
     Source: the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) over ragged rows instead of padded blocks.
@@ -175,7 +176,9 @@ def ragged_dot(
       NotImplementedError: out_sharding.
     """
     if out_sharding is not None:
-        raise NotImplementedError("out_sharding is not supported: constrain the result with jax.lax.with_sharding_constraint, or call ragged_dot inside jax.shard_map.")
+        raise NotImplementedError(
+            "out_sharding is not supported: constrain the result with jax.lax.with_sharding_constraint, or call ragged_dot inside jax.shard_map."
+        )
     check_float("lhs", lhs, "[M, K]")
     check_float("rhs", rhs, "[G, K, N]")
     if len(group_sizes.shape) != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
@@ -218,7 +221,10 @@ def _compute_dtype(lhs, name: str, other, compute_dtype) -> jnp.dtype:
     if compute_dtype is not None:
         return _float_dtype("compute_dtype", compute_dtype)
     if lhs.dtype != other.dtype:
-        raise TypeError(f"lhs is {lhs.dtype} and {name} is {other.dtype}: cast one of them" + (f", or pass compute_dtype=jnp.{lhs.dtype} (the gradient of rhs stays {other.dtype})." if name == "rhs" else "."))
+        raise TypeError(
+            f"lhs is {lhs.dtype} and {name} is {other.dtype}: cast one of them"
+            + (f", or pass compute_dtype=jnp.{lhs.dtype} (the gradient of rhs stays {other.dtype})." if name == "rhs" else ".")
+        )
     return jnp.dtype(lhs.dtype)
 
 
@@ -233,23 +239,26 @@ def _interpret() -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
-    return _matmul_fwd(spec, lhs, rhs, bias, offsets)[0]
-
-
-def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
-    # The casts are kept for the backward: as many bytes as a second cast would read again.
     lhs, rhs = lhs.astype(spec.compute_dtype), rhs.astype(spec.compute_dtype)
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if spec.transpose_rhs else 2]
     a, b = lhs, rhs
     if K == 0:  # a sum of nothing, but the bias still counts: one column of zeros says the same
         a, b = jnp.zeros((M, 1), a.dtype), jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), b.dtype)
     if 0 in (M, G, N):
-        out = jnp.zeros((M, N), spec.out_dtype)
-    elif spec.plan.backend == "xla":
-        out = fwd_xla(a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype)
-    else:
-        out = fwd_pallas(a, b, bias, offsets, tiles=spec.plan.fwd, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype, interpret=_interpret())
-    return out, (lhs, rhs, bias, offsets)
+        return jnp.zeros((M, N), spec.out_dtype)
+    if spec.plan.backend == "xla":
+        return fwd_xla(a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype)
+    assert spec.plan.fwd is not None  # make_plan fills it
+    how = {"transpose_rhs": spec.transpose_rhs, "precision": spec.precision, "out_dtype": spec.out_dtype}
+    return fwd_pallas(a, b, bias, offsets, tiles=spec.plan.fwd, interpret=_interpret(), **how)
+
+
+def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
+    # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that
+    # this rule can be differentiated once more.
+    lhs, rhs = lhs.astype(spec.compute_dtype), rhs.astype(spec.compute_dtype)
+    cast = dataclasses.replace(spec, lhs_dtype=spec.compute_dtype, second_dtype=spec.compute_dtype)
+    return _matmul(cast, lhs, rhs, bias, offsets), (lhs, rhs, bias, offsets)
 
 
 def _matmul_bwd(spec: _Spec, residuals, dout):
@@ -257,7 +266,9 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
     dout = dout.astype(spec.compute_dtype)
     plan, transposed = spec.plan, spec.transpose_rhs
     back = dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd)
-    dlhs = _matmul(_Spec(back, spec.precision, spec.compute_dtype, spec.lhs_dtype, spec.compute_dtype, spec.compute_dtype, not transposed), dout, rhs, None, offsets)
+    dlhs = _matmul(
+        _Spec(back, spec.precision, spec.compute_dtype, spec.lhs_dtype, spec.compute_dtype, spec.compute_dtype, not transposed), dout, rhs, None, offsets
+    )
     to_weights = _Spec(plan, spec.precision, spec.compute_dtype, spec.second_dtype, spec.compute_dtype, spec.compute_dtype)
     drhs = _wgrad(to_weights, *((dout, lhs) if transposed else (lhs, dout)), None, offsets)
     dbias = None
@@ -267,7 +278,7 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
         if plan.wgrad is not None:
             plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, bm=16, bn=min(plan.wgrad.bn, 128), warps=4))
         sums = _Spec(plan, lax.Precision.HIGHEST, spec.compute_dtype, jnp.dtype(bias.dtype), spec.compute_dtype, spec.compute_dtype)
-        dbias = _wgrad(sums, ones, dout, None, offsets)[:, 0]
+        dbias = jnp.squeeze(_wgrad(sums, ones, dout, None, offsets), axis=1)
     return dlhs, drhs, dbias, None
 
 
@@ -276,31 +287,38 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
-    return _wgrad_fwd(spec, lhs, dout, accumulator, offsets)[0]
+    shape = (offsets.shape[0] - 1, lhs.shape[1], dout.shape[1])
+    if 0 in (*shape, lhs.shape[0]):
+        return jnp.zeros(shape, spec.out_dtype) if accumulator is None else accumulator
+    if spec.plan.backend == "xla":
+        return wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, out_dtype=spec.out_dtype)
+    assert spec.plan.wgrad is not None  # make_plan fills it
+    how = {"precision": spec.precision, "out_dtype": spec.out_dtype}
+    return wgrad_pallas(lhs, dout, accumulator, offsets, tiles=spec.plan.wgrad, interpret=_interpret(), **how)
 
 
 def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):
-    shape = (offsets.shape[0] - 1, lhs.shape[1], dout.shape[1])
-    if 0 in (*shape, lhs.shape[0]):
-        out = jnp.zeros(shape, spec.out_dtype) if accumulator is None else accumulator
-    elif spec.plan.backend == "xla":
-        out = wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, out_dtype=spec.out_dtype)
-    else:
-        out = wgrad_pallas(lhs, dout, accumulator, offsets, tiles=spec.plan.wgrad, precision=spec.precision, out_dtype=spec.out_dtype, interpret=_interpret())
-    return out, (lhs, dout, None if accumulator is None else jnp.zeros((0,), accumulator.dtype), offsets)
+    return _wgrad(spec, lhs, dout, accumulator, offsets), (
+        lhs,
+        dout,
+        None if accumulator is None else (),
+        offsets,
+    )  # all that is left of the accumulator: was there one
 
 
 def _wgrad_bwd(spec: _Spec, residuals, ct):
-    lhs, dout, accumulator, offsets = residuals
+    lhs, dout, accumulated, offsets = residuals
     weights = ct.astype(spec.compute_dtype)
     back = dataclasses.replace(spec.plan, fwd=spec.plan.dgrad, dgrad=spec.plan.fwd)
 
     def through(rows, transpose, plan, out_dtype):
-        return _matmul(_Spec(plan, spec.precision, spec.compute_dtype, out_dtype, spec.compute_dtype, spec.compute_dtype, transpose), rows, weights, None, offsets)
+        return _matmul(
+            _Spec(plan, spec.precision, spec.compute_dtype, out_dtype, spec.compute_dtype, spec.compute_dtype, transpose), rows, weights, None, offsets
+        )
 
     dlhs = through(dout, True, back, spec.lhs_dtype)
     ddout = through(lhs, False, spec.plan, spec.second_dtype)
-    return dlhs, ddout, None if accumulator is None else ct, None
+    return dlhs, ddout, None if accumulated is None else ct, None
 
 
 _wgrad.defvjp(_wgrad_fwd, _wgrad_bwd)

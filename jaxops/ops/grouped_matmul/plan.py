@@ -157,7 +157,19 @@ def heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
 
 # Output tiles (bm, bn, warps): 64 to 128 float32 accumulators a thread for the large ones. 128x128 with 4 warps leaves room for three programs a
 # multiprocessor (168 registers, 64 KB), so that one's stores run beside another's products.
-_OUTPUT_TILES = ((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (64, 128, 4), (128, 64, 4), (32, 256, 4), (32, 128, 4), (16, 256, 4), (16, 128, 4))
+_OUTPUT_TILES = (
+    (128, 256, 8),
+    (256, 128, 8),
+    (128, 128, 4),
+    (128, 128, 8),
+    (64, 256, 4),
+    (64, 128, 4),
+    (128, 64, 4),
+    (32, 256, 4),
+    (32, 128, 4),
+    (16, 256, 4),
+    (16, 128, 4),
+)
 _STEPS = ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (128, 4), (256, 3))  # bytes of one row's step, stages
 
 

@@ -63,7 +63,9 @@ def test_random_routings(run, data):
 
 @pytest.mark.parametrize("run", KERNELS)
 @hypothesis.settings(max_examples=6)
-@hypothesis.given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5), K=st.integers(1, 70), N=st.integers(1, 70), after=st.integers(0, 9), transpose_rhs=st.booleans())
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5), K=st.integers(1, 70), N=st.integers(1, 70), after=st.integers(0, 9), transpose_rhs=st.booleans()
+)
 def test_random_shapes(run, sizes, K, N, after, transpose_rhs):
     hypothesis.assume(sum(sizes) + after > 0)
     check(make_case(sizes, K, N, after=after), run, transpose_rhs=transpose_rhs)
@@ -137,7 +139,13 @@ def test_wgrad(run, accumulate, dtype, out_dtype):
     before = jnp.asarray(np.random.default_rng(1).normal(size=(4, 37, 53)), out_dtype).at[1, 0, 0].set(-0.0)
     got = jax.jit(
         lambda lhs, dout, acc: jaxops.grouped_wgrad(
-            lhs, dout, case.offsets, precision="highest", out_dtype=None if accumulate else out_dtype, accumulate_into=acc if accumulate else None, plan=plan_of(run)
+            lhs,
+            dout,
+            case.offsets,
+            precision="highest",
+            out_dtype=None if accumulate else out_dtype,
+            accumulate_into=acc if accumulate else None,
+            plan=plan_of(run),
         )
     )(case.lhs, case.dout, before)
     assert got.dtype == jnp.dtype(out_dtype)
@@ -166,9 +174,11 @@ def test_gradients_of_wgrad(run):
     ct = jnp.asarray(np.random.default_rng(1).normal(size=(3, 21, 35)), jnp.float32)
     lhs, dout = (jnp.where(case.outside, 0, x) for x in (case.lhs, case.dout))
     acc = jnp.ones((3, 21, 35))
-    _, vjp = jax.vjp(lambda a, b, c: jaxops.grouped_wgrad(a, b, case.offsets, accumulate_into=c, precision="highest", plan=plan_of(run)), case.lhs, case.dout, acc)
+    _, vjp = jax.vjp(
+        lambda a, b, c: jaxops.grouped_wgrad(a, b, case.offsets, accumulate_into=c, precision="highest", plan=plan_of(run)), case.lhs, case.dout, acc
+    )
     _, want = jax.vjp(lambda a, b, c: grouped_wgrad_reference(a, b, case.offsets, accumulate_into=c), lhs, dout, acc)
-    for name, g, w in zip(("dlhs", "ddout", "daccumulator"), vjp(ct), want(ct), strict=True):
+    for name, g, w in zip(("dlhs", "ddout", "daccumulator"), jax.jit(vjp)(ct), want(ct), strict=True):
         assert_close(g, w, "float32", name)
 
 

@@ -24,8 +24,9 @@ class Tiles:
       warps: warps a program (1, 2, 4, 8 or 16).
       stages: depth of the load pipeline; each stage holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
-      peel: wgrad only: whole steps run in a loop of their own, without row masks. H200, 2026-11-21: 735 against 653 TFLOP/s at mixtral_up (4,096
-        rows a group), 340 against 411 at qwen3_30b (256 rows), where a second loop's fill and drain cost more than the masks.
+      peel: wgrad only: whole steps run in a loop without row masks, and the rest of the rows behind a branch, outside the pipeline. H200, 2026-11-21,
+        balanced and skewed: 735 and 707 against 653 and 669 TFLOP/s at mixtral_up (4,096 rows a group on the mean), 419 and 378 against 410 and
+        394 at qwen3_30b (256 rows), where the exposed rest costs more than the masks.
     """
 
     bm: int

@@ -25,7 +25,7 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision:
     g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // 3) + rank]) for n in range(3))
     # Bounds that the compiler can see, as in fwd_pallas.py. They hold already, but for an empty group at M, which takes no step.
     steps = jnp.clip((end - start + bk - 1) // bk, 0, pl.cdiv(M, bk))
-    whole = jnp.clip((end - start) // bk, 0, M // bk) if tiles.peel else 0
+    whole = jnp.clip((end - start) // bk, 0, M // bk)
     g, start = jnp.clip(g, 0, G - 1), jnp.clip(start, 0, M - 1)
     i_in = None if K % bm == 0 else i * bm + jnp.arange(bm, dtype=jnp.int32) < K
     j_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
@@ -46,7 +46,9 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision:
     acc = jnp.zeros((bm, bn), jnp.float32)
     if tiles.peel:
         acc = lax.fori_loop(0, whole, step, acc)
-    acc = lax.fori_loop(whole, steps, masked_step, acc)
+        acc = lax.cond(steps > whole, functools.partial(masked_step, whole), lambda acc: acc, acc)
+    else:
+        acc = lax.fori_loop(0, steps, masked_step, acc)
 
     place = g, pl.ds(i * bm, bm), pl.ds(j * bn, bn)
     mask = jnp.ones((bm, bn), jnp.bool_)

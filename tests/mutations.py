@@ -11,19 +11,32 @@ OP = pathlib.Path(__file__).parents[1] / "jaxops" / "ops" / "grouped_matmul"
 VALUES = "tests/ops/grouped_matmul/test_values.py"
 ROUTINGS, STEPS, PATTERNS = f"{VALUES}::test_float32", f"{VALUES}::test_wgrad_steps", f"{VALUES}::test_every_pattern_of_empty_groups"
 
+# fmt: off
 MUTATIONS = {
-    "mask: wgrad reads its neighbour's rows": ("wgrad_pallas.py", "* bk + jnp.arange(bk, dtype=jnp.int32) < end)", "* bk + jnp.arange(bk, dtype=jnp.int32) < M)", STEPS),
-    "mask: fwd stores past its group's end": ("fwd_pallas.py", "stored = start + jnp.arange(bm, dtype=jnp.int32) < end", "stored = start + jnp.arange(bm, dtype=jnp.int32) < M", ROUTINGS),
-    "mask: fwd multiplies past K": ("fwd_pallas.py", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K)", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K + 1)", ROUTINGS),
-    "mask: rows outside the groups are multiplied": ("fwd_pallas.py", "inside = group < G", "inside = group <= G", ROUTINGS),
-    "index: every group takes the first matrix": ("fwd_pallas.py", "jnp.clip(group, 0, G - 1)", "jnp.clip(group, 0, 0)", ROUTINGS),
-    "index: tile columns": ("fwd_pallas.py", "return first + inside % height, inside // height", "return first + inside % panel, inside // panel", ROUTINGS),
-    "index: wgrad's groups keep their order": ("schedule_pallas.py", "(h[None, :] < g[:, None])", "(h[None, :] <= g[:, None])", ROUTINGS),
-    "offset: a tile's first row": ("tiling.py", "(t[:, None] - first[None, :]) * bm)", "(t[:, None] - first[None, :]) * (bm - 1))", ROUTINGS),
-    "offset: runs start a group late": ("tiling.py", "offsets_at(jnp.clip(r - 1, 0, G))", "offsets_at(jnp.clip(r, 0, G))", ROUTINGS),
-    "offset: the run behind the groups is forgotten": ("tiling.py", "hi = jnp.where(r <= G, offsets_at(jnp.clip(r, 0, G)), M)", "hi = offsets_at(jnp.clip(r, 0, G))", ROUTINGS),
-    "offset: one tile too few": ("tiling.py", "return -(-M // bm) + G + 1", "return -(-M // bm)", PATTERNS),
-}  # fmt: skip
+    "mask: wgrad reads its neighbour's rows": (
+        "wgrad_pallas.py", "* bk + jnp.arange(bk, dtype=jnp.int32) < end)", "* bk + jnp.arange(bk, dtype=jnp.int32) < M)", STEPS),
+    "mask: fwd stores past its group's end": (
+        "fwd_pallas.py", "stored = start + jnp.arange(bm, dtype=jnp.int32) < end", "stored = start + jnp.arange(bm, dtype=jnp.int32) < M", ROUTINGS),
+    "mask: fwd multiplies past K": (
+        "fwd_pallas.py", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K)", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K + 1)", ROUTINGS),
+    "mask: rows outside the groups are multiplied": (
+        "fwd_pallas.py", "inside = group < G", "inside = group <= G", ROUTINGS),
+    "index: every group takes the first matrix": (
+        "fwd_pallas.py", "jnp.clip(group, 0, G - 1)", "jnp.clip(group, 0, 0)", ROUTINGS),
+    "index: tile columns": (
+        "fwd_pallas.py", "return first + inside % height, inside // height", "return first + inside % panel, inside // panel", ROUTINGS),
+    "index: wgrad's groups keep their order": (
+        "schedule_pallas.py", "(h[None, :] < g[:, None])", "(h[None, :] <= g[:, None])", ROUTINGS),
+    "offset: a tile's first row": (
+        "tiling.py", "(t[:, None] - first[None, :]) * bm)", "(t[:, None] - first[None, :]) * (bm - 1))", ROUTINGS),
+    "offset: runs start a group late": (
+        "tiling.py", "offsets_at(jnp.clip(r - 1, 0, G))", "offsets_at(jnp.clip(r, 0, G))", ROUTINGS),
+    "offset: the run behind the groups is forgotten": (
+        "tiling.py", "hi = jnp.where(r <= G, offsets_at(jnp.clip(r, 0, G)), M)", "hi = offsets_at(jnp.clip(r, 0, G))", ROUTINGS),
+    "offset: one tile too few": (
+        "tiling.py", "return -(-M // bm) + G + 1", "return -(-M // bm)", PATTERNS),
+}
+# fmt: on
 
 
 def survives(file: str, old: str, new: str, tests: str) -> bool:

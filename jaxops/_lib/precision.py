@@ -20,6 +20,8 @@ def resolve_precision(precision: lax.PrecisionLike) -> lax.Precision:
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(precision, lax.DotAlgorithm):  # before tuples: it is one
+        raise NotImplementedError(f"precision={precision}: a DotAlgorithm is not supported; pass 'default', 'high' or 'highest' instead.")
     if isinstance(precision, (tuple, list)):
         return max((resolve_precision(p) for p in precision), key=lambda p: p.value)  # pyright: ignore[reportArgumentType]
     if isinstance(precision, lax.DotAlgorithmPreset):
@@ -28,6 +30,4 @@ def resolve_precision(precision: lax.PrecisionLike) -> lax.Precision:
         if precision not in _PRESETS:
             raise NotImplementedError(f"precision={precision} is not among {sorted(_PRESETS)}; pass 'default', 'high' or 'highest' instead.")
         return _PRESETS[precision]
-    if isinstance(precision, lax.DotAlgorithm):
-        raise NotImplementedError(f"precision={precision}: a DotAlgorithm is not supported; pass 'default', 'high' or 'highest' instead.")
     return lax.Precision(precision)

@@ -162,7 +162,7 @@ def ragged_dot(
       rhs: [G, K, N].
       group_sizes: [G] integers; [H] with H >= G where group_offset is given. Rows past their sum come out zero.
       precision: as in `grouped_matmul`.
-      preferred_element_type: dtype of the result; the promoted dtype of lhs and rhs by default.
+      preferred_element_type: dtype of the result; that of `jax.lax.dot(lhs, rhs)` by default.
       group_offset: [1] integer: the group in group_sizes where rhs[0] starts, for a shard that holds G of all groups. Rows of other groups come out
         zero. (JAX has the argument, but raises on it.)
       out_sharding: must be None.
@@ -181,6 +181,9 @@ def ragged_dot(
         )
     check_float("lhs", lhs, "[M, K]")
     check_float("rhs", rhs, "[G, K, N]")
+    for name, x in (("group_sizes", group_sizes), ("group_offset", group_offset)):
+        if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"{name} is a {type(x).__name__}; pass an array of integers.")
     if len(group_sizes.shape) != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, the rows of each group.")
     G, H = rhs.shape[0], group_sizes.shape[0]
@@ -193,8 +196,10 @@ def ragged_dot(
         # A clamped gather, not a dynamic slice: a shard that starts past H - G has empty groups at its end, not the groups before it.
         offsets = offsets[jnp.clip(group_offset.astype(jnp.int32) + jnp.arange(G + 1, dtype=jnp.int32), 0, H)]
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    out_dtype = dtype if preferred_element_type is None else preferred_element_type
-    return grouped_matmul(lhs.astype(dtype), rhs.astype(dtype), offsets, precision=precision, out_dtype=out_dtype, backend=backend, plan=plan)
+    if preferred_element_type is None:  # bfloat16 with float16 multiplies in float32 and gives bfloat16, as in JAX
+        one = [jax.ShapeDtypeStruct((1, 1), x.dtype) for x in (lhs, rhs)]
+        preferred_element_type = jax.eval_shape(lax.dot, *one).dtype
+    return grouped_matmul(lhs.astype(dtype), rhs.astype(dtype), offsets, precision=precision, out_dtype=preferred_element_type, backend=backend, plan=plan)
 
 
 @dataclasses.dataclass(frozen=True)

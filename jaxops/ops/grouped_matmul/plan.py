@@ -175,17 +175,17 @@ _STEPS = ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (128, 4), (256, 3))  # 
 
 
 def candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
-    """Every Tiles worth measuring for one pass: those that fit the device's shared memory and that the problem's sizes can fill."""
+    """Every Tiles worth measuring for one pass: the heuristic's, and those that fit the device's shared memory and that the problem's sizes can fill."""
     size = jnp.dtype(problem.dtype).itemsize
     rows = 2 * -(-problem.M // max(problem.G, 1))  # a skewed routing has groups of twice the mean and more
     most = {"fwd": (rows, problem.N), "dgrad": (rows, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
-    found = []
+    found = [heuristic(pass_name, problem, device)]
     peels = (False, True) if pass_name == "wgrad" and rows >= 512 else (False,)
     for (bm, bn, warps), (step_bytes, stages), panel, peel in itertools.product(_OUTPUT_TILES, _STEPS, (8, 32), peels):
         tiles = Tiles(bm, bn, step_bytes // size, warps, stages, panel, peel)
         too_large = bm > max(16, most[0]) or bn >= 2 * max(64, most[1]) or (size == 4 and bm * bn > 128 * 128)
         too_small = bm < 64 and most[0] >= 1024
         too_deep = step_bytes == 256 and bm > 32
-        if not (too_large or too_small or too_deep) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
+        if not (too_large or too_small or too_deep or tiles in found) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
             found.append(tiles)
     return found

@@ -1,0 +1,275 @@
+"""Who decides (an explicit plan, then a tuned row, then the heuristic), and that every choice fits its device and can be lowered for it."""
+
+import builtins
+import dataclasses
+import json
+import pathlib
+from importlib import resources
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import pytest
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, make_plan
+from jaxops.ops.grouped_matmul.plan import PASSES, heuristic, key_of_row
+from tests.hopper import lower_for_h200
+
+H200 = Device("NVIDIA H200", "gpu")
+GPUS = [H200, Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("NVIDIA L4", "gpu")]
+CPU, TPU = Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+PROBLEM = Problem(8, 1000, 500, 700, "bfloat16")
+SHIPPED = [
+    (file.name, json.loads(line))
+    for file in sorted((resources.files("jaxops.ops.grouped_matmul") / "tuned").iterdir(), key=lambda file: file.name)
+    for line in file.read_text().splitlines()
+]
+
+
+def mark(panel: int) -> Tiles:
+    """Tiles that no heuristic gives, told apart by their panel."""
+    return Tiles(16, 16, 16, warps=1, stages=1, panel=panel)
+
+
+def row(pass_name: str, tiles: Tiles, problem: Problem = PROBLEM, **change) -> dict:
+    sizes = {name: getattr(problem, name) for name in ("G", "M", "K", "N", "dtype")}
+    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), **change}
+
+
+def problem_of(row: dict) -> Problem:
+    return Problem(row["G"], row["M"], row["K"], row["N"], row["dtype"])
+
+
+def test_explicit_then_tuned_then_heuristic():
+    rows = [row("fwd", mark(101)), row("dgrad", mark(102))]
+    plan = make_plan(PROBLEM, H200, rows, plan=Plan(fwd=mark(100)))
+    assert plan == Plan("pallas", mark(100), mark(102), heuristic("wgrad", PROBLEM, H200))
+
+
+def test_no_rows_is_the_heuristic():
+    assert make_plan(PROBLEM, H200) == Plan("pallas", *(heuristic(name, PROBLEM, H200) for name in PASSES))
+
+
+def test_first_row_of_a_key_wins():
+    assert make_plan(PROBLEM, H200, [row("fwd", mark(100)), row("fwd", mark(101))]).fwd == mark(100)
+
+
+def test_whole_explicit_plan_is_kept():
+    plan = Plan("pallas", mark(100), mark(101), mark(102))
+    assert make_plan(PROBLEM, H200, [row(name, mark(103)) for name in PASSES], plan=plan) == plan
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float32"}, {"K": 1025}, {"N": 100}, {"M": 1025}, {"M": 512}, {"G": 9}, {"G": 4}], ids=lambda c: "-".join(map(str, *c.items()))
+)
+def test_row_of_another_key_is_not_taken(change):
+    rows = [row(name, mark(100), **change) for name in PASSES]
+    assert make_plan(PROBLEM, H200, rows) == make_plan(PROBLEM, H200)
+
+
+@pytest.mark.parametrize("M", [513, 777, 1000, 1024])
+def test_new_length_inside_a_bucket_finds_the_row(M):
+    rows = [row("fwd", mark(100)), row("wgrad", mark(101))]
+    plan = make_plan(dataclasses.replace(PROBLEM, M=M, G=5, K=512, N=513), H200, rows)
+    assert (plan.fwd, plan.wgrad) == (mark(100), mark(101))
+
+
+def test_transposed_rhs_finds_rows_under_swapped_sizes_and_pass():
+    """Its forward reads rhs as dgrad does, so it takes what was measured for the dgrad of a problem with K and N swapped."""
+    swapped = dataclasses.replace(PROBLEM, K=PROBLEM.N, N=PROBLEM.K)
+    rows = [row(name, mark(100 + i), swapped) for i, name in enumerate(PASSES)]
+    assert rows[0]["K"].bit_length() != rows[0]["N"].bit_length()  # otherwise the sizes fall into one bucket and nothing is told apart
+    transposed = dataclasses.replace(PROBLEM, transpose_rhs=True)
+    assert make_plan(transposed, H200, rows) == Plan("pallas", fwd=mark(101), dgrad=mark(100), wgrad=mark(102))
+    assert make_plan(PROBLEM, H200, rows) == make_plan(PROBLEM, H200)
+    # The same problem's own rows are not for the transposed one.
+    assert make_plan(transposed, H200, [row(name, mark(100)) for name in PASSES]) == make_plan(transposed, H200)
+
+
+def test_transposed_heuristic_is_that_of_the_swapped_problem():
+    skewed = Problem(4, 4096, 32, 4096, "bfloat16")
+    plan = make_plan(dataclasses.replace(skewed, transpose_rhs=True), H200)
+    swapped = make_plan(dataclasses.replace(skewed, K=skewed.N, N=skewed.K), H200)
+    assert plan == Plan("pallas", swapped.dgrad, swapped.fwd, swapped.wgrad)
+
+
+def test_backend_by_device():
+    assert [make_plan(PROBLEM, device).backend for device in (*GPUS, CPU, TPU)] == ["pallas"] * 3 + ["xla"] * 2
+    assert make_plan(PROBLEM, H200, backend="xla") == make_plan(PROBLEM, H200, plan=Plan("xla")) == Plan("xla")
+    assert make_plan(PROBLEM, CPU, backend="pallas").backend == "pallas"  # interpreted
+    assert make_plan(PROBLEM, CPU, plan=Plan("pallas", fwd=mark(100))).fwd == mark(100)
+    assert make_plan(PROBLEM, TPU, backend="xla") == Plan("xla")
+
+
+@pytest.mark.parametrize("chosen", [{"backend": "pallas"}, {"plan": Plan("pallas")}], ids=["backend", "plan"])
+def test_pallas_on_a_tpu_raises(chosen):
+    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*backend='xla' on a TPU"):
+        make_plan(PROBLEM, TPU, **chosen)
+
+
+def test_printing_shows_the_choice():
+    text = str(make_plan(PROBLEM, H200, [row("fwd", mark(100))]))
+    assert "backend='pallas'" in text
+    assert f"fwd={mark(100)}" in text
+    assert all(f"{name}=Tiles(bm=" in text for name in PASSES)
+    assert "backend='xla'" in str(make_plan(PROBLEM, CPU))
+
+
+def test_make_plan_is_pure(monkeypatch):
+    """Same answer twice, from its arguments alone: no file is opened, and neither rows nor plan are changed."""
+    rows = [row("fwd", mark(100)), row("dgrad", mark(101))]
+    before = json.dumps(rows)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("make_plan read a file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", refuse)
+        patch.setattr(pathlib.Path, "open", refuse)
+        patch.setattr(pathlib.Path, "read_text", refuse)
+        first, second = (make_plan(PROBLEM, H200, rows) for _ in range(2))
+    assert first == second
+    assert json.dumps(rows) == before
+
+
+SIZES = st.one_of(st.integers(0, 300), st.sampled_from([512, 768, 1408, 2048, 4096, 7168, 14336, 32768]))
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    G=st.sampled_from([0, 1, 2, 8, 60, 128, 256]),
+    M=st.one_of(SIZES, st.just(1 << 20)),
+    K=SIZES,
+    N=SIZES,
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    transpose_rhs=st.booleans(),
+    device=st.sampled_from(GPUS),
+)
+def test_heuristic_fits_every_device(G, M, K, N, dtype, transpose_rhs, device):
+    """Tiles refuses what no kernel can have, so a plan that comes back is legal; a tile is never twice as large as what it covers."""
+    plan = make_plan(Problem(G, M, K, N, dtype, transpose_rhs), device)
+    rows = -(-M // max(G, 1))
+    covered = {"fwd": (rows, N), "dgrad": (rows, K), "wgrad": (N, K) if transpose_rhs else (K, N)}
+    for name in PASSES:
+        tiles = getattr(plan, name)
+        assert tiles.shared_bytes(dtype) <= device.shared_bytes
+        assert tiles.bm < 2 * max(16, covered[name][0])
+        assert tiles.bn < 2 * max(16, covered[name][1])
+        assert tiles.peel in (False, name == "wgrad")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.slug)
+def test_candidates_fit_every_device(device, dtype):
+    for G, M, K, N in ((4, 512, 512, 512), (8, 32768, 4096, 14336), (256, 4096, 7168, 2048), (3, 17, 5, 9)):
+        for name in PASSES:
+            found = candidates(name, Problem(G, M, K, N, dtype), device)
+            assert len(set(found)) == len(found)
+            assert all(tiles.shared_bytes(dtype) <= device.shared_bytes for tiles in found)
+            assert name == "wgrad" or not any(tiles.peel for tiles in found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("pass_name", PASSES)
+@hypothesis.given(G=st.sampled_from([1, 8, 64]), M=st.integers(1, 4096), K=st.integers(1, 1024), N=st.integers(1, 1024))
+@hypothesis.example(G=8, M=256, K=64, N=64)
+def test_every_problem_has_candidates(pass_name, dtype, G, M, K, N):
+    """Otherwise tuning would stop at a small problem and say that every candidate was wrong."""
+    assert candidates(pass_name, Problem(G, M, K, N, dtype), H200)
+
+
+def test_rows_are_shipped():
+    assert "nvidia_h200.jsonl" in {name for name, _ in SHIPPED}
+    keys = [(name, key_of_row(row)) for name, row in SHIPPED]
+    assert len(set(keys)) == len(keys), "two shipped rows for one key: the second is never found"
+
+
+@pytest.mark.parametrize(
+    ("file", "row"), SHIPPED, ids=lambda x: "-".join(str(x[k]) for k in ("pass", "G", "M", "K", "N", "dtype")) if isinstance(x, dict) else None
+)
+def test_shipped_row(file, row):
+    """It parses, says what was measured where, is found at its own shape, fits its device, and is among what tuning would measure again."""
+    assert set(row) == {"pass", "G", "M", "K", "N", "dtype", "tiles", "us", "tflops", "device", "jax", "date"}
+    device, problem, tiles = Device(row["device"], "gpu"), problem_of(row), Tiles(**row["tiles"])
+    assert file == f"{device.slug}.jsonl"
+    assert row["tflops"] == pytest.approx(2 * problem.M * problem.K * problem.N / row["us"] / 1e6, rel=0.01)
+    rows = tuned_rows("grouped_matmul", device)
+    assert getattr(make_plan(problem, device, rows), row["pass"]) == tiles
+    swapped = dataclasses.replace(problem, K=problem.N, N=problem.K, transpose_rhs=True)
+    reads = {"fwd": "dgrad", "dgrad": "fwd", "wgrad": "wgrad"}[row["pass"]]
+    assert getattr(make_plan(swapped, device, rows), reads) == tiles
+    assert tiles.shared_bytes(row["dtype"]) <= device.shared_bytes
+    assert tiles in candidates(row["pass"], problem, device)
+
+
+# Lowering does not depend on sizes beyond what is masked, so one small problem stands for all.
+SMALL = Problem(4, 512, 512, 512, "bfloat16")
+
+
+def lowered(pass_name: str, tiles: Tiles, problem: Problem = SMALL) -> str:
+    """The StableHLO of one pass alone; lhs is [M, K] in fwd and wgrad, and dout [M, N] in dgrad."""
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, problem.dtype)
+
+    G, M, K, N = problem.G, problem.M, problem.K, problem.N
+    rhs = shape(G, K, N)
+    a, b = {"fwd": (shape(M, K), rhs), "dgrad": (shape(M, N), rhs), "wgrad": (shape(M, K), shape(M, N))}[pass_name]
+    plan = Plan("pallas", tiles, tiles, tiles)
+
+    def run(a, b, offsets):
+        if pass_name == "wgrad":
+            return jaxops.grouped_wgrad(a, b, offsets, plan=plan)
+        return jaxops.grouped_matmul(a, b, offsets, transpose_rhs=pass_name == "dgrad", plan=plan)
+
+    return lower_for_h200(run, a, b, jax.ShapeDtypeStruct((G + 1,), "int32"))
+
+
+def assert_two_kernels(text: str, pass_name: str) -> None:
+    """The schedule and the pass; no copy, transpose or cast of an operand beside them."""
+    assert text.count("__gpu$xla.gpu.triton") == 2
+    assert f'"grouped_matmul_{pass_name}"' in text
+    assert f'"grouped_{"wgrad" if pass_name == "wgrad" else "matmul"}_schedule"' in text
+    operations = [line.split("stablehlo.")[1].split()[0] for line in text.splitlines() if "stablehlo." in line]
+    assert operations == ["custom_call"] * 2
+
+
+def kernels_of(pass_name: str, tiles: list[Tiles]) -> list[Tiles]:
+    """One for each kernel that differs in more than numbers: warps, depth and panel change no shape in it."""
+    return sorted({dataclasses.replace(t, warps=4, stages=3, panel=8) for t in tiles}, key=dataclasses.astuple)
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_shipped_tiles_lower_for_an_h200(pass_name):
+    for tiles in {Tiles(**row["tiles"]) for _, row in SHIPPED if row["pass"] == pass_name and row["device"] == H200.kind}:
+        assert_two_kernels(lowered(pass_name, tiles), pass_name)
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_candidates_lower_for_an_h200(pass_name):
+    for tiles in kernels_of(pass_name, candidates(pass_name, SMALL, H200)):
+        assert_two_kernels(lowered(pass_name, tiles), pass_name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_heuristic_lowers_for_an_h200(pass_name, dtype):
+    """Odd sizes, so that every load is masked."""
+    problem = Problem(3, 301, 203, 77, dtype)
+    assert_two_kernels(lowered(pass_name, heuristic(pass_name, problem, H200), problem), pass_name)
+
+
+def test_gradient_lowers_for_an_h200():
+    """A user's call: "auto" takes the kernels, and all three passes are in it, each with its schedule."""
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((512, 256), (4, 256, 128), (512, 128))]
+
+    def gradients(lhs, rhs, dout, offsets):
+        out, vjp = jax.vjp(lambda lhs, rhs: jaxops.grouped_matmul(lhs, rhs, offsets), lhs, rhs)
+        return out, vjp(dout)
+
+    text = lower_for_h200(gradients, *shapes, jax.ShapeDtypeStruct((5,), "int32"))
+    assert text.count("__gpu$xla.gpu.triton") == 6
+    assert all(text.count(f'"grouped_matmul_{name}"') == 1 for name in PASSES)

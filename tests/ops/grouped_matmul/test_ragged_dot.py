@@ -1,0 +1,256 @@
+"""ragged_dot against jax.lax.ragged_dot itself: what a user has who changes the module's name in the call."""
+
+import functools
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxops
+from jaxops._lib.checks import FLOATS
+from jaxops._lib.precision import resolve_precision
+from tests.compare import assert_close
+from tests.ops.grouped_matmul.cases import RUNS, plan_of
+
+M, K, N, G = 56, 24, 40, 6
+SIZES = [9, 0, 17, 5, 1, 16]  # 8 rows past their sum
+PRESETS = lax.DotAlgorithmPreset
+
+
+def operands(lhs_dtype="float32", rhs_dtype="float32", seed: int = 0):
+    """lhs[M, K], rhs[G, K, N], dout[M, N]."""
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.normal(size=s), d) for s, d in (((M, K), lhs_dtype), ((G, K, N), rhs_dtype), ((M, N), "float32")))
+
+
+@functools.partial(jax.jit, static_argnames=("run", "backward"))
+def ours(lhs, rhs, sizes, dout, *, run: str, backward: bool = True):
+    out, vjp = jax.vjp(lambda lhs, rhs: jaxops.ragged_dot(lhs, rhs, sizes, "highest", plan=plan_of(run)), lhs, rhs)
+    return (out, *vjp(dout)) if backward else (out,)
+
+
+@jax.jit
+def theirs(lhs, rhs, sizes, dout):
+    out, vjp = jax.vjp(lambda lhs, rhs: lax.ragged_dot(lhs, rhs, sizes, "highest"), lhs, rhs)
+    return out, *vjp(dout)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("sizes", [SIZES, [0] * G, [0, 0, M, 0, 0, 0], [10, 10, 10, 10, 10, 6]], ids=["rows-past-the-sum", "no-rows", "one-group", "all-rows"])
+def test_values_and_gradients(run, sizes):
+    lhs, rhs, dout = operands()
+    sizes = jnp.array(sizes, jnp.int32)
+    for name, got, want in zip(("out", "dlhs", "drhs"), ours(lhs, rhs, sizes, dout, run=run), theirs(lhs, rhs, sizes, dout), strict=True):
+        assert got.dtype == want.dtype
+        assert_close(got, want, "float32", name)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_rows_past_the_sum_are_zero_and_unread(run):
+    lhs, rhs, dout = operands()
+    past = (jnp.arange(M) >= sum(SIZES))[:, None]
+    sizes = jnp.array(SIZES, jnp.int32)
+    out, dlhs, drhs = ours(jnp.where(past, jnp.nan, lhs), rhs, sizes, jnp.where(past, jnp.nan, dout), run=run)
+    assert not np.asarray(out)[sum(SIZES) :].any()
+    assert not np.asarray(dlhs)[sum(SIZES) :].any()
+    clean = ours(lhs, rhs, sizes, dout, run=run)
+    for got, want in zip((out, dlhs, drhs), clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(FLOATS, FLOATS)), ids="-".join)
+def test_dtype_of_the_result_is_jaxs(dtypes):
+    lhs, rhs, _ = operands(*dtypes)
+    got, want = (jax.eval_shape(f, lhs, rhs, jnp.array(SIZES)).dtype for f in (jaxops.ragged_dot, lax.ragged_dot))
+    assert got == want
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float16")], ids="-".join)
+def test_mixed_dtypes(dtypes):
+    """Gradients come in the dtypes of the primals, as JAX's do."""
+    lhs, rhs, dout = operands(*dtypes)
+    got, want = ours(lhs, rhs, jnp.array(SIZES), dout, run="xla"), theirs(lhs, rhs, jnp.array(SIZES), dout)
+    for name, g, w, kind in zip(("out", "dlhs", "drhs"), got, want, ("float32", *dtypes), strict=True):
+        assert g.dtype == w.dtype == jnp.dtype(kind)
+        assert_close(g, w, kind, name)
+
+
+def test_mixed_dtypes_in_the_kernels():
+    lhs, rhs, dout = operands("bfloat16", "float32")
+    (got,) = ours(lhs, rhs, jnp.array(SIZES), dout, run="interpret", backward=False)
+    assert_close(got, theirs(lhs, rhs, jnp.array(SIZES), dout)[0], "float32")
+
+
+@pytest.mark.parametrize(("dtype", "preferred"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_preferred_element_type(dtype, preferred):
+    lhs, rhs, _ = operands(dtype, dtype)
+    jitted = (jax.jit(functools.partial(f, preferred_element_type=preferred)) for f in (jaxops.ragged_dot, lax.ragged_dot))
+    got, want = (f(lhs, rhs, jnp.array(SIZES)) for f in jitted)
+    assert got.dtype == want.dtype == jnp.dtype(preferred)
+    assert_close(got, want, got.dtype.name)
+
+
+SPELLINGS = [
+    (None, "DEFAULT"),
+    ("default", "DEFAULT"),
+    ("bfloat16", "DEFAULT"),
+    ("high", "HIGH"),
+    ("tensorfloat32", "HIGH"),
+    ("highest", "HIGHEST"),
+    ("float32", "HIGHEST"),
+    (lax.Precision.HIGH, "HIGH"),
+    (lax.Precision.HIGHEST, "HIGHEST"),
+    (("default", "highest"), "HIGHEST"),
+    ((lax.Precision.HIGH, lax.Precision.DEFAULT), "HIGH"),
+    (PRESETS.DEFAULT, "DEFAULT"),
+    (PRESETS.TF32_TF32_F32, "HIGH"),
+    (PRESETS.F32_F32_F32, "HIGHEST"),
+    ("F32_F32_F32", "HIGHEST"),
+]
+
+
+@pytest.mark.parametrize(("precision", "means"), SPELLINGS, ids=lambda p: str(p).replace(" ", ""))
+def test_precision_in_every_spelling_of_lax_dot(precision, means):
+    lhs, rhs, _ = operands()
+    jax.eval_shape(functools.partial(lax.dot, precision=precision), lhs, rhs[0])  # the spelling is one that JAX takes
+    for run in ("xla", "interpret"):
+        assert jax.eval_shape(functools.partial(jaxops.ragged_dot, precision=precision, plan=plan_of(run)), lhs, rhs, jnp.array(SIZES)).shape == (M, N)
+    # None follows the flag below; without it, it is the default.
+    assert resolve_precision(precision) == lax.Precision[means]
+
+
+def test_precision_reaches_the_product():
+    lhs, rhs, _ = operands()
+    got = jaxops.ragged_dot(lhs, rhs, jnp.array(SIZES), PRESETS.F32_F32_F32)
+    assert_close(got, lax.ragged_dot(lhs, rhs, jnp.array(SIZES), "highest"), "float32")
+    text = {p: str(jax.make_jaxpr(functools.partial(jaxops.ragged_dot, precision=p, backend="xla"))(lhs, rhs, jnp.array(SIZES))) for p in ("highest", "high")}
+    assert "HIGHEST" in text["highest"]
+    assert "HIGHEST" not in text["high"]
+
+
+def test_no_precision_follows_the_flag():
+    with jax.default_matmul_precision("float32"):
+        assert resolve_precision(None) == lax.Precision.HIGHEST
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"), pytest.raises(NotImplementedError, match="BF16_BF16_F32_X3"):
+        resolve_precision(None)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [PRESETS.BF16_BF16_F32_X3, "BF16_BF16_F32_X3", lax.DotAlgorithm(np.float32, np.float32, np.float32)],
+    ids=["preset", "name-of-preset", "algorithm"],
+)
+def test_precision_that_the_kernels_do_not_have(precision):
+    lhs, rhs, _ = operands()
+    with pytest.raises(NotImplementedError, match=r"precision=.*'highest'"):
+        jaxops.ragged_dot(lhs, rhs, jnp.array(SIZES), precision)
+
+
+@functools.partial(jax.jit, static_argnames="run")
+def shard(lhs, rhs, sizes, offset, dout, run: str):
+    """A shard's result and its weights' gradient; which shard it is stays on the device."""
+    out, vjp = jax.vjp(lambda rhs: jaxops.ragged_dot(lhs, rhs, sizes, "highest", group_offset=offset, plan=plan_of(run)), rhs)
+    return out, *vjp(dout)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_group_offset(run):
+    lhs, rhs, dout = operands()
+    sizes = jnp.array(SIZES, jnp.int32)
+    whole, _, weights = ours(lhs, rhs, sizes, dout, run=run)
+    shards = [shard(lhs, rhs[at : at + 2], sizes, jnp.array([at]), dout, run) for at in (0, 2, 4)]
+    # Every row belongs to one shard, and the others' zeros add nothing: the same up to the order of the products' sums.
+    assert_close(sum(out for out, _ in shards), whole, "float32")
+    assert_close(jnp.concatenate([drhs for _, drhs in shards]), weights, "float32")
+    ends = np.cumsum([0, *SIZES])
+    for at, (out, _) in zip((0, 2, 4), shards, strict=True):
+        mine = np.arange(M)[:, None] < ends[at + 2]
+        mine &= np.arange(M)[:, None] >= ends[at]
+        np.testing.assert_array_equal(out, np.where(mine, out, 0))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_group_offset_past_the_end(run):
+    """The groups that a shard has past the last one are empty; they are not the groups before it."""
+    lhs, rhs, dout = operands()
+    sizes = jnp.array(SIZES, jnp.int32)
+    whole = ours(lhs, rhs, sizes, dout, run=run)[0]
+    last, _ = shard(lhs, rhs[4:], sizes, jnp.array([4]), dout, run)
+    out, drhs = shard(lhs, jnp.stack([rhs[5], rhs[0]]), sizes, jnp.array([5]), dout, run)
+    first = sum(SIZES[:5])
+    assert not np.asarray(out)[:first].any()
+    assert_close(out[first:], last[first:], "float32")
+    assert_close(out[first:], whole[first:], "float32")
+    assert not np.asarray(drhs)[1].any()
+    for at in (6, 7, 1000):
+        out, drhs = shard(lhs, rhs[:2], sizes, jnp.array([at]), dout, run)
+        assert not np.asarray(out).any()
+        assert not np.asarray(drhs).any()
+
+
+def test_jax_raises_on_group_offset():
+    """The day that this fails, compare group_offset with JAX's own instead."""
+    lhs, rhs, _ = operands()
+    with pytest.raises((TypeError, NotImplementedError)):
+        lax.ragged_dot(lhs, rhs[:2], jnp.array(SIZES), group_offset=jnp.array([0]))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32"])
+def test_group_sizes_of_another_integer_dtype(dtype):
+    lhs, rhs, dout = operands()
+    got = ours(lhs, rhs, jnp.array(SIZES, dtype), dout, run="xla", backward=False)
+    np.testing.assert_array_equal(got, ours(lhs, rhs, jnp.array(SIZES, jnp.int32), dout, run="xla", backward=False))
+
+
+def test_group_sizes_sum_past_their_dtype():
+    got = jax.jit(jaxops.ragged_dot)(jnp.ones((250, 1)), jnp.array([[[1.0]], [[2.0]]]), jnp.array([100, 120], jnp.int8))
+    np.testing.assert_array_equal(jnp.squeeze(got, 1), np.repeat([1, 2, 0], [100, 120, 30]))
+
+
+def test_group_sizes_from_numpy():
+    lhs, rhs, _ = operands()
+    want = jaxops.ragged_dot(lhs, rhs, jnp.array(SIZES, jnp.int32))
+    np.testing.assert_array_equal(jaxops.ragged_dot(lhs, rhs, np.array(SIZES)), want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"group_sizes": jnp.ones(G - 1, jnp.int32)}, ValueError, r"len\(group_sizes\) is 5.*rhs\.shape\[0\] is 6"),
+        ({"group_sizes": jnp.ones(G)}, TypeError, r"group_sizes is float32\[6\].*integers"),
+        ({"group_sizes": jnp.ones((1, G), jnp.int32)}, (TypeError, ValueError), r"group_sizes is int32\[1, 6\].*vector"),
+        ({"group_sizes": SIZES}, TypeError, "group_sizes is a list"),
+        ({"group_offset": jnp.zeros(2, jnp.int32)}, ValueError, r"group_offset is int32\[2\].*\(1,\)"),
+        ({"group_offset": jnp.int32(0)}, ValueError, r"group_offset is int32\[\].*\(1,\)"),
+        ({"group_offset": jnp.zeros(1)}, (TypeError, ValueError), r"group_offset is float32\[1\].*integer"),
+        ({"group_offset": 0}, TypeError, "group_offset is a int"),
+        ({"lhs": jnp.ones((M, K), jnp.int32)}, TypeError, "lhs is int32.*astype"),
+        ({"lhs": jnp.ones((M, K + 1))}, ValueError, "K of lhs.*25.*24"),
+        ({"rhs": jnp.ones((K, N))}, ValueError, r"rhs has shape \(24, 40\).*\[G, K, N\]"),
+        ({"preferred_element_type": "int32"}, TypeError, "int32.*float32"),
+        ({"out_sharding": jax.sharding.PartitionSpec()}, NotImplementedError, "out_sharding.*with_sharding_constraint"),
+    ],
+    ids=lambda p: next(iter(p)) if isinstance(p, dict) else None,
+)
+def test_errors(arguments, error, match):
+    lhs, rhs, _ = operands()
+    with pytest.raises(error, match=match):
+        jaxops.ragged_dot(**{"lhs": lhs, "rhs": rhs, "group_sizes": jnp.array(SIZES), **arguments})
+
+
+def test_positional_arguments_are_those_of_jax():
+    mine, jaxs = (inspect.signature(f).parameters for f in (jaxops.ragged_dot, lax.ragged_dot))
+    assert list(mine)[: len(jaxs)] == list(jaxs)
+    for name, parameter in jaxs.items():
+        assert (mine[name].kind, mine[name].default) == (parameter.kind, parameter.default)
+    assert {p.kind for name, p in mine.items() if name not in jaxs} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_forward_mode_raises():
+    lhs, rhs, _ = operands()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda lhs: jaxops.ragged_dot(lhs, rhs, jnp.array(SIZES)), (lhs,), (lhs,))

@@ -1,0 +1,223 @@
+"""Tuned rows in the user's cache directory, and the search that makes them, with faked times on a CPU."""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import jaxops.tuning
+from jaxops._lib.device import Device
+from jaxops._lib.tuned import store_rows, tuned_rows, user_file
+from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
+from jaxops.ops.grouped_matmul.plan import key_of_row
+from jaxops.tuning import _LIMITS, _errors, tune
+
+H200 = Device("NVIDIA H200", "gpu")
+UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
+
+
+@pytest.fixture(autouse=True)
+def _own_rows(tmp_path, monkeypatch):
+    """Each test starts without rows of its own, and leaves none behind in the process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuned_rows.cache_clear()
+    yield
+    tuned_rows.cache_clear()
+
+
+def row(panel: int, pass_name: str = "fwd", **change) -> dict:
+    sizes = {"G": 8, "M": 1000, "K": 512, "N": 256, "dtype": "bfloat16"}
+    return {"pass": pass_name, **sizes, "tiles": vars(Tiles(16, 16, 16, panel=panel)), **change}
+
+
+def put(*rows: dict, device: Device = UNSHIPPED) -> pathlib.Path:
+    return store_rows("grouped_matmul", device, list(rows), same=lambda a, b: key_of_row(a) == key_of_row(b))
+
+
+def test_round_trip(tmp_path):
+    rows = (row(100), row(101, "dgrad"), row(102, "wgrad"))
+    file = put(*rows)
+    assert file == user_file("grouped_matmul", UNSHIPPED)
+    assert tmp_path in file.parents
+    assert file.name == "nvidia_test.jsonl"
+    assert [json.loads(line) for line in file.read_text().splitlines()] == list(rows)
+    assert tuned_rows("grouped_matmul", UNSHIPPED) == rows
+    assert tuned_rows("grouped_matmul", Device("NVIDIA Other", "gpu")) == ()
+
+
+def test_rows_of_the_same_key_are_replaced():
+    put(row(100), row(101, "dgrad"))
+    put(row(102, M=600))  # another length of the same bucket
+    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(101, "dgrad"), row(102, M=600))
+    put(row(103, M=2000))
+    assert len(tuned_rows("grouped_matmul", UNSHIPPED)) == 3
+
+
+def test_user_rows_win_over_shipped_ones():
+    shipped = tuned_rows("grouped_matmul", H200)
+    first = next(r for r in shipped if r["pass"] == "fwd")
+    problem = Problem(*(first[name] for name in ("G", "M", "K", "N", "dtype")))
+    assert make_plan(problem, H200, shipped).fwd == Tiles(**first["tiles"])
+    mine = Tiles(16, 16, 16, panel=100)
+    put({**first, "tiles": vars(mine)}, device=H200)
+    rows = tuned_rows("grouped_matmul", H200)
+    assert rows[1:] == shipped  # the shipped ones stay, behind
+    assert make_plan(problem, H200, rows).fwd == mine
+
+
+def test_rows_are_read_once_and_again_after_a_store():
+    file = put(row(100))
+    read = tuned_rows("grouped_matmul", UNSHIPPED)
+    file.write_text(json.dumps(row(101)) + "\n")
+    assert tuned_rows("grouped_matmul", UNSHIPPED) is read
+    put(row(102, "wgrad"))
+    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(101), row(102, "wgrad"))
+
+
+def test_killed_write_leaves_the_old_file(monkeypatch):
+    file = put(row(100))
+    write = pathlib.Path.write_text
+
+    def killed(self, text, *args, **kwargs):
+        write(self, text[: len(text) // 2], *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            put(row(101), row(102, "wgrad"))
+    assert file.with_suffix(".part").exists()
+    tuned_rows.cache_clear()  # as a new process
+    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(100),)
+    put(row(103))  # what the killed run left is no obstacle
+    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(103),)
+    assert not file.with_suffix(".part").exists()
+
+
+def command(*words: str):
+    app = typer.Typer()
+    app.command()(jaxops.tuning.main)
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)  # colours where a CI forces them
+
+
+@pytest.mark.parametrize("shape", ["8,64", "8,64,x,32", "8,64,32,16,4", ""])
+def test_command_with_a_wrong_shape(shape):
+    code, output = command("--shape", shape)
+    assert code == 2
+    assert repr(shape) in output
+    assert "write four numbers, G,M,K,N" in output
+
+
+def test_command_without_a_shape():
+    code, output = command()
+    assert code == 2
+    assert "--shape" in output
+
+
+def test_command_stores_unless_dry(monkeypatch):
+    seen = []
+
+    def measured(problem, passes):
+        seen.append((problem, passes))
+        return [row(100)]
+
+    monkeypatch.setattr(jaxops.tuning, "tune", measured)
+    monkeypatch.setattr(jaxops.tuning, "current_device", lambda: UNSHIPPED)
+    code, _ = command("--shape", "8,64,32,16", "--dtype", "float32", "--passes", "fwd,wgrad", "--dry-run")
+    assert code == 0
+    assert seen == [(Problem(8, 64, 32, 16, "float32"), ["fwd", "wgrad"])]
+    assert not user_file("grouped_matmul", UNSHIPPED).exists()
+    code, output = command("--shape", "8,64,32,16", "--shape", "4,64,32,16")
+    assert code == 0
+    assert [problem.G for problem, _ in seen[1:]] == [8, 4]
+    assert str(user_file("grouped_matmul", UNSHIPPED)) in output.replace("\n", "")
+    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(100),)
+
+
+def test_tune_on_a_cpu_names_the_device():
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(RuntimeError, match=r"GPU.*default device is cpu"):
+        tune(Problem(2, 32, 16, 16, "float32"))
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (4, 37, 53)), ("float32", (512, 64))])
+def test_errors_catch_one_wrong_row(dtype, shape):
+    limits = _LIMITS[jnp.dtype(dtype).itemsize]
+    want = jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+    def accepted(got):
+        return all(float(error) < limit for error, limit in zip(_errors(got, want), limits, strict=True))
+
+    assert accepted(want)
+    ulp = jnp.finfo(dtype).eps
+    assert accepted((want.astype(jnp.float32) * (1 + ulp / 2)).astype(dtype))
+    at = (shape[0] - 1,) + (5,) * (len(shape) - 2)
+    assert not accepted(want.at[at].set(0))
+    assert not accepted(want.at[at].set(want[0, 0] if len(shape) == 3 else want[0]))  # another group's row
+    assert not accepted(want.at[(*at, 7)].set(jnp.nan))
+    assert not accepted(want * 1.05)
+
+
+TINY = Problem(2, 32, 16, 16, "float32")
+ROUTINGS = [np.array([20, 12]), np.array([0, 30])]
+SLOW, FAST, BROKEN = Tiles(32, 16, 16), Tiles(16, 16, 16), Tiles(16, 16, 16, panel=2)
+
+
+@pytest.fixture
+def faked_gpu(monkeypatch):
+    """A card on which `tune` runs the kernels in Pallas' interpreter; each candidate takes the next of the times given."""
+    monkeypatch.setattr(jaxops.tuning, "current_device", lambda: H200)
+    times, calls = [], []
+
+    def device_times_us(program, *args, iterations):
+        if program not in calls:
+            calls.append(program)
+        return [times[calls.index(program)]] * iterations
+
+    monkeypatch.setattr(jaxops.tuning, "device_times_us", device_times_us)
+    run = jaxops.tuning._run
+
+    def run_with_one_wrong_row(name, backend, tiles, *operands):
+        out = run(name, backend, tiles, *operands)
+        return out.at[3].set(0) if tiles == BROKEN else out
+
+    monkeypatch.setattr(jaxops.tuning, "_run", run_with_one_wrong_row)
+    return times
+
+
+def test_tune_takes_the_fastest_that_is_right(faked_gpu):
+    faked_gpu += [0.5, 0.1]  # microseconds, of those that are right, in their order
+    said = []
+    (found,) = tune(TINY, ["fwd"], ROUTINGS, [SLOW, BROKEN, FAST], said.append)
+    assert Tiles(**found["tiles"]) == FAST
+    wrong = [line for line in said if "WRONG" in line]
+    assert len(wrong) == 1
+    assert str(BROKEN) in wrong[0]
+    assert not any(str(BROKEN) in line and " us" in line for line in said), "a wrong candidate was timed"
+    assert {name: found[name] for name in ("pass", "G", "M", "K", "N", "dtype")} == {"pass": "fwd", "G": 2, "M": 32, "K": 16, "N": 16, "dtype": "float32"}
+    # The mean over the routings, a call's: 31 rows of the 32.
+    assert found["us"] == pytest.approx(0.1)
+    assert found["tflops"] == pytest.approx(2 * 31 * 16 * 16 / 0.1e-6 / 1e12, abs=0.05)
+    assert found["device"] == "NVIDIA H200"
+    # What tune returns is what store takes and make_plan finds.
+    jaxops.tuning.store([found])
+    assert make_plan(TINY, H200, tuned_rows("grouped_matmul", H200)).fwd == FAST
+
+
+def test_tune_with_nothing_right(faked_gpu):
+    with pytest.raises(RuntimeError, match="no candidate for fwd"):
+        tune(TINY, ["fwd"], ROUTINGS, [BROKEN], lambda line: None)
+
+
+def test_default_routings_use_every_row():
+    for problem in (Problem(7, 1000, 8, 8, "bfloat16"), Problem(256, 4096, 8, 8, "bfloat16")):
+        routings = jaxops.tuning.default_group_sizes(problem)
+        assert [sizes.sum() for sizes in routings] == [problem.M] * 2
+        assert all(len(sizes) == problem.G and sizes.min() >= 0 for sizes in routings)
+        assert np.ptp(routings[0]) <= 1

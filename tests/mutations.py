@@ -24,7 +24,7 @@ MUTATIONS = {
     "index: every group takes the first matrix": (
         "fwd_pallas.py", "jnp.clip(group, 0, G - 1)", "jnp.clip(group, 0, 0)", ROUTINGS),
     "index: tile columns": (
-        "fwd_pallas.py", "return first + inside % height, inside // height", "return first + inside % panel, inside // panel", ROUTINGS),
+        "tiling.py", "return first + inside % height, inside // height", "return first + inside % panel, inside // panel", ROUTINGS),
     "index: wgrad's groups keep their order": (
         "schedule_pallas.py", "(h[None, :] < g[:, None])", "(h[None, :] <= g[:, None])", ROUTINGS),
     "offset: a tile's first row": (

@@ -11,15 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.manual_axes import out_struct
 from jaxops.ops.grouped_matmul.plan import Tiles
 from jaxops.ops.grouped_matmul.schedule_pallas import schedule_rows
-from jaxops.ops.grouped_matmul.tiling import tile_bound
-
-
-def panel_order(pid: jax.Array, num_i: int, num_j: int, panel: int) -> tuple[jax.Array, jax.Array]:
-    """Tile (i, j) of program pid: column by column inside panels of `panel` rows of tiles, so that neighbours share operands in L2."""
-    first = pid // (panel * num_j) * panel
-    height = jnp.minimum(num_i - first, panel)
-    inside = pid % (panel * num_j)
-    return first + inside % height, inside // height
+from jaxops.ops.grouped_matmul.tiling import panel_order, tile_bound
 
 
 def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision):

@@ -1,4 +1,4 @@
-"""Which rows a tile owns: the arithmetic that turns device-side offsets into work, shared by the Pallas kernels and the xla backend."""
+"""Which rows a tile owns and when its turn comes: the arithmetic that turns device-side offsets into work, shared by the kernels and the xla backend."""
 
 import jax
 import jax.numpy as jnp
@@ -41,3 +41,11 @@ def row_tiles(t: jax.Array, lo: jax.Array, hi: jax.Array, G: int, bm: int) -> tu
     group = jnp.where((run >= 1) & (run <= G), run - 1, G)
     start = pick(lo[None, :] + (t[:, None] - first[None, :]) * bm)
     return pick(group[None, :] - G) + G, start, jnp.minimum(start + bm, pick(hi[None, :]))
+
+
+def panel_order(pid: jax.Array, num_i: int, num_j: int, panel: int) -> tuple[jax.Array, jax.Array]:
+    """Tile (i, j) of program pid: column by column inside panels of `panel` rows of tiles, so that neighbours share operands in L2."""
+    first = pid // (panel * num_j) * panel
+    height = jnp.minimum(num_i - first, panel)
+    inside = pid % (panel * num_j)
+    return first + inside % height, inside // height

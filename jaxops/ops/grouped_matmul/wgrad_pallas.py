@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
-from jaxops.ops.grouped_matmul.fwd_pallas import panel_order
 from jaxops.ops.grouped_matmul.plan import Tiles
 from jaxops.ops.grouped_matmul.schedule_pallas import schedule_groups
+from jaxops.ops.grouped_matmul.tiling import panel_order
 
 
 def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision: lax.Precision):

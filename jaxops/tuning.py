@@ -120,9 +120,8 @@ def _fastest(name: str, operands, offsets: list[jax.Array], tiles: list[Tiles], 
 
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         programs = {t: p for t, p in zip(tiles, pool.map(compiled, tiles), strict=True) if p is not None}
-    (rows, a_columns), b = operands[0].shape, operands[1].shape
-    out_size = (len(offsets[0]) - 1) * a_columns * b[1] if name == "wgrad" else rows * b[1 if name == "dgrad" else 2]
-    alive = int(max(3, min(20, _ALIVE_BYTES / (out_size * operands[0].dtype.itemsize))))
+    out = jax.eval_shape(lambda a, b, o: _run(name, "xla", None, a, b, o), *operands, offsets[0])
+    alive = int(max(3, min(20, _ALIVE_BYTES / (out.size * out.dtype.itemsize))))
     limits = _LIMITS[operands[0].dtype.itemsize]
     for o in offsets:
         want = jax.jit(lambda a, b, o: _run(name, "xla", None, a, b, o))(*operands, o)

@@ -6,10 +6,15 @@ import jax.numpy as jnp
 FLOATS = ("bfloat16", "float16", "float32")
 
 
+def check_array(name: str, x, needed: str) -> None:
+    """x has a shape and a dtype."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} is a {type(x).__name__}; pass {needed}.")
+
+
 def check_float(name: str, x: jax.Array, shape: str) -> None:
     """x is a bfloat16, float16 or float32 array with the rank of `shape`, written like "[M, K]"."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} is a {type(x).__name__}; pass a JAX array {shape}.")
+    check_array(name, x, f"a JAX array {shape}")
     if len(x.shape) != shape.count(",") + 1:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}.")
     if jnp.dtype(x.dtype).name not in FLOATS:
@@ -23,8 +28,7 @@ def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
 
 def check_offsets(group_offsets: jax.Array) -> None:
     """group_offsets is int32 of rank 1 with at least one entry. Its values stay on the device and are never read here."""
-    if not hasattr(group_offsets, "shape") or not hasattr(group_offsets, "dtype"):
-        raise TypeError(f"group_offsets is a {type(group_offsets).__name__}; pass an int32 array of shape (G + 1,).")
+    check_array("group_offsets", group_offsets, "an int32 array of shape (G + 1,)")
     if len(group_offsets.shape) != 1 or group_offsets.shape[0] < 1:
         raise ValueError(f"group_offsets has shape {tuple(group_offsets.shape)}; it must be (G + 1,): where each group starts, then where the last one ends.")
     if group_offsets.dtype != jnp.int32:

@@ -15,22 +15,21 @@ def user_file(op: str, device: Device) -> pathlib.Path:
     return platformdirs.user_cache_path("jaxops") / "tuned" / op / f"{device.slug}.jsonl"
 
 
+def _read(file) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
+
+
 @functools.cache
 def tuned_rows(op: str, device: Device) -> tuple[dict, ...]:
     """Every tuned row of `op` for the device, best source first; read once a process."""
     shipped = resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl"
-    rows = []
-    for file in (user_file(op, device), shipped):
-        if file.is_file():
-            rows += [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    return tuple(rows)
+    return (*_read(user_file(op, device)), *_read(shipped))
 
 
 def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
     """Puts rows into the user's file, each in place of the stored rows for which `same(row, stored)` holds."""
     file = user_file(op, device)
-    kept = [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
-    kept = [old for old in kept if not any(same(row, old) for row in rows)]
+    kept = [old for old in _read(file) if not any(same(row, old) for row in rows)]
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]))

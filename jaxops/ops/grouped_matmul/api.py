@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import FLOATS, check_float, check_offsets, check_size
+from jaxops._lib.checks import FLOATS, check_array, check_float, check_offsets, check_size
 from jaxops._lib.device import current_device
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
@@ -182,8 +182,8 @@ def ragged_dot(
     check_float("lhs", lhs, "[M, K]")
     check_float("rhs", rhs, "[G, K, N]")
     for name, x in (("group_sizes", group_sizes), ("group_offset", group_offset)):
-        if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise TypeError(f"{name} is a {type(x).__name__}; pass an array of integers.")
+        if x is not None:
+            check_array(name, x, "an array of integers")
     if len(group_sizes.shape) != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, the rows of each group.")
     G, H = rhs.shape[0], group_sizes.shape[0]
@@ -213,6 +213,15 @@ class _Spec:
     lhs_dtype: jnp.dtype
     second_dtype: jnp.dtype
     transpose_rhs: bool = False
+
+    def inner(self, plan: Plan, out_dtype, transpose_rhs: bool = False) -> "_Spec":
+        """For a call inside a differentiation rule, whose operands are in the compute dtype already."""
+        c = self.compute_dtype
+        return dataclasses.replace(self, plan=plan, out_dtype=jnp.dtype(out_dtype), lhs_dtype=c, second_dtype=c, transpose_rhs=transpose_rhs)
+
+    def back(self) -> Plan:
+        """The plan of the product that dgrad is: its own forward is this call's dgrad."""
+        return dataclasses.replace(self.plan, fwd=self.plan.dgrad, dgrad=self.plan.fwd)
 
 
 def _float_dtype(name: str, dtype) -> jnp.dtype:
@@ -262,27 +271,22 @@ def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
     # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that
     # this rule can be differentiated once more.
     lhs, rhs = lhs.astype(spec.compute_dtype), rhs.astype(spec.compute_dtype)
-    cast = dataclasses.replace(spec, lhs_dtype=spec.compute_dtype, second_dtype=spec.compute_dtype)
-    return _matmul(cast, lhs, rhs, bias, offsets), (lhs, rhs, bias, offsets)
+    return _matmul(spec.inner(spec.plan, spec.out_dtype, spec.transpose_rhs), lhs, rhs, bias, offsets), (lhs, rhs, bias, offsets)
 
 
 def _matmul_bwd(spec: _Spec, residuals, dout):
     lhs, rhs, bias, offsets = residuals
     dout = dout.astype(spec.compute_dtype)
     plan, transposed = spec.plan, spec.transpose_rhs
-    back = dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd)
-    dlhs = _matmul(
-        _Spec(back, spec.precision, spec.compute_dtype, spec.lhs_dtype, spec.compute_dtype, spec.compute_dtype, not transposed), dout, rhs, None, offsets
-    )
-    to_weights = _Spec(plan, spec.precision, spec.compute_dtype, spec.second_dtype, spec.compute_dtype, spec.compute_dtype)
-    drhs = _wgrad(to_weights, *((dout, lhs) if transposed else (lhs, dout)), None, offsets)
+    dlhs = _matmul(spec.inner(spec.back(), spec.lhs_dtype, not transposed), dout, rhs, None, offsets)
+    drhs = _wgrad(spec.inner(plan, spec.second_dtype), *((dout, lhs) if transposed else (lhs, dout)), None, offsets)
     dbias = None
     if bias is not None:
         # Sums over the rows of each group, as the weight gradient of a column of ones: the same order of summing every time, no atomics.
         ones = jnp.ones((dout.shape[0], 1), spec.compute_dtype)
         if plan.wgrad is not None:
             plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, bm=16, bn=min(plan.wgrad.bn, 128), warps=4))
-        sums = _Spec(plan, lax.Precision.HIGHEST, spec.compute_dtype, jnp.dtype(bias.dtype), spec.compute_dtype, spec.compute_dtype)
+        sums = dataclasses.replace(spec.inner(plan, bias.dtype), precision=lax.Precision.HIGHEST)
         dbias = jnp.squeeze(_wgrad(sums, ones, dout, None, offsets), axis=1)
     return dlhs, drhs, dbias, None
 
@@ -303,26 +307,15 @@ def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
 
 
 def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):
-    return _wgrad(spec, lhs, dout, accumulator, offsets), (
-        lhs,
-        dout,
-        None if accumulator is None else (),
-        offsets,
-    )  # all that is left of the accumulator: was there one
+    was_there = None if accumulator is None else ()  # all that the backward needs to know of it
+    return _wgrad(spec, lhs, dout, accumulator, offsets), (lhs, dout, was_there, offsets)
 
 
 def _wgrad_bwd(spec: _Spec, residuals, ct):
     lhs, dout, accumulated, offsets = residuals
     weights = ct.astype(spec.compute_dtype)
-    back = dataclasses.replace(spec.plan, fwd=spec.plan.dgrad, dgrad=spec.plan.fwd)
-
-    def through(rows, transpose, plan, out_dtype):
-        return _matmul(
-            _Spec(plan, spec.precision, spec.compute_dtype, out_dtype, spec.compute_dtype, spec.compute_dtype, transpose), rows, weights, None, offsets
-        )
-
-    dlhs = through(dout, True, back, spec.lhs_dtype)
-    ddout = through(lhs, False, spec.plan, spec.second_dtype)
+    dlhs = _matmul(spec.inner(spec.back(), spec.lhs_dtype, True), dout, weights, None, offsets)
+    ddout = _matmul(spec.inner(spec.plan, spec.second_dtype), lhs, weights, None, offsets)
     return dlhs, ddout, None if accumulated is None else ct, None
 
 

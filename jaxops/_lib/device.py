@@ -39,3 +39,23 @@ def current_device() -> Device:
     if default is None or isinstance(default, str):
         default = jax.devices(default)[0]
     return Device(default.device_kind, default.platform)
+
+
+def choose_backend(device: Device, backend: str, plan) -> str:
+    """ "pallas" or "xla": what the call or its plan (anything with a `backend`, or None) says, else what the device runs best.
+
+    Raises:
+      ValueError: an unknown backend, or one that contradicts the plan.
+      NotImplementedError: pallas on a TPU.
+    """
+    if backend not in ("auto", "pallas", "xla"):
+        raise ValueError(f"backend={backend!r}: write 'auto', 'pallas' or 'xla'.")
+    if plan is not None:
+        if backend not in ("auto", plan.backend):
+            raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")
+        backend = plan.backend
+    elif backend == "auto":
+        backend = "pallas" if device.platform in ("gpu", "cuda") else "xla"
+    if backend == "pallas" and device.platform == "tpu":
+        raise NotImplementedError("the pallas backend is lowered through Triton and needs an NVIDIA GPU (or a CPU, interpreted); use backend='xla' on a TPU.")
+    return backend

@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
-from jaxops.ops.grouped_matmul.tiling import row_tiles, runs, tile_bound
+from jaxops._lib.ragged import runs
+from jaxops.ops.grouped_matmul.tiling import row_tiles, tile_bound
 
 _ELEMENTS = 2048  # of a program's [block, runs] comparison: 16 registers a thread at 4 warps
 

@@ -9,21 +9,6 @@ def tile_bound(M: int, G: int, bm: int) -> int:
     return -(-M // bm) + G + 1
 
 
-def runs(offsets_at, r: jax.Array, G: int, M: int) -> tuple[jax.Array, jax.Array]:
-    """First row and end of run r: run 0 lies before the groups, run 1 + g is group g, run G + 1 lies after them, later runs are empty.
-
-    Bounds are clipped to [0, M]: offsets that break the contract give wrong rows, never an access out of bounds.
-
-    Args:
-      offsets_at: a function from int32 indices in [0, G] to those offsets.
-      r: int32 indices of runs.
-    """
-    lo = jnp.where(r == 0, 0, jnp.where(r <= G + 1, offsets_at(jnp.clip(r - 1, 0, G)), M))
-    hi = jnp.where(r <= G, offsets_at(jnp.clip(r, 0, G)), M)
-    lo = jnp.clip(lo, 0, M)
-    return lo, jnp.clip(hi, lo, M)
-
-
 def row_tiles(t: jax.Array, lo: jax.Array, hi: jax.Array, G: int, bm: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Group, first row and end of each row tile t[T], found from the runs lo[R], hi[R] by one compare of t with the running count of tiles.
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.manual_axes import vary_together
-from jaxops.ops.grouped_matmul.tiling import row_tiles, runs, tile_bound
+from jaxops._lib.ragged import runs
+from jaxops.ops.grouped_matmul.tiling import row_tiles, tile_bound
 
 
 def _tile_rows(M: int, G: int) -> int:

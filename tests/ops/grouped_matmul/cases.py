@@ -23,8 +23,8 @@ def plan_of(run: str) -> Plan:
     if run == "xla":
         return Plan("xla")
     if run == "interpret":
-        return Plan("pallas", Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3), Tiles(16, 16, 16, panel=2, peel=True))
-    return Plan("pallas", Tiles(64, 64, 32, panel=2), Tiles(32, 128, 32, panel=3), Tiles(64, 32, 64, panel=2))
+        return Plan("pallas", Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3, tail=16), Tiles(16, 16, 16, panel=2, peel=True))
+    return Plan("pallas", Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,16 +149,19 @@ SIZES = st.one_of(st.integers(0, 300), st.sampled_from([512, 768, 1408, 2048, 40
     device=st.sampled_from(GPUS),
 )
 def test_heuristic_fits_every_device(G, M, K, N, dtype, transpose_rhs, device):
-    """Tiles refuses what no kernel can have, so a plan that comes back is legal; a tile is never twice as large as what it covers."""
+    """Tiles refuses what no kernel can have, so a plan that comes back is legal; a tile is never twice as large as what it covers: one group may hold all
+    rows, and the tail stands for the mean group."""
     plan = make_plan(Problem(G, M, K, N, dtype, transpose_rhs), device)
     rows = -(-M // max(G, 1))
-    covered = {"fwd": (rows, N), "dgrad": (rows, K), "wgrad": (N, K) if transpose_rhs else (K, N)}
+    covered = {"fwd": (M, N), "dgrad": (M, K), "wgrad": (N, K) if transpose_rhs else (K, N)}
     for name in PASSES:
         tiles = getattr(plan, name)
         assert tiles.shared_bytes(dtype) <= device.shared_bytes
         assert tiles.bm < 2 * max(16, covered[name][0])
         assert tiles.bn < 2 * max(16, covered[name][1])
         assert tiles.peel in (False, name == "wgrad")
+        assert tiles.tail < 2 * max(16, rows)
+        assert tiles.tail == 0 if name == "wgrad" or tiles.bm == 16 else 16 <= tiles.tail < tiles.bm
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

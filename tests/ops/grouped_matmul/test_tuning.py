@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import jaxops.tuning
@@ -101,9 +100,7 @@ def test_killed_write_leaves_the_old_file(monkeypatch):
 
 
 def command(*words: str):
-    app = typer.Typer()
-    app.command()(jaxops.tuning.main)
-    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(jaxops.tuning.app, ["grouped-matmul", *words], env={"COLUMNS": "200"})
     return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)  # colours where a CI forces them
 
 

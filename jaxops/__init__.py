@@ -9,7 +9,8 @@
 Array([3., 0., 4., 1.], dtype=float32)
 """
 
+from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
 
 __version__ = "0.1.0"
-__all__ = ["grouped_matmul", "grouped_wgrad", "ragged_dot"]
+__all__ = ["adaln", "gated_residual", "gated_residual_adaln", "grouped_matmul", "grouped_wgrad", "ragged_dot"]

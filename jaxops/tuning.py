@@ -1,24 +1,29 @@
-"""Measures plans on the device at hand and keeps the fastest: `python -m jaxops.tuning --shape 8,32768,4096,14336`."""
+"""Measures plans on the device at hand and keeps the fastest: `python -m jaxops.tuning grouped-matmul --shape 8,32768,4096,14336`, or
+`python -m jaxops.tuning adaln --shape 65536,3072,64`."""
 
 import concurrent.futures
+import dataclasses
 import datetime
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
 
-from jaxops._lib.device import current_device
+from jaxops._lib.device import Device, current_device
 from jaxops._lib.tuned import store_rows, tuned_rows
+from jaxops.ops import adaln
+from jaxops.ops.adaln.plan import PASSES as ADALN_PASSES
+from jaxops.ops.adaln.plan import key_of_row as adaln_key_of_row
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul, grouped_wgrad
 from jaxops.ops.grouped_matmul.plan import PASSES, key_of_row
 from jaxops.profiling import device_times_us
 
-__all__ = ["current_device", "store", "tune", "tuned_rows"]
+__all__ = ["current_device", "store", "tune", "tune_adaln", "tuned_rows"]
 
 _ALIVE_BYTES = 2e10  # results that a timed burst may hold at once
 _LIMITS = {2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
@@ -47,9 +52,7 @@ def tune(
     Raises:
       RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
     """
-    device = current_device()
-    if device.platform != "gpu":
-        raise RuntimeError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
+    device = _gpu()
     routings = [np.asarray(sizes) for sizes in (group_sizes if group_sizes is not None else default_group_sizes(problem))]
     keys = jax.random.split(jax.random.key(0), 3)
     lhs, dout = (jax.random.normal(key, (problem.M, width), problem.dtype) for key, width in ((keys[0], problem.K), (keys[1], problem.N)))
@@ -58,20 +61,64 @@ def tune(
     rows = []
     for name in passes:
         operands = {"fwd": (lhs, rhs), "dgrad": (dout, rhs), "wgrad": (lhs, dout)}[name]
-        best, us = _fastest(name, operands, offsets, list(tiles or candidates(name, problem, device)), say)
+        best, us = _fastest(name, _run, [(*operands, o) for o in offsets], list(tiles or candidates(name, problem, device)), say)
         us /= len(routings)  # a call's, on the mean
         flops = 2 * sum(int(sizes.sum()) for sizes in routings) / len(routings) * problem.K * problem.N
         size = {"G": problem.G, "M": problem.M, "K": problem.K, "N": problem.N}
         measured = {"us": round(us, 1), "tflops": round(flops / us / 1e6, 1)}
-        made = {"device": device.kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
-        rows.append({"pass": name, **size, "dtype": problem.dtype, "tiles": vars(best), **measured, **made})
+        rows.append({"pass": name, **size, "dtype": problem.dtype, "tiles": vars(best), **measured, **_made(device)})
         say(f"{name}: {best} {measured['tflops']} TFLOP/s over {len(routings)} routings")
     return rows
 
 
-def store(rows: list[dict]):
-    """Puts tuned rows of grouped matmul into the user's cache directory, from where later processes (and later calls in this one) read them."""
-    return store_rows("grouped_matmul", current_device(), rows, same=lambda a, b: key_of_row(a) == key_of_row(b))
+def tune_adaln(problem: adaln.Problem, passes: Sequence[str] = ADALN_PASSES, rows: Sequence[adaln.Rows] | None = None, say: Callable = print) -> list[dict]:
+    """As `tune`, for `jaxops.adaln` or, with problem.gated, `jaxops.gated_residual_adaln`: layer norm, sequences of unequal length.
+
+    Args:
+      problem: static shape and dtype.
+      passes: among "fwd" and "bwd"; bwd is timed together with the forward before it.
+      rows: the candidates; by default `candidates(pass, problem)`.
+      say: called with each line of progress.
+
+    Returns:
+      One row a pass, as `store` takes them.
+
+    Raises:
+      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
+    """
+    device = _gpu()
+    T, D, B = problem.T, problem.D, problem.B
+    modulations, of_rows = (3, 4) if problem.gated else (2, 2)  # arrays [B, D]; arrays [T, D]: x or residual and h, then the results' cotangents
+    keys = jax.random.split(jax.random.key(0), 7)
+    arrays = [jax.random.normal(key, (T, D), problem.dtype) for key in keys[:of_rows]]
+    modulation = [jax.random.normal(key, (B, D), problem.dtype) for key in keys[of_rows : of_rows + modulations]]
+    lengths = 0.25 + 1.5 * np.random.default_rng(0).permutation(B) / max(B - 1, 1)
+    offsets = jnp.asarray(np.floor(np.concatenate([[0], np.cumsum(lengths)]) / lengths.sum() * T + 0.5), jnp.int32)
+    found = []
+    for name in passes:
+        best, us = _fastest(name, _run_adaln, [(arrays, modulation, offsets)], list(rows or adaln.candidates(name, problem)), say)
+        moved = T * D * jnp.dtype(problem.dtype).itemsize * {"fwd": 2, "bwd": 5}[name] * (2 if problem.gated else 1)
+        measured = {"us": round(us, 1), "gbps": round(moved / us / 1e3, 1)}
+        found.append({"pass": name, "D": D, "dtype": problem.dtype, "gated": problem.gated, "rows": vars(best), **measured, **_made(device)})
+        say(f"{name}: {best} {measured['gbps']} GB/s" + (" with the forward" if name == "bwd" else ""))
+    return found
+
+
+def store(rows: list[dict], op: str = "grouped_matmul"):
+    """Puts tuned rows of `op` into the user's cache directory, from where later processes (and later calls in this one) read them."""
+    key = {"grouped_matmul": key_of_row, "adaln": adaln_key_of_row}[op]
+    return store_rows(op, current_device(), rows, same=lambda a, b: key(a) == key(b))
+
+
+def _gpu() -> Device:
+    device = current_device()
+    if device.platform != "gpu":
+        raise RuntimeError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
+    return device
+
+
+def _made(device: Device) -> dict[str, str]:
+    return {"device": device.kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
 
 
 def default_group_sizes(problem: Problem) -> list[np.ndarray]:
@@ -87,6 +134,23 @@ def _run(name: str, backend: str, tiles: Tiles | None, a, b, offsets):
         return grouped_wgrad(a, b, offsets, plan=plan)
     # The forward pass of a transposed rhs is the dgrad kernel, called directly.
     return grouped_matmul(a, b, offsets, transpose_rhs=name == "dgrad", plan=plan)
+
+
+def _run_adaln(name: str, backend: str, rows: adaln.Rows | None, arrays, modulation, offsets):
+    plan = adaln.Plan("xla") if backend == "xla" else dataclasses.replace(adaln.Plan(), **{name: rows})
+    gated = len(modulation) == 3
+    inputs, cotangents = (arrays[:2], tuple(arrays[2:])) if gated else (arrays[:1], arrays[1])
+    op: Callable = adaln.gated_residual_adaln if gated else adaln.adaln
+    if name == "fwd":
+        return op(*inputs, *modulation, offsets, plan=plan)
+    out, vjp = jax.vjp(lambda *args: op(*args, offsets, plan=plan), *inputs, *modulation)
+    return out, vjp(cotangents)
+
+
+def _worst_errors(got, want) -> tuple[float, float]:
+    """`_errors`, the largest of all arrays."""
+    errors = [[float(e) for e in _errors(g, w)] for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    return max(e[0] for e in errors), max(e[1] for e in errors)
 
 
 @jax.jit
@@ -108,25 +172,26 @@ def _errors(got, want):
     return jnp.max(worst), jnp.sqrt(jnp.sum(square) / size) / rms
 
 
-def _fastest(name: str, operands, offsets: list[jax.Array], tiles: list[Tiles], say: Callable) -> tuple[Tiles, float]:
-    """The candidate with the least summed time over all routings, and that time in microseconds."""
+def _fastest(name: str, run: Callable, routings: list[tuple], tiles: list, say: Callable) -> tuple[Any, float]:
+    """The candidate with the least summed time over all routings (operands of one call each), and that time in microseconds."""
 
-    def compiled(t: Tiles):
+    def compiled(t):
         try:
-            return jax.jit(lambda a, b, o: _run(name, "pallas", t, a, b, o)).lower(*operands, offsets[0]).compile()
+            return jax.jit(lambda *operands: run(name, "pallas", t, *operands)).lower(*routings[0]).compile()
         except jax.errors.JaxRuntimeError as error:  # a tile that this compiler or card refuses is no candidate; the next one may run
             say(f"  {t}: {str(error).splitlines()[0][:160]}")
             return None
 
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         programs = {t: p for t, p in zip(tiles, pool.map(compiled, tiles), strict=True) if p is not None}
-    out = jax.eval_shape(lambda a, b, o: _run(name, "xla", None, a, b, o), *operands, offsets[0])
-    alive = int(max(3, min(20, _ALIVE_BYTES / (out.size * out.dtype.itemsize))))
-    limits = _LIMITS[operands[0].dtype.itemsize]
-    for o in offsets:
-        want = jax.jit(lambda a, b, o: _run(name, "xla", None, a, b, o))(*operands, o)
+    portable = jax.jit(lambda *operands: run(name, "xla", None, *operands))
+    out = jax.tree.leaves(jax.eval_shape(portable, *routings[0]))
+    alive = int(max(3, min(20, _ALIVE_BYTES / sum(x.size * x.dtype.itemsize for x in out))))
+    limits = _LIMITS[jax.tree.leaves(routings[0])[0].dtype.itemsize]
+    for operands in routings:
+        want = portable(*operands)
         for t in list(programs):
-            errors = tuple(float(e) for e in _errors(programs[t](*operands, o), want))
+            errors = _worst_errors(programs[t](*operands), want)
             if not (errors[0] < limits[0] and errors[1] < limits[1]):
                 say(f"  {t}: WRONG, max {errors[0]:.1e} RMS {errors[1]:.1e}")
                 del programs[t]
@@ -134,8 +199,8 @@ def _fastest(name: str, operands, offsets: list[jax.Array], tiles: list[Tiles], 
     if not programs:
         raise RuntimeError(f"no candidate for {name} compiled and was right.")
 
-    def total_us(t: Tiles, iterations: int) -> float:
-        return float(sum(np.median(device_times_us(programs[t], *operands, o, iterations=iterations)) for o in offsets))
+    def total_us(t, iterations: int) -> float:
+        return float(sum(np.median(device_times_us(programs[t], *operands, iterations=iterations)) for operands in routings))
 
     first = {t: total_us(t, 3) for t in programs}
     leaders = sorted(first, key=first.__getitem__)[:5]
@@ -147,22 +212,44 @@ def _fastest(name: str, operands, offsets: list[jax.Array], tiles: list[Tiles], 
     return best, final[best]
 
 
-def main(
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measures plans on this machine's GPU and stores the fastest in your cache directory.")
+
+
+@app.command("grouped-matmul")
+def grouped_matmul_command(
     shape: Annotated[list[str], typer.Option(help="G,M,K,N of the forward pass; may be repeated.")],
     dtype: str = "bfloat16",
     passes: Annotated[str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.")] = ",".join(PASSES),
     dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
 ) -> None:
-    """Measures the plans of grouped matmul on this machine's GPU and stores the fastest in your cache directory."""
-    for text in shape:
-        try:
-            G, M, K, N = (int(n) for n in text.split(","))
-        except ValueError:
-            raise typer.BadParameter(f"{text!r}: write four numbers, G,M,K,N.") from None
+    """The three passes of `jaxops.grouped_matmul`."""
+    for G, M, K, N in [_numbers(text, 4, "four numbers, G,M,K,N") for text in shape]:
         rows = tune(Problem(G, M, K, N, jnp.dtype(dtype).name), passes.split(","))
         if not dry_run:
             print(f"stored in {store(rows)}")
 
 
+@app.command("adaln")
+def adaln_command(
+    shape: Annotated[list[str], typer.Option(help="T,D,B: rows, their width, sequences; may be repeated.")],
+    dtype: str = "bfloat16",
+    passes: Annotated[str, typer.Option(help="comma-separated, among fwd and bwd.")] = ",".join(ADALN_PASSES),
+    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
+) -> None:
+    """Both passes of `jaxops.adaln` and of `jaxops.gated_residual_adaln`."""
+    for T, D, B in [_numbers(text, 3, "three numbers, T,D,B") for text in shape]:
+        for gated in (False, True):
+            rows = tune_adaln(adaln.Problem(T, D, B, jnp.dtype(dtype).name, gated), passes.split(","))
+            if not dry_run:
+                print(f"stored in {store(rows, 'adaln')}")
+
+
+def _numbers(text: str, count: int, wanted: str) -> list[int]:
+    words = text.split(",")
+    if len(words) != count or not all(word.strip().isdecimal() for word in words):
+        raise typer.BadParameter(f"{text!r}: write {wanted}.")
+    return [int(word) for word in words]
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

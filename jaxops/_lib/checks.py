@@ -18,7 +18,7 @@ def check_float(name: str, x: jax.Array, shape: str) -> None:
     if len(x.shape) != shape.count(",") + 1:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}.")
     if jnp.dtype(x.dtype).name not in FLOATS:
-        raise TypeError(f"{name} is {jnp.dtype(x.dtype).name}; the kernels multiply {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
+        raise TypeError(f"{name} is {jnp.dtype(x.dtype).name}; the kernels take {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
 
 
 def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
@@ -26,10 +26,11 @@ def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
         raise ValueError(f"{what} is {got}, but {needed_by} is {needed}: they must be equal.")
 
 
-def check_offsets(group_offsets: jax.Array) -> None:
-    """group_offsets is int32 of rank 1 with at least one entry. Its values stay on the device and are never read here."""
-    check_array("group_offsets", group_offsets, "an int32 array of shape (G + 1,)")
-    if len(group_offsets.shape) != 1 or group_offsets.shape[0] < 1:
-        raise ValueError(f"group_offsets has shape {tuple(group_offsets.shape)}; it must be (G + 1,): where each group starts, then where the last one ends.")
-    if group_offsets.dtype != jnp.int32:
-        raise TypeError(f"group_offsets is {group_offsets.dtype}; write group_offsets.astype(jnp.int32).")
+def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = "G") -> None:
+    """offsets is int32 of rank 1 with at least one entry. Its values stay on the device and are never read here."""
+    check_array(name, offsets, f"an int32 array of shape ({count} + 1,)")
+    if len(offsets.shape) != 1 or offsets.shape[0] < 1:
+        what = name.split("_")[0]
+        raise ValueError(f"{name} has shape {tuple(offsets.shape)}; it must be ({count} + 1,): where each {what} starts, then where the last one ends.")
+    if offsets.dtype != jnp.int32:
+        raise TypeError(f"{name} is {offsets.dtype}; write {name}.astype(jnp.int32).")

@@ -4,15 +4,20 @@ VENV ?= .venv
 # On a GPU: CUDA=cuda13 (or cuda12). Further arguments of the command: ARGS="...".
 CUDA ?=
 ARGS ?=
+# What `make bench` measures, one after another; with ARGS name one: each has options of its own.
+BENCH ?= grouped_matmul adaln packed_attention
 
 BIN := $(VENV)/bin
 comma := ,
 with_cuda := $(if $(CUDA),$(comma)$(CUDA))
 
-.PHONY: demo test lint mutate bench tune clean
+.PHONY: demo demo-dit test lint mutate bench tune clean
 
 demo: $(VENV)/.has-models$(with_cuda)  ## train a small mixture-of-experts language model
-	$(BIN)/python -m models.train $(ARGS)
+	$(BIN)/python -m models.train lm $(ARGS)
+
+demo-dit: $(VENV)/.has-models$(with_cuda)  ## train a small diffusion transformer on packed images of unequal sizes
+	$(BIN)/python -m models.train dit $(ARGS)
 
 test: $(VENV)/.has-test$(with_cuda)  ## every test that this machine can run
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -25,10 +30,10 @@ lint: $(VENV)/.has-test$(with_cuda)  ## ruff and pyright
 mutate: $(VENV)/.has-test$(with_cuda)  ## break the kernels on purpose: each break must turn a test red
 	$(BIN)/python tests/mutations.py $(ARGS)
 
-bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer that can be imported
-	$(BIN)/python -m benchmarks.bench_grouped_matmul $(ARGS)
+bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer that can be imported: BENCH=adaln ARGS="--shapes t65536_d3072"
+	@failed=0; for name in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$name $(ARGS) || failed=1; done; exit $$failed
 
-tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="--shape 8,32768,4096,14336 --dtype bfloat16"
+tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="grouped-matmul --shape 8,32768,4096,14336"
 	$(BIN)/python -m jaxops.tuning $(ARGS)
 
 clean:

@@ -6,8 +6,6 @@ python -m benchmarks.bench_grouped_matmul --smoke --out /tmp/x  # tiny shapes, e
 """
 
 import dataclasses
-import functools
-import os
 import pathlib
 import time
 from collections.abc import Callable
@@ -76,37 +74,25 @@ class Case:
         return 2 * {"fwd": s.M * s.N, "dgrad": s.M * s.K, "wgrad": s.G * s.K * s.N}[self.pass_name]
 
 
-@dataclasses.dataclass
-class Ready:
-    """A side that gave the right result, with how to time it."""
-
-    variant: harness.Variant
-    max_err: float | None
-    facts: dict
-
-
-def ready_jax(side: str, compiled: Callable, case: Case, inputs: Inputs) -> Ready:
-    """Checks one call's result, then asks how long a call takes and what it launches."""
+def ready_jax(side: str, compiled: Callable, case: Case, inputs: Inputs) -> harness.Ready:
+    """Checks one call's result, then gets it ready to be timed."""
     args = inputs.args(side, case.offsets)
     if side == "cublas":
         max_err = None  # JAX's own product is not on trial
         jax.block_until_ready(compiled(*args))
     else:
         max_err, rms_err = checks.grouped_errors(case.pass_name, case.shape, compiled(*args), (inputs.lhs, inputs.rhs, inputs.dout), case.offsets)
-        if not checks.within_limits(max_err, rms_err, jnp.dtype(DTYPE).name):
-            raise ArithmeticError(f"wrong result: max error {max_err:.2e}, RMS error {rms_err:.2e} of the row's RMS")
-    launched = harness.kernels(compiled, *args)
-    us = sum(us for _, us in launched) if launched else harness.WORK_US / 3
-    times = functools.partial(_times, compiled, args)
-    return Ready(harness.Variant(side, times, harness.iterations_for(us, case.out_bytes)), max_err, {"launches": len(launched)} if launched else {})
+        checks.demand_right(max_err, rms_err, jnp.dtype(DTYPE).name)
+    return harness.ready(side, compiled, args, case.out_bytes, max_err)
 
 
-def ready_torch(torch: TorchProcess, case: Case) -> Ready:
-    answer = torch.ask(do="prepare", **case.shape.dims, **{"pass": case.pass_name, "dist": case.dist})
-    if not checks.within_limits(answer["max_err"], answer["rms_err"], jnp.dtype(DTYPE).name):
-        raise ArithmeticError(f"wrong result: max error {answer['max_err']:.2e}, RMS error {answer['rms_err']:.2e} of the row's RMS")
+def ready_torch(torch: TorchProcess, case: Case) -> harness.Ready:
+    answer = torch.ask(do="prepare", op="grouped_matmul", **case.shape.dims, **{"pass": case.pass_name, "dist": case.dist})
+    checks.demand_right(answer["max_err"], answer["rms_err"], jnp.dtype(DTYPE).name)
     # torch's allocator reuses one result, so only the time counts.
-    return Ready(harness.Variant("torch_grouped_mm", torch.times_us, harness.iterations_for(answer["us"], 0)), answer["max_err"], {"recipe": answer["recipe"]})
+    return harness.Ready(
+        harness.Variant("torch_grouped_mm", torch.times_us, harness.iterations_for(answer["us"], 0)), answer["max_err"], {"recipe": answer["recipe"]}
+    )
 
 
 def compile_sides(run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs) -> dict[str, tuple[Callable, float]]:
@@ -129,7 +115,7 @@ def compile_sides(run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs)
 
 def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float]], inputs: Inputs) -> None:
     """Checks, times and writes every side of one case."""
-    ready: dict[str, Ready] = {}
+    ready: dict[str, harness.Ready] = {}
     for side, (fn, seconds) in compiled.items():
         if side == "ragged_dot" and case.dist != "balanced":
             continue  # its time does not depend on the sizes, and it is the slowest by far
@@ -148,13 +134,12 @@ def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float
     run.left_out += "pallas" in ready and "pallas" not in times
     moved = case.shape.moved_bytes(case.pass_name, np.diff(case.offsets))
     least_us = run.ceilings.least_us(case.shape.flops, moved)
-    cold = moved >= 2 * harness.l2_bytes(jax.devices()[0].device_kind)
+    cold = harness.cold(moved)
     for side, t in times.items():
-        vs = {peer: other.us_p50 / t.us_p50 for peer, other in times.items() if peer != "pallas"} if side == "pallas" else {}
         named = {"op": "grouped_matmul", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims}
         named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": side}
         facts = ready[side].facts | {"tflops": case.shape.flops / t.us_p50 / 1e6, "cold": cold}
-        harness.append_row(run.file, harness.make_row(named, t, least_us / t.us_p50, vs, ready[side].max_err, **facts))
+        harness.append_row(run.file, harness.make_row(named, t, least_us / t.us_p50, harness.ratios(side, times), ready[side].max_err, **facts))
     line = " | ".join(f"{side} {t.us_p50:.0f} us {case.shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items())
     print(f"{case.label:32}{line}{'' if cold else ' | caches not cold'}", flush=True)
 
@@ -169,23 +154,20 @@ def measure_machine(run_torch: TorchProcess | None, file: pathlib.Path, smoke: b
     if run_torch is not None:
         for name, (rows, k, cols) in list(sizes.items()):
             try:
-                answer = run_torch.ask(do="prepare", **{"pass": "dense", "M": rows, "K": k, "N": cols})
+                answer = run_torch.ask(do="prepare", op="grouped_matmul", **{"pass": "dense", "M": rows, "K": k, "N": cols})
                 times[f"{name} torch"] = harness.Times.of(run_torch.times_us(harness.iterations_for(answer["us"], 0)))
                 sizes[f"{name} torch"], recipes[f"{name} torch"] = (rows, k, cols), {"recipe": answer["recipe"]}
             except RuntimeError as error:
                 harness.print_left_out(f"torch {name}", error)
     rates = {name: 2 * rows * k * cols / times[name].us_p50 / 1e6 for name, (rows, k, cols) in sizes.items() if name in times}
     ceilings = dataclasses.replace(ceilings, dense_tflops=max(rates.values()))
+    harness.append_row(file, harness.copy_row(copied, times.pop("copy")))
     for name, t in times.items():
         backend = "torch_matmul" if name.endswith("torch") else "xla"
-        case = {"op": "copy" if name == "copy" else "matmul", "pass": "fwd", "name": name.removesuffix(" torch"), "dist": "", "backend": backend}
-        if name == "copy":
-            case |= {"shape": {"bytes": copied}, "dtype": "float32"}
-            rate, of = {"gbps": ceilings.copy_gbps}, 1.0
-        else:
-            case |= {"shape": dict(zip("MKN", sizes[name], strict=True)), "dtype": jnp.dtype(DTYPE).name}
-            rate, of = {"tflops": rates[name]}, rates[name] / ceilings.dense_tflops
-        harness.append_row(file, harness.make_row(case, t, of, {}, None, **rate, **recipes.get(name, {})))
+        case = {"op": "matmul", "pass": "fwd", "name": name.removesuffix(" torch"), "dist": "", "backend": backend}
+        case |= {"shape": dict(zip("MKN", sizes[name], strict=True)), "dtype": jnp.dtype(DTYPE).name}
+        of = rates[name] / ceilings.dense_tflops
+        harness.append_row(file, harness.make_row(case, t, of, {}, None, tflops=rates[name], **recipes.get(name, {})))
     each = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
     print(f"ceilings: copy {ceilings.copy_gbps:.0f} GB/s, dense {ceilings.dense_tflops:.1f} TFLOP/s ({each})", flush=True)
     return ceilings
@@ -212,9 +194,7 @@ def main(
     smoke: bool = typer.Option(False, help="Tiny shapes, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/grouped_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    # torch's process shares the card, so JAX must leave it room. Both are read when the backend starts.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.72")
+    harness.leave_room_for_torch()
     if not out and (smoke or not harness.on_gpu()):
         raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
     file = harness.results_folder(out) / "grouped_matmul.jsonl"
@@ -228,7 +208,7 @@ def main(
     sides = choose_sides([name for name in names if name != "torch_grouped_mm"])
     if torch is not None:
         try:  # a machine without torch says so once
-            torch.ask(do="prepare", **SMOKE.dims, **{"pass": "fwd", "dist": "balanced"})
+            torch.ask(do="prepare", op="grouped_matmul", **SMOKE.dims, **{"pass": "fwd", "dist": "balanced"})
         except RuntimeError as error:
             harness.print_left_out("torch_grouped_mm", error)
             torch = None
@@ -247,10 +227,6 @@ def main(
     if run.left_out:
         print(f"jaxops was left out {run.left_out} times", flush=True)
         raise typer.Exit(1)
-
-
-def _times(compiled: Callable, args: tuple[jax.Array, ...], iterations: int) -> list[float]:
-    return harness.call_times_us(compiled, *args, iterations=iterations)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.shapes import GroupedShape, sampled_rows
+from benchmarks.packing import Sequences
+from benchmarks.shapes import GroupedShape, sampled_packed_rows, sampled_rows
 
 # Largest error over the row's RMS, and RMS error over it. bfloat16 rounds the result to 2^-9 of itself, and a row of normal data reaches about 5 RMS.
-LIMITS = {"bfloat16": (4e-2, 1e-2), "float32": (1e-3, 1e-4)}
+# AdaLN multiplies two normal factors, so elements reach 15 RMS, and one of them has come through the new residual's rounding.
+# Attention rounds its probabilities and their gradients to bfloat16 before it multiplies with them.
+LIMITS = {"bfloat16": (4e-2, 1e-2), "float32": (1e-3, 1e-4), "bfloat16 adaln": (1e-1, 1e-2), "bfloat16 attention": (2.5e-1, 2.5e-2)}
+_PER_SEQUENCE = ("dgate", "dscale", "dshift")
+_CHUNK_ROWS = 2048  # of float32 rows at a time: the reference needs little memory beside what is on trial
 
 
 def within_limits(max_err: float, rms_err: float, dtype: str) -> bool:
     """NaN is outside."""
     return max_err <= LIMITS[dtype][0] and rms_err <= LIMITS[dtype][1]
+
+
+def demand_right(max_err: float, rms_err: float, dtype: str) -> None:
+    """
+    Raises:
+      ArithmeticError: the errors exceed the limits of the dtype.
+    """
+    if not within_limits(max_err, rms_err, dtype):
+        raise ArithmeticError(f"wrong result: max error {max_err:.2e}, RMS error {rms_err:.2e} of the row's RMS")
 
 
 def grouped_errors(pass_name: str, shape: GroupedShape, out: jax.Array, inputs: tuple[jax.Array, ...], offsets: np.ndarray) -> tuple[float, float]:
@@ -44,9 +58,100 @@ def _errors(pass_name: str, out, lhs, rhs, dout, offsets, groups, rows):
             m = jnp.arange(lhs.shape[0])
             column = jnp.where((offsets[g] <= m) & (m < offsets[g + 1]), lhs[:, r].astype(jnp.float32), 0)
             want, got = jnp.sum(column[:, None] * dout.astype(jnp.float32), axis=0), out[g, r]
-        diff = got.astype(jnp.float32) - want
-        rms, max_err, rms_err = jnp.sqrt(jnp.mean(want**2)), jnp.max(jnp.abs(diff)), jnp.sqrt(jnp.mean(diff**2))
-        relative = jnp.stack([max_err, rms_err]) / jnp.where(rms > 0, rms, 1)
-        return jnp.where((rms > 0) | (max_err == 0), relative, jnp.inf)
+        return _relative(got, want)
 
     return jnp.max(lax.map(row_errors, (groups, rows)), axis=0)  # max passes NaN on
+
+
+def _relative(got: jax.Array, want: jax.Array) -> jax.Array:
+    """[largest error, RMS error] of each row (the last axis) over its RMS, in float32; infinite where a row must be zero and is not."""
+    diff = got.astype(jnp.float32) - want
+    rms, max_err, rms_err = jnp.sqrt(jnp.mean(want**2, axis=-1)), jnp.max(jnp.abs(diff), axis=-1), jnp.sqrt(jnp.mean(diff**2, axis=-1))
+    relative = jnp.stack([max_err, rms_err]) / jnp.where(rms > 0, rms, 1)[None]
+    return jnp.where(((rms > 0) | (max_err == 0))[None], relative, jnp.inf)
+
+
+def packed_errors(results: dict[str, jax.Array], inputs: dict[str, jax.Array], offsets: np.ndarray) -> tuple[float, float]:
+    """As grouped_errors, of what adaln or gated_residual_adaln gave: any of y, new_residual, dx, dh, of which rows are sampled, and dgate, dscale, dshift.
+
+    inputs: x (the residual), scale, shift, dy and, of gated_residual_adaln, h, gate and dnew_residual.
+    """
+    for name, result in results.items():
+        like = inputs["x" if name in ("y", "new_residual") else name.removeprefix("d")]
+        if result.shape != like.shape:
+            raise ValueError(f"{name} has shape {result.shape}, it must be {like.shape}.")
+    _, rows = sampled_packed_rows(offsets)
+    worst = _packed_errors(results, inputs, jnp.asarray(offsets), jnp.asarray(rows))
+    return float(worst[0]), float(worst[1])
+
+
+@jax.jit
+def _packed_errors(results, inputs, offsets, rows):
+    per_row = {name: result for name, result in results.items() if name not in _PER_SEQUENCE}
+    want = _reference_rows(inputs, offsets, rows)
+    errors = [_relative(result[rows], want[name]) for name, result in per_row.items()]
+    if sums := {name: jnp.zeros(result.shape, jnp.float32) for name, result in results.items() if name in _PER_SEQUENCE}:
+        T = inputs["x"].shape[0]
+
+        def add_chunk(sums, start):
+            chunk = start + jnp.arange(_CHUNK_ROWS)
+            shares = _reference_rows(inputs, offsets, jnp.minimum(chunk, T - 1))
+            mine = _sequence_of(offsets, chunk)  # T and beyond: past the last sequence, and dropped
+            return {name: total.at[mine].add(shares[name], mode="drop") for name, total in sums.items()}, None
+
+        want, _ = lax.scan(add_chunk, sums, jnp.arange(0, T, _CHUNK_ROWS))
+        errors += [_relative(results[name], want[name]) for name in sums]
+    return jnp.max(jnp.concatenate(errors, axis=1), axis=1)  # max passes NaN on
+
+
+def _sequence_of(offsets, rows):
+    return jnp.searchsorted(offsets, rows, side="right") - 1
+
+
+def _reference_rows(inputs, offsets, rows) -> dict[str, jax.Array]:
+    """Everything about some rows, [n, D] in float32; dgate, dscale and dshift are each row's own share of its sequence's."""
+    mine = _sequence_of(offsets, rows)
+    zeros = jnp.zeros((rows.shape[0], inputs["x"].shape[1]), jnp.float32)
+
+    def of(name, index):
+        return inputs[name][index].astype(jnp.float32) if name in inputs else zeros
+
+    def forward(x, h, gate, scale, shift):
+        new_residual = x + gate * h
+        n = new_residual - jnp.mean(new_residual, axis=-1, keepdims=True)
+        return new_residual, n * lax.rsqrt(jnp.mean(n**2, axis=-1, keepdims=True) + 1e-6) * (1 + scale) + shift
+
+    operands = (of("x", rows), of("h", rows), of("gate", mine), of("scale", mine), of("shift", mine))
+    (new_residual, y), vjp = jax.vjp(forward, *operands)
+    grads = vjp((of("dnew_residual", rows), of("dy", rows)))
+    return {"new_residual": new_residual, "y": y} | dict(zip(("dx", "dh", "dgate", "dscale", "dshift"), grads, strict=True))
+
+
+@jax.jit
+def attention_reference(q, k, v, dout, sequences: Sequences) -> dict[str, jax.Array]:
+    """out, dq, dk, dv [T, N, H] in float32: one sequence after another, all heads at once."""
+    rows, inside = sequences.rows()
+
+    def of_sequence(index):
+        rows, inside = index
+
+        def attend(q, k, v):
+            logits = jnp.einsum("inh,jnh->nij", q, k, precision="highest") * q.shape[-1] ** -0.5
+            return jnp.einsum("nij,jnh->inh", jax.nn.softmax(jnp.where(inside[None, None, :], logits, -1e30), axis=-1), v, precision="highest")
+
+        out, vjp = jax.vjp(attend, *(x[rows].astype(jnp.float32) for x in (q, k, v)))
+        return out, *vjp(jnp.where(inside[:, None, None], dout[rows].astype(jnp.float32), 0))
+
+    blocks = lax.map(of_sequence, (rows, inside))
+    return {name: block[sequences.places()] for name, block in zip(("out", "dq", "dk", "dv"), blocks, strict=True)}
+
+
+def attention_errors(results: dict[str, jax.Array], want: dict[str, jax.Array]) -> tuple[float, float]:
+    """As grouped_errors, of all rows of whichever results there are; a row is a token with all its heads."""
+    worst = [_attention_errors(result, want[name]) for name, result in results.items()]
+    return float(np.max([w[0] for w in worst])), float(np.max([w[1] for w in worst]))  # np.max passes NaN on
+
+
+@jax.jit
+def _attention_errors(result, want):
+    return jnp.max(_relative(result.reshape(result.shape[0], -1), want.reshape(want.shape[0], -1)), axis=1)

@@ -55,6 +55,21 @@ class Variant:
     iterations: int = 3
 
 
+@dataclasses.dataclass
+class Ready:
+    """A side that gave the right result, with how to time it.
+
+    Attributes:
+      variant: what `interleave` calls.
+      max_err: of the check, None where there was none.
+      facts: what its rows say beside the times: launches, compile_s, recipe.
+    """
+
+    variant: Variant
+    max_err: float | None
+    facts: dict
+
+
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
     """What the machine reaches in this run: copy bandwidth (bytes read + written) and the best dense cuBLAS rate of the dtype."""
@@ -69,6 +84,12 @@ class Ceilings:
 
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
+
+
+def leave_room_for_torch() -> None:
+    """To be called before JAX's backend starts: torch's process shares the card."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.72")
 
 
 def call_times_us(fn: Callable, *args, iterations: int) -> list[float]:
@@ -110,6 +131,15 @@ def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, f
     return compiled, seconds
 
 
+def ready(side: str, compiled: Callable, args: tuple, out_bytes: int, max_err: float | None) -> Ready:
+    """A compiled JAX side whose result is right: asks how long a call takes and what it launches."""
+    launched = kernels(compiled, *args)
+    us = sum(us for _, us in launched) if launched else WORK_US / 3
+    return Ready(
+        Variant(side, functools.partial(_times, compiled, args), iterations_for(us, out_bytes)), max_err, {"launches": len(launched)} if launched else {}
+    )
+
+
 def iterations_for(us: float, out_bytes: int) -> int:
     """Calls a round: about WORK_US of work, at least 3 (1 of a call that takes over 100 ms), their results together at most ALIVE_BYTES."""
     wanted = 1 if us > 1e5 else min(50, max(3, round(WORK_US / max(us, 1.0))))
@@ -141,25 +171,43 @@ def print_left_out(what: str, error: Exception) -> None:
     print(f"  left out: {what}: {type(error).__name__}: {' '.join(lines[:3])[:300]}", flush=True)
 
 
+def measure_copy(copied_bytes: int, rounds: int = 3) -> tuple[float, Times]:
+    """(GB/s read and written, times) of a copy: the ceiling of what is bound by the memory."""
+    times = interleave([_copy_variant(copied_bytes)], rounds)["copy"]
+    return _copy_gbps(copied_bytes, times), times
+
+
 def measure_ceilings(n: int, dtype, copied_bytes: int, rounds: int = 3, dense: tuple[int, int, int] | None = None) -> tuple[Ceilings, dict[str, Times]]:
     """Copy bandwidth, and the dense `x @ w` rate at n^3 and, where given, at dense = (M, K, N): the better of the two is the ceiling."""
     shapes = {"dense_square": (n, n, n)} | ({"dense_wide": dense} if dense else {})
-    variants = []
-    source = normal(0, (copied_bytes // 4,), jnp.float32)
-    negate, _ = compile_fits(jnp.negative, source)  # a plain copy may become a memcpy, which is no kernel and has no kernel time
-    variants.append(Variant("copy", lambda i: call_times_us(negate, source, iterations=i), min(8, iterations_for(1e3, copied_bytes))))
+    variants = [_copy_variant(copied_bytes)]
     for name, (m, k, width) in shapes.items():
         x, w = normal(1, (m, k), dtype), normal(2, (k, width), dtype)
         matmul, _ = compile_fits(jnp.matmul, x, w, cublas=True)
         guess_us = 2 * m * k * width / 6e8
-        variants.append(Variant(name, functools.partial(_call, matmul, x, w), iterations_for(guess_us, 2 * m * width)))
+        variants.append(Variant(name, functools.partial(_times, matmul, (x, w)), iterations_for(guess_us, 2 * m * width)))
     times = interleave(variants, rounds)
     rates = [2 * m * k * width / times[name].us_p50 / 1e6 for name, (m, k, width) in shapes.items() if name in times]
-    return Ceilings(2 * copied_bytes / times["copy"].us_p50 / 1e3, max(rates)), times
+    return Ceilings(_copy_gbps(copied_bytes, times["copy"]), max(rates)), times
 
 
-def _call(fn: Callable, x: jax.Array, w: jax.Array, iterations: int) -> list[float]:
-    return call_times_us(fn, x, w, iterations=iterations)
+def copy_row(copied_bytes: int, times: Times) -> dict:
+    case = {"op": "copy", "pass": "fwd", "name": "copy", "dist": "", "backend": "xla", "shape": {"bytes": copied_bytes}, "dtype": "float32"}
+    return make_row(case, times, 1.0, {}, None, gbps=_copy_gbps(copied_bytes, times))
+
+
+def _copy_variant(copied_bytes: int) -> Variant:
+    source = normal(0, (copied_bytes // 4,), jnp.float32)
+    negate, _ = compile_fits(jnp.negative, source)  # a plain copy may become a memcpy, which is no kernel and has no kernel time
+    return Variant("copy", functools.partial(_times, negate, (source,)), min(8, iterations_for(1e3, copied_bytes)))
+
+
+def _copy_gbps(copied_bytes: int, times: Times) -> float:
+    return 2 * copied_bytes / times.us_p50 / 1e3
+
+
+def _times(fn: Callable, args: tuple, iterations: int) -> list[float]:
+    return call_times_us(fn, *args, iterations=iterations)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -190,6 +238,16 @@ def environment() -> dict[str, str | None]:
 
 def results_folder(out: str) -> pathlib.Path:
     return pathlib.Path(out) if out else ROOT / "benchmarks" / "results" / jax.devices()[0].device_kind.lower().replace(" ", "_")
+
+
+def ratios(side: str, times: dict[str, Times], own: str = "pallas") -> dict[str, float]:
+    """A row's `vs`: how many times longer each peer takes; empty for a peer."""
+    return {peer: other.us_p50 / times[side].us_p50 for peer, other in times.items() if peer != own} if side == own else {}
+
+
+def cold(moved_bytes: int) -> bool:
+    """Whether a call moves so much that it finds nothing of the call before in the L2."""
+    return moved_bytes >= 2 * l2_bytes(jax.devices()[0].device_kind)
 
 
 def make_row(case: dict, times: Times, of_ceiling: float | None, vs: dict[str, float], max_err: float | None, **rates) -> dict:

@@ -1,10 +1,12 @@
-"""`torch._grouped_mm`, in a process of its own: torch needs the Triton it came with, jaxops may bring another one on PYTHONPATH.
+"""torch as a peer, in a process of its own: torch needs the Triton it came with, jaxops may bring another one on PYTHONPATH.
 
 The process is started once and told, line by line in JSON, what to prepare and how many calls to time, so that torch takes its turn between JAX's variants.
+What is prepared, and how its result is checked, stands in a file an op: peers_torch_<op>.py.
 By hand: `python -m benchmarks.peers_torch`, then
-{"do": "prepare", "G": 8, "M": 4096, "K": 1024, "N": 1024, "pass": "fwd", "dist": "skewed"} and {"do": "time", "iterations": 5}.
+{"do": "prepare", "op": "grouped_matmul", "G": 8, "M": 4096, "K": 1024, "N": 1024, "pass": "fwd", "dist": "skewed"} and {"do": "time", "iterations": 5}.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,20 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-
-from benchmarks.shapes import GroupedShape, group_offsets, group_sizes, sampled_rows
-
-_ANSWER_SECONDS = 180  # importing torch on a cold disk takes a minute
+WORKERS = {"grouped_matmul": "grouped_matmul", "adaln": "adaln", "gated_residual_adaln": "adaln"}
+_HELD_SECONDS = 0.1  # at most, per question
 
 
 class TorchProcess:
     """The asking side. Every failure is a RuntimeError. A process that died is started anew by the next question."""
 
-    def __init__(self, python: str = sys.executable, root: str = "."):
-        self._command, self._root = [python, "-m", "benchmarks.peers_torch"], root
+    def __init__(self, python: str = sys.executable, root: str = ".", answer_seconds: float = 180):  # importing torch on a cold disk takes a minute
+        self._command, self._root, self._answer_seconds = [python, "-m", "benchmarks.peers_torch"], root, answer_seconds
         self._process: subprocess.Popen | None = None
 
     def ask(self, **request) -> dict:
@@ -34,7 +33,7 @@ class TorchProcess:
             self._process = subprocess.Popen(self._command, cwd=self._root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        watch = threading.Timer(_ANSWER_SECONDS, self._process.kill)
+        watch = threading.Timer(self._answer_seconds, self._process.kill)
         watch.start()
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -68,141 +67,114 @@ class TorchProcess:
         return process.returncode
 
 
-class _Worker:
-    """The answering side: holds one shape's tensors and one prepared call."""
+class Card:
+    """The answering side's torch and device, and its clock."""
 
     def __init__(self):
         import torch  # pyright: ignore[reportMissingImports]  # another environment's
 
-        self.torch = torch
+        self.torch: Any = torch
         self.cuda = torch.cuda.is_available()
         self.device = "cuda" if self.cuda else "cpu"
-        self.shape: GroupedShape | None = None
-        self.lhs: Any = None
-        self.dout: Any = None
-        self.weights: dict[str, Any] = {}
-        self.call: Callable = lambda: None
 
-    def prepare(self, **request) -> dict:
-        """Fixes the call that `time` repeats, in the fastest legal layout of the weights, and checks its result. "dense" is one plain matmul."""
-        if request["pass"] == "dense":
-            return self._prepare_dense(request["M"], request["K"], request["N"])
-        shape, pass_name = GroupedShape("", *(request[key] for key in "GMKN")), request["pass"]
-        self._allocate(shape)
-        offsets = group_offsets(group_sizes(request["dist"], shape.G, shape.M))
-        ends = self.torch.tensor(offsets[1:], dtype=self.torch.int32, device=self.device)
-        fastest: tuple[float, str, Callable] | None = None
-        refusals = []
-        for layout, call in self._calls(pass_name, ends):
-            try:
-                self.call = call
-                us = min(self.time(2)["us"])
-            except (RuntimeError, NotImplementedError) as error:
-                refusals.append(f"{layout}: {error}")
-                continue
-            if fastest is None or us < fastest[0]:
-                fastest = us, layout, call
-        if fastest is None:
-            raise RuntimeError("; ".join(refusals))
-        us, layout, self.call = fastest
-        max_err, rms_err = self._errors(pass_name, shape, offsets)
-        return {"us": us, "recipe": f"torch {self.torch.__version__}, {layout}", "max_err": max_err, "rms_err": rms_err}
+    def randn(self, *shape: int) -> Any:
+        return self.torch.randn(*shape, dtype=self.torch.bfloat16, device=self.device)
 
-    def time(self, iterations: int) -> dict:
+    def empty_cache(self) -> None:
+        if self.cuda:
+            self.torch.cuda.empty_cache()
+
+    def time_us(self, call: Callable, iterations: int) -> list[float]:
         """Event to event around each call, gaps between a call's kernels included (JAX's side sums kernel times; a gap is a microsecond or two).
 
-        The call before the first keeps the card busy while the host queues the rest. Nothing flushes the caches in between: as on JAX's side, the
-        operands are several times as large as they are.
+        The card is held until the host has queued all calls, so that no call waits for the host: autograd takes longer to start small kernels than
+        they take to run. The call before the first then warms up what it finds. Nothing flushes the caches in between: as on JAX's side, the operands are
+        several times as large as they are.
         """
         torch = self.torch
-        self.call()
+        start = time.perf_counter()
+        call()
+        queued_seconds = time.perf_counter() - start
         if not self.cuda:
             times = []
             for _ in range(iterations):
                 start = time.perf_counter()
-                self.call()
+                call()
                 times.append(1e6 * (time.perf_counter() - start))
-            return {"us": times}
+            return times
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(2e9 * min(_HELD_SECONDS, 1.5 * queued_seconds * (iterations + 1))))  # cycles, at about 2 GHz
+        call()
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(iterations)]
         for before, after in events:
             before.record()
-            self.call()
+            call()
             after.record()
         torch.cuda.synchronize()
-        return {"us": [1e3 * before.elapsed_time(after) for before, after in events]}
+        return [1e3 * before.elapsed_time(after) for before, after in events]
 
-    def _randn(self, *shape: int):
-        return self.torch.randn(*shape, dtype=self.torch.bfloat16, device=self.device)
 
-    def _release(self) -> None:
-        self.call = lambda: None
-        self.shape = self.lhs = self.dout = None
-        self.weights = {}
-        if self.cuda:
-            self.torch.cuda.empty_cache()
+class Worst:
+    """(largest error, RMS error) over the row's RMS, the worst of all rows seen; as checks.py, for torch's tensors. NaN is infinitely wrong."""
 
-    def _allocate(self, shape: GroupedShape) -> None:
-        if shape == self.shape:
-            return
-        self._release()
-        self.torch.manual_seed(0)
-        self.lhs, self.dout = self._randn(shape.M, shape.K), self._randn(shape.M, shape.N)
-        n_major = self._randn(shape.G, shape.K, shape.N)
-        self.weights = {"rhs N-major": n_major, "rhs K-major": n_major.transpose(1, 2).contiguous().transpose(1, 2)}
-        self.shape = shape
+    def __init__(self):
+        self.errors = (0.0, 0.0)
 
-    def _prepare_dense(self, m: int, k: int, n: int) -> dict:
-        self._release()
-        x, w = self._randn(m, k), self._randn(k, n)
-        self.call = lambda: x @ w
-        return {"us": min(self.time(2)["us"]), "recipe": f"torch {self.torch.__version__}"}
+    def see(self, got, want) -> None:
+        """got and want: a row, or rows along the first axis; want in float32."""
+        diff = got.float() - want
+        rms, max_err, rms_err = want.square().mean(-1).sqrt(), diff.abs().amax(-1), diff.square().mean(-1).sqrt()
+        # A row that must be zero and is not: infinite; one that is as it must be: zero.
+        relative = [(error / rms).where(rms > 0, error.where(error == 0, float("inf"))).nan_to_num(float("inf"), float("inf")) for error in (max_err, rms_err)]
+        self.errors = (max(self.errors[0], relative[0].max().item()), max(self.errors[1], relative[1].max().item()))
 
-    def _calls(self, pass_name: str, ends) -> list[tuple[str, Callable]]:
-        grouped_mm, bf16 = self.torch._grouped_mm, self.torch.bfloat16
-        lhs, dout = self.lhs, self.dout
-        if pass_name == "wgrad":
-            return [("as given", lambda: grouped_mm(lhs.t(), dout, offs=ends, out_dtype=bf16))]
-        if pass_name == "fwd":
-            return [(name, lambda w=w: grouped_mm(lhs, w, offs=ends, out_dtype=bf16)) for name, w in self.weights.items()]
-        return [(name, lambda w=w: grouped_mm(dout, w.transpose(1, 2), offs=ends, out_dtype=bf16)) for name, w in self.weights.items()]
 
-    def _errors(self, pass_name: str, shape: GroupedShape, offsets: np.ndarray) -> tuple[float, float]:
-        """As checks.grouped_errors."""
-        out, rhs = self.call(), self.weights["rhs N-major"]
-        lhs, dout = self.lhs, self.dout
-        worst = [0.0, 0.0]
-        for g, r in zip(*(index.tolist() for index in sampled_rows(pass_name, shape, offsets)), strict=True):
-            if pass_name == "fwd":
-                want, got = (lhs[r].float()[:, None] * rhs[g].float()).sum(0), out[r]
-            elif pass_name == "dgrad":
-                want, got = (dout[r].float()[None, :] * rhs[g].float()).sum(1), out[r]
-            else:
-                mine = slice(int(offsets[g]), int(offsets[g + 1]))
-                want, got = (lhs[mine, r].float()[:, None] * dout[mine].float()).sum(0), out[g, r]
-            diff = got.float() - want
-            rms = float(want.square().mean().sqrt())
-            errors = [float(diff.abs().max()), float(diff.square().mean().sqrt())]
-            if rms > 0:
-                errors = [error / rms for error in errors]
-            elif errors[0] > 0:
-                errors = [float("inf")] * 2
-            worst = [max(pair) if pair[1] == pair[1] else float("inf") for pair in zip(worst, errors, strict=True)]
-        return worst[0], worst[1]
+class Worker(Protocol):
+    """What a peers_torch_<op>.py brings: `Worker(card)`, which holds one shape's tensors and one prepared call."""
+
+    call: Callable
+
+    def prepare(self, **request) -> dict: ...
+
+    def release(self) -> None: ...
+
+
+class _Answers:
+    """One worker at a time: what another one holds would be missing."""
+
+    def __init__(self):
+        self.card = Card()
+        self.worker: Worker | None = None
+        self.kind = ""
+
+    def answer(self, do: str, **request) -> dict:
+        if do == "prepare":
+            kind = WORKERS[request["op"]]
+            worker = self.worker
+            if worker is None or kind != self.kind:
+                if worker is not None:
+                    worker.release()
+                worker = importlib.import_module(f"benchmarks.peers_torch_{kind}").Worker(self.card)
+                self.worker, self.kind = worker, kind
+            return worker.prepare(**request)
+        if do != "time" or self.worker is None:
+            raise ValueError(f"do={do!r}: prepare first, then time.")
+        return {"us": self.card.time_us(self.worker.call, request["iterations"])}
 
 
 def main() -> None:
-    worker = None
+    answers = None
     for line in sys.stdin:
         request = json.loads(line)
         broken = False
         try:
-            worker = worker or _Worker()
-            answer = {"prepare": worker.prepare, "time": worker.time}[request.pop("do")](**request)
+            answers = answers or _Answers()
+            answer = answers.answer(**request)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             try:
-                if worker is not None and worker.cuda:
-                    worker.torch.cuda.synchronize()
+                if answers is not None and answers.card.cuda:
+                    answers.card.torch.cuda.synchronize()
             except RuntimeError:
                 broken = True  # the context is lost; the asking side starts a new process
         print(json.dumps({"answer": answer}), flush=True)

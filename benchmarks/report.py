@@ -12,7 +12,19 @@ import typer
 
 from benchmarks.harness import ROOT
 
-PEERS = ("xla", "xla_bf16", "cublas", "ragged_dot", "masked_loop", "tokamax_mosaic", "tokamax_triton", "torch_grouped_mm", "torch_compile", "deepgemm")
+PEERS = (
+    "xla",
+    "jaxops_xla",
+    "xla_bf16",
+    "cublas",
+    "ragged_dot",
+    "masked_loop",
+    "tokamax_mosaic",
+    "tokamax_triton",
+    "torch_grouped_mm",
+    "torch_compile",
+    "deepgemm",
+)
 _CASE = ("op", "pass", "name", "dtype", "dist", "recipe")
 
 

@@ -1,4 +1,7 @@
-"""The named workloads, and the one definition of group sizes that every peer is measured with. Needs numpy only: torch's process reads it too."""
+"""The named workloads, and the one definition of group sizes and sequence lengths that every peer is measured with.
+
+Needs numpy only: torch's process reads it too.
+"""
 
 import dataclasses
 
@@ -63,19 +66,13 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
         return sizes
     if dist == "skewed":
         full = max(1, G - max(1, G // 16))
-        weights = 1.0 / np.arange(1, full + 1)
-        exact = M * weights / weights.sum()
-        sizes = np.floor(exact).astype(np.int32)
-        # Largest remainders first, as in an election: the sum is M to the row.
-        sizes[np.argsort(sizes - exact, kind="stable")[: M - sizes.sum()]] += 1
+        sizes = _in_proportion(1.0 / np.arange(1, full + 1), M)
     elif dist == "half":
         full = max(1, G - G // 3)
         sizes = np.concatenate([[M // 2], _even(M - M // 2, full - 1)]).astype(np.int32) if full > 1 else np.array([M], np.int32)
     else:
         raise ValueError(f"dist={dist!r}: write one of {', '.join(DISTS)}.")
-    spread = np.zeros(G, np.int32)
-    spread[: len(sizes)] = sizes
-    return np.random.default_rng(_SEED).permutation(spread)
+    return _shuffled(sizes, G)
 
 
 def group_offsets(sizes: np.ndarray) -> np.ndarray:
@@ -88,21 +85,147 @@ def sampled_rows(pass_name: str, shape: GroupedShape, offsets: np.ndarray) -> tu
 
     Both ends of groups are among them, the smallest and the largest too, and in wgrad an empty one: that is where a ragged kernel goes wrong.
     """
+    if pass_name != "wgrad":
+        return sampled_packed_rows(offsets)
     rng = np.random.default_rng(_SEED)
     sizes = np.diff(offsets)
-    full = np.flatnonzero(sizes)
-    special = [full[np.argmin(sizes[full])], full[np.argmax(sizes[full])]]
-    if pass_name == "wgrad":
-        special += list(np.flatnonzero(sizes == 0)[:1])
-        groups = np.concatenate([special, rng.integers(0, shape.G, SAMPLED_ROWS - len(special))])
-        rows = rng.integers(0, shape.K, SAMPLED_ROWS)
-        rows[:2] = 0, shape.K - 1
-    else:
-        ends = np.concatenate([special, rng.choice(full, SAMPLED_ROWS // 4)])
-        rows = np.concatenate([offsets[ends], offsets[ends + 1] - 1])
-        rows = np.concatenate([rows, rng.integers(0, shape.M, SAMPLED_ROWS - len(rows))])
-        groups = np.searchsorted(offsets, rows, side="right") - 1
+    special = [*_smallest_and_largest(sizes), *np.flatnonzero(sizes == 0)[:1]]
+    groups = np.concatenate([special, rng.integers(0, shape.G, SAMPLED_ROWS - len(special))])
+    rows = rng.integers(0, shape.K, SAMPLED_ROWS)
+    rows[:2] = 0, shape.K - 1
     return groups.astype(np.int32), rows.astype(np.int32)
+
+
+def sampled_packed_rows(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(group or sequence, row) of SAMPLED_ROWS rows out of all: first and last rows of groups, the smallest's and the largest's too, then any."""
+    rng = np.random.default_rng(_SEED)
+    sizes = np.diff(offsets)
+    ends = np.concatenate([_smallest_and_largest(sizes), rng.choice(np.flatnonzero(sizes), SAMPLED_ROWS // 4)])
+    rows = np.concatenate([offsets[ends], offsets[ends + 1] - 1])
+    rows = np.concatenate([rows, rng.integers(0, offsets[-1], SAMPLED_ROWS - len(rows))])
+    groups = np.searchsorted(offsets, rows, side="right") - 1
+    return groups.astype(np.int32), rows.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedShape:
+    """B sequences packed one after another: T rows of D in all."""
+
+    name: str
+    T: int
+    D: int
+    B: int
+    dists: tuple[str, ...] = ("unequal",)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"T": self.T, "D": self.D, "B": self.B}
+
+    def of_dist(self, dist: str) -> "PackedShape":
+        """With as many sequences as the distribution has: "many" and "single" have a number of their own."""
+        return dataclasses.replace(self, B=len(sequence_lengths(dist, self.B, self.T)))
+
+    def moved_bytes(self, op: str, pass_name: str, itemsize: int = 2) -> int:
+        """What one pass must read and write at the least, all tensors of one itemsize: [T, D] tensors, then [B, D] ones.
+
+        adaln fwd: x, y, and scale, shift. bwd: x, dy, dx, and scale, dscale, dshift. gated_residual_adaln fwd: residual, h, new residual, y, and gate,
+        scale, shift. bwd: new residual, h, the cotangents of both results, dresidual, dh, and gate, scale, dgate, dscale, dshift. fwd+bwd is one
+        program, which reads gate, scale and shift once; x and h do not stay in any cache until the backward comes to them.
+        """
+        tensors, vectors = _MOVED[op, pass_name]
+        return itemsize * self.D * (tensors * self.T + vectors * self.B)
+
+
+_MOVED = {
+    ("adaln", "fwd"): (2, 2),
+    ("adaln", "bwd"): (3, 3),
+    ("adaln", "fwd+bwd"): (5, 4),
+    ("gated_residual_adaln", "fwd"): (4, 3),
+    ("gated_residual_adaln", "bwd"): (6, 5),
+    ("gated_residual_adaln", "fwd+bwd"): (10, 6),
+}
+PACKED_OPS = ("adaln", "gated_residual_adaln")
+PACKED_PASSES = ("fwd", "bwd", "fwd+bwd")
+PACKED_DISTS = ("unequal", "many", "one", "single", "third_empty")
+PACKED = {
+    shape.name: shape
+    for shape in (
+        PackedShape("t65536_d1024", 65536, 1024, 64, PACKED_DISTS),
+        PackedShape("t65536_d3072", 65536, 3072, 64, PACKED_DISTS),
+        PackedShape("t65536_d4096", 65536, 4096, 64),
+        PackedShape("t16384_d3072", 16384, 3072, 16),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """B sequences packed one after another, T rows in all, with N heads of H."""
+
+    name: str
+    T: int
+    N: int
+    H: int
+    B: int = 16
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"T": self.T, "N": self.N, "H": self.H}
+
+    def flops(self, pass_name: str, lengths: np.ndarray) -> int:
+        """Of the pairs within sequences: two products forward; the backward has five, one of which is the forward's once more."""
+        products = {"fwd": 2, "fwd+bwd": 7}[pass_name]
+        return products * 2 * self.N * self.H * int(np.sum(lengths.astype(np.int64) ** 2))
+
+
+ATTENTION = {
+    shape.name: shape
+    for shape in (
+        AttentionShape("t4096_16x64", 4096, 16, 64),
+        AttentionShape("t4096_24x128", 4096, 24, 128),
+        AttentionShape("t16384_16x64", 16384, 16, 64),
+        AttentionShape("t16384_24x128", 16384, 24, 128),
+    )
+}
+
+
+def sequence_lengths(dist: str, B: int, T: int) -> np.ndarray:
+    """Rows of each sequence, int32, summing to T; the same for the same arguments, on every machine.
+
+    unequal: B lengths, evenly from 0.25 to 1.75 times their mean, in shuffled order, rounded to nothing but whole rows. third_empty: B // 3 of them
+    empty, the others unequal. one: all rows in the middle one of B sequences. single: one sequence, whatever B. many: 16 rows each, whatever B.
+    """
+    if dist in ("unequal", "third_empty"):
+        full = max(1, B - (B // 3 if dist == "third_empty" else 0))
+        return _shuffled(_in_proportion(np.linspace(0.25, 1.75, full), T), B)
+    if dist == "one":
+        return group_sizes("one_group", B, T)
+    if dist == "single":
+        return np.array([T], np.int32)
+    if dist == "many":
+        return np.minimum(16, T - np.arange(0, T, 16)).astype(np.int32)
+    raise ValueError(f"dist={dist!r}: write one of {', '.join(PACKED_DISTS)}.")
+
+
+def _in_proportion(weights: np.ndarray, total: int) -> np.ndarray:
+    exact = total * weights / weights.sum()
+    sizes = np.floor(exact).astype(np.int32)
+    # Largest remainders first, as in an election: the sum is the total to the row.
+    sizes[np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]] += 1
+    return sizes
+
+
+def _shuffled(sizes: np.ndarray, count: int) -> np.ndarray:
+    """sizes and zeros, count in all."""
+    spread = np.zeros(count, np.int32)
+    spread[: len(sizes)] = sizes
+    return np.random.default_rng(_SEED).permutation(spread)
+
+
+def _smallest_and_largest(sizes: np.ndarray) -> list[int]:
+    """Of those that are not empty."""
+    full = np.flatnonzero(sizes)
+    return [int(full[np.argmin(sizes[full])]), int(full[np.argmax(sizes[full])])]
 
 
 def _even(M: int, G: int) -> np.ndarray:

@@ -1,0 +1,51 @@
+"""Packed rows and blocks of equal length: the way from the one to the other, and back."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_LONGEST_MULTIPLE = 128
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("offsets", "ids"), meta_fields=("longest",))
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Where the sequences lie: offsets [B + 1], each row's sequence ids [T], and a static bound of their lengths."""
+
+    offsets: jax.Array
+    ids: jax.Array
+    longest: int
+
+    @classmethod
+    def of(cls, offsets: np.ndarray) -> "Sequences":
+        lengths = np.diff(offsets)
+        longest = -(-int(lengths.max()) // _LONGEST_MULTIPLE) * _LONGEST_MULTIPLE
+        return cls(jnp.asarray(offsets), jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)), longest)
+
+    def rows(self) -> tuple[jax.Array, jax.Array]:
+        """Of each place in [B, longest] blocks: the packed row, and whether the sequence reaches that far."""
+        at = self.offsets[:-1, None] + jnp.arange(self.longest, dtype=jnp.int32)[None, :]
+        return jnp.minimum(at, self.ids.shape[0] - 1), at < self.offsets[1:, None]
+
+    def places(self) -> tuple[jax.Array, jax.Array]:
+        """Of each packed row: its block, and its place there."""
+        return self.ids, jnp.arange(self.ids.shape[0], dtype=jnp.int32) - self.offsets[self.ids]
+
+
+@jax.custom_vjp
+def to_blocks(packed: jax.Array, sequences: Sequences) -> jax.Array:
+    """[T, N, H] -> [B, longest, N, H], zero past a sequence's end. Its transpose is a gather too, where JAX's own would be a scatter."""
+    rows, inside = sequences.rows()
+    return jnp.where(inside[:, :, None, None], packed[rows], 0)
+
+
+@jax.custom_vjp
+def to_packed(blocks: jax.Array, sequences: Sequences) -> jax.Array:
+    return blocks[sequences.places()]
+
+
+to_blocks.defvjp(lambda packed, sequences: (to_blocks(packed, sequences), sequences), lambda sequences, grad: (to_packed(grad, sequences), None))
+to_packed.defvjp(lambda blocks, sequences: (to_packed(blocks, sequences), sequences), lambda sequences, grad: (to_blocks(grad, sequences), None))

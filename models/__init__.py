@@ -1,1 +1,1 @@
-"""Whole models on jaxops, and the command that trains them: `python -m models.train`."""
+"""Whole models on jaxops, and the command that trains them: `python -m models.train lm` or `dit`."""

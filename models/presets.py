@@ -1,31 +1,47 @@
-"""The sizes that `python -m models.train --preset` knows."""
+"""The sizes that `python -m models.train lm --preset` and `python -m models.train dit --preset` know."""
 
 import dataclasses
 
+from models.loop import Schedule
 from models.moe_lm import MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Preset:
-    """A model and how it is trained.
+class Preset(Schedule):
+    """A language model and how it is trained.
 
     Attributes:
       batch: sequences a step.
-      learning_rate: the peak, after warmup_steps and before the cosine.
-      eval_every: steps between evaluations.
       eval_windows: held-out sequences of an evaluation, a multiple of batch.
     """
 
     model: MoEConfig
     batch: int
-    steps: int
-    learning_rate: float
-    warmup_steps: int
-    eval_every: int
     eval_windows: int = 256
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
     balance_weight: float = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiTPreset(Schedule):
+    """A diffusion transformer and how it is trained; what else the model needs to know, the data set tells.
+
+    Attributes:
+      tokens: the token budget of a batch.
+      images: the most images of a batch; with more than the budget holds, the budget is what fills up.
+      ema: how much of the averaged weights a step keeps, once there have been many steps.
+      sample_steps: Heun steps from noise to image.
+      guidance: of the samples; 1 is none.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    tokens: int
+    images: int
+    weight_decay: float = 0.01
+    ema: float = 0.995
+    sample_steps: int = 20
+    guidance: float = 2.5
 
 
 PRESETS = {
@@ -65,4 +81,11 @@ PRESETS = {
         warmup_steps=500,
         eval_every=500,
     ),
+}
+
+DIT_PRESETS = {
+    # Sized for two CPU cores: digits that can be read in less than three minutes, compilation and sampling included.
+    "demo": DiTPreset(layers=4, width=128, heads=4, tokens=512, images=18, steps=1_400, learning_rate=2e-3, warmup_steps=100, eval_every=200),
+    # DiT-S: 33 million parameters, for a GPU.
+    "small": DiTPreset(layers=12, width=384, heads=6, tokens=16_384, images=576, steps=5_000, learning_rate=5e-4, warmup_steps=500, eval_every=500, ema=0.999),
 }

@@ -1,10 +1,13 @@
 """Pictures of a training run."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image, ImageDraw
 
 
 @dataclasses.dataclass
@@ -12,30 +15,34 @@ class History:
     """What a run has read from the device so far.
 
     Attributes:
-      loss: nats a byte of each step's batch.
-      heldout: (steps done, nats a held-out byte).
-      load: [layers, experts] of each step: the share of the assignments that each expert got.
+      metrics: of each step; each has at least `loss`.
+      heldout: (steps done, held-out loss).
     """
 
-    loss: list[float] = dataclasses.field(default_factory=list)
+    metrics: list[Any] = dataclasses.field(default_factory=list)
     heldout: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    load: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def loss(self) -> list[float]:
+        return [float(metrics.loss) for metrics in self.metrics]
 
 
-def plot_loss(history: History, bigram: float, path: Path) -> None:
+def plot_loss(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
+    """The loss of every step's batch and of the held-out data; a baseline is a dashed line with a name."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(np.arange(1, len(history.loss) + 1), history.loss, color="tab:blue", alpha=0.4, label="training batch")
-    axes.plot(*zip(*history.heldout, strict=True), color="tab:orange", marker="o", label="held-out bytes")
-    axes.axhline(bigram, color="tab:gray", linestyle="--", label=f"bigram table ({bigram:.2f})")
-    axes.set(xlabel="step", ylabel="nats a byte", ylim=(0, None), title="Loss")
+    axes.plot(np.arange(1, len(history.metrics) + 1), history.loss, color="tab:blue", alpha=0.4, label="training batch")
+    axes.plot(*zip(*history.heldout, strict=True), color="tab:orange", marker="o", label="held-out")
+    if baseline is not None:
+        name, value = baseline
+        axes.axhline(value, color="tab:gray", linestyle="--", label=f"{name} ({value:.2f})")
+    axes.set(xlabel="step", ylabel=unit, ylim=(0, None), title="Loss")
     axes.legend()
     figure.savefig(path, dpi=120)
 
 
-def plot_expert_load(history: History, path: Path) -> None:
-    """A heat map for each layer, experts over steps; 1 is an expert's fair share."""
-    load = np.stack(history.load)
+def plot_expert_load(load: np.ndarray, path: Path) -> None:
+    """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is a fair one."""
     load = load * load.shape[-1]
     steps, layers, experts = load.shape
     figure = Figure(figsize=(8, 1 + 1.6 * layers), layout="constrained")
@@ -48,3 +55,22 @@ def plot_expert_load(history: History, path: Path) -> None:
     rows[-1].set(xlabel="step")
     figure.colorbar(images[0], ax=list(rows), label="load (1 = fair share)", extend="max")
     figure.savefig(path, dpi=120)
+
+
+def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, zoom: int = 6) -> None:
+    """Rows of uint8 [height, width, channels] images, each in the middle of its column; the names stand over the columns."""
+    gap, heading = 2 * zoom, 16
+    column_width = zoom * max(image.shape[1] for row in images for image in row) + gap
+    row_heights = [zoom * max(image.shape[0] for image in row) + gap for row in images]
+    canvas = Image.new("RGB", (column_width * len(names), heading + sum(row_heights)), "dimgray")
+    draw = ImageDraw.Draw(canvas)
+    for column, name in enumerate(names):
+        middle, top = column_width * column + column_width // 2, heading
+        draw.text((middle, heading // 2), name, fill="white", anchor="mm")
+        for row, row_height in zip(images, row_heights, strict=True):
+            height, width = (zoom * side for side in row[column].shape[:2])
+            # Pillow knows a gray image only without a channel axis.
+            pixels = Image.fromarray(row[column].squeeze(2) if row[column].shape[2] == 1 else row[column])
+            canvas.paste(pixels.resize((width, height), Image.Resampling.NEAREST), (middle - width // 2, top + (row_height - height) // 2))
+            top += row_height
+    canvas.save(path)

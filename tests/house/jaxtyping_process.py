@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Int32, TypeCheckError, install_import_h
 
 with install_import_hook("jaxops", "beartype.beartype"):
     import jaxops
+    from jaxops.ops.adaln import Plan as RowPlan
     from jaxops.ops.grouped_matmul import Plan
 
 import jax
@@ -61,11 +62,64 @@ def ragged_dot(
     return jaxops.ragged_dot(lhs, rhs, group_sizes, group_offset=group_offset, **options)
 
 
-SIGNATURES = {"grouped_matmul": grouped_matmul, "grouped_wgrad": grouped_wgrad, "ragged_dot": ragged_dot}
+@typed
+def adaln(
+    x: Float[Array, "T D"],
+    scale: Float[Array, "B D"],
+    shift: Float[Array, "B D"],
+    sequence_offsets: Int32[Array, "B+1"] | None = None,
+    *,
+    weight: Float[Array, " D"] | None = None,
+    bias: Float[Array, " D"] | None = None,
+    **options,
+) -> Float[Array, "T D"]:
+    return jaxops.adaln(x, scale, shift, sequence_offsets, weight=weight, bias=bias, **options)
+
+
+@typed
+def adaln_per_row(
+    x: Float[Array, "T D"], scale: Float[Array, "T D"], shift: Float[Array, "T D"], sequence_offsets: Int32[Array, " offsets"]
+) -> Float[Array, "T D"]:
+    return jaxops.adaln(x, scale, shift, sequence_offsets)
+
+
+@typed
+def gated_residual(
+    residual: Float[Array, "T D"], h: Float[Array, "T D"], gate: Float[Array, "B D"], sequence_offsets: Int32[Array, "B+1"] | None = None, **options
+) -> Float[Array, "T D"]:
+    return jaxops.gated_residual(residual, h, gate, sequence_offsets, **options)
+
+
+@typed
+def gated_residual_adaln(
+    residual: Float[Array, "T D"],
+    h: Float[Array, "T D"],
+    gate: Float[Array, "B D"],
+    scale: Float[Array, "B D"],
+    shift: Float[Array, "B D"],
+    sequence_offsets: Int32[Array, "B+1"] | None = None,
+    *,
+    weight: Float[Array, " D"] | None = None,
+    bias: Float[Array, " D"] | None = None,
+    **options,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    return jaxops.gated_residual_adaln(residual, h, gate, scale, shift, sequence_offsets, weight=weight, bias=bias, **options)
+
+
+SIGNATURES = {
+    "adaln": adaln,
+    "gated_residual": gated_residual,
+    "gated_residual_adaln": gated_residual_adaln,
+    "grouped_matmul": grouped_matmul,
+    "grouped_wgrad": grouped_wgrad,
+    "ragged_dot": ragged_dot,
+}
 
 M, K, N, G = 5, 3, 4, 2
+B = G  # sequences
 LHS, RHS, BIAS, DOUT = jnp.ones((M, K)), jnp.ones((G, K, N)), jnp.ones((G, N)), jnp.ones((M, N))
 OFFSETS, SIZES = jnp.array([0, 2, 5], jnp.int32), jnp.array([2, 3])
+VECTORS, VECTOR = jnp.ones((G, K)), jnp.ones(K)  # of two sequences, beside LHS as their rows
 
 
 def test_every_public_function_has_a_signature():
@@ -92,6 +146,23 @@ def test_right_shapes_pass(backend, dtype):
     assert [out.dtype for out in outs] == [dtype, dtype, dtype, jnp.float32, jnp.float32, dtype]
 
 
+@pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
+def test_right_shapes_of_rows_pass(backend, dtype):
+    def calls(x, vectors, vector):
+        return [
+            adaln(x, vectors, vectors, OFFSETS, weight=vector, bias=vector, activation="gelu", backend=backend),
+            adaln(x, vectors[:1], vectors[:1], norm="rms", plan=RowPlan(backend)),
+            adaln_per_row(x, x, x, OFFSETS),
+            gated_residual(x, x, vectors, OFFSETS, backend=backend),
+            gated_residual_adaln(x, x, vectors, vectors, vectors, OFFSETS, weight=vector, out_dtype=jnp.float32, backend=backend),
+        ]
+
+    outs = jax.eval_shape(calls, *(x.astype(dtype) for x in (LHS, VECTORS, VECTOR)))
+    assert [out.dtype for out in jax.tree.leaves(outs)] == [*[dtype] * 5, jnp.float32]
+    grads = jax.eval_shape(jax.grad(lambda x, scale: adaln(x, scale, VECTORS, OFFSETS, backend=backend).sum(), argnums=(0, 1)), LHS, VECTORS)
+    assert [g.shape for g in grads] == [(M, K), (G, K)]
+
+
 def test_right_shapes_pass_under_transformations():
     grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(LHS, RHS, BIAS)
     assert [g.shape for g in grads] == [(M, K), (G, K, N), (G, N)]
@@ -109,6 +180,12 @@ def test_right_shapes_pass_under_transformations():
         lambda: grouped_wgrad(LHS, DOUT, OFFSETS, accumulate_into=RHS.mT),
         lambda: ragged_dot(LHS, RHS[0], SIZES),
         lambda: ragged_dot(LHS, RHS, SIZES, group_offset=jnp.array([0, 1])),
+        lambda: adaln(LHS, VECTORS.T, VECTORS, OFFSETS),
+        lambda: adaln(LHS, VECTORS, VECTORS, OFFSETS[:-1]),
+        lambda: adaln(LHS, VECTORS, VECTORS, OFFSETS, weight=VECTORS),
+        lambda: adaln_per_row(LHS, VECTORS, VECTORS, OFFSETS),
+        lambda: gated_residual(LHS, LHS[1:], VECTORS, OFFSETS),
+        lambda: gated_residual_adaln(LHS, LHS, VECTORS, VECTORS, LHS, OFFSETS),
     ],
 )
 def test_wrong_shapes_are_refused(call):

@@ -1,0 +1,144 @@
+"""A diffusion transformer over packed images of different sizes, trained as a rectified flow."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
+from models.packed_attention import Way, packed_attention, segments
+
+
+@dataclasses.dataclass(frozen=True)
+class DiTConfig:
+    """Sizes of a `DiT`.
+
+    Attributes:
+      token: values of a token, patch * patch * channels.
+      classes: labels; one more stands for "any class" (Ho & Salimans 2022, arXiv:2207.12598).
+      longest: tokens of the largest image that may come.
+      dtype: dtype of the computation; parameters, residual stream and loss are float32.
+      attention: way of `models.packed_attention.packed_attention`.
+      backend: of the AdaLN ops.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    token: int
+    classes: int
+    longest: int
+    dtype: str = "float32"
+    attention: Way = "banded"
+    backend: str = "auto"
+
+
+def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
+    """[N] -> [N, features] sines and cosines, with wavelengths from 2 pi to longest_period in a geometric row."""
+    half = features // 2
+    angle = jnp.outer(x.astype(jnp.float32), (longest_period / (2 * jnp.pi)) ** (-jnp.arange(half, dtype=jnp.float32) / max(1, half - 1)))
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=1)
+
+
+def position_embedding(sequence_offsets: jax.Array, grids: jax.Array, rows: int, width: int) -> jax.Array:
+    """[rows, width]: where a token's patch stands in its own image, counted from all four edges, and so the image's size too."""
+    sequence, _ = segments(sequence_offsets, rows)
+    index = jnp.arange(rows, dtype=jnp.int32) - sequence_offsets[sequence]
+    height, columns = grids[sequence, 0], jnp.maximum(grids[sequence, 1], 1)
+    row, column = index // columns, index % columns
+    edges = (row, column, height - 1 - row, columns - 1 - column)
+    return jnp.concatenate([waves(edge, width // 4, 100.0) for edge in edges], axis=1)
+
+
+class Attention(nnx.Module):
+    """Self-attention inside each image."""
+
+    def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.qkv = nnx.Linear(config.width, 3 * config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.out = nnx.Linear(config.width, config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+    def __call__(self, y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
+        c = self.config
+        q, k, v = jnp.unstack(self.qkv(y).reshape(y.shape[0], 3, c.heads, c.width // c.heads), axis=1)
+        return self.out(packed_attention(q, k, v, sequence_offsets, way=c.attention, longest=c.longest).reshape(y.shape))
+
+
+class DiT(nnx.Module):
+    """Noisy tokens in, the velocity from image to noise out (Peebles & Xie 2022, arXiv:2212.09748)."""
+
+    def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        dtype = jnp.dtype(c.dtype)
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs)
+
+        def block() -> AdaLNZeroBlock:
+            mlp = nnx.Sequential(linear(c.width, 4 * c.width), jax.nn.gelu, linear(4 * c.width, c.width))
+            return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, backend=c.backend, rngs=rngs)
+
+        self.enter = linear(c.token, c.width)
+        self.time = nnx.Sequential(linear(c.width, c.width), jax.nn.silu, linear(c.width, c.width))
+        self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List([block() for _ in range(c.layers)])
+        self.norm = AdaLayerNorm(c.width, c.width, dtype=dtype, backend=c.backend, rngs=rngs)
+        self.leave = nnx.Linear(c.width, c.token, kernel_init=nnx.initializers.zeros_init(), dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, time: jax.Array, labels: jax.Array, sequence_offsets: jax.Array, grids: jax.Array) -> jax.Array:
+        """Velocities [T, token] in float32; what stands in rows outside the images means nothing, and reaches no other row.
+
+        Args:
+          tokens: [T, token], the images' tokens one after another.
+          time: [B] within 0 (image) to 1 (noise).
+          labels: [B] int32; `classes` for any class.
+          sequence_offsets: [B + 1] int32.
+          grids: [B, 2] int32, rows and columns of patches.
+        """
+        width = self.config.width
+        cond = self.time(waves(1000 * time, width, 60_000.0)) + self.label(labels)
+        x = self.enter(tokens).astype(jnp.float32) + position_embedding(sequence_offsets, grids, tokens.shape[0], width)
+        for block in self.blocks:
+            x = block(x, cond, sequence_offsets)
+        return self.leave(self.norm(x, cond, sequence_offsets)).astype(jnp.float32)
+
+
+def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> jax.Array:
+    """Mean squared error of the velocity noise - image, over the rows inside (Liu et al. 2022, arXiv:2209.03003).
+
+    batch is a `models.images.Batch`. Each image has its own time, with more of them in the middle (Esser et al. 2024, arXiv:2403.03206, section 3.1).
+    """
+    time_key, noise_key, label_key = jax.random.split(key, 3)
+    B, T = batch.labels.shape[0], batch.tokens.shape[0]
+    sequence, inside = segments(batch.sequence_offsets, T)
+    time = jax.nn.sigmoid(jax.random.normal(time_key, (B,)))
+    noise = jax.random.normal(noise_key, batch.tokens.shape)
+    labels = jnp.where(jax.random.uniform(label_key, (B,)) < label_dropout, model.config.classes, batch.labels)
+    at = time[sequence][:, None]
+    velocity = model((1 - at) * batch.tokens + at * noise, time, labels, batch.sequence_offsets, batch.grids)
+    error = jnp.mean((velocity - (noise - batch.tokens)) ** 2, axis=1)
+    return jnp.sum(jnp.where(inside, error, 0)) / jnp.maximum(jnp.sum(inside), 1)
+
+
+def generate(model: DiT, batch, key: jax.Array, steps: int = 32, guidance: float = 2.0) -> jax.Array:
+    """Tokens [T, token] of new images with a batch's labels and sizes: from noise to image by Heun's method, guided away from "any class".
+
+    batch is a `models.images.Batch`, of which the tokens are not looked at.
+    """
+    B = batch.labels.shape[0]
+    anything = jnp.full((B,), model.config.classes, jnp.int32)
+
+    def velocity(x: jax.Array, time: jax.Array) -> jax.Array:
+        times = jnp.full((B,), time)
+        guided, free = (model(x, times, labels, batch.sequence_offsets, batch.grids) for labels in (batch.labels, anything))
+        return free + guidance * (guided - free)
+
+    def step(x: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
+        here, there = times
+        first = velocity(x, here)
+        second = velocity(x + (there - here) * first, there)
+        return x + (there - here) * (first + second) / 2, None
+
+    times = jnp.linspace(1.0, 0.0, steps + 1)
+    return jax.lax.scan(step, jax.random.normal(key, batch.tokens.shape), jnp.stack([times[:-1], times[1:]], axis=1))[0]

@@ -1,0 +1,214 @@
+"""`python -m models.train dit` on a tiny model: what it learns, what it compiles to, what it draws, and that images do not see each other."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+from PIL import Image
+
+from models.dit import DiT, DiTConfig, generate, loss_fn, position_embedding
+from models.images import DATA_SETS, DataSet, Images, every_image_once, pack
+from models.presets import DIT_PRESETS, DiTPreset
+from models.train_dit import main, make_step, sample
+from tests.compare import assert_close
+
+PATCH, LONGEST = 2, 12
+TINY = DiTPreset(layers=1, width=16, heads=2, tokens=40, images=6, steps=40, learning_rate=1e-2, warmup_steps=3, eval_every=20, ema=0.9, sample_steps=3)
+CONFIG = DiTConfig(layers=1, width=16, heads=2, token=PATCH**2, classes=2, longest=LONGEST)
+GRIDS = ((2, 3), (1, 1), (3, 4), (4, 3), (2, 2), (1, 5))
+
+
+def two_kinds(count: int, seed: int) -> Images:
+    """Class 0 is bright on the left, class 1 below."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 2, count).astype(np.int32)
+    pixels = []
+    for label in labels:
+        rows, columns = GRIDS[rng.integers(len(GRIDS))]
+        image = np.zeros((rows * PATCH, columns * PATCH, 1), np.uint8)
+        (image[:, : image.shape[1] // 2] if label == 0 else image[image.shape[0] // 2 :])[:] = 255
+        pixels.append(image)
+    return Images(pixels, labels)
+
+
+def two_kinds_data(seed: int) -> DataSet:
+    return DataSet(two_kinds(60, seed), two_kinds(20, seed + 1), ("left", "below"), PATCH, 1, LONGEST, ((4, 6), (8, 6), (2, 4)))
+
+
+class Command(NamedTuple):
+    """A run of the command on TINY: what it printed, the folder that it wrote, the step that it compiled, and the arguments of the first step."""
+
+    printed: str
+    out: Path
+    graphdef: Any
+    step: Any
+    first: Any
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    out, printed, seen = tmp_path_factory.mktemp("run"), io.StringIO(), {}
+
+    def guarded_step(graphdef, preset):
+        seen.update(graphdef=graphdef, step=make_step(graphdef, preset))
+
+        def run(state, batch, key):
+            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
+            with jax.transfer_guard("disallow"):
+                return seen["step"](state, batch, key)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setitem(DIT_PRESETS, "tiny", TINY)
+        patch.setitem(DATA_SETS, "two-kinds", two_kinds_data)
+        patch.setattr("models.train_dit.make_step", guarded_step)
+        main(data="two-kinds", preset="tiny", out=out)
+    return Command(printed.getvalue(), out, **seen)
+
+
+def test_loss_falls(command):
+    losses = [float(loss) for loss in re.findall(r"step \d+: held-out ([0-9.]+)", command.printed)]
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(2, abs=0.2), "noise and image, both of variance one"
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_what_is_printed(command):
+    assert f"{sum(p.size for p in jax.tree.leaves(command.first[0].params)):,} parameters" in command.printed
+    assert float(re.search(r"([0-9.]+)% of the rows", command.printed)[1]) > 80
+    assert "tokens/s" in command.printed
+    assert re.search(r"first and last 10 steps [0-9.]+ -> [0-9.]+", command.printed)
+
+
+def test_pictures(command):
+    assert (command.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with Image.open(command.out / "samples.png") as grid:
+        assert grid.width * 3 < grid.height * 2.5, "two classes, three sizes"
+
+
+def test_step_compiles_once(command):
+    assert command.step._cache_size() == 1
+
+
+def test_step_never_meets_the_host(command):
+    text = command.step.lower(*command.first).compile().as_text()
+    for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
+        assert word not in text
+    aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
+    assert aliases.count("-alias)") == len(jax.tree.leaves(command.first[0])), "the whole state is donated"
+
+
+def test_same_state_same_bits(command):
+    state, batch, key = command.first
+    one, other = (command.step(jax.device_put(state), batch, key)[0] for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Every parameter random: at its start each block is the identity, and nothing would be seen of the attention."""
+    model = nnx.eval_shape(lambda: DiT(CONFIG, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    nnx.update(model, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
+    return model
+
+
+run_model = nnx.jit(lambda model, tokens, time, batch: model(tokens, time, batch.labels, batch.sequence_offsets, batch.grids))
+
+
+def noisy_images(seed: int = 0) -> Images:
+    rng = np.random.default_rng(seed)
+    return Images([rng.integers(0, 256, (rows * PATCH, columns * PATCH, 1), np.uint8) for rows, columns in GRIDS], np.array([0, 1, 0, 1, 1, 0], np.int32))
+
+
+TIMES = np.linspace(0.1, 0.9, len(GRIDS), dtype=np.float32)
+
+
+def outputs(model, images: Images, chosen) -> list[np.ndarray]:
+    """What the model makes of the chosen images, packed together: one array an image."""
+    batch = pack(images, chosen, PATCH, budget=64, count=len(GRIDS))
+    time = np.zeros(len(GRIDS), np.float32)
+    time[: len(chosen)] = TIMES[list(chosen)]
+    out = np.asarray(run_model(model, batch.tokens, time, batch))
+    return np.split(out, batch.sequence_offsets[1:])[: len(chosen)]
+
+
+def test_no_image_sees_another(model):
+    images, everything = noisy_images(), range(len(GRIDS))
+    before = outputs(model, images, everything)
+    images.pixels[2][...] ^= 255
+    for i, (old, new) in enumerate(zip(before, outputs(model, images, everything), strict=True)):
+        if i == 2:
+            assert np.abs(old - new).max() > 1e-2
+        else:
+            np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("chosen", [(2,), (5, 2), (4, 3, 2, 1, 0)])
+def test_what_an_image_is_packed_with_does_not_matter(model, chosen):
+    images = noisy_images()
+    alone = outputs(model, images, [2])[0]
+    assert_close(outputs(model, images, chosen)[chosen.index(2)], alone, "float32", scale=2)  # other rows, other order of the sums
+
+
+def test_all_tokens_of_an_image_see_each_other(model):
+    images = noisy_images()
+    before = outputs(model, images, [3])[0]
+    images.pixels[3][:PATCH, :PATCH] ^= 255
+    assert np.abs(outputs(model, images, [3])[0] - before).max(axis=1).min() > 1e-5
+
+
+def test_positions_know_place_and_size():
+    batch = pack(noisy_images(), range(len(GRIDS)), PATCH, 64, len(GRIDS))
+    embed = jax.jit(lambda batch: position_embedding(batch.sequence_offsets, batch.grids, 64, 16))
+    places = np.asarray(embed(batch))[: batch.sequence_offsets[-1]]
+    assert len(np.unique(places.round(4), axis=0)) == len(places), "no two tokens of different sizes or places are alike"
+
+
+def test_rows_outside_reach_no_loss_and_no_gradient(model):
+    batch = pack(noisy_images(), [0, 1], PATCH, 64, len(GRIDS))
+    graphdef, params = nnx.split(model)
+    both = jax.jit(jax.value_and_grad(lambda params, batch: loss_fn(nnx.merge(graphdef, params), batch, jax.random.key(0))))
+    tokens = batch.tokens.copy()
+    tokens[batch.sequence_offsets[-1] :] = 1e3
+    jax.tree.map(np.testing.assert_array_equal, both(params, batch), both(params, batch._replace(tokens=tokens)))
+
+
+def test_guidance_of_one_is_none_and_labels_matter(model):
+    graphdef, params = nnx.split(model)
+    batch = next(every_image_once(noisy_images(), PATCH, 64, len(GRIDS)))[1]
+    draw = jax.jit(lambda batch, guidance: generate(nnx.merge(graphdef, params), batch, jax.random.key(0), 2, guidance))
+    other = batch._replace(labels=1 - batch.labels)
+    assert np.abs(np.asarray(draw(batch, 0.0)) - np.asarray(draw(other, 0.0))).max() < 1e-5, "any class"
+    assert np.abs(np.asarray(draw(batch, 1.0)) - np.asarray(draw(other, 1.0)))[: batch.sequence_offsets[-1]].max() > 1e-3
+
+
+def test_samples(model):
+    data = two_kinds_data(0)
+    rows = sample(model, TINY, data, seed=0)
+    assert [[image.shape for image in row] for row in rows] == [[(height, width, 1)] * 2 for height, width in data.sample_sizes]
+    for row, again in zip(rows, sample(model, TINY, data, seed=0), strict=True):
+        for image, same in zip(row, again, strict=True):
+            np.testing.assert_array_equal(image, same)
+
+
+@pytest.mark.parametrize("preset", DIT_PRESETS.values(), ids=DIT_PRESETS)
+def test_presets_fit(preset):
+    assert preset.width % (4 * 2) == 0, "a sine and a cosine for each of four edges"
+    assert preset.width % preset.heads == 0
+    assert preset.steps > preset.warmup_steps
+
+
+@pytest.mark.parametrize("options", [{"preset": "huge"}, {"backend": "cublas"}, {"data": "cats"}])
+def test_wrong_options(options):
+    with pytest.raises(typer.BadParameter, match="is not one of"):
+        main(**options)

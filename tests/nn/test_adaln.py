@@ -1,0 +1,292 @@
+"""The adaptive norms and the adaLN-Zero block against the same written without fusion, and their manners as Flax modules."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock, AdaRMSNorm
+from jaxops.ops.adaln import Plan
+from tests.compare import assert_close
+
+T, D, C, B = 13, 8, 6, 4
+OFFSETS = (0, 5, 5, 6, 11)  # sequence 1 is empty, the last two rows are in no sequence
+INSIDE = ((np.arange(T) >= OFFSETS[0]) & (np.arange(T) < OFFSETS[-1])).astype(np.float32)[:, None]
+NORMS = {"layer": AdaLayerNorm, "rms": AdaRMSNorm}
+
+
+# Compiled whole: operation by operation, JAX would compile every one of them.
+apply = nnx.jit(lambda module, x, cond, offsets: module(x, cond, offsets))
+
+
+def numbers(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def init(key, shape, dtype) -> jax.Array:
+    return numbers(7, *shape, dtype=dtype) / 2
+
+
+def offsets() -> jax.Array:
+    return jnp.array(OFFSETS, jnp.int32)
+
+
+def inputs(per_token: bool = False, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return numbers(0, T, D, dtype=dtype), numbers(1, T if per_token else B, C, dtype=dtype), offsets()
+
+
+class Mixer(nnx.Module):
+    """Each row becomes a linear map of the running sum inside its own sequence."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, y, sequence_offsets):
+        before = jnp.tril(jnp.ones((T, T), y.dtype))
+        sequence = jnp.searchsorted(sequence_offsets, jnp.arange(T), side="right")
+        return self.linear(jnp.where(sequence[:, None] == sequence[None, :], before, 0) @ y)
+
+
+def mlp(*, rngs: nnx.Rngs) -> nnx.Sequential:
+    return nnx.Sequential(nnx.Linear(D, 2 * D, rngs=rngs), jax.nn.gelu, nnx.Linear(2 * D, D, rngs=rngs))
+
+
+def block(**options) -> AdaLNZeroBlock:
+    rngs = nnx.Rngs(0)
+    return AdaLNZeroBlock(D, C, Mixer(rngs=rngs), mlp(rngs=rngs), **{"modulation_init": init, **options}, rngs=rngs)
+
+
+def norm_layer(norm: str, **options) -> AdaLayerNorm | AdaRMSNorm:
+    module = NORMS[norm](D, C, **{"modulation_init": init, **options}, rngs=nnx.Rngs(0))
+    for i, param in enumerate((module.modulation.bias, module.weight, module.bias)):
+        if param is not None:
+            param[...] = numbers(20 + i, *param.shape, dtype=param.dtype)
+    return module
+
+
+def rows_of_sequences(values: jax.Array) -> jax.Array:
+    """Each row's own vector of values [B, D] or [T, D]; zero outside."""
+    if values.shape[0] == T:
+        return values * INSIDE
+    return jnp.matmul(
+        np.stack([(start <= np.arange(T)) & (np.arange(T) < end) for start, end in itertools.pairwise(OFFSETS)], axis=1).astype(np.float32),
+        values,
+        precision="highest",
+    )
+
+
+def plain_norm(norm: str, x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    x = x.astype(jnp.float32)
+    x = x - x.mean(axis=1, keepdims=True) if norm == "layer" else x
+    return x / jnp.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
+
+
+def heads(module, cond: jax.Array, parts: int) -> list[jax.Array]:
+    """Each row's own parts of the modulation, float32."""
+    cond = cond.astype(jnp.float32)
+    made = jnp.matmul(cond * jax.nn.sigmoid(cond), module.modulation.kernel[...], precision="highest") + module.modulation.bias[...][None, :]
+    return [rows_of_sequences(part) for part in jnp.split(made.astype(jnp.float32), parts, axis=1)]
+
+
+def unfused_norm(module: AdaLayerNorm | AdaRMSNorm, x: jax.Array, cond: jax.Array) -> jax.Array:
+    y = plain_norm(module.norm, x, module.epsilon)
+    y = y if module.weight is None else y * module.weight[...][None, :]
+    y = y if module.bias is None else y + module.bias[...][None, :]
+    y = {None: lambda y: y, "silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}[module.activation](y)
+    scale, shift = heads(module, cond, 2)
+    return (y * (1 + scale) + shift) * INSIDE
+
+
+def unfused_block(module: AdaLNZeroBlock, x: jax.Array, cond: jax.Array) -> jax.Array:
+    scale1, shift1, gate1, scale2, shift2, gate2 = heads(module, cond, 6)
+    y = (plain_norm(module.norm, x) * (1 + scale1) + shift1) * INSIDE
+    x = x + gate1 * module.mixer(y, offsets())
+    y = (plain_norm(module.norm, x) * (1 + scale2) + shift2) * INSIDE
+    return x + gate2 * module.mlp(y)
+
+
+def outputs_and_gradients(f, module, x, cond) -> list[jax.Array]:
+    graphdef, params = nnx.split(module)
+    run = lambda params, x, cond: f(nnx.merge(graphdef, params), x, cond)
+    gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(run(*args))), argnums=(0, 1, 2))
+    with jax.default_matmul_precision("highest"):
+        return jax.tree.leaves(jax.jit(lambda *args: (run(*args), gradients(*args)))(params, x, cond))
+
+
+@pytest.mark.parametrize(
+    ("options", "per_token"), [({}, False), ({"use_weight": True, "use_bias": True, "activation": "silu"}, True), ({"use_weight": True, "epsilon": 0.1}, False)]
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_and_their_gradients(norm, options, per_token):
+    module, (x, cond, _) = norm_layer(norm, **options), inputs(per_token)
+    assert [module.weight is not None, module.bias is not None] == [options.get("use_weight", False), options.get("use_bias", False)]
+    got = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), module, x, cond)
+    for ours, wanted in zip(got, outputs_and_gradients(unfused_norm, module, x, cond), strict=True):
+        assert_close(ours, wanted, "float32")
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_block_and_its_gradients(norm, per_token):
+    module, (x, cond, _) = block(norm=norm), inputs(per_token)
+    got = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), module, x, cond)
+    for ours, wanted in zip(got, outputs_and_gradients(unfused_block, module, x, cond), strict=True):
+        assert_close(ours, wanted, "float32")
+
+
+@pytest.mark.parametrize("module", [functools.partial(norm_layer, "layer"), block], ids=["norm", "block"])
+def test_backend_and_plan_are_passed_on(module):
+    for options, runs in (({"backend": "pallas"}, True), ({"plan": Plan("pallas")}, True), ({"backend": "xla"}, False)):
+        graphdef, state = nnx.split(module(**options))
+        program = jax.make_jaxpr(lambda state, *args, graphdef=graphdef: nnx.merge(graphdef, state)(*args))(state, *inputs())
+        assert ("pallas_call" in str(program)) == runs
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_start_as_plain_norms(norm):
+    x, cond, _ = inputs()
+    module = NORMS[norm](D, C, use_weight=True, use_bias=True, rngs=nnx.Rngs(0))
+    assert_close(apply(module, x, cond, offsets()), plain_norm(norm, x) * INSIDE, "float32")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_block_starts_as_the_identity(norm):
+    rngs, (x, cond, _) = nnx.Rngs(0), inputs()
+    module = AdaLNZeroBlock(D, C, Mixer(rngs=rngs), mlp(rngs=rngs), norm=norm, rngs=rngs)
+    np.testing.assert_array_equal(apply(module, x, cond, offsets()), x)
+    gradient = nnx.jit(nnx.grad(lambda module, *args: jnp.sum(jnp.sin(module(*args)))))(module, x, cond, offsets())
+    assert np.abs(gradient.modulation.kernel[...]).max() > 1e-3, "the gates can open"
+
+
+@pytest.mark.parametrize("module", [functools.partial(norm_layer, "layer"), block], ids=["norm", "block"])
+def test_rows_outside_reach_nothing(module):
+    x, cond, _ = inputs()
+    run = lambda x: outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets())[: OFFSETS[-1]], module(), x, cond)
+    for clean, dirty in zip(run(x), run(x.at[OFFSETS[-1] :].set(1e3)), strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype", "param_dtype", "out"),
+    [
+        (jnp.bfloat16, None, jnp.float32, jnp.float32),
+        (jnp.bfloat16, None, jnp.bfloat16, jnp.bfloat16),
+        (jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16),
+        (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16),
+    ],
+)
+def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
+    x, cond, _ = inputs(dtype=x_dtype)
+    module = norm_layer("layer", dtype=dtype, param_dtype=param_dtype, use_weight=True)
+    flax = nnx.eval_shape(lambda: nnx.LayerNorm(D, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x))
+    got = apply(module, x, cond, offsets())
+    assert got.dtype == flax.dtype == out
+    assert {p.dtype for p in jax.tree.leaves(nnx.state(module))} == {jnp.dtype(param_dtype)}
+    assert_close(got, unfused_norm(module, x, cond), "bfloat16")
+
+
+def test_a_block_in_bfloat16():
+    seen = []
+
+    def looks(y, sequence_offsets=None):
+        seen.append(y.dtype)
+        return y
+
+    x, cond, _ = inputs(dtype=jnp.bfloat16)
+    module = AdaLNZeroBlock(D, C, looks, looks, dtype=jnp.bfloat16, modulation_init=init, rngs=nnx.Rngs(0))
+    got = apply(module, x, cond, offsets())
+    assert got.dtype == jnp.bfloat16
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    assert_close(got, unfused_block(module, x.astype(jnp.float32), cond), "bfloat16")
+    gradient = nnx.jit(nnx.grad(lambda module, *args: jnp.sum(module(*args).astype(jnp.float32))))(module, x, cond, offsets())
+    assert gradient.modulation.kernel[...].dtype == jnp.float32
+
+
+def test_new_offsets_do_not_recompile():
+    graphdef, state = nnx.split(block())
+    run = jax.jit(lambda state, x, cond, offsets: nnx.merge(graphdef, state)(x, cond, offsets))
+    x, cond, _ = inputs()
+    run(state, x, cond, offsets())
+    run(state, x, cond, jnp.array([2, 3, 3, 9, 13], jnp.int32))
+    assert run._cache_size() == 1
+
+
+def test_remat():
+    x, cond, _ = inputs()
+    plain = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), block(), x, cond)
+    remat = nnx.remat(lambda module, x, cond: module(x, cond, offsets()))
+    for ours, wanted in zip(outputs_and_gradients(remat, block(), x, cond), plain, strict=True):
+        assert_close(ours, wanted, "float32")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norm_to_linen(norm):
+    x, cond, _ = inputs()
+    linen = nnx.bridge.to_linen(NORMS[norm], D, C, modulation_init=init, use_weight=True)
+    variables = linen.init(jax.random.key(0), x, cond, offsets())
+    assert jax.tree.map(jnp.shape, variables["params"]) == {"modulation": {"kernel": (C, 2 * D), "bias": (2 * D,)}, "weight": (D,)}
+    module = NORMS[norm](D, C, modulation_init=init, use_weight=True, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(linen.apply(variables, x, cond, offsets()), module(x, cond, offsets()))
+
+
+class OwnBlock(AdaLNZeroBlock):
+    """A block that makes its own mixer and mlp, as Linen's lazy initialisation needs."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(D, C, Mixer(rngs=rngs), mlp(rngs=rngs), modulation_init=init, rngs=rngs)
+
+
+def test_block_to_linen():
+    x, cond, _ = inputs()
+    linen = nnx.bridge.to_linen(OwnBlock)
+    variables = linen.init(jax.random.key(0), x, cond, offsets())
+    assert set(variables["params"]) == {"modulation", "mixer", "mlp"}
+    assert_close(linen.apply(variables, x, cond, offsets())[-2:], x[-2:], "float32", "rows outside")
+
+
+@pytest.mark.parametrize(
+    ("x", "cond", "sequence_offsets", "says"),
+    [
+        ((T, D + 1), (B, C), (B + 1,), r"x has shape \(13, 9\); it must be \[T, num_features=8\].* without padding"),
+        ((2, T, D), (B, C), (B + 1,), r"x has shape \(2, 13, 8\)"),
+        ((T, D), (B, C + 1), (B + 1,), r"cond has shape \(4, 7\); it must be \[B, cond_features\] = \(4, 6\).* = \(13, 6\)"),
+        ((T, D), (B + 1, C), (B + 1,), r"cond has shape \(5, 6\)"),
+        ((T, D), (C,), (B + 1,), r"cond has shape \(6,\)"),
+        ((T, D), (B, C), (1, B + 1), r"sequence_offsets has shape \(1, 5\); it must be \[B \+ 1\].* with a 0 before it"),
+        ((T, D), (B, C), (0,), r"sequence_offsets has shape \(0,\)"),
+    ],
+)
+@pytest.mark.parametrize("module", [functools.partial(norm_layer, "rms"), block], ids=["norm", "block"])
+def test_wrong_shapes(module, x, cond, sequence_offsets, says):
+    with pytest.raises(ValueError, match=says):
+        module()(jnp.ones(x), jnp.ones(cond), jnp.zeros(sequence_offsets, jnp.int32))
+
+
+@pytest.mark.parametrize("module", [functools.partial(norm_layer, "rms"), block], ids=["norm", "block"])
+def test_wrong_dtypes_and_options(module):
+    x, cond, _ = inputs()
+    with pytest.raises(TypeError, match="sequence_offsets"):
+        module()(x, cond, offsets().astype(jnp.float32))
+    with pytest.raises(TypeError, match="x is int32"):
+        module()(x.astype(jnp.int32), cond, offsets())
+    with pytest.raises(ValueError, match="backend"):
+        module(backend="cublas")(x, cond, offsets())
+
+
+def test_an_unknown_norm_and_activation():
+    with pytest.raises(ValueError, match="norm='batch'"):
+        block(norm="batch")(*inputs())
+    with pytest.raises(ValueError, match="activation='relu'"):
+        norm_layer("layer", activation="relu")(*inputs())
+
+
+@pytest.mark.parametrize("name", ["mixer", "mlp"])
+def test_a_part_that_gives_another_shape(name):
+    parts = {"mixer": lambda y, offsets: y, "mlp": lambda y: y, name: lambda y, *_: y[:, :4]}
+    module = AdaLNZeroBlock(D, C, parts["mixer"], parts["mlp"], rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=rf"{name} gave shape \(13, 4\); it must give .* \(13, 8\)"):
+        module(*inputs())

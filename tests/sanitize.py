@@ -12,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
+from jaxops.ops import adaln
 from jaxops.ops.grouped_matmul import Plan, Tiles
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
 OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
-TILES = [Tiles(64, 64, 32), Tiles(128, 128, 64, stages=2, peel=True), Tiles(16, 128, 32, peel=True), Tiles(128, 256, 64, warps=8)]
+TILES = [Tiles(64, 64, 32, tail=16), Tiles(128, 128, 64, stages=2, peel=True), Tiles(16, 128, 32, peel=True), Tiles(128, 256, 64, warps=8)]
+
+ROWS = [(adaln.Rows(16, 1, 128, 1, ahead=True), adaln.Rows(64, 1, 64, 2, ahead=True)), (adaln.Rows(8, 2, 256, 4), adaln.Rows(4, 4, 32, 4))]
 
 
-def main() -> None:
+def grouped_matmul() -> None:
     rng = np.random.default_rng(0)
     lhs, rhs, bias, dout, acc = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, N), (M, N), (3, K, N)))
     for tiles in TILES:
@@ -35,5 +38,32 @@ def main() -> None:
         print(tiles, "done", flush=True)
 
 
+def row_kernels() -> None:
+    """All three ops, both passes, with a vector a sequence and one a row; then FP8. Three sequences, and 300 (two steps of the search)."""
+    rng = np.random.default_rng(0)
+    x, h, dy, *vectors = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (*[(M, K)] * 3, (3, K), (300, K), (M + 1, K)))
+    weight, vectors[2] = vectors[2][-1], vectors[2][:M]
+    for fwd, bwd in ROWS:
+        for save_stats in (False, True):
+            plan = adaln.Plan("pallas", fwd, bwd, save_stats)
+
+            @jax.jit
+            def run(offsets, vector, plan=plan):
+                def ops(x, h, vector, weight):
+                    new, y = jaxops.gated_residual_adaln(x, h, vector, vector, vector, offsets, weight=weight, bias=weight, activation="gelu", plan=plan)
+                    y = y + jaxops.adaln(x, vector, vector, offsets, norm="rms", activation="silu", plan=plan)
+                    return jaxops.gated_residual(new, y, vector, offsets, plan=plan)
+
+                out, vjp = jax.vjp(ops, x, h, vector, weight)
+                return out, vjp(dy), [jaxops.adaln(x, vector, vector, offsets, out_dtype=fp8, plan=plan) for fp8 in ("float8_e4m3fn", "float8_e5m2")]
+
+            for vector in vectors:
+                for offsets in OFFSETS:
+                    B = 300 if len(vector) == 300 else 3
+                    jax.block_until_ready(run(jnp.resize(jnp.array(offsets, jnp.int32), (B + 1,)), vector))
+            print(plan, "done", flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    grouped_matmul()
+    row_kernels()

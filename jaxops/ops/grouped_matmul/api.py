@@ -285,7 +285,7 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
         # Sums over the rows of each group, as the weight gradient of a column of ones: the same order of summing every time, no atomics.
         ones = jnp.ones((dout.shape[0], 1), spec.compute_dtype)
         if plan.wgrad is not None:
-            plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, bm=16, bn=min(plan.wgrad.bn, 128), warps=4))
+            plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, bm=16, bn=min(plan.wgrad.bn, 128), warps=4, tail=0))
         sums = dataclasses.replace(spec.inner(plan, bias.dtype), precision=lax.Precision.HIGHEST)
         dbias = jnp.squeeze(_wgrad(sums, ones, dout, None, offsets), axis=1)
     return dlhs, drhs, dbias, None

@@ -1,0 +1,157 @@
+"""Random problems for the AdaLN ops, with NaN wherever nothing may be read, and the three ways to run them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.adaln import Plan, Rows
+from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
+from tests.compare import assert_close
+
+# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
+RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
+KERNELS = RUNS[1:]
+
+# A third off the time that XLA takes over an interpreted kernel, which is nearly all the time that these tests take.
+FAST = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+OPERANDS = {"adaln": ("x", "scale", "shift"), "gated_residual": ("x", "h", "gate"), "gated_residual_adaln": ("x", "h", "gate", "scale", "shift")}
+MODULATION = ("gate", "scale", "shift")
+
+# Rows smaller than the tests' sizes, unlike from pass to pass, and each way to walk over them. A second register array a row doubles what XLA compiles
+# for the interpreter, so only "ahead" (forward) and "single" (backward) have one at the usual 37 columns.
+PLANS = {
+    "ahead": Plan("pallas", Rows(4, 1, 32, 4, ahead=True), Rows(8, 1, 64, 4, ahead=True), save_stats=False),
+    "steps": Plan("pallas", Rows(8, 2, 64, 4), Rows(4, 2, 64, 2), save_stats=True),
+    "ahead-steps": Plan("pallas", Rows(8, 4, 64, 4, ahead=True), Rows(16, 2, 64, 4, ahead=True), save_stats=True),
+    "whole": Plan("pallas", Rows(4, 4, 128, 4), Rows(8, 8, 64, 4), save_stats=False),
+    "single": Plan("pallas", Rows(1, 1, 64, 1), Rows(1, 1, 32, 1), save_stats=True),
+    "wide": Plan("pallas", Rows(4, 2, 512, 4), Rows(4, 2, 512, 4)),
+    "auto": Plan("pallas"),  # what a user gets
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What is static in a call: the op, its options, and the kernels' plan by name."""
+
+    op: str = "adaln"
+    norm: str = "layer"
+    activation: str | None = None
+    affine: bool = False
+    per_row: bool = False
+    eps: float = 1e-6
+    plan: str = "ahead"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*OPERANDS[self.op], *(("weight", "bias") if self.affine else ()))
+
+    @property
+    def options(self) -> dict:
+        return {} if self.op == "gated_residual" else {"norm": self.norm, "activation": self.activation, "eps": self.eps}
+
+    def plan_for(self, run: str) -> Plan:
+        return Plan("xla") if run == "xla" else PLANS[self.plan]
+
+
+def make_case(sizes, D: int, *, dtype="float32", modulation_dtype=None, per_row: bool = False, before: int = 0, after: int = 0, seed: int = 0) -> dict:
+    """x and h [T, D], gate, scale and shift [B, D] or [T, D], weight and bias [D], offsets, and cotangents dy and dresidual.
+
+    Rows outside the sequences hold NaN (and, in odd columns, numbers) in everything that has a row for each of them.
+    """
+    rng = np.random.default_rng(seed)
+    offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    T, B = int(offsets[-1]) + after, len(sizes)
+    outside = (np.arange(T) < offsets[0]) | (np.arange(T) >= offsets[-1])
+    shapes = dict.fromkeys(("x", "h", "dy", "dresidual"), (T, D)) | dict.fromkeys(MODULATION, (T if per_row else B, D)) | {"weight": (D,), "bias": (D,)}
+    values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if shape[0] == T and (per_row or name not in MODULATION) and len(shape) == 2:
+            values[name][outside, ::2] = np.nan
+    dtypes = dict.fromkeys((*MODULATION, "weight", "bias"), modulation_dtype or dtype)
+    case = {name: jnp.asarray(value, dtypes.get(name, dtype)) for name, value in values.items()}
+    return case | {"offsets": jnp.asarray(offsets, jnp.int32)}
+
+
+def outside_of(case: dict) -> jax.Array:
+    row = jnp.arange(case["x"].shape[0])
+    return ((row < case["offsets"][0]) | (row >= case["offsets"][-1]))[:, None]
+
+
+def apply(variant: Variant, plan: Plan | None, given: dict, offsets) -> dict:
+    """The op's results by name: residual, y, or both."""
+    affine = {name: given[name] for name in ("weight", "bias") if name in given}
+    found = getattr(jaxops, variant.op)(*(given[name] for name in OPERANDS[variant.op]), offsets, **affine, **variant.options, plan=plan)
+    return {"adaln": lambda: {"y": found}, "gated_residual": lambda: {"residual": found}}.get(
+        variant.op, lambda: dict(zip(("residual", "y"), found, strict=True))
+    )()
+
+
+def apply_reference(variant: Variant, given: dict, offsets, dtype) -> dict:
+    """As `apply`, by reference.py. The new residual is rounded to dtype before the norm, as the ops say; its gradient is that of no rounding."""
+    found, x = {}, given["x"]
+    if variant.op != "adaln":
+        x = gated_residual_reference(x, given["h"], given["gate"], offsets, per_row=variant.per_row)
+        x = found["residual"] = x + jax.lax.stop_gradient(x.astype(dtype).astype(jnp.float32) - x)
+    if variant.op != "gated_residual":
+        affine = {name: given[name] for name in ("weight", "bias") if name in given}
+        found["y"] = adaln_reference(x, given["scale"], given["shift"], offsets, **affine, **variant.options, per_row=variant.per_row)
+    return found
+
+
+def _results_and_gradients(function, given: dict, case: dict) -> dict:
+    found, vjp = jax.vjp(function, given)
+    (gradients,) = vjp({name: case[f"d{name}"].astype(value.dtype) for name, value in found.items()})
+    return found | {f"d{name}": value for name, value in gradients.items()}
+
+
+@functools.cache
+def compiled(run: str, variant: Variant):
+    """A jitted function from a case to results and gradients by name; one compilation a shape, whatever the offsets."""
+
+    def run_all(case: dict) -> dict:
+        plan, given = variant.plan_for(run), {name: case[name] for name in variant.names}
+        return _results_and_gradients(lambda given: apply(variant, plan, given, case["offsets"]), given, case)
+
+    return jax.jit(run_all, compiler_options=FAST)
+
+
+def run_all(case: dict, variant: Variant, run: str) -> dict:
+    return compiled(run, variant)(case)
+
+
+@functools.partial(jax.jit, static_argnames=("variant",), compiler_options=FAST)
+def reference_all(case: dict, variant: Variant) -> dict:
+    rows = {"x", "h", "dy", "dresidual", *(MODULATION if variant.per_row else ())}
+    clean = {name: jnp.where(outside_of(case), 0, value.astype(jnp.float32)) if name in rows else value for name, value in case.items()}
+    given = {name: clean[name].astype(jnp.float32) for name in variant.names}
+    return _results_and_gradients(lambda given: apply_reference(variant, given, case["offsets"], case["x"].dtype), given, clean)
+
+
+def check(case: dict, variant: Variant, run: str, *, reference: Variant | None = None) -> None:
+    """Every result and gradient equals the reference's; empty sequences' gradients are exactly zero, outside rows zero or what passes straight through."""
+    got, want = run_all(case, variant, run), reference_all(case, dataclasses.replace(reference or variant, plan=""))
+    assert set(got) == set(want)
+    outside = np.asarray(outside_of(case))[:, 0]
+    empty = np.diff(np.asarray(case["offsets"])) == 0
+    passed = {} if variant.op == "adaln" else {"residual": "x", "dx": "dresidual"}
+    for name, value in got.items():
+        primal = case["x"] if name in ("residual", "y") else case[name[1:]]
+        assert value.dtype == primal.dtype, f"{name} is {value.dtype}"
+        assert value.shape == primal.shape, f"{name} is {value.shape}"
+        found = np.array(value)
+        if name in ("residual", "y", "dx", "dh") or (variant.per_row and name[1:] in MODULATION):
+            there = np.asarray(case[passed[name]])[outside] if name in passed else np.zeros_like(found[outside])
+            assert found[outside].tobytes() == there.tobytes() if name in passed else not found[outside].any(), f"{name} outside: {found[outside]}"
+            found[outside] = 0
+        elif name[1:] in MODULATION:
+            assert not found[empty].any(), f"{name} of an empty sequence"
+        # Of plain adaln only the last step rounds: what is float32 there is so to the last few bits, whatever x is.
+        kind = value.dtype.name if variant.op == "adaln" or value.dtype != jnp.float32 else case["x"].dtype.name
+        assert_close(jnp.asarray(found), want[name], kind, name)

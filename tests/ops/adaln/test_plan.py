@@ -1,0 +1,247 @@
+"""Who decides (an explicit plan, then a tuned row, then the heuristic), and that every choice can be lowered for an H200."""
+
+import builtins
+import dataclasses
+import json
+import pathlib
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import pytest
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.adaln import Plan, Problem, Rows, candidates, make_plan
+from jaxops.ops.adaln.plan import PASSES, heuristic, key_of_row
+from tests.hopper import lower_for_h200
+from tests.ops.adaln.cases import OPERANDS, Variant, apply
+
+H200 = Device("NVIDIA H200", "gpu")
+GPUS = [H200, Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("NVIDIA L4", "gpu")]
+CPU, TPU = Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+PROBLEM = Problem(1000, 1152, 8, "bfloat16")
+WIDTHS = [64, 1000, 1024, 3072, 4096, 16384]
+SHIPPED = list(tuned_rows("adaln", H200))
+
+
+def mark(rows: int) -> Rows:
+    """Rows that no heuristic gives, told apart by their number."""
+    return Rows(rows, 1, 16, 32)
+
+
+def row(pass_name: str, rows: Rows, problem: Problem = PROBLEM, **change) -> dict:
+    sizes = {name: getattr(problem, name) for name in ("T", "D", "B", "dtype", "gated")}
+    return {"pass": pass_name, **sizes, "rows": dataclasses.asdict(rows), **change}
+
+
+def test_explicit_then_tuned_then_heuristic():
+    rows = [row("fwd", mark(2)), row("bwd", mark(4))]
+    assert make_plan(PROBLEM, H200, rows, plan=Plan(fwd=mark(8), save_stats=True)) == Plan("pallas", mark(8), mark(4), save_stats=True)
+    plan = make_plan(PROBLEM, H200, rows[:1])
+    assert (plan.fwd, plan.bwd) == (mark(2), heuristic("bwd", PROBLEM))
+
+
+def test_no_rows_is_the_heuristic():
+    plan = make_plan(PROBLEM, H200)
+    assert plan == Plan("pallas", *(heuristic(name, PROBLEM) for name in PASSES), save_stats=False)
+
+
+def test_first_row_of_a_key_wins():
+    assert make_plan(PROBLEM, H200, [row("fwd", mark(2)), row("fwd", mark(4))]).fwd == mark(2)
+
+
+@pytest.mark.parametrize("save_stats", [False, True])
+def test_whole_explicit_plan_is_kept(save_stats):
+    plan = Plan("pallas", mark(2), mark(4), save_stats)
+    assert make_plan(PROBLEM, H200, [row(name, mark(8)) for name in PASSES], plan=plan) == plan
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"D": 1153}, {"gated": True}], ids=lambda c: "-".join(map(str, *c.items())))
+def test_row_of_another_key_is_not_taken(change):
+    rows = [row(name, mark(2), **change) for name in PASSES]
+    assert make_plan(PROBLEM, H200, rows) == make_plan(PROBLEM, H200)
+    assert make_plan(dataclasses.replace(PROBLEM, **change), H200, rows).fwd == mark(2)
+
+
+def test_new_lengths_and_numbers_of_sequences_find_the_row():
+    rows = [row("fwd", mark(2)), row("bwd", mark(4))]
+    plan = make_plan(dataclasses.replace(PROBLEM, T=7, B=999), H200, rows)
+    assert (plan.fwd, plan.bwd) == (mark(2), mark(4))
+
+
+def test_statistics_are_saved_where_it_pays():
+    """Measured: plan.py says where."""
+    saved = [make_plan(dataclasses.replace(PROBLEM, D=D, gated=gated), H200).save_stats for D in (1024, 2048) for gated in (False, True)]
+    assert saved == [False, False, False, True]
+
+
+def test_backend_by_device():
+    assert [make_plan(PROBLEM, device).backend for device in (*GPUS, CPU, TPU)] == ["pallas"] * 3 + ["xla"] * 2
+    assert make_plan(PROBLEM, H200, backend="xla") == make_plan(PROBLEM, H200, plan=Plan("xla")) == Plan("xla")
+    assert make_plan(PROBLEM, CPU, backend="pallas").backend == "pallas"  # interpreted
+    assert make_plan(PROBLEM, CPU, plan=Plan("pallas", fwd=mark(2))).fwd == mark(2)
+    assert make_plan(PROBLEM, TPU, backend="xla") == Plan("xla")
+
+
+@pytest.mark.parametrize("chosen", [{"backend": "pallas"}, {"plan": Plan("pallas")}], ids=["backend", "plan"])
+def test_pallas_on_a_tpu_raises(chosen):
+    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*backend='xla' on a TPU"):
+        make_plan(PROBLEM, TPU, **chosen)
+
+
+def test_printing_shows_the_choice():
+    text = str(make_plan(PROBLEM, H200, [row("fwd", mark(2))]))
+    assert "backend='pallas'" in text
+    assert f"fwd={mark(2)}" in text
+    assert "bwd=Rows(rows=" in text
+    assert "save_stats=False" in text
+    assert "backend='xla'" in str(make_plan(PROBLEM, CPU))
+
+
+def test_make_plan_is_pure(monkeypatch):
+    """Same answer twice, from its arguments alone: no file is opened, and rows are not changed."""
+    rows = [row("fwd", mark(2)), row("bwd", mark(4))]
+    before = json.dumps(rows)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("make_plan read a file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", refuse)
+        patch.setattr(pathlib.Path, "open", refuse)
+        patch.setattr(pathlib.Path, "read_text", refuse)
+        first, second = (make_plan(PROBLEM, H200, rows) for _ in range(2))
+    assert first == second
+    assert json.dumps(rows) == before
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    T=st.integers(0, 1 << 20),
+    D=st.integers(1, 40_000),
+    B=st.integers(0, 5000),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    gated=st.booleans(),
+    pass_name=st.sampled_from(PASSES),
+)
+def test_heuristic_and_candidates_are_legal(T, D, B, dtype, gated, pass_name):
+    """Rows refuses what no kernel can have. A row is held in registers: not twice as many columns as there are, and not so many that they spill."""
+    problem = Problem(T, D, B, dtype, gated)
+    found = candidates(pass_name, problem)
+    chosen = heuristic(pass_name, problem)
+    assert chosen == found[0]
+    assert len(set(found)) == len(found)
+    for rows in found:
+        arrays = -(-D // rows.block)
+        assert rows.block <= max(32, 2 * D)
+        assert arrays * rows.block < max(64, D + rows.block)
+    assert getattr(make_plan(problem, H200), pass_name) == chosen
+
+
+def test_no_two_shipped_rows_have_one_key():
+    """The second would never be found."""
+    assert len({key_of_row(row) for row in SHIPPED}) == len(SHIPPED)
+
+
+@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: "-".join(str(x) for x in key_of_row(row)))
+def test_shipped_row(row):
+    """It says what was measured, is found at its own width, and is among what tuning would measure again (and so among what is lowered below)."""
+    assert row["device"] == H200.kind
+    problem = Problem(512, row["D"], 5, row["dtype"], row["gated"])
+    plan = make_plan(problem, H200, SHIPPED)
+    assert getattr(plan, row["pass"]) == Rows(**row["rows"])
+    assert Rows(**row["rows"]) in candidates(row["pass"], problem)
+
+
+KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
+
+
+def lowered(variant: Variant, problem: Problem, plan: Plan | None, backward: bool, modulation_dtype: str | None = None) -> str:
+    """The StableHLO of one op's forward, or of its forward and backward."""
+    s, T, D, B = jax.ShapeDtypeStruct, problem.T, problem.D, problem.B
+    shapes = {name: (T, D) if name in ("x", "h") or variant.per_row else (B, D) for name in OPERANDS[variant.op]}
+    shapes |= {name: (D,) for name in ("weight", "bias") if variant.affine}
+    given = {name: s(shape, problem.dtype if name in ("x", "h") else modulation_dtype or problem.dtype) for name, shape in shapes.items()}
+    results = {"adaln": ["y"], "gated_residual": ["residual"]}.get(variant.op, ["residual", "y"])
+    cotangents = dict.fromkeys(results, s((T, D), problem.dtype))
+
+    def forward(given, offsets):
+        return apply(variant, plan, given, offsets)
+
+    def both(given, cotangents, offsets):
+        found, vjp = jax.vjp(lambda given: forward(given, offsets), given)
+        return found, vjp(cotangents)
+
+    offsets = s((B + 1,), "int32")
+    return lower_for_h200(both, given, cotangents, offsets) if backward else lower_for_h200(forward, given, offsets)
+
+
+def kernels_of(text: str) -> list[str]:
+    """The kernels' names in order; nothing but kernels may stand in text: no copy, transpose, gather or cast of an operand."""
+    operations = re.findall(r"= \"?stablehlo\.(\w+)", text)
+    assert set(operations) == {"custom_call"}, operations
+    assert text.count(KERNEL) == len(operations)
+    return re.findall(r'"((?:adaln|gated_residual)_(?:fwd|bwd|sums))"', text)
+
+
+SMALL = Problem(512, 1000, 5, "bfloat16")
+LOWERED = [
+    pytest.param(Variant(plan="auto"), ["adaln_fwd"], ["adaln_bwd", "adaln_sums"], id="adaln"),
+    pytest.param(Variant(per_row=True, activation="gelu"), ["adaln_fwd"], ["adaln_bwd"], id="adaln-per-row"),
+    pytest.param(Variant("gated_residual"), ["gated_residual_fwd"], ["gated_residual_bwd", "adaln_sums"], id="gated_residual"),
+    pytest.param(Variant("gated_residual", per_row=True), ["gated_residual_fwd"], ["gated_residual_bwd"], id="gated_residual-per-row"),
+    pytest.param(Variant("gated_residual_adaln", "rms", "silu"), ["adaln_fwd"], ["adaln_bwd", "adaln_sums"], id="gated_residual_adaln"),
+]
+
+
+@pytest.mark.parametrize(("variant", "fwd", "bwd"), LOWERED)
+def test_a_call_is_these_kernels(variant, fwd, bwd):
+    """A user's call: "auto" takes the kernels. One forward; the backward and, with a vector a sequence, the sums."""
+    assert kernels_of(lowered(variant, SMALL, None, False)) == fwd
+    for save_stats in (False, True):
+        assert kernels_of(lowered(variant, SMALL, Plan(save_stats=save_stats), True, "float32")) == fwd + bwd
+
+
+def test_many_sequences_cost_no_other_kernel():
+    variant, fwd, bwd = LOWERED[0].values
+    assert kernels_of(lowered(variant, dataclasses.replace(SMALL, B=20_000), None, True)) == [*fwd, *bwd]
+
+
+def test_a_learned_affine_costs_one_sum_over_sequences():
+    text = lowered(Variant(affine=True), SMALL, None, True)
+    assert text.count(KERNEL) == 3
+    assert not re.search(r"stablehlo\.(transpose|gather|scatter|dot|dot_general|while|sort|concatenate|pad)\b", text)
+
+
+@pytest.mark.parametrize(("D", "dtype"), [*((D, "bfloat16") for D in WIDTHS), (1000, "float32"), (129, "float16")])
+def test_heuristic_lowers_for_an_h200(D, dtype):
+    problem = dataclasses.replace(SMALL, D=D, dtype=dtype)
+    assert len(kernels_of(lowered(Variant("gated_residual_adaln", activation="gelu"), problem, None, True))) == 3
+
+
+@pytest.mark.parametrize("D", [1000, 3072])
+def test_candidates_lower_for_an_h200(D):
+    """Some of them: warps and rows change no shape in a kernel, and each way to cut a row stands beside some step."""
+    problem = dataclasses.replace(SMALL, D=D)
+    found = {name: list({r.block: r for r in candidates(name, problem)[1:]}.values()) for name in PASSES}
+    for i in range(max(map(len, found.values()))):
+        fwd, bwd = (found[name][i % len(found[name])] for name in PASSES)
+        assert len(kernels_of(lowered(Variant("adaln", "rms"), problem, Plan("pallas", fwd, bwd), True))) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("D", [64, 1000, 4096])
+def test_fp8_lowers_for_an_h200(D, dtype):
+    s = jax.ShapeDtypeStruct
+    shapes = [s((512, D), "bfloat16"), s((5, D), "bfloat16"), s((5, D), "bfloat16"), s((6,), "int32")]
+    assert kernels_of(lower_for_h200(lambda *args: jaxops.adaln(*args, out_dtype=dtype), *shapes)) == ["adaln_fwd"]
+
+
+def test_no_offsets_lower_for_an_h200():
+    s = jax.ShapeDtypeStruct
+    for rows in (1, 512):
+        text = lower_for_h200(jaxops.adaln, s((512, 64), "bfloat16"), s((rows, 64), "bfloat16"), s((rows, 64), "bfloat16"))
+        assert text.count(KERNEL) == 1

@@ -1,0 +1,279 @@
+"""Results and gradients against the float32 reference: every option, dtype, way to walk over the rows, layout of sequences, NaN outside."""
+
+import dataclasses
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from tests.compare import assert_close
+from tests.ops.adaln.cases import FAST, KERNELS, PLANS, RUNS, Variant, apply, apply_reference, check, make_case, run_all
+
+# Every value of every option stands beside every value of those that it could meet in a kernel.
+VARIANTS = [
+    Variant("adaln", "layer", plan="ahead"),
+    Variant("adaln", "rms", "silu", affine=True, plan="steps"),
+    Variant("adaln", "layer", "gelu", affine=True, per_row=True, plan="ahead-steps"),
+    Variant("adaln", "rms", per_row=True, plan="whole"),
+    Variant("gated_residual", plan="steps"),
+    Variant("gated_residual", per_row=True, plan="whole"),
+    Variant("gated_residual_adaln", "layer", "silu", affine=True, plan="whole"),
+    Variant("gated_residual_adaln", "rms", "gelu", plan="ahead-steps"),
+    Variant("gated_residual_adaln", "layer", "silu", per_row=True, plan="single"),
+    Variant("gated_residual_adaln", "rms", affine=True, per_row=True, plan="ahead"),
+]
+
+
+def name_of(variant: Variant) -> str:
+    return "-".join(str(value) for value in dataclasses.astuple(variant) if value not in (None, False))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_variants(run, variant):
+    check(make_case([9, 0, 31, 2, 1], 37, per_row=variant.per_row, before=5, after=13), variant, run)
+
+
+# One compiled shape each, T = 61 and D = 37. With five sequences the sums go sequence by sequence, with twelve by multiples of bwd's 8 rows.
+FIVE, TWELVE = VARIANTS[0], VARIANTS[6]
+LAYOUTS = {
+    "all-rows": ([17, 4, 27, 0, 13], 0),
+    "one-sequence": ([0, 61, 0, 0, 0], 0),
+    "last-sequence": ([0, 0, 0, 0, 40], 21),
+    "one-tile-each": ([8, 8, 8, 8, 8], 0),
+    "a-tile-and-a-row": ([9, 9, 9, 9, 9], 7),
+    "half-tiles-unaligned": ([4, 12, 20, 4, 16], 3),
+    "no-rows": ([0, 0, 0, 0, 0], 30),
+    "single-rows-at-the-end": ([1, 1, 1, 1, 1], 56),
+    "twelve-all-rows": ([1, 2, 0, 3, 9, 16, 0, 8, 5, 7, 0, 10], 0),
+    "twelve-across-multiples": ([4, 9, 7, 1, 8, 8, 0, 2, 0, 17, 1, 1], 2),
+    "twelve-one-sequence": ([0] * 11 + [61], 0),
+    "twelve-no-rows": ([0] * 12, 61),
+    "twelve-fives": ([5] * 12, 1),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("sizes", "before"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(run, sizes, before):
+    check(make_case(sizes, 37, before=before, after=61 - before - sum(sizes)), FIVE if len(sizes) == 5 else TWELVE, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("empty", list(itertools.product([False, True], repeat=5)), ids=lambda p: "".join("0" if e else "x" for e in p))
+def test_every_pattern_of_empty_sequences(run, empty):
+    sizes = [0 if e else 3 + 4 * i for i, e in enumerate(empty)]
+    check(make_case(sizes, 37, before=3, after=58 - sum(sizes)), FIVE, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("B", [5, 12])
+@hypothesis.given(data=st.data())
+def test_random_layouts(run, B, data):
+    """Any sizes, anywhere, in the shapes that are compiled already."""
+    ends = sorted(data.draw(st.lists(st.integers(0, 61), min_size=B + 1, max_size=B + 1)))
+    check(make_case(np.diff(ends), 37, before=ends[0], after=61 - ends[-1], seed=data.draw(st.integers(0, 9))), FIVE if B == 5 else TWELVE, run)
+
+
+BFLOAT16 = Variant("gated_residual_adaln", "layer", "gelu", affine=True, plan="whole")
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("variant", "dtype", "modulation_dtype"),
+    [
+        (Variant("adaln", affine=True, plan="whole"), "bfloat16", "float32"),
+        (BFLOAT16, "bfloat16", None),
+        (Variant("gated_residual_adaln", "rms", plan="ahead"), "float16", None),
+        (Variant("gated_residual", per_row=True, plan="whole"), "float32", "bfloat16"),
+    ],
+    ids=["bfloat16-float32", "bfloat16", "float16", "float32-bfloat16"],
+)
+def test_dtypes(run, variant, dtype, modulation_dtype):
+    sizes = [9, 0, 31, 2, 1]
+    check(make_case(sizes, 64, dtype=dtype, modulation_dtype=modulation_dtype, per_row=variant.per_row, before=5, after=13), variant, run)
+
+
+# eps is as large as the variance where a row has few columns: without it the gradient of such a row is a difference of nearly equal numbers.
+SIZES = [
+    pytest.param([1], 1, Variant("gated_residual_adaln", "rms", eps=0.5), id="T1-D1"),
+    pytest.param([2, 0, 11], 129, Variant("adaln", "layer", plan="whole"), id="T13-D129"),
+    pytest.param([16, 16], 64, Variant("gated_residual_adaln", "rms", plan="whole"), id="T32-D64"),
+]
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize(("sizes", "D", "variant"), SIZES)
+def test_sizes(run, sizes, D, variant):
+    check(make_case(sizes, D), variant, run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@hypothesis.settings(max_examples=2)
+@hypothesis.given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), D=st.integers(2, 40), after=st.integers(0, 9), variant=st.sampled_from(VARIANTS))
+def test_random_shapes(run, sizes, D, after, variant):
+    hypothesis.assume(sum(sizes) + after > 0)
+    variant = dataclasses.replace(variant, eps=0.5)
+    check(make_case(sizes, D, per_row=variant.per_row, after=after), variant, run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_sequences_of_many_tiles(run):
+    """With one row a tile, sequences take more tiles than the sums add at a time (64), whole steps of 16 of them, some more, and fewer."""
+    variant = Variant("gated_residual_adaln", "rms", affine=True, plan="single")
+    for sizes in ([150, 20, 1, 0, 32], [64, 65, 16, 17, 41], [203, 0, 0, 0, 0], [63, 80, 15, 2, 43]):
+        check(make_case(sizes, 5, before=2, after=205 - sum(sizes)), dataclasses.replace(variant, eps=0.5), run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize("plan", ["single", "ahead"], ids=["more-tiles", "more-sequences"])
+def test_many_sequences(run, plan):
+    """More than the search for a row's sequence sees in one step (128); the sums go by sequence, or by multiples of a tile's rows."""
+    rng = np.random.default_rng(0)
+    for sizes in (rng.multinomial(290, np.full(259, 1 / 259)), [0] * 200 + [140] + [0] * 20 + [1] * 30 + [120] + [0] * 7, [1] * 259):
+        check(make_case(sizes, 3, before=1, after=299 - sum(sizes)), Variant("adaln", "rms", eps=0.5, plan=plan), run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize("B", [126, 127, 128, 16_383, 16_384])
+def test_every_row_finds_its_sequence(run, B):
+    """About where the search takes a second step of 128 offsets, and a third. The shift says whose a row is."""
+    T = 40
+    offsets = np.sort(np.random.default_rng(B).integers(1, T, size=B + 1)).astype(np.int32)
+    offsets[: B // 2] = offsets[0]  # most sequences are empty
+    row = np.arange(T)
+    sequence = np.searchsorted(offsets, row, side="right") - 1
+    want = np.where((sequence >= 0) & (sequence < B), sequence, 0)
+    x, shift = jnp.zeros((T, 1)), jnp.arange(B, dtype=jnp.float32)[:, None]
+    f = jax.jit(lambda offsets: jaxops.adaln(x, 0 * shift, shift, offsets, plan=PLANS["single"]), compiler_options=FAST)
+    np.testing.assert_array_equal(f(jnp.asarray(offsets))[:, 0], want)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("shape", [(0, 3, 2), (0, 3, 0), (5, 0, 2), (5, 3, 0)], ids=["no-rows", "no-rows-no-sequences", "no-columns", "no-sequences"])
+def test_size_zero(run, shape):
+    T, D, B = shape
+    offsets = jnp.zeros(B + 1, jnp.int32)
+    x, modulation = jnp.full((T, D), jnp.nan), jnp.ones((B, D))
+    given = {"x": x, "h": x, "gate": modulation, "scale": modulation, "shift": modulation, "weight": jnp.ones(D), "bias": jnp.ones(D)}
+    variant = Variant("gated_residual_adaln", affine=True)
+    out, vjp = jax.vjp(lambda given: apply(variant, variant.plan_for(run), given, offsets), given)
+    np.testing.assert_array_equal(out["residual"], x)
+    np.testing.assert_array_equal(out["y"], np.zeros((T, D)))
+    (gradients,) = vjp({"residual": jnp.full((T, D), 3.0), "y": x})
+    np.testing.assert_array_equal(gradients.pop("x"), np.full((T, D), 3.0))
+    for name, value in gradients.items():
+        np.testing.assert_array_equal(value, np.zeros(given[name].shape))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("rows", [1, 7], ids=["one-sequence", "per-row"])
+def test_no_offsets(run, rows):
+    """One vector for all rows, or one for each."""
+    case = make_case([7], 6, per_row=rows == 7)
+    variant = Variant("gated_residual_adaln", per_row=rows == 7, eps=0.5)
+    got = apply(variant, variant.plan_for(run), case, None)
+    for name, want in apply_reference(variant, case, case["offsets"], "float32").items():
+        assert_close(got[name], want, "float32", name)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_as_many_sequences_as_rows(run):
+    """[B, D] is meant where B = T and there are offsets."""
+    case = make_case([2, 0, 1, 4, 0, 0, 0], 6)
+    variant = Variant(eps=0.5)
+    assert_close(apply(variant, variant.plan_for(run), case, case["offsets"])["y"], apply_reference(variant, case, case["offsets"], "float32")["y"], "float32")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_one_vector_a_row_where_sequences_are_given(run):
+    """[T, D] with the offsets of one sequence that leaves rows out."""
+    variant = VARIANTS[3]
+    check(make_case([20], 37, per_row=True, before=3, after=2), variant, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_eps(run):
+    """With eps 0, too, rows that are not there, or outside, are zeros: a tile's last step holds some."""
+    variant = Variant("adaln", "rms", affine=True, eps=0.0, plan="whole")
+    # 1e-30 is nothing beside a row's mean square, and keeps the reference's outside rows, zeros, finite.
+    check(make_case([9, 0, 5], 24, before=3, after=2), variant, run, reference=dataclasses.replace(variant, eps=1e-30))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_bad_row_stays_in_its_sequence(run):
+    """NaN in a row, and in the last sequence's scale: others' rows and sums are what they were, and rows outside are zero."""
+    case = make_case([9, 0, 31, 2, 1], 37, before=5, after=13)
+    want = run_all(case, FIVE, run)
+    bad = case | {"x": case["x"].at[5 + 3].set(jnp.nan), "scale": case["scale"].at[4].set(jnp.nan)}
+    got = run_all(bad, FIVE, run)
+    rows, sequences = np.r_[0:8, 9:47, 48:61], [1, 2, 3]
+    for name in ("y", "dx", "dscale", "dshift"):
+        kept = rows if name in ("y", "dx") else sequences
+        np.testing.assert_array_equal(np.asarray(got[name])[kept], np.asarray(want[name])[kept], err_msg=name)
+    assert np.isnan(np.asarray(got["y"])[[8, 47]]).all()
+    assert np.isnan(np.asarray(got["dscale"][0])).all()
+
+
+def float64_norm(x, eps: float, norm: str = "layer") -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    x = x - x.mean(1, keepdims=True) if norm == "layer" else x
+    return x / np.sqrt((x**2).mean(1, keepdims=True) + eps)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("D", [129])
+def test_large_mean(run, D):
+    """Mean 1e4, variance 1: what is lost is the mean's own rounding, some ulps of 1e4 (1e-3); E[x^2] - E[x]^2 would keep nothing of the variance."""
+    x = jnp.asarray(1e4 + np.random.default_rng(0).normal(size=(5, D)), jnp.float32)
+    zero = jnp.zeros((1, D))
+    got = jaxops.adaln(x, zero, zero, plan=Variant(plan="whole").plan_for(run))
+    assert np.abs(np.asarray(got) - float64_norm(x, 1e-6)).max() < 2 * np.spacing(np.float32(1e4))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_constant_rows(run):
+    """Variance 0: eps alone is under the root."""
+    case = make_case([9, 0, 31, 2, 1], 37, before=5, after=13)
+    check(case | {"x": case["x"].at[7].set(0.5).at[20].set(0.0)}, FIVE, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_both_in_one_are_one_after_the_other(run):
+    """In bfloat16, where it shows whether the norm sees the residual before or after it is rounded."""
+    variant, dtype = BFLOAT16, "bfloat16"
+    case = make_case([9, 0, 31, 2, 1], 64, dtype=dtype, before=5, after=13)
+    both = run_all(case, variant, run)
+    plan = variant.plan_for(run)
+    alone = jax.jit(functools.partial(jaxops.gated_residual, plan=plan), compiler_options=FAST)(case["x"], case["h"], case["gate"], case["offsets"])
+    assert np.asarray(both["residual"]).tobytes() == np.asarray(alone).tobytes()
+    adaln = dataclasses.replace(variant, op="adaln")
+    y = jax.jit(lambda given: apply(adaln, plan, given, case["offsets"])["y"], compiler_options=FAST)({**{n: case[n] for n in adaln.names}, "x": alone})
+    assert_close(both["y"], y, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("D", [1000, 1024, 3072, 4096, 16384])
+def test_heuristic_and_tuned_plans(dtype, D):
+    """On the GPU, with the plans that users get."""
+    case = make_case([300, 0, 1, 723, 0, 212], D, dtype=dtype, before=7, after=5)
+    for op in ("adaln", "gated_residual", "gated_residual_adaln"):
+        check(case, Variant(op, affine=op != "gated_residual", plan="auto"), "gpu")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_offsets_that_break_the_contract(run):
+    """Below 0, past T, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
+    for sizes, variant in (([9, 0, 31, 2, 1], FIVE), ([5] * 12, TWELVE)):
+        case = make_case(sizes, 37, before=0, after=61 - sum(sizes))
+        for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7], [61, 0, 61, 0]):
+            offsets = jnp.resize(jnp.array(bad, jnp.int32), (len(sizes) + 1,))
+            got = jax.block_until_ready(run_all(case | {"offsets": offsets}, variant, run))
+            assert {name: value.shape for name, value in got.items()} == {name: case["x" if name in ("y", "residual") else name[1:]].shape for name in got}

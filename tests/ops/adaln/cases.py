@@ -98,7 +98,10 @@ def apply_reference(variant: Variant, given: dict, offsets, dtype) -> dict:
     found, x = {}, given["x"]
     if variant.op != "adaln":
         x = gated_residual_reference(x, given["h"], given["gate"], offsets, per_row=variant.per_row)
-        x = found["residual"] = x + jax.lax.stop_gradient(x.astype(dtype).astype(jnp.float32) - x)
+        # reduce_precision and not a cast there and back, which XLA may leave out on a GPU.
+        bits = jnp.finfo(dtype)
+        rounded = jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
+        x = found["residual"] = x + jax.lax.stop_gradient(rounded - x)
     if variant.op != "gated_residual":
         affine = {name: given[name] for name in ("weight", "bias") if name in given}
         found["y"] = adaln_reference(x, given["scale"], given["shift"], offsets, **affine, **variant.options, per_row=variant.per_row)

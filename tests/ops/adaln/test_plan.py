@@ -150,10 +150,21 @@ def test_no_two_shipped_rows_have_one_key():
 def test_shipped_row(row):
     """It says what was measured, is found at its own width, and is among what tuning would measure again (and so among what is lowered below)."""
     assert row["device"] == H200.kind
-    problem = Problem(512, row["D"], 5, row["dtype"], row["gated"])
+    problem = Problem(65536, row["D"], 64, row["dtype"], row["gated"])
     plan = make_plan(problem, H200, SHIPPED)
     assert getattr(plan, row["pass"]) == Rows(**row["rows"])
     assert Rows(**row["rows"]) in candidates(row["pass"], problem)
+
+
+def test_few_rows_are_spread_over_the_card():
+    """A tuned row, too, owns fewer rows where there would not be warps enough; an explicit one is obeyed."""
+    tuned = {"pass": "bwd", "D": 1024, "dtype": "bfloat16", "gated": False, "rows": vars(Rows(64, 2, 512, 4, True))}
+    found = {T: make_plan(Problem(T, 1024, 4, "bfloat16"), H200, [tuned]).bwd.rows for T in (65536, 32768, 16384, 4096, 1)}
+    assert found == {65536: 64, 32768: 64, 16384: 32, 4096: 16, 1: 16}
+    explicit = Plan("pallas", bwd=Rows(64, 2, 512, 4))
+    assert make_plan(Problem(1, 1024, 4, "bfloat16"), H200, [tuned], plan=explicit).bwd == explicit.bwd
+    assert heuristic("fwd", Problem(65536, 1024, 4, "bfloat16")).rows == 16
+    assert heuristic("fwd", Problem(1024, 1024, 4, "bfloat16")).rows == 4
 
 
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO

@@ -285,8 +285,8 @@ def _first_line(*command: str) -> str | None:
 
 
 def _commit() -> str:
-    """Short hash, with + where the package has uncommitted changes; JAXOPS_COMMIT where there is no git to ask."""
+    """JAXOPS_COMMIT, where a copy of the sources is measured; else git's short hash, with + where the package has uncommitted changes."""
+    if told := os.environ.get("JAXOPS_COMMIT"):
+        return told
     commit = _first_line("git", "rev-parse", "--short", "HEAD")
-    if commit is None:
-        return os.environ.get("JAXOPS_COMMIT", "unknown")
-    return commit + ("+" if _first_line("git", "status", "--porcelain", "--", "jaxops") else "")
+    return "unknown" if commit is None else commit + ("+" if _first_line("git", "status", "--porcelain", "--", "jaxops") else "")

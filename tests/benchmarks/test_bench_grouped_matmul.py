@@ -67,7 +67,7 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path, fake_torch):
         assert (row["vs"] != {}) == (row["backend"] == "pallas")
     own = next(row for row in rows if row["backend"] == "pallas" and row["pass"] == "fwd" and row["dist"] == "balanced")
     peer = next(row for row in rows if row["backend"] == "cublas" and row["pass"] == "fwd" and row["dist"] == "balanced")
-    assert own["vs"]["cublas"] == pytest.approx(peer["us_p50"] / own["us_p50"], rel=1e-2)
+    assert own["vs"]["cublas"] == pytest.approx(peer["us_p50"] / own["us_p50"], rel=1e-2, abs=1e-3)
     assert 0 < own["max_err"] < 4e-2
 
 

@@ -17,9 +17,6 @@ from tests.compare import assert_close
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 KERNELS = RUNS[1:]
 
-# A third off the time that XLA takes over an interpreted kernel, which is nearly all the time that these tests take.
-FAST = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-
 OPERANDS = {"adaln": ("x", "scale", "shift"), "gated_residual": ("x", "h", "gate"), "gated_residual_adaln": ("x", "h", "gate", "scale", "shift")}
 MODULATION = ("gate", "scale", "shift")
 
@@ -122,14 +119,14 @@ def compiled(run: str, variant: Variant):
         plan, given = variant.plan_for(run), {name: case[name] for name in variant.names}
         return _results_and_gradients(lambda given: apply(variant, plan, given, case["offsets"]), given, case)
 
-    return jax.jit(run_all, compiler_options=FAST)
+    return jax.jit(run_all)
 
 
 def run_all(case: dict, variant: Variant, run: str) -> dict:
     return compiled(run, variant)(case)
 
 
-@functools.partial(jax.jit, static_argnames=("variant",), compiler_options=FAST)
+@functools.partial(jax.jit, static_argnames=("variant",))
 def reference_all(case: dict, variant: Variant) -> dict:
     rows = {"x", "h", "dy", "dresidual", *(MODULATION if variant.per_row else ())}
     clean = {name: jnp.where(outside_of(case), 0, value.astype(jnp.float32)) if name in rows else value for name, value in case.items()}

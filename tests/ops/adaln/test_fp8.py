@@ -11,7 +11,7 @@ import jaxops
 from jaxops._lib.fp8 import BLOCK, FP8, Quantized, block_scale, cast_saturating, quantize_blocks
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from tests.compare import assert_close
-from tests.ops.adaln.cases import FAST, KERNELS, RUNS, Variant, make_case
+from tests.ops.adaln.cases import KERNELS, RUNS, Variant, make_case
 
 MOST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # Half an ulp: relative to a normal number (3 and 2 bits of mantissa), and half the least subnormal.
@@ -48,7 +48,7 @@ def forward(op: str, variant: Variant, run: str, dtype: str):
     """jitted, from a case to the op's result."""
     names = ("x", "scale", "shift") if op == "adaln" else ("x", "h", "gate", "scale", "shift")
     options = {"norm": variant.norm, "activation": variant.activation, "out_dtype": dtype, "plan": variant.plan_for(run)}
-    return jax.jit(lambda case: getattr(jaxops, op)(*(case[name] for name in names), case["offsets"], **options), compiler_options=FAST)
+    return jax.jit(lambda case: getattr(jaxops, op)(*(case[name] for name in names), case["offsets"], **options))
 
 
 # 300 columns are three blocks of 128, the last of 44; one array of 64 columns is made 128 wide, one of 512 holds four blocks.

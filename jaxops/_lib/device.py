@@ -41,6 +41,11 @@ def current_device() -> Device:
     return Device(default.device_kind, default.platform)
 
 
+def interpret() -> bool:
+    """Whether a Pallas kernel runs in Pallas' interpreter: on a CPU."""
+    return current_device().platform == "cpu"
+
+
 def choose_backend(device: Device, backend: str, plan) -> str:
     """ "pallas" or "xla": what the call or its plan (anything with a `backend`, or None) says, else what the device runs best.
 

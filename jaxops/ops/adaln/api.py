@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._lib.checks import FLOATS, check_float, check_offsets, check_size
-from jaxops._lib.device import current_device
-from jaxops._lib.fp8 import FP8, Quantized
+from jaxops._lib.device import current_device, interpret
+from jaxops._lib.fp8 import BLOCK, FP8, Quantized
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.adaln.bwd_pallas import backward_pallas
@@ -211,19 +211,15 @@ def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[A
     return residual, y if scales is None else Quantized(y, scales)
 
 
-def _interpret() -> bool:
-    return current_device().platform == "cpu"
-
-
 def _forward(spec: Spec, plan: Plan, arrays: Arrays, save_stats: bool) -> dict[str, jax.Array]:
     (T, D), B = arrays.x.shape, arrays.offsets.shape[0] - 1
     if 0 in (T, D, B):  # nothing is in a sequence
         found = {"residual": arrays.x, "y": jnp.zeros((T, D), spec.out_dtype)}
-        return found | ({"y_scales": jnp.zeros((T, -(-D // 128)), jnp.float32)} if spec.out_dtype in FP8 else {})
+        return found | ({"y_scales": jnp.zeros((T, -(-D // BLOCK)), jnp.float32)} if spec.out_dtype in FP8 else {})
     if plan.backend == "xla":
         return forward_xla(spec, arrays)
     assert plan.fwd is not None  # make_plan fills it
-    return forward_pallas(spec, plan.fwd, arrays, save_stats=save_stats, interpret=_interpret())
+    return forward_pallas(spec, plan.fwd, arrays, save_stats=save_stats, interpret=interpret())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -264,7 +260,7 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: di
         found = backward_xla(spec, arrays, dx_in, dy)
     else:
         assert plan.bwd is not None  # make_plan fills it
-        found = backward_pallas(spec, plan.bwd, arrays, dx_in, dy, stats, interpret=_interpret())
+        found = backward_pallas(spec, plan.bwd, arrays, dx_in, dy, stats, interpret=interpret())
     if dx_in is not None and (spec.norm is None or 0 in (T, D, B)):
         found["x"] = dx_in
     return Arrays(**(dict.fromkeys(Arrays._fields) | found))  # pyright: ignore[reportArgumentType]  # None is what custom_vjp takes for no gradient

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.checks import FLOATS, check_array, check_float, check_offsets, check_size
-from jaxops._lib.device import current_device
+from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
 from jaxops._lib.tuned import tuned_rows
@@ -247,10 +247,6 @@ def _plan(problem: Problem, backend: str, plan: Plan | None) -> Plan:
     return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
 
 
-def _interpret() -> bool:
-    return current_device().platform == "cpu"
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
     lhs, rhs = lhs.astype(spec.compute_dtype), rhs.astype(spec.compute_dtype)
@@ -264,7 +260,7 @@ def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
         return fwd_xla(a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype)
     assert spec.plan.fwd is not None  # make_plan fills it
     how = {"transpose_rhs": spec.transpose_rhs, "precision": spec.precision, "out_dtype": spec.out_dtype}
-    return fwd_pallas(a, b, bias, offsets, tiles=spec.plan.fwd, interpret=_interpret(), **how)
+    return fwd_pallas(a, b, bias, offsets, tiles=spec.plan.fwd, interpret=interpret(), **how)
 
 
 def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
@@ -303,7 +299,7 @@ def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
         return wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, out_dtype=spec.out_dtype)
     assert spec.plan.wgrad is not None  # make_plan fills it
     how = {"precision": spec.precision, "out_dtype": spec.out_dtype}
-    return wgrad_pallas(lhs, dout, accumulator, offsets, tiles=spec.plan.wgrad, interpret=_interpret(), **how)
+    return wgrad_pallas(lhs, dout, accumulator, offsets, tiles=spec.plan.wgrad, interpret=interpret(), **how)
 
 
 def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):

@@ -33,17 +33,17 @@ MUTATIONS = {
     "index: every group takes the first matrix": (
         f"{GROUPED}/fwd_pallas.py", "jnp.clip(group, 0, G - 1)", "jnp.clip(group, 0, 0)", ROUTINGS),
     "index: tile columns": (
-        f"{GROUPED}/tiling.py", "return first + inside % height, inside // height", "return first + inside % panel, inside // panel", ROUTINGS),
+        "jaxops/_lib/tiling.py", "return first + inside % height, inside // height", "return first + inside % panel, inside // panel", ROUTINGS),
     "index: wgrad's groups keep their order": (
-        f"{GROUPED}/schedule_pallas.py", "(h[None, :] < g[:, None])", "(h[None, :] <= g[:, None])", ROUTINGS),
+        "jaxops/_lib/schedule_pallas.py", "(h[None, :] < g[:, None])", "(h[None, :] <= g[:, None])", ROUTINGS),
     "offset: a tile's first row": (
-        f"{GROUPED}/tiling.py", "(t[:, None] - first[None, :]) * bm)", "(t[:, None] - first[None, :]) * (bm - 1))", ROUTINGS),
+        "jaxops/_lib/tiling.py", "(t[:, None] - first[None, :]) * bm)", "(t[:, None] - first[None, :]) * (bm - 1))", ROUTINGS),
     "offset: runs start a group late": (
         "_lib/ragged.py", "offsets_at(jnp.clip(r - 1, 0, G))", "offsets_at(jnp.clip(r, 0, G))", ROUTINGS),
     "offset: the run behind the groups is forgotten": (
         "_lib/ragged.py", "hi = jnp.where(r <= G, offsets_at(jnp.clip(r, 0, G)), M)", "hi = offsets_at(jnp.clip(r, 0, G))", ROUTINGS),
     "offset: one tile too few": (
-        f"{GROUPED}/tiling.py", "return -(-M // bm) + G + 1", "return -(-M // bm)", PATTERNS),
+        "jaxops/_lib/tiling.py", "return -(-M // bm) + G + 1", "return -(-M // bm)", PATTERNS),
     "adaln mask: a tile's rows go on past its end": (
         f"{ADALN}/rows_pallas.py", "return rows, rows < tile.end", "return rows, rows < tile.end + 1", LAYOUTS),
     "adaln mask: columns past D": (

@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
+from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops.ops.grouped_matmul.plan import Tiles
-from jaxops.ops.grouped_matmul.schedule_pallas import schedule_rows
-from jaxops.ops.grouped_matmul.tiling import panel_order, tile_bound
 
 
 def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision):
@@ -20,7 +20,7 @@ def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transp
     N = out_ref.shape[1]
     bm, bn, bk = tiles.bm, tiles.bn, tiles.bk
     t, j = panel_order(pl.program_id(0), tile_bound(M, G, bm), pl.cdiv(N, bn), tiles.panel)
-    group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // 3) + t]) for i in range(3))
+    group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t]) for i in range(3))
     inside = group < G
     any_step = inside.astype(jnp.int32)  # rows outside the groups take no step and are stored as the zeros that they start from
     # Bounds that the compiler can see: they hold already, but where it knows that no int32 offset overflows it steps 64-bit pointers instead of

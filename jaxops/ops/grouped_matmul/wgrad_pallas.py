@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups
+from jaxops._lib.tiling import panel_order
 from jaxops.ops.grouped_matmul.plan import Tiles
-from jaxops.ops.grouped_matmul.schedule_pallas import schedule_groups
-from jaxops.ops.grouped_matmul.tiling import panel_order
 
 
 def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision: lax.Precision):
@@ -22,7 +22,7 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision:
     num_i, num_j = pl.cdiv(K, bm), pl.cdiv(N, bn)
     rank = pl.program_id(0) // (num_i * num_j)
     i, j = panel_order(pl.program_id(0) % (num_i * num_j), num_i, num_j, tiles.panel)
-    g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // 3) + rank]) for n in range(3))
+    g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // COLUMNS) + rank]) for n in range(3))
     # Bounds that the compiler can see, as in fwd_pallas.py. They hold already, but for an empty group at M, which takes no step.
     steps = jnp.clip((end - start + bk - 1) // bk, 0, pl.cdiv(M, bk))
     whole = jnp.clip((end - start) // bk, 0, M // bk)

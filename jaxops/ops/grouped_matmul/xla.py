@@ -6,7 +6,7 @@ from jax import lax
 
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.ragged import runs
-from jaxops.ops.grouped_matmul.tiling import row_tiles, tile_bound
+from jaxops._lib.tiling import row_tiles, tile_bound
 
 
 def _tile_rows(M: int, G: int) -> int:

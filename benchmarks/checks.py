@@ -13,7 +13,18 @@ from benchmarks.shapes import GroupedShape, sampled_packed_rows, sampled_rows
 # Largest error over the row's RMS, and RMS error over it. bfloat16 rounds the result to 2^-9 of itself, and a row of normal data reaches about 5 RMS.
 # AdaLN multiplies two normal factors, so elements reach 15 RMS, and one of them has come through the new residual's rounding.
 # Attention rounds its probabilities and their gradients to bfloat16 before it multiplies with them.
-LIMITS = {"bfloat16": (4e-2, 1e-2), "float32": (1e-3, 1e-4), "bfloat16 adaln": (1e-1, 1e-2), "bfloat16 attention": (2.5e-1, 2.5e-2)}
+# FP8: of normal data, a tensor in e4m3 is off by 0.026 (RMS), a product of two by 0.042, of one in e5m2 by 0.067, however long the sum; a block of 128 of
+# 16,384 that is missing in a product would add 0.088.
+LIMITS = {
+    "bfloat16": (4e-2, 1e-2),
+    "float32": (1e-3, 1e-4),
+    "bfloat16 adaln": (1e-1, 1e-2),
+    "bfloat16 attention": (2.5e-1, 2.5e-2),
+    "fp8 cast": (4e-1, 3.5e-2),
+    "fp8": (3e-1, 6e-2),
+    "fp8 e5m2": (4.5e-1, 9e-2),
+    "fp8 short sums": (4.5e-1, 1e-1),  # of a few products: a row has one factor's whole error, 0.06 at most
+}
 _PER_SEQUENCE = ("dgate", "dscale", "dshift")
 _CHUNK_ROWS = 2048  # of float32 rows at a time: the reference needs little memory beside what is on trial
 
@@ -71,6 +82,11 @@ def _relative(got: jax.Array, want: jax.Array) -> jax.Array:
     return jnp.where(((rms > 0) | (max_err == 0))[None], relative, jnp.inf)
 
 
+def relative_errors(got: jax.Array, want: jax.Array) -> jax.Array:
+    """[largest error, RMS error] over the row's RMS, the worst of all rows."""
+    return jnp.max(_relative(got, want), axis=1)  # max passes NaN on
+
+
 def packed_errors(results: dict[str, jax.Array], inputs: dict[str, jax.Array], offsets: np.ndarray) -> tuple[float, float]:
     """As grouped_errors, of what adaln or gated_residual_adaln gave: any of y, new_residual, dx, dh, of which rows are sampled, and dgate, dscale, dshift.
 
@@ -125,6 +141,15 @@ def _reference_rows(inputs, offsets, rows) -> dict[str, jax.Array]:
     (new_residual, y), vjp = jax.vjp(forward, *operands)
     grads = vjp((of("dnew_residual", rows), of("dy", rows)))
     return {"new_residual": new_residual, "y": y} | dict(zip(("dx", "dh", "dgate", "dscale", "dshift"), grads, strict=True))
+
+
+def linear_errors(results: dict[str, jax.Array], x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[float, float]:
+    """As grouped_errors, of whichever of y, dx and dw [K, N] there are, against the product of what was there before any cast; the worst of them."""
+    shape, offsets = GroupedShape("", 1, x.shape[0], *w.shape), np.array([0, x.shape[0]], np.int32)
+    passes = {"y": "fwd", "dx": "dgrad", "dw": "wgrad"}
+    grouped = {name: result[None] if name == "dw" else result for name, result in results.items()}
+    errors = [grouped_errors(passes[name], shape, result, (x, w[None], dy), offsets) for name, result in grouped.items()]
+    return float(np.max([e[0] for e in errors])), float(np.max([e[1] for e in errors]))  # np.max passes NaN on
 
 
 @jax.jit

@@ -16,7 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-WORKERS = {"grouped_matmul": "grouped_matmul", "adaln": "adaln", "gated_residual_adaln": "adaln"}
+WORKERS = {
+    "grouped_matmul": "grouped_matmul",
+    "adaln": "adaln",
+    "gated_residual_adaln": "adaln",
+    "quantize": "fp8",
+    "fp8_matmul": "fp8",
+    "fp8_grouped_matmul": "fp8",
+}
 _HELD_SECONDS = 0.1  # at most, per question
 
 

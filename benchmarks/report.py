@@ -16,7 +16,9 @@ PEERS = (
     "xla",
     "jaxops_xla",
     "xla_bf16",
+    "jaxops_bf16",
     "cublas",
+    "cublaslt",
     "ragged_dot",
     "masked_loop",
     "tokamax_mosaic",
@@ -26,6 +28,7 @@ PEERS = (
     "deepgemm",
 )
 _CASE = ("op", "pass", "name", "dtype", "dist", "recipe")
+_VARIANT = ("scaling", "layouts", "cast")  # what tells rows of some ops apart, in jaxops' rows and in peers'
 
 
 def read_rows(folder: pathlib.Path) -> list[dict]:
@@ -33,10 +36,9 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
     newest = {}
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():
-            if line.strip():
-                row = json.loads(line)
+            if line.strip() and "us_p50" in (row := json.loads(line)):  # tables of errors have no times
                 recipe = row.get("recipe") if is_own(row) else None  # of a peer, recipe says how it was called this time
-                case = (*(row[key] for key in _CASE[:-1]), recipe, json.dumps(row["shape"], sort_keys=True))
+                case = (*(row[key] for key in _CASE[:-1]), recipe, *(row.get(key) for key in _VARIANT), json.dumps(row["shape"], sort_keys=True))
                 newest[case, row["backend"]] = row
     return list(newest.values())
 
@@ -44,6 +46,21 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
 def is_own(row: dict) -> bool:
     """A row of jaxops: it is compared with peers, or no peer is called as its backend is."""
     return bool(row["vs"]) or (row["backend"] not in PEERS and row["op"] not in ("copy", "matmul"))
+
+
+def variant(row: dict) -> list[str]:
+    """A cast inside the product that the plan takes by itself, or the other way round, is marked."""
+    chosen = ["(chosen)"] if row.get("chosen") else []
+    return [row[key] for key in _VARIANT if row.get(key)] + chosen
+
+
+def series(row: dict) -> str:
+    """What has a colour of its own in a picture: a backend, jaxops' with its recipe."""
+    return " ".join([row["backend"], *filter(None, [row.get("recipe") if is_own(row) else None, row.get("cast")])])
+
+
+def case_name(row: dict) -> tuple[str, ...]:
+    return (row["name"], *filter(None, (row["dist"], row.get("scaling"), row.get("layouts"))))
 
 
 def speed(row: dict) -> str:
@@ -63,13 +80,16 @@ def markdown(rows: list[dict]) -> str:
     for op, pass_name in dict.fromkeys((row["op"], row["pass"]) for row in own):
         mine = [row for row in own if (row["op"], row["pass"]) == (op, pass_name)]
         peers = list(dict.fromkeys(peer for row in mine for peer in row["vs"]))
+        floors = any("of_floor" in row for row in mine)
         table = []
         for row in mine:
             of_ceiling = "-" if row["of_ceiling"] is None else f"{100 * row['of_ceiling']:.0f} %"
-            what = [" ".join(filter(None, (row["name"], row.get("recipe")))), row["dist"], row["dtype"], row["backend"]]
+            what = [" ".join(filter(None, (row["name"], row.get("recipe"), *variant(row)))), row["dist"], row["dtype"], row["backend"]]
             times = [f"{row['us_p50']:,.1f} ({row['us_p20']:,.1f} to {row['us_p80']:,.1f})", speed(row), of_ceiling]
+            if floors:
+                times.append(f"{100 * row['of_floor']:.0f} %" if "of_floor" in row else "-")
             table.append([*what, *times, *(f"{row['vs'][peer]:.2f}" if peer in row["vs"] else "-" for peer in peers)])
-        head = ["workload", "rows", "dtype", "backend", "us (p20 to p80)", "speed", "of ceiling", *(f"vs {peer}" for peer in peers)]
+        head = ["workload", "rows", "dtype", "backend", "us (p20 to p80)", "speed", "of ceiling", *(["of floor"] * floors), *(f"vs {peer}" for peer in peers)]
         parts += [f"## {op}, {pass_name}", _table(head, table)]
     if worst := worst_ratios(own):
         parts += ["## Against each peer (above 1: jaxops is faster)", _table(["op", "pass", "peer", "worst", "where", "geometric mean", "cases"], worst)]
@@ -89,6 +109,20 @@ def worst_ratios(own: Iterable[dict]) -> list[list[str]]:
     return table
 
 
+def errors_table(folder: pathlib.Path) -> str:
+    """Of fp8_errors' newest rows: a line a recipe and result, a column a length of the sums; empty without rows."""
+    file = folder / "fp8_errors.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
+    newest = {(row["outliers"], row["recipe"], row["result"], row["length"]): row for row in rows}
+    lengths = sorted({length for *_, length in newest})
+    table = []
+    for outliers, recipe, result in sorted(dict.fromkeys(key[:3] for key in newest), key=lambda key: key[0]):
+        found = [newest.get((outliers, recipe, result, length)) for length in lengths]
+        cells = ["-" if row is None else f"{row['frobenius']:.2e} ({row['max_err']:.2f})" for row in found]
+        table.append(["with outliers" if outliers else "normal", recipe, result, *cells])
+    return _table(["operands", "recipe", "result", *(f"sums of {length:,}" for length in lengths)], table) if table else ""
+
+
 def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
     """One picture an op: a panel a pass, a cluster of bars a case, a bar a backend. Needs matplotlib (extra `bench`)."""
     import matplotlib
@@ -101,13 +135,13 @@ def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
     for op in dict.fromkeys(row["op"] for row in drawn):
         mine = [row for row in drawn if row["op"] == op]
         passes = list(dict.fromkeys(row["pass"] for row in mine))
-        backends = list(dict.fromkeys(row["backend"] for row in mine))
-        cases = list(dict.fromkeys((row["name"], row["dist"]) for row in mine))
+        backends = list(dict.fromkeys(series(row) for row in mine))
+        cases = list(dict.fromkeys(case_name(row) for row in mine))
         figure, axes = plt.subplots(len(passes), 1, figsize=(max(6, 1.1 * len(cases)), 3.2 * len(passes)), squeeze=False, sharex=True, layout="constrained")
         for axis, pass_name in zip(axes[:, 0], passes, strict=True):
             for i, backend in enumerate(backends):
-                of_backend = [row for row in mine if (row["pass"], row["backend"]) == (pass_name, backend)]
-                x = [cases.index((row["name"], row["dist"])) + (i - (len(backends) - 1) / 2) * 0.85 / len(backends) for row in of_backend]
+                of_backend = [row for row in mine if (row["pass"], series(row)) == (pass_name, backend)]
+                x = [cases.index(case_name(row)) + (i - (len(backends) - 1) / 2) * 0.85 / len(backends) for row in of_backend]
                 axis.bar(x, [row.get("tflops") or row.get("gbps") for row in of_backend], 0.85 / len(backends), label=backend, color=f"C{i}")
             axis.set_ylabel(f"{pass_name}, {'TFLOP/s' if any(row.get('tflops') for row in mine) else 'GB/s'}")
             axis.grid(axis="y", alpha=0.3)
@@ -128,6 +162,8 @@ def main(
     for folder in [pathlib.Path(name) for name in folders or []] or sorted(path for path in results.glob("*") if path.is_dir()):
         rows = read_rows(folder)
         print(f"# {folder.name}\n\n{markdown(rows)}")
+        if errors := errors_table(folder):
+            print(f"## FP8 against float64: relative Frobenius error (largest error over RMS)\n\n{errors}\n")
         if plots and rows:
             for file in plot(rows, folder):
                 print(f"![{file.stem}]({file})\n")

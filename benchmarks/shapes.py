@@ -51,6 +51,69 @@ GROUPED = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class DenseShape:
+    """`x[M, K] @ w[K, N]`."""
+
+    M: int
+    K: int
+    N: int
+
+    @property
+    def name(self) -> str:
+        return f"m{self.M}_k{self.K}_n{self.N}"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"M": self.M, "K": self.K, "N": self.N}
+
+    @property
+    def flops(self) -> int:
+        """Of one of the three products: y, dx and dw multiply the same M, K and N."""
+        return 2 * self.M * self.K * self.N
+
+    @property
+    def one_group(self) -> GroupedShape:
+        """The same as a grouped product of one group: its rows are sampled and checked in the same way."""
+        return GroupedShape(self.name, 1, self.M, self.K, self.N)
+
+
+DENSE = {
+    shape.name: shape
+    for shape in (
+        DenseShape(8192, 4096, 4096),
+        DenseShape(8192, 4096, 14336),
+        DenseShape(8192, 7168, 2048),
+        DenseShape(8192, 8192, 8192),
+        DenseShape(16384, 4096, 16384),
+        DenseShape(15872, 4096, 16384),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixShape:
+    """x[M, K], to be quantised."""
+
+    M: int
+    K: int
+
+    @property
+    def name(self) -> str:
+        return f"m{self.M}_k{self.K}"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"M": self.M, "K": self.K}
+
+    @property
+    def size(self) -> int:
+        return self.M * self.K
+
+
+MATRICES = {shape.name: shape for shape in (MatrixShape(*dims) for dims in [(8192, 4096), (8192, 14336), (16384, 4096), (32768, 7168), (16384, 16384)])}
+
+
 def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     """Rows of each group, int32 [G], summing to M; the same for the same arguments, on every machine.
 

@@ -10,7 +10,21 @@ Array([3., 0., 4., 1.], dtype=float32)
 """
 
 from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
+from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
+from jaxops.ops.quantize import Quantized, dequantize, quantize
 
 __version__ = "0.1.0"
-__all__ = ["adaln", "gated_residual", "gated_residual_adaln", "grouped_matmul", "grouped_wgrad", "ragged_dot"]
+__all__ = [
+    "Quantized",
+    "adaln",
+    "dequantize",
+    "fp8_grouped_matmul",
+    "fp8_matmul",
+    "gated_residual",
+    "gated_residual_adaln",
+    "grouped_matmul",
+    "grouped_wgrad",
+    "quantize",
+    "ragged_dot",
+]

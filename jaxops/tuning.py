@@ -1,9 +1,10 @@
-"""Measures plans on the device at hand and keeps the fastest: `python -m jaxops.tuning grouped-matmul --shape 8,32768,4096,14336`, or
-`python -m jaxops.tuning adaln --shape 65536,3072,64`."""
+"""Measures plans on the device at hand and keeps the fastest: `python -m jaxops.tuning grouped-matmul --shape 8,32768,4096,14336`,
+`python -m jaxops.tuning adaln --shape 65536,3072,64`, or `python -m jaxops.tuning quantize --shape 16384,4096`."""
 
 import concurrent.futures
 import dataclasses
 import datetime
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -15,18 +16,23 @@ import numpy as np
 import typer
 
 from jaxops._lib.device import Device, current_device
+from jaxops._lib.fp8 import SCALINGS
 from jaxops._lib.tuned import store_rows, tuned_rows
-from jaxops.ops import adaln
+from jaxops.ops import adaln, fp8_matmul, quantize
 from jaxops.ops.adaln.plan import PASSES as ADALN_PASSES
 from jaxops.ops.adaln.plan import key_of_row as adaln_key_of_row
+from jaxops.ops.fp8_matmul import product as fp8_product
+from jaxops.ops.fp8_matmul.plan import key_of_row as fp8_key_of_row
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul, grouped_wgrad
 from jaxops.ops.grouped_matmul.plan import PASSES, key_of_row
+from jaxops.ops.quantize.plan import LAYOUTS
+from jaxops.ops.quantize.plan import key_of_row as quantize_key_of_row
 from jaxops.profiling import device_times_us
 
-__all__ = ["current_device", "store", "tune", "tune_adaln", "tuned_rows"]
+__all__ = ["current_device", "store", "tune", "tune_adaln", "tune_fp8_matmul", "tune_quantize", "tuned_rows"]
 
 _ALIVE_BYTES = 2e10  # results that a timed burst may hold at once
-_LIMITS = {2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
+_LIMITS = {1: (1e-1, 6e-3), 2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
 
 
 def tune(
@@ -104,10 +110,101 @@ def tune_adaln(problem: adaln.Problem, passes: Sequence[str] = ADALN_PASSES, row
     return found
 
 
+def tune_quantize(problem: quantize.Problem, tiles: Sequence[quantize.Tile] | None = None, say: Callable = print) -> list[dict]:
+    """As `tune`, for `jaxops.quantize`: a whole call is timed, first with each tile of the pass that looks for the largest magnitudes (where there is
+    one), then with each of the cast.
+
+    Args:
+      problem: static shape, dtype, scaling and layouts; not ragged (the rows serve ragged calls too).
+      tiles: the candidates; by default `candidates(pass, problem)`.
+      say: called with each line of progress.
+
+    Returns:
+      One row a pass, as `store` takes them.
+
+    Raises:
+      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
+    """
+    device = _gpu()
+    x = jax.random.normal(jax.random.key(0), (problem.M, problem.K), problem.dtype)
+    layouts = 2 if problem.layouts == "both" else 1
+    found, plan = [], quantize.Plan()
+    for name in ("amax", "cast") if problem.looks_first else ("cast",):
+
+        def run(name, backend, tile, x, plan=plan):
+            plan = quantize.Plan("xla") if backend == "xla" else dataclasses.replace(plan, **{name: tile})
+            q = quantize.quantize(x, scaling=problem.scaling, layouts=problem.layouts, plan=plan)  # pyright: ignore[reportArgumentType]
+            return [jnp.atleast_1d(leaf) for leaf in jax.tree.leaves(q)]
+
+        best, us = _fastest(name, run, [(x,)], list(tiles or quantize.candidates(name, problem)), say)
+        plan = dataclasses.replace(plan, **{name: best})
+        measured = {"us": round(us, 1), "gbps": round(x.size * (x.dtype.itemsize + layouts) / us / 1e3, 1)}
+        sizes = {key: getattr(problem, key) for key in ("M", "K", "dtype", "scaling", "layouts")}
+        found.append({"pass": name, **sizes, "tile": vars(best), **measured, **_made(device)})
+        say(f"{problem.scaling} {problem.layouts}, {name}: {best} {measured['gbps']} GB/s")
+    return found
+
+
 def store(rows: list[dict], op: str = "grouped_matmul"):
     """Puts tuned rows of `op` into the user's cache directory, from where later processes (and later calls in this one) read them."""
-    key = {"grouped_matmul": key_of_row, "adaln": adaln_key_of_row}[op]
+    key = {"grouped_matmul": key_of_row, "adaln": adaln_key_of_row, "fp8_matmul": fp8_key_of_row, "quantize": quantize_key_of_row}[op]
     return store_rows(op, current_device(), rows, same=lambda a, b: key(a) == key(b))
+
+
+def tune_fp8_matmul(
+    problem: fp8_matmul.Problem, passes: Sequence[str] = PASSES, tiles: Sequence[fp8_matmul.Tiles] | None = None, say: Callable = print
+) -> list[dict]:
+    """As `tune`, for the products of `jaxops.fp8_matmul` and, with problem.G, of `jaxops.fp8_grouped_matmul` (an even and a Zipf split), without their casts.
+
+    Args:
+      problem: static shape, recipe and dtype.
+      passes: among "fwd", "dgrad", "wgrad".
+      tiles: the candidates; by default `candidates(pass, problem, device)`.
+      say: called with each line of progress.
+
+    Returns:
+      One row a pass, as `store` takes them.
+
+    Raises:
+      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no Hopper GPU.
+    """
+    device = _gpu()
+    recipe, (M, K, N, G) = fp8_matmul.RECIPES[problem.recipe], (problem.M, problem.K, problem.N, problem.G)
+    routings = [None]
+    if G:
+        sizes = default_group_sizes(Problem(G, M, K, N, problem.dtype))
+        routings = [jnp.asarray(np.concatenate([[0], np.cumsum(each)]), jnp.int32) for each in sizes]
+    keys = jax.random.split(jax.random.key(0), 3)
+    tensors = {"x": (M, K), "w": (G, K, N) if G else (K, N), "dy": (M, N)}
+    found = []
+    for name in passes:
+        (a, a_layout), (b, b_layout) = {
+            "fwd": (("x", "row"), ("w", "col")),
+            "dgrad": (("dy", "row"), ("w", "row")),
+            "wgrad": (("x", "col"), ("dy", "col")),
+        }[name]
+        operands = []
+        for offsets in routings:
+            sides = []
+            for tensor, layout in ((a, a_layout), (b, b_layout)):
+                value = jax.random.normal(keys["xwd".index(tensor[0])], tensors[tensor], problem.dtype)
+                form, ragged = getattr(recipe, tensor), offsets if layout == "col" and tensor != "w" else None
+                sides.append(quantize.quantize(value, scaling=form.scaling, dtype=form.dtype, layouts=layout, group_offsets=ragged))
+            operands.append((*sides, offsets))
+
+        def run(name, backend, chosen, a, b, offsets, a_layout=a_layout, b_layout=b_layout):
+            plan = fp8_matmul.Plan("xla") if backend == "xla" else fp8_matmul.Plan("triton", "before", chosen, chosen, chosen)
+            spec = fp8_product.Spec(recipe, plan, problem.dtype, problem.dtype, problem.dtype, False)
+            sides = [fp8_product.rows_of(q) if layout == "row" else fp8_product.cols_of(q) for q, layout in ((a, a_layout), (b, b_layout))]
+            return fp8_product.multiply(spec, name, *sides, offsets, problem.dtype, M if name == "wgrad" else None)
+
+        best, us = _fastest(name, run, operands, list(tiles or fp8_matmul.candidates(name, problem, device)), say)
+        us /= len(routings)
+        measured = {"us": round(us, 1), "tflops": round(2 * M * K * N / us / 1e6, 1)}
+        size = {"G": G, "M": M, "K": K, "N": N, "recipe": problem.recipe}
+        found.append({"pass": name, **size, "tiles": vars(best), **measured, **_made(device)})
+        say(f"{problem.recipe} {name}: {best} {measured['tflops']} TFLOP/s")
+    return found
 
 
 def _gpu() -> Device:
@@ -242,6 +339,38 @@ def adaln_command(
             rows = tune_adaln(adaln.Problem(T, D, B, jnp.dtype(dtype).name, gated), passes.split(","))
             if not dry_run:
                 print(f"stored in {store(rows, 'adaln')}")
+
+
+@app.command("quantize")
+def quantize_command(
+    shape: Annotated[list[str], typer.Option(help="M,K of the tensor; may be repeated.")],
+    scaling: Annotated[str, typer.Option(help="comma-separated.")] = ",".join(SCALINGS),
+    layouts: Annotated[str, typer.Option(help="comma-separated, among row, col and both.")] = ",".join(LAYOUTS),
+    dtype: str = "bfloat16",
+    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
+) -> None:
+    """`jaxops.quantize`, each scaling in each layout."""
+    shapes = [_numbers(text, 2, "two numbers, M,K") for text in shape]
+    for (M, K), scaled, layout in itertools.product(shapes, scaling.split(","), layouts.split(",")):
+        rows = tune_quantize(quantize.Problem(M, K, jnp.dtype(dtype).name, scaled, layout))
+        if not dry_run:
+            print(f"stored in {store(rows, 'quantize')}")
+
+
+@app.command("fp8-matmul")
+def fp8_matmul_command(
+    shape: Annotated[list[str], typer.Option(help="G,M,K,N of the forward pass, G = 0 for a dense one; may be repeated.")],
+    recipes: Annotated[str, typer.Option(help="comma-separated.")] = "tensorwise,rowwise,blockwise",
+    passes: Annotated[str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.")] = ",".join(PASSES),
+    dtype: str = "bfloat16",
+    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
+) -> None:
+    """The products of `jaxops.fp8_matmul` and `jaxops.fp8_grouped_matmul`."""
+    shapes = [_numbers(text, 4, "four numbers, G,M,K,N") for text in shape]
+    for (G, M, K, N), recipe in itertools.product(shapes, recipes.split(",")):
+        rows = tune_fp8_matmul(fp8_matmul.Problem(M, K, N, recipe, jnp.dtype(dtype).name, G), passes.split(","))
+        if not dry_run:
+            print(f"stored in {store(rows, 'fp8_matmul')}")
 
 
 def _numbers(text: str, count: int, wanted: str) -> list[int]:

@@ -1,6 +1,7 @@
 """A diffusion transformer over packed images of different sizes, trained as a rectified flow."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from flax import nnx
 
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
 from models.packed_attention import Way, packed_attention, segments
+from models.precision import linear_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +21,10 @@ class DiTConfig:
       classes: labels; one more stands for "any class" (Ho & Salimans 2022, arXiv:2207.12598).
       longest: tokens of the largest image that may come.
       dtype: dtype of the computation; parameters, residual stream and loss are float32.
+      recipe: of the blocks' and modulations' matrix products in FP8; None leaves them in dtype. What turns tokens, times and labels into vectors is
+        never in FP8, nor what turns vectors into tokens.
       attention: way of `models.packed_attention.packed_attention`.
-      backend: of the AdaLN ops.
+      backend: of the AdaLN ops, and of the matrix products in FP8.
     """
 
     layers: int
@@ -30,6 +34,7 @@ class DiTConfig:
     classes: int
     longest: int
     dtype: str = "float32"
+    recipe: str | None = None
     attention: Way = "banded"
     backend: str = "auto"
 
@@ -56,8 +61,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.qkv = nnx.Linear(config.width, 3 * config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.out = nnx.Linear(config.width, config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        linear = linear_layer(config.recipe, config.backend)
+        self.qkv = linear(config.width, 3 * config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.out = linear(config.width, config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
     def __call__(self, y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
         c = self.config
@@ -71,20 +77,20 @@ class DiT(nnx.Module):
     def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         dtype = jnp.dtype(c.dtype)
-
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        inner = linear_layer(c.recipe, c.backend)
 
         def block() -> AdaLNZeroBlock:
-            mlp = nnx.Sequential(linear(c.width, 4 * c.width), jax.nn.gelu, linear(4 * c.width, c.width))
-            return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, backend=c.backend, rngs=rngs)
+            wide, narrow = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs), inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
+            mlp = nnx.Sequential(wide, jax.nn.gelu, narrow)
+            return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
 
         self.enter = linear(c.token, c.width)
         self.time = nnx.Sequential(linear(c.width, c.width), jax.nn.silu, linear(c.width, c.width))
         self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([block() for _ in range(c.layers)])
-        self.norm = AdaLayerNorm(c.width, c.width, dtype=dtype, backend=c.backend, rngs=rngs)
-        self.leave = nnx.Linear(c.width, c.token, kernel_init=nnx.initializers.zeros_init(), dtype=dtype, rngs=rngs)
+        self.norm = AdaLayerNorm(c.width, c.width, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
+        self.leave = linear(c.width, c.token, kernel_init=nnx.initializers.zeros_init())
 
     def __call__(self, tokens: jax.Array, time: jax.Array, labels: jax.Array, sequence_offsets: jax.Array, grids: jax.Array) -> jax.Array:
         """Velocities [T, token] in float32; what stands in rows outside the images means nothing, and reaches no other row.

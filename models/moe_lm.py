@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxops.nn import GroupedLinear
+from models.precision import grouped_linear_layer, linear_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class MoEConfig:
       vocab: 256, since the tokens are bytes.
       dtype: dtype of the computation; parameters, router and logits are float32.
       attention: implementation of `jax.nn.dot_product_attention`.
-      backend: of `jaxops.nn.GroupedLinear`.
+      recipe: of attention's and experts' matrix products in FP8; None leaves them in dtype. Embedding, router and logits are never in FP8.
+      backend: of the experts' matrix products, and of all those in FP8.
     """
 
     layers: int
@@ -34,6 +35,7 @@ class MoEConfig:
     tie_embeddings: bool = True
     rope_base: float = 10_000.0
     dtype: str = "float32"
+    recipe: str | None = None
     attention: Literal["xla", "cudnn"] = "xla"
     backend: str = "auto"
 
@@ -76,8 +78,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.qkv = nnx.Linear(config.width, 3 * config.width, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.out = nnx.Linear(config.width, config.width, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        linear = linear_layer(config.recipe, config.backend)
+        self.qkv = linear(config.width, 3 * config.width, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.out = linear(config.width, config.width, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
@@ -91,10 +94,10 @@ class MoE(nnx.Module):
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
         c = self.config = config
-        dtype = jnp.dtype(c.dtype)
+        dtype, grouped_linear = jnp.dtype(c.dtype), grouped_linear_layer(c.recipe, c.backend)
         self.router = nnx.Linear(c.width, c.experts, use_bias=False, dtype=jnp.float32, rngs=rngs)
-        self.gate_up = GroupedLinear(c.experts, c.width, 2 * c.hidden, use_bias=False, dtype=dtype, backend=c.backend, rngs=rngs)
-        self.down = GroupedLinear(c.experts, c.hidden, c.width, use_bias=False, dtype=dtype, backend=c.backend, rngs=rngs)
+        self.gate_up = grouped_linear(c.experts, c.width, 2 * c.hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.down = grouped_linear(c.experts, c.hidden, c.width, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
         """x: [tokens, width] -> ([tokens, width], Routing of this layer)."""

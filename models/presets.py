@@ -63,6 +63,15 @@ PRESETS = {
         warmup_steps=200,
         eval_every=250,
     ),
+    # 118 million, 42 million at work, nine tenths of it in linear layers whose sides are multiples of 128: for `python -m models.compare_precision`.
+    "wide": Preset(
+        MoEConfig(layers=4, width=1024, heads=8, experts=8, top_k=2, hidden=1024, context=512),
+        batch=16,
+        steps=500,
+        learning_rate=6e-4,
+        warmup_steps=60,
+        eval_every=250,
+    ),
     # 156 million, 60 million at work.
     "medium": Preset(
         MoEConfig(layers=12, width=768, heads=12, experts=8, top_k=2, hidden=576, context=1024),
@@ -88,4 +97,6 @@ DIT_PRESETS = {
     "demo": DiTPreset(layers=4, width=128, heads=4, tokens=512, images=18, steps=1_400, learning_rate=2e-3, warmup_steps=100, eval_every=200),
     # DiT-S: 33 million parameters, for a GPU.
     "small": DiTPreset(layers=12, width=384, heads=6, tokens=16_384, images=576, steps=5_000, learning_rate=5e-4, warmup_steps=500, eval_every=500, ema=0.999),
+    # 80 million parameters, in layers whose sides are multiples of 128: for `python -m models.compare_precision`.
+    "wide": DiTPreset(layers=4, width=1024, heads=8, tokens=8_192, images=384, steps=500, learning_rate=3e-4, warmup_steps=60, eval_every=250),
 }

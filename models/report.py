@@ -41,6 +41,31 @@ def plot_loss(history: History, unit: str, path: Path, baseline: tuple[str, floa
     figure.savefig(path, dpi=120)
 
 
+def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
+    """A column a model: the loss curves in every precision, and below them how far each lies from the baseline's first seed.
+
+    Args:
+      rows: of `models.compare_precision`.
+    """
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(7 * len(models), 7), layout="constrained")
+    for (above, below), model in zip(figure.subplots(2, len(models), squeeze=False, sharex="col").T, models, strict=True):
+        mine = [row for row in rows if row["model"] == model]
+        wanted = np.array(next(row["curve"] for row in mine if row["precision"] == baseline and row["seed"] == 0))
+        for row in mine:
+            curve, label = np.array(row["curve"]), row["precision"] if row["seed"] == 0 else f"{row['precision']}, other parameters"
+            steps = (np.arange(len(curve)) + 0.5) * row["steps"] / len(curve)
+            line = {"color": "black", "linestyle": "-" if row["seed"] == 0 else ":"} if row["precision"] == baseline else {"linewidth": 1}
+            above.plot(steps, curve, label=label, **line)
+            if len(curve) == len(wanted):
+                below.plot(steps, 100 * (curve / wanted - 1), **line)
+        above.set(title=model, ylabel="training loss", yscale="log")
+        below.set(xlabel="step", ylabel=f"% from {baseline}", ylim=(-3, 3))
+        below.grid(alpha=0.3)
+        above.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
 def plot_expert_load(load: np.ndarray, path: Path) -> None:
     """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is a fair one."""
     load = load * load.shape[-1]

@@ -14,9 +14,11 @@ import typer
 from flax import nnx
 from rich.console import Console
 
+from jaxops.nn import AmaxHistory
 from models.data import Corpus, bigram_nats, even_windows, random_windows, read_corpus
 from models.loop import BACKENDS, check_option, make_optimizer, run_steps, with_steps
 from models.moe_lm import MoELM, generate, loss_fn
+from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_expert_load, plot_loss
 
@@ -24,9 +26,10 @@ UNIT = "nats a byte"
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. It is donated: the step writes the new state over the old one."""
+    """Everything that a step changes. It is donated: the step writes the new state over the old one. `histories` is empty but with delayed scaling."""
 
     params: nnx.State
+    histories: nnx.State
     opt_state: optax.OptState
     step: jax.Array
 
@@ -39,11 +42,10 @@ class Metrics(NamedTuple):
     load: jax.Array
 
 
-def for_this_machine(preset: Preset, steps: int | None, backend: str) -> Preset:
-    """The preset with the number of steps asked for, in bfloat16 and with cuDNN's attention on a GPU."""
-    model = dataclasses.replace(preset.model, backend=backend)
-    if jax.default_backend() == "gpu":
-        model = dataclasses.replace(model, dtype="bfloat16", attention="cudnn")
+def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
+    """The preset with the number of steps and the precision asked for; on a GPU with cuDNN's attention, which has no float32."""
+    attention = "cudnn" if jax.default_backend() == "gpu" and precision.dtype != "float32" else "xla"
+    model = dataclasses.replace(preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention)
     return with_steps(dataclasses.replace(preset, model=model), steps)
 
 
@@ -52,35 +54,38 @@ def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
     def create():
         return MoELM(preset.model, rngs=nnx.Rngs(seed))
 
-    graphdef, params = nnx.split(create())
+    graphdef, params, histories = nnx.split(create(), nnx.Param, AmaxHistory)
     opt_state = jax.jit(make_optimizer(preset).init)(params)
-    return graphdef, TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+    return graphdef, TrainState(params, histories, opt_state, jnp.zeros((), jnp.int32))
 
 
 def make_step(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
     """The whole training step as one compiled program: cut a batch from data, gradient, update. Nothing in it waits for the host."""
     optimizer = make_optimizer(preset)
 
-    def objective(params, windows):
-        loss, routing = loss_fn(nnx.merge(graphdef, params), windows)
+    def objective(params, histories, windows):
+        model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
+        loss, routing = loss_fn(model, windows)
         balance = jnp.mean(routing.balance)
-        return loss + preset.balance_weight * balance, Metrics(loss, balance, routing.load)
+        return loss + preset.balance_weight * balance, (Metrics(loss, balance, routing.load), nnx.state(model, AmaxHistory))
 
     def step(state: TrainState, data: jax.Array, key: jax.Array) -> tuple[TrainState, Metrics]:
         windows = random_windows(data, jax.random.fold_in(key, state.step), preset.batch, preset.model.context + 1)
-        grads, metrics = jax.grad(objective, has_aux=True)(state.params, windows)
+        grads, (metrics, histories) = jax.grad(objective, has_aux=True)(state.params, state.histories, windows)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state, step=state.step + 1), metrics
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, histories=histories, opt_state=opt_state, step=state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)
 
 
-def make_evaluate(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[nnx.State, jax.Array], jax.Array]:
+def make_evaluate(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[nnx.State, nnx.State, jax.Array], jax.Array]:
     """Mean loss over windows, a batch at a time."""
 
     @jax.jit
-    def evaluate(params: nnx.State, windows: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params)
+    def evaluate(params: nnx.State, histories: nnx.State, windows: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params, histories)
+        model.eval()
         batches = windows.reshape(-1, min(preset.batch, windows.shape[0]), windows.shape[1])
         return jnp.mean(jax.lax.map(lambda batch: loss_fn(model, batch)[0], batches))
 
@@ -88,7 +93,7 @@ def make_evaluate(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[nnx.State
 
 
 def train(preset: Preset, corpus: Corpus, seed: int, console: Console) -> tuple[MoELM, History]:
-    """Runs all steps and evaluations; the model that comes back is trained."""
+    """Runs all steps and evaluations; the model that comes back is trained, and in evaluation mode."""
     graphdef, state = init_state(preset, seed)
     step, evaluate = make_step(graphdef, preset), make_evaluate(graphdef, preset)
     console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
@@ -101,15 +106,17 @@ def train(preset: Preset, corpus: Corpus, seed: int, console: Console) -> tuple[
         state, metrics = step(state, data, key)
         return metrics
 
-    history = run_steps(preset, advance, lambda: evaluate(state.params, windows), preset.batch * preset.model.context, UNIT, console)
-    return nnx.merge(graphdef, state.params), history
+    history = run_steps(preset, advance, lambda: evaluate(state.params, state.histories, windows), preset.batch * preset.model.context, UNIT, console)
+    model = nnx.merge(graphdef, state.params, state.histories)
+    model.eval()
+    return model, history
 
 
 def sample(model: MoELM, prompt: np.ndarray, seed: int, length: int = 300) -> str:
     """What the model writes after the prompt."""
-    graphdef, params = nnx.split(model)
-    run = jax.jit(lambda params, prompt, key: generate(nnx.merge(graphdef, params), prompt, key, length))
-    return bytes(np.asarray(run(params, prompt, jax.random.key(seed)))).decode(errors="replace")
+    graphdef, state = nnx.split(model)
+    run = jax.jit(lambda state, prompt, key: generate(nnx.merge(graphdef, state), prompt, key, length))
+    return bytes(np.asarray(run(state, prompt, jax.random.key(seed)))).decode(errors="replace")
 
 
 def main(
@@ -117,14 +124,17 @@ def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: runs/lm-PRESET.")] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters, the batches and the sample.")] = 0,
-    backend: Annotated[str, typer.Option(help="Of the grouped matrix multiplications: auto, pallas or xla.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Of the experts' matrix multiplications and of those in FP8: auto, pallas or xla.")] = "auto",
+    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")] = None,
 ) -> None:
     """Trains a mixture-of-experts language model on the bytes of the Python standard library's sources."""
     check_option("preset", preset, PRESETS)
     check_option("backend", backend, BACKENDS)
+    precision = for_this_machine() if precision is None else precision
+    check_option("precision", precision, PRECISIONS)
     begin = time.perf_counter()
     console = Console(highlight=False, soft_wrap=True)
-    chosen = for_this_machine(PRESETS[preset], steps, backend)
+    chosen = configure(PRESETS[preset], steps, backend, PRECISIONS[precision])
     out = Path("runs", f"lm-{preset}") if out is None else out
     out.mkdir(parents=True, exist_ok=True)
 
@@ -132,7 +142,7 @@ def main(
     windows = even_windows(corpus.heldout, chosen.eval_windows, chosen.model.context + 1)
     bigram = bigram_nats(corpus.train, windows)
     console.print(f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out; a bigram table needs {bigram:.3f} nats a held-out byte")
-    console.print(f"preset {preset}, {chosen.model.dtype} on {jax.devices()[0].device_kind}")
+    console.print(f"preset {preset}, {precision} on {jax.devices()[0].device_kind}")
 
     model, history = train(chosen, corpus, seed, console)
     plot_loss(history, UNIT, out / "loss.png", ("bigram table", bigram))

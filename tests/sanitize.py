@@ -13,7 +13,9 @@ import numpy as np
 
 import jaxops
 from jaxops.ops import adaln
+from jaxops.ops import quantize as quantizing
 from jaxops.ops.grouped_matmul import Plan, Tiles
+from jaxops.ops.quantize import Tile
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
 OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
@@ -64,6 +66,50 @@ def row_kernels() -> None:
             print(plan, "done", flush=True)
 
 
+def fp8_products() -> None:
+    """Both FP8 products and their gradients, with each kind of scales: by Pallas, and by what the device runs best on rows of whole 16 bytes."""
+    rng = np.random.default_rng(0)
+    for backend, K, N in (("pallas", 200, 136), ("auto", 208, 144)):
+        for recipe in ("tensorwise", "rowwise", "blockwise"):
+            x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (M, N)))
+            options = {"recipe": recipe, "backend": backend}
+
+            @jax.jit
+            def run(offsets, x=x, w=w, dy=dy, options=options):
+                y, vjp = jax.vjp(lambda x, w: jaxops.fp8_grouped_matmul(x, w, offsets, **options) + jaxops.fp8_matmul(x, w[0], **options), x, w)
+                return y, vjp(dy)
+
+            for offsets in OFFSETS:
+                jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
+            print(options, "done", flush=True)
+
+
+def quantize() -> None:
+    """Every scaling in both layouts, each dtype, ragged and not, stochastically rounded and not, a stack; tiles as the heuristic has them and others."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(M, K)), jnp.bfloat16)
+    tiles = {"block_1x128": [None, Tile(128, 128, 4, 8, 4, 1)], "tensorwise": [None, Tile(128, 64, 32, 2, 8, 2)]}
+    for scaling in ("tensorwise", "rowwise", "block_1x128", "block_128x128"):
+        for tile in tiles.get(scaling, [None]):
+
+            @jax.jit
+            def run(offsets, key, scaling=scaling, tile=tile):
+                both = {"scaling": scaling, "layouts": "both", "plan": quantizing.Plan(cast=tile)}
+                found = [jaxops.quantize(a, **both) for a in (x, x.astype(jnp.float32), x[:, 1:], x.reshape(3, 100, K))]
+                found += [
+                    jaxops.quantize(x, **both, key=key),
+                    jaxops.quantize(x, scaling=scaling, dtype="float8_e5m2"),
+                    jaxops.quantize(x[:1], scaling=scaling),
+                ]
+                return found + ([] if scaling == "block_128x128" else [jaxops.quantize(x, **both, group_offsets=offsets, key=key)])
+
+            for offsets in OFFSETS:
+                jax.block_until_ready(run(jnp.array(offsets, jnp.int32), jax.random.key(0)))
+            print(scaling, tile, "done", flush=True)
+
+
 if __name__ == "__main__":
     grouped_matmul()
     row_kernels()
+    quantize()
+    fp8_products()

@@ -1,8 +1,12 @@
 """What is known of the device that a call is traced for."""
 
 import dataclasses
+import re
 
 import jax
+
+# NVIDIA's cards before Ada (compute capability 8.9), whose names are all that an abstract device tells; newer ones are not listed one by one.
+_BEFORE_ADA = re.compile(r"\b([ATVPKM]\d{1,4}[XGM]?|RTX A\d{3,4}|RTX [23]0\d\d(?! Ada)|GTX \d+|TITAN|Quadro|Orin|Xavier)\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +25,21 @@ class Device:
     def slug(self) -> str:
         """The kind as a file name: "nvidia_h200"."""
         return self.kind.lower().replace(" ", "_")
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether wgmma and TMA are there: compute capability 9.0."""
+        return self.platform in ("gpu", "cuda") and re.search(r"\bG?H(20|100|200|800)\b", self.kind) is not None
+
+    @property
+    def cores(self) -> int:
+        """Multiprocessors of a Hopper card: how many programs a persistent kernel starts."""
+        return 114 if "PCIe" in self.kind else 78 if "H20" in self.kind and "H200" not in self.kind else 132
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether an NVIDIA GPU converts and multiplies FP8: Ada, Hopper and later."""
+        return not _BEFORE_ADA.search(self.kind)
 
     @property
     def shared_bytes(self) -> int:
@@ -46,15 +65,15 @@ def interpret() -> bool:
     return current_device().platform == "cpu"
 
 
-def choose_backend(device: Device, backend: str, plan) -> str:
-    """ "pallas" or "xla": what the call or its plan (anything with a `backend`, or None) says, else what the device runs best.
+def choose_backend(device: Device, backend: str, plan, backends: tuple[str, ...] = ("pallas", "xla")) -> str:
+    """One of `backends`: what the call or its plan (anything with a `backend`, or None) says, else "pallas" on a GPU and "xla" elsewhere.
 
     Raises:
       ValueError: an unknown backend, or one that contradicts the plan.
       NotImplementedError: pallas on a TPU.
     """
-    if backend not in ("auto", "pallas", "xla"):
-        raise ValueError(f"backend={backend!r}: write 'auto', 'pallas' or 'xla'.")
+    if backend not in ("auto", *backends):
+        raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, ('auto', *backends[:-1])))} or {backends[-1]!r}.")
     if plan is not None:
         if backend not in ("auto", plan.backend):
             raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")

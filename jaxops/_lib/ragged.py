@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.fp8 import BLOCK
+
 
 def runs(offsets_at, r: jax.Array, G: int, M: int) -> tuple[jax.Array, jax.Array]:
     """First row and end of run r: run 0 lies before the groups, run 1 + g is group g, run G + 1 lies after them, later runs are empty.
@@ -17,3 +19,16 @@ def runs(offsets_at, r: jax.Array, G: int, M: int) -> tuple[jax.Array, jax.Array
     hi = jnp.where(r <= G, offsets_at(jnp.clip(r, 0, G)), M)
     lo = jnp.clip(lo, 0, M)
     return lo, jnp.clip(hi, lo, M)
+
+
+def padded_rows(M: int, G: int) -> int:
+    """Rows of a copy of M ragged rows in G groups in which every group fills whole blocks of 128: enough for any offsets."""
+    return BLOCK * (-(-M // BLOCK) + G)
+
+
+def padded_starts(group_offsets: jax.Array, M: int) -> jax.Array:
+    """[G + 1] int32: where each group starts in the copy that `padded_rows` measures, then where the last one's blocks end."""
+    G = group_offsets.shape[0] - 1
+    lo, hi = runs(lambda i: group_offsets[i], jnp.arange(1, G + 1, dtype=jnp.int32), G, M)
+    ends = BLOCK * jnp.cumsum((hi - lo + BLOCK - 1) // BLOCK, dtype=jnp.int32)
+    return jnp.minimum(jnp.concatenate([jnp.zeros(1, jnp.int32), ends]), padded_rows(M, G))

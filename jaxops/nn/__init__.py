@@ -1,6 +1,9 @@
 """Flax NNX modules around the ops. Linen users wrap them with `flax.nnx.bridge.to_linen`."""
 
 from jaxops.nn.adaln import AdaLayerNorm, AdaLNZeroBlock, AdaRMSNorm
+from jaxops.nn.fp8 import Fp8GroupedLinear, Fp8Linear
+from jaxops.nn.fp8_dot_general import Fp8DotGeneral
+from jaxops.nn.fp8_product import AmaxHistory
 from jaxops.nn.grouped_linear import GroupedLinear
 
-__all__ = ["AdaLNZeroBlock", "AdaLayerNorm", "AdaRMSNorm", "GroupedLinear"]
+__all__ = ["AdaLNZeroBlock", "AdaLayerNorm", "AdaRMSNorm", "AmaxHistory", "Fp8DotGeneral", "Fp8GroupedLinear", "Fp8Linear", "GroupedLinear"]

@@ -1,7 +1,7 @@
 """Adaptive normalisation over packed sequences: `AdaLayerNorm`, `AdaRMSNorm`, and the block of a diffusion transformer that is built on them."""
 
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxops.ops.adaln import Plan, adaln, gated_residual, gated_residual_adaln
 default_modulation_init = nnx.initializers.zeros_init()
 
 
-def _modulation(head: nnx.Linear, parts: int, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array) -> list[jax.Array]:
+def _modulation(head, parts: int, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array) -> list[jax.Array]:
     """silu(cond) through the head, cut into parts; each has as many rows as cond."""
     features = head.out_features // parts
     if x.ndim != 2 or x.shape[1] != features:
@@ -49,11 +49,12 @@ class _AdaNorm(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         modulation_init: Initializer = default_modulation_init,
+        linear: Callable[..., Any] = nnx.Linear,
         backend: str = "auto",
         plan: Plan | None = None,
         rngs: nnx.Rngs,
     ):
-        self.modulation = nnx.Linear(cond_features, 2 * num_features, kernel_init=modulation_init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.modulation = linear(cond_features, 2 * num_features, kernel_init=modulation_init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.weight = nnx.Param(jnp.ones(num_features, param_dtype)) if use_weight else nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(num_features, param_dtype)) if use_bias else nnx.data(None)
         self.num_features = num_features
@@ -131,6 +132,7 @@ class AdaLayerNorm(_AdaNorm):
       dtype: dtype of the head's multiplication and of the result; promoted from x and the parameters by default. The norm itself is float32.
       param_dtype: dtype of the parameters.
       modulation_init: of the head's kernel, called with (key, [cond_features, 2 * num_features], param_dtype); zero by default.
+      linear: what the head is made by, called as `flax.nnx.Linear`; `functools.partial(Fp8Linear, recipe="blockwise")` makes one in FP8.
       backend, plan: as in `jaxops.adaln`.
       rngs: the stream `params` makes the parameters.
     """
@@ -166,6 +168,7 @@ class AdaRMSNorm(_AdaNorm):
       dtype: dtype of the head's multiplication and of the result; promoted from x and the parameters by default. The norm itself is float32.
       param_dtype: dtype of the parameters.
       modulation_init: of the head's kernel, called with (key, [cond_features, 2 * num_features], param_dtype); zero by default.
+      linear: what the head is made by, called as `flax.nnx.Linear`; `functools.partial(Fp8Linear, recipe="blockwise")` makes one in FP8.
       backend, plan: as in `jaxops.adaln`.
       rngs: the stream `params` makes the parameters.
     """
@@ -206,6 +209,7 @@ class AdaLNZeroBlock(nnx.Module):
       dtype: dtype of the head's multiplication and of what mixer and mlp are given; promoted from x and the parameters by default.
       param_dtype: dtype of the head's parameters.
       modulation_init: of the head's kernel, called with (key, [cond_features, 6 * num_features], param_dtype); zero by default.
+      linear: what the head is made by, called as `flax.nnx.Linear`; `functools.partial(Fp8Linear, recipe="blockwise")` makes one in FP8.
       backend, plan: as in `jaxops.adaln`.
       rngs: the stream `params` makes the parameters.
     """
@@ -222,11 +226,12 @@ class AdaLNZeroBlock(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         modulation_init: Initializer = default_modulation_init,
+        linear: Callable[..., Any] = nnx.Linear,
         backend: str = "auto",
         plan: Plan | None = None,
         rngs: nnx.Rngs,
     ):
-        self.modulation = nnx.Linear(cond_features, 6 * num_features, kernel_init=modulation_init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.modulation = linear(cond_features, 6 * num_features, kernel_init=modulation_init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.mixer = mixer
         self.mlp = mlp
         self.num_features = num_features

@@ -95,17 +95,19 @@ class GroupedLinear(nnx.Module):
           ValueError: x or group_offsets of another shape, an unknown backend.
           TypeError: dtypes that `jaxops.grouped_matmul` does not multiply, offsets that are not int32.
         """
-        if x.ndim != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; it must be [M, in_features={self.in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
-            )
-        if tuple(group_offsets.shape) != (self.num_groups + 1,):
-            raise ValueError(
-                f"group_offsets has shape {tuple(group_offsets.shape)}; it must be [num_groups + 1] = ({self.num_groups + 1},): "
-                "the cumulative sum of the group sizes, with a 0 before it."
-            )
+        check_rows(x, group_offsets, self.in_features, self.num_groups)
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
         return grouped_matmul(
             x, kernel, group_offsets, bias=bias, precision=self.precision, compute_dtype=dtype, out_dtype=dtype, backend=self.backend, plan=self.plan
+        )
+
+
+def check_rows(x: jax.Array, group_offsets: jax.Array, in_features: int, num_groups: int) -> None:
+    if x.ndim != 2 or x.shape[1] != in_features:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [M, in_features={in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1]).")
+    if tuple(group_offsets.shape) != (num_groups + 1,):
+        raise ValueError(
+            f"group_offsets has shape {tuple(group_offsets.shape)}; it must be [num_groups + 1] = ({num_groups + 1},): "
+            "the cumulative sum of the group sizes, with a 0 before it."
         )

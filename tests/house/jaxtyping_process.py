@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 from beartype import beartype
-from jaxtyping import Array, Float, Int, Int32, TypeCheckError, install_import_hook, jaxtyped
+from jaxtyping import Array, Float, Float32, Int, Int32, TypeCheckError, UInt32, install_import_hook, jaxtyped
 
 with install_import_hook("jaxops", "beartype.beartype"):
     import jaxops
@@ -106,12 +106,59 @@ def gated_residual_adaln(
     return jaxops.gated_residual_adaln(residual, h, gate, scale, shift, sequence_offsets, weight=weight, bias=bias, **options)
 
 
+@typed
+def quantize(
+    x: Float[Array, "M K"] | Float[Array, "G M K"],
+    *,
+    group_offsets: Int32[Array, " offsets"] | None = None,
+    amax: Float32[Array, ""] | None = None,
+    key: UInt32[Array, "2"] | None = None,
+    **options,
+) -> jaxops.Quantized:
+    return jaxops.quantize(x, group_offsets=group_offsets, amax=amax, key=key, **options)
+
+
+@typed
+def quantize_both(
+    x: Float[Array, "M K"], blocks: Float[Array, "KB MB"]
+) -> tuple[Float[Array, "M K"], Float[Array, "KB M"], Float[Array, "K M"], Float[Array, "MB K"]]:
+    """blocks: as many as there are scales, of any values."""
+    q = jaxops.quantize(x, layouts="both")
+    return q.values, q.scales, q.values_t, q.scales_t
+
+
+@typed
+def dequantize(q: jaxops.Quantized, dtype=None) -> Float[Array, "*stack M K"]:
+    return jaxops.dequantize(q, dtype)
+
+
+@typed
+def fp8_matmul(x: Float[Array, "*leading K"], w: Float[Array, "K N"], **options) -> Float[Array, "*leading N"]:
+    return jaxops.fp8_matmul(x, w, **options)
+
+
+@typed
+def fp8_matmul_delayed(
+    x: Float[Array, "*leading K"], w: Float[Array, "K N"], amax: tuple[Float32[Array, ""], Float32[Array, ""]]
+) -> tuple[Float[Array, "*leading N"], tuple[Float32[Array, ""], Float32[Array, ""]]]:
+    return jaxops.fp8_matmul(x, w, recipe="delayed", amax=amax)
+
+
+@typed
+def fp8_grouped_matmul(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_offsets: Int32[Array, "G+1"], **options) -> Float[Array, "M N"]:
+    return jaxops.fp8_grouped_matmul(lhs, rhs, group_offsets, **options)
+
+
 SIGNATURES = {
     "adaln": adaln,
+    "dequantize": dequantize,
+    "fp8_grouped_matmul": fp8_grouped_matmul,
+    "fp8_matmul": fp8_matmul,
     "gated_residual": gated_residual,
     "gated_residual_adaln": gated_residual_adaln,
     "grouped_matmul": grouped_matmul,
     "grouped_wgrad": grouped_wgrad,
+    "quantize": quantize,
     "ragged_dot": ragged_dot,
 }
 
@@ -123,7 +170,7 @@ VECTORS, VECTOR = jnp.ones((G, K)), jnp.ones(K)  # of two sequences, beside LHS 
 
 
 def test_every_public_function_has_a_signature():
-    assert set(SIGNATURES) == set(jaxops.__all__)
+    assert set(SIGNATURES) == {name for name in jaxops.__all__ if not inspect.isclass(getattr(jaxops, name))}
     for name, signature in SIGNATURES.items():
         named = {p.name for p in inspect.signature(signature).parameters.values() if p.kind is not p.VAR_KEYWORD}
         assert named <= set(inspect.signature(getattr(jaxops, name)).parameters)
@@ -163,6 +210,32 @@ def test_right_shapes_of_rows_pass(backend, dtype):
     assert [g.shape for g in grads] == [(M, K), (G, K)]
 
 
+def test_right_shapes_of_quantised_tensors_pass():
+    for scaling in ("tensorwise", "rowwise", "block_1x128", "block_128x128"):
+        for x in (LHS, RHS):
+            assert jax.eval_shape(lambda x, scaling=scaling: dequantize(quantize(x, scaling=scaling, layouts="both")), x).shape == x.shape
+    jax.eval_shape(quantize_both, jnp.ones((300, 130)), jnp.ones((2, 3)))
+    jax.eval_shape(lambda x: quantize(x, group_offsets=OFFSETS, layouts="col", key=jnp.zeros(2, jnp.uint32)).values_t, LHS)
+    jax.eval_shape(lambda x: quantize(x, scaling="tensorwise", amax=jnp.float32(1)).values, LHS)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
+def test_right_shapes_of_fp8_products_pass(backend, dtype):
+    def calls(lhs, rhs, amax):
+        cached = jaxops.quantize(rhs, scaling="block_128x128", layouts="both", backend=backend)
+        loss = lambda rhs: fp8_grouped_matmul(lhs, rhs, OFFSETS, rhs_quantized=cached, backend=backend).sum()
+        return [
+            fp8_matmul(lhs.reshape(1, M, K), rhs[0], recipe="rowwise", out_dtype=jnp.float32, backend=backend),
+            fp8_matmul_delayed(lhs, rhs[0], (amax, amax))[0],
+            jax.grad(lambda w: fp8_matmul(lhs, w, backend=backend).sum())(rhs[0]),
+            fp8_grouped_matmul(lhs, rhs, OFFSETS, recipe="tensorwise", backend=backend),
+            jax.grad(loss)(rhs),
+        ]
+
+    outs = jax.eval_shape(calls, LHS.astype(dtype), RHS.astype(dtype), jnp.float32(1))
+    assert [out.dtype for out in outs] == [jnp.float32, *[dtype] * 4]
+
+
 def test_right_shapes_pass_under_transformations():
     grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(LHS, RHS, BIAS)
     assert [g.shape for g in grads] == [(M, K), (G, K, N), (G, N)]
@@ -186,6 +259,15 @@ def test_right_shapes_pass_under_transformations():
         lambda: adaln_per_row(LHS, VECTORS, VECTORS, OFFSETS),
         lambda: gated_residual(LHS, LHS[1:], VECTORS, OFFSETS),
         lambda: gated_residual_adaln(LHS, LHS, VECTORS, VECTORS, LHS, OFFSETS),
+        lambda: quantize(VECTOR),
+        lambda: quantize(LHS, scaling="tensorwise", amax=VECTOR),
+        lambda: quantize_both(jnp.ones((300, 130)), jnp.ones((3, 2))),
+        lambda: dequantize(LHS),
+        lambda: fp8_matmul(LHS, RHS),
+        lambda: fp8_matmul(LHS, RHS[0].T),
+        lambda: fp8_matmul_delayed(LHS, RHS[0], (VECTOR, VECTOR)),
+        lambda: fp8_grouped_matmul(LHS, RHS.mT, OFFSETS),
+        lambda: fp8_grouped_matmul(LHS, RHS, OFFSETS[:-1]),
     ],
 )
 def test_wrong_shapes_are_refused(call):

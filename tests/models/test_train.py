@@ -20,9 +20,10 @@ def test_without_a_command_it_shows_help():
         assert f" {command} " in text
 
 
-@pytest.mark.parametrize(
-    ("command", "options"), [("lm", ("preset", "steps", "out", "seed", "backend")), ("dit", ("data", "preset", "steps", "out", "seed", "backend"))]
-)
+BOTH = ("preset", "steps", "out", "seed", "backend", "precision")
+
+
+@pytest.mark.parametrize(("command", "options"), [("lm", BOTH), ("dit", ("data", *BOTH))])
 def test_help(command, options):
     shown = CliRunner().invoke(app, [command, "--help"])
     assert shown.exit_code == 0
@@ -30,6 +31,9 @@ def test_help(command, options):
         assert option in shown.output
 
 
-@pytest.mark.parametrize("arguments", [["dit", "--data", "cats"], ["lm", "--preset", "huge"], ["dit", "--steps", "0"], ["lm", "--data", "digits"], ["vae"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["dit", "--data", "cats"], ["lm", "--preset", "huge"], ["dit", "--steps", "0"], ["lm", "--precision", "fp4"], ["lm", "--data", "digits"], ["vae"]],
+)
 def test_a_bad_option_ends_the_command(arguments):
     assert CliRunner().invoke(app, arguments).exit_code == 2

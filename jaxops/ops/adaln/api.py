@@ -57,13 +57,13 @@ def adaln(
       weight, bias: [D], a learned affine map after the norm, or None.
       eps: added to the variance ("layer") or mean square ("rms").
       activation: "silu", "gelu" (with erf) or None, before the modulation.
-      out_dtype: dtype of y; x.dtype by default. float8_e4m3fn or float8_e5m2 give a `Quantized`, with one scale for 128 columns of a row, ready for an
-        FP8 product; that has no gradient.
+      out_dtype: dtype of y; x.dtype by default. float8_e4m3fn or float8_e5m2 give a `Quantized` with block_1x128 scales, as `jaxops.quantize` makes,
+        ready for an FP8 product; that has no gradient.
       backend: "auto" takes the Pallas kernels on a GPU and plain XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
-      [T, D] in out_dtype; for FP8 a pytree of values [T, D] and float32 scales [T, cdiv(D, 128)].
+      [T, D] in out_dtype; for FP8 a `Quantized` of values [T, D] and float32 scales [cdiv(D, 128), T].
 
     Raises:
       ValueError: shapes that do not fit together, an unknown norm, activation or backend.
@@ -208,14 +208,14 @@ def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[A
     plan = make_plan(problem, device, tuned_rows("adaln", device), backend=backend, plan=plan)
     results: Any = _call(spec, plan, False, arrays)
     residual, y, scales, _ = results
-    return residual, y if scales is None else Quantized(y, scales)
+    return residual, y if scales is None else Quantized(y, scales, scaling="block_1x128", dtype=arrays.x.dtype.name)
 
 
 def _forward(spec: Spec, plan: Plan, arrays: Arrays, save_stats: bool) -> dict[str, jax.Array]:
     (T, D), B = arrays.x.shape, arrays.offsets.shape[0] - 1
     if 0 in (T, D, B):  # nothing is in a sequence
         found = {"residual": arrays.x, "y": jnp.zeros((T, D), spec.out_dtype)}
-        return found | ({"y_scales": jnp.zeros((T, -(-D // BLOCK)), jnp.float32)} if spec.out_dtype in FP8 else {})
+        return found | ({"y_scales": jnp.zeros((-(-D // BLOCK), T), jnp.float32)} if spec.out_dtype in FP8 else {})
     if plan.backend == "xla":
         return forward_xla(spec, arrays)
     assert plan.fwd is not None  # make_plan fills it

@@ -46,8 +46,8 @@ def _fwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tiles: Rows, save_sta
             if "y_scales" in ref:
                 quantized = [quantize_blocks(chunk, ref["y"].dtype) for chunk in y]
                 y = [values for values, _ in quantized]
-                blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[1], block=tiles.block // BLOCK)
-                blocks.store(ref["y_scales"], rows, rows_in, [scales for _, scales in quantized])
+                blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=tiles.block // BLOCK)
+                blocks.store_transposed(ref["y_scales"], rows, rows_in, [scales for _, scales in quantized])
             columns.store(ref["y"], rows, rows_in, y)
         return carry
 
@@ -63,7 +63,7 @@ def forward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, *, save_stats: bool,
     if spec.out_dtype in FP8:
         # Room for whole blocks of 128 in every register array: the last one may be wider than D.
         tiles = dataclasses.replace(tiles, block=max(BLOCK, tiles.block))
-        outs["y_scales"] = ((T, pl.cdiv(D, BLOCK)), jnp.dtype("float32"))
+        outs["y_scales"] = ((pl.cdiv(D, BLOCK), T), jnp.dtype("float32"))
     if spec.norm is not None:
         outs |= {"y": ((T, D), jnp.dtype(spec.out_dtype))} | (dict.fromkeys(STATS[spec.norm], ((T,), jnp.dtype("float32"))) if save_stats else {})
     found = pl.pallas_call(

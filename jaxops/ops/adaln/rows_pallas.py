@@ -92,11 +92,18 @@ class Columns:
         return [plgpu.load(ref.at[columns], mask=columns_in, other=None if columns_in is None else 0.0) for columns, columns_in in self]
 
     def store(self, ref, rows: jax.Array, rows_in: jax.Array, values: Chunks) -> None:
+        self._store(lambda columns: ref.at[rows, columns], ref.dtype, rows_in, values)
+
+    def store_transposed(self, ref, rows: jax.Array, rows_in: jax.Array, values: Chunks) -> None:
+        """Into ref [D, T]."""
+        self._store(lambda columns: ref.at[columns, rows], ref.dtype, rows_in, values)
+
+    def _store(self, at, dtype, rows_in: jax.Array, values: Chunks) -> None:
         for (columns, columns_in), value in zip(self, values, strict=True):
-            shape = (rows.shape[0], self.block)
+            shape = (rows_in.shape[0], self.block)
             mask = jnp.broadcast_to(rows_in, shape)
             mask = mask if columns_in is None else mask & jnp.broadcast_to(columns_in, shape)
-            plgpu.store(ref.at[rows, columns], jnp.broadcast_to(value, shape).astype(ref.dtype), mask=mask)
+            plgpu.store(at(columns), jnp.broadcast_to(value, shape).astype(dtype), mask=mask)
 
     def mean(self, values: Chunks) -> jax.Array:
         """[step, 1]. What lies past D must be zero."""

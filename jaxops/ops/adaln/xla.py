@@ -50,8 +50,8 @@ def forward_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     y = jnp.where(inside, ACTIVATIONS[spec.activation](u) * (1 + of_rows(scale)) + of_rows(shift), 0)
     if spec.out_dtype in FP8:
         D = y.shape[1]
-        y, found["y_scales"] = quantize_blocks(jnp.pad(y, ((0, 0), (0, -D % BLOCK))), spec.out_dtype)
-        y = y[:, :D]
+        y, scales = quantize_blocks(jnp.pad(y, ((0, 0), (0, -D % BLOCK))), spec.out_dtype)
+        y, found["y_scales"] = y[:, :D], scales.T
     return found | {"y": y.astype(spec.out_dtype)}
 
 

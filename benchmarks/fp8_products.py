@@ -1,0 +1,111 @@
+"""jaxops' FP8 products with nothing else in them: operands that were quantised before, multiplied by the kernel that a plan says. Floors, and GEMM rows."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jaxops
+from benchmarks import quantized_bytes
+from jaxops._lib.device import current_device, interpret
+from jaxops._lib.fp8 import Quantized
+from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
+from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of
+from jaxops.ops.fp8_matmul.plan import Plan, Problem, Tiles, candidates, make_plan
+from jaxops.ops.fp8_matmul.recipes import Recipe
+from jaxops.ops.fp8_matmul.xla import multiply_xla
+
+OP = "fp8_matmul"
+RESULTS = {"fwd": "y", "dgrad": "dx", "wgrad": "dw"}
+
+
+def choose_plan(problem: Problem, backend: str = "auto", cast: Literal["before", "inside"] | None = None) -> Plan:
+    """What the op itself would choose; with cast, what it would choose for that way of casting.
+
+    Raises:
+      NotImplementedError: the recipe is not cast that way.
+    """
+    device = current_device()
+    chosen = make_plan(problem, device, tuned_rows(OP, device), backend=backend)
+    if cast not in (None, chosen.cast):
+        chosen = make_plan(problem, device, tuned_rows(OP, device), plan=Plan(chosen.backend, cast))
+        if chosen.cast != cast:
+            raise NotImplementedError(f"{problem.recipe} is not cast {cast} the product by the {chosen.backend} backend")
+    return chosen
+
+
+def own_tiles(problem: Problem, plan: Plan, pass_name: str) -> Tiles | None:
+    """The plan's, unless it leaves the product to cuBLASLt: then jaxops' own kernel's, as tuning would begin with."""
+    tiles = getattr(plan, pass_name)
+    if plan.backend != "triton" or tiles is None or tiles.kernel == "triton":
+        return tiles
+    return next(tiles for tiles in candidates(pass_name, problem, current_device()) if tiles.kernel == "triton")
+
+
+def multiply(a: Operand, b: Operand, offsets: jax.Array | None = None, *, tiles: Tiles | None, **how) -> jax.Array:
+    """A @ B.T by the kernel that tiles name; None is the xla backend."""
+    if tiles is None or tiles.kernel == "xla":
+        return multiply_xla(a, b, offsets, **how)
+    if tiles.kernel == "pallas":
+        return multiply_pallas(a, b, offsets, tiles=tiles, interpret=interpret(), **how)
+    from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton  # jax-triton needs Python >= 3.12
+
+    return multiply_triton(a, b, offsets, tiles=tiles, **how)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "name", "layouts"))
+def quantize_for(recipe: Recipe, name: str, tensor: jax.Array, layouts: Literal["row", "col", "both"] = "both", group_offsets=None) -> Quantized:
+    """x, w or dy as the recipe has it. Compiled once a shape: floors, product rows and recipes share what they quantise."""
+    form = getattr(recipe, name)
+    return jaxops.quantize(tensor, scaling=form.scaling, dtype=form.dtype, layouts=layouts, group_offsets=group_offsets)
+
+
+def gemms(recipe: Recipe, passes: tuple[str, ...], plan: Plan) -> Callable[..., dict[str, jax.Array]]:
+    """(quantised x, w, dy and the bfloat16 x, dy, which a weight gradient of high precision takes) -> the passes' results."""
+
+    def call(q: dict[str, Quantized], x: jax.Array, dy: jax.Array):
+        results = {}
+        for pass_name in passes:
+            if pass_name == "wgrad" and recipe.gw_hp:
+                results["dw"] = lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
+                continue
+            a, b = {
+                "fwd": lambda: (rows_of(q["x"]), cols_of(q["w"])),
+                "dgrad": lambda: (rows_of(q["dy"]), rows_of(q["w"])),
+                "wgrad": lambda: (cols_of(q["x"]), cols_of(q["dy"])),
+            }[pass_name]()
+            how = {"ragged": None, "out_dtype": jnp.bfloat16, "fast": pass_name in recipe.fast}
+            results[RESULTS[pass_name]] = multiply(a, b, tiles=getattr(plan, pass_name), **how)
+        return results
+
+    return call
+
+
+def kernels_of(plan: Plan, passes: tuple[str, ...]) -> dict[str, str]:
+    """What multiplies in each pass, in a few words."""
+    found = {}
+    for pass_name in passes:
+        tiles = getattr(plan, pass_name)
+        found[pass_name] = "xla" if tiles is None or tiles.kernel == "xla" else f"{tiles.kernel} {tiles.bm}x{tiles.bn} {tiles.stages}"
+    return found
+
+
+def cast_bytes(recipe: Recipe, pass_name: str, M: int, K: int, N: int) -> int:
+    """The fewest bytes that the casts of x[M, K], w[K, N] and dy[M, N] must move: each tensor read once (twice where no scale is known before all of it is
+    read: `quantized_bytes.reads_needed`), each layout that a product reads written once, with its scales.
+
+    fwd: x by rows, w by columns. fwd+bwd: x, w and dy in both layouts; x and dy by rows only, where the weight gradient is of high precision.
+    """
+    both = "row" if recipe.gw_hp else "both"
+    layouts = {"x": "row", "w": "col"} if pass_name == "fwd" else {"x": both, "w": "both", "dy": both}
+    dims = {"x": (M, K), "w": (K, N), "dy": (M, N)}
+    moved = 0
+    for name, layout in layouts.items():
+        scaling = getattr(recipe, name).scaling
+        reads = quantized_bytes.reads_needed(scaling, layout, given_amax=recipe.delayed and name != "dy")
+        moved += quantized_bytes.moved_bytes(scaling, *dims[name], layout, reads)
+    return moved

@@ -1,0 +1,343 @@
+"""C = A @ B.T of FP8 operands for Hopper, in Gluon: TMA loads, one producer warp, two consumers of four warps each, a persistent grid.
+
+One kernel for every product of the op. A tile of C has BM rows, half for each consumer, which multiplies 64 of them at a time; while one consumer
+scales what the tensor core gave it, the other one multiplies. FP8 accumulation in Hopper's tensor core keeps about 14 bits (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2), so but for FAST the partial sums of 128 of K are added to float32 accumulators; the scales of 128-blocks come in
+the same step, beside the tiles.
+"""
+
+import jax
+import jax.numpy as jnp
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from jaxops._lib.device import current_device
+from jaxops._lib.launch_triton import TensorDescriptor, triton_call
+from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
+from jaxops._lib.tiling import tile_bound
+from jaxops.ops.fp8_matmul.operand import Operand
+from jaxops.ops.fp8_matmul.plan import Tiles
+
+# Where a tile's rows and its part of K come from: one product; row tiles of groups, each group with its own B; one product a group over its part of K.
+DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# Scales: one for A and one for B; one for each row of A and of B; 1x128 of A by 128x128 of B; 1x128 of both.
+TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+BK = gl.constexpr(128)
+ROUND = gl.constexpr(2)  # steps of K whose products may be in flight together
+
+
+@gluon.jit
+def _locate(t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr):
+    """Of tile t: group, first row in A, in B and in C, end of its rows in C, first column, first row in K, steps of K."""
+    num_j = gl.cdiv(N, BN)
+    num_i = gl.cdiv(M, BM) + G + 1 if KIND == ROWS else gl.cdiv(M, BM)
+    p = t % (num_i * num_j) if KIND == CONTRACTION else t
+    first = p // (PANEL * num_j) * PANEL  # columns of PANEL row tiles, so that neighbours in time share operands in L2
+    height = min(num_i - first, PANEL)
+    i = first + p % (PANEL * num_j) % height
+    j = p % (PANEL * num_j) // height
+    if KIND == ROWS:
+        group = gl.load(schedule + i)
+        start = gl.load(schedule + entries + i)
+        end = gl.load(schedule + 2 * entries + i)
+        steps = gl.where(group < G, gl.cdiv(K, BK), 0)  # a tile outside the groups is stored as the zeros that it starts from
+        group = min(group, G - 1)
+        return group, start, group * N + j * BN, start, end, j * BN, 0, steps
+    if KIND == CONTRACTION:
+        rank = t // (num_i * num_j)
+        group = gl.load(schedule + rank)
+        size = gl.load(schedule + 2 * entries + rank) - gl.load(schedule + entries + rank)
+        first_k = gl.load(schedule + 3 * entries + rank)
+        return group, i * BM, j * BN, group * M + i * BM, group * M + M, j * BN, first_k, gl.cdiv(size, BK)
+    return 0, i * BM, j * BN, i * BM, M, j * BN, 0, gl.cdiv(K, BK)
+
+
+@gluon.jit
+def _produce(
+    a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    TILES: gl.constexpr = a_desc.nbytes_per_cta + b_desc.nbytes_per_cta
+    ROW_SCALES: gl.constexpr = 2 * sa.nbytes_per_cta if SCALES >= BLOCK else 0
+    nbytes: gl.constexpr = TILES + ROW_SCALES + (sb.nbytes_per_cta if SCALES == OUTER else 0)
+    s = 0
+    phase = 1
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        group, a_row, b_row, _c_row, _c_end, col, first_k, steps = _locate(t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
+        # TMA wants to start at whole 16 bytes, groups start anywhere: a consumer's box of scales starts up to three rows early, and is twice as long.
+        early = a_row % 4 if KIND == ROWS else 0
+        scale = 0.0
+        block = 0
+        if SCALES == BLOCK:
+            # One scalar a step, read from global memory a step ahead: here it costs the consumers nothing.
+            block = (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
+            scale = gl.load(sb + block)
+        for k in range(steps):
+            mbarrier.wait(empty.index(s), phase)
+            if SCALES == BLOCK:
+                sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
+            mbarrier.expect(full.index(s), nbytes)
+            tma.async_load(a_desc, [a_row, (first_k + k) * BK], full.index(s), a_bufs.index(s))
+            tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
+            if SCALES >= BLOCK:
+                tma.async_load(sa, [first_k + k, a_row - early], full.index(s), sa_bufs.index(2 * s))
+                tma.async_load(sa, [first_k + k, a_row - early + BM // 2], full.index(s), sa_bufs.index(2 * s + 1))
+            if SCALES == OUTER:
+                tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
+            if SCALES == BLOCK:
+                scale = gl.load(sb + block + min(k + 1, steps - 1))
+            s += 1
+            if s == STAGES:
+                s = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _promote(acc, part, sa, sb, early, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr):
+    """acc + part * scales, of one step."""
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    if SCALES == BLOCK:
+        rows = sa.gather(early + gl.arange(0, 64, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
+        acc += part * (rows * sb.load(ROW))[:, None]
+    elif SCALES == OUTER:
+        acc += (part * sa.load(ROW)[:, None]) * sb.load(gl.SliceLayout(0, MMA))[None, :]
+    else:
+        acc += part
+    return acc
+
+
+@gluon.jit
+def _advance(s, phase, STAGES: gl.constexpr):
+    s += 1
+    if s == STAGES:
+        s = 0
+        phase ^= 1
+    return s, phase
+
+
+@gluon.jit
+def _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """acc + A @ B.T over all steps in the tensor core's own accumulator; one step is multiplied while the one before is given back."""
+    for k in range(steps):
+        mbarrier.wait(full.index(s), phase)
+        acc = warpgroup_mma(a_bufs.index(s).slice(HALF * 64, 64), b_bufs.index(s).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        s, phase = _advance(s, phase, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    return acc, s, phase
+
+
+@gluon.jit
+def _multiply_step(into, a_bufs, b_bufs, full, s, phase, HALF: gl.constexpr):
+    """Starts one step's product, into the registers of a value that is no longer needed."""
+    mbarrier.wait(full.index(s), phase)
+    return warpgroup_mma(a_bufs.index(s).slice(HALF * 64, 64), b_bufs.index(s).permute((1, 0)), into, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _promote_step(acc, part, sa_bufs, sb_bufs, empty, s, early, HALF: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr):
+    if SCALES == BLOCK:
+        sa = sa_bufs.index(2 * s + HALF).reshape([128 if KIND == ROWS else 64])
+        acc = _promote(acc, part, sa, sb_bufs.index(s), early, KIND, SCALES, MMA)
+    elif SCALES == OUTER:
+        acc = _promote(acc, part, sa_bufs.index(2 * s + HALF).reshape([64]), sb_bufs.index(s).reshape([acc.shape[1]]), early, KIND, SCALES, MMA)
+    else:
+        acc = _promote(acc, part, sa_bufs, sb_bufs, early, KIND, SCALES, MMA)
+    mbarrier.arrive(empty.index(s), count=1)
+    return acc
+
+
+@gluon.jit
+def _sum_promoted(
+    acc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, steps, s, phase, early,
+    HALF: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """acc + A @ B.T over all steps, each step's product scaled and added in float32, mostly while the tensor core is at the next step's.
+
+    ROUND steps a round. Products in flight stay within a round: across rounds ptxas would wait for every product before it starts the next.
+    """
+    for _ in range(steps // ROUND):
+        s1 = s
+        part1 = _multiply_step(gl.zeros_like(acc), a_bufs, b_bufs, full, s, phase, HALF)
+        done = gl.zeros_like(acc)
+        for i in gl.static_range(ROUND):
+            s0 = s1
+            part0 = part1
+            if i + 1 < ROUND:
+                s1, phase = _advance(s0, phase, STAGES)
+                part1 = _multiply_step(done, a_bufs, b_bufs, full, s1, phase, HALF)
+                done = warpgroup_mma_wait(1, deps=[part0])
+            else:
+                done = warpgroup_mma_wait(0, deps=[part0])
+            acc = _promote_step(acc, done, sa_bufs, sb_bufs, empty, s0, early, HALF, KIND, SCALES, MMA)
+        s, phase = _advance(s1, phase, STAGES)
+    for _ in range(steps % ROUND):
+        part = _multiply_step(gl.zeros_like(acc), a_bufs, b_bufs, full, s, phase, HALF)
+        acc = _promote_step(acc, warpgroup_mma_wait(0, deps=[part]), sa_bufs, sb_bufs, empty, s, early, HALF, KIND, SCALES, MMA)
+        s, phase = _advance(s, phase, STAGES)
+    return acc, s, phase
+
+
+@gluon.jit
+def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
+    """acc times its rows' and its columns' scales."""
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
+    acc = acc * gl.load(sa + rows, mask=rows < num_rows, other=0.0)[:, None]
+    return acc * gl.load(sb + cols, mask=cols < num_cols, other=0.0)[None, :]
+
+
+@gluon.jit
+def _store(acc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.constexpr):
+    """Rows `row` to row + 64 of C, as far as they lie before `end`."""
+    BN: gl.constexpr = acc.shape[1]
+    # Through shared memory, so that each thread stores 16 bytes; not by TMA, which knows no end of a group, and whose descriptor of C would take
+    # memory from the driver at launch, which CUDA graphs refuse. float32 fills whole sectors from where it lies.
+    if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
+        c_buf.store(acc.to(c_ptr.dtype.element_ty))
+        _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
+    else:
+        _store_tile(acc, c_ptr, row, end, col, N, MMA, ALIGNED)
+
+
+@gluon.jit
+def _store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
+    # A copy that the compiler cannot see through: else N's multiples, the same for every tile, would take registers from the sums.
+    stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1)
+    stride = stride // 8 * 8 if ALIGNED else stride  # rows start at whole 16 bytes
+    rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    corner = c_ptr + (gl.cast(row, gl.int64) * stride + col)
+    gl.store(corner + (rows[:, None] * stride + cols[None, :]), tile, mask=(rows < end - row)[:, None] & (cols < stride - col)[None, :])
+
+
+@gluon.jit
+def _consume(
+    sa, sb, schedule, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K,
+    HALF: gl.constexpr, MMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    s = 0
+    phase = 0
+    # What stands in global memory is read a tile ahead, so that its latency lies beside the products of the tile before.
+    t = gl.program_id(0)
+    group, a_row, b_row, c_row, c_end, col, _, steps = _locate(t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        following = min(t + gl.num_programs(0), tiles - 1)
+        next_group, next_a, next_b, next_c, next_end, next_col, _, next_steps = _locate(following, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
+        scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
+        scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
+        acc = gl.zeros([64, BN], gl.float32, MMA)
+        if FAST:
+            acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, HALF, STAGES)
+        else:
+            acc, s, phase = _sum_promoted(acc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, steps, s, phase, a_row % 4, HALF, STAGES, KIND, SCALES, MMA)
+        row = c_row + HALF * 64
+        if SCALES == TENSOR:
+            acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))  # rows outside stay zero
+        elif SCALES == VECTOR:
+            end = gl.where(steps > 0, c_end, 0) if KIND == ROWS else c_end
+            acc = _scale_vectors(acc, sa + a_row + HALF * 64, sb + b_row, end - row, N - col, MMA)
+        _store(acc, c_ptr, c_bufs.index(HALF), row, c_end, col, N, MMA, ALIGNED)
+        group, a_row, b_row, c_row, c_end, col, steps = next_group, next_a, next_b, next_c, next_end, next_col, next_steps
+
+
+@gluon.jit
+def fp8_gemm_kernel(
+    a_desc, b_desc, sa, sb, schedule, c_ptr, tiles, entries, G, M, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):  # fmt: skip
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sa_bufs = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1], sa.layout if SCALES >= BLOCK else FLAT)
+    sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN] if SCALES == OUTER else [STAGES, 1], sb.layout if SCALES == OUTER else FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)  # both consumers
+    NARROW: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
+    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BN], gl.bfloat16)
+    C_TYPE: gl.constexpr = c_ptr.dtype.element_ty if NARROW else gl.bfloat16
+    c_bufs = gl.allocate_shared_memory(C_TYPE, [2, 64, BN] if NARROW else [2, 8, 64], C_LAYOUT)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
+    gl.warp_specialize([
+        (_consume, (sa, sb, schedule, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K,
+                    0, MMA, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+        (_consume, (sa, sb, schedule, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K,
+                    1, MMA, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+        (_produce, (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K,
+                    BM, BN, STAGES, PANEL, KIND, SCALES)),
+    ], [4, 1], [232, 40])  # fmt: skip
+
+
+def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length: int = 0, out_dtype, fast: bool, tiles: Tiles) -> jax.Array:
+    """A @ B.T on Hopper.
+
+    Args:
+      a, b: [M, K] and [N, K]; [G, N, K] for ragged "rows"; two ragged column layouts [M, Kp] and [N, Kp] for "contraction".
+      offsets: [G + 1] int32, for the ragged ones.
+      length: for "contraction": how many rows the offsets count.
+      fast: the tensor core sums over all of K. Not with block scales.
+    """
+    if tiles.bn > 128 and not (fast and scales_of(a, b) < BLOCK.value):
+        raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
+    (M, K), N = a.values.shape, b.values.shape[-2]
+    G = 1 if offsets is None else offsets.shape[0] - 1
+    bm, bn = tiles.bm, tiles.bn
+    kind = {None: DENSE, "rows": ROWS, "contraction": CONTRACTION}[ragged].value
+    scales = scales_of(a, b)
+    num_j = -(-N // bn)
+    schedule, entries = None, 0
+    if ragged == "rows":
+        schedule = schedule_rows(offsets, M, bm, False)
+        count = tile_bound(M, G, bm) * num_j
+    elif ragged == "contraction":
+        schedule = schedule_groups(offsets, length, False)
+        count = G * -(-M // bm) * num_j
+    else:
+        count = -(-M // bm) * num_j
+    if schedule is not None:
+        entries = schedule.shape[0] // COLUMNS
+    values = []
+    for x, rows in ((a, bm), (b, bn)):
+        values.append(TensorDescriptor.from_array(_whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=_tile_layout(x.values.dtype, rows)))
+    sa, sb = a.scales, b.scales
+    if scales >= BLOCK.value:
+        sa = TensorDescriptor.from_array(_whole_16_bytes(sa), (1, bm if ragged == "rows" else bm // 2), layout=_SCALES_LAYOUT)
+    if scales == OUTER.value:
+        sb = TensorDescriptor.from_array(_whole_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
+    out = triton_call(
+        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb,
+        kernel=fp8_gemm_kernel, out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
+        grid=(min(current_device().cores, count),), num_warps=4, compute_capability=90, name=f"fp8_gemm_{ragged or 'dense'}",
+        schedule=schedule, tiles=count, entries=entries, G=G, M=M, N=N, K=K,
+        BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,
+        ALIGNED=N % 8 == 0,
+    )  # fmt: skip
+    return out.reshape(G, M, N) if ragged == "contraction" else out
+
+
+def scales_of(a: Operand, b: Operand) -> int:
+    return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": OUTER if b.scaling == "block_1x128" else BLOCK}[a.scaling].value
+
+
+def _tile_layout(dtype, rows: int):
+    element = {"float8_e4m3fn": gl.float8e4nv, "float8_e5m2": gl.float8e5}[jnp.dtype(dtype).name]
+    return gl.NVMMASharedLayout.get_default_for([rows, 128], element)
+
+
+_SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def _whole_16_bytes(x: jax.Array) -> jax.Array:
+    """TMA wants rows that start at multiples of 16 bytes: a copy where they do not."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % (16 // x.dtype.itemsize))))

@@ -1,0 +1,242 @@
+"""Trains the models in FP8, by each recipe, beside bfloat16: the same parameters to start from, the same batches. How far are the losses apart?
+
+python -m models.compare_precision                                        # both models, all recipes
+python -m models.compare_precision lm --recipes blockwise,tensorwise
+python -m models.compare_precision dit --preset demo --steps 20 --out /tmp/x   # a look at it on a CPU
+"""
+
+import concurrent.futures
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from flax import nnx
+
+from jaxops.nn import AmaxHistory
+from models import train_dit, train_lm
+from models.data import read_corpus
+from models.dit import DiT
+from models.images import DATA_SETS, endless_batches
+from models.loop import check_option, with_steps
+from models.moe_lm import MoELM
+from models.precision import PRECISIONS, Precision
+from models.presets import DIT_PRESETS, PRESETS
+from models.report import plot_precisions
+
+BASELINE, BATCH_SEED, OTHER_SEED = "bfloat16", 0, 1
+RECIPES = tuple(name.removeprefix("fp8-") for name in PRECISIONS if name.startswith("fp8-"))
+LAST = 50  # steps whose mean loss is compared
+TIMED = 25  # steps between two looks at the clock, each of which waits for the device
+POINTS = 50  # of a row's curve
+
+
+class Workload(NamedTuple):
+    """A model and its batches, in any precision.
+
+    Attributes:
+      start: seed -> the training's state before its first step, in BASELINE.
+      model: precision -> the model, to be traced only.
+      make_step: (precision, graphdef) -> the compiled step.
+      inputs: step -> what the step takes beside the state; of each precision the same.
+      shape: T tokens a step, and sizes of the model.
+    """
+
+    steps: int
+    start: Callable[[int], Any]
+    model: Callable[[Precision], nnx.Module]
+    make_step: Callable[[Precision, nnx.GraphDef], Any]
+    inputs: Callable[[int], tuple]
+    shape: dict[str, int]
+
+
+class Run(NamedTuple):
+    """losses: of each step; us: of a step, once every TIMED steps."""
+
+    losses: np.ndarray
+    us: list[float]
+
+
+def lm_workload(preset: str, steps: int) -> Workload:
+    check_option("preset", preset, PRESETS)
+    chosen = lambda precision: train_lm.configure(PRESETS[preset], steps, "auto", precision)
+    plain, inputs = chosen(PRECISIONS[BASELINE]), (jax.device_put(read_corpus().train), jax.random.key(BATCH_SEED))
+    return Workload(
+        steps,
+        start=lambda seed: train_lm.init_state(plain, seed)[1],
+        model=lambda precision: MoELM(chosen(precision).model, rngs=nnx.Rngs(0)),
+        make_step=lambda precision, graphdef: train_lm.make_step(graphdef, chosen(precision)),
+        inputs=lambda step: inputs,
+        shape={"T": plain.batch * plain.model.context, "D": plain.model.width, "layers": plain.model.layers, "experts": plain.model.experts},
+    )
+
+
+def dit_workload(preset: str, steps: int) -> Workload:
+    check_option("preset", preset, DIT_PRESETS)
+    chosen, data = with_steps(DIT_PRESETS[preset], steps), DATA_SETS["digits"](BATCH_SEED)
+    config = lambda precision: train_dit.configure(chosen, data, "auto", precision)
+    source = endless_batches(data.train, data.patch, chosen.tokens, chosen.images, BATCH_SEED)
+    batches = [jax.device_put(next(source)) for _ in range(steps)]  # on the device before any clock runs
+    key = jax.random.key(BATCH_SEED)
+    return Workload(
+        steps,
+        start=lambda seed: train_dit.init_state(config(PRECISIONS[BASELINE]), chosen, seed)[1],
+        model=lambda precision: DiT(config(precision), rngs=nnx.Rngs(0)),
+        make_step=lambda precision, graphdef: train_dit.make_step(graphdef, chosen),
+        inputs=lambda step: (batches[step], key),
+        shape={"T": chosen.tokens, "D": chosen.width, "layers": chosen.layers, "images": chosen.images},
+    )
+
+
+WORKLOADS = {"lm": lm_workload, "dit": dit_workload}
+
+
+def start_in(workload: Workload, precision: str, start: Any) -> tuple[nnx.GraphDef, Any]:
+    """The model in another precision, and a copy of the state to start it from: the same parameters, and no history."""
+    graphdef, _, histories = nnx.split(nnx.eval_shape(lambda: workload.model(PRECISIONS[precision])), nnx.Param, AmaxHistory)
+    return graphdef, jax.tree.map(jnp.copy, start)._replace(histories=jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories))
+
+
+def compile_steps(workload: Workload, precisions: list[str], start: Any) -> dict[str, Any]:
+    """Each precision's training step, compiled together: that takes most of the time of a comparison."""
+
+    def lower(precision: str):
+        graphdef, state = start_in(workload, precision, start)
+        return workload.make_step(PRECISIONS[precision], graphdef).lower(state, *workload.inputs(0))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return dict(zip(precisions, pool.map(lambda lowered: lowered.compile(), [lower(precision) for precision in precisions]), strict=True))
+
+
+def train(workload: Workload, step: Callable[..., tuple[Any, Any]], state: Any) -> Run:
+    """All steps from a state, which is donated. The host waits only where it looks at the clock."""
+    losses, us, last = [], [], time.perf_counter()
+    for i in range(workload.steps):
+        state, metrics = step(state, *workload.inputs(i))
+        losses.append(metrics.loss)
+        if (i + 1) % TIMED == 0 or i + 1 == workload.steps:
+            jax.block_until_ready(state)
+            us.append(1e6 * (time.perf_counter() - last) / (i % TIMED + 1))
+            last = time.perf_counter()
+    return Run(np.array(jax.device_get(losses)), us)
+
+
+def make_row(model: str, workload: Workload, precision: str, seed: int, run: Run, baseline: Run) -> dict:
+    """A row as the benchmarks' rows are, and what this comparison says: losses, and a curve of their means over equal parts of the training."""
+    us, last = np.percentile(run.us, (20, 50, 80)), min(LAST, workload.steps)
+    loss, wanted = (float(np.mean(of.losses[-last:])) for of in (run, baseline))
+    return {
+        "op": "train",
+        "pass": "step",
+        "name": model,
+        "shape": workload.shape,
+        "dtype": PRECISIONS[precision].dtype,
+        "dist": f"seed {seed}",
+        "backend": "auto",
+        "recipe": PRECISIONS[precision].recipe,
+        "model": model,
+        "precision": precision,
+        "seed": seed,
+        "steps": workload.steps,
+        "loss_last50": round(loss, 6),
+        "ratio_to_bf16": round(loss / wanted, 6),
+        "finite": bool(np.isfinite(run.losses).all()),
+        "us_p50": round(us[1], 1),
+        "us_p20": round(us[0], 1),
+        "us_p80": round(us[2], 1),
+        "tokens_per_s": round(1e6 * workload.shape["T"] / us[1]),
+        "of_ceiling": None,
+        "max_err": None,
+        "vs": {} if precision == BASELINE else {BASELINE: round(float(np.percentile(baseline.us, 50)) / us[1], 3)},
+        "curve": [round(float(np.mean(part)), 5) for part in np.array_split(run.losses, min(POINTS, workload.steps))],
+        **environment(),
+    }
+
+
+def environment() -> dict[str, str | None]:
+    """Where and with what: JAXOPS_COMMIT names the commit where a copy of the sources runs."""
+    here = Path(__file__).parent
+    commit = os.environ.get("JAXOPS_COMMIT") or _first_line("git", "-C", str(here), "rev-parse", "--short", "HEAD")
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "jax": jax.__version__,
+        "triton": triton,
+        "driver": driver,
+        "device": jax.devices()[0].device_kind,
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return printed[0].strip() if printed else None
+
+
+def results_folder() -> Path:
+    if jax.default_backend() != "gpu":
+        raise typer.BadParameter("without a GPU the rows are no results: pass a folder.", param_hint="--out")
+    return Path(__file__).parents[1] / "benchmarks" / "results" / jax.devices()[0].device_kind.lower().replace(" ", "_")
+
+
+def newest(file: Path) -> list[dict]:
+    """The newest row of each model, precision and seed."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return list({(row["model"], row["precision"], row["seed"]): row for row in rows}.values())
+
+
+def main(
+    models: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(WORKLOADS)}; all by default.")] = None,
+    preset: Annotated[str, typer.Option(help="As of `python -m models.train`.")] = "wide",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each.")] = 500,
+    recipes: Annotated[str, typer.Option(help="FP8 recipes, separated by commas.")] = ",".join(RECIPES),
+    out: Annotated[Path | None, typer.Option(help="Folder of the rows and the picture. Default: benchmarks/results/DEVICE.")] = None,
+) -> None:
+    """Appends to OUT/precision.jsonl and draws OUT/precision.png. Bfloat16 is trained twice, the second time from other parameters: that is the noise."""
+    for name in models or ():
+        check_option("models", name, WORKLOADS)
+    precisions = [f"fp8-{recipe}" for recipe in recipes.split(",")]
+    for recipe in recipes.split(","):
+        check_option("recipes", recipe, RECIPES)
+    folder = results_folder() if out is None else out
+    folder.mkdir(parents=True, exist_ok=True)
+    file, begin = folder / "precision.jsonl", time.perf_counter()
+
+    for model in models or WORKLOADS:
+        workload = WORKLOADS[model](preset, steps)
+        starts = {seed: workload.start(seed) for seed in (BATCH_SEED, OTHER_SEED)}
+        compiled = compile_steps(workload, [BASELINE, *precisions], starts[BATCH_SEED])
+        print(f"{model}: {len(compiled)} steps compiled; {time.perf_counter() - begin:.0f} s in all", flush=True)
+        baseline = None
+        for precision, seed in [(BASELINE, BATCH_SEED), (BASELINE, OTHER_SEED), *((precision, BATCH_SEED) for precision in precisions)]:
+            run = train(workload, compiled[precision], start_in(workload, precision, starts[seed])[1])
+            baseline = run if baseline is None else baseline
+            row = make_row(model, workload, precision, seed, run, baseline)
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+            print(
+                f"{model} {precision:26} seed {seed}: loss {row['loss_last50']:.4f} ({row['ratio_to_bf16'] - 1:+.3%} of bfloat16's), "
+                f"{row['tokens_per_s']:,} tokens/s; {time.perf_counter() - begin:.0f} s in all",
+                flush=True,
+            )
+    plot_precisions(newest(file), BASELINE, folder / "precision.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,46 @@
+"""What `--precision` says: the dtype that a model computes in, and the layers that its matrix products are made by."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from jaxops.nn import Fp8GroupedLinear, Fp8Linear, GroupedLinear
+
+
+class Precision(NamedTuple):
+    """dtype: of everything but parameters, routers, residuals and losses; recipe: of `jaxops.fp8_matmul`, for the linear layers, or None."""
+
+    dtype: str
+    recipe: str | None = None
+
+
+PRECISIONS = {
+    "float32": Precision("float32"),
+    "bfloat16": Precision("bfloat16"),
+    "fp8-tensorwise": Precision("bfloat16", "tensorwise"),
+    "fp8-delayed": Precision("bfloat16", "delayed"),
+    "fp8-rowwise": Precision("bfloat16", "rowwise"),
+    "fp8-rowwise-with-gw-hp": Precision("bfloat16", "rowwise_with_gw_hp"),
+    "fp8-blockwise": Precision("bfloat16", "blockwise"),
+    "fp8-blockwise-with-gw-hp": Precision("bfloat16", "blockwise_with_gw_hp"),
+}
+
+
+def for_this_machine() -> str:
+    """The precision of who asks for none."""
+    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+
+
+def linear_layer(recipe: str | None, backend: str) -> Callable[..., Any]:
+    """`nnx.Linear`, or what makes its like in FP8."""
+    return nnx.Linear if recipe is None else functools.partial(Fp8Linear, recipe=recipe, backend=backend)
+
+
+def grouped_linear_layer(recipe: str | None, backend: str) -> Callable[..., Any]:
+    """What makes a `jaxops.nn.GroupedLinear`, or its like in FP8; with recipe "delayed" in tensorwise, for groups have no history."""
+    if recipe is None:
+        return functools.partial(GroupedLinear, backend=backend)
+    return functools.partial(Fp8GroupedLinear, recipe="tensorwise" if recipe == "delayed" else recipe, backend=backend)

@@ -1,0 +1,200 @@
+"""`--precision`: which layers it changes, how delayed scaling's state goes through training, evaluation and sampling, and the comparison of all precisions."""
+
+import functools
+import io
+import json
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+from PIL import Image
+from rich.console import Console
+
+from jaxops.nn import AmaxHistory, Fp8GroupedLinear, Fp8Linear, GroupedLinear
+from models import compare_precision, train_dit, train_lm
+from models.data import Corpus
+from models.dit import DiT
+from models.dit import generate as generate_images
+from models.images import DATA_SETS, DataSet, Images
+from models.moe_lm import MoEConfig, MoELM
+from models.moe_lm import generate as generate_text
+from models.precision import PRECISIONS, for_this_machine, linear_layer
+from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
+
+TINY_MOE = MoEConfig(layers=1, width=16, heads=2, experts=2, top_k=1, hidden=8, context=32)
+TINY = Preset(TINY_MOE, batch=4, steps=12, learning_rate=2e-2, warmup_steps=2, eval_every=12, eval_windows=8)
+TINY_DIT = DiTPreset(layers=1, width=16, heads=2, tokens=40, images=4, steps=8, learning_rate=1e-2, warmup_steps=2, eval_every=4, ema=0.9)
+LM_PRODUCTS = {"blocks.0.attention.qkv", "blocks.0.attention.out", "blocks.0.moe.gate_up", "blocks.0.moe.down"}
+DIT_PRODUCTS = {f"blocks.0.{name}" for name in ("mixer.qkv", "mixer.out", "mlp.layers.0", "mlp.layers.2", "modulation")} | {"norm.modulation"}
+
+
+def few_images(seed: int) -> DataSet:
+    rng = np.random.default_rng(seed)
+    images = Images([rng.integers(0, 256, (4, 6, 1), np.uint8) for _ in range(8)], np.arange(8, dtype=np.int32) % 2)
+    return DataSet(images, images, ("one", "other"), 2, 1, 6, ((4, 6),))
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    monkeypatch.setitem(DIT_PRESETS, "tiny", TINY_DIT)
+    monkeypatch.setitem(DATA_SETS, "digits", few_images)
+
+
+def abstract(model: str, precision: str):
+    if model == "lm":
+        return nnx.eval_shape(lambda: MoELM(train_lm.configure(TINY, None, "auto", PRECISIONS[precision]).model, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: DiT(train_dit.configure(TINY_DIT, few_images(0), "auto", PRECISIONS[precision]), rngs=nnx.Rngs(0)))
+
+
+def layers(model, *types) -> dict:
+    return {".".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, types)}
+
+
+@pytest.mark.parametrize(("model", "products"), [("lm", LM_PRODUCTS), ("dit", DIT_PRODUCTS)])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layers(model, products, precision):
+    made = abstract(model, precision)
+    fp8, plain = layers(made, Fp8Linear, Fp8GroupedLinear), layers(made, nnx.Linear, GroupedLinear)
+    assert set(fp8) == (products if precision.startswith("fp8-") else set())
+    assert set(fp8 | plain) > products, "what enters and leaves, and routes, is never in FP8"
+    for layer in fp8.values():
+        recipe = precision.removeprefix("fp8-").replace("-", "_")
+        assert layer.recipe == ("tensorwise" if recipe == "delayed" and isinstance(layer, Fp8GroupedLinear) else recipe)
+    for name, layer in (fp8 | plain).items():
+        assert layer.dtype == (jnp.float32 if precision == "float32" or name.endswith("router") else jnp.bfloat16)
+    shapes = lambda model: jax.tree.map(jnp.shape, nnx.state(model, nnx.Param))
+    assert shapes(made) == shapes(abstract(model, "float32")), "the parameters are the same in every precision"
+
+
+@pytest.mark.parametrize(("command", "options"), [(train_lm, {}), (train_dit, {"data": "digits"})], ids=["lm", "dit"])
+@pytest.mark.parametrize("precision", ["fp8-rowwise-with-gw-hp", "bfloat16", None])
+def test_the_commands_hand_it_on(command, options, precision, monkeypatch, tmp_path):
+    def stop(preset, *args):
+        config = args[0] if command is train_dit else preset.model
+        raise InterruptedError(config.dtype, config.recipe)
+
+    monkeypatch.setattr(command, "train", stop)
+    with pytest.raises(InterruptedError) as stopped:
+        command.main(preset="tiny", out=tmp_path, precision=precision, **options)
+    assert stopped.value.args == PRECISIONS[precision or for_this_machine()]
+
+
+def test_training_in_delayed_scaling():
+    """Every step puts one value into each history; no evaluation does, and the model that comes back is in evaluation mode."""
+    text = np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64)
+    preset = train_lm.configure(TINY, None, "auto", PRECISIONS["fp8-delayed"])
+    model, history = train_lm.train(preset, Corpus(text, text), 0, Console(file=io.StringIO()))
+    assert history.heldout[-1][1] < history.heldout[0][1] - 0.5
+    histories = jax.tree.leaves(nnx.state(model, AmaxHistory))
+    assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for h in histories] == 2 * [((2, 16), TINY.steps, TINY.steps)]
+    assert model.blocks[0].attention.qkv.use_running_average
+
+
+@pytest.mark.parametrize("model", ["lm", "dit"])
+def test_every_program_in_delayed_scaling(model):
+    """Traced only: a loop over the model raises where the model changes a history in it, as evaluation and sampling must not."""
+    workload = compare_precision.WORKLOADS[model]("tiny", steps=2)
+    made = abstract(model, "fp8-delayed")
+    graphdef, params, histories = nnx.split(made, nnx.Param, AmaxHistory)
+    state = jax.eval_shape(lambda: workload.start(0))._replace(histories=histories)
+    after, metrics = jax.eval_shape(workload.make_step(PRECISIONS["fp8-delayed"], graphdef), state, *workload.inputs(1))
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert metrics.loss.shape == ()
+
+    made.eval()
+    sampled, whole = nnx.split(made)
+    if model == "lm":
+        evaluate, batch = train_lm.make_evaluate(graphdef, TINY), (jnp.zeros((8, 33), jnp.uint8),)
+        draw = lambda whole: generate_text(nnx.merge(sampled, whole), jnp.zeros(32, jnp.uint8), jax.random.key(0), 2)
+    else:
+        images = jax.tree.map(jnp.asarray, workload.inputs(0)[0])
+        evaluate, batch = train_dit.make_evaluate(graphdef), (jax.tree.map(lambda x: x[None], images), jax.random.key(0))
+        draw = lambda whole: generate_images(nnx.merge(sampled, whole), images, jax.random.key(0), 2)
+    assert jax.eval_shape(evaluate, params, histories, *batch).shape == ()
+    assert jax.eval_shape(draw, whole).shape == ((2,) if model == "lm" else images.tokens.shape)
+
+
+class ToyState(NamedTuple):
+    params: nnx.State
+    histories: nnx.State
+
+
+class ToyMetrics(NamedTuple):
+    loss: jax.Array
+
+
+def toy_workload(preset: str, steps: int) -> compare_precision.Workload:
+    """Learns that the answer is zero, by gradient descent with one linear layer."""
+    make = lambda precision, seed=0: linear_layer(precision.recipe, "auto")(8, 4, use_bias=False, rngs=nnx.Rngs(seed))
+
+    def make_step(precision, graphdef):
+        def objective(params, histories, x):
+            layer = nnx.merge(graphdef, params, histories, copy=True)
+            return jnp.mean(layer(x) ** 2), nnx.state(layer, AmaxHistory)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, x):
+            (loss, histories), grads = jax.value_and_grad(objective, has_aux=True)(*state, x)
+            return ToyState(jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads), histories), ToyMetrics(loss)
+
+        return step
+
+    inputs = [np.random.default_rng(i).normal(size=(16, 8)).astype(np.float32) for i in range(steps)]
+    start = lambda seed: ToyState(*nnx.split(make(PRECISIONS["bfloat16"], seed), nnx.Param, AmaxHistory)[1:])
+    return compare_precision.Workload(steps, start, make, make_step, lambda step: (inputs[step],), {"T": 16, "D": 8})
+
+
+def test_comparison(tmp_path, monkeypatch):
+    monkeypatch.setitem(compare_precision.WORKLOADS, "toy", toy_workload)
+    compare_precision.main(["toy"], steps=60, recipes="delayed,blockwise", out=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines()]
+    assert [(row["precision"], row["seed"]) for row in rows] == [("bfloat16", 0), ("bfloat16", 1), ("fp8-delayed", 0), ("fp8-blockwise", 0)]
+    for row in rows:
+        assert (row["op"], row["model"], row["steps"], row["finite"], row["device"]) == ("train", "toy", 60, True, jax.devices()[0].device_kind)
+        assert row["ratio_to_bf16"] == pytest.approx(row["loss_last50"] / rows[0]["loss_last50"], rel=1e-3)
+        assert row["tokens_per_s"] == pytest.approx(1e6 * 16 / row["us_p50"], rel=0.01)
+        assert len(row["curve"]) == 50
+        assert row["curve"][-1] < 0.5 * row["curve"][0]
+    plain, other, *fp8 = rows
+    assert plain["ratio_to_bf16"] == 1
+    assert other["curve"][0] != plain["curve"][0]
+    for row in fp8:
+        assert row["curve"] != plain["curve"]
+        assert row["curve"][0] == pytest.approx(plain["curve"][0], rel=0.05), "the same parameters, the same batch"
+        assert row["ratio_to_bf16"] == pytest.approx(1, abs=0.05)
+    with Image.open(tmp_path / "precision.png") as picture:
+        assert picture.width > 500
+
+
+def test_newer_rows_count(tmp_path):
+    file, row = tmp_path / "precision.jsonl", {"model": "lm", "precision": "bfloat16", "seed": 0}
+    file.write_text("".join(json.dumps(row | more) + "\n" for more in ({"at": 1}, {"seed": 1, "at": 2}, {"at": 3})))
+    assert [row["at"] for row in compare_precision.newest(file)] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: train_lm.main(precision="fp8"),
+        lambda: train_dit.main(precision="int8"),
+        lambda: compare_precision.main(["vae"]),
+        lambda: compare_precision.main(["lm"], recipes="fp8-blockwise"),
+        lambda: compare_precision.main(["dit"], preset="huge"),
+    ],
+)
+def test_wrong_options(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_precision, "results_folder", lambda: tmp_path)
+    with pytest.raises(typer.BadParameter, match="is not one of"):
+        call()
+
+
+def test_without_a_gpu_nothing_lands_among_the_results():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has one")
+    with pytest.raises(typer.BadParameter, match="pass a folder"):
+        compare_precision.main(["lm"])

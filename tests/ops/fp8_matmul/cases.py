@@ -1,0 +1,184 @@
+"""Random problems for the FP8 products, a float64 reference that quantises by itself in numpy, and the ways to run them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops._lib.device import current_device
+from jaxops.ops.fp8_matmul import RECIPES, Plan, Tiles
+from jaxops.ops.fp8_matmul.plan import has_jax_triton
+from tests.compare import assert_close
+
+# "interpret" runs the Pallas kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels, "triton" takes Hopper's own.
+RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("triton", marks=pytest.mark.gpu)]
+# For what does not depend on the kernels: the fastest ones there are.
+FEW = ["xla", RUNS[-1]]
+DENSE = list(RECIPES)
+GROUPED = [name for name, recipe in RECIPES.items() if not recipe.delayed]
+MOST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+BLOCK = 128
+
+
+def options_of(run: str) -> dict:
+    """backend or plan; tiles that differ from pass to pass and are smaller than the tests' sizes."""
+    if run == "triton" and not (has_jax_triton() and current_device().is_hopper):
+        pytest.skip("needs a Hopper GPU and jax-triton")
+    if run in ("xla", "triton"):
+        return {"backend": run}
+    if run == "interpret":
+        return {"plan": Plan("pallas", fwd=Tiles("pallas", 16, 32, panel=2), dgrad=Tiles("pallas", 32, 16, panel=3), wgrad=Tiles("pallas", 64, 32, panel=1))}
+    small, wide = Tiles("pallas", 64, 64, 4, 2, panel=2), Tiles("pallas", 128, 64, 4, 3, panel=3)
+    return {"plan": Plan("pallas", fwd=wide, dgrad=small, wgrad=small)}
+
+
+def kind_of(run: str, dtype: str) -> dict:
+    """Limits for `assert_close`. A GPU's tensor cores truncate while they add, and sum in 14 bits where they may."""
+    if run == "triton":
+        return {"kind": "fp8_fast"} if dtype == "float32" else {"kind": dtype, "scale": 2.5}
+    if dtype != "float32" or run in ("xla", "interpret"):
+        return {"kind": dtype}
+    return {"kind": dtype, "scale": 10}
+
+
+def scale_and_factor(amax: np.ndarray, dtype: str, pow2: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(scale, factor) of jaxops._lib.fp8, written down a second time."""
+    most = MOST[dtype]
+    m = np.clip(np.asarray(amax, np.float32), np.float32(2.0**-92), np.float32(2.0**128 - 2.0**120))
+    m = ((m.view(np.int32) + 0xFFFF) & ~0xFFFF).view(np.float32)
+    if pow2:
+        scale = np.exp2(np.ceil(np.log2(m.astype(np.float64) / most)))
+        return scale.astype(np.float32), (1 / scale).astype(np.float32)
+    mantissa, exponent = np.frexp(most / m.astype(np.float64))
+    return m * np.float32(1 / most), np.ldexp(np.floor(mantissa * 2**15 + 0.5) / 2**15, exponent).astype(np.float32)
+
+
+def quantised(x: np.ndarray, scaling: str, dtype: str, *, amax=None, pow2: bool = False) -> np.ndarray:
+    """float64: the matrix as its row layout gives it back."""
+    x = np.asarray(x, np.float32)
+    rows, cols = {"tensorwise": x.shape, "rowwise": (1, x.shape[1]), "block_1x128": (1, BLOCK), "block_128x128": (BLOCK, BLOCK)}[scaling]
+    out = np.zeros(x.shape)
+    for i in range(0, x.shape[0], max(rows, 1)):
+        for j in range(0, x.shape[1], max(cols, 1)):
+            block = x[i : i + rows, j : j + cols]
+            largest = np.max(np.abs(np.nan_to_num(block)), initial=0.0) if amax is None else amax
+            scale, factor = scale_and_factor(np.float32(largest), dtype, pow2)
+            cast = np.clip(block * factor, -MOST[dtype], MOST[dtype]).astype(getattr(ml_dtypes, dtype))
+            out[i : i + rows, j : j + cols] = cast.astype(np.float64) * np.float64(scale)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """x [M, K], w [K, N] or [G, K, N], dy [M, N]; with offsets, rows outside the groups are NaN in x and dy."""
+
+    x: jax.Array
+    w: jax.Array
+    dy: jax.Array
+    offsets: jax.Array | None = None
+
+    @property
+    def outside(self) -> np.ndarray:
+        row = np.arange(self.x.shape[0])
+        return np.zeros(len(row), bool) if self.offsets is None else (row < self.offsets[0]) | (row >= self.offsets[-1])
+
+
+def make_case(M: int, K: int, N: int, *, sizes=None, before: int = 0, dtype="float32", w_dtype=None, seed: int = 0) -> Case:
+    """Rows and columns of unlike magnitudes, so that a scale that is taken for another one shows; M counts only without sizes."""
+    rng = np.random.default_rng(seed)
+    offsets = None if sizes is None else before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+
+    def normal(*shape):
+        return rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)) / 2) * np.exp(rng.normal(size=shape[-1:]) / 2)
+
+    x, w, dy = normal(M, K), normal(*([] if sizes is None else [len(sizes)]), K, N), normal(M, N)
+    case = Case(jnp.asarray(x, dtype), jnp.asarray(w, w_dtype or dtype), jnp.asarray(dy, dtype), None if offsets is None else jnp.asarray(offsets, jnp.int32))
+    if offsets is None:
+        return case
+    outside = case.outside[:, None]
+    return dataclasses.replace(case, x=jnp.where(outside, jnp.nan, case.x), dy=jnp.where(outside, jnp.nan, case.dy))
+
+
+def delayed_amax(case: Case) -> tuple[float, float]:
+    """Of x too small, so that it saturates; of w too large."""
+    x, w = (float(jnp.max(jnp.abs(v.astype(jnp.float32)), initial=0.0)) for v in (case.x, case.w))
+    return 0.75 * x, 1.5 * w
+
+
+def apply(case: Case, x, w, recipe: str, run: str, **options):
+    """The op's y."""
+    options |= options_of(run)
+    if case.offsets is not None:
+        rhs_quantized = {"rhs_quantized": options.pop("w_quantized")} if "w_quantized" in options else {}
+        return jaxops.fp8_grouped_matmul(x, w, case.offsets, recipe=recipe, **options, **rhs_quantized)
+    if RECIPES[recipe].delayed:
+        return jaxops.fp8_matmul(x, w, recipe=recipe, **options)[0]
+    return jaxops.fp8_matmul(x, w, recipe=recipe, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "run", "pow2"))
+def _run_all(arrays, amax, recipe: str, run: str, pow2: bool):
+    case = Case(*arrays)
+    delayed = {"amax": amax} if RECIPES[recipe].delayed else {}
+    y, vjp = jax.vjp(lambda x, w: apply(case, x, w, recipe, run, pow2_scales=pow2, **delayed), case.x, case.w)
+    return y, *vjp(case.dy.astype(y.dtype))
+
+
+def run_all(case: Case, recipe: str, run: str, pow2: bool = False):
+    """(y, dx, dw), from one compilation a shape, whatever the offsets."""
+    amax = tuple(jnp.float32(value) for value in delayed_amax(case)) if RECIPES[recipe].delayed else None
+    return _run_all((case.x, case.w, case.dy, case.offsets), amax, recipe, run, pow2)
+
+
+def reference(case: Case, recipe: str, pow2: bool = False) -> tuple[np.ndarray, ...]:
+    """(y, dx, dw) in float64."""
+    chosen, ragged = RECIPES[recipe], case.offsets is not None
+    x, w, dy = (np.asarray(v.astype(jnp.float32)) for v in (case.x, case.w, case.dy))
+    amax_x, amax_w = delayed_amax(case) if chosen.delayed else (None, None)
+    groups = list(zip(case.offsets[:-1].tolist(), case.offsets[1:].tolist(), strict=True)) if ragged else [(0, len(x))]
+    inside = np.concatenate([np.arange(*group) for group in groups]).astype(int) if groups else np.arange(0)
+
+    def rows(v, form, amax=None):
+        if chosen.x.scaling == "tensorwise" and amax is None:  # what stands outside reaches no scale
+            amax = np.max(np.abs(np.nan_to_num(v[inside])), initial=0.0)
+        return quantised(v, form.scaling, form.dtype, amax=amax, pow2=pow2)
+
+    def cols(v, form, lo, hi, amax=None):
+        if form.scaling == "tensorwise":
+            return rows(v, form, amax)[lo:hi]
+        if form.scaling == "rowwise":  # one scale a column for all groups
+            return quantised(v[inside].T, form.scaling, form.dtype, pow2=pow2).T[lo - inside[0] : hi - inside[0]] if len(inside) else v[:0].astype(np.float64)
+        return quantised(v[lo:hi].T, form.scaling, form.dtype, pow2=pow2).T
+
+    xq, dyq = rows(x, chosen.x, amax_x), rows(dy, chosen.dy)
+    stack = w if ragged else w[None]
+    turned = np.swapaxes(stack, 1, 2)
+    w_cols = [quantised(one, chosen.w.scaling, chosen.w.dtype, amax=amax_w, pow2=pow2).T for one in turned]
+    w_rows = [quantised(one, chosen.w.scaling, chosen.w.dtype, amax=amax_w, pow2=pow2) for one in stack]
+    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(stack.shape)
+    for g, (lo, hi) in enumerate(groups):
+        y[lo:hi], dx[lo:hi] = xq[lo:hi] @ w_cols[g], dyq[lo:hi] @ w_rows[g].T
+        if chosen.gw_hp:
+            half_dtype = ml_dtypes.bfloat16 if case.x.dtype == jnp.float32 else case.x.dtype
+            half = [v[lo:hi].astype(half_dtype).astype(np.float64) for v in (x, dy)]
+            dw[g] = half[0].T @ half[1]
+        else:
+            dw[g] = cols(x, chosen.x, lo, hi, amax_x).T @ cols(dy, chosen.dy, lo, hi)
+    return y, dx, dw if ragged else dw[0]
+
+
+def check(case: Case, recipe: str, run: str, *, pow2: bool = False) -> None:
+    """y, dx and dw equal the reference's; empty groups' gradients and outside rows are exactly zero."""
+    got, want = run_all(case, recipe, run, pow2), reference(case, recipe, pow2)
+    for name, g, w, primal in zip(("y", "dx", "dw"), got, want, (case.x, case.x, case.w), strict=True):
+        assert g.dtype == primal.dtype, f"{name} is {g.dtype}"
+        assert_close(g, w, **kind_of(run, g.dtype.name), name=name)
+    if case.offsets is not None:
+        assert not np.asarray(got[2].astype(jnp.float32))[np.diff(np.asarray(case.offsets)) == 0].any()
+        for g in got[:2]:
+            assert not np.asarray(g.astype(jnp.float32))[case.outside].any()

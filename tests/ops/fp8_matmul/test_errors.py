@@ -1,0 +1,143 @@
+"""Bad input is an error before anything is launched, and its message says what was passed and what to write instead."""
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import jaxops
+from jaxops.ops.fp8_matmul import Plan, Tiles
+from jaxops.ops.quantize import Quantized
+
+M, K, N, G = 8, 4, 6, 3
+
+
+def s(*shape, dtype="float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def q(*shape, scaling="block_128x128", layouts="both", dtype="float8_e4m3fn") -> Quantized:
+    """What quantize returns for an array of that shape."""
+    return jax.eval_shape(lambda x: jaxops.quantize(x, scaling=scaling, layouts=layouts, dtype=dtype), s(*shape))
+
+
+DENSE = {"x": s(M, K), "w": s(K, N)}
+GROUPED = {"lhs": s(M, K), "rhs": s(G, K, N), "group_offsets": s(G + 1, dtype="int32")}
+SCALARS = (s(), s())
+
+# What differs from the arguments above, the error, and what its message must name.
+SHARED_ERRORS = {
+    "recipe": ({"recipe": "mxfp8"}, ValueError, "recipe='mxfp8'.*'tensorwise'.*'blockwise_with_gw_hp'"),
+    "out_dtype": ({"out_dtype": "int32"}, TypeError, "out_dtype=int32.*bfloat16, float16, float32"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend='cublas'.*'auto', 'triton', 'pallas' or 'xla'"),
+    "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
+}
+DENSE_ERRORS = SHARED_ERRORS | {
+    "x-list": ({"x": [[1.0] * K] * M}, TypeError, r"x is a list.*\[\.\.\., K\]"),
+    "x-int": ({"x": s(M, K, dtype="int8")}, TypeError, r"x is int8.*bfloat16, float16, float32.*jaxops\.quantize"),
+    "x-float8": ({"x": s(M, K, dtype="float8_e4m3fn")}, TypeError, r"x is float8_e4m3fn.*jaxops\.quantize"),
+    "x-scalar": ({"x": s()}, ValueError, r"x has shape \(\).*\[\.\.\., K\]"),
+    "w-rank": ({"w": s(G, K, N)}, ValueError, r"w has shape \(3, 4, 6\).*\[K, N\]"),
+    "w-int": ({"w": s(K, N, dtype="int8")}, TypeError, r"w is int8.*w\.astype"),
+    "K": ({"x": s(M, K + 1)}, ValueError, r"K of x.* is 5.*K of w \(4, 6\) is 4"),
+    "K-quantized": ({"w": q(K + 1, N)}, ValueError, r"K of x.* is 4.*K of w \(5, 6\) is 5"),
+    "x-quantized-rank": ({"x": q(2, M, K, scaling="block_1x128")}, ValueError, r"x has shape \(2, 8, 4\).*\[M, K\]"),
+    "x-quantized-scaling": ({"x": q(M, K)}, ValueError, "x has block_128x128 scales.*'blockwise'.*'block_1x128'"),
+    "w-quantized-scaling": ({"w": q(K, N, scaling="rowwise")}, ValueError, "w has rowwise scales.*recipe='blockwise'.*'block_128x128'"),
+    "w-no-column-layout": (
+        {"w": q(K, N, scaling="rowwise", layouts="row"), "recipe": "rowwise"},
+        ValueError,
+        "no column layout, and rowwise scales.*layouts='both'",
+    ),
+    "w-empty": ({"w": Quantized(None, None, scaling="block_128x128")}, ValueError, "w has neither a row nor a column layout"),
+    "cache-type": ({"w_quantized": s(K, N)}, TypeError, r"w_quantized is a .*jaxops\.quantize"),
+    "cache-shape": ({"w_quantized": q(N, K)}, ValueError, r"w_quantized has shape \(6, 4\).*that of w, \(4, 6\)"),
+    "cache-scaling": ({"w_quantized": q(K, N, scaling="tensorwise")}, ValueError, "w_quantized has tensorwise scales.*'block_128x128'"),
+    "cache-of-quantized": ({"w": q(K, N), "w_quantized": q(K, N)}, ValueError, "w is quantised already: leave w_quantized away"),
+    "amax-unasked": ({"amax": SCALARS}, ValueError, "recipe='blockwise'.*only recipe='delayed' takes amax"),
+    "amax-missing": ({"recipe": "delayed"}, ValueError, "recipe='delayed' needs amax"),
+    "amax-one": ({"recipe": "delayed", "amax": s()}, ValueError, "recipe='delayed' needs amax=.*two float32 scalars"),
+    "amax-shape": ({"recipe": "delayed", "amax": (s(), s(1))}, TypeError, r"amax\[1\] \(of w\) is float32\[1\].*scalar"),
+    "amax-dtype": ({"recipe": "delayed", "amax": (s(dtype="bfloat16"), s())}, TypeError, r"amax\[0\] \(of x\) is bfloat16\[\].*float32"),
+    "amax-float": ({"recipe": "delayed", "amax": (1.0, s())}, TypeError, r"amax\[0\] \(of x\) is a float.*float32 scalar"),
+}
+GROUPED_ERRORS = SHARED_ERRORS | {
+    "delayed": ({"recipe": "delayed"}, ValueError, "recipe='delayed': write 'tensorwise'"),
+    "lhs-rank": ({"lhs": s(2, M, K)}, ValueError, r"lhs has shape \(2, 8, 4\).*\[M, K\]"),
+    "lhs-int": ({"lhs": s(M, K, dtype="int8")}, TypeError, r"lhs is int8.*lhs\.astype"),
+    "rhs-rank": ({"rhs": s(K, N)}, ValueError, r"rhs has shape \(4, 6\).*\[G, K, N\]"),
+    "K": ({"lhs": s(M, K + 1)}, ValueError, r"K of lhs.* is 5.*K of rhs \(3, 4, 6\) is 4"),
+    "offsets-length": ({"group_offsets": s(G, dtype="int32")}, ValueError, r"len\(group_offsets\) is 3.*is 4"),
+    "offsets-int64": ({"group_offsets": s(G + 1, dtype="uint32")}, TypeError, r"group_offsets is uint32.*astype\(jnp\.int32\)"),
+    "cache-shape": ({"rhs_quantized": q(G, N, K)}, ValueError, r"rhs_quantized has shape \(3, 6, 4\).*that of rhs, \(3, 4, 6\)"),
+}
+CASES = [pytest.param(jaxops.fp8_matmul, DENSE, *case, id=f"dense-{name}") for name, case in DENSE_ERRORS.items()]
+CASES += [pytest.param(jaxops.fp8_grouped_matmul, GROUPED, *case, id=f"grouped-{name}") for name, case in GROUPED_ERRORS.items()]
+
+
+def trace(fn, arguments: dict):
+    """fn of arguments of which what has a shape is traced, and nothing is run."""
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, (list, Plan)))
+    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+    def call(*arrays):
+        arrays = iter(arrays)
+        return fn(**jax.tree.unflatten(tree, [next(arrays) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]))
+
+    return jax.eval_shape(call, *shapes)
+
+
+@pytest.mark.parametrize(("fn", "good"), [(jaxops.fp8_matmul, DENSE), (jaxops.fp8_grouped_matmul, GROUPED)], ids=["dense", "grouped"])
+def test_what_the_errors_differ_from_is_right(fn, good):
+    """Otherwise a case below could fail for another reason than its own."""
+    assert trace(fn, good).shape == (M, N)
+
+
+@pytest.mark.parametrize(("fn", "good", "change", "error", "match"), CASES)
+def test_error(fn, good, change, error, match):
+    with pytest.raises(error, match=match):
+        trace(fn, {**good, **change})
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_with_gw_hp"])
+def test_no_weight_gradient_of_a_row_layout_alone(recipe):
+    """At the forward already, where the call stands that must change."""
+    x = q(M, K, scaling="block_1x128", layouts="row")
+    match = "column layout" if recipe == "blockwise" else "'blockwise_with_gw_hp' multiplies x as it is"
+    with pytest.raises(NotImplementedError, match=match):
+        jax.eval_shape(lambda x, w: jax.vjp(lambda w: jaxops.fp8_matmul(x, w, recipe=recipe), w)[0], x, s(K, N))
+
+
+def test_ragged_x_quantised_without_its_groups():
+    x = q(M, K, scaling="block_1x128")
+    with pytest.raises(NotImplementedError, match="group_offsets"):
+        jax.eval_shape(
+            lambda x, w, offsets: jax.vjp(lambda w: jaxops.fp8_grouped_matmul(x, w, offsets), w)[0], x, s(G, K, N), GROUPED["group_offsets"]
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 3090"])
+@pytest.mark.parametrize("backend", ["auto", "pallas", "triton"])
+def test_before_ada(kind, backend):
+    device = AbstractDevice(device_kind=kind, num_cores=100, platform="gpu")
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)),
+        pytest.raises(NotImplementedError, match=rf"{kind}.*8\.9"),
+    ):
+        trace(jaxops.fp8_matmul, DENSE | {"backend": backend})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bm": 48}, r"Tiles\.bm=48.*power of two.*16"),
+        ({"bn": 8}, r"Tiles\.bn=8.*power of two.*16"),
+        ({"warps": 3}, r"Tiles\.warps=3.*1, 2, 4, 8 or 16"),
+        ({"stages": 0}, r"Tiles\.stages=0.*at least 1"),
+        ({"panel": 0}, r"Tiles\.panel=0.*at least 1"),
+        ({"kernel": "cuda"}, r"Tiles\.kernel='cuda'.*'triton', 'pallas', 'xla'"),
+    ],
+    ids=str,
+)
+def test_tiles_that_no_kernel_can_have(change, match):
+    with pytest.raises(ValueError, match=match):
+        Tiles(**{"kernel": "pallas", "bm": 64, "bn": 64, **change})

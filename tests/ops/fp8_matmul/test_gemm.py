@@ -1,0 +1,227 @@
+"""C = A @ B.T of operands with any scales, by every backend, against float64: what the op's three products are made of."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxops._lib.ragged import padded_rows
+from jaxops.ops.fp8_matmul import Problem, Tiles, make_plan
+from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
+from jaxops.ops.fp8_matmul.operand import Operand, dequantize_operand
+from jaxops.ops.fp8_matmul.xla import multiply_xla
+from tests.compare import assert_close
+from tests.ops.fp8_matmul.cases import BLOCK, RUNS, kind_of, options_of
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+TENSOR, ROW, BLOCKS, OUTER = "tensorwise-tensorwise", "rowwise-rowwise", "block_1x128-block_128x128", "block_1x128-block_1x128"
+DENSE = [TENSOR, ROW, BLOCKS, OUTER]
+ROWS, CONTRACTION = [TENSOR, ROW, BLOCKS], [TENSOR, ROW, OUTER]
+
+
+def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Operand:
+    """Random numbers over much of the format's range, and scales that differ from block to block."""
+    *stack, rows, K = shape
+    blocks = [-(-size // BLOCK) for size in (rows, K)]
+    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[scaling]
+    values = np.clip(rng.normal(size=shape) * 100, -448, 448).astype(getattr(ml_dtypes, dtype))
+    return Operand(values, np.exp(rng.normal(size=(*stack, *scales)) / 2).astype(np.float32), scaling)  # pyright: ignore[reportArgumentType]
+
+
+@functools.partial(jax.jit, static_argnames=("scalings", "run", "ragged", "length", "out_dtype", "fast"))
+def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast):
+    a, b = (Operand(*pair, scaling) for pair, scaling in zip(arrays, scalings, strict=True))
+    how = {"ragged": ragged, "out_dtype": jnp.dtype(out_dtype), "fast": fast} | ({"length": length} if length is not None else {})
+    if run == "xla":
+        return multiply_xla(a, b, offsets, **how)
+    if run == "triton":
+        from jaxops._lib.device import current_device
+        from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
+
+        recipe = {"tensorwise": "tensorwise", "rowwise": "rowwise"}.get(a.scaling, "blockwise")
+        K = a.values.shape[1]
+        sizes = (a.values.shape[0], K, b.values.shape[-2]) if length is None else (length, a.values.shape[0], b.values.shape[0])
+        plan = make_plan(Problem(*sizes, recipe, "bfloat16", 0 if offsets is None else len(offsets) - 1), current_device(), backend="triton")
+        tiles = plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad
+        return multiply_triton(a, b, offsets, **how, tiles=tiles)
+    tiles = Tiles("pallas", 16, 32, panel=2) if run == "interpret" else Tiles("pallas", 64, 64, 4, 2, panel=2)
+    return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=run == "interpret")
+
+
+def multiply(a: Operand, b: Operand, offsets=None, *, run, ragged=None, length=None, out_dtype="float32", fast=False):
+    options_of(run)  # skips where its device is not there
+    arrays = (a.values, a.scales), (b.values, b.scales)
+    return _multiply(arrays, offsets, (a.scaling, b.scaling), run, ragged, length, out_dtype, fast)
+
+
+def wide(x: Operand) -> np.ndarray:
+    """Written out number by number, unlike `dequantize_operand`."""
+    values, scales = x.values.astype(np.float64), x.scales.astype(np.float64)
+    if values.ndim == 3:
+        return np.stack([wide(Operand(v, s, x.scaling)) for v, s in zip(x.values, x.scales, strict=True)])
+    row, column = np.indices(values.shape)
+    places = {"tensorwise": (), "rowwise": (row,), "block_1x128": (column // BLOCK, row), "block_128x128": (row // BLOCK, column // BLOCK)}
+    return values * scales[places[x.scaling]]
+
+
+def check(got, want, run: str, out_dtype: str = "float32") -> None:
+    assert got.dtype == jnp.dtype(out_dtype)
+    kind = {"kind": "fp8_sum"} if run == "triton" and out_dtype == "float32" else kind_of(run, out_dtype)
+    assert_close(got, want, **kind)
+
+
+@pytest.mark.parametrize("scaling", DENSE)
+@pytest.mark.parametrize("shape", [(150, 139), (3, 150, 139)], ids=["matrix", "stack"])
+def test_dequantize_operand(scaling, shape):
+    x = operand(np.random.default_rng(0), shape, scaling.split("-")[1])
+    np.testing.assert_allclose(dequantize_operand(x), wide(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scalings", DENSE)
+def test_dense(run, scalings):
+    rng = np.random.default_rng(0)
+    M, K, N = 150, 268, 161
+    dtypes = (E5M2 if scalings == TENSOR else E4M3), E4M3
+    a, b = (operand(rng, shape, s, d) for shape, s, d in zip(((M, K), (N, K)), scalings.split("-"), dtypes, strict=True))
+    check(multiply(a, b, run=run), wide(a) @ wide(b).T, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (37, 128, 130)], ids=str)
+def test_sizes(run, sizes):
+    rng = np.random.default_rng(0)
+    M, K, N = sizes
+    a, b = operand(rng, (M, K), "block_1x128"), operand(rng, (N, K), "block_128x128")
+    check(multiply(a, b, run=run, out_dtype="bfloat16"), wide(a) @ wide(b).T, run, "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", ["gpu", "triton"])
+@pytest.mark.parametrize("scalings", DENSE)
+def test_large(run, scalings):
+    """Many tiles a program, and a long sum."""
+    rng = np.random.default_rng(0)
+    a, b = (operand(rng, shape, s) for shape, s in zip(((3000, 4112), (2064, 4112)), scalings.split("-"), strict=True))
+    want = wide(a) @ wide(b).T
+    for out_dtype in ("bfloat16", "float32"):
+        check(multiply(a, b, run=run, out_dtype=out_dtype), want, run, out_dtype)
+    if not scalings.startswith("block"):
+        assert_close(multiply(a, b, run=run, fast=True), want, "tf32")
+
+
+def bad_rows(x: Operand, offsets) -> Operand:
+    """NaN in the rows outside the groups, and in their scales where they have their own."""
+    row = np.arange(x.values.shape[0])
+    outside = (row < offsets[0]) | (row >= offsets[-1])
+    x.values[outside] = np.nan
+    if x.scaling != "tensorwise":
+        x.scales[..., outside] = np.nan
+    return x
+
+
+def check_rows(run, scalings, sizes, before, after, K, N, seed=0) -> None:
+    rng = np.random.default_rng(seed)
+    offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    M = int(offsets[-1]) + after
+    s, t = scalings.split("-")
+    a, b = bad_rows(operand(rng, (M, K), s), offsets), operand(rng, (len(sizes), N, K), t)
+    want, wide_a, wide_b = np.zeros((M, N)), wide(a), wide(b)
+    for g, (lo, hi) in enumerate(itertools.pairwise(offsets)):
+        want[lo:hi] = wide_a[lo:hi] @ wide_b[g].T
+    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="rows")
+    check(got, want, run)
+    assert not np.asarray(got)[np.r_[: offsets[0], offsets[-1] : M]].any()
+
+
+def check_contraction(run, scalings, sizes, before, after, M, N, seed=0) -> None:
+    """The columns that fill up a group's last 128 are zeros, as the quantiser writes them; behind the last group everything is NaN."""
+    rng = np.random.default_rng(seed)
+    offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    length, G = int(offsets[-1]) + after, len(sizes)
+    starts = BLOCK * np.concatenate([[0], np.cumsum(-(-np.asarray(sizes) // BLOCK))])
+    columns = np.arange(padded_rows(length, G))
+    there = np.zeros(len(columns), bool)
+    for start, size in zip(starts[:-1], sizes, strict=True):
+        there[start : start + size] = True
+    behind = columns >= starts[-1]
+
+    def side(rows, scaling):
+        x = operand(rng, (rows, len(columns)), scaling)
+        x.values[:, ~there] = 0
+        x.values[:, behind] = np.nan
+        if scaling == "block_1x128":
+            x.scales[behind[::BLOCK]] = np.nan
+        return x
+
+    a, b = (side(rows, scaling) for rows, scaling in zip((M, N), scalings.split("-"), strict=True))
+    wide_a, wide_b = wide(a), wide(b)
+    want = np.stack([wide_a[:, lo:hi] @ wide_b[:, lo:hi].T for lo, hi in itertools.pairwise(starts)])
+    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="contraction", length=length)
+    check(got, want, run)
+    assert not np.asarray(got)[np.asarray(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scalings", ROWS)
+def test_rows(run, scalings):
+    for sizes, before, after in (((17, 0, 60), 11, 19), ((16, 32, 16), 3, 40), ((0, 107, 0), 0, 0), ((0, 0, 0), 50, 57), ((1, 1, 1), 103, 1)):
+        check_rows(run, scalings, sizes, before, after, 139, 45)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scalings", CONTRACTION)
+def test_contraction(run, scalings):
+    for sizes, before, after in (((17, 0, 260), 11, 19), ((128, 129, 50), 0, 0), ((0, 307, 0), 0, 0), ((0, 0, 0), 150, 157), ((1, 1, 1), 303, 1)):
+        check_contraction(run, scalings, sizes, before, after, 37, 50)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_pattern_of_empty_groups(run):
+    for i, empty in enumerate(itertools.product([False, True], repeat=4)):
+        sizes = [0 if e else 5 + 7 * g for g, e in enumerate(empty)]
+        check_rows(run, BLOCKS, sizes, 2, 70 - sum(sizes), 130, 33, seed=i)
+        check_contraction(run, OUTER, sizes, 2, 70 - sum(sizes), 19, 33, seed=i)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", ["gpu", "triton"])
+@pytest.mark.parametrize("scalings", sorted({*ROWS, *CONTRACTION}))
+def test_large_groups(run, scalings):
+    for sizes in ([1000, 0, 1, 2501, 128, 260], [0, 0, 3890, 0, 0, 0], [3000, 250, 250, 250, 70, 70]):
+        if scalings in ROWS:
+            check_rows(run, scalings, sizes, 7, 5, 528, 784)
+        if scalings in CONTRACTION:
+            check_contraction(run, scalings, sizes, 7, 5, 528, 784)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_offsets_that_break_the_contract(run):
+    """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
+    rng = np.random.default_rng(0)
+    K, N = 130, 33
+    rows = operand(rng, (72, K), "block_1x128"), operand(rng, (4, N, K), "block_128x128")
+    columns = [operand(rng, (size, padded_rows(72, 4)), "block_1x128") for size in (19, 33)]
+    for bad in ([-5, 10, 20, 30, 40], [0, 10, 30, 50, 10_000], [0, 30, 10, 20, 72], [2**31 - 1, -(2**31), 0, 7, 9], [72, 0, 72, 0, 72]):
+        offsets = np.array(bad, np.int32)
+        assert jax.block_until_ready(multiply(*rows, offsets, run=run, ragged="rows")).shape == (72, N)
+        assert jax.block_until_ready(multiply(*columns, offsets, run=run, ragged="contraction", length=72)).shape == (4, 19, 33)
+
+
+@pytest.mark.parametrize("run", ["interpret"])
+def test_a_large_stack_goes_in_parts(monkeypatch, run):
+    """As if an array of 20,000 numbers were the largest that a kernel can address: two groups at a time."""
+    monkeypatch.setattr("jaxops.ops.fp8_matmul.gemm_pallas._MOST", 20_000)
+    check_rows(run, BLOCKS, (9, 4, 0, 30), 3, 7, 128, 60)
+
+
+@pytest.mark.parametrize("shapes", [((50, 900), (3, 900)), ((3, 900), (50, 900))], ids=["a", "b"])
+def test_one_matrix_too_large(monkeypatch, shapes):
+    monkeypatch.setattr("jaxops.ops.fp8_matmul.gemm_pallas._MOST", 20_000)
+    a, b = (operand(np.random.default_rng(0), shape, "rowwise") for shape in shapes)
+    with pytest.raises(NotImplementedError, match=r"45000 FP8 numbers.*2\^31"):
+        multiply(a, b, run="interpret")

@@ -1,0 +1,112 @@
+"""The Pallas kernels, lowered for cards that are not there: every candidate's tiles, each kind of product, whole calls."""
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops._lib.ragged import padded_rows
+from jaxops.ops.fp8_matmul import Plan, Problem, Tiles, candidates, make_plan
+from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
+from jaxops.ops.fp8_matmul.operand import Operand
+from jaxops.ops.fp8_matmul.plan import PASSES
+from tests.hopper import H200
+
+L4 = AbstractDevice(device_kind="NVIDIA L4", num_cores=58, platform="gpu")
+SMALL = Problem(300, 520, 400, "blockwise", "bfloat16")  # nothing but K is whole tiles
+G = 3
+
+
+def lower(device, fn, *shapes) -> str:
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def operand(scaling: str, *shape: int, dtype="float8_e4m3fn"):
+    *stack, rows, K = shape
+    blocks = [-(-size // 128) for size in (rows, K)]
+    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[scaling]
+    return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((*stack, *scales), "float32")
+
+
+def lowered(device, ragged: str | None, scalings: tuple[str, str], tiles: Tiles) -> str:
+    """One product; with one scale an operand also of two formats."""
+    M, K, N = SMALL.M, SMALL.K, SMALL.N
+    a_shape, b_shape = {None: ((M, K), (N, K)), "rows": ((M, K), (G, N, K)), "contraction": ((K, padded_rows(M, G)), (N, padded_rows(M, G)))}[ragged]
+    a = operand(scalings[0], *a_shape, dtype="float8_e5m2" if scalings[0] == "tensorwise" else "float8_e4m3fn")
+    offsets = None if ragged is None else jax.ShapeDtypeStruct((G + 1,), "int32")
+
+    def multiply(a, b, offsets):
+        a, b = (Operand(*x, scaling) for x, scaling in zip((a, b), scalings, strict=True))
+        return multiply_pallas(a, b, offsets, ragged=ragged, length=M if ragged == "contraction" else None, out_dtype="bfloat16", tiles=tiles)
+
+    return lower(device, multiply, a, operand(scalings[1], *b_shape), offsets)
+
+
+def kernels(text: str) -> int:
+    return text.count("__gpu$xla.gpu.triton")
+
+
+def pallas_candidates(device) -> list[Tiles]:
+    """One for each that differs in more than numbers: warps, depth and panel change no shape in a kernel."""
+    found = {tiles for name in PASSES for tiles in candidates(name, SMALL, Device(device.device_kind, "gpu"), "pallas")}
+    return sorted({(tiles.bm, tiles.bn): tiles for tiles in found}.values(), key=lambda tiles: (tiles.bm, tiles.bn))
+
+
+@pytest.mark.parametrize("device", [H200, L4], ids=["H200", "L4"])
+@pytest.mark.parametrize("tiles", pallas_candidates(L4), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}")
+def test_candidates(device, tiles):
+    assert kernels(lowered(device, None, ("block_1x128", "block_128x128"), tiles)) == 1
+    assert kernels(lowered(device, "contraction", ("block_1x128", "block_1x128"), tiles)) == 2  # and its schedule
+
+
+def test_candidates_are_there_and_fit():
+    for device in (H200, L4):
+        found = pallas_candidates(device)
+        assert len(found) >= 5
+        assert all(tiles.shared_bytes <= Device(device.device_kind, "gpu").shared_bytes for tiles in found)
+
+
+@pytest.mark.parametrize("ragged", [None, "rows", "contraction"], ids=str)
+@pytest.mark.parametrize("scalings", [("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("block_1x128", "block_128x128"), ("block_1x128", "block_1x128")])
+def test_every_product(ragged, scalings):
+    assert kernels(lowered(H200, ragged, scalings, Tiles("pallas", 64, 32, 4))) == (1 if ragged is None else 2)
+
+
+@pytest.mark.parametrize("device", [H200, L4], ids=["H200", "L4"])
+def test_a_users_call(device):
+    """Three products and, around them, casts: nothing else that touches a whole tensor, no transpose of one."""
+    s = jax.ShapeDtypeStruct
+    M, K, N = SMALL.M, SMALL.K, SMALL.N
+
+    def gradients(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, backend="pallas"), x, w)
+        return y, vjp(dy)
+
+    text = lower(device, gradients, s((M, K), "bfloat16"), s((K, N), "float32"), s((M, N), "bfloat16"))
+    assert text.count('"fp8_matmul_rows"') == 3
+    assert kernels(text) == 6
+    assert "transpose" not in text
+
+
+def test_a_users_call_over_groups():
+    s = jax.ShapeDtypeStruct
+    M, K, N = SMALL.M, SMALL.K, SMALL.N
+
+    def gradients(x, w, dy, offsets):
+        y, vjp = jax.vjp(lambda x, w: jaxops.fp8_grouped_matmul(x, w, offsets, backend="pallas"), x, w)
+        return y, vjp(dy)
+
+    text = lower(H200, gradients, s((M, K), "bfloat16"), s((G, K, N), "bfloat16"), s((M, N), "bfloat16"), s((G + 1,), "int32"))
+    assert text.count('"fp8_matmul_rows"') == 2
+    assert text.count('"fp8_matmul_contraction"') == 1
+    assert "transpose" not in text
+
+
+def test_an_explicit_plan_is_kept():
+    tiles = Tiles("pallas", 32, 64, 2, 2)
+    plan = make_plan(SMALL, Device("NVIDIA L4", "gpu"), plan=Plan("pallas", wgrad=tiles))
+    assert plan.wgrad == tiles
+    assert plan.fwd is not None
+    assert make_plan(SMALL, Device("cpu", "cpu")) == make_plan(SMALL, Device("TPU v5 lite", "tpu")) == Plan("xla")

@@ -1,0 +1,250 @@
+"""y, dx and dw against a float64 reference that quantises by itself: every recipe, odd sizes, dtypes, leading axes, groups, tensors that come quantised."""
+
+import dataclasses
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.fp8_matmul import RECIPES
+from jaxops.ops.quantize import Quantized
+from tests.compare import assert_close
+from tests.ops.fp8_matmul.cases import BLOCK, DENSE, FEW, GROUPED, RUNS, Case, apply, check, delayed_amax, kind_of, make_case, options_of, quantised, reference
+
+
+def every_recipe(names, interpreted) -> list:
+    """On the CPU the interpreter runs some of them: test_gemm.py has every kernel, and compiling is what takes long."""
+    return [
+        pytest.param(name, run, id=f"{name}-{run}")
+        for name, run in itertools.product(names, ("xla", "interpret"))
+        if (name in interpreted if run == "interpret" else name != "rowwise_with_gw_hp")  # test_dtypes has that one
+    ] + [pytest.param(name, run, marks=pytest.mark.gpu, id=f"{name}-{run}") for name, run in itertools.product(names, ("gpu", "triton"))]
+
+
+@pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE, ("blockwise",)))
+def test_recipes(recipe, run):
+    """More than one block of 128 in every dimension, none of them whole."""
+    check(make_case(150, 139, 161), recipe, run)
+
+
+@pytest.mark.parametrize(("recipe", "run"), every_recipe(GROUPED, ("blockwise",)))
+def test_groups(recipe, run):
+    """One of several blocks of 128 rows, a short one, an empty one, rows outside at both ends."""
+    check(make_case(191, 139, 45, sizes=[17, 0, 145], before=11), recipe, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_routings(run):
+    """Other offsets in the same compiled program."""
+    for sizes, before in (((0, 191, 0), 0), ((0, 0, 0), 100), ((1, 1, 1), 188), ((128, 63, 0), 0)):
+        check(make_case(191, 139, 45, sizes=sizes, before=before), "blockwise", run)
+
+
+@pytest.mark.parametrize("run", FEW)
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "w_dtype"),
+    [
+        ("blockwise", "bfloat16", "float32"),
+        ("tensorwise", "bfloat16", "bfloat16"),
+        ("rowwise_with_gw_hp", "float32", "bfloat16"),
+        ("blockwise_with_gw_hp", "float16", "float32"),
+    ],
+)
+def test_dtypes(run, recipe, dtype, w_dtype):
+    """A float32 master's gradient is float32, whatever x is."""
+    check(make_case(21, 130, 37, dtype=dtype, w_dtype=w_dtype), recipe, run)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_pow2_scales(run):
+    check(make_case(21, 130, 37), "blockwise", run, pow2=True)
+
+
+@hypothesis.settings(max_examples=2)
+@hypothesis.given(sizes=st.tuples(*[st.integers(1, 300)] * 3), recipe=st.sampled_from(DENSE))
+def test_random_shapes(sizes, recipe):
+    check(make_case(*sizes), recipe, "xla")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", ["gpu", "triton"])
+@pytest.mark.parametrize("recipe", DENSE)
+def test_large(run, recipe):
+    check(make_case(2050, 1040, 1536, dtype="bfloat16"), recipe, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", ["gpu", "triton"])
+@pytest.mark.parametrize("recipe", GROUPED)
+def test_large_groups(run, recipe):
+    check(make_case(3000, 528, 784, sizes=[1000, 0, 1, 1501, 128, 260], before=60, dtype="bfloat16"), recipe, run)
+
+
+@pytest.mark.parametrize("run", FEW)
+@pytest.mark.parametrize("leading", [(), (2, 3)], ids=str)
+def test_leading_axes(run, leading):
+    case = make_case(int(np.prod(leading)), 20, 5)
+    shape = lambda v: v.reshape(*leading, v.shape[-1])
+
+    @jax.jit
+    def f(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, **options_of(run)), x, w)
+        return y, *vjp(dy)
+
+    y, dx, dw = f(shape(case.x), case.w, shape(case.dy))
+    for got, want in zip((y, dx, dw), reference(case, "blockwise"), strict=True):
+        assert_close(got, want if got is dw else shape(want), **kind_of(run, "float32"))
+
+
+@pytest.mark.parametrize("run", FEW)
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("sizes", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
+def test_size_zero(run, recipe, sizes):
+    check(make_case(*sizes), recipe, run)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_no_groups(run):
+    check(make_case(3, 16, 32, sizes=[], before=1), "blockwise", run)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_delayed_measures_as_it_goes(run):
+    case = make_case(9, 20, 11, dtype="bfloat16")
+    amax = tuple(jnp.float32(value) for value in delayed_amax(case))
+    w8 = quantized_w(case, "delayed", "both")
+
+    @functools.partial(jax.jit, static_argnames="rows")
+    def measured(x, w, w_quantized, rows=None):
+        return jaxops.fp8_matmul(x[:rows], w, recipe="delayed", amax=amax, w_quantized=w_quantized, **options_of(run))[1]
+
+    want = [float(jnp.max(jnp.abs(v)).astype(jnp.float32)) for v in (case.x, case.w)]
+    assert list(map(float, measured(case.x, case.w, None))) == want
+    assert list(map(float, measured(case.x, case.w, None, rows=0))) == [0, want[1]]
+    # A weight that is not read is not measured: its amax comes back.
+    assert list(map(float, measured(case.x, w8, None))) == [want[0], float(amax[1])]
+    assert list(map(float, measured(case.x, case.w, w8))) == [want[0], float(amax[1])]
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "layouts"))
+def _quantized(w, recipe: str, layouts: str) -> Quantized:
+    form = RECIPES[recipe].w
+    return jaxops.quantize(w, scaling=form.scaling, dtype=form.dtype, layouts=layouts)
+
+
+def quantized_w(case: Case, recipe: str, layouts: str) -> Quantized:
+    return _quantized(case.w, recipe, layouts)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_cached_w(run):
+    """The bits of a call that casts w itself, its gradient included."""
+    case = make_case(21, 130, 37, sizes=(9, 0, 12))
+
+    @jax.jit
+    def f(x, w, dy):
+        def results(**cached):
+            y, vjp = jax.vjp(lambda x, w: apply(case, x, w, "blockwise", run, **cached), x, w)
+            return y, *vjp(dy)
+
+        return results(), results(w_quantized=jaxops.quantize(w, scaling="block_128x128", layouts="both"))
+
+    for a, b in zip(*f(case.x, case.w, case.dy), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_the_cache_is_what_is_multiplied(run):
+    """Of other weights it gives their product, and the gradient of those that were passed."""
+    case = make_case(21, 130, 37)
+    other = make_case(21, 130, 37, seed=1)
+
+    @jax.jit
+    def f(x, w, dy, w8):
+        y, vjp = jax.vjp(lambda x, w: apply(case, x, w, "blockwise", run, w_quantized=w8), x, w)
+        return y, *vjp(dy)
+
+    y, dx, dw = f(case.x, case.w, case.dy, quantized_w(other, "blockwise", "both"))
+    want = reference(dataclasses.replace(case, w=other.w), "blockwise")
+    for name, g, w in zip(("y", "dx", "dw"), (y, dx, dw), want, strict=True):
+        assert_close(g, w, **kind_of(run, "float32"), name=name)
+
+
+def check_y_and_dx(case: Case, w8: Quantized, recipe: str, run: str, want) -> None:
+    @jax.jit
+    def f(x, dy, w8):
+        y, vjp = jax.vjp(lambda x: apply(case, x, w8, recipe, run), x)
+        return y, *vjp(dy)
+
+    for name, g, w in zip(("y", "dx"), f(case.x, case.dy, w8), want, strict=False):
+        assert_close(g, w, **kind_of(run, "float32"), name=name)
+
+
+@pytest.mark.parametrize("run", FEW)
+@pytest.mark.parametrize(
+    ("recipe", "layouts", "sizes"),
+    [("blockwise", "col", None), ("tensorwise", "row", None), ("rowwise", "both", None), ("blockwise", "row", (9, 0, 12))],
+    ids=lambda x: "groups" if isinstance(x, tuple) else str(x),
+)
+def test_quantized_w(run, recipe, layouts, sizes):
+    """y and dx of a weight that came quantised: where its scales are those of its transpose, one layout is enough."""
+    case = make_case(21, 130, 37, sizes=sizes)
+    check_y_and_dx(case, quantized_w(case, recipe, layouts), recipe, run, reference(case, recipe))
+
+
+@pytest.mark.parametrize("run", FEW)
+@pytest.mark.parametrize("sizes", [None, (9, 0, 12)], ids=["dense", "groups"])
+def test_deepseek_layout(run, sizes):
+    """weight [N, K] and weight_scale_inv as a checkpoint has them, K and N no multiples of 128."""
+    rng = np.random.default_rng(0)
+    K, N = 139, 150
+    stack = () if sizes is None else (len(sizes),)
+    weight = np.clip(rng.normal(size=(*stack, N, K)) * 100, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    scale_inv = np.exp(rng.normal(size=(*stack, 2, 2)) / 2).astype(np.float32)
+    spread = np.repeat(np.repeat(scale_inv, BLOCK, -2), BLOCK, -1)[..., :N, :K]
+    w = np.swapaxes(weight.astype(np.float64) * spread, -1, -2)
+    case = make_case(21, K, N, sizes=sizes)
+    x, dy = (quantised(np.asarray(v), "block_1x128", "float8_e4m3fn") for v in (case.x, case.dy))
+    groups = [(slice(None), w)] if sizes is None else [(slice(0, 9), w[0]), (slice(9, 21), w[2])]
+    want = np.concatenate([x[rows] @ one for rows, one in groups]), np.concatenate([dy[rows] @ one.T for rows, one in groups])
+    check_y_and_dx(case, Quantized.from_deepseek(jnp.asarray(weight), jnp.asarray(scale_inv)), "blockwise", run, want)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_adaln_feeds_fp8_matmul(run):
+    rng = np.random.default_rng(0)
+    D, N = 150, 40
+    x, vector, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((30, D), (1, D), (D, N)))
+
+    @jax.jit
+    def f(x, w):
+        h = jaxops.adaln(x, vector, vector, out_dtype="float8_e4m3fn", backend="xla" if run == "xla" else "pallas")
+        return h, jaxops.fp8_matmul(h, w, **options_of(run))
+
+    h, got = f(x, w)
+    want = np.asarray(jaxops.dequantize(h, "float32")).astype(np.float64) @ quantised(np.asarray(w), "block_128x128", "float8_e4m3fn")
+    assert_close(got, want, **kind_of(run, got.dtype.name))
+    with pytest.raises(NotImplementedError, match="column layout"):  # which the gradient of w needs
+        jax.eval_shape(jax.grad(lambda w: jnp.sum(f(x, w)[1].astype(jnp.float32))), w)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_quantized_x(run):
+    """Quantised by the caller: the same bits, of y and of w's gradient; none for x."""
+    case = make_case(21, 130, 37, sizes=(9, 0, 12))
+
+    @functools.partial(jax.jit, static_argnames="cast")
+    def f(x, w, dy, cast):
+        x = jaxops.quantize(x, layouts="both", group_offsets=case.offsets) if cast else x
+        y, vjp = jax.vjp(lambda w: apply(case, x, w, "blockwise", run, out_dtype="float32"), w)
+        return y, *vjp(dy)
+
+    for a, b in zip(*(f(case.x, case.w, case.dy, cast=cast) for cast in (False, True)), strict=True):
+        np.testing.assert_array_equal(a, b)

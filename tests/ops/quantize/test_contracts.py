@@ -1,0 +1,114 @@
+"""Under JAX's transformations, on devices side by side, and that nothing of it reaches the host."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.ops.quantize import Plan
+from tests.hopper import H200
+from tests.ops.quantize.cases import KERNELS, RUNS, Variant, backend_of, bits_of, compiled, make_x
+
+X = make_x((40, 133), "float32", seed=1)
+
+
+def assert_same(got, want) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_vmap_and_scan(run):
+    """Each alike, and like a call by itself."""
+    f = compiled(run, Variant())
+    xs = jnp.stack([X, 3 * X[::-1]])
+    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(f(x) for x in xs))
+    assert_same(jax.jit(jax.vmap(f))(xs), want)
+    assert_same(jax.jit(lambda xs: jax.lax.scan(lambda carry, x: (carry, f(x)), 0, xs)[1])(xs), want)
+
+
+@pytest.mark.parametrize("run", ["xla", "interpret"])
+@pytest.mark.parametrize("call", ["grad", "vjp of a stack", "measured"])
+def test_no_gradient(run, call):
+    """A cast's gradient is the product's business: an error says so, and stop_gradient is let through."""
+    plan = Plan(backend_of(run))
+    quantize = {
+        "grad": lambda x: jaxops.quantize(x, plan=plan).scales.sum(),
+        "vjp of a stack": lambda x: jaxops.dequantize(jaxops.quantize(x[None], scaling="rowwise", plan=plan)).sum(),
+        "measured": lambda x: jaxops.ops.quantize.quantize_measured(x, plan=plan)[1],
+    }[call]
+    with pytest.raises(NotImplementedError, match=r"float8_e4m3fn has no gradient of its own.*jaxops\.fp8_matmul.*stop_gradient"):
+        jax.eval_shape(jax.grad(quantize), X)
+    jax.eval_shape(jax.grad(lambda x: quantize(jax.lax.stop_gradient(x)) + x.sum()), X)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_runs_give_the_same_bits(run):
+    f = compiled(run, Variant())
+    assert_same(f(X), f(X))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_host_work(run):
+    f = compiled(run, Variant("rowwise"))
+    text = f.lower(X).compile().as_text()
+    assert not re.search(r"callback|outfeed|infeed|send\(|recv\(|copy-start|S\(5\)", text)
+    with jax.transfer_guard("disallow"):
+        jax.block_until_ready(f(X))
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_shard_map(run):
+    """Each device has a part of the rows, and its own groups."""
+    if jax.device_count() < 4:
+        pytest.skip("needs several devices")
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    f = compiled(run, Variant(ragged=True))
+    offsets = jnp.array([[0, 3, 10], [1, 1, 9], [0, 10, 10], [4, 5, 6]], jnp.int32)
+
+    def shard(x, offsets):
+        q = f(x, offsets[0])
+        return q.values, q.scales, q.values_t[:, :256][None], q.scales_t[:2][None]
+
+    specs = (P("d"), P(None, "d"), P("d"), P("d"))
+    got = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=specs, check_vma=False))(X, offsets)
+    got = jax.tree.map(np.asarray, got)  # a slice of a sharded array is a sum over devices, in which a zero loses its sign
+    for i in range(4):
+        want = shard(X[10 * i : 10 * i + 10], offsets[i : i + 1])
+        used = int(np.sum(-(-np.diff(offsets[i]) // 128)))
+        rows = slice(10 * i, 10 * i + 10)
+        assert_same((got[0][rows], got[1][:, rows]), want[:2])
+        assert_same((got[2][i, :, : 128 * used], got[3][i, :used]), (want[2][0, :, : 128 * used], want[3][0, :used]))
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block_1x128"])
+def test_shard_map_checks_the_kernels_varying_axes(scaling):
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+
+    def shard(x, offsets, key):
+        q = jaxops.quantize(x, scaling=scaling, layouts="both", group_offsets=offsets[0], key=key)
+        return q.values, q.values_t
+
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P("d"), P()), out_specs=(P("d"), P(None, "d")))
+    s = jax.ShapeDtypeStruct
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(sharded)(s((64, 32), "bfloat16"), s((2, 5), "int32"), s((2,), "uint32")))
+    assert "quantize_cast" in text
+    assert "schedule_rows" in text
+
+
+def test_remat_of_what_uses_it():
+    """A quantised copy beside a differentiated path is made again in the backward, and the gradient goes around it."""
+
+    @jax.checkpoint
+    def layer(x):
+        q = jaxops.quantize(jax.lax.stop_gradient(x))
+        return jnp.sum(x**2) + 0 * jnp.sum(q.scales)
+
+    x = jnp.ones((3, 130))
+    np.testing.assert_array_equal(jax.jit(jax.grad(layer))(x), 2 * x)

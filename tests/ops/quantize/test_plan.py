@@ -1,0 +1,179 @@
+"""Who decides (an explicit plan, then a tuned row, then the heuristic), and that every choice can be lowered for an H200."""
+
+import dataclasses
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jaxops
+import jaxops.tuning
+from jaxops._lib.device import Device
+from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.quantize import Plan, Problem, Tile, candidates, make_plan
+from jaxops.ops.quantize.plan import LAYOUTS, PASSES, heuristic, key_of_row
+from tests.hopper import lower_for_h200
+from tests.ops.quantize.cases import SCALINGS
+
+H200 = Device("NVIDIA H200", "gpu")
+PROBLEM = Problem(1000, 4096, "bfloat16")
+SHIPPED = list(tuned_rows("quantize", H200))
+MARK = {"cast": Tile(2, 2048, warps=1), "amax": Tile(4, 1024, warps=1)}  # no heuristic gives them
+
+
+def row(pass_name: str, problem: Problem = PROBLEM, **change) -> dict:
+    sizes = {name: getattr(problem, name) for name in ("M", "K", "dtype", "scaling", "layouts")}
+    return {"pass": pass_name, **sizes, "tile": dataclasses.asdict(MARK[pass_name]), **change}
+
+
+def test_explicit_then_tuned_then_heuristic():
+    rows = [row("cast"), row("amax")]
+    explicit = Tile(8, 128)
+    assert make_plan(PROBLEM, H200, rows, plan=Plan(cast=explicit)) == Plan("pallas", explicit, MARK["amax"])
+    plan = make_plan(PROBLEM, H200, [row("cast"), row("cast", tile=vars(explicit))])
+    assert plan == Plan("pallas", MARK["cast"], heuristic("amax", PROBLEM))
+    assert make_plan(PROBLEM, H200) == Plan("pallas", *(heuristic(name, PROBLEM) for name in PASSES))
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"layouts": "col"}, {"scaling": "tensorwise"}], ids=str)
+def test_row_of_another_key_is_not_taken(change):
+    other = dataclasses.replace(PROBLEM, **change)
+    assert make_plan(other, H200, [row(name) for name in PASSES]) == make_plan(other, H200)
+
+
+def test_a_row_serves_every_length_and_its_own_widths():
+    """Of blocks every width, of whole rows those of the same power of two."""
+    assert make_plan(Problem(7, 133, "bfloat16"), H200, [row("cast")]).cast == MARK["cast"]
+    rowwise = Problem(7, 4096, "bfloat16", "rowwise")
+    rows = [row("cast", rowwise)]
+    assert make_plan(dataclasses.replace(rowwise, K=2049), H200, rows).cast == MARK["cast"]
+    assert make_plan(dataclasses.replace(rowwise, K=4097), H200, rows).cast != MARK["cast"]
+
+
+def test_backend_by_device():
+    kinds = [("NVIDIA H200", "gpu"), ("NVIDIA L4", "gpu"), ("NVIDIA A100-SXM4-80GB", "gpu"), ("cpu", "cpu"), ("TPU v5 lite", "tpu")]
+    assert [make_plan(PROBLEM, Device(*kind)).backend for kind in kinds] == ["pallas", "pallas", "xla", "xla", "xla"]
+    assert make_plan(PROBLEM, Device("cpu", "cpu"), backend="pallas").backend == "pallas"  # interpreted
+    assert "cast=Tile(rows=" in str(make_plan(PROBLEM, H200))
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    M=st.integers(1, 1 << 20),
+    K=st.integers(1, 70_000),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    scaling=st.sampled_from(SCALINGS),
+    layouts=st.sampled_from(LAYOUTS),
+    pass_name=st.sampled_from(PASSES),
+)
+def test_heuristic_and_candidates_are_legal(M, K, dtype, scaling, layouts, pass_name):
+    """make_plan refuses what no kernel can have; a tile fits into registers."""
+    problem = Problem(M, K, dtype, scaling, layouts)
+    found = candidates(pass_name, problem)
+    assert found[0] == heuristic(pass_name, problem)
+    assert len(set(found)) == len(found)
+    for tile in found:
+        assert getattr(make_plan(problem, H200, plan=Plan(**{pass_name: tile})), pass_name) == tile
+        assert tile.rows * tile.cols <= 128 * 32 * tile.warps
+
+
+def test_no_two_shipped_rows_have_one_key():
+    assert len({key_of_row(row) for row in SHIPPED}) == len(SHIPPED)
+
+
+@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: "-".join(str(x) for x in key_of_row(row)))
+def test_shipped_row(row):
+    """It says what was measured, is found, and is among what tuning would measure again."""
+    assert row["device"] == H200.kind
+    problem = Problem(row["M"], row["K"], row["dtype"], row["scaling"], row["layouts"])
+    assert getattr(make_plan(problem, H200, SHIPPED), row["pass"]) == Tile(**row["tile"])
+    assert Tile(**row["tile"]) in candidates(row["pass"], problem)
+
+
+KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
+
+
+def kernels_of(shape=(512, 1000), x_dtype="bfloat16", groups: int | None = None, **options) -> tuple[list[str], set[str]]:
+    """The kernels' names in order, and XLA's own operations."""
+    s = jax.ShapeDtypeStruct
+    arrays = [s(shape, x_dtype), *([] if groups is None else [s((groups + 1,), "int32")])]
+    text = lower_for_h200(lambda x, offsets=None: jaxops.quantize(x, group_offsets=offsets, **options), *arrays)
+    return re.findall(r'"((?:quantize|schedule)_\w+)"', text), set(re.findall(r"= \"?stablehlo\.(\w+)", text)) - {"custom_call"}
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(
+    ("scaling", "looks"),
+    [("tensorwise", True), ("rowwise", False), ("block_1x128", False), ("block_128x128", False)],
+)
+def test_a_call_is_these_kernels(scaling, looks, layouts):
+    """One pass over x writes every layout; tensorwise, and rowwise in columns, look for the largest magnitudes first. No transpose, pad, or copy."""
+    kernels, others = kernels_of(scaling=scaling, layouts=layouts)
+    looks |= scaling == "rowwise" and layouts != "row"
+    assert kernels == ["quantize_amax"] * looks + ["quantize_cast"]
+    if scaling == "rowwise" and looks:  # the parts of each row's and column's magnitude, together
+        assert "reduce" in others
+        assert not others & {"transpose", "pad", "gather", "concatenate", "copy"}
+    else:
+        assert others <= {"reshape", "broadcast_in_dim"}
+
+
+def test_ragged_is_one_small_kernel_more():
+    assert kernels_of(groups=9, layouts="both")[0] == ["schedule_rows", "quantize_cast"]
+    assert kernels_of(groups=9, layouts="row")[0] == ["quantize_cast"]
+    assert kernels_of(groups=9, layouts="col", scaling="tensorwise")[0] == ["quantize_amax", "schedule_rows", "quantize_cast"]
+
+
+def test_very_long_rows_are_looked_at_first():
+    assert kernels_of((64, 16_384), scaling="rowwise")[0] == ["quantize_cast"]
+    assert kernels_of((64, 16_385), scaling="rowwise")[0] == ["quantize_amax", "quantize_cast"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes_lower_for_an_h200(dtype):
+    for scaling in ("rowwise", "block_1x128"):
+        assert kernels_of((129, 257), dtype, scaling=scaling, layouts="both", dtype=jax.numpy.float8_e5m2, key=np.zeros(2, np.uint32))[0][-1] == "quantize_cast"
+
+
+@pytest.mark.parametrize(("scaling", "layouts"), [("block_1x128", "both"), ("block_1x128", "row"), ("rowwise", "row"), ("tensorwise", "row")])
+def test_candidates_lower_for_an_h200(scaling, layouts):
+    """One of each shape: warps and panels change nothing that is lowered."""
+    problem = Problem(512, 1000, "bfloat16", scaling, layouts)
+    cast = {(t.rows, t.cols, t.patch, t.near): t for t in candidates("cast", problem)}
+    amax = {(t.rows, t.cols): t for t in candidates("amax", problem)}
+    for i, tile in enumerate(list(cast.values())[::2]):
+        plan = Plan("pallas", tile, list(amax.values())[i % len(amax)])
+        assert kernels_of(scaling=scaling, layouts=layouts, plan=plan)[0][-1] == "quantize_cast"
+
+
+def command(*words: str):
+    result = CliRunner().invoke(jaxops.tuning.app, ["quantize", *words], env={"COLUMNS": "200"})
+    return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
+    """On faked times: the second candidate of each pass wins, and is what a later plan takes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuned_rows.cache_clear()
+    device = Device("NVIDIA Test", "gpu")
+    monkeypatch.setattr(jaxops.tuning, "current_device", lambda: device)
+    monkeypatch.setattr(jaxops.tuning, "_fastest", lambda name, run, routings, tiles, say: (tiles[1], 10.0))
+    code, output = command("--shape", "256,384", "--scaling", "tensorwise,block_1x128", "--layouts", "both")
+    assert code == 0, output
+    rows = tuned_rows("quantize", device)
+    assert [(r["pass"], r["scaling"]) for r in rows] == [("amax", "tensorwise"), ("cast", "tensorwise"), ("cast", "block_1x128")]
+    assert rows[2]["gbps"] == round(256 * 384 * 4 / 10 / 1e3, 1)
+    problem = Problem(1, 384, "bfloat16", "tensorwise", "both")
+    plan = make_plan(problem, device, rows)
+    assert (plan.cast, plan.amax) == (candidates("cast", problem)[1], candidates("amax", problem)[1])
+    tuned_rows.cache_clear()
+
+
+def test_command_with_a_wrong_shape():
+    code, output = command("--shape", "1,2,3")
+    assert code == 2
+    assert "write two numbers, M,K" in output

@@ -1,0 +1,104 @@
+"""Ragged groups: no scale of the column layout spans two of them, and their columns are padded to whole blocks of 128."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops._lib.ragged import padded_rows, padded_starts
+from tests.ops.quantize.cases import RUNS, Variant, bits_of, check_equal, compiled, make_x, np_quantize
+
+M, K, G = 300, 133, 4
+OFFSETS = {
+    "unaligned": [0, 70, 201, 202, 300],
+    "empty": [0, 0, 128, 128, 300],
+    "one": [0, 0, 0, 300, 300],
+    "outside": [17, 45, 45, 174, 290],
+    "nothing": [9, 9, 9, 9, 9],
+    "whole-blocks": [0, 128, 256, 256, 256],
+}
+X = make_x((M, K), seed=1)
+STARTS = jax.jit(padded_starts, static_argnums=1)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("block_1x128", "both", ragged=True),
+        Variant("block_1x128", "col", ragged=True, stochastic=True),
+        Variant("rowwise", "both", ragged=True),
+        Variant("tensorwise", "both", ragged=True),
+    ],
+    ids=str,
+)
+def test_layouts(run, variant):
+    """Rows outside the groups hold NaN and infinities: they reach no column and no scale but their own row's."""
+    f = compiled(run, variant)
+    compilations = []
+    for offsets in OFFSETS.values():
+        outside = np.r_[0 : offsets[0], offsets[-1] : M]
+        x = X.at[outside[::2]].set(jnp.nan).at[outside[1::2]].set(jnp.inf)
+        check_equal(f(x, jnp.array(offsets, jnp.int32)), np_quantize(x, variant, offsets), variant, offsets)
+        compilations.append(f._cache_size())
+    assert len(set(compilations[1:])) == 1  # new offsets recompile nothing
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_row_layout_is_that_without_groups(run):
+    variant = Variant(layouts="row", ragged=True)
+    got = compiled(run, variant)(X, jnp.array([3, 50, 299], jnp.int32))
+    check_equal(got, np_quantize(X, variant), variant)
+    assert got.group_offsets.shape == (3,)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_broken_offsets_stay_in_bounds(run):
+    """Wrong rows, but nothing is read or written past an end: XLA would show NaN, and the sanitizer sees the kernels (tests/sanitize.py)."""
+    f = compiled(run, Variant("block_1x128", "both", ragged=True))
+    for offsets in ([-9, 50, 90, 120, 400], [250, 100, 299, 0, 300], [2**31 - 1, -(2**31), 7, 300, 5], [0, 300, 0, 300, 0]):
+        got = f(X, jnp.array(offsets, jnp.int32))
+        assert got.values_t.shape == (K, padded_rows(M, G))
+        jax.block_until_ready(got)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_groups(run):
+    variant = Variant("block_1x128", "both", ragged=True)
+    q = compiled(run, variant)(X, jnp.array([5], jnp.int32))
+    check_equal(q, np_quantize(X, variant, [5]), variant, [5])
+    assert q.values_t.shape == (K, 384)
+
+
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(sizes=st.lists(st.integers(0, 300), min_size=7, max_size=7), before=st.integers(0, 200))
+def test_padded_starts(sizes, before):
+    """Every group at a multiple of 128, one behind the other, and all of them inside what padded_rows says."""
+    rows, offsets = 2500, before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    starts = np.asarray(STARTS(jnp.asarray(offsets, jnp.int32), rows))
+    want = np.concatenate([[0], np.cumsum([-(-size // 128) * 128 for size in sizes])])
+    np.testing.assert_array_equal(starts, want)
+    assert starts[-1] <= padded_rows(rows, len(sizes))
+    assert padded_rows(rows, len(sizes)) == 128 * (-(-rows // 128) + len(sizes))
+
+
+def test_padded_starts_of_broken_offsets_are_in_bounds():
+    for offsets in ([0, 300, 0, 300, 0], [-9, 50, 90, 120, 400], [2**31 - 1, -(2**31), 7, 300, 5]):
+        starts = np.asarray(STARTS(jnp.array(offsets, jnp.int32), M))
+        assert ((starts >= 0) & (starts <= padded_rows(M, G)) & (starts % 128 == 0)).all()
+
+
+def test_dequantize_takes_the_row_layout():
+    q = compiled("xla", Variant("block_1x128", "both", ragged=True))(X, jnp.array(OFFSETS["unaligned"], jnp.int32))
+    dequantize = jax.jit(jaxops.dequantize)
+    np.testing.assert_array_equal(bits_of(dequantize(q)), bits_of(dequantize(dataclasses.replace(q, values_t=None, scales_t=None, group_offsets=None))))
+    col = dataclasses.replace(q, values=None, scales=None)
+    with pytest.raises(NotImplementedError, match=r"how many rows there were.*layouts='row' or 'both'"):
+        jaxops.dequantize(col)
+    with pytest.raises(NotImplementedError, match=r"ragged groups has no transpose"):
+        _ = q.T

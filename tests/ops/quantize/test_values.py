@@ -1,0 +1,200 @@
+"""Values and scales, to the last bit, of every scaling, layout and dtype."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.quantize import Plan, Tile, quantize_measured
+from jaxops.ops.quantize.reference import quantize_reference
+from tests.ops.quantize.cases import E4M3, E5M2, KERNELS, RUNS, SCALINGS, Variant, backend_of, bits_of, check_equal, compiled, make_x, np_quantize
+
+SHAPE = (150, 261)  # two tiles and three, neither of them full
+
+
+def check(run: str, variant: Variant, x: jax.Array) -> None:
+    check_equal(compiled(run, variant)(x), np_quantize(x, variant), variant)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("layouts", ["row", "col", "both"])
+def test_bfloat16(run, scaling, layouts):
+    check(run, Variant(scaling, layouts), make_x(SHAPE))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("dtype", "variant"),
+    [
+        ("float32", Variant("block_1x128", "both")),
+        ("float32", Variant("block_128x128", "both", E5M2, pow2=True)),
+        ("float32", Variant("tensorwise", "row", E5M2)),
+        ("float16", Variant("rowwise", "row", pow2=True)),
+        ("float16", Variant("block_1x128", "both", E5M2)),
+    ],
+    ids=str,
+)
+def test_dtypes(run, dtype, variant):
+    check(run, variant, make_x(SHAPE, dtype, seed=1))
+
+
+# 1, primes, whole tiles, a tile and one more.
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("shape", "variant"),
+    [
+        ((1, 263), Variant()),
+        ((257, 1), Variant()),
+        ((128, 256), Variant()),
+        ((1, 1), Variant("rowwise", "row")),
+        ((128, 512), Variant("tensorwise", "row")),
+    ],
+    ids=str,
+)
+def test_shapes(run, shape, variant):
+    check(run, variant, make_x(shape, seed=2))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_nothing(run, shape, scaling):
+    M, K = shape
+    q = compiled(run, Variant(scaling))(jnp.zeros(shape))
+    blocks = {"tensorwise": (), "rowwise": (M,), "block_1x128": (-(-K // 128), M), "block_128x128": (-(-M // 128), -(-K // 128))}
+    assert (q.values.shape, q.values_t.shape, q.scales.shape) == ((M, K), (K, M), blocks[scaling])
+    assert np.isfinite(np.asarray(q.scales)).all()
+    assert jaxops.dequantize(q).shape == shape
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_nothing_but_nan_or_zeros(run, scaling):
+    """Finite scales; zeros come back as zeros, NaN as NaN."""
+    dequantize = jax.jit(lambda q: jaxops.dequantize(q, jnp.float32))
+    for value in (0.0, np.nan):
+        got = compiled(run, Variant(scaling))(jnp.full(SHAPE, value, jnp.bfloat16))
+        for scales in (got.scales, got.scales_t):
+            assert np.isfinite(np.asarray(scales)).all()
+            assert (np.asarray(scales) > 0).all()
+        for q in (got, got.T):
+            np.testing.assert_array_equal(dequantize(q), np.full(SHAPE if q is got else SHAPE[::-1], value, np.float32))
+
+
+# What tuning may choose instead of the heuristic's tiles, from one to many warps.
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("block_1x128", "both", tile=Tile(128, 128, 4, 8, 4, 1)),
+        Variant("block_1x128", "col", tile=Tile(128, 64, 32, 2, 4, 2)),
+        Variant("block_1x128", "row", tile=Tile(8, 256, warps=2, panel=4)),
+        Variant("tensorwise", "row", tile=Tile(32, 64, warps=2), amax=Tile(8, 32, programs=7)),
+        Variant("rowwise", "row", tile=Tile(8, 128, warps=1)),  # a row does not fit into it: as with very long rows, another pass looks first
+    ],
+    ids=lambda v: f"{v}-{v.tile.rows}x{v.tile.cols}",
+)
+def test_tiles(run, variant):
+    x = jax.random.normal(jax.random.key(3), SHAPE, jnp.bfloat16)
+    check(run, variant, x.at[-1, -1].set(100))  # the largest comes last
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", ["tensorwise", "block_128x128"])
+def test_stack(run, scaling):
+    """Each tensor of a stack is quantised by itself."""
+    x = make_x((2, 130, 40), seed=4) * jnp.array([0.01, 30], jnp.bfloat16)[:, None, None]
+    variant = Variant(scaling)
+    got = compiled(run, variant)(x)
+    for i in range(2):
+        check_equal(jax.tree.map(lambda leaf, i=i: leaf[i], got), np_quantize(x[i], variant), variant)
+    dequantize = jax.jit(jaxops.dequantize)
+    np.testing.assert_array_equal(bits_of(dequantize(got)[1]), bits_of(dequantize(jax.tree.map(lambda leaf: leaf[1], got))))
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_a_stack_too_large_for_one_kernel(run, monkeypatch):
+    """It goes matrix by matrix, with the same bits: of a stochastic rounding, too."""
+    x = make_x((2, 16, 128), seed=4)
+    variant = Variant("tensorwise", "row", stochastic=True)
+    want = compiled(run, variant)(x)
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxops.ops.quantize.api._MOST_ELEMENTS", 16 * 128)
+        compiled.cache_clear()
+        got = compiled(run, variant)(x)
+    compiled.cache_clear()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_given_amax(run):
+    """Delayed scaling: x is cast by another's largest magnitude, what is beyond it saturates; the same pass measures x's own."""
+    x = make_x(SHAPE, seed=5).at[9].set(3.0)  # without that row's 1e38
+    x = jnp.where(jnp.isfinite(x) & (jnp.abs(x) < 1e4), x, 0).at[3, 4].set(jnp.nan)
+    variant, plan = Variant("tensorwise"), Plan(backend_of(run))
+    measured = jax.jit(lambda x, amax: quantize_measured(x, layouts="both", amax=amax, plan=plan))
+    largest = np.nanmax(np.abs(np.asarray(x, np.float32)))
+    for amax in (0.5, 1.0, 1e6, 0.0, np.inf):
+        q, now = measured(x, jnp.float32(amax))
+        check_equal(q, np_quantize(x, variant, amax=np.float32(amax)), variant)
+        assert (now.shape, now.dtype, float(now)) == ((), jnp.float32, largest)
+    q, now = jax.jit(lambda x: quantize_measured(x, layouts="both", plan=plan))(x)
+    check_equal(q, np_quantize(x, variant), variant)
+    assert float(now) == largest
+    q = jax.jit(lambda x, amax: jaxops.quantize(x, scaling="tensorwise", amax=amax, plan=plan))(x, jnp.float32(2.0))
+    check_equal(q, np_quantize(x, variant, amax=np.float32(2.0)), dataclasses.replace(variant, layouts="row"))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_given_amax_of_a_stack(run):
+    x = make_x((2, 20, 130), seed=6)[:, :5]
+    q, now = jax.jit(lambda x: quantize_measured(x, amax=jnp.array([1.0, 4.0]), backend=backend_of(run)))(x)
+    for i, amax in enumerate((1.0, 4.0)):
+        variant = Variant("tensorwise", "row")
+        check_equal(jax.tree.map(lambda leaf, i=i: leaf[i], q), np_quantize(x[i], variant, amax=np.float32(amax)), variant)
+    assert now.shape == (2,)
+    assert np.isfinite(np.asarray(now)).all()  # the first one holds infinities, which count as the largest bfloat16
+    assert float(now[0]) == float(jnp.finfo(jnp.bfloat16).max)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_reference(scaling):
+    """What reference.py says in jnp, and numpy here, is one thing."""
+    x = make_x(SHAPE)
+    values, scales = jax.jit(quantize_reference, static_argnums=(1, 2))(x, scaling, E4M3)
+    want = np_quantize(x, Variant(scaling))
+    np.testing.assert_array_equal(bits_of(values), bits_of(want["values"]))
+    scales = scales if scaling == "block_128x128" else scales.T
+    np.testing.assert_array_equal(bits_of(scales).reshape(want["scales"].shape), bits_of(want["scales"]))
+
+
+@pytest.mark.parametrize(("scaling", "dtype"), list(zip(SCALINGS, (E4M3, E5M2, E4M3, E5M2), strict=True)))
+def test_dequantize(scaling, dtype):
+    """Half a step of what was there, from both layouts, in the dtype that was there."""
+    x = jax.random.normal(jax.random.key(0), SHAPE).astype(jnp.bfloat16)
+    q = compiled("xla", Variant(scaling, dtype=dtype))(x)
+    half = 2.0**-4 if dtype == E4M3 else 2.0**-3
+    dequantize = jax.jit(lambda q: (jaxops.dequantize(q), jaxops.dequantize(q.T).T, jaxops.dequantize(dataclasses.replace(q, values=None, scales=None))))
+    for found in dequantize(q):
+        assert found.dtype == jnp.bfloat16
+        error = np.abs(np.asarray(found - x, np.float32))
+        assert (error <= 1.02 * half * np.abs(np.asarray(x, np.float32)) + 2e-4).all()
+        assert error.mean() > 0.1 * half * np.abs(np.asarray(x, np.float32)).mean()  # or it was not quantised
+    assert jax.eval_shape(lambda q: jaxops.dequantize(q, jnp.float16), q).dtype == jnp.float16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", ["gpu", "gpu-xla"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_large(run, scaling):
+    """Many tiles on every multiprocessor, and widths with and without 16-byte loads."""
+    for shape, dtype in (((4096, 3072), "bfloat16"), ((1000, 4090), "bfloat16"), ((513, 20_000), "bfloat16"), ((2048, 2048), "float32")):
+        for layouts in ("row", "both"):
+            variant = Variant(scaling, layouts)
+            x = make_x(shape, dtype, seed=8)
+            check(run, variant, x)

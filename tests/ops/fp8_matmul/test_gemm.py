@@ -111,7 +111,7 @@ def test_large(run, scalings):
     for out_dtype in ("bfloat16", "float32"):
         check(multiply(a, b, run=run, out_dtype=out_dtype), want, run, out_dtype)
     if not scalings.startswith("block"):
-        assert_close(multiply(a, b, run=run, fast=True), want, "tf32")
+        assert_close(multiply(a, b, run=run, fast=True), want, "fp8_fast")
 
 
 def bad_rows(x: Operand, offsets) -> Operand:

@@ -1,0 +1,187 @@
+"""cast="inside": where there is such a kernel, and that it gives what a cast before the product gives. test_triton.py has the kernel, compiled."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops.ops.fp8_matmul import Plan, Problem, make_plan
+from jaxops.ops.fp8_matmul import plan as planning
+from tests.compare import assert_close
+from tests.ops.fp8_matmul.cases import Case, make_case, options_of, reference
+
+H200 = Device("NVIDIA H200", "gpu")
+INSIDE, BEFORE = Plan("triton", cast="inside"), Plan("triton")
+PROBLEM = Problem(300, 520, 400, "blockwise", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"recipe": "tensorwise"}, "'tensorwise'"),
+        ({"recipe": "delayed"}, "'delayed'"),
+        ({"recipe": "rowwise"}, "'rowwise'"),
+        ({"recipe": "rowwise_with_gw_hp"}, "'rowwise_with_gw_hp'"),
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "float16"}, "float16"),
+        ({"G": 3}, "grouped"),
+    ],
+    ids=str,
+)
+def test_no_kernel(change, says):
+    with pytest.raises(ValueError, match=f"cast='inside' has a kernel for.*{says}.*cast='before'"):
+        make_plan(dataclasses.replace(PROBLEM, **change), H200, plan=INSIDE)
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_no_kernel_of_another_backend(backend):
+    with pytest.raises(ValueError, match=f"cast='inside' has a kernel for backend 'triton'.*{backend}.*cast='before'"):
+        make_plan(PROBLEM, H200, plan=Plan(backend, cast="inside"))
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA L4", "NVIDIA B200"])
+def test_no_kernel_for_another_card(kind):
+    with pytest.raises(NotImplementedError, match=f"Hopper.*{kind}"):
+        make_plan(PROBLEM, Device(kind, "gpu"), plan=INSIDE)
+
+
+def test_a_call_raises_it():
+    """Before anything is cast, from the public functions."""
+    x, w, offsets = (jax.ShapeDtypeStruct(*a) for a in (((8, 4), "float32"), ((4, 6), "float32"), ((4,), "int32")))
+    with pytest.raises(ValueError, match="cast='inside'.*float32"):
+        jax.eval_shape(functools.partial(jaxops.fp8_matmul, plan=INSIDE), x, w)
+    with pytest.raises(ValueError, match="cast='inside'.*grouped"):
+        jax.eval_shape(functools.partial(jaxops.fp8_grouped_matmul, plan=INSIDE), x, jax.ShapeDtypeStruct((3, 4, 6), "float32"), offsets)
+
+
+def test_nobody_takes_it_unasked(monkeypatch):
+    monkeypatch.setattr(planning, "has_jax_triton", lambda: True)
+    assert make_plan(PROBLEM, H200).cast == "before"
+    for recipe in ("blockwise", "blockwise_with_gw_hp"):
+        plan = make_plan(dataclasses.replace(PROBLEM, recipe=recipe), H200, plan=INSIDE)
+        assert (plan.backend, plan.cast) == ("triton", "inside")
+        assert None not in (plan.fwd, plan.dgrad, plan.wgrad)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "pow2", "out"))
+def _results(x, w, dy, plan: Plan, pow2: bool, out: str):
+    y, vjp = jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, plan=plan, pow2_scales=pow2, out_dtype=out), x, w)
+    return y, *vjp(dy.astype(y.dtype))
+
+
+def both(case: Case, *, pow2: bool = False, out: str = "float32"):
+    """(y, dx, dw) with the cast inside and before; skips where there is no such kernel."""
+    options_of("triton")
+    return [_results(case.x, case.w, case.dy, plan, pow2, out) for plan in (INSIDE, BEFORE)]
+
+
+def check(case: Case, **how) -> None:
+    """y but for the order of its sums; the gradients, whose casts and products are the same ones, to the bit."""
+    inside, before = both(case, **how)
+    assert_close(inside[0], before[0], "fp8_sum", name="y")
+    for a, b in zip(inside[1:], before[1:], strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 131, 257), (65, 128, 127), (129, 389, 261), (300, 16, 1024), (2050, 1041, 1537)], ids=str)
+def test_equals_a_cast_before(sizes, pow2):
+    """Rows, columns and K that fill no tile, one tile and several; weights in float32."""
+    check(make_case(*sizes, dtype="bfloat16", w_dtype="float32"), pow2=pow2)
+
+
+@pytest.mark.gpu
+def test_many_tiles():
+    """Several for each of the persistent programs."""
+    check(make_case(4099, 257, 4003, dtype="bfloat16"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
+def test_against_the_reference(pow2):
+    case = make_case(150, 139, 161, dtype="bfloat16")
+    y, dx, dw = both(case, pow2=pow2)[0]
+    for name, got, want in zip(("y", "dx", "dw"), (y, dx, dw), reference(case, "blockwise", pow2), strict=True):
+        assert_close(got, want, **({"kind": "fp8_sum"} if name == "y" else {"kind": "bfloat16"}), name=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", ["bfloat16", "float16"])
+def test_out_dtype(out):
+    inside, before = both(make_case(150, 300, 161, dtype="bfloat16"), out=out)
+    assert inside[0].dtype == before[0].dtype == out
+    assert_close(inside[0], before[0], out, scale=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
+def test_what_is_not_finite(pow2):
+    """NaN makes its row NaN and no other, and reaches no scale; an infinity counts as the largest number; zeros stay; the least numbers do not vanish."""
+    case = make_case(150, 300, 161, dtype="bfloat16")
+    x = np.array(case.x.astype(jnp.float32))
+    x[3, 5], x[4, 299], x[70] = np.nan, -np.nan, np.nan
+    x[5, 7], x[6, 200], x[131, 0] = np.inf, -np.inf, np.inf
+    x[8], x[9, 128:256], x[10], x[11] = 0, 0, 1e-38, 3.3e38
+    inside, before = (y[0] for y in both(dataclasses.replace(case, x=jnp.asarray(x, jnp.bfloat16)), pow2=pow2))
+    inside, before = np.asarray(inside), np.asarray(before)
+    nan = np.isnan(before)
+    assert set(np.flatnonzero(nan.any(axis=1))) >= {3, 4, 70}
+    np.testing.assert_array_equal(np.isnan(inside), nan)
+    assert not inside[8].any()
+    for row in np.flatnonzero(~nan.any(axis=1)):  # by row: some are 1e38 times as large as others
+        if np.isfinite(before[row]).all():
+            scale = 2.0 ** -np.frexp(np.abs(before[row]).max())[1] if before[row].any() else 1.0
+            assert_close(inside[row].astype(np.float64) * scale, before[row].astype(np.float64) * scale, "fp8_sum", name=f"row {row}")
+        else:
+            np.testing.assert_array_equal(np.isinf(inside[row]), np.isinf(before[row]))
+
+
+@pytest.mark.gpu
+def test_every_bfloat16_number():
+    """Scales and casts to the bit: multiplied by one, each number of x comes back as it was cast."""
+    bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    x = jnp.asarray(bits.view(jnp.bfloat16)[np.random.default_rng(0).permutation(2**16)].reshape(512, 128))
+    case = Case(x, jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((512, 128), jnp.bfloat16))
+    rows = np.abs(np.where(np.isfinite(x.astype(jnp.float32)), x.astype(jnp.float32), 0)).max(axis=1)
+    inside, before = (np.asarray(y[0]) for y in both(case))
+    assert len(set(rows.tolist())) > 100
+    np.testing.assert_array_equal(inside, before)
+
+
+@pytest.mark.gpu
+def test_every_scale():
+    """All 128 mantissas of a bfloat16 amax, in several binades: the scale and the factor are those of a cast before."""
+    options_of("triton")
+    largest = np.ldexp(1 + np.arange(128) / 128, [[-95], [-91], [-1], [0], [7], [100], [127]]).ravel()
+    x = largest[:, None] * np.random.default_rng(0).uniform(-1, 1, (largest.size, 128))
+    x[:, 17] = largest
+    case = Case(jnp.asarray(x, jnp.bfloat16), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((largest.size, 128), jnp.bfloat16))
+    for pow2 in (False, True):
+        inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
+        np.testing.assert_array_equal(inside, before)
+
+
+@pytest.mark.gpu
+def test_vmap():
+    """Each example is cast by itself; the batch's x and weights are stacked."""
+    options_of("triton")
+    cases = [make_case(21, 139, 37, dtype="bfloat16", seed=seed) for seed in range(3)]
+    x, w = (jnp.stack([getattr(case, name) for case in cases]) for name in ("x", "w"))
+    got = jax.jit(jax.vmap(lambda x, w: jaxops.fp8_matmul(x, w, plan=INSIDE, out_dtype="float32")))(x, w)
+    for one, case in zip(got, cases, strict=True):
+        assert_close(one, reference(case, "blockwise")[0], "fp8_sum")
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits():
+    options_of("triton")
+    case = make_case(300, 389, 261, dtype="bfloat16")
+    first, second = (_results(case.x, case.w, case.dy, INSIDE, False, "bfloat16") for _ in range(2))
+    assert [np.asarray(v).tobytes() for v in first] == [np.asarray(v).tobytes() for v in second]

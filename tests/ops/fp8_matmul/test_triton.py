@@ -1,0 +1,298 @@
+"""The Hopper kernels, compiled for an H200 that is not there through the op's own launchers: what the compiler makes of them. Needs no CUDA plugin."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
+
+import triton
+import triton.backends.nvidia
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+import jaxops
+from jaxops._lib import launch_triton
+from jaxops._lib.device import Device
+from jaxops._lib.ragged import padded_rows
+from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates
+from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, ROUND, fp8_gemm_kernel, multiply_triton, scales_of
+from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel, multiply_inside
+from jaxops.ops.fp8_matmul.operand import Operand
+from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
+from tests.hopper import lower_for_h200
+
+H200 = Device("NVIDIA H200", "gpu")
+M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them but for N % 8
+ODD_N = 783
+THREADS = 12 * 32  # two consumers of four warps, and the producer's, which come as a third four
+# Kernels are compiled once, for every test of this file; a process that also launches some on a GPU must not find these.
+COMPILED = {kernel: {} for kernel in (fp8_gemm_kernel, fp8_gemm_inside_kernel)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What jax-triton would launch."""
+
+    name: str
+    num_warps: int
+    num_ctas: int
+    shared: int
+    ptx: str
+
+
+class _Recorder:
+    """Stands for the part of jax-triton that is in the CUDA plugin, and launches nothing."""
+
+    def __init__(self):
+        self.launched: list[Kernel] = []
+
+    def TritonKernel(self, name, num_warps, num_ctas, shared, ptx, *_):
+        return Kernel(name, num_warps, num_ctas, shared, ptx)
+
+    def TritonKernelCall(self, kernel, *_):
+        self.launched.append(kernel)
+        return self
+
+    def to_proto(self, *_):
+        return b""
+
+    def create_tma_descriptor_parameter(self, **_):
+        return None
+
+    create_array_parameter = create_scalar_parameter = lambda self, *_: None
+
+
+def compiled(fn, *shapes) -> list[Kernel]:
+    """The Triton kernels of fn, as they would be launched on an H200."""
+    recorder = _Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_triton.triton_lib.triton_kernel_call_lib, "_library", recorder)
+        for kernel, cache in COMPILED.items():
+            patch.setattr(kernel, "_jT_kernel_cache", cache, raising=False)
+        text = lower_for_h200(fn, *shapes)
+    assert text.count("@triton_kernel_call_ffi") == len(recorder.launched)
+    return recorder.launched
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product of one recipe, with the heuristic's tiles where it has none; spilled: bytes that ptxas may spill."""
+
+    recipe: str
+    name: str
+    grouped: bool = False
+    tiles: Tiles | None = None
+    n: int = N
+    spilled: int = 0
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(M, K, self.n, self.recipe, "bfloat16", G if self.grouped else 0)
+
+    @property
+    def chosen(self) -> Tiles:
+        return self.tiles or heuristic(self.name, self.problem, "triton")
+
+    @property
+    def fast(self) -> bool:
+        return self.name in RECIPES[self.recipe].fast
+
+    @property
+    def formats(self) -> tuple:
+        recipe = RECIPES[self.recipe]
+        return {"fwd": (recipe.x, recipe.w), "dgrad": (recipe.dy, recipe.w), "wgrad": (recipe.x, recipe.dy)}[self.name]
+
+    def __str__(self) -> str:
+        return "-".join([self.recipe, self.name, *["groups"] * self.grouped, f"{self.chosen.bm}x{self.chosen.bn}x{self.chosen.stages}"])
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        a_form, b_form = self.formats
+        padded = padded_rows(M, G) if self.grouped else M
+        stack = [G] if self.grouped and self.name != "wgrad" else []
+        a_shape, b_shape = {"fwd": ((M, K), (self.n, K)), "dgrad": ((M, self.n), (K, self.n)), "wgrad": ((K, padded), (self.n, padded))}[self.name]
+        ragged = None if not self.grouped else "contraction" if self.name == "wgrad" else "rows"
+
+        def multiply(a, b, offsets):
+            a, b = Operand(*a, a_form.scaling), Operand(*b, b_form.scaling)
+            out = "float32" if self.name == "wgrad" else "bfloat16"  # of a float32 master
+            return multiply_triton(a, b, offsets, ragged=ragged, length=M, out_dtype=jnp.dtype(out), fast=self.fast, tiles=self.chosen)
+
+        offsets = jax.ShapeDtypeStruct((G + 1,), "int32") if self.grouped else None
+        return compiled(multiply, operand(a_form, *a_shape), operand(b_form, *stack, *b_shape), offsets)[0]
+
+
+def operand(form, *shape: int):
+    *stack, rows, k = shape
+    blocks = [-(-size // 128) for size in (rows, k)]
+    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[form.scaling]
+    return jax.ShapeDtypeStruct(shape, form.dtype), jax.ShapeDtypeStruct((*stack, *scales), "float32")
+
+
+UNALIGNED = Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=4), n=ODD_N)
+PRODUCTS = [
+    Product("tensorwise", "fwd"),
+    Product("tensorwise", "dgrad"),  # promoted, e5m2 by e4m3
+    Product("rowwise", "fwd"),
+    Product("blockwise", "fwd"),
+    Product("blockwise", "wgrad"),  # 1x128 of both, float32
+    UNALIGNED,
+    Product("rowwise", "dgrad", grouped=True, spilled=4),  # one number, in the epilogue: once a tile
+    Product("blockwise", "fwd", grouped=True),
+    Product("tensorwise", "wgrad", grouped=True),  # e4m3 by e5m2
+    Product("blockwise", "wgrad", grouped=True),
+]
+
+
+def size_of(tiles: Tiles) -> tuple[int, int, int]:
+    return tiles.bm, tiles.bn, tiles.stages
+
+
+CANDIDATES = {
+    size_of(tiles): Product(recipe, name, groups > 0, tiles)
+    for recipe in RECIPES
+    for name in PASSES
+    for groups in (0, G)
+    for tiles in candidates(name, Problem(M, K, N, recipe, "bfloat16", groups), H200)
+}
+# Each tile and depth that may be tuned is compiled for one product at least.
+PRODUCTS += [product for size, product in CANDIDATES.items() if size not in {size_of(product.chosen) for product in PRODUCTS}]
+
+
+def assemblers() -> list[pathlib.Path]:
+    """Triton's own, the newest last: PTX is written for the one that the target's driver stands for."""
+    return sorted((pathlib.Path(triton.backends.nvidia.__file__).parent / "bin").glob("ptxas*"), key=lambda file: len(file.name))
+
+
+def assembled(ptx: str, folder: pathlib.Path) -> str:
+    """What ptxas says of it; skips where none of Triton's knows this version of PTX."""
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    for program in assemblers():
+        run = subprocess.run([program, "-v", "--gpu-name=sm_90a", file, "-o", os.devnull], capture_output=True, text=True)
+        if run.returncode == 0:
+            return run.stdout + run.stderr
+        assert "Unsupported .version" in run.stderr, run.stderr
+    pytest.skip(f"no ptxas here assembles PTX {re.search(r'[.]version (.*)', ptx)[1]}: spills were not looked for")
+
+
+def wgmmas(kernel: Kernel) -> list[str]:
+    return re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", kernel.ptx)
+
+
+def check(kernel: Kernel, instructions: list[str], shared_bytes: int, folder: pathlib.Path, spilled: int = 0) -> None:
+    """The tensor core's instructions as expected, all warps launched, what is in shared memory no more than said, nothing spilled, nothing serialised."""
+    assert wgmmas(kernel) == instructions
+    assert re.findall(r"\.reqntid (\d+)", kernel.ptx) == [str(THREADS)]
+    assert kernel.num_warps == THREADS // 32
+    assert kernel.num_ctas == 1
+    assert kernel.shared <= shared_bytes <= H200.shared_bytes
+    assert ".local" not in kernel.ptx
+    report = assembled(kernel.ptx, folder)
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
+    assert len(spills) == 2
+    assert max(spills) <= spilled
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
+    assert len(registers) == 1
+    assert registers[0] * THREADS <= 65536
+    assert not re.findall(r".*\bC75\d\d\b.*", report), report  # "wgmma.mma_async instructions are serialized"
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_product(product, tmp_path):
+    """Each of two consumers multiplies 64 rows by 128 of K in four instructions: at one place in the source, or where sums are promoted at three."""
+    tiles = product.chosen
+    a, b = ({"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[form.dtype] for form in product.formats)
+    places = 1 if product.fast else ROUND.value + 1
+    check(product.kernel, [f"m64n{tiles.bn}k32.f32.{a}.{b}"] * (2 * 4 * places), tiles.shared_bytes, tmp_path, product.spilled)
+
+
+def test_the_products_are_of_every_kind():
+    operands = [[Operand(None, None, form.scaling) for form in product.formats] for product in PRODUCTS]
+    kinds = {(product.grouped and product.name == "wgrad", product.grouped, scales_of(*pair)) for product, pair in zip(PRODUCTS, operands, strict=True)}
+    assert len({scales for _, _, scales in kinds}) == 4
+    assert {(contraction, grouped) for contraction, grouped, _ in kinds} == {(False, False), (False, True), (True, True)}
+    assert {product.fast for product, pair in zip(PRODUCTS, operands, strict=True) if scales_of(*pair) < BLOCK.value} == {True, False}
+    assert len(CANDIDATES) >= 3  # two widths, two depths
+
+
+@pytest.mark.parametrize(("pow2", "out", "n"), [(False, "bfloat16", N), (True, "float32", ODD_N)], ids=["any-scale", "pow2"])
+def test_inside(pow2, out, n, tmp_path):
+    """x comes from registers, half of it a consumer; however the tile's columns are cut, 128 of K are multiplied by all of them."""
+    b = operand(RECIPES["blockwise"].w, n, K)
+    tiles = heuristic("fwd", Problem(M, K, n, "blockwise", "bfloat16"), "triton")
+
+    def multiply(x, b):
+        return multiply_inside(x, Operand(*b, "block_128x128"), out_dtype=jnp.dtype(out), pow2=pow2, tiles=tiles)
+
+    (kernel,) = compiled(multiply, jax.ShapeDtypeStruct((M, K), "bfloat16"), b)
+    instructions = wgmmas(kernel)
+    check(kernel, instructions, H200.shared_bytes, tmp_path)
+    columns = [int(re.fullmatch(r"m64n(\d+)k32\.f32\.e4m3\.e4m3", name)[1]) for name in instructions]
+    assert sum(columns) in [2 * 4 * bn for bn in (128, 192, 256)]
+    assert re.search(r"cvt\S*\.satfinite\.e4m3x2\.f32", kernel.ptx)
+
+
+def gradients(op, **options):
+    def results(x, w, dy, *offsets):
+        y, vjp = jax.vjp(lambda x, w: op(x, w, *offsets, **options), x, w)
+        return y, *vjp(dy)
+
+    return results
+
+
+@pytest.mark.parametrize("cast", ["before", "inside"])
+def test_a_users_call(cast):
+    """ "auto" takes these kernels on an H200, for all three products."""
+    options = {} if cast == "before" else {"plan": Plan("triton", cast="inside")}
+    shapes = [jax.ShapeDtypeStruct(*shape) for shape in (((M, K), "bfloat16"), ((K, N), "float32"), ((M, N), "bfloat16"))]
+    kernels = compiled(gradients(jaxops.fp8_matmul, **options), *shapes)
+    first = "fp8_gemm_kernel" if cast == "before" else "fp8_gemm_inside_kernel"
+    assert sorted(kernel.name for kernel in kernels) == sorted([first, "fp8_gemm_kernel", "fp8_gemm_kernel"])
+
+
+def test_a_users_call_over_groups():
+    shapes = [jax.ShapeDtypeStruct(*shape) for shape in (((M, K), "bfloat16"), ((G, K, N), "float32"), ((M, N), "bfloat16"), ((G + 1,), "int32"))]
+    assert [kernel.name for kernel in compiled(gradients(jaxops.fp8_grouped_matmul), *shapes)] == ["fp8_gemm_kernel"] * 3
+
+
+def test_bfloat16_is_stored_16_bytes_a_thread():
+    """And only where a result's rows start at whole 16 bytes."""
+    assert "st.global.v4" in Product("blockwise", "fwd").kernel.ptx
+    assert "st.global.v4" not in UNALIGNED.kernel.ptx
+
+
+@gluon.jit
+def _double_gluon(x, y, BLOCK: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # one element a thread: Triton would choose four
+    at = gl.arange(0, BLOCK, layout=LAYOUT)
+    gl.store(y + at, 2 * gl.load(x + at))
+
+
+@triton.jit
+def _double(x, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, 2 * tl.load(x + at))
+
+
+@pytest.mark.parametrize(("function", "vectors"), [(_double_gluon, 0), (_double, 2)], ids=["gluon", "triton"])
+def test_only_gluon_keeps_its_layouts(function, vectors):
+    """jax-triton runs Triton's passes, which choose layouts, over both; of the 384 threads above, it would launch the 128 that it was told."""
+    shape = jax.ShapeDtypeStruct((512,), "float32")
+
+    def call(x):
+        return launch_triton.triton_call(x, kernel=function, out_type=shape, grid=(1,), num_warps=4, compute_capability=90, BLOCK=512)
+
+    (kernel,) = compiled(call, shape)
+    assert len(re.findall(r"(?:ld|st)\.global\S*\.v4", kernel.ptx)) == vectors
+    assert kernel.shared == 0
+    assert kernel.num_warps == 4

@@ -1,6 +1,7 @@
 """C = x @ B.T for Hopper with x in bfloat16: each consumer finds the scales of its 64 x 128 of x, casts them in registers and multiplies from there.
 
-The cast of x costs no pass over memory, but every block of 128 columns of C does it again: it could pay where C is narrow.
+The cast of x costs no pass over memory, but every block of 192 columns of C does it again: it pays where C is narrow. Sums of 256
+columns would not fit the registers beside the cast.
 """
 
 import jax
@@ -12,7 +13,7 @@ from jaxops._lib import fp8
 from jaxops._lib.device import current_device
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
-from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _advance, _locate, _store, _tile_layout, _whole_16_bytes
+from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _advance, _locate, _store, _store_tile, _tile_layout, _whole_16_bytes
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -20,21 +21,35 @@ LEAST, MOST, PER_MOST = gl.constexpr(fp8.LEAST), gl.constexpr(fp8.MOST), gl.cons
 
 
 @gluon.jit
-def _produce(x_desc, b_desc, sb, x_bufs, b_bufs, sb_bufs, full, empty, tiles, M, N, K, STAGES: gl.constexpr, PANEL: gl.constexpr):
+def _columns(col):
+    """First columns of a tile's 128 and of its 64: neither crosses a 128x128 block of B's scales."""
+    odd = col // 64 % 2
+    return col + 64 * odd, col + 128 * (1 - odd)
+
+
+@gluon.jit
+def _produce(x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K, STAGES: gl.constexpr, PANEL: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     s = 0
     phase = 1
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, a_row, b_row, _c_row, _c_end, col, _first_k, steps = _locate(t, sb, 0, 1, M, N, K, 128, 128, PANEL, DENSE)
-        scales = sb + col // 128 * steps
-        scale = gl.load(scales)
+        _, a_row, _b_row, _c_row, _c_end, col, _first_k, steps = _locate(t, sb, 0, 1, M, N, K, 128, 192, PANEL, DENSE)
+        wide, narrow = _columns(col)
+        last = gl.cdiv(N, 128) - 1
+        wide_scales = sb + min(wide // 128, last) * steps
+        narrow_scales = sb + min(narrow // 128, last) * steps
+        scale0 = gl.load(wide_scales)
+        scale1 = gl.load(narrow_scales)
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
-            sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
-            mbarrier.expect(full.index(s), x_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
+            sb_bufs.index(2 * s).store(gl.full([1], scale0, gl.float32, ONE))
+            sb_bufs.index(2 * s + 1).store(gl.full([1], scale1, gl.float32, ONE))
+            mbarrier.expect(full.index(s), x_desc.nbytes_per_cta + b_desc.nbytes_per_cta + b64_desc.nbytes_per_cta)
             tma.async_load(x_desc, [a_row, k * BK], full.index(s), x_bufs.index(s))
-            tma.async_load(b_desc, [b_row, k * BK], full.index(s), b_bufs.index(s))
-            scale = gl.load(scales + min(k + 1, steps - 1))
+            tma.async_load(b_desc, [wide, k * BK], full.index(s), b_bufs.index(s))
+            tma.async_load(b64_desc, [narrow, k * BK], full.index(s), b64_bufs.index(s))
+            scale0 = gl.load(wide_scales + min(k + 1, steps - 1))
+            scale1 = gl.load(narrow_scales + min(k + 1, steps - 1))
             s, phase = _advance(s, phase, STAGES)
 
 
@@ -60,10 +75,8 @@ def _larger_pairs(a, b):
 
 
 @gluon.jit
-def _cast(x_buf, FIRST: gl.constexpr, MMA: gl.constexpr, POW2: gl.constexpr):
-    """Rows FIRST to FIRST + 64 of one step in FP8, in registers, and their scales. By hand: the compiler takes twice as many instructions."""
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    PAIRS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+def _cast(x_buf, FIRST: gl.constexpr, A: gl.constexpr, PAIRS: gl.constexpr, POW2: gl.constexpr):
+    """Rows FIRST to FIRST + 64 of one step in FP8, in registers, and their scales. By hand: the compiler takes two thirds more instructions."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     pairs = x_buf.reinterpret(gl.int32, [x_buf.shape[0], 64], SHARED).slice(FIRST, 64).load(PAIRS)
     pair = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_pairs)
@@ -94,44 +107,51 @@ def _cast(x_buf, FIRST: gl.constexpr, MMA: gl.constexpr, POW2: gl.constexpr):
         is_pure=True,
         pack=4,
     )
-    return q, gl.convert_layout(scale, gl.SliceLayout(1, MMA))
+    return q, scale
 
 
 @gluon.jit
 def _consume(
-    sb, c_ptr, x_bufs, b_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K,
+    sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K,
     HALF: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
+    A: gl.constexpr = gl.DotOperandLayout(0, WIDE, 4)
+    PAIRS: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     s = 0
     phase = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, _a_row, _b_row, c_row, c_end, col, _first_k, steps = _locate(t, sb, 0, 1, M, N, K, 128, 128, PANEL, DENSE)
-        acc = gl.zeros([64, 128], gl.float32, MMA)
-        mbarrier.wait(full.index(s), phase)
-        q, scale = _cast(x_bufs.index(s), HALF * 64, MMA, POW2)
-        for k in range(steps):
-            part = warpgroup_mma(q, b_bufs.index(s).permute((1, 0)), gl.zeros_like(acc), use_acc=False, is_async=True)
-            # Beside this product the next step's cast; beside the last one the same step's again, which nobody uses.
-            following, next_phase = _advance(s, phase, STAGES)
-            more = k + 1 < steps
-            ahead = gl.where(more, following, s)
-            mbarrier.wait(full.index(ahead), gl.where(more, next_phase, phase))
-            next_q, next_scale = _cast(x_bufs.index(ahead), HALF * 64, MMA, POW2)
-            rows = scale * sb_bufs.index(s).load(gl.SliceLayout(1, MMA))
-            part = warpgroup_mma_wait(0, deps=[part])
-            acc += part * rows[:, None]
+        _, _a_row, _b_row, c_row, c_end, col, _first_k, steps = _locate(t, sb, 0, 1, M, N, K, 128, 192, PANEL, DENSE)
+        acc0 = gl.zeros([64, 128], gl.float32, WIDE)
+        acc1 = gl.zeros([64, 64], gl.float32, NARROW)
+        for _ in range(steps):
+            mbarrier.wait(full.index(s), phase)
+            q, scale = _cast(x_bufs.index(s), HALF * 64, A, PAIRS, POW2)
+            part0 = warpgroup_mma(q, b_bufs.index(s).permute((1, 0)), gl.zeros_like(acc0), use_acc=False, is_async=True)
+            q1 = gl.convert_layout(q, gl.DotOperandLayout(0, NARROW, 4))
+            part1 = warpgroup_mma(q1, b64_bufs.index(s).permute((1, 0)), gl.zeros_like(acc1), use_acc=False, is_async=True)
+            rows0 = gl.convert_layout(scale, gl.SliceLayout(1, WIDE)) * sb_bufs.index(2 * s).load(gl.SliceLayout(1, WIDE))
+            rows1 = gl.convert_layout(scale, gl.SliceLayout(1, NARROW)) * sb_bufs.index(2 * s + 1).load(gl.SliceLayout(1, NARROW))
+            part0 = warpgroup_mma_wait(1, deps=[part0])
+            acc0 += part0 * rows0[:, None]
+            part1 = warpgroup_mma_wait(0, deps=[part1])
+            acc1 += part1 * rows1[:, None]
             mbarrier.arrive(empty.index(s), count=1)
-            s, phase = following, next_phase
-            q, scale = next_q, next_scale
-        _store(acc, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, col, N, MMA, ALIGNED)
+            s, phase = _advance(s, phase, STAGES)
+        wide, narrow = _columns(col)
+        _store(acc0, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, wide, N, WIDE, ALIGNED)
+        _store_tile(acc1.to(c_ptr.dtype.element_ty), c_ptr, c_row + HALF * 64, c_end, narrow, N, NARROW, ALIGNED)
 
 
 @gluon.jit
-def fp8_gemm_inside_kernel(x_desc, b_desc, sb, c_ptr, tiles, M, N, K, STAGES: gl.constexpr, PANEL: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr):
+def fp8_gemm_inside_kernel(
+    x_desc, b_desc, b64_desc, sb, c_ptr, tiles, M, N, K, STAGES: gl.constexpr, PANEL: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr
+):
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 128, BK], x_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 128, BK], b_desc.layout)
-    sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    b64_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 64, BK], b64_desc.layout)
+    sb_bufs = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -141,21 +161,22 @@ def fp8_gemm_inside_kernel(x_desc, b_desc, sb, c_ptr, tiles, M, N, K, STAGES: gl
     C_TYPE: gl.constexpr = c_ptr.dtype.element_ty if SHORT else gl.bfloat16
     c_bufs = gl.allocate_shared_memory(C_TYPE, [2, 64, 128] if SHORT else [2, 8, 64], gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
     gl.warp_specialize([
-        (_consume, (sb, c_ptr, x_bufs, b_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 0, STAGES, PANEL, POW2, ALIGNED)),
-        (_consume, (sb, c_ptr, x_bufs, b_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 1, STAGES, PANEL, POW2, ALIGNED)),
-        (_produce, (x_desc, b_desc, sb, x_bufs, b_bufs, sb_bufs, full, empty, tiles, M, N, K, STAGES, PANEL)),
+        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 0, STAGES, PANEL, POW2, ALIGNED)),
+        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 1, STAGES, PANEL, POW2, ALIGNED)),
+        (_produce, (x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K, STAGES, PANEL)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
 def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, tiles: Tiles) -> jax.Array:
     """x[M, K], cast in 1x128 blocks, @ B.T with b[N, K] in 128x128 blocks -> [M, N]. Of tiles only the panel counts."""
     (M, K), N = x.shape, b.values.shape[0]
-    count = -(-M // 128) * -(-N // 128)
+    count = -(-M // 128) * -(-N // 192)
     x_desc = TensorDescriptor.from_array(_whole_16_bytes(x), (128, 128), layout=gl.NVMMASharedLayout.get_default_for([128, 128], gl.bfloat16))
-    b_desc = TensorDescriptor.from_array(_whole_16_bytes(b.values), (128, 128), layout=_tile_layout(b.values.dtype, 128))
+    values = _whole_16_bytes(b.values)
+    b_descs = [TensorDescriptor.from_array(values, (rows, 128), layout=_tile_layout(values.dtype, rows)) for rows in (128, 64)]
     return triton_call(
-        x_desc, b_desc, b.scales.reshape(-1),
+        x_desc, *b_descs, b.scales.reshape(-1),
         kernel=fp8_gemm_inside_kernel, out_type=out_struct((M, N), out_dtype, like=x), grid=(min(current_device().cores, count),),
         num_warps=4, compute_capability=90, name="fp8_gemm_inside", tiles=count, M=M, N=N, K=K,
-        STAGES=4, PANEL=tiles.panel, POW2=pow2, ALIGNED=N % 8 == 0,
+        STAGES=3, PANEL=tiles.panel, POW2=pow2, ALIGNED=N % 8 == 0,
     )  # fmt: skip

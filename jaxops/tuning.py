@@ -189,14 +189,15 @@ def tune_fp8_matmul(
             for tensor, layout in ((a, a_layout), (b, b_layout)):
                 value = jax.random.normal(keys["xwd".index(tensor[0])], tensors[tensor], problem.dtype)
                 form, ragged = getattr(recipe, tensor), offsets if layout == "col" and tensor != "w" else None
-                sides.append(quantize.quantize(value, scaling=form.scaling, dtype=form.dtype, layouts=layout, group_offsets=ragged))
+                q = quantize.quantize(value, scaling=form.scaling, dtype=form.dtype, layouts=layout, group_offsets=ragged)  # pyright: ignore[reportArgumentType]
+                sides.append(q)
             operands.append((*sides, offsets))
 
         def run(name, backend, chosen, a, b, offsets, a_layout=a_layout, b_layout=b_layout):
             plan = fp8_matmul.Plan("xla") if backend == "xla" else fp8_matmul.Plan("triton", "before", chosen, chosen, chosen)
             spec = fp8_product.Spec(recipe, plan, problem.dtype, problem.dtype, problem.dtype, False)
-            sides = [fp8_product.rows_of(q) if layout == "row" else fp8_product.cols_of(q) for q, layout in ((a, a_layout), (b, b_layout))]
-            return fp8_product.multiply(spec, name, *sides, offsets, problem.dtype, M if name == "wgrad" else None)
+            left, right = (fp8_product.rows_of(q) if layout == "row" else fp8_product.cols_of(q) for q, layout in ((a, a_layout), (b, b_layout)))
+            return fp8_product.multiply(spec, name, left, right, offsets, problem.dtype, M if name == "wgrad" else None)
 
         best, us = _fastest(name, run, operands, list(tiles or fp8_matmul.candidates(name, problem, device)), say)
         us /= len(routings)

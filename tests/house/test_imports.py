@@ -1,6 +1,7 @@
 """Who may import whom: models -> jaxops.nn -> jaxops.ops.<op> -> jaxops._lib, read from the sources."""
 
 import ast
+import os
 import pathlib
 import subprocess
 import sys
@@ -96,6 +97,9 @@ def test_a_wrong_arrow_is_seen(module, source):
     assert wrong_arrows(module, source)
 
 
-def test_import_jaxops_is_light():
-    code = "import sys, jaxops; print([name for name in ('flax', 'jax_triton', 'triton', 'typer', 'optax') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+@pytest.mark.parametrize("call", ["pass", "jax.eval_shape(jaxops.fp8_matmul, jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5)))"], ids=["import", "fp8-on-a-cpu"])
+def test_import_jaxops_is_light(call):
+    """Triton and jax-triton are loaded where a Hopper kernel is called, and only there."""
+    code = f"import sys, jax, jaxops; {call}; print([name for name in ('flax', 'jax_triton', 'triton', 'typer', 'optax') if name in sys.modules])"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip() == "[]"

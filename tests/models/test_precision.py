@@ -51,6 +51,15 @@ def abstract(model: str, precision: str):
     return nnx.eval_shape(lambda: DiT(train_dit.configure(TINY_DIT, few_images(0), "auto", PRECISIONS[precision]), rngs=nnx.Rngs(0)))
 
 
+@functools.cache
+def shapes_in_float32(model: str):
+    return parameter_shapes(abstract(model, "float32"))
+
+
+def parameter_shapes(model):
+    return jax.tree.map(jnp.shape, nnx.state(model, nnx.Param))
+
+
 def layers(model, *types) -> dict:
     return {".".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, types)}
 
@@ -67,8 +76,7 @@ def test_layers(model, products, precision):
         assert layer.recipe == ("tensorwise" if recipe == "delayed" and isinstance(layer, Fp8GroupedLinear) else recipe)
     for name, layer in (fp8 | plain).items():
         assert layer.dtype == (jnp.float32 if precision == "float32" or name.endswith("router") else jnp.bfloat16)
-    shapes = lambda model: jax.tree.map(jnp.shape, nnx.state(model, nnx.Param))
-    assert shapes(made) == shapes(abstract(model, "float32")), "the parameters are the same in every precision"
+    assert parameter_shapes(made) == shapes_in_float32(model), "the parameters are the same in every precision"
 
 
 @pytest.mark.parametrize(("command", "options"), [(train_lm, {}), (train_dit, {"data": "digits"})], ids=["lm", "dit"])

@@ -61,7 +61,8 @@ class Plan:
     Attributes:
       backend: "triton", "pallas" or "xla". The casts of "triton" are Pallas kernels.
       cast: where x is cast for the forward: "before" the product, in one pass that writes what the backward needs too, or "inside" it ("triton",
-        block scales, dense, bfloat16: no pass over x, but every 192 columns of the result cast it again, which was slower everywhere on an H200). w and the gradient are cast before.
+        block scales, dense, bfloat16: no pass over x, but every 192 columns of the result cast it again; slower everywhere measured on an H200).
+        w and the gradient are cast before.
       fwd: tiles of the forward pass.
       dgrad: tiles of the gradient of x.
       wgrad: tiles of the gradient of w.

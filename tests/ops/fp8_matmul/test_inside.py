@@ -13,7 +13,7 @@ from jaxops._lib.device import Device
 from jaxops.ops.fp8_matmul import Plan, Problem, make_plan
 from jaxops.ops.fp8_matmul import plan as planning
 from tests.compare import assert_close
-from tests.ops.fp8_matmul.cases import Case, make_case, options_of, reference
+from tests.ops.fp8_matmul.cases import Case, kind_of, make_case, options_of, reference
 
 H200 = Device("NVIDIA H200", "gpu")
 INSIDE, BEFORE = Plan("triton", cast="inside"), Plan("triton")
@@ -53,9 +53,9 @@ def test_no_kernel_for_another_card(kind):
 def test_a_call_raises_it():
     """Before anything is cast, from the public functions."""
     x, w, offsets = (jax.ShapeDtypeStruct(*a) for a in (((8, 4), "float32"), ((4, 6), "float32"), ((4,), "int32")))
-    with pytest.raises(ValueError, match="cast='inside'.*float32"):
+    with pytest.raises(ValueError, match=r"cast='inside'.*float32"):
         jax.eval_shape(functools.partial(jaxops.fp8_matmul, plan=INSIDE), x, w)
-    with pytest.raises(ValueError, match="cast='inside'.*grouped"):
+    with pytest.raises(ValueError, match=r"cast='inside'.*grouped"):
         jax.eval_shape(functools.partial(jaxops.fp8_grouped_matmul, plan=INSIDE), x, jax.ShapeDtypeStruct((3, 4, 6), "float32"), offsets)
 
 
@@ -109,7 +109,7 @@ def test_against_the_reference(pow2):
     case = make_case(150, 139, 161, dtype="bfloat16")
     y, dx, dw = both(case, pow2=pow2)[0]
     for name, got, want in zip(("y", "dx", "dw"), (y, dx, dw), reference(case, "blockwise", pow2), strict=True):
-        assert_close(got, want, **({"kind": "fp8_sum"} if name == "y" else {"kind": "bfloat16"}), name=name)
+        assert_close(got, want, **({"kind": "fp8_sum"} if name == "y" else kind_of("triton", "bfloat16")), name=name)
 
 
 @pytest.mark.gpu
@@ -117,55 +117,44 @@ def test_against_the_reference(pow2):
 def test_out_dtype(out):
     inside, before = both(make_case(150, 300, 161, dtype="bfloat16"), out=out)
     assert inside[0].dtype == before[0].dtype == out
-    assert_close(inside[0], before[0], out, scale=2)
+    assert_close(inside[0], before[0], out, scale=4)  # each rounds by itself
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
 def test_what_is_not_finite(pow2):
-    """NaN makes its row NaN and no other, and reaches no scale; an infinity counts as the largest number; zeros stay; the least numbers do not vanish."""
+    """NaN makes its row NaN and no other, and reaches no scale; an infinity counts as the largest number; zeros stay; next to nothing becomes zero."""
     case = make_case(150, 300, 161, dtype="bfloat16")
     x = np.array(case.x.astype(jnp.float32))
     x[3, 5], x[4, 299], x[70] = np.nan, -np.nan, np.nan
     x[5, 7], x[6, 200], x[131, 0] = np.inf, -np.inf, np.inf
-    x[8], x[9, 128:256], x[10], x[11] = 0, 0, 1e-38, 3.3e38
-    inside, before = (y[0] for y in both(dataclasses.replace(case, x=jnp.asarray(x, jnp.bfloat16)), pow2=pow2))
-    inside, before = np.asarray(inside), np.asarray(before)
-    nan = np.isnan(before)
-    assert set(np.flatnonzero(nan.any(axis=1))) >= {3, 4, 70}
-    np.testing.assert_array_equal(np.isnan(inside), nan)
-    assert not inside[8].any()
-    for row in np.flatnonzero(~nan.any(axis=1)):  # by row: some are 1e38 times as large as others
-        if np.isfinite(before[row]).all():
-            scale = 2.0 ** -np.frexp(np.abs(before[row]).max())[1] if before[row].any() else 1.0
-            assert_close(inside[row].astype(np.float64) * scale, before[row].astype(np.float64) * scale, "fp8_sum", name=f"row {row}")
-        else:
-            np.testing.assert_array_equal(np.isinf(inside[row]), np.isinf(before[row]))
+    x[8], x[9, 128:256], x[10], x[11], x[12] = 0, 0, 1e-38, 1e-20, 1e35
+    case = dataclasses.replace(case, x=jnp.asarray(x, jnp.bfloat16), w=case.w / 256)  # so that no sum becomes infinite
+    inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
+    for y in (inside, before):
+        assert set(np.flatnonzero(np.isnan(y).all(axis=1))) == {3, 4, 70}
+        assert np.isfinite(np.delete(y, [3, 4, 70], axis=0)).all()
+        assert not y[[8, 10]].any()
+        assert (np.abs(y[[5, 6, 131]]).max(axis=1) > 1e34).all()
+    for row in set(range(150)) - {3, 4, 70}:  # each by itself: some are 1e50 times as large as others
+        scale = 2.0 ** -np.frexp(np.abs(before[row]).max())[1]
+        assert_close(inside[row] * scale, before[row] * scale, "fp8_sum", name=f"row {row}")
 
 
 @pytest.mark.gpu
-def test_every_bfloat16_number():
-    """Scales and casts to the bit: multiplied by one, each number of x comes back as it was cast."""
-    bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
-    x = jnp.asarray(bits.view(jnp.bfloat16)[np.random.default_rng(0).permutation(2**16)].reshape(512, 128))
-    case = Case(x, jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((512, 128), jnp.bfloat16))
-    rows = np.abs(np.where(np.isfinite(x.astype(jnp.float32)), x.astype(jnp.float32), 0)).max(axis=1)
-    inside, before = (np.asarray(y[0]) for y in both(case))
-    assert len(set(rows.tolist())) > 100
+@pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
+def test_every_bfloat16_number(pow2):
+    """Scales and casts to the bit: multiplied by one, each number comes back as it was cast; once beside its own binade, once beside any others."""
+    rng = np.random.default_rng(0)
+    bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16).reshape(512, 128)  # each row a binade
+    others = rng.permutation(np.where(bits & 0x7FFF > 0x7F80, 0, bits).ravel()).reshape(512, 128).view(jnp.bfloat16)  # without NaN
+    smaller = (others.astype(np.float32) * np.exp2(rng.integers(-80, 1, (512, 1)))).astype(jnp.bfloat16)
+    x = np.concatenate([rng.permuted(bits, axis=1).view(jnp.bfloat16), smaller])
+    case = Case(jnp.asarray(x), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((1024, 128), jnp.bfloat16))
+    inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
+    assert set(np.flatnonzero(np.isnan(before).any(axis=1))) == {255, 511}  # where the NaNs are, beside the infinities
     np.testing.assert_array_equal(inside, before)
-
-
-@pytest.mark.gpu
-def test_every_scale():
-    """All 128 mantissas of a bfloat16 amax, in several binades: the scale and the factor are those of a cast before."""
-    options_of("triton")
-    largest = np.ldexp(1 + np.arange(128) / 128, [[-95], [-91], [-1], [0], [7], [100], [127]]).ravel()
-    x = largest[:, None] * np.random.default_rng(0).uniform(-1, 1, (largest.size, 128))
-    x[:, 17] = largest
-    case = Case(jnp.asarray(x, jnp.bfloat16), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((largest.size, 128), jnp.bfloat16))
-    for pow2 in (False, True):
-        inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
-        np.testing.assert_array_equal(inside, before)
+    assert len(np.unique(np.nan_to_num(before[:512]).max(axis=1))) > 200
 
 
 @pytest.mark.gpu

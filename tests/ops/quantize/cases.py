@@ -139,7 +139,7 @@ def np_rows(x: np.ndarray, v: Variant, random: np.ndarray | None, amax=None) -> 
 
 def np_quantize(x, v: Variant, offsets=None, amax=None) -> dict[str, np.ndarray]:
     """By name: values, scales, values_t, scales_t of one matrix, both layouts. Ragged: with -1 scales and zero values behind the last group."""
-    x = np.asarray(x.astype(jnp.float32))
+    x = np.asarray(x).astype(np.float32)
     M, K = x.shape
     random = np_random(np.arange(M), np.arange(K)) if v.stochastic else None
     if offsets is not None and v.scaling == "tensorwise" and amax is None:

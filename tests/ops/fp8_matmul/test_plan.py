@@ -1,0 +1,210 @@
+"""Who decides: the device and what is installed choose the backend; an explicit plan, then a tuned row, then the heuristic the tiles."""
+
+import dataclasses
+import types
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import jaxops
+from jaxops._lib.device import Device, current_device
+from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates, make_plan
+from jaxops.ops.fp8_matmul import plan as planning
+from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
+
+H200, L4, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+HOPPER = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA H800", "NVIDIA GH200 480GB"]
+OTHER = ["NVIDIA L4", "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA RTX 6000 Ada Generation", "NVIDIA B200", "NVIDIA GeForce RTX 5090"]
+BEFORE_ADA = ["NVIDIA A100-SXM4-80GB", "NVIDIA A10G", "NVIDIA GeForce RTX 3090", "Tesla V100-SXM2-16GB"]
+PROBLEM = Problem(1000, 520, 700, "blockwise", "bfloat16", 8)
+
+
+@pytest.fixture
+def _jax_triton(monkeypatch):
+    monkeypatch.setattr(planning, "has_jax_triton", lambda: True)
+
+
+@pytest.fixture
+def _no_jax_triton(monkeypatch):
+    monkeypatch.setattr(planning, "has_jax_triton", lambda: False)
+
+
+def mark(panel: int, kernel: str = "triton") -> Tiles:
+    """Tiles that no heuristic gives, told apart by their panel."""
+    return Tiles(kernel, 128, 128, stages=1, panel=panel)
+
+
+def row(pass_name: str, tiles: Tiles, problem: Problem = PROBLEM, **change) -> dict:
+    sizes = {name: getattr(problem, name) for name in ("M", "K", "N", "G", "recipe")}
+    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), **change}
+
+
+def kernels(plan: Plan) -> set[str]:
+    return {getattr(plan, name).kernel for name in PASSES}
+
+
+@pytest.mark.usefixtures("_jax_triton")
+@pytest.mark.parametrize("kind", HOPPER)
+def test_hopper_takes_triton(kind):
+    device = Device(kind, "gpu")
+    plan = make_plan(PROBLEM, device)
+    assert (plan.backend, plan.cast, kernels(plan)) == ("triton", "before", {"triton"})
+    assert make_plan(PROBLEM, device, backend="triton") == make_plan(PROBLEM, device, plan=Plan("triton")) == plan
+    assert kernels(make_plan(PROBLEM, device, backend="pallas")) == {"pallas"}
+    assert make_plan(PROBLEM, device, backend="xla") == Plan("xla")
+
+
+@pytest.mark.usefixtures("_no_jax_triton")
+@pytest.mark.parametrize("kind", HOPPER)
+def test_hopper_without_jax_triton_takes_pallas(kind):
+    plan = make_plan(PROBLEM, Device(kind, "gpu"))
+    assert (plan.backend, kernels(plan)) == ("pallas", {"pallas"})
+    for named in ({"backend": "triton"}, {"plan": Plan("triton")}):
+        with pytest.raises(NotImplementedError, match=r"jax-triton.*Python >= 3\.12.*backend='pallas'"):
+            make_plan(PROBLEM, Device(kind, "gpu"), **named)
+
+
+@pytest.mark.usefixtures("_jax_triton")
+@pytest.mark.parametrize("kind", OTHER)
+def test_other_cards_with_fp8_take_pallas(kind):
+    plan = make_plan(PROBLEM, Device(kind, "gpu"))
+    assert (plan.backend, kernels(plan)) == ("pallas", {"pallas"})
+    for named in ({"backend": "triton"}, {"plan": Plan("triton")}):
+        with pytest.raises(NotImplementedError, match=rf"triton backend needs a Hopper GPU.*{kind}.*backend='pallas'"):
+            make_plan(PROBLEM, Device(kind, "gpu"), **named)
+
+
+@pytest.mark.usefixtures("_jax_triton")
+@pytest.mark.parametrize("kind", BEFORE_ADA)
+def test_cards_before_ada_raise(kind):
+    for named in ({}, {"backend": "pallas"}, {"backend": "triton"}, {"plan": Plan()}):
+        with pytest.raises(NotImplementedError, match=rf"{kind} has no FP8.*8\.9.*bfloat16"):
+            make_plan(PROBLEM, Device(kind, "gpu"), **named)
+    assert make_plan(PROBLEM, Device(kind, "gpu"), backend="xla") == Plan("xla")  # XLA converts where the card cannot
+
+
+@pytest.mark.usefixtures("_jax_triton")
+def test_elsewhere_xla():
+    assert make_plan(PROBLEM, CPU) == make_plan(PROBLEM, TPU) == Plan("xla")
+    assert make_plan(PROBLEM, CPU, backend="pallas").backend == "pallas"  # interpreted
+    for device in (CPU, TPU):
+        with pytest.raises(NotImplementedError, match=f"Hopper.*{device.kind}"):
+            make_plan(PROBLEM, device, backend="triton")
+    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*backend='xla' on a TPU"):
+        make_plan(PROBLEM, TPU, backend="pallas")
+
+
+@pytest.mark.parametrize(("kind", "installed", "backend"), [("NVIDIA H200", True, "triton"), ("NVIDIA H200", False, "pallas"), ("NVIDIA L4", True, "pallas")])
+def test_what_a_call_is_traced_for(monkeypatch, kind, installed, backend):
+    """The abstract device of the enclosing mesh, not the machine that traces."""
+    monkeypatch.setattr(planning, "has_jax_triton", lambda: installed)
+    abstract = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
+        assert make_plan(PROBLEM, current_device()).backend == backend
+
+
+def test_jax_triton_is_looked_for_and_not_loaded(monkeypatch):
+    def found(version: tuple, *modules: str) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "sys", types.SimpleNamespace(version_info=version))
+            find_spec = lambda name: object() if name in modules else None
+            patch.setattr(planning, "importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=find_spec)))
+            return planning.has_jax_triton()
+
+    assert found((3, 12), "jax_triton", "triton")
+    assert not found((3, 12), "triton")
+    assert not found((3, 11), "jax_triton")  # another Python's, on a path that they share
+
+
+@pytest.mark.usefixtures("_jax_triton")
+def test_explicit_then_tuned_then_heuristic():
+    rows = [row("fwd", mark(101)), row("dgrad", mark(102)), row("dgrad", mark(103))]
+    plan = make_plan(PROBLEM, H200, rows, plan=Plan("triton", fwd=mark(100)))
+    assert plan == Plan("triton", "before", mark(100), mark(102), heuristic("wgrad", PROBLEM, "triton"))
+    assert make_plan(PROBLEM, H200) == Plan("triton", "before", *(heuristic(name, PROBLEM, "triton") for name in PASSES))
+    whole = Plan("triton", "before", mark(100), mark(101), mark(102))
+    assert make_plan(PROBLEM, H200, rows, plan=whole) == whole
+
+
+@pytest.mark.usefixtures("_jax_triton")
+@pytest.mark.parametrize(
+    "change",
+    [{"recipe": "rowwise"}, {"K": 1025}, {"K": 512}, {"N": 1025}, {"M": 1025}, {"M": 512}, {"G": 9}, {"G": 0}],
+    ids=lambda c: "-".join(map(str, *c.items())),
+)
+def test_row_of_another_key_is_not_taken(change):
+    rows = [row(name, mark(100), **change) for name in PASSES]
+    assert make_plan(PROBLEM, H200, rows) == make_plan(PROBLEM, H200)
+
+
+@pytest.mark.usefixtures("_jax_triton")
+@pytest.mark.parametrize("M", [513, 777, 1000, 1024])
+def test_new_length_inside_a_bucket_finds_the_row(M):
+    rows = [row("fwd", mark(100)), row("wgrad", mark(101))]
+    plan = make_plan(dataclasses.replace(PROBLEM, M=M, G=5, K=513, N=1024, dtype="float32"), H200, rows)
+    assert (plan.fwd, plan.wgrad) == (mark(100), mark(101))
+
+
+@pytest.mark.usefixtures("_jax_triton")
+def test_rows_of_another_backend_are_not_taken():
+    rows = [row(name, mark(100)) for name in PASSES]
+    assert make_plan(PROBLEM, H200, rows, backend="pallas") == make_plan(PROBLEM, H200, backend="pallas")
+    assert make_plan(PROBLEM, L4, rows) == make_plan(PROBLEM, L4)
+    assert make_plan(PROBLEM, H200, rows, backend="xla") == Plan("xla")
+    pallas = [row(name, mark(100, "pallas")) for name in PASSES]
+    assert make_plan(PROBLEM, H200, pallas, backend="pallas").fwd == mark(100, "pallas")
+
+
+@pytest.mark.usefixtures("_jax_triton")
+def test_triton_takes_no_pallas_rows():
+    """Such as a machine has stored before jax-triton was installed."""
+    pallas = [row(name, mark(100, "pallas")) for name in PASSES]
+    assert make_plan(PROBLEM, H200, pallas) == make_plan(PROBLEM, H200)
+    assert make_plan(PROBLEM, H200, pallas, backend="triton") == make_plan(PROBLEM, H200)
+
+
+@pytest.mark.usefixtures("_jax_triton")
+def test_printing_shows_the_choice():
+    text = str(make_plan(PROBLEM, H200, [row("fwd", mark(100))]))
+    assert "backend='triton', cast='before'" in text
+    assert f"fwd={mark(100)}" in text
+    assert all(f"{name}=Tiles(kernel='triton', bm=" in text for name in PASSES)
+
+
+@pytest.mark.parametrize("size", [(64, 128), (128, 64), (256, 128), (256, 256), (128, 512)], ids=str)
+def test_tiles_that_the_triton_kernel_does_not_have(size):
+    with pytest.raises(ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128 and 128x256"):
+        Tiles("triton", *size)
+    Tiles("pallas", *size)
+
+
+def test_tiles_that_it_has():
+    assert [Tiles("triton", 128, bn).bn for bn in (128, 256)] == [128, 256]
+
+
+SIZES = st.one_of(st.integers(0, 300), st.sampled_from([512, 1408, 4096, 14336, 32768]))
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    M=SIZES, K=SIZES, N=SIZES, G=st.sampled_from([0, 1, 8, 256]), recipe=st.sampled_from(list(RECIPES)), kind=st.sampled_from(["triton", "pallas"])
+)
+def test_heuristic(M, K, N, G, recipe, kind):
+    """It fits its device; tiles of 256 columns are for sums that the tensor core does alone; it is what tuning begins with, which repeats nothing."""
+    problem = Problem(M, K, N, recipe, "bfloat16", G)
+    device = H200 if kind == "triton" else L4
+    for name in PASSES:
+        found = candidates(name, problem, device, kind)
+        assert found[0] == heuristic(name, problem, kind)
+        assert len(set(found)) == len(found) >= 2
+        assert {tiles.kernel for tiles in found} == {kind}
+        assert all(tiles.shared_bytes <= device.shared_bytes for tiles in found)
+        assert all(tiles.bn <= 128 or name in RECIPES[recipe].fast for tiles in found)
+
+
+def test_a_call_on_a_cpu_needs_no_jax_triton(monkeypatch):
+    monkeypatch.setattr(planning, "has_jax_triton", lambda: pytest.fail("asked for"))
+    assert jax.eval_shape(jaxops.fp8_matmul, jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")).shape == (3, 5)

@@ -235,7 +235,7 @@ def assert_two_kernels(text: str, pass_name: str) -> None:
     """The schedule and the pass; no copy, transpose or cast of an operand beside them."""
     assert text.count("__gpu$xla.gpu.triton") == 2
     assert f'"grouped_matmul_{pass_name}"' in text
-    assert f'"grouped_{"wgrad" if pass_name == "wgrad" else "matmul"}_schedule"' in text
+    assert f'"schedule_{"groups" if pass_name == "wgrad" else "rows"}"' in text
     operations = [line.split("stablehlo.")[1].split()[0] for line in text.splitlines() if "stablehlo." in line]
     assert operations == ["custom_call"] * 2
 

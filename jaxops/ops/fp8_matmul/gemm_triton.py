@@ -55,6 +55,15 @@ def _locate(t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr
 
 
 @gluon.jit
+def _advance(s, phase, STAGES: gl.constexpr):
+    s += 1
+    if s == STAGES:
+        s = 0
+        phase ^= 1
+    return s, phase
+
+
+@gluon.jit
 def _produce(
     a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr,
@@ -89,10 +98,7 @@ def _produce(
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
             if SCALES == BLOCK:
                 scale = gl.load(sb + block + min(k + 1, steps - 1))
-            s += 1
-            if s == STAGES:
-                s = 0
-                phase ^= 1
+            s, phase = _advance(s, phase, STAGES)
 
 
 @gluon.jit
@@ -107,15 +113,6 @@ def _promote(acc, part, sa, sb, early, KIND: gl.constexpr, SCALES: gl.constexpr,
     else:
         acc += part
     return acc
-
-
-@gluon.jit
-def _advance(s, phase, STAGES: gl.constexpr):
-    s += 1
-    if s == STAGES:
-        s = 0
-        phase ^= 1
-    return s, phase
 
 
 @gluon.jit

@@ -1,16 +1,15 @@
-"""C = A @ B.T of FP8 operands for Hopper, in Gluon: TMA loads, one producer warp, two consumers of four warps each, a persistent grid.
+"""C = A @ B.T of FP8 operands for Hopper, in Gluon: TMA loads and stores, one producer warp, two or three consumers of four warps each, a persistent grid.
 
-One kernel for every product of the op. A tile of C has BM rows, half for each consumer, which multiplies 64 of them at a time; while one consumer
-scales what the tensor core gave it, the other one multiplies. FP8 accumulation in Hopper's tensor core keeps about 14 bits (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2), so but for FAST the partial sums of 128 of K are added to float32 accumulators; the scales of 128-blocks come in
-the same step, beside the tiles.
+One kernel for every product of the op. A consumer owns 64 rows of a tile of C; while one consumer scales what the tensor core gave it, the others
+multiply. FP8 accumulation in Hopper's tensor core keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), so but for FAST the partial
+sums of 128 of K are added to float32 accumulators; the scales of 128-blocks come in the same step, beside the tiles.
 """
 
 import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.device import current_device
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
@@ -25,7 +24,9 @@ DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Scales: one for A and one for B; one for each row of A and of B; 1x128 of A by 128x128 of B; 1x128 of both.
 TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 BK = gl.constexpr(128)
-ROUND = gl.constexpr(2)  # steps of K whose products may be in flight together
+ROWS_OF_ONE = gl.constexpr(64)  # of a tile, a consumer's
+# Two consumers overlap their own products with their sums, four steps at a time; of three, which have fewer registers, two others multiply meanwhile.
+ROUNDS = {2: 4, 3: 1}
 
 
 @gluon.jit
@@ -64,13 +65,12 @@ def _advance(s, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
+def _produce(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr):
+    a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K = made
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    TILES: gl.constexpr = a_desc.nbytes_per_cta + b_desc.nbytes_per_cta
-    ROW_SCALES: gl.constexpr = 2 * sa.nbytes_per_cta if SCALES >= BLOCK else 0
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
+    TILES: gl.constexpr = CONSUMERS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta
+    ROW_SCALES: gl.constexpr = CONSUMERS * sa.nbytes_per_cta if SCALES >= BLOCK else 0
     nbytes: gl.constexpr = TILES + ROW_SCALES + (sb.nbytes_per_cta if SCALES == OUTER else 0)
     s = 0
     phase = 1
@@ -79,48 +79,64 @@ def _produce(
         # TMA wants to start at whole 16 bytes, groups start anywhere: a consumer's box of scales starts up to three rows early, and is twice as long.
         early = a_row % 4 if KIND == ROWS else 0
         scale = 0.0
-        block = 0
+        sb_first = sb
         if SCALES == BLOCK:
             # One scalar a step, read from global memory a step ahead: here it costs the consumers nothing.
-            block = (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
-            scale = gl.load(sb + block)
+            sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
+            scale = gl.load(sb_first)
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
             if SCALES == BLOCK:
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
             mbarrier.expect(full.index(s), nbytes)
-            tma.async_load(a_desc, [a_row, (first_k + k) * BK], full.index(s), a_bufs.index(s))
+            for i in gl.static_range(CONSUMERS):
+                tma.async_load(a_desc, [a_row + i * ROWS_OF_ONE, (first_k + k) * BK], full.index(s), a_bufs.index(CONSUMERS * s + i))
             tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
             if SCALES >= BLOCK:
-                tma.async_load(sa, [first_k + k, a_row - early], full.index(s), sa_bufs.index(2 * s))
-                tma.async_load(sa, [first_k + k, a_row - early + BM // 2], full.index(s), sa_bufs.index(2 * s + 1))
+                for i in gl.static_range(CONSUMERS):
+                    tma.async_load(sa, [first_k + k, a_row - early + i * ROWS_OF_ONE], full.index(s), sa_bufs.index(CONSUMERS * s + i))
             if SCALES == OUTER:
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
             if SCALES == BLOCK:
-                scale = gl.load(sb + block + min(k + 1, steps - 1))
+                scale = gl.load(sb_first + min(k + 1, steps - 1))
             s, phase = _advance(s, phase, STAGES)
 
 
 @gluon.jit
-def _promote(acc, part, sa, sb, early, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr):
-    """acc + part * scales, of one step."""
+def _scales(sa_bufs, sb_bufs, s, early, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr):
+    """Of one step: what a consumer's rows are multiplied by, and of OUTER what its columns are."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    sa = sa_bufs.index(CONSUMERS * s + WHICH).reshape([sa_bufs.shape[2]])
+    rows = sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
+    cols = 0
     if SCALES == BLOCK:
-        rows = sa.gather(early + gl.arange(0, 64, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
-        acc += part * (rows * sb.load(ROW))[:, None]
-    elif SCALES == OUTER:
-        acc += (part * sa.load(ROW)[:, None]) * sb.load(gl.SliceLayout(0, MMA))[None, :]
+        rows = rows * sb_bufs.index(s).load(ROW)
     else:
-        acc += part
+        cols = sb_bufs.index(s).reshape([sb_bufs.shape[2]]).load(gl.SliceLayout(0, MMA))
+    return rows, cols
+
+
+@gluon.jit
+def _promote(acc, part, rows, cols, SCALES: gl.constexpr):
+    """acc + part * scales, of one step. Where it stands, for the compiler may not move it: it would collect the sums of a round at its end, and spill."""
+    if SCALES == BLOCK:
+        assembly: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
+        acc = gl.inline_asm_elementwise(assembly, "=f,f,f,f", [part, rows[:, None], acc], dtype=gl.float32, is_pure=False, pack=1)
+    elif SCALES == OUTER:
+        assembly: gl.constexpr = "{ .reg .f32 t; mul.f32 t, $1, $2; fma.rn.f32 $0, t, $3, $4; }"
+        scaled = [part, rows[:, None], cols[None, :], acc]
+        acc = gl.inline_asm_elementwise(assembly, "=f,f,f,f,f", scaled, dtype=gl.float32, is_pure=False, pack=1)
+    else:
+        acc = gl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [part, acc], dtype=gl.float32, is_pure=False, pack=1)
     return acc
 
 
 @gluon.jit
-def _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, HALF: gl.constexpr, STAGES: gl.constexpr):
+def _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
     """acc + A @ B.T over all steps in the tensor core's own accumulator; one step is multiplied while the one before is given back."""
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
-        acc = warpgroup_mma(a_bufs.index(s).slice(HALF * 64, 64), b_bufs.index(s).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(a_bufs.index(CONSUMERS * s + WHICH), b_bufs.index(s).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=k > 0)
         s, phase = _advance(s, phase, STAGES)
@@ -130,77 +146,74 @@ def _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, HALF: gl.conste
 
 
 @gluon.jit
-def _multiply_step(into, a_bufs, b_bufs, full, s, phase, HALF: gl.constexpr):
+def _multiply_step(into, a_bufs, b_bufs, full, s, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
     """Starts one step's product, into the registers of a value that is no longer needed."""
     mbarrier.wait(full.index(s), phase)
-    return warpgroup_mma(a_bufs.index(s).slice(HALF * 64, 64), b_bufs.index(s).permute((1, 0)), into, use_acc=False, is_async=True)
+    return warpgroup_mma(a_bufs.index(CONSUMERS * s + WHICH), b_bufs.index(s).permute((1, 0)), into, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _promote_step(acc, part, sa_bufs, sb_bufs, empty, s, early, HALF: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr):
-    if SCALES == BLOCK:
-        sa = sa_bufs.index(2 * s + HALF).reshape([128 if KIND == ROWS else 64])
-        acc = _promote(acc, part, sa, sb_bufs.index(s), early, KIND, SCALES, MMA)
-    elif SCALES == OUTER:
-        acc = _promote(acc, part, sa_bufs.index(2 * s + HALF).reshape([64]), sb_bufs.index(s).reshape([acc.shape[1]]), early, KIND, SCALES, MMA)
-    else:
-        acc = _promote(acc, part, sa_bufs, sb_bufs, early, KIND, SCALES, MMA)
-    mbarrier.arrive(empty.index(s), count=1)
-    return acc
-
-
-@gluon.jit
-def _sum_promoted(
-    acc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, steps, s, phase, early,
-    HALF: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+def _sum_rounds(
+    acc, rounds, ROUND: gl.constexpr, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, early,
+    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """acc + A @ B.T over all steps, each step's product scaled and added in float32, mostly while the tensor core is at the next step's.
+    """acc + A @ B.T over ROUND steps a round, each step's product scaled and added in float32 while the tensor core is at the next step's.
 
-    ROUND steps a round. Products in flight stay within a round: across rounds ptxas would wait for every product before it starts the next.
+    Products in flight stay within a round: across rounds ptxas would wait for every product before it starts the next.
     """
-    for _ in range(steps // ROUND):
+    for _ in range(rounds):
         s1 = s
-        part1 = _multiply_step(gl.zeros_like(acc), a_bufs, b_bufs, full, s, phase, HALF)
+        part1 = _multiply_step(gl.zeros_like(acc), a_bufs, b_bufs, full, s, phase, WHICH, CONSUMERS)
         done = gl.zeros_like(acc)
         for i in gl.static_range(ROUND):
             s0 = s1
             part0 = part1
             if i + 1 < ROUND:
                 s1, phase = _advance(s0, phase, STAGES)
-                part1 = _multiply_step(done, a_bufs, b_bufs, full, s1, phase, HALF)
-                done = warpgroup_mma_wait(1, deps=[part0])
+                part1 = _multiply_step(done, a_bufs, b_bufs, full, s1, phase, WHICH, CONSUMERS)
+            rows = 0.0
+            cols = 0
+            if SCALES == BLOCK:  # before the wait, so that the product hides it; OUTER's would not fit the registers
+                rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+            if i + 1 < ROUND:
+                done, part1 = warpgroup_mma_wait(1, deps=[part0, part1])
             else:
                 done = warpgroup_mma_wait(0, deps=[part0])
-            acc = _promote_step(acc, done, sa_bufs, sb_bufs, empty, s0, early, HALF, KIND, SCALES, MMA)
+            if SCALES == OUTER:
+                rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+            mbarrier.arrive(empty.index(s0), count=1)
+            acc = _promote(acc, done, rows, cols, SCALES)
         s, phase = _advance(s1, phase, STAGES)
-    for _ in range(steps % ROUND):
-        part = _multiply_step(gl.zeros_like(acc), a_bufs, b_bufs, full, s, phase, HALF)
-        acc = _promote_step(acc, warpgroup_mma_wait(0, deps=[part]), sa_bufs, sb_bufs, empty, s, early, HALF, KIND, SCALES, MMA)
-        s, phase = _advance(s, phase, STAGES)
     return acc, s, phase
 
 
 @gluon.jit
 def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
     """acc times its rows' and its columns' scales."""
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    rows = gl.arange(0, ROWS_OF_ONE, layout=gl.SliceLayout(1, MMA))
     cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
     acc = acc * gl.load(sa + rows, mask=rows < num_rows, other=0.0)[:, None]
     return acc * gl.load(sb + cols, mask=cols < num_cols, other=0.0)[None, :]
 
 
 @gluon.jit
-def _store(acc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.constexpr):
+def _store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, KIND: gl.constexpr):
     """Rows `row` to row + 64 of C, as far as they lie before `end`."""
     BN: gl.constexpr = acc.shape[1]
-    # Through shared memory, so that each thread stores 16 bytes; not by TMA, which knows no end of a group, and whose descriptor of C would take
-    # memory from the driver at launch, which CUDA graphs refuse. float32 fills whole sectors from where it lies.
     if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # Through shared memory: by TMA, which goes on while the next tile is multiplied, or, since it knows no end of a group, 16 bytes a thread.
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
+        tma.store_wait(0)
         c_buf.store(acc.to(c_ptr.dtype.element_ty))
-        _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
-    else:
-        _store_tile(acc, c_ptr, row, end, col, N, MMA, ALIGNED)
+        if c_desc is None:
+            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, False)
+        elif KIND == DENSE or row + ROWS_OF_ONE <= end:
+            fence_async_shared()
+            tma.async_store(c_desc, [row, col], c_buf)
+        else:
+            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, True)
+    else:  # float32 fills whole sectors from where it lies
+        _store_tile(acc, c_ptr, row, end, col, N, MMA, False)
 
 
 @gluon.jit
@@ -216,10 +229,12 @@ def _store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl
 
 @gluon.jit
 def _consume(
-    sa, sb, schedule, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K,
-    HALF: gl.constexpr, MMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr,
+    used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr,
 ):  # fmt: skip
+    sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K = used
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     s = 0
     phase = 0
     # What stands in global memory is read a tile ahead, so that its latency lies beside the products of the tile before.
@@ -230,50 +245,64 @@ def _consume(
         next_group, next_a, next_b, next_c, next_end, next_col, _, next_steps = _locate(following, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
         scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
         scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
-        acc = gl.zeros([64, BN], gl.float32, MMA)
+        acc = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
         if FAST:
-            acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, HALF, STAGES)
+            acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, WHICH, CONSUMERS, STAGES)
         else:
-            acc, s, phase = _sum_promoted(acc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, steps, s, phase, a_row % 4, HALF, STAGES, KIND, SCALES, MMA)
-        row = c_row + HALF * 64
+            for each in gl.static_range(2 if ROUND > 1 else 1):  # whole rounds, and the steps that are left
+                acc, s, phase = _sum_rounds(
+                    acc, steps // ROUND if each == 0 else steps % ROUND, ROUND if each == 0 else 1, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase,
+                    a_row % 4, WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
+                )  # fmt: skip
+        row = c_row + WHICH * ROWS_OF_ONE
         if SCALES == TENSOR:
             acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))  # rows outside stay zero
         elif SCALES == VECTOR:
             end = gl.where(steps > 0, c_end, 0) if KIND == ROWS else c_end
-            acc = _scale_vectors(acc, sa + a_row + HALF * 64, sb + b_row, end - row, N - col, MMA)
-        _store(acc, c_ptr, c_bufs.index(HALF), row, c_end, col, N, MMA, ALIGNED)
+            acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, end - row, N - col, MMA)
+        _store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND)
         group, a_row, b_row, c_row, c_end, col, steps = next_group, next_a, next_b, next_c, next_end, next_col, next_steps
+    tma.store_wait(0)
 
 
 @gluon.jit
 def fp8_gemm_kernel(
-    a_desc, b_desc, sa, sb, schedule, c_ptr, tiles, entries, G, M, N, K,
+    a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr,
-    ALIGNED: gl.constexpr,
+    ROUND: gl.constexpr,
 ):  # fmt: skip
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    sa_bufs = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1], sa.layout if SCALES >= BLOCK else FLAT)
+    sa_bufs = gl.allocate_shared_memory(
+        gl.float32, [CONSUMERS * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1], sa.layout if SCALES >= BLOCK else FLAT
+    )
     sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN] if SCALES == OUTER else [STAGES, 1], sb.layout if SCALES == OUTER else FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)  # both consumers
+        mbarrier.init(empty.index(s), count=CONSUMERS)
     NARROW: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
-    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BN], gl.bfloat16)
+    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_ONE, BN], gl.bfloat16)
     C_TYPE: gl.constexpr = c_ptr.dtype.element_ty if NARROW else gl.bfloat16
-    c_bufs = gl.allocate_shared_memory(C_TYPE, [2, 64, BN] if NARROW else [2, 8, 64], C_LAYOUT)
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    gl.warp_specialize([
-        (_consume, (sa, sb, schedule, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K,
-                    0, MMA, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-        (_consume, (sa, sb, schedule, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K,
-                    1, MMA, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-        (_produce, (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K,
-                    BM, BN, STAGES, PANEL, KIND, SCALES)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    c_bufs = gl.allocate_shared_memory(C_TYPE, [CONSUMERS, ROWS_OF_ONE, BN] if NARROW else [CONSUMERS, 8, 64], C_LAYOUT)
+    made = (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K)
+    used = (sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
+            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
+            (_produce, (made, BM, BN, STAGES, PANEL, KIND, SCALES)),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
+            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
+            (_consume, (used, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
+            (_produce, (made, BM, BN, STAGES, PANEL, KIND, SCALES)),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
 def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length: int = 0, out_dtype, fast: bool, tiles: Tiles) -> jax.Array:
@@ -305,20 +334,19 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
     if schedule is not None:
         entries = schedule.shape[0] // COLUMNS
     values = []
-    for x, rows in ((a, bm), (b, bn)):
-        values.append(TensorDescriptor.from_array(_whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=_tile_layout(x.values.dtype, rows)))
+    for x, rows in ((a, 64), (b, bn)):
+        values.append(TensorDescriptor.from_array(_whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=_tile_layout(x.values.dtype, 128)))
     sa, sb = a.scales, b.scales
     if scales >= BLOCK.value:
-        sa = TensorDescriptor.from_array(_whole_16_bytes(sa), (1, bm if ragged == "rows" else bm // 2), layout=_SCALES_LAYOUT)
+        sa = TensorDescriptor.from_array(_whole_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT)
     if scales == OUTER.value:
         sb = TensorDescriptor.from_array(_whole_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
+    out_type = out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values)
     out = triton_call(
-        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb,
-        kernel=fp8_gemm_kernel, out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
-        grid=(min(current_device().cores, count),), num_warps=4, compute_capability=90, name=f"fp8_gemm_{ragged or 'dense'}",
-        schedule=schedule, tiles=count, entries=entries, G=G, M=M, N=N, K=K,
+        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, kernel=fp8_gemm_kernel, out_type=out_type, out_tile=out_tile(out_dtype, N, bn),
+        grid=min(current_device().cores, count), name=f"fp8_gemm_{ragged or 'dense'}", schedule=schedule, tiles=count, entries=entries, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,
-        ALIGNED=N % 8 == 0,
+        ROUND=ROUNDS[bm // 64],
     )  # fmt: skip
     return out.reshape(G, M, N) if ragged == "contraction" else out
 
@@ -327,9 +355,15 @@ def scales_of(a: Operand, b: Operand) -> int:
     return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": OUTER if b.scaling == "block_1x128" else BLOCK}[a.scaling].value
 
 
-def _tile_layout(dtype, rows: int):
-    element = {"float8_e4m3fn": gl.float8e4nv, "float8_e5m2": gl.float8e5}[jnp.dtype(dtype).name]
-    return gl.NVMMASharedLayout.get_default_for([rows, 128], element)
+def out_tile(dtype, N: int, bn: int):
+    """What TMA stores, where it can: numbers of 16 bits, in rows that start at whole 16 bytes."""
+    return ((64, bn), _tile_layout(dtype, bn)) if jnp.dtype(dtype).itemsize == 2 and N % 8 == 0 else None
+
+
+def _tile_layout(dtype, columns: int):
+    """Of tiles of 64 rows or more, as wgmma and TMA want them."""
+    element = {"float8_e4m3fn": gl.float8e4nv, "float8_e5m2": gl.float8e5, "bfloat16": gl.bfloat16, "float16": gl.float16}[jnp.dtype(dtype).name]
+    return gl.NVMMASharedLayout.get_default_for([64, columns], element)
 
 
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -12,6 +12,7 @@ from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
 BACKENDS = ("triton", "pallas", "xla")
+HOPPER_TILES = ((128, 128), (192, 128), (128, 256))  # two consumers, three, and two where the tensor core sums by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Tiles:
 
     Attributes:
       kernel: "triton" (Hopper's own instructions), "pallas", or "xla", which has no tiles and becomes cuBLASLt where the scales are tensorwise.
-      bm: rows of a program's output tile. A power of two, at least 16; "triton": 128.
-      bn: columns of a program's output tile. A power of two, at least 16; "triton": 128, or 256 where the tensor core does all of the sum.
+      bm: rows of a program's output tile. A power of two, at least 16; "triton": 128 or 192.
+      bn: columns of a program's output tile. A power of two, at least 16; "triton": 128, or 256 (by 128) where the tensor core does all of the sum.
       warps: warps a program ("pallas").
       stages: depth of the load pipeline; each stage holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
@@ -36,12 +37,12 @@ class Tiles:
 
     def __post_init__(self):
         for name in ("bm", "bn"):
-            if (size := getattr(self, name)) < 16 or size & (size - 1):
+            if (size := getattr(self, name)) < 16 or (self.kernel != "triton" and size & (size - 1)):
                 raise ValueError(f"Tiles.{name}={size} must be a power of two and at least 16.")
         if self.kernel not in BACKENDS:
             raise ValueError(f"Tiles.kernel={self.kernel!r} must be one of {', '.join(map(repr, BACKENDS))}.")
-        if self.kernel == "triton" and (self.bm, self.bn) not in ((128, 128), (128, 256)):
-            raise ValueError(f"Tiles of {self.bm}x{self.bn}: the triton kernel has 128x128 and 128x256.")
+        if self.kernel == "triton" and (self.bm, self.bn) not in HOPPER_TILES:
+            raise ValueError(f"Tiles of {self.bm}x{self.bn}: the triton kernel has {', '.join(f'{bm}x{bn}' for bm, bn in HOPPER_TILES)}.")
         if self.warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"Tiles.warps={self.warps} must be 1, 2, 4, 8 or 16.")
         if self.stages < 1 or self.panel < 1:
@@ -133,7 +134,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         tuned = table.get(key_of(name, problem.M, problem.K, problem.N, problem.G, problem.recipe))
         if tuned is not None and tuned.kernel != backend:
             tuned = None  # measured for the other backend
-        chosen[name] = getattr(plan, name) or tuned or heuristic(name, problem, backend)
+        chosen[name] = getattr(plan, name) or tuned or heuristic(name, problem, backend, device.cores)
     return dataclasses.replace(plan, **chosen)
 
 
@@ -146,15 +147,11 @@ def casts_inside(problem: Problem, backend: str) -> bool:
     return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and RECIPES[problem.recipe].x.scaling == "block_1x128"
 
 
-def heuristic(pass_name: str, problem: Problem, backend: str) -> Tiles:
+def heuristic(pass_name: str, problem: Problem, backend: str, cores: int = 132) -> Tiles:
+    """What runs where nothing was measured; cores: multiprocessors of the device."""
     out_rows, out_cols = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
     if backend == "triton":
-        # H200, 2026-11-21, 8192 x 4096 x 14336: 128x256 where the tensor core does the whole sum, 1,514 TFLOP/s; sums in float32 leave registers for
-        # 128x128, 1,424 and with block scales, whose buffers the fifth stage would crowd, 1,305 (1x128 by 1x128: 1,076).
-        recipe = RECIPES[problem.recipe]
-        if pass_name in recipe.fast and out_cols > 128:
-            return Tiles("triton", 128, 256, stages=3, panel=16)
-        return Tiles("triton", 128, 128, stages=4 if recipe.x.scaling == "block_1x128" else 5)
+        return _heuristic_triton(pass_name, problem, out_rows, out_cols, cores)
 
     def cover(size: int) -> int:
         return min(128, max(16, 1 << max(0, size - 1).bit_length()))
@@ -163,12 +160,32 @@ def heuristic(pass_name: str, problem: Problem, backend: str) -> Tiles:
     return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)
 
 
+# How much faster a row of 192-row tiles goes by than one of 128-row tiles. H200, 2026-11-21, 8192^3, TFLOP/s: block scales 1,395 against 1,342, 1x128 by
+# 1x128 1,099 against 1,034, one scale a tensor promoted 1,432 against 1,397.
+_THREE_CONSUMERS = 1.04
+
+
+def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols: int, cores: int) -> Tiles:
+    recipe, groups = RECIPES[problem.recipe], problem.G or 1
+    if pass_name in recipe.fast and out_cols > 128:
+        return Tiles("triton", 128, 256, stages=3, panel=16)  # H200, 2026-11-21, 8192^3: 1,561 TFLOP/s, cuBLASLt 1,558
+    rows = out_rows if pass_name == "wgrad" else -(-out_rows // groups)  # of a group, were all as large
+
+    def time(bm: int) -> float:
+        waves = -(-groups * -(-rows // bm) * -(-out_cols // 128) // cores)
+        return waves * bm / (_THREE_CONSUMERS if bm == 192 else 1)
+
+    if time(192) < time(128):
+        return Tiles("triton", 192, 128, stages=4)
+    return Tiles("triton", 128, 128, stages=4 if recipe.x.scaling == "block_1x128" else 5, panel=8 if problem.G else 16)
+
+
 def candidates(pass_name: str, problem: Problem, device: Device, backend: str = "triton") -> list[Tiles]:
     """Every Tiles worth measuring for one pass: the heuristic's, and those that fit the device's shared memory."""
-    found = [heuristic(pass_name, problem, backend)]
+    found = [heuristic(pass_name, problem, backend, device.cores)]
     if backend == "triton":
         fast = pass_name in RECIPES[problem.recipe].fast
-        shapes = ((128, 256, 8, (3,)), (128, 128, 8, (4, 5))) if fast else ((128, 128, 8, (4, 5, 6)),)
+        shapes = ((128, 256, 8, (3,)), (128, 128, 8, (4, 5))) if fast else ((128, 128, 8, (4, 5)), (192, 128, 8, (3, 4)))
     else:
         shapes = tuple(
             (bm, bn, w, (2, 3, 4)) for bm, bn, w in ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4), (32, 128, 4), (16, 128, 4))

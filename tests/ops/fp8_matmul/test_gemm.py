@@ -1,5 +1,6 @@
 """C = A @ B.T of operands with any scales, by every backend, against float64: what the op's three products are made of."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -32,8 +33,8 @@ def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Ope
     return Operand(values, np.exp(rng.normal(size=(*stack, *scales)) / 2).astype(np.float32), scaling)  # pyright: ignore[reportArgumentType]
 
 
-@functools.partial(jax.jit, static_argnames=("scalings", "run", "ragged", "length", "out_dtype", "fast"))
-def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast):
+@functools.partial(jax.jit, static_argnames=("scalings", "run", "ragged", "length", "out_dtype", "fast", "bm"))
+def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast, bm):
     a, b = (Operand(*pair, scaling) for pair, scaling in zip(arrays, scalings, strict=True))
     how = {"ragged": ragged, "out_dtype": jnp.dtype(out_dtype), "fast": fast} | ({"length": length} if length is not None else {})
     if run == "xla":
@@ -47,15 +48,22 @@ def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast):
         sizes = (a.values.shape[0], K, b.values.shape[-2]) if length is None else (length, a.values.shape[0], b.values.shape[0])
         plan = make_plan(Problem(*sizes, recipe, "bfloat16", 0 if offsets is None else len(offsets) - 1), current_device(), backend="triton")
         tiles = plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad
+        tiles = tiles if bm is None else dataclasses.replace(tiles, bm=bm, bn=128, stages=3)
         return multiply_triton(a, b, offsets, **how, tiles=tiles)
     tiles = Tiles("pallas", 16, 32, panel=2) if run == "interpret" else Tiles("pallas", 64, 64, 4, 2, panel=2)
     return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=run == "interpret")
 
 
-def multiply(a: Operand, b: Operand, offsets=None, *, run, ragged=None, length=None, out_dtype="float32", fast=False):
+def multiply(a: Operand, b: Operand, offsets=None, *, run, ragged=None, length=None, out_dtype="float32", fast=False, bm=None):
+    """bm: rows of the triton kernel's tile; None is what the plan takes."""
     options_of(run)  # skips where its device is not there
     arrays = (a.values, a.scales), (b.values, b.scales)
-    return _multiply(arrays, offsets, (a.scaling, b.scaling), run, ragged, length, out_dtype, fast)
+    return _multiply(arrays, offsets, (a.scaling, b.scaling), run, ragged, length, out_dtype, fast, bm)
+
+
+def tile_rows(run: str) -> tuple:
+    """Two and three consumers, where there are any."""
+    return (128, 192) if run == "triton" else (None,)
 
 
 def wide(x: Operand) -> np.ndarray:
@@ -108,8 +116,8 @@ def test_large(run, scalings):
     rng = np.random.default_rng(0)
     a, b = (operand(rng, shape, s) for shape, s in zip(((3000, 4112), (2064, 4112)), scalings.split("-"), strict=True))
     want = wide(a) @ wide(b).T
-    for out_dtype in ("bfloat16", "float32"):
-        check(multiply(a, b, run=run, out_dtype=out_dtype), want, run, out_dtype)
+    for out_dtype, bm in itertools.product(("bfloat16", "float32"), tile_rows(run)):
+        check(multiply(a, b, run=run, out_dtype=out_dtype, bm=bm), want, run, out_dtype)
     if not scalings.startswith("block"):
         assert_close(multiply(a, b, run=run, fast=True), want, "fp8_fast")
 
@@ -124,7 +132,7 @@ def bad_rows(x: Operand, offsets) -> Operand:
     return x
 
 
-def check_rows(run, scalings, sizes, before, after, K, N, seed=0) -> None:
+def check_rows(run, scalings, sizes, before, after, K, N, seed=0, **how) -> None:
     rng = np.random.default_rng(seed)
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     M = int(offsets[-1]) + after
@@ -133,12 +141,12 @@ def check_rows(run, scalings, sizes, before, after, K, N, seed=0) -> None:
     want, wide_a, wide_b = np.zeros((M, N)), wide(a), wide(b)
     for g, (lo, hi) in enumerate(itertools.pairwise(offsets)):
         want[lo:hi] = wide_a[lo:hi] @ wide_b[g].T
-    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="rows")
-    check(got, want, run)
+    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="rows", **how)
+    check(got, want, run, how.get("out_dtype", "float32"))
     assert not np.asarray(got)[np.r_[: offsets[0], offsets[-1] : M]].any()
 
 
-def check_contraction(run, scalings, sizes, before, after, M, N, seed=0) -> None:
+def check_contraction(run, scalings, sizes, before, after, M, N, seed=0, **how) -> None:
     """The columns that fill up a group's last 128 are zeros, as the quantiser writes them; behind the last group everything is NaN."""
     rng = np.random.default_rng(seed)
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -161,8 +169,8 @@ def check_contraction(run, scalings, sizes, before, after, M, N, seed=0) -> None
     a, b = (side(rows, scaling) for rows, scaling in zip((M, N), scalings.split("-"), strict=True))
     wide_a, wide_b = wide(a), wide(b)
     want = np.stack([wide_a[:, lo:hi] @ wide_b[:, lo:hi].T for lo, hi in itertools.pairwise(starts)])
-    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="contraction", length=length)
-    check(got, want, run)
+    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="contraction", length=length, **how)
+    check(got, want, run, how.get("out_dtype", "float32"))
     assert not np.asarray(got)[np.asarray(sizes) == 0].any()
 
 
@@ -192,11 +200,13 @@ def test_every_pattern_of_empty_groups(run):
 @pytest.mark.parametrize("run", ["gpu", "triton"])
 @pytest.mark.parametrize("scalings", sorted({*ROWS, *CONTRACTION}))
 def test_large_groups(run, scalings):
+    """Whole tiles beside parts of some, in both widths of a result: 16 bits go through TMA where a tile is whole."""
     for sizes in ([1000, 0, 1, 2501, 128, 260], [0, 0, 3890, 0, 0, 0], [3000, 250, 250, 250, 70, 70]):
-        if scalings in ROWS:
-            check_rows(run, scalings, sizes, 7, 5, 528, 784)
-        if scalings in CONTRACTION:
-            check_contraction(run, scalings, sizes, 7, 5, 528, 784)
+        for out_dtype, bm in itertools.product(("bfloat16", "float32"), tile_rows(run)):
+            if scalings in ROWS:
+                check_rows(run, scalings, sizes, 7, 5, 528, 784, out_dtype=out_dtype, bm=bm)
+            if scalings in CONTRACTION:
+                check_contraction(run, scalings, sizes, 7, 5, 528, 784, out_dtype=out_dtype, bm=bm)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -176,13 +176,26 @@ def test_printing_shows_the_choice():
 
 @pytest.mark.parametrize("size", [(64, 128), (128, 64), (256, 128), (256, 256), (128, 512)], ids=str)
 def test_tiles_that_the_triton_kernel_does_not_have(size):
-    with pytest.raises(ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128 and 128x256"):
+    with pytest.raises(ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128, 192x128, 128x256"):
         Tiles("triton", *size)
     Tiles("pallas", *size)
 
 
 def test_tiles_that_it_has():
-    assert [Tiles("triton", 128, bn).bn for bn in (128, 256)] == [128, 256]
+    for bm, bn in ((128, 128), (192, 128), (128, 256)):
+        assert (Tiles("triton", bm, bn).bm, Tiles("triton", bm, bn).bn) == (bm, bn)
+    with pytest.raises(ValueError, match=r"Tiles\.bm=192 must be a power of two"):
+        Tiles("pallas", 192, 128)
+
+
+def test_three_consumers_where_their_tiles_fill_the_card():
+    def rows_of_a_tile(M, K, N, G=0, recipe="blockwise"):
+        return [heuristic(name, Problem(M, K, N, recipe, "bfloat16", G), "triton").bm for name in PASSES]
+
+    assert rows_of_a_tile(8192, 8192, 8192) == [192, 192, 192]
+    assert rows_of_a_tile(8192, 8192, 8192, recipe="tensorwise") == [128, 192, 192]  # the forward's sums are the tensor core's, 256 columns wide
+    assert rows_of_a_tile(8192, 7168, 2048)[0] == 128  # six rounds of 192 rows, eight of 128
+    assert rows_of_a_tile(32768, 2048, 768, G=128)[:2] == [128, 128]  # groups of 256 rows are two tiles of either
 
 
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from([512, 1408, 4096, 14336, 32768]))

@@ -24,7 +24,7 @@ from jaxops._lib import launch_triton
 from jaxops._lib.device import Device
 from jaxops._lib.ragged import padded_rows
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates
-from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, ROUND, fp8_gemm_kernel, multiply_triton, scales_of
+from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, ROUNDS, fp8_gemm_kernel, multiply_triton, scales_of
 from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel, multiply_inside
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
@@ -33,7 +33,6 @@ from tests.hopper import lower_for_h200
 H200 = Device("NVIDIA H200", "gpu")
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them but for N % 8
 ODD_N = 783
-THREADS = 12 * 32  # two consumers of four warps, and the producer's, which come as a third four
 # Kernels are compiled once, for every test of this file; a process that also launches some on a GPU must not find these.
 COMPILED = {kernel: {} for kernel in (fp8_gemm_kernel, fp8_gemm_inside_kernel)}
 
@@ -150,6 +149,8 @@ PRODUCTS = [
     Product("blockwise", "fwd", grouped=True),
     Product("tensorwise", "wgrad", grouped=True),  # e4m3 by e5m2
     Product("blockwise", "wgrad", grouped=True),
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
+    Product("blockwise", "wgrad", tiles=Tiles("triton", 192, 128, stages=3)),
 ]
 
 
@@ -189,11 +190,12 @@ def wgmmas(kernel: Kernel) -> list[str]:
     return re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", kernel.ptx)
 
 
-def check(kernel: Kernel, instructions: list[str], shared_bytes: int, folder: pathlib.Path, spilled: int = 0) -> None:
+def check(kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0) -> None:
     """The tensor core's instructions as expected, all warps launched, what is in shared memory no more than said, nothing spilled, nothing serialised."""
+    threads = 128 * (consumers + 1)  # four warps each, and the producer's, which come as four, too
     assert wgmmas(kernel) == instructions
-    assert re.findall(r"\.reqntid (\d+)", kernel.ptx) == [str(THREADS)]
-    assert kernel.num_warps == THREADS // 32
+    assert re.findall(r"\.reqntid (\d+)", kernel.ptx) == [str(threads)]
+    assert kernel.num_warps == threads // 32
     assert kernel.num_ctas == 1
     assert kernel.shared <= shared_bytes <= H200.shared_bytes
     assert ".local" not in kernel.ptx
@@ -203,17 +205,20 @@ def check(kernel: Kernel, instructions: list[str], shared_bytes: int, folder: pa
     assert max(spills) <= spilled
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
     assert len(registers) == 1
-    assert registers[0] * THREADS <= 65536
+    assert registers[0] * threads <= 65536
     assert not re.findall(r".*\bC75\d\d\b.*", report), report  # "wgmma.mma_async instructions are serialized"
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)
 def test_product(product, tmp_path):
-    """Each of two consumers multiplies 64 rows by 128 of K in four instructions: at one place in the source, or where sums are promoted at three."""
+    """Each consumer multiplies 64 rows by 128 of K in four instructions: at one place in the source, or where sums are promoted once a step of a round and
+    once for the steps that are left."""
     tiles = product.chosen
+    consumers = tiles.bm // 64
     a, b = ({"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[form.dtype] for form in product.formats)
-    places = 1 if product.fast else ROUND.value + 1
-    check(product.kernel, [f"m64n{tiles.bn}k32.f32.{a}.{b}"] * (2 * 4 * places), tiles.shared_bytes, tmp_path, product.spilled)
+    places = 1 if product.fast or consumers == 3 else ROUNDS[consumers] + 1
+    instructions = [f"m64n{tiles.bn}k32.f32.{a}.{b}"] * (consumers * 4 * places)
+    check(product.kernel, instructions, consumers, tiles.shared_bytes, tmp_path, product.spilled)
 
 
 def test_the_products_are_of_every_kind():
@@ -236,7 +241,7 @@ def test_inside(pow2, out, n, tmp_path):
 
     (kernel,) = compiled(multiply, jax.ShapeDtypeStruct((M, K), "bfloat16"), b)
     instructions = wgmmas(kernel)
-    check(kernel, instructions, H200.shared_bytes, tmp_path)
+    check(kernel, instructions, 2, H200.shared_bytes, tmp_path)
     columns = [int(re.fullmatch(r"m64n(\d+)k32\.f32\.e4m3\.e4m3", name)[1]) for name in instructions]
     assert sum(columns) in [2 * 4 * bn for bn in (128, 192, 256)]
     assert re.search(r"cvt\S*\.satfinite\.e4m3x2\.f32", kernel.ptx)
@@ -265,10 +270,13 @@ def test_a_users_call_over_groups():
     assert [kernel.name for kernel in compiled(gradients(jaxops.fp8_grouped_matmul), *shapes)] == ["fp8_gemm_kernel"] * 3
 
 
-def test_bfloat16_is_stored_16_bytes_a_thread():
-    """And only where a result's rows start at whole 16 bytes."""
-    assert "st.global.v4" in Product("blockwise", "fwd").kernel.ptx
-    assert "st.global.v4" not in UNALIGNED.kernel.ptx
+def test_how_a_result_is_stored():
+    """bfloat16 by TMA where its rows start at whole 16 bytes, and of groups 16 bytes a thread where a tile is not whole; anything else number by number."""
+    found = {}
+    for name, product in {"dense": Product("blockwise", "fwd"), "groups": Product("blockwise", "fwd", grouped=True), "unaligned": UNALIGNED}.items():
+        ptx = product.kernel.ptx
+        found[name] = "cp.async.bulk.tensor.2d.global.shared" in ptx, "st.global.v4" in ptx, "st.global" in ptx
+    assert found == {"dense": (True, False, False), "groups": (True, True, True), "unaligned": (False, False, True)}
 
 
 @gluon.jit
@@ -290,7 +298,7 @@ def test_only_gluon_keeps_its_layouts(function, vectors):
     shape = jax.ShapeDtypeStruct((512,), "float32")
 
     def call(x):
-        return launch_triton.triton_call(x, kernel=function, out_type=shape, grid=(1,), num_warps=4, compute_capability=90, BLOCK=512)
+        return launch_triton.triton_call(x, kernel=function, out_type=shape, grid=1, name="double", BLOCK=512)
 
     (kernel,) = compiled(call, shape)
     assert len(re.findall(r"(?:ld|st)\.global\S*\.v4", kernel.ptx)) == vectors

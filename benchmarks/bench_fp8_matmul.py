@@ -197,7 +197,7 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> list[tuple[str, C
         recipe = RECIPES[recipe_name]
         problem = Problem(M, K, N, recipe_name, dtype)
         plan = fp8_products.choose_plan(problem, run.backend, "before")
-        tiles = fp8_products.own_tiles(problem, plan, "dgrad" if pass_name == "fwd" and not fast else pass_name)  # sums in float32 want other tiles
+        tiles = fp8_products.own_tiles(problem, plan, "dgrad" if pass_name in recipe.fast and not fast else pass_name)  # sums in float32 want other tiles
         plan = dataclasses.replace(plan, **{pass_name: tiles})
         recipe = dataclasses.replace(recipe, fast=frozenset({pass_name} if fast else ()))
         names = ("x", "w") if pass_name == "fwd" else ("x", "dy")

@@ -1,13 +1,14 @@
 """Trains the models in FP8, by each recipe, beside bfloat16: the same parameters to start from, the same batches. How far are the losses apart?
 
 python -m models.compare_precision                                        # both models, all recipes
-python -m models.compare_precision lm --recipes blockwise,tensorwise
+python -m models.compare_precision lm --recipes blockwise,tensorwise --seeds 3      # a single training is noise: the mean over three starts is less so
 python -m models.compare_precision dit --preset demo --steps 20 --out /tmp/x   # a look at it on a CPU
 """
 
 import concurrent.futures
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
@@ -33,7 +34,7 @@ from models.precision import PRECISIONS, Precision
 from models.presets import DIT_PRESETS, PRESETS
 from models.report import plot_precisions
 
-BASELINE, BATCH_SEED, OTHER_SEED = "bfloat16", 0, 1
+BASELINE, BATCH_SEED = "bfloat16", 0
 RECIPES = tuple(name.removeprefix("fp8-") for name in PRECISIONS if name.startswith("fp8-"))
 LAST = 50  # steps whose mean loss is compared
 TIMED = 25  # steps between two looks at the clock, each of which waits for the device
@@ -206,9 +207,10 @@ def main(
     preset: Annotated[str, typer.Option(help="As of `python -m models.train`.")] = "wide",
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each.")] = 500,
     recipes: Annotated[str, typer.Option(help="FP8 recipes, separated by commas.")] = ",".join(RECIPES),
+    seeds: Annotated[int, typer.Option(min=1, help="Parameters to start from: every recipe is trained from each.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the rows and the picture. Default: benchmarks/results/DEVICE.")] = None,
 ) -> None:
-    """Appends to OUT/precision.jsonl and draws OUT/precision.png. Bfloat16 is trained twice, the second time from other parameters: that is the noise."""
+    """Appends to OUT/precision.jsonl and draws OUT/precision.png. Bfloat16 is trained from two starts at least: how far those are apart is the noise."""
     for name in models or ():
         check_option("models", name, WORKLOADS)
     precisions = [f"fp8-{recipe}" for recipe in recipes.split(",")]
@@ -220,14 +222,17 @@ def main(
 
     for model in models or WORKLOADS:
         workload = WORKLOADS[model](preset, steps)
-        starts = {seed: workload.start(seed) for seed in (BATCH_SEED, OTHER_SEED)}
-        compiled = compile_steps(workload, [BASELINE, *precisions], starts[BATCH_SEED])
+        starts = {seed: workload.start(seed) for seed in range(max(seeds, 2))}
+        compiled = compile_steps(workload, [BASELINE, *precisions], starts[0])
         print(f"{model}: {len(compiled)} steps compiled; {time.perf_counter() - begin:.0f} s in all", flush=True)
-        baseline = None
-        for precision, seed in [(BASELINE, BATCH_SEED), (BASELINE, OTHER_SEED), *((precision, BATCH_SEED) for precision in precisions)]:
+        baselines: dict[int, Run] = {}
+        ratios: dict[str, list[float]] = {}
+        for precision, seed in [*((BASELINE, seed) for seed in starts), *itertools.product(precisions, range(seeds))]:
             run = train(workload, compiled[precision], start_in(workload, precision, starts[seed])[1])
-            baseline = run if baseline is None else baseline
-            row = make_row(model, workload, precision, seed, run, baseline)
+            if precision == BASELINE:
+                baselines[seed] = run
+            row = make_row(model, workload, precision, seed, run, baselines[0 if precision == BASELINE else seed])
+            ratios.setdefault(precision, []).append(row["ratio_to_bf16"] - 1)
             with file.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
             print(
@@ -235,7 +240,12 @@ def main(
                 f"{row['tokens_per_s']:,} tokens/s; {time.perf_counter() - begin:.0f} s in all",
                 flush=True,
             )
-    plot_precisions(newest(file), BASELINE, folder / "precision.png")
+        if seeds > 1:
+            for precision in precisions:
+                mean, error = np.mean(ratios[precision]), np.std(ratios[precision], ddof=1) / seeds**0.5
+                print(f"{model} {precision:26} {mean:+.3%} of bfloat16's loss, the mean of {seeds} starts, standard error {error:.3%}", flush=True)
+    drawn = [row for row in newest(file) if row["seed"] == 0 or (row["precision"], row["seed"]) == (BASELINE, 1)]
+    plot_precisions(drawn, BASELINE, folder / "precision.png")
 
 
 if __name__ == "__main__":

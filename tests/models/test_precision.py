@@ -2,7 +2,9 @@
 
 import functools
 import io
+import itertools
 import json
+import re
 from typing import NamedTuple
 
 import jax
@@ -157,24 +159,27 @@ def toy_workload(preset: str, steps: int) -> compare_precision.Workload:
     return compare_precision.Workload(steps, start, make, make_step, lambda step: (inputs[step],), {"T": 16, "D": 8})
 
 
-def test_comparison(tmp_path, monkeypatch):
+def test_comparison(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(compare_precision.WORKLOADS, "toy", toy_workload)
-    compare_precision.main(["toy"], steps=60, recipes="delayed,blockwise", out=tmp_path)
+    compare_precision.main(["toy"], steps=60, recipes="delayed,blockwise", seeds=2, out=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines()]
-    assert [(row["precision"], row["seed"]) for row in rows] == [("bfloat16", 0), ("bfloat16", 1), ("fp8-delayed", 0), ("fp8-blockwise", 0)]
+    assert [(row["precision"], row["seed"]) for row in rows] == list(itertools.product(["bfloat16", "fp8-delayed", "fp8-blockwise"], [0, 1]))
     for row in rows:
+        plain = rows[row["seed"] if row["precision"] != "bfloat16" else 0]  # from the same start, and bfloat16 from the first one
         assert (row["op"], row["model"], row["steps"], row["finite"], row["device"]) == ("train", "toy", 60, True, jax.devices()[0].device_kind)
-        assert row["ratio_to_bf16"] == pytest.approx(row["loss_last50"] / rows[0]["loss_last50"], rel=1e-3)
+        assert row["ratio_to_bf16"] == pytest.approx(row["loss_last50"] / plain["loss_last50"], rel=1e-3)
         assert row["tokens_per_s"] == pytest.approx(1e6 * 16 / row["us_p50"], rel=0.01)
         assert len(row["curve"]) == 50
         assert row["curve"][-1] < 0.5 * row["curve"][0]
-    plain, other, *fp8 = rows
-    assert plain["ratio_to_bf16"] == 1
-    assert other["curve"][0] != plain["curve"][0]
-    for row in fp8:
+    assert rows[0]["ratio_to_bf16"] == 1
+    assert rows[1]["curve"][0] != rows[0]["curve"][0]
+    for row in rows[2:]:
+        plain = rows[row["seed"]]
         assert row["curve"] != plain["curve"]
         assert row["curve"][0] == pytest.approx(plain["curve"][0], rel=0.05), "the same parameters, the same batch"
         assert row["ratio_to_bf16"] == pytest.approx(1, abs=0.05)
+    printed = capsys.readouterr().out
+    assert re.search(r"fp8-blockwise +[-+][.0-9]+% of bfloat16's loss, the mean of 2 starts", printed)
     with Image.open(tmp_path / "precision.png") as picture:
         assert picture.width > 500
 

@@ -1,9 +1,11 @@
-"""Every kernel once, small, for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitize.py` (or racecheck). Needs an NVIDIA GPU.
+"""Every kernel once, small, for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitize.py` (or racecheck; of some: `... fp8_products`).
+Needs an NVIDIA GPU.
 
 Each array is an allocation of its own here, so that memcheck sees the first byte out of bounds; the offsets are good, then broken in every way.
 """
 
 import os
+import sys
 
 os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}  # before JAX is imported
 
@@ -109,7 +111,6 @@ def quantize() -> None:
 
 
 if __name__ == "__main__":
-    grouped_matmul()
-    row_kernels()
-    quantize()
-    fp8_products()
+    checks = {check.__name__: check for check in (grouped_matmul, row_kernels, quantize, fp8_products)}
+    for name in sys.argv[1:] or checks:
+        checks[name]()

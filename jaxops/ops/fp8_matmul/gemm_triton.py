@@ -197,8 +197,8 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, KIND: gl.constexpr):
-    """Rows `row` to row + 64 of C, as far as they lie before `end`."""
+def _store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, KIND: gl.constexpr, ALIGNED: gl.constexpr):
+    """Rows `row` to row + 64 of C, as far as they lie before `end`. ALIGNED: C's rows start at whole 16 bytes, as c_desc demands where it is given."""
     BN: gl.constexpr = acc.shape[1]
     if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
         # Through shared memory: by TMA, which goes on while the next tile is multiplied, or, since it knows no end of a group, 16 bytes a thread.
@@ -206,14 +206,14 @@ def _store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, KIND:
         tma.store_wait(0)
         c_buf.store(acc.to(c_ptr.dtype.element_ty))
         if c_desc is None:
-            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, False)
+            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
         elif KIND == DENSE or row + ROWS_OF_ONE <= end:
             fence_async_shared()
             tma.async_store(c_desc, [row, col], c_buf)
         else:
-            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, True)
+            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
     else:  # float32 fills whole sectors from where it lies
-        _store_tile(acc, c_ptr, row, end, col, N, MMA, False)
+        _store_tile(acc, c_ptr, row, end, col, N, MMA, ALIGNED)
 
 
 @gluon.jit
@@ -230,7 +230,7 @@ def _store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl
 @gluon.jit
 def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K = used
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
@@ -260,7 +260,7 @@ def _consume(
         elif SCALES == VECTOR:
             end = gl.where(steps > 0, c_end, 0) if KIND == ROWS else c_end
             acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, end - row, N - col, MMA)
-        _store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND)
+        _store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND, ALIGNED)
         group, a_row, b_row, c_row, c_end, col, steps = next_group, next_a, next_b, next_c, next_end, next_col, next_steps
     tma.store_wait(0)
 
@@ -269,7 +269,7 @@ def _consume(
 def fp8_gemm_kernel(
     a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr,
-    ROUND: gl.constexpr,
+    ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
@@ -292,15 +292,15 @@ def fp8_gemm_kernel(
     used = (sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
-            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
+            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
             (_produce, (made, BM, BN, STAGES, PANEL, KIND, SCALES)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
-            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
-            (_consume, (used, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND)),
+            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (used, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
             (_produce, (made, BM, BN, STAGES, PANEL, KIND, SCALES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
@@ -346,7 +346,7 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
         *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, kernel=fp8_gemm_kernel, out_type=out_type, out_tile=out_tile(out_dtype, N, bn),
         grid=min(current_device().cores, count), name=f"fp8_gemm_{ragged or 'dense'}", schedule=schedule, tiles=count, entries=entries, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,
-        ROUND=ROUNDS[bm // 64],
+        ROUND=ROUNDS[bm // 64], ALIGNED=N % 8 == 0,
     )  # fmt: skip
     return out.reshape(G, M, N) if ragged == "contraction" else out
 

@@ -148,7 +148,7 @@ PRODUCTS = [
     Product("rowwise", "dgrad", grouped=True, spilled=4),  # one number, in the epilogue: once a tile
     Product("blockwise", "fwd", grouped=True),
     Product("tensorwise", "wgrad", grouped=True),  # e4m3 by e5m2
-    Product("blockwise", "wgrad", grouped=True),
+    Product("blockwise", "wgrad", grouped=True, spilled=4),  # likewise
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
     Product("blockwise", "wgrad", tiles=Tiles("triton", 192, 128, stages=3)),
 ]

@@ -1,6 +1,7 @@
 """What every test runs under."""
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import re
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items):
     if marked and jax.default_backend() != "gpu":
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish():
+    """JAX keeps much alive, and makes much while it traces: looking through all of it again and again is a tenth of a run."""
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True, scope="session")

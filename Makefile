@@ -39,7 +39,9 @@ tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="groupe
 clean:
 	rm -rf $(VENV)
 
-# --no-compile: Python compiles what it imports, a small part of what is installed; that saves half a minute.
+# --no-compile: Python compiles what it imports, a small part of what is installed; that saves half a minute. It must then be allowed to keep it, or
+# each of the processes that a test run starts compiles it again.
+export PYTHONDONTWRITEBYTECODE :=
 $(VENV)/.has-%: pyproject.toml
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing jaxops[$*] into $(VENV)"

@@ -76,8 +76,9 @@ def make_case(sizes, D: int, *, dtype="float32", modulation_dtype=None, per_row:
     return case | {"offsets": jnp.asarray(offsets, jnp.int32)}
 
 
-def outside_of(case: dict) -> jax.Array:
-    row = jnp.arange(case["x"].shape[0])
+def outside_of(case: dict):
+    """In numpy where the offsets are."""
+    row = np.arange(case["x"].shape[0])
     return ((row < case["offsets"][0]) | (row >= case["offsets"][-1]))[:, None]
 
 
@@ -122,6 +123,14 @@ def compiled(run: str, variant: Variant):
     return jax.jit(run_all)
 
 
+@functools.cache
+def compiled_forward(run: str, variant: Variant):
+    """As `compiled`, without gradients, with weight and bias where the case has them; of a case and its offsets, or None. "reference" is reference.py."""
+    if run == "reference":
+        return jax.jit(lambda case, offsets: apply_reference(variant, case, offsets, "float32"))
+    return jax.jit(lambda case, offsets: apply(variant, variant.plan_for(run), case, offsets))
+
+
 def run_all(case: dict, variant: Variant, run: str) -> dict:
     return compiled(run, variant)(case)
 
@@ -138,7 +147,7 @@ def check(case: dict, variant: Variant, run: str, *, reference: Variant | None =
     """Every result and gradient equals the reference's; empty sequences' gradients are exactly zero, outside rows zero or what passes straight through."""
     got, want = run_all(case, variant, run), reference_all(case, dataclasses.replace(reference or variant, plan=""))
     assert set(got) == set(want)
-    outside = np.asarray(outside_of(case))[:, 0]
+    outside = outside_of(case | {"offsets": np.asarray(case["offsets"])})[:, 0]
     empty = np.diff(np.asarray(case["offsets"])) == 0
     passed = {} if variant.op == "adaln" else {"residual": "x", "dx": "dresidual"}
     for name, value in got.items():
@@ -154,4 +163,4 @@ def check(case: dict, variant: Variant, run: str, *, reference: Variant | None =
             assert not found[empty].any(), f"{name} of an empty sequence"
         # Of plain adaln only the last step rounds: what is float32 there is so to the last few bits, whatever x is.
         kind = value.dtype.name if variant.op == "adaln" or value.dtype != jnp.float32 else case["x"].dtype.name
-        assert_close(jnp.asarray(found), want[name], kind, name)
+        assert_close(found, want[name], kind, name)

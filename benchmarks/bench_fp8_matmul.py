@@ -197,7 +197,10 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> list[tuple[str, C
         recipe = RECIPES[recipe_name]
         problem = Problem(M, K, N, recipe_name, dtype)
         plan = fp8_products.choose_plan(problem, run.backend, "before")
-        tiles = fp8_products.own_tiles(problem, plan, "dgrad" if pass_name in recipe.fast and not fast else pass_name)  # sums in float32 want other tiles
+        tiles = fp8_products.own_tiles(problem, plan, pass_name)
+        if pass_name in recipe.fast and not fast:  # sums in float32 want other tiles: those of a dgrad of the same shape
+            same = Problem(M, N, K, recipe_name, dtype)
+            tiles = fp8_products.own_tiles(same, fp8_products.choose_plan(same, run.backend, "before"), "dgrad")
         plan = dataclasses.replace(plan, **{pass_name: tiles})
         recipe = dataclasses.replace(recipe, fast=frozenset({pass_name} if fast else ()))
         names = ("x", "w") if pass_name == "fwd" else ("x", "dy")

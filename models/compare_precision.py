@@ -196,12 +196,6 @@ def results_folder() -> Path:
     return Path(__file__).parents[1] / "benchmarks" / "results" / jax.devices()[0].device_kind.lower().replace(" ", "_")
 
 
-def newest(file: Path) -> list[dict]:
-    """The newest row of each model, precision and seed."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return list({(row["model"], row["precision"], row["seed"]): row for row in rows}.values())
-
-
 def main(
     models: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(WORKLOADS)}; all by default.")] = None,
     preset: Annotated[str, typer.Option(help="As of `python -m models.train`.")] = "wide",
@@ -232,7 +226,8 @@ def main(
             if precision == BASELINE:
                 baselines[seed] = run
             row = make_row(model, workload, precision, seed, run, baselines[0 if precision == BASELINE else seed])
-            ratios.setdefault(precision, []).append(row["ratio_to_bf16"] - 1)
+            if precision != BASELINE:
+                ratios.setdefault(precision, []).append(row["ratio_to_bf16"] - 1)
             with file.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
             print(
@@ -241,11 +236,10 @@ def main(
                 flush=True,
             )
         if seeds > 1:
-            for precision in precisions:
-                mean, error = np.mean(ratios[precision]), np.std(ratios[precision], ddof=1) / seeds**0.5
+            for precision, found in ratios.items():
+                mean, error = np.mean(found), np.std(found, ddof=1) / seeds**0.5
                 print(f"{model} {precision:26} {mean:+.3%} of bfloat16's loss, the mean of {seeds} starts, standard error {error:.3%}", flush=True)
-    drawn = [row for row in newest(file) if row["seed"] == 0 or (row["precision"], row["seed"]) == (BASELINE, 1)]
-    plot_precisions(drawn, BASELINE, folder / "precision.png")
+    plot_precisions([json.loads(line) for line in file.read_text().splitlines()], BASELINE, folder / "precision.png")
 
 
 if __name__ == "__main__":

@@ -42,21 +42,24 @@ def plot_loss(history: History, unit: str, path: Path, baseline: tuple[str, floa
 
 
 def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
-    """A column a model: the loss curves in every precision, and below them how far each lies from the baseline's first seed.
+    """A column a model: the newest loss curve in every precision, and below them how far each lies from the baseline that was trained beside it.
 
     Args:
-      rows: of `models.compare_precision`.
+      rows: of `models.compare_precision`, oldest first.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(7 * len(models), 7), layout="constrained")
     for (above, below), model in zip(figure.subplots(2, len(models), squeeze=False, sharex="col").T, models, strict=True):
         mine = [row for row in rows if row["model"] == model]
-        wanted = np.array(next(row["curve"] for row in mine if row["precision"] == baseline and row["seed"] == 0))
-        for row in mine:
-            curve, label = np.array(row["curve"]), row["precision"] if row["seed"] == 0 else f"{row['precision']}, other parameters"
+        # Two runs of one program are not compared: XLA may have chosen other algorithms for it.
+        beside = {row["commit"]: np.array(row["curve"]) for row in mine if row["precision"] == baseline and row["seed"] == 0}
+        drawn = {(row["precision"], row["seed"]): row for row in mine if row["seed"] == 0 or (row["precision"], row["seed"]) == (baseline, 1)}
+        for (precision, seed), row in drawn.items():
+            curve, label = np.array(row["curve"]), precision if seed == 0 else f"{precision}, other parameters"
             steps = (np.arange(len(curve)) + 0.5) * row["steps"] / len(curve)
-            line = {"color": "black", "linestyle": "-" if row["seed"] == 0 else ":"} if row["precision"] == baseline else {"linewidth": 1}
+            line = {"color": "black", "linestyle": "-" if seed == 0 else ":"} if precision == baseline else {"linewidth": 1}
             above.plot(steps, curve, label=label, **line)
+            wanted = beside[row["commit"]]
             if len(curve) == len(wanted):
                 below.plot(steps, 100 * (curve / wanted - 1), **line)
         above.set(title=model, ylabel="training loss", yscale="log")

@@ -44,7 +44,7 @@ class Device:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that one block may use, in bytes (CUDA programming guide, compute capabilities 8.0 to 12.x)."""
-        if any(name in self.kind for name in ("H100", "H200", "GH200", "B200", "B300", "GB200", "GB300")):
+        if self.is_hopper or any(name in self.kind for name in ("B200", "B300", "GB200", "GB300")):
             return 232_448
         return 166_912 if "A100" in self.kind else 101_376
 

@@ -1,14 +1,20 @@
 """Gluon kernels called from JAX through jax-triton. Imported only where such a kernel is called: jax-triton needs Python >= 3.12.
 
-Three things that jax-triton 0.4 does otherwise; each correction goes away when upstream has it.
+Three things that jax-triton 0.4 does otherwise, corrected by private names of it: pyproject.toml holds it to that version. Each goes away when upstream has it.
 """
 
+import dataclasses
+import functools
 import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax_triton
 from jax_triton import triton_lib
+
+if not jax_triton.__version__.startswith("0.4."):
+    raise ImportError(f"jaxops' triton backend needs jax-triton 0.4, this is {jax_triton.__version__}: pip install 'jax-triton>=0.4.1,<0.5'.")
 
 TensorDescriptor = jax_triton.TensorDescriptor
 
@@ -53,41 +59,66 @@ triton_lib.triton_kernel_call_lib = _AllWarps(triton_lib.triton_kernel_call_lib)
 triton_lib.compile_ttir_inplace = _compile
 
 
-def triton_call(
-    *operands, kernel, out_type, grid: int, name: str, out_tile: tuple[tuple[int, ...], Any] | None = None, num_warps: int = 4, **named
-) -> jax.Array:
-    """One launch on a Hopper GPU, with one result; its pointer is the one parameter of the kernel that is not given.
+@dataclasses.dataclass(frozen=True)
+class OutTile:
+    """Stands, as an operand, for a TMA descriptor of the result; what a call with it gives is in the same memory.
 
-    `jax_triton.triton_call` makes TMA descriptors of operands only. With one that the kernel builds itself it would take memory from the driver at every
-    launch, which CUDA graphs refuse. So here a result may have one, too: as a parameter `c_desc`, whose memory, uninitialised, becomes the result's.
+    Attributes:
+      block: shape of what one store writes.
+      layout: of the shared memory that it is stored from.
+    """
+
+    block: tuple[int, ...]
+    layout: Any
+
+
+def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> jax.Array:
+    """One launch on a Hopper GPU, with one result, whose pointer is the one parameter of the kernel that is not given.
+
+    `jax_triton.triton_call` makes TMA descriptors of operands only. One that the kernel builds itself would take memory from the driver at every launch,
+    which CUDA graphs refuse. So where an operand is an `OutTile`, its descriptor is that of an uninitialised array, whose memory becomes the result's.
 
     Args:
-      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, None, numbers, constants.
+      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile, None, numbers, constants.
       out_type: shape and dtype of the result.
       grid: how many programs.
       name: what profilers show.
-      out_tile: (block shape, shared layout) of `c_desc`; None passes None for it, if the kernel has it.
-      num_warps: of the kernel, or of its first partition.
+
+    Raises:
+      TypeError: more or fewer parameters given than all but one.
     """
     function = triton_lib.TritonFunction(kernel)
-    out = jax.ShapeDtypeStruct(out_type.shape, out_type.dtype)
     values = dict(function.signature.bind_partial(*operands, **named).arguments)
-    constants = {parameter: values.pop(parameter) for parameter in list(values) if parameter in function.constexpr_param_names}
-    arguments, aliases = [], {}
-    for parameter in function.non_constexpr_param_names:
-        if parameter == "c_desc" and out_tile is not None:
-            aliases[sum(argument is not None for argument in arguments)] = 0
-            arguments.append(TensorDescriptor.from_array(jax.lax.empty(out.shape, out.dtype), out_tile[0], layout=out_tile[1]))
-        elif parameter in values or parameter == "c_desc":
-            arguments.append(jax.tree.map(triton_lib._StaticArg.maybe_wrap, values.get(parameter)))
-        else:
-            arguments.append(triton_lib._OutputPlaceholder(0))
+    missing = [parameter for parameter in function.param_names if parameter not in values]
+    if len(missing) != 1 or missing[0] in function.constexpr_param_names:
+        raise TypeError(f"{function.name} needs all of its parameters but the result's pointer; these are not given: {', '.join(missing) or 'none'}.")
+    constants = tuple((parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names)
+    places = {parameter: triton_lib._OutputPlaceholder(0) for parameter in missing}
+    places |= {p: v if isinstance(v, OutTile) else jax.tree.map(triton_lib._StaticArg.maybe_wrap, v) for p, v in values.items()}
+    arguments = [places[parameter] for parameter in function.non_constexpr_param_names]
+    tile = next((argument for argument in arguments if isinstance(argument, OutTile)), None)
+    alias = None
+    if tile is not None:
+        place = arguments.index(tile)
+        arguments[place] = None
+        alias = place, tile
+    return _launch(arguments, alias, kernel, tuple(out_type.shape), jnp.dtype(out_type.dtype), grid, name, constants)
+
+
+# Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.
+@functools.partial(jax.jit, static_argnums=range(1, 8), inline=True)
+def _launch(arguments: list, alias: tuple[int, OutTile] | None, kernel, shape, dtype, grid: int, name: str, constants: tuple) -> jax.Array:
+    aliases = {}
+    if alias is not None:
+        place, tile = alias
+        aliases[sum(argument is not None for argument in arguments[:place])] = 0
+        arguments[place] = TensorDescriptor.from_array(jax.lax.empty(shape, dtype), tile.block, layout=tile.layout)
     arrays, tree = jax.tree.flatten(arguments)
     # Fusion is said, because Triton 3.9 warns where it is not and 3.10 will choose otherwise: sum + product * scale is one instruction.
-    options = {"num_warps": num_warps, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}
     (result,) = triton_lib.triton_kernel_call_p.bind(
-        *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=(out,), grid=(grid,), compute_capability=90, backend_options=triton_lib.FrozenDict(options),
-        input_output_aliases=triton_lib.FrozenDict(aliases), zeroed_outputs=(), serialized_metadata=b"", cost_estimate=None, has_side_effect=False,
-        metaparams=triton_lib.FrozenDict(constants),
+        *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=(jax.ShapeDtypeStruct(shape, dtype),), grid=(grid,), compute_capability=90,
+        backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases), zeroed_outputs=(), serialized_metadata=b"",
+        cost_estimate=None, has_side_effect=False, metaparams=triton_lib.FrozenDict(dict(constants)),
     )  # fmt: skip
     return result

@@ -17,7 +17,7 @@ from PIL import Image
 from rich.console import Console
 
 from jaxops.nn import AmaxHistory, Fp8GroupedLinear, Fp8Linear, GroupedLinear
-from models import compare_precision, train_dit, train_lm
+from models import compare_precision, report, train_dit, train_lm
 from models.data import Corpus
 from models.dit import DiT
 from models.dit import generate as generate_images
@@ -184,10 +184,21 @@ def test_comparison(tmp_path, monkeypatch, capsys):
         assert picture.width > 500
 
 
-def test_newer_rows_count(tmp_path):
-    file, row = tmp_path / "precision.jsonl", {"model": "lm", "precision": "bfloat16", "seed": 0}
-    file.write_text("".join(json.dumps(row | more) + "\n" for more in ({"at": 1}, {"seed": 1, "at": 2}, {"at": 3})))
-    assert [row["at"] for row in compare_precision.newest(file)] == [3, 2]
+def test_the_picture_compares_what_was_trained_together(tmp_path, monkeypatch):
+    """The newest curve of each precision, from the baseline of its own run; of other starts only the baseline's second."""
+    rows = [
+        {"model": "toy", "precision": precision, "seed": seed, "commit": commit, "steps": 2, "curve": curve}
+        for precision, seed, commit, curve in [
+            *(("bfloat16", 0, "a", [2.0, 1.0]), ("fp8-rowwise", 0, "a", [2.2, 1.0]), ("fp8-delayed", 0, "a", [9.0, 9.0])),
+            *(("bfloat16", 0, "b", [4.0, 2.0]), ("bfloat16", 1, "b", [4.4, 2.0]), ("fp8-delayed", 0, "b", [4.0, 2.1]), ("fp8-delayed", 1, "b", [7.0, 7.0])),
+        ]
+    ]
+    drawn = []
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
+    report.plot_precisions(rows, "bfloat16", tmp_path / "x.png")
+    above, below = ([line.get_ydata().tolist() for line in axes.lines] for axes in drawn)
+    assert above == [[4.0, 2.0], [2.2, 1.0], [4.0, 2.1], [4.4, 2.0]]
+    np.testing.assert_allclose(below, [[0, 0], [10, 0], [0, 5], [10, 0]], atol=1e-9)
 
 
 @pytest.mark.parametrize(

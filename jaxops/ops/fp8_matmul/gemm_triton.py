@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.device import current_device
-from jaxops._lib.launch_triton import TensorDescriptor, triton_call
+from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
 from jaxops._lib.tiling import tile_bound
@@ -258,8 +258,8 @@ def _consume(
         if SCALES == TENSOR:
             acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))  # rows outside stay zero
         elif SCALES == VECTOR:
-            end = gl.where(steps > 0, c_end, 0) if KIND == ROWS else c_end
-            acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, end - row, N - col, MMA)
+            inside = steps > 0 if KIND == ROWS else True  # rows outside stay zero, whatever stands in the scales
+            acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, c_end - row if inside else 0, N - col if inside else 0, MMA)
         _store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND, ALIGNED)
         group, a_row, b_row, c_row, c_end, col, steps = next_group, next_a, next_b, next_c, next_end, next_col, next_steps
     tma.store_wait(0)
@@ -287,6 +287,7 @@ def fp8_gemm_kernel(
     NARROW: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_ONE, BN], gl.bfloat16)
     C_TYPE: gl.constexpr = c_ptr.dtype.element_ty if NARROW else gl.bfloat16
+    # float32 is stored from registers; a partition's arguments are there all the same.
     c_bufs = gl.allocate_shared_memory(C_TYPE, [CONSUMERS, ROWS_OF_ONE, BN] if NARROW else [CONSUMERS, 8, 64], C_LAYOUT)
     made = (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K)
     used = (sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K)
@@ -341,23 +342,20 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
         sa = TensorDescriptor.from_array(_whole_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT)
     if scales == OUTER.value:
         sb = TensorDescriptor.from_array(_whole_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
-    out_type = out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values)
+    aligned = N % 8 == 0
+    by_tma = aligned and jnp.dtype(out_dtype).itemsize == 2
     out = triton_call(
-        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, kernel=fp8_gemm_kernel, out_type=out_type, out_tile=out_tile(out_dtype, N, bn),
-        grid=min(current_device().cores, count), name=f"fp8_gemm_{ragged or 'dense'}", schedule=schedule, tiles=count, entries=entries, G=G, M=M, N=N, K=K,
+        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule, OutTile((64, bn), _tile_layout(out_dtype, bn)) if by_tma else None,
+        kernel=fp8_gemm_kernel, out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
+        grid=min(current_device().cores, count), name=f"fp8_gemm_{ragged or 'dense'}", tiles=count, entries=entries, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,
-        ROUND=ROUNDS[bm // 64], ALIGNED=N % 8 == 0,
+        ROUND=ROUNDS[bm // 64], ALIGNED=aligned,
     )  # fmt: skip
     return out.reshape(G, M, N) if ragged == "contraction" else out
 
 
 def scales_of(a: Operand, b: Operand) -> int:
     return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": OUTER if b.scaling == "block_1x128" else BLOCK}[a.scaling].value
-
-
-def out_tile(dtype, N: int, bn: int):
-    """What TMA stores, where it can: numbers of 16 bits, in rows that start at whole 16 bytes."""
-    return ((64, bn), _tile_layout(dtype, bn)) if jnp.dtype(dtype).itemsize == 2 and N % 8 == 0 else None
 
 
 def _tile_layout(dtype, columns: int):

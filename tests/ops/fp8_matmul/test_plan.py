@@ -34,7 +34,7 @@ def _no_jax_triton(monkeypatch):
 
 def mark(panel: int, kernel: str = "triton") -> Tiles:
     """Tiles that no heuristic gives, told apart by their panel."""
-    return Tiles(kernel, 128, 128, stages=1, panel=panel)
+    return Tiles(kernel, 128, 128, stages=2, panel=panel)
 
 
 def row(pass_name: str, tiles: Tiles, problem: Problem = PROBLEM, **change) -> dict:
@@ -181,6 +181,12 @@ def test_tiles_that_the_triton_kernel_does_not_have(size):
     Tiles("pallas", *size)
 
 
+def test_one_stage_would_wait_for_itself():
+    with pytest.raises(ValueError, match=r"Tiles\.stages=1 must be at least 2"):
+        Tiles("triton", 128, 128, stages=1)
+    assert Tiles("pallas", 128, 128, stages=1).stages == 1
+
+
 def test_tiles_that_it_has():
     for bm, bn in ((128, 128), (192, 128), (128, 256)):
         assert (Tiles("triton", bm, bn).bm, Tiles("triton", bm, bn).bn) == (bm, bn)
@@ -194,6 +200,7 @@ def test_three_consumers_where_their_tiles_fill_the_card():
 
     assert rows_of_a_tile(8192, 8192, 8192) == [192, 192, 192]
     assert rows_of_a_tile(8192, 8192, 8192, recipe="tensorwise") == [128, 192, 192]  # the forward's sums are the tensor core's, 256 columns wide
+    assert rows_of_a_tile(8192, 4096, 4096, recipe="tensorwise")[1:] == [128, 128]  # eleven rounds of 192 rows are more than 16 of 128
     assert rows_of_a_tile(8192, 7168, 2048)[0] == 128  # six rounds of 192 rows, eight of 128
     assert rows_of_a_tile(32768, 2048, 768, G=128)[:2] == [128, 128]  # groups of 256 rows are two tiles of either
 

@@ -304,3 +304,15 @@ def test_only_gluon_keeps_its_layouts(function, vectors):
     assert len(re.findall(r"(?:ld|st)\.global\S*\.v4", kernel.ptx)) == vectors
     assert kernel.shared == 0
     assert kernel.num_warps == 4
+
+
+def test_what_a_kernel_is_not_given():
+    """All but the result's pointer is given: a forgotten operand is no second result."""
+    x = jax.ShapeDtypeStruct((512,), "float32")
+    how = {"kernel": _double_gluon, "out_type": x, "grid": 1, "name": "double"}
+    with pytest.raises(TypeError, match=r"_double_gluon needs all .* not given: x, y"):
+        compiled(lambda: launch_triton.triton_call(BLOCK=512, **how))
+    with pytest.raises(TypeError, match="not given: y, BLOCK"):
+        compiled(lambda x: launch_triton.triton_call(x, **how), x)
+    with pytest.raises(TypeError, match="not given: none"):
+        compiled(lambda x: launch_triton.triton_call(x, x, BLOCK=512, **how), x)

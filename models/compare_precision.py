@@ -207,9 +207,10 @@ def main(
     """Appends to OUT/precision.jsonl and draws OUT/precision.png. Bfloat16 is trained from two starts at least: how far those are apart is the noise."""
     for name in models or ():
         check_option("models", name, WORKLOADS)
-    precisions = [f"fp8-{recipe}" for recipe in recipes.split(",")]
-    for recipe in recipes.split(","):
+    chosen = [recipe.replace("_", "-") for recipe in recipes.split(",")]  # as `--precision` writes them, or as jaxops does
+    for recipe in chosen:
         check_option("recipes", recipe, RECIPES)
+    precisions = [f"fp8-{recipe}" for recipe in chosen]
     folder = results_folder() if out is None else out
     folder.mkdir(parents=True, exist_ok=True)
     file, begin = folder / "precision.jsonl", time.perf_counter()

@@ -161,9 +161,9 @@ def toy_workload(preset: str, steps: int) -> compare_precision.Workload:
 
 def test_comparison(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(compare_precision.WORKLOADS, "toy", toy_workload)
-    compare_precision.main(["toy"], steps=60, recipes="delayed,blockwise", seeds=2, out=tmp_path)
+    compare_precision.main(["toy"], steps=60, recipes="delayed,blockwise_with_gw_hp", seeds=2, out=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines()]
-    assert [(row["precision"], row["seed"]) for row in rows] == list(itertools.product(["bfloat16", "fp8-delayed", "fp8-blockwise"], [0, 1]))
+    assert [(row["precision"], row["seed"]) for row in rows] == list(itertools.product(["bfloat16", "fp8-delayed", "fp8-blockwise-with-gw-hp"], [0, 1]))
     for row in rows:
         plain = rows[row["seed"] if row["precision"] != "bfloat16" else 0]  # from the same start, and bfloat16 from the first one
         assert (row["op"], row["model"], row["steps"], row["finite"], row["device"]) == ("train", "toy", 60, True, jax.devices()[0].device_kind)
@@ -179,7 +179,7 @@ def test_comparison(tmp_path, monkeypatch, capsys):
         assert row["curve"][0] == pytest.approx(plain["curve"][0], rel=0.05), "the same parameters, the same batch"
         assert row["ratio_to_bf16"] == pytest.approx(1, abs=0.05)
     printed = capsys.readouterr().out
-    assert re.search(r"fp8-blockwise +[-+][.0-9]+% of bfloat16's loss, the mean of 2 starts", printed)
+    assert re.search(r"fp8-blockwise-with-gw-hp +[-+][.0-9]+% of bfloat16's loss, the mean of 2 starts", printed)
     with Image.open(tmp_path / "precision.png") as picture:
         assert picture.width > 500
 

@@ -9,6 +9,7 @@
 Array([3., 0., 4., 1.], dtype=float32)
 """
 
+from jaxops.lengths import bucket_length
 from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
 from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Quantized",
     "adaln",
+    "bucket_length",
     "dequantize",
     "fp8_grouped_matmul",
     "fp8_matmul",

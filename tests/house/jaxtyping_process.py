@@ -169,8 +169,8 @@ OFFSETS, SIZES = jnp.array([0, 2, 5], jnp.int32), jnp.array([2, 3])
 VECTORS, VECTOR = jnp.ones((G, K)), jnp.ones(K)  # of two sequences, beside LHS as their rows
 
 
-def test_every_public_function_has_a_signature():
-    assert set(SIGNATURES) == {name for name in jaxops.__all__ if not inspect.isclass(getattr(jaxops, name))}
+def test_every_public_function_of_arrays_has_a_signature():
+    assert set(SIGNATURES) == {name for name in jaxops.__all__ if not inspect.isclass(getattr(jaxops, name))} - {"bucket_length"}
     for name, signature in SIGNATURES.items():
         named = {p.name for p in inspect.signature(signature).parameters.values() if p.kind is not p.VAR_KEYWORD}
         assert named <= set(inspect.signature(getattr(jaxops, name)).parameters)

@@ -56,7 +56,7 @@ def may_import(module: str, name: str) -> bool:
     if inside(module, "jaxops.nn"):
         return inside(name, "jaxops.nn") or is_public_op(name)
     if module == "jaxops":
-        return is_public_op(name)
+        return is_public_op(name) or name == "jaxops.lengths"
     return not inside(name, "jaxops.nn")  # tuning, profiling, offload, parallel
 
 

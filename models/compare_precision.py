@@ -7,6 +7,7 @@ python -m models.compare_precision dit --preset demo --steps 20 --out /tmp/x   #
 
 import concurrent.futures
 import datetime
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -163,6 +164,7 @@ def make_row(model: str, workload: Workload, precision: str, seed: int, run: Run
     }
 
 
+@functools.cache
 def environment() -> dict[str, str | None]:
     """Where and with what: JAXOPS_COMMIT names the commit where a copy of the sources runs."""
     here = Path(__file__).parent

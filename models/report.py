@@ -51,17 +51,20 @@ def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
     figure = Figure(figsize=(7 * len(models), 7), layout="constrained")
     for (above, below), model in zip(figure.subplots(2, len(models), squeeze=False, sharex="col").T, models, strict=True):
         mine = [row for row in rows if row["model"] == model]
-        # Two runs of one program are not compared: XLA may have chosen other algorithms for it.
-        beside = {row["commit"]: np.array(row["curve"]) for row in mine if row["precision"] == baseline and row["seed"] == 0}
-        drawn = {(row["precision"], row["seed"]): row for row in mine if row["seed"] == 0 or (row["precision"], row["seed"]) == (baseline, 1)}
-        for (precision, seed), row in drawn.items():
-            curve, label = np.array(row["curve"]), precision if seed == 0 else f"{precision}, other parameters"
-            steps = (np.arange(len(curve)) + 0.5) * row["steps"] / len(curve)
+        # Two runs of one program are not compared, XLA may have chosen other algorithms for it: a run begins with its baseline.
+        drawn, beside = {}, None
+        for row in mine:
+            precision, seed, curve = row["precision"], row["seed"], np.array(row["curve"])
+            if (precision, seed) == (baseline, 0):
+                beside = curve
+            if seed == 0 or (precision, seed) == (baseline, 1):
+                drawn[precision, seed] = curve, row["steps"], beside
+        for (precision, seed), (curve, steps, wanted) in drawn.items():
+            middles = (np.arange(len(curve)) + 0.5) * steps / len(curve)
             line = {"color": "black", "linestyle": "-" if seed == 0 else ":"} if precision == baseline else {"linewidth": 1}
-            above.plot(steps, curve, label=label, **line)
-            wanted = beside[row["commit"]]
-            if len(curve) == len(wanted):
-                below.plot(steps, 100 * (curve / wanted - 1), **line)
+            above.plot(middles, curve, label=precision if seed == 0 else f"{precision}, other parameters", **line)
+            if wanted is not None and len(curve) == len(wanted):
+                below.plot(middles, 100 * (curve / wanted - 1), **line)
         above.set(title=model, ylabel="training loss", yscale="log")
         below.set(xlabel="step", ylabel=f"% from {baseline}", ylim=(-3, 3))
         below.grid(alpha=0.3)

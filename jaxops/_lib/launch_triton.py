@@ -59,6 +59,7 @@ triton_lib.triton_kernel_call_lib = _AllWarps(triton_lib.triton_kernel_call_lib)
 triton_lib.compile_ttir_inplace = _compile
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OutTile:
     """Stands, as an operand, for a TMA descriptor of the result; what a call with it gives is in the same memory.
@@ -93,26 +94,21 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> j
     if len(missing) != 1 or missing[0] in function.constexpr_param_names:
         raise TypeError(f"{function.name} needs all of its parameters but the result's pointer; these are not given: {', '.join(missing) or 'none'}.")
     constants = tuple((parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names)
-    places = {parameter: triton_lib._OutputPlaceholder(0) for parameter in missing}
-    places |= {p: v if isinstance(v, OutTile) else jax.tree.map(triton_lib._StaticArg.maybe_wrap, v) for p, v in values.items()}
-    arguments = [places[parameter] for parameter in function.non_constexpr_param_names]
-    tile = next((argument for argument in arguments if isinstance(argument, OutTile)), None)
-    alias = None
-    if tile is not None:
-        place = arguments.index(tile)
-        arguments[place] = None
-        alias = place, tile
-    return _launch(arguments, alias, kernel, tuple(out_type.shape), jnp.dtype(out_type.dtype), grid, name, constants)
+    arguments = [
+        triton_lib._OutputPlaceholder(0) if parameter in missing else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
+        for parameter in function.non_constexpr_param_names
+    ]
+    return _launch(arguments, kernel, tuple(out_type.shape), jnp.dtype(out_type.dtype), grid, name, constants)
 
 
 # Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.
-@functools.partial(jax.jit, static_argnums=range(1, 8), inline=True)
-def _launch(arguments: list, alias: tuple[int, OutTile] | None, kernel, shape, dtype, grid: int, name: str, constants: tuple) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=range(1, 7), inline=True)
+def _launch(arguments: list, kernel, shape, dtype, grid: int, name: str, constants: tuple) -> jax.Array:
     aliases = {}
-    if alias is not None:
-        place, tile = alias
-        aliases[sum(argument is not None for argument in arguments[:place])] = 0
-        arguments[place] = TensorDescriptor.from_array(jax.lax.empty(shape, dtype), tile.block, layout=tile.layout)
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, OutTile):
+            aliases[sum(before is not None for before in arguments[:place])] = 0
+            arguments[place] = TensorDescriptor.from_array(jax.lax.empty(shape, dtype), argument.block, layout=argument.layout)
     arrays, tree = jax.tree.flatten(arguments)
     # Fusion is said, because Triton 3.9 warns where it is not and 3.10 will choose otherwise: sum + product * scale is one instruction.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}

@@ -4,7 +4,7 @@
 def bucket_length(length: int, *, multiple: int = 128, steps: int = 8) -> int:
     """The length to which `length` rows are padded, so that batches of any length share few compiled programs.
 
-    A program is compiled for each shape; the ops' rows outside the groups (or sequences) cost next to nothing. So pad to a bucket and leave the offsets
+    A program is compiled for each shape; rows outside the groups (or sequences) come out zero and reach nothing. So pad to a bucket and leave the offsets
     as they are. Buckets are multiples of `multiple`; where those become many, of twice, four times ... as many, with `steps` buckets from each length to its
     double. Padding is less than `multiple` rows, or less than `length / steps`, whichever is more.
 

@@ -228,6 +228,15 @@ def _store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl
 
 
 @gluon.jit
+def _result_buffers(c_ptr, CONSUMERS: gl.constexpr, BN: gl.constexpr):
+    """What `_store` stores each consumer's part of a tile from. float32 needs none: the least there is, for a partition's arguments are there all the same."""
+    NARROW: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_ONE, BN], gl.bfloat16)
+    TYPE: gl.constexpr = c_ptr.dtype.element_ty if NARROW else gl.bfloat16
+    return gl.allocate_shared_memory(TYPE, [CONSUMERS, ROWS_OF_ONE, BN] if NARROW else [CONSUMERS, 8, 64], LAYOUT)
+
+
+@gluon.jit
 def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
@@ -284,11 +293,7 @@ def fp8_gemm_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
-    NARROW: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
-    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_ONE, BN], gl.bfloat16)
-    C_TYPE: gl.constexpr = c_ptr.dtype.element_ty if NARROW else gl.bfloat16
-    # float32 is stored from registers; a partition's arguments are there all the same.
-    c_bufs = gl.allocate_shared_memory(C_TYPE, [CONSUMERS, ROWS_OF_ONE, BN] if NARROW else [CONSUMERS, 8, 64], C_LAYOUT)
+    c_bufs = _result_buffers(c_ptr, CONSUMERS, BN)
     made = (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K)
     used = (sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K)
     if CONSUMERS == 2:

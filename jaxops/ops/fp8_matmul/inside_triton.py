@@ -13,7 +13,7 @@ from jaxops._lib import fp8
 from jaxops._lib.device import current_device
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
-from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _advance, _locate, _store, _store_tile, _tile_layout, _whole_16_bytes
+from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _advance, _locate, _result_buffers, _store, _store_tile, _tile_layout, _whole_16_bytes
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -159,9 +159,7 @@ def fp8_gemm_inside_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
-    HALF_PRECISION: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
-    C_TYPE: gl.constexpr = c_ptr.dtype.element_ty if HALF_PRECISION else gl.bfloat16
-    c_bufs = gl.allocate_shared_memory(C_TYPE, [2, 64, 128] if HALF_PRECISION else [2, 8, 64], gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
+    c_bufs = _result_buffers(c_ptr, 2, 128)
     gl.warp_specialize([
         (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 0, STAGES, PANEL, POW2, ALIGNED)),
         (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 1, STAGES, PANEL, POW2, ALIGNED)),

@@ -264,12 +264,13 @@ def _consume(
                     a_row % 4, WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
                 )  # fmt: skip
         row = c_row + WHICH * ROWS_OF_ONE
-        if SCALES == TENSOR:
-            acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))  # rows outside stay zero
-        elif SCALES == VECTOR:
-            inside = steps > 0 if KIND == ROWS else True  # rows outside stay zero, whatever stands in the scales
-            acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, c_end - row if inside else 0, N - col if inside else 0, MMA)
-        _store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND, ALIGNED)
+        if row < c_end:  # not so in the tiles that no group needs
+            if SCALES == TENSOR:
+                acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))  # rows outside stay zero
+            elif SCALES == VECTOR:
+                inside = steps > 0 if KIND == ROWS else True  # rows outside stay zero, whatever stands in the scales
+                acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, c_end - row if inside else 0, N - col if inside else 0, MMA)
+            _store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND, ALIGNED)
         group, a_row, b_row, c_row, c_end, col, steps = next_group, next_a, next_b, next_c, next_end, next_col, next_steps
     tma.store_wait(0)
 

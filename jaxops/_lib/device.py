@@ -1,7 +1,9 @@
 """What is known of the device that a call is traced for."""
 
 import dataclasses
+import importlib.util
 import re
+import sys
 
 import jax
 
@@ -63,6 +65,11 @@ def current_device() -> Device:
 def interpret() -> bool:
     """Whether a Pallas kernel runs in Pallas' interpreter: on a CPU."""
     return current_device().platform == "cpu"
+
+
+def has_jax_triton() -> bool:
+    """Whether Gluon kernels can be called: jax-triton needs Python >= 3.12."""
+    return sys.version_info >= (3, 12) and importlib.util.find_spec("jax_triton") is not None
 
 
 def choose_backend(device: Device, backend: str, plan, backends: tuple[str, ...] = ("pallas", "xla")) -> str:

@@ -59,7 +59,7 @@ triton_lib.triton_kernel_call_lib = _AllWarps(triton_lib.triton_kernel_call_lib)
 triton_lib.compile_ttir_inplace = _compile
 
 
-@jax.tree_util.register_static
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout"])
 @dataclasses.dataclass(frozen=True)
 class OutTile:
     """Stands, as an operand, for a TMA descriptor of the result; what a call with it gives is in the same memory.
@@ -67,17 +67,20 @@ class OutTile:
     Attributes:
       block: shape of what one store writes.
       layout: of the shared memory that it is stored from.
+      first: what stands there before, of the result's shape and dtype; None for anything.
     """
 
     block: tuple[int, ...]
     layout: Any
+    first: jax.Array | None = None
 
 
 def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> jax.Array:
     """One launch on a Hopper GPU, with one result, whose pointer is the one parameter of the kernel that is not given.
 
     `jax_triton.triton_call` makes TMA descriptors of operands only. One that the kernel builds itself would take memory from the driver at every launch,
-    which CUDA graphs refuse. So where an operand is an `OutTile`, its descriptor is that of an uninitialised array, whose memory becomes the result's.
+    which CUDA graphs refuse. So where an operand is an `OutTile`, its descriptor is that of an array, uninitialised or what it brings, whose memory
+    becomes the result's.
 
     Args:
       operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile, None, numbers, constants.
@@ -108,7 +111,8 @@ def _launch(arguments: list, kernel, shape, dtype, grid: int, name: str, constan
     for place, argument in enumerate(arguments):
         if isinstance(argument, OutTile):
             aliases[sum(before is not None for before in arguments[:place])] = 0
-            arguments[place] = TensorDescriptor.from_array(jax.lax.empty(shape, dtype), argument.block, layout=argument.layout)
+            there = jax.lax.empty(shape, dtype) if argument.first is None else argument.first
+            arguments[place] = TensorDescriptor.from_array(there, argument.block, layout=argument.layout)
     arrays, tree = jax.tree.flatten(arguments)
     # Fusion is said, because Triton 3.9 warns where it is not and 3.10 will choose otherwise: sum + product * scale is one instruction.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}

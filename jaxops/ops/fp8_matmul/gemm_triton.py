@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.device import current_device
+from jaxops._lib.hopper_triton import advance, panel_order, result_buffers, store, tile_layout, whole_16_bytes
 from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
@@ -35,10 +36,7 @@ def _locate(t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr
     num_j = gl.cdiv(N, BN)
     num_i = gl.cdiv(M, BM) + G + 1 if KIND == ROWS else gl.cdiv(M, BM)
     p = t % (num_i * num_j) if KIND == CONTRACTION else t
-    first = p // (PANEL * num_j) * PANEL  # columns of PANEL row tiles, so that neighbours in time share operands in L2
-    height = min(num_i - first, PANEL)
-    i = first + p % (PANEL * num_j) % height
-    j = p % (PANEL * num_j) // height
+    i, j = panel_order(p, num_i, num_j, PANEL)
     if KIND == ROWS:
         group = gl.load(schedule + i)
         start = gl.load(schedule + entries + i)
@@ -53,15 +51,6 @@ def _locate(t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr
         first_k = gl.load(schedule + 3 * entries + rank)
         return group, i * BM, j * BN, group * M + i * BM, group * M + M, j * BN, first_k, gl.cdiv(size, BK)
     return 0, i * BM, j * BN, i * BM, M, j * BN, 0, gl.cdiv(K, BK)
-
-
-@gluon.jit
-def _advance(s, phase, STAGES: gl.constexpr):
-    s += 1
-    if s == STAGES:
-        s = 0
-        phase ^= 1
-    return s, phase
 
 
 @gluon.jit
@@ -99,7 +88,7 @@ def _produce(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAN
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
             if SCALES == BLOCK:
                 scale = gl.load(sb_first + min(k + 1, steps - 1))
-            s, phase = _advance(s, phase, STAGES)
+            s, phase = advance(s, phase, STAGES)
 
 
 @gluon.jit
@@ -139,7 +128,7 @@ def _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, WHICH: gl.const
         acc = warpgroup_mma(a_bufs.index(CONSUMERS * s + WHICH), b_bufs.index(s).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        s, phase = _advance(s, phase, STAGES)
+        s, phase = advance(s, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=steps > 0)
     return acc, s, phase
@@ -169,7 +158,7 @@ def _sum_rounds(
             s0 = s1
             part0 = part1
             if i + 1 < ROUND:
-                s1, phase = _advance(s0, phase, STAGES)
+                s1, phase = advance(s0, phase, STAGES)
                 part1 = _multiply_step(done, a_bufs, b_bufs, full, s1, phase, WHICH, CONSUMERS)
             rows = 0.0
             cols = 0
@@ -183,7 +172,7 @@ def _sum_rounds(
                 rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
             mbarrier.arrive(empty.index(s0), count=1)
             acc = _promote(acc, done, rows, cols, SCALES)
-        s, phase = _advance(s1, phase, STAGES)
+        s, phase = advance(s1, phase, STAGES)
     return acc, s, phase
 
 
@@ -194,46 +183,6 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
     cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
     acc = acc * gl.load(sa + rows, mask=rows < num_rows, other=0.0)[:, None]
     return acc * gl.load(sb + cols, mask=cols < num_cols, other=0.0)[None, :]
-
-
-@gluon.jit
-def _store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, KIND: gl.constexpr, ALIGNED: gl.constexpr):
-    """Rows `row` to row + 64 of C, as far as they lie before `end`. ALIGNED: C's rows start at whole 16 bytes, as c_desc demands where it is given."""
-    BN: gl.constexpr = acc.shape[1]
-    if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
-        # Through shared memory: by TMA, which goes on while the next tile is multiplied, or, since it knows no end of a group, 16 bytes a thread.
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
-        tma.store_wait(0)
-        c_buf.store(acc.to(c_ptr.dtype.element_ty))
-        if c_desc is None:
-            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
-        elif KIND == DENSE or row + ROWS_OF_ONE <= end:
-            fence_async_shared()
-            tma.async_store(c_desc, [row, col], c_buf)
-        else:
-            _store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
-    else:  # float32 fills whole sectors from where it lies
-        _store_tile(acc, c_ptr, row, end, col, N, MMA, ALIGNED)
-
-
-@gluon.jit
-def _store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
-    # A copy that the compiler cannot see through: else N's multiples, the same for every tile, would take registers from the sums.
-    stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1)
-    stride = stride // 8 * 8 if ALIGNED else stride  # rows start at whole 16 bytes
-    rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    corner = c_ptr + (gl.cast(row, gl.int64) * stride + col)
-    gl.store(corner + (rows[:, None] * stride + cols[None, :]), tile, mask=(rows < end - row)[:, None] & (cols < stride - col)[None, :])
-
-
-@gluon.jit
-def _result_buffers(c_ptr, CONSUMERS: gl.constexpr, BN: gl.constexpr):
-    """What `_store` stores each consumer's part of a tile from. float32 needs none: the least there is, for a partition's arguments are there all the same."""
-    NARROW: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_ONE, BN], gl.bfloat16)
-    TYPE: gl.constexpr = c_ptr.dtype.element_ty if NARROW else gl.bfloat16
-    return gl.allocate_shared_memory(TYPE, [CONSUMERS, ROWS_OF_ONE, BN] if NARROW else [CONSUMERS, 8, 64], LAYOUT)
 
 
 @gluon.jit
@@ -270,7 +219,7 @@ def _consume(
             elif SCALES == VECTOR:
                 inside = steps > 0 if KIND == ROWS else True  # rows outside stay zero, whatever stands in the scales
                 acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, c_end - row if inside else 0, N - col if inside else 0, MMA)
-            _store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND, ALIGNED)
+            store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND == DENSE, ALIGNED)
         group, a_row, b_row, c_row, c_end, col, steps = next_group, next_a, next_b, next_c, next_end, next_col, next_steps
     tma.store_wait(0)
 
@@ -294,7 +243,7 @@ def fp8_gemm_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
-    c_bufs = _result_buffers(c_ptr, CONSUMERS, BN)
+    c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
     made = (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K)
     used = (sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K)
     if CONSUMERS == 2:
@@ -342,16 +291,16 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
         entries = schedule.shape[0] // COLUMNS
     values = []
     for x, rows in ((a, 64), (b, bn)):
-        values.append(TensorDescriptor.from_array(_whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=_tile_layout(x.values.dtype, 128)))
+        values.append(TensorDescriptor.from_array(whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=tile_layout(x.values.dtype, (64, 128))))
     sa, sb = a.scales, b.scales
     if scales >= BLOCK.value:
-        sa = TensorDescriptor.from_array(_whole_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT)
+        sa = TensorDescriptor.from_array(whole_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT)
     if scales == OUTER.value:
-        sb = TensorDescriptor.from_array(_whole_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
+        sb = TensorDescriptor.from_array(whole_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
     aligned = N % 8 == 0
     by_tma = aligned and jnp.dtype(out_dtype).itemsize == 2
     out = triton_call(
-        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule, OutTile((64, bn), _tile_layout(out_dtype, bn)) if by_tma else None,
+        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
         kernel=fp8_gemm_kernel, out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
         grid=min(current_device().cores, count), name=f"fp8_gemm_{ragged or 'dense'}", tiles=count, entries=entries, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,
@@ -364,15 +313,4 @@ def scales_of(a: Operand, b: Operand) -> int:
     return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": OUTER if b.scaling == "block_1x128" else BLOCK}[a.scaling].value
 
 
-def _tile_layout(dtype, columns: int):
-    """Of tiles of 64 rows or more, as wgmma and TMA want them."""
-    element = {"float8_e4m3fn": gl.float8e4nv, "float8_e5m2": gl.float8e5, "bfloat16": gl.bfloat16, "float16": gl.float16}[jnp.dtype(dtype).name]
-    return gl.NVMMASharedLayout.get_default_for([64, columns], element)
-
-
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-def _whole_16_bytes(x: jax.Array) -> jax.Array:
-    """TMA wants rows that start at multiples of 16 bytes: a copy where they do not."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % (16 // x.dtype.itemsize))))

@@ -11,9 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from jaxops._lib import fp8
 from jaxops._lib.device import current_device
+from jaxops._lib.hopper_triton import advance, result_buffers, store, store_tile, tile_layout, whole_16_bytes
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
-from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _advance, _locate, _result_buffers, _store, _store_tile, _tile_layout, _whole_16_bytes
+from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _locate
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -50,7 +51,7 @@ def _produce(x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, fu
             tma.async_load(b64_desc, [narrow, k * BK], full.index(s), b64_bufs.index(s))
             scale0 = gl.load(wide_scales + min(k + 1, steps - 1))
             scale1 = gl.load(narrow_scales + min(k + 1, steps - 1))
-            s, phase = _advance(s, phase, STAGES)
+            s, phase = advance(s, phase, STAGES)
 
 
 @gluon.jit
@@ -138,12 +139,12 @@ def _consume(
             part1 = warpgroup_mma_wait(0, deps=[part1])
             acc1 += part1 * rows1[:, None]
             mbarrier.arrive(empty.index(s), count=1)
-            s, phase = _advance(s, phase, STAGES)
+            s, phase = advance(s, phase, STAGES)
         wide, narrow = _columns(col)
         # Not by TMA: the consumers, which do far more than multiply, would stay in step. H200, 2026-11-21, 8192 x 4096 x 4096: 415 us, and 383 with stores by
         # each thread.
-        _store(acc0, None, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, wide, N, WIDE, DENSE, ALIGNED)
-        _store_tile(acc1.to(c_ptr.dtype.element_ty), c_ptr, c_row + HALF * 64, c_end, narrow, N, NARROW, ALIGNED)
+        store(acc0, None, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, wide, N, WIDE, True, ALIGNED)
+        store_tile(acc1.to(c_ptr.dtype.element_ty), c_ptr, c_row + HALF * 64, c_end, narrow, N, NARROW, ALIGNED)
 
 
 @gluon.jit
@@ -159,7 +160,7 @@ def fp8_gemm_inside_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
-    c_bufs = _result_buffers(c_ptr, 2, 128)
+    c_bufs = result_buffers(c_ptr, 2, 64, 128)
     gl.warp_specialize([
         (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 0, STAGES, PANEL, POW2, ALIGNED)),
         (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 1, STAGES, PANEL, POW2, ALIGNED)),
@@ -171,9 +172,9 @@ def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, 
     """x[M, K], cast in 1x128 blocks, @ B.T with b[N, K] in 128x128 blocks -> [M, N]. Of tiles only the panel counts."""
     (M, K), N = x.shape, b.values.shape[0]
     count = -(-M // 128) * -(-N // 192)
-    x_desc = TensorDescriptor.from_array(_whole_16_bytes(x), (128, 128), layout=gl.NVMMASharedLayout.get_default_for([128, 128], gl.bfloat16))
-    values = _whole_16_bytes(b.values)
-    b_descs = [TensorDescriptor.from_array(values, (rows, 128), layout=_tile_layout(values.dtype, 128)) for rows in (128, 64)]
+    x_desc = TensorDescriptor.from_array(whole_16_bytes(x), (128, 128), layout=tile_layout(x.dtype, (128, 128)))
+    values = whole_16_bytes(b.values)
+    b_descs = [TensorDescriptor.from_array(values, (rows, 128), layout=tile_layout(values.dtype, (64, 128))) for rows in (128, 64)]
     return triton_call(
         x_desc, *b_descs, b.scales.reshape(-1), kernel=fp8_gemm_inside_kernel, out_type=out_struct((M, N), out_dtype, like=x),
         grid=min(current_device().cores, count), name="fp8_gemm_inside", tiles=count, M=M, N=N, K=K,

@@ -1,12 +1,10 @@
 """Every choice that the FP8 products make: where the casts are done, which kernel multiplies, how it is cut into programs, backend."""
 
 import dataclasses
-import importlib.util
-import sys
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device, choose_backend, has_jax_triton
 from jaxops._lib.fp8 import BLOCK
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
@@ -140,10 +138,6 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
             tuned = None  # measured for the other backend
         chosen[name] = getattr(plan, name) or tuned or heuristic(name, problem, backend, device.cores)
     return dataclasses.replace(plan, **chosen)
-
-
-def has_jax_triton() -> bool:
-    return sys.version_info >= (3, 12) and importlib.util.find_spec("jax_triton") is not None
 
 
 def casts_inside(problem: Problem, backend: str) -> bool:

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.checks import FLOATS, check_array, check_float, check_offsets, check_size
 from jaxops._lib.device import current_device, interpret
@@ -52,7 +53,8 @@ def grouped_matmul(
         everything lower TF32. bfloat16 and float16 are always accumulated in float32.
       compute_dtype: dtype to which lhs and rhs are cast inside. A float32 rhs keeps a float32 gradient, which is never rounded to compute_dtype.
       out_dtype: dtype of the result; lhs.dtype by default.
-      backend: "auto" takes the Pallas kernels on a GPU and plain XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      backend: "auto" takes the kernels on a GPU (on Hopper, Triton's where they are the faster ones, with Python >= 3.12) and plain XLA on CPU and TPU;
+        "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -259,8 +261,12 @@ def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
     if spec.plan.backend == "xla":
         return fwd_xla(a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype)
     assert spec.plan.fwd is not None  # make_plan fills it
-    how = {"transpose_rhs": spec.transpose_rhs, "precision": spec.precision, "out_dtype": spec.out_dtype}
-    return fwd_pallas(a, b, bias, offsets, tiles=spec.plan.fwd, interpret=interpret(), **how)
+    how = {"transpose_rhs": spec.transpose_rhs, "tiles": spec.plan.fwd, "out_dtype": spec.out_dtype}
+    if spec.plan.fwd.kernel == "triton":
+        from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton  # jax-triton is imported only where it is called
+
+        return sequential_vmap(functools.partial(fwd_triton, **how))(a, b, bias, offsets)  # a call through jax-triton has no batching rule
+    return fwd_pallas(a, b, bias, offsets, precision=spec.precision, interpret=interpret(), **how)
 
 
 def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
@@ -281,7 +287,8 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
         # Sums over the rows of each group, as the weight gradient of a column of ones: the same order of summing every time, no atomics.
         ones = jnp.ones((dout.shape[0], 1), spec.compute_dtype)
         if plan.wgrad is not None:
-            plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, bm=16, bn=min(plan.wgrad.bn, 128), warps=4, tail=0))
+            narrow = {"kernel": "pallas", "turns": False, "bm": 16, "bn": min(plan.wgrad.bn, 128), "warps": 4, "tail": 0}
+            plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, **narrow))
         sums = dataclasses.replace(spec.inner(plan, bias.dtype), precision=lax.Precision.HIGHEST)
         dbias = jnp.squeeze(_wgrad(sums, ones, dout, None, offsets), axis=1)
     return dlhs, drhs, dbias, None
@@ -298,8 +305,12 @@ def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
     if spec.plan.backend == "xla":
         return wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, out_dtype=spec.out_dtype)
     assert spec.plan.wgrad is not None  # make_plan fills it
-    how = {"precision": spec.precision, "out_dtype": spec.out_dtype}
-    return wgrad_pallas(lhs, dout, accumulator, offsets, tiles=spec.plan.wgrad, interpret=interpret(), **how)
+    how = {"tiles": spec.plan.wgrad, "out_dtype": spec.out_dtype}
+    if spec.plan.wgrad.kernel == "triton":
+        from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
+
+        return sequential_vmap(functools.partial(wgrad_triton, **how))(lhs, dout, accumulator, offsets)
+    return wgrad_pallas(lhs, dout, accumulator, offsets, precision=spec.precision, interpret=interpret(), **how)
 
 
 def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):

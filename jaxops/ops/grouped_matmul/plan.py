@@ -7,10 +7,13 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device, choose_backend, has_jax_triton
 
 PASSES = ("fwd", "dgrad", "wgrad")
 Pass = Literal["fwd", "dgrad", "wgrad"]
+KERNELS = ("pallas", "triton")
+BACKENDS = ("triton", "pallas", "xla")
+HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (64, 256, True), (128, 128, False))  # bm, bn, turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +21,21 @@ class Tiles:
     """How one pass is cut into programs.
 
     Attributes:
-      bm: rows of a program's output tile (rows of lhs in fwd and dgrad, columns of lhs in wgrad). A power of two, at least 16.
-      bn: columns of a program's output tile. A power of two, at least 16.
-      bk: step along the contracted dimension. A power of two, at least 16.
-      warps: warps a program (1, 2, 4, 8 or 16).
+      kernel: "pallas", or "triton": Hopper's own instructions, a grid of as many programs as the card has multiprocessors.
+      bm: rows of an output tile (rows of lhs in fwd and dgrad, columns of lhs in wgrad). A power of two, at least 16.
+      bn: columns of an output tile. A power of two, at least 16.
+      bk: step along the contracted dimension. A power of two, at least 16; "triton": 64.
+      warps: warps a program (1, 2, 4, 8 or 16); of "triton", those that multiply: 8.
       stages: depth of the load pipeline; each stage holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
-      peel: wgrad only: whole steps run in a loop without row masks, and the rest of the rows behind a branch, outside the pipeline. H200, 2026-11-21,
+      turns: "triton" only: its two consumers take turns at whole tiles, instead of half of each tile's rows: one stores while the other multiplies.
+      peel: "pallas" wgrad only: whole steps run in a loop without row masks, and the rest of the rows behind a branch, outside the pipeline. H200, 2026-11-21,
         balanced and skewed: 735 and 707 against 653 and 669 TFLOP/s at mixtral_up (4,096 rows a group on the mean), 419 and 378 against 410 and
         394 at qwen3_30b (256 rows), where the exposed rest costs more than the masks.
-      tail: fwd and dgrad only: a group's last rows, where they are at most this many, go through a tile of this height instead of bm; 0 for none. A power
-        of two, at least 16, under bm. H200, 2026-11-21: with half of the rows in one group dsmoe16b's forward takes 318 instead of 328 us (290 balanced),
-        and dsv3_small's 16-row groups run as fast beside tiles of 128 rows as under tiles of 32 (1,657 and 1,648 us), one group of all rows 2.3 times faster.
+      tail: "pallas" fwd and dgrad only: a group's last rows, where they are at most this many, go through a tile of this height instead of bm; 0 for none.
+        A power of two, at least 16, under bm. H200, 2026-11-21: with half of the rows in one group dsmoe16b's forward takes 318 instead of 328 us (290
+        balanced), and dsv3_small's 16-row groups run as fast beside tiles of 128 rows as under tiles of 32 (1,657 and 1,648 us), one group of all rows 2.3
+        times faster.
     """
 
     bm: int
@@ -40,8 +46,16 @@ class Tiles:
     panel: int = 8
     peel: bool = False
     tail: int = 0
+    kernel: Literal["pallas", "triton"] = "pallas"
+    turns: bool = False
 
     def __post_init__(self):
+        if self.kernel not in KERNELS:
+            raise ValueError(f"Tiles.kernel={self.kernel!r} must be one of {', '.join(map(repr, KERNELS))}.")
+        fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1  # a step starts before the one before is given back
+        if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.turns) in HOPPER_TILES):
+            sizes = ", ".join(f"{bm}x{bn}{' in turns' if turns else ''}" for bm, bn, turns in HOPPER_TILES)
+            raise ValueError(f"{self}: the triton kernel has tiles of {sizes}, with bk=64, warps=8, tail=0 and at least 2 stages.")
         for name in ("bm", "bn", "bk"):
             if (size := getattr(self, name)) < 16 or size & (size - 1):
                 raise ValueError(f"Tiles.{name}={size} must be a power of two and at least 16.")
@@ -53,8 +67,14 @@ class Tiles:
             raise ValueError(f"Tiles.stages={self.stages} and Tiles.panel={self.panel} must be at least 1.")
 
     def shared_bytes(self, dtype) -> int:
-        """Shared memory that the load pipeline takes, in bytes."""
-        return self.stages * self.bk * (self.bm + self.bn) * jnp.dtype(dtype).itemsize
+        """Shared memory that the load pipeline takes, and what "triton" stores its tiles from, in bytes."""
+        pipeline = self.stages * self.bk * (self.bm + self.bn) * jnp.dtype(dtype).itemsize
+        return pipeline if self.kernel == "pallas" else pipeline + 2 * self.part * self.bn * 2 + 512
+
+    @property
+    def part(self) -> int:
+        """Rows of a tile that one of "triton"'s two consumers multiplies."""
+        return self.bm if self.turns else self.bm // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +82,13 @@ class Plan:
     """What `make_plan` chose; print it to see. A pass left None is filled by `make_plan`; the xla backend needs no tiles.
 
     Attributes:
-      backend: "pallas" or "xla".
+      backend: "triton" (on Hopper; its tiles may say kernel="pallas", where that is the faster one), "pallas" or "xla".
       fwd: tiles of the forward pass.
       dgrad: tiles of the gradient of lhs.
       wgrad: tiles of the gradient of rhs.
     """
 
-    backend: Literal["pallas", "xla"] = "pallas"
+    backend: Literal["triton", "pallas", "xla"] = "pallas"
     fwd: Tiles | None = None
     dgrad: Tiles | None = None
     wgrad: Tiles | None = None
@@ -95,7 +115,13 @@ def key_of(pass_name: str, G: int, M: int, K: int, N: int, dtype: str) -> tuple:
 
 
 def key_of_row(row: dict) -> tuple:
-    return key_of(row["pass"], row["G"], row["M"], row["K"], row["N"], row["dtype"])
+    """A shape's rows of either kernel are kept side by side."""
+    return (*key_of(row["pass"], row["G"], row["M"], row["K"], row["N"], row["dtype"]), row["tiles"].get("kernel", "pallas"))
+
+
+def hopper_can(problem: Problem) -> bool:
+    """Whether the triton kernel multiplies it: TMA wants rows of whole 16 bytes, and the kernel numbers of 16 bits."""
+    return jnp.dtype(problem.dtype).itemsize == 2 and problem.K % 8 == problem.N % 8 == 0 < min(problem.K, problem.N)
 
 
 def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
@@ -105,12 +131,32 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       problem: static shape and dtype.
       device: see `jaxops.tuning.current_device()`.
       rows: tuned rows (`jaxops.tuning.tuned_rows`), best source first.
-      backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
+      backend: "auto" takes on Hopper, where jax-triton is installed, the faster kernel of each pass; Pallas on other GPUs, and xla elsewhere. "triton",
+        "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
       plan: used as it is; only passes that it leaves None are filled.
+
+    Raises:
+      ValueError: an unknown backend, or one that contradicts the plan.
+      NotImplementedError: the triton backend elsewhere than on Hopper, for float32, or for sizes that are no multiples of 8; pallas on a TPU.
     """
-    backend = choose_backend(device, backend, plan)
+    kernels = KERNELS if device.is_hopper and has_jax_triton() and hopper_can(problem) else ("pallas",)
+    if backend == "auto" and plan is None and len(kernels) > 1:
+        backend, plan = "triton", Plan("triton")
+    elif backend == "triton":
+        kernels = ("triton",)
+    backend = choose_backend(device, backend, plan, BACKENDS)
     if backend == "xla":
         return Plan("xla")
+    if backend == "triton":
+        if not (device.is_hopper and has_jax_triton()):
+            raise NotImplementedError(f"the triton backend needs a Hopper GPU and jax-triton (Python >= 3.12); this is {device.kind}. Use backend='pallas'.")
+        if not hopper_can(problem):
+            raise NotImplementedError(
+                f"the triton backend multiplies bfloat16 and float16, with K and N multiples of 8; this is {problem.dtype}, K={problem.K}, N={problem.N}. "
+                f"Use backend='pallas'."
+            )
+    else:
+        kernels = ("pallas",)
 
     # A transposed rhs swaps which kernel variant a pass is, so its rows are found under the problem that reads rhs the same way.
     p = problem
@@ -118,16 +164,22 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     K, N = (p.N, p.K) if p.transpose_rhs else (p.K, p.N)
     table = {}
     for row in rows:
-        table.setdefault(key_of_row(row), Tiles(**row["tiles"]))
+        table.setdefault(key_of_row(row), row)
     chosen = {}
     for name in PASSES:
         explicit = getattr(plan, name) if plan is not None else None
-        chosen[name] = explicit or table.get(key_of(read[name], p.G, p.M, K, N, p.dtype)) or heuristic(read[name], dataclasses.replace(p, K=K, N=N), device)
-    return Plan("pallas", **chosen)
+        if explicit is not None and explicit.kernel == "triton" != backend:
+            raise ValueError(f"plan.{name} has kernel='triton' and plan.backend is {backend!r}: write Plan('triton', ...).")
+        keys = [(*key_of(read[name], p.G, p.M, K, N, p.dtype), kernel) for kernel in kernels]
+        tuned = min((table[key] for key in keys if key in table), key=lambda row: row["us"], default=None)
+        chosen[name] = explicit or (Tiles(**tuned["tiles"]) if tuned else heuristic(read[name], dataclasses.replace(p, K=K, N=N), device, kernels[-1]))
+    return Plan(backend, **chosen)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
 
 
-def heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
+def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """Tiles for a shape that nobody tuned: the largest that the problem fills, shrunk until they fit the device."""
+    if kernel == "triton":
+        return Tiles(128, 256, 64, 8, kernel="triton")
     rows = -(-problem.M // max(problem.G, 1))
     # However short the mean group, tiles are high where there are rows enough: any group may hold them all, and Tiles.tail serves the short ones.
     out_rows, out_cols = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
@@ -179,8 +231,10 @@ _OUTPUT_TILES = (
 _STEPS = ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (128, 4), (256, 3))  # bytes of one row's step, stages
 
 
-def candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
+def candidates(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> list[Tiles]:
     """Every Tiles worth measuring for one pass: the heuristic's, and those that fit the device's shared memory and that the problem's sizes can fill."""
+    if kernel == "triton":
+        return _hopper_candidates(pass_name, problem, device)
     size = jnp.dtype(problem.dtype).itemsize
     rows = 2 * -(-problem.M // max(problem.G, 1))  # a skewed routing has groups of twice the mean and more
     most = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
@@ -193,5 +247,16 @@ def candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
         too_small = bm < 64 and few >= 1024
         too_deep = step_bytes == 256 and bm > 32
         if not (too_large or too_small or too_deep or tiles in found) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
+            found.append(tiles)
+    return found
+
+
+def _hopper_candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
+    """The heuristic's, and each tile with as deep a pipeline as fits."""
+    found = [heuristic(pass_name, problem, device, "triton")]
+    for (bm, bn, turns), panel in itertools.product(HOPPER_TILES, (8, 16, 4)):
+        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns) for stages in (5, 4, 3)]
+        tiles = next(tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes)
+        if tiles not in found:
             found.append(tiles)
     return found

@@ -13,9 +13,11 @@ from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
 
-# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
+# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels, "triton" takes Hopper's own: numbers of 16 bits, widths that
+# are multiples of 8.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 KERNELS = RUNS[1:]
+HALF_RUNS = [*RUNS, pytest.param("triton", marks=pytest.mark.gpu)]
 
 
 def plan_of(run: str) -> Plan:
@@ -24,6 +26,11 @@ def plan_of(run: str) -> Plan:
         return Plan("xla")
     if run == "interpret":
         return Plan("pallas", Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3, tail=16), Tiles(16, 16, 16, panel=2, peel=True))
+    if run == "triton":
+        turns, wide, narrow = (
+            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", turns=turns) for bm, bn, turns in ((128, 128, True), (128, 256, False), (128, 128, False))
+        )
+        return Plan("triton", turns, wide, narrow)
     return Plan("pallas", Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2))
 
 

@@ -14,7 +14,7 @@ import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.reference import grouped_wgrad_reference
 from tests.compare import assert_close
-from tests.ops.grouped_matmul.cases import KERNELS, RUNS, check, make_case, plan_of, reference_all, run_all
+from tests.ops.grouped_matmul.cases import HALF_RUNS, KERNELS, RUNS, check, make_case, plan_of, reference_all, run_all
 
 WGRAD_REFERENCE = jax.jit(grouped_wgrad_reference)
 ROUTINGS = [
@@ -34,7 +34,7 @@ def test_float32(run, transpose_rhs, sizes, before, after):
     check(make_case(sizes, 37, 53, before=before, after=after), run, transpose_rhs=transpose_rhs)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", HALF_RUNS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
 def test_half(run, dtype, sizes, before, after):
@@ -48,6 +48,14 @@ def test_every_pattern_of_empty_groups(run, empty):
     check(make_case(sizes, 19, 33, after=64 - sum(sizes)), run)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["rhs", "transposed"])
+@pytest.mark.parametrize("empty", list(itertools.product([False, True], repeat=4)), ids=lambda p: "".join("0" if e else "x" for e in p))
+def test_every_pattern_of_empty_groups_on_hopper(transpose_rhs, empty):
+    sizes = [0 if e else 5 + 70 * i for i, e in enumerate(empty)]
+    check(make_case(sizes, 200, 328, after=450 - sum(sizes), dtype="bfloat16"), "triton", kind="bfloat16", precision=None, transpose_rhs=transpose_rhs)
+
+
 @pytest.mark.parametrize("run", KERNELS)
 @pytest.mark.parametrize(("routings", "K", "N"), [([[1]], 1, 1), ([[3, 2]], 1, 97), ([[5, 31]], 101, 1), ([[127, 1], [64, 64]], 32, 64)])
 def test_sizes(run, routings, K, N):
@@ -56,12 +64,14 @@ def test_sizes(run, routings, K, N):
         check(make_case(sizes, K, N), run)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", HALF_RUNS)
 @hypothesis.given(data=st.data())
 def test_random_routings(run, data):
-    """One compiled shape, M = 96 and G = 7: any sizes, anywhere."""
-    ends = sorted(data.draw(st.lists(st.integers(0, 96), min_size=8, max_size=8)))
-    check(make_case(np.diff(ends), 24, 40, before=ends[0], after=96 - ends[-1], seed=data.draw(st.integers(0, 9))), run)
+    """One compiled shape, M = 96 (on Hopper 700) and G = 7: any sizes, anywhere."""
+    M, kind = (700, "bfloat16") if run == "triton" else (96, "float32")
+    ends = sorted(data.draw(st.lists(st.integers(0, M), min_size=8, max_size=8)))
+    case = make_case(np.diff(ends), 24, 40, before=ends[0], after=M - ends[-1], seed=data.draw(st.integers(0, 9)), dtype=kind)
+    check(case, run, kind=kind, precision="highest" if kind == "float32" else None)
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -116,7 +126,7 @@ def test_no_groups():
     np.testing.assert_array_equal(out, np.zeros((3, 2)))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", HALF_RUNS)
 def test_compute_dtype(run):
     """A float32 rhs under bfloat16 products: its gradient is float32 and was never rounded to bfloat16."""
     case = make_case([20, 0, 25], 32, 48, after=3)
@@ -140,8 +150,19 @@ def test_compute_dtype(run):
 @pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "accumulate"])
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", "float32"), ("bfloat16", "float32")])
 def test_wgrad(run, accumulate, dtype, out_dtype):
-    case = make_case([17, 0, 40, 6], 37, 53, dtype=dtype, before=2, after=5)
-    before = np.random.default_rng(1).normal(size=(4, 37, 53)).astype(out_dtype)
+    check_wgrad(run, accumulate, [17, 0, 40, 6], 37, 53, dtype, out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "accumulate"])
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_wgrad_on_hopper(accumulate, out_dtype):
+    check_wgrad("triton", accumulate, [17, 0, 400, 64], 200, 328, "bfloat16", out_dtype)
+
+
+def check_wgrad(run, accumulate, sizes, K, N, dtype, out_dtype):
+    case = make_case(sizes, K, N, dtype=dtype, before=2, after=5)
+    before = np.random.default_rng(1).normal(size=(4, K, N)).astype(out_dtype)
     before[1, 0, 0] = -0.0
     got = jax.jit(
         lambda lhs, dout, acc: jaxops.grouped_wgrad(
@@ -155,8 +176,8 @@ def test_wgrad(run, accumulate, dtype, out_dtype):
         )
     )(case.lhs, case.dout, before)
     assert got.dtype == jnp.dtype(out_dtype)
-    assert_close(got, WGRAD_REFERENCE(case.lhs, case.dout, case.offsets, accumulate_into=before if accumulate else None), "float32")
-    unchanged = before[1] if accumulate else np.zeros((37, 53), np.float32)
+    assert_close(got, WGRAD_REFERENCE(case.lhs, case.dout, case.offsets, accumulate_into=before if accumulate else None), out_dtype)
+    unchanged = before[1] if accumulate else np.zeros((K, N), out_dtype)
     assert np.asarray(got[1]).tobytes() == unchanged.tobytes()
 
 

@@ -1,0 +1,80 @@
+"""Gluon pieces that the Hopper kernels share: the ring of buffers between producer and consumers, the order of tiles, the stores. For inside kernels."""
+
+import jax
+import jax.numpy as jnp
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+
+@gluon.jit
+def advance(s, phase, STAGES: gl.constexpr):
+    """The buffer after buffer s, and the phase of its barriers."""
+    s += 1
+    if s == STAGES:
+        s = 0
+        phase ^= 1
+    return s, phase
+
+
+@gluon.jit
+def panel_order(p, num_i, num_j, PANEL: gl.constexpr):
+    """Tile (i, j) of number p: columns of PANEL row tiles, so that neighbours in time share operands in L2."""
+    first = p // (PANEL * num_j) * PANEL
+    height = min(num_i - first, PANEL)
+    return first + p % (PANEL * num_j) % height, p % (PANEL * num_j) // height
+
+
+@gluon.jit
+def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr):
+    """A consumer's rows of a tile of C, as far as they lie before `end`. WHOLE: only C's own edge can cut them. ALIGNED: C's rows start at whole 16 bytes, as
+    c_desc demands where it is given."""
+    BM: gl.constexpr = acc.shape[0]
+    BN: gl.constexpr = acc.shape[1]
+    if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # Through shared memory: by TMA, which goes on while the next tile is multiplied, or, since it knows no end of a group, 16 bytes a thread.
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
+        tma.store_wait(0)
+        c_buf.store(acc.to(c_ptr.dtype.element_ty))
+        if c_desc is None:
+            store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
+        elif WHOLE or row + BM <= end:
+            fence_async_shared()
+            tma.async_store(c_desc, [row, col], c_buf)
+        else:
+            store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
+    else:  # float32 fills whole sectors from where it lies
+        store_tile(acc, c_ptr, row, end, col, N, MMA, ALIGNED)
+
+
+@gluon.jit
+def store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
+    # A copy that the compiler cannot see through: else N's multiples, the same for every tile, would take registers from the sums.
+    stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1)
+    stride = stride // 8 * 8 if ALIGNED else stride  # rows start at whole 16 bytes
+    rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    corner = c_ptr + (gl.cast(row, gl.int64) * stride + col)
+    gl.store(corner + (rows[:, None] * stride + cols[None, :]), tile, mask=(rows < end - row)[:, None] & (cols < stride - col)[None, :])
+
+
+@gluon.jit
+def result_buffers(c_ptr, CONSUMERS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """What `store` stores each consumer's part, BM x BN, from. float32 needs none: the least there is, for a partition's arguments are there all the same."""
+    NARROW: gl.constexpr = c_ptr.dtype.element_ty.primitive_bitwidth == 16
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)
+    TYPE: gl.constexpr = c_ptr.dtype.element_ty if NARROW else gl.bfloat16
+    return gl.allocate_shared_memory(TYPE, [CONSUMERS, BM, BN] if NARROW else [CONSUMERS, 8, 64], LAYOUT)
+
+
+def tile_layout(dtype, shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    """Of tiles as wgmma and TMA want them."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _ELEMENTS[jnp.dtype(dtype).name])
+
+
+_ELEMENTS = {"float8_e4m3fn": gl.float8e4nv, "float8_e5m2": gl.float8e5, "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32}
+
+
+def whole_16_bytes(x: jax.Array) -> jax.Array:
+    """TMA wants rows that start at multiples of 16 bytes: a copy where they do not."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % (16 // x.dtype.itemsize))))

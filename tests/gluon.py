@@ -1,0 +1,108 @@
+"""Compiles Gluon kernels for an H200 that is not there, through the ops' own launchers, and looks at what the compiler made of them. Needs jax-triton, and
+no CUDA plugin."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+
+import pytest
+import triton
+import triton.backends.nvidia
+
+from jaxops._lib import launch_triton
+from jaxops._lib.device import Device
+from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
+from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
+from jaxops.ops.grouped_matmul.gemm_triton import grouped_gemm_kernel
+from tests.hopper import lower_for_h200
+
+SHARED_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
+# Kernels are compiled once, for every test of a process; one that also launches some on a GPU must not find these.
+KERNELS, COMPILED = (fp8_gemm_kernel, fp8_gemm_inside_kernel, grouped_gemm_kernel), {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What jax-triton would launch."""
+
+    name: str
+    num_warps: int
+    num_ctas: int
+    shared: int
+    ptx: str
+
+
+class _Recorder:
+    """Stands for the part of jax-triton that is in the CUDA plugin, and launches nothing."""
+
+    def __init__(self):
+        self.launched: list[Kernel] = []
+
+    def TritonKernel(self, name, num_warps, num_ctas, shared, ptx, *_):
+        return Kernel(name, num_warps, num_ctas, shared, ptx)
+
+    def TritonKernelCall(self, kernel, *_):
+        self.launched.append(kernel)
+        return self
+
+    def to_proto(self, *_):
+        return b""
+
+    def create_tma_descriptor_parameter(self, **_):
+        return None
+
+    create_array_parameter = create_scalar_parameter = lambda self, *_: None
+
+
+def compiled(fn, *shapes) -> list[Kernel]:
+    """The Triton kernels of fn, as they would be launched on an H200."""
+    recorder = _Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_triton.triton_lib.triton_kernel_call_lib, "_library", recorder)
+        for kernel in KERNELS:
+            patch.setattr(kernel, "_jT_kernel_cache", COMPILED.setdefault(kernel, {}), raising=False)
+        text = lower_for_h200(fn, *shapes)
+    assert text.count("@triton_kernel_call_ffi") == len(recorder.launched)
+    return recorder.launched
+
+
+def assemblers() -> list[pathlib.Path]:
+    """Triton's own, the newest last: PTX is written for the one that the target's driver stands for."""
+    return sorted((pathlib.Path(triton.backends.nvidia.__file__).parent / "bin").glob("ptxas*"), key=lambda file: len(file.name))
+
+
+def assembled(ptx: str, folder: pathlib.Path) -> str:
+    """What ptxas says of it; skips where none of Triton's knows this version of PTX."""
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    for program in assemblers():
+        run = subprocess.run([program, "-v", "--gpu-name=sm_90a", file, "-o", os.devnull], capture_output=True, text=True)
+        if run.returncode == 0:
+            return run.stdout + run.stderr
+        assert "Unsupported .version" in run.stderr, run.stderr
+    pytest.skip(f"no ptxas here assembles PTX {re.search(r'[.]version (.*)', ptx)[1]}: spills were not looked for")
+
+
+def wgmmas(kernel: Kernel) -> list[str]:
+    return re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", kernel.ptx)
+
+
+def check(kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0) -> None:
+    """The tensor core's instructions as expected, all warps launched, what is in shared memory no more than said, nothing spilled, nothing serialised."""
+    threads = 128 * (consumers + 1)  # four warps each, and the producer's, which come as four, too
+    assert wgmmas(kernel) == instructions
+    assert re.findall(r"\.reqntid (\d+)", kernel.ptx) == [str(threads)]
+    assert kernel.num_warps == threads // 32
+    assert kernel.num_ctas == 1
+    assert kernel.shared <= shared_bytes <= SHARED_BYTES
+    assert ".local" not in kernel.ptx
+    report = assembled(kernel.ptx, folder)
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
+    assert len(spills) == 2
+    assert max(spills) <= spilled
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
+    assert len(registers) == 1
+    assert registers[0] * threads <= 65536
+    assert not re.findall(r".*\bC75\d\d\b.*", report), report  # "wgmma.mma_async instructions are serialized"

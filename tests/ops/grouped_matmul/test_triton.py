@@ -1,0 +1,110 @@
+"""The Hopper kernel: compiled for an H200 that is not there, through the op's own launchers, and run on one where there is one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
+from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton, wgrad_triton
+from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES
+from tests.compare import assert_close
+from tests.gluon import Kernel, check, compiled
+from tests.ops.grouped_matmul.cases import make_case, reference_all
+
+M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them
+H200 = Device("NVIDIA H200", "gpu")
+TILES = {(tiles.bm, tiles.bn, tiles.turns): tiles for tiles in candidates("fwd", Problem(G, M, K, N, "bfloat16"), H200, "triton")}
+
+
+def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def kernel_of(name: str, tiles: Tiles, out: str = "bfloat16", bias: bool = False, accumulate: bool = False) -> Kernel:
+    offsets, how = shape(G + 1, dtype="int32"), {"tiles": tiles, "out_dtype": jnp.dtype(out)}
+    if name == "wgrad":
+        accumulator = shape(G, K, N, dtype=out) if accumulate else None
+        (kernel,) = compiled(lambda *arrays: wgrad_triton(*arrays, **how), shape(M, K), shape(M, N), accumulator, offsets)
+    else:
+        rhs, how["transpose_rhs"] = shape(G, *((N, K) if name == "dgrad" else (K, N))), name == "dgrad"
+        (kernel,) = compiled(lambda *arrays: fwd_triton(*arrays, **how), shape(M, K), rhs, shape(G, N) if bias else None, offsets)
+    return kernel
+
+
+def test_every_tile_is_a_candidate():
+    assert set(TILES) == set(HOPPER_TILES)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+def test_kernel(tiles, name, tmp_path):
+    """A consumer multiplies its rows, 64 at a time, by 64 of K in four instructions."""
+    instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
+    kernel = kernel_of(name, tiles)
+    check(kernel, instructions, 2, tiles.shared_bytes("bfloat16"), tmp_path, spilled=28 if name == "wgrad" else 0)  # once a tile
+    assert "cp.async.bulk.tensor.2d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
+    assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "options"),
+    [("fwd", "bfloat16", {"bias": True}), ("dgrad", "float32", {}), ("wgrad", "float32", {"accumulate": True}), ("wgrad", "bfloat16", {"accumulate": True})],
+    ids=str,
+)
+def test_variant(name, out, options, tmp_path):
+    tiles = TILES[128, 256, False]
+    check(kernel_of(name, tiles, out, **options), ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path, spilled=28)
+
+
+def test_a_users_call():
+    """ "auto" takes these kernels on an H200, for all three passes."""
+
+    def gradients(lhs, rhs, dout, offsets):
+        out, vjp = jax.vjp(lambda lhs, rhs: jaxops.grouped_matmul(lhs, rhs, offsets), lhs, rhs)
+        return out, *vjp(dout)
+
+    kernels = compiled(gradients, shape(M, K), shape(G, K, N), shape(M, N), shape(G + 1, dtype="int32"))
+    assert [kernel.name for kernel in kernels] == ["grouped_gemm_kernel"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+@pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128]], ids=["ragged", "one"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_values(tiles, sizes, bias):
+    """Two tiles and more a program, rings that are used again and again; NaN outside the groups, and in one row of the last group."""
+    case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
+    given = (case.lhs, case.rhs, case.bias if bias else jnp.zeros_like(case.bias))
+
+    @jax.jit
+    def ours(lhs, rhs, bias, dout):
+        out, vjp = jax.vjp(lambda *args: jaxops.grouped_matmul(*args[:2], case.offsets, bias=args[2], plan=Plan("triton", tiles, tiles, tiles)), lhs, rhs, bias)
+        return out, *vjp(dout)
+
+    got = ours(*given, case.dout)
+    for name, g, w in zip(("out", "dlhs", "drhs", "dbias"), got, reference_all((*given, case.dout, case.offsets)), strict=True):
+        assert_close(g, w, "bfloat16", name)
+    again = ours(*given, case.dout)
+    assert [np.asarray(x).tobytes() for x in got] == [np.asarray(x).tobytes() for x in again]
+
+    broken = case.lhs.at[int(case.offsets[-1]) - 1].set(jnp.nan)
+    *_, drhs, _ = ours(broken, *given[1:], case.dout)
+    assert np.isnan(np.asarray(drhs[-1])).all()
+    np.testing.assert_array_equal(np.asarray(drhs[:-1]), np.asarray(got[2][:-1]))
+
+
+@pytest.mark.gpu
+def test_a_matrix_that_is_nan():
+    """One group's; the others', before and behind it in memory, are multiplied by zeros past K at the most."""
+    case = make_case([100, 200, 300], 72, 136, dtype="bfloat16")
+    rhs = case.rhs.at[1].set(jnp.nan)
+    for transposed in (False, True):
+        out = jaxops.grouped_matmul(case.lhs, jnp.swapaxes(rhs, 1, 2) if transposed else rhs, case.offsets, transpose_rhs=transposed, backend="triton")
+        assert np.isnan(np.asarray(out[100:300])).all()
+        assert np.isfinite(np.asarray(out[:100], np.float32)).all()
+        assert np.isfinite(np.asarray(out[300:], np.float32)).all()

@@ -26,21 +26,32 @@ def panel_order(p, num_i, num_j, PANEL: gl.constexpr):
 
 
 @gluon.jit
+def window(row, end, HEIGHT: gl.constexpr):
+    """Of `row_windows`: the first row of a window, and the row in it, where a box that starts at `row` is cut off at `end`.
+
+    It is not where the window would start before row 0: then the box goes on to row HEIGHT. `row` lies before `end`.
+    """
+    first = max(min(row, end - HEIGHT), 0)
+    return first, row - first
+
+
+@gluon.jit
 def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr):
-    """A consumer's rows of a tile of C, as far as they lie before `end`. WHOLE: only C's own edge can cut them. ALIGNED: C's rows start at whole 16 bytes, as
-    c_desc demands where it is given."""
+    """A consumer's rows of a tile of C, as far as they lie before `end`; the first one does. WHOLE: `end` is C's own. ALIGNED: C's rows start at whole
+    16 bytes, as c_desc demands where it is given."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
-        # Through shared memory: by TMA, which goes on while the next tile is multiplied, or, since it knows no end of a group, 16 bytes a thread.
+        # Through shared memory: by TMA, which goes on while the next tile is multiplied, or 16 bytes a thread.
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
         tma.store_wait(0)
         c_buf.store(acc.to(c_ptr.dtype.element_ty))
         if c_desc is None:
             store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
-        elif WHOLE or row + BM <= end:
+        elif WHOLE or min(row + BM, end) >= BM:
             fence_async_shared()
-            tma.async_store(c_desc, [row, col], c_buf)
+            first, at = window(row, end, BM)
+            tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]))
         else:
             store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
     else:  # float32 fills whole sectors from where it lies

@@ -59,18 +59,29 @@ triton_lib.triton_kernel_call_lib = _AllWarps(triton_lib.triton_kernel_call_lib)
 triton_lib.compile_ttir_inplace = _compile
 
 
+def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescriptor:
+    """A TMA descriptor of x[rows, columns] as overlapping windows of block[0] rows: [first row of the window, row in it, column].
+
+    A box that starts late in a window that ends where a group does is cut off there: what lies behind is not read (zeros come instead) and not written. So
+    no load or store of a group's last rows needs a mask, or a descriptor of its own.
+    """
+    (rows, columns), height = x.shape, block[0]
+    shape = (max(rows - height + 1, 1), min(height, rows), columns)
+    return TensorDescriptor(x, shape, (columns, columns, 1), (1, *block), layout)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout"])
 @dataclasses.dataclass(frozen=True)
 class OutTile:
-    """Stands, as an operand, for a TMA descriptor of the result; what a call with it gives is in the same memory.
+    """Stands, as an operand, for the result as `row_windows`; what a call with it gives is in the same memory.
 
     Attributes:
-      block: shape of what one store writes.
+      block: rows and columns of what one store writes.
       layout: of the shared memory that it is stored from.
       first: what stands there before, of the result's shape and dtype; None for anything.
     """
 
-    block: tuple[int, ...]
+    block: tuple[int, int]
     layout: Any
     first: jax.Array | None = None
 
@@ -112,7 +123,7 @@ def _launch(arguments: list, kernel, shape, dtype, grid: int, name: str, constan
         if isinstance(argument, OutTile):
             aliases[sum(before is not None for before in arguments[:place])] = 0
             there = jax.lax.empty(shape, dtype) if argument.first is None else argument.first
-            arguments[place] = TensorDescriptor.from_array(there, argument.block, layout=argument.layout)
+            arguments[place] = row_windows(there, argument.block, argument.layout)
     arrays, tree = jax.tree.flatten(arguments)
     # Fusion is said, because Triton 3.9 warns where it is not and 3.10 will choose otherwise: sum + product * scale is one instruction.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}

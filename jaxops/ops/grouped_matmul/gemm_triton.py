@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.device import current_device
-from jaxops._lib.hopper_triton import advance, panel_order, result_buffers, store, tile_layout
-from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
+from jaxops._lib.hopper_triton import advance, panel_order, result_buffers, store, tile_layout, window
+from jaxops._lib.launch_triton import OutTile, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
 from jaxops._lib.tiling import tile_bound
@@ -23,8 +23,37 @@ BK = gl.constexpr(64)
 
 
 @gluon.jit
+def _count(schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr):
+    """Row tiles (of all groups, as they lie; or of one), and tiles in all."""
+    num_i = gl.load(schedule + 4 * entries) if KIND == ROWS else gl.cdiv(M, BM)
+    tiles = num_i * gl.cdiv(N, BN)
+    return num_i, tiles if KIND == ROWS else tiles * G
+
+
+@gluon.jit
+def _rounds(tiles):
+    return 2 * gl.cdiv(gl.cdiv(tiles, 2), gl.num_programs(0))
+
+
+@gluon.jit
+def _turn(k, tiles):
+    """This program's k-th tile of _rounds(tiles), or -1 for none.
+
+    Half of the programs work from the first tile on and half from the last one back, and change sides with every tile: so groups that are bound by the tensor
+    cores run beside groups that are bound by the memory, wherever the large ones lie (dsv3's Zipf split, H200: see the plan).
+    """
+    odd = gl.program_id(0) % 2
+    slot = gl.program_id(0) // 2 + odd * gl.cdiv(gl.num_programs(0), 2)
+    forward = (k + odd) % 2 == 0
+    at = k // 2 * gl.num_programs(0) + gl.where(forward, slot, gl.num_programs(0) - 1 - slot)
+    inside = at < gl.where(forward, gl.cdiv(tiles, 2), tiles // 2)
+    return gl.where(inside, gl.where(forward, at, tiles - 1 - at), -1)
+
+
+@gluon.jit
 def _locate(t, schedule, entries, num_i, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr):
     """Of tile t: group, first row, end of the group's rows, first column, where its sum starts, over how much it goes (nothing outside the groups)."""
+    t = max(t, 0)
     num_j = gl.cdiv(N, BN)
     if KIND == ROWS:
         i, j = panel_order(t, num_i, num_j, PANEL)
@@ -34,12 +63,6 @@ def _locate(t, schedule, entries, num_i, G, M, N, K, BM: gl.constexpr, BN: gl.co
     i, j = panel_order(t % (num_i * num_j), num_i, num_j, PANEL)
     first = gl.load(schedule + entries + rank)
     return gl.load(schedule + rank), i * BM, M, j * BN, first, gl.load(schedule + 2 * entries + rank) - first
-
-
-@gluon.jit
-def _row_tiles(schedule, entries, M, BM: gl.constexpr, KIND: gl.constexpr):
-    """Of all groups, as they lie; or of one."""
-    return gl.load(schedule + 4 * entries) if KIND == ROWS else gl.cdiv(M, BM)
 
 
 @gluon.jit
@@ -56,69 +79,119 @@ def _zero_rows(buf, first):
 
 
 @gluon.jit
+def _tell(facts, s, group, row, end, col, steps):
+    """To the consumers, beside a tile's first step."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(5):
+        facts.index(5 * s + i).store(gl.full([1], (group, row, end, col, steps)[i], gl.int32, ONE))
+
+
+@gluon.jit
+def _told(facts, s):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    group = facts.index(5 * s).load(ONE).item()
+    row = facts.index(5 * s + 1).load(ONE).item()
+    end = facts.index(5 * s + 2).load(ONE).item()
+    col = facts.index(5 * s + 3).load(ONE).item()
+    return group, row, end, col, facts.index(5 * s + 4).load(ONE).item()
+
+
+@gluon.jit
 def _produce(
     made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
 ):
-    a_desc, b_desc, schedule, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
+    a_desc, b_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
     PART: gl.constexpr = BM // PARTS
-    num_i = _row_tiles(schedule, entries, M, BM, KIND)
-    tiles = num_i * gl.cdiv(N, BN) * (G if KIND == CONTRACTION else 1)
+    num_i, tiles = _count(schedule, entries, G, M, N, BM, BN, KIND)
     s = 0
     phase = 1
     mended = 0
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, row, _end, col, first, size = _locate(t, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
-        for k in range(0, size, BK):
+    # What stands in global memory is read a tile ahead, so that its latency lies beside the loads of the tile before.
+    t = _turn(0, tiles)
+    group, row, end, col, first, size = _locate(t, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
+    for k in range(_rounds(tiles)):
+        next_t = _turn(k + 1, tiles)
+        next_group, next_row, next_end, next_col, next_first, next_size = _locate(next_t, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
+        if t >= 0:
             mbarrier.wait(empty.index(s), phase)
-            # The last rows of a sum may be a neighbour's: what came by TMA is then mended before the consumers see it.
-            mend = KIND == CONTRACTION and k + BK > size
-            arrived = full.index(STAGES if mend else s)
-            mbarrier.expect(arrived, PARTS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
-            for i in gl.static_range(PARTS):
-                if KIND == ROWS:
-                    tma.async_load(a_desc, [row + i * PART, k], arrived, a_bufs.index(PARTS * s + i))
-                else:
-                    tma.async_load(a_desc, [first + k, row + i * PART], arrived, a_bufs.index(PARTS * s + i))
-            if KIND == CONTRACTION:
-                tma.async_load(b_desc, [first + k, col], arrived, b_bufs.index(s))
-            elif TRANSPOSED:
-                tma.async_load(b_desc, [group * N + col, k], arrived, b_bufs.index(s))
+            # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
+            told = gl.where(size > 0, group, -1)
+            steps = gl.cdiv(max(size, 1), BK)
+            if KIND == ROWS:
+                _tell(facts, s, told, row, end, col, steps)
+                first = gl.where(size > 0, 0, K)
             else:
-                tma.async_load(b_desc, [group, k, col], arrived, b_bufs.index(s))
-            if mend:
-                mbarrier.wait(arrived, mended)
-                mended ^= 1
-                for i in gl.static_range(PARTS):
-                    _zero_rows(a_bufs.index(PARTS * s + i), size - k)
-                _zero_rows(b_bufs.index(s), size - k)
-                fence_async_shared()
-                mbarrier.arrive(full.index(s), count=1)
-            s, phase = advance(s, phase, STAGES)
+                _tell(facts, s, told, row + group * M, end + group * M, col, steps)
+            for at in range(first, first + steps * BK, BK):
+                mbarrier.wait(empty.index(s), phase)
+                # The last rows of a sum are a group's last ones; the next group's come as zeros, but for groups that end within the first BK rows of all:
+                # those are mended before the consumers see them.
+                left = min(first + size - at, BK)
+                mend = KIND == CONTRACTION and left < BK and at + left < BK
+                arrived = full.index(STAGES if mend else s)
+                mbarrier.expect(arrived, PARTS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
+                if KIND == ROWS:
+                    for i in gl.static_range(PARTS):
+                        tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i))
+                    if TRANSPOSED:
+                        tma.async_load(b_desc, [group * N + col, at], arrived, b_bufs.index(s))
+                    else:
+                        tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
+                else:
+                    start, inside = window(at, at + left, BK)
+                    for i in gl.static_range(PARTS):
+                        tma.async_load(a_desc, [start, inside, row + i * PART], arrived, a_bufs.index(PARTS * s + i).reshape([1, BK, PART]))
+                    tma.async_load(b_desc, [start, inside, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
+                if mend:
+                    mbarrier.wait(arrived, mended)
+                    mended ^= 1
+                    for i in gl.static_range(PARTS):
+                        _zero_rows(a_bufs.index(PARTS * s + i), left)
+                    _zero_rows(b_bufs.index(s), left)
+                    fence_async_shared()
+                    mbarrier.arrive(full.index(s), count=1)
+                s, phase = advance(s, phase, STAGES)
+        t, group, row, end, col, first, size = next_t, next_group, next_row, next_end, next_col, next_first, next_size
+
+
+@gluon.jit
+def _place(places, WHICH: gl.constexpr):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return places.index(2 * WHICH).load(ONE).item(), places.index(2 * WHICH + 1).load(ONE).item()
+
+
+@gluon.jit
+def _hand_over(turns, places, s, phase, TO: gl.constexpr):
+    """The next turn, with the place in the ring where it starts."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    places.index(2 * TO).store(gl.full([1], s, gl.int32, ONE))
+    places.index(2 * TO + 1).store(gl.full([1], phase, gl.int32, ONE))
+    mbarrier.arrive(turns.index(TO), count=1)
 
 
 @gluon.jit
 def _sum(
-    acc, a_bufs, b_bufs, full, empty, other, steps, s, phase, PART, STAGES: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
-):
-    """acc + A @ B over all steps; one step is multiplied while the one before is given back. other: behind this barrier the other consumer waits its turn."""
+    acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """acc + A @ B over all steps, one at least; one is multiplied while the one before is given back."""
+    PART: gl.constexpr = WHICH if PARTS > 1 else 0
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
         a = a_bufs.index(PARTS * s + PART)
         b = b_bufs.index(s)
         if KIND == CONTRACTION:
             a = a.permute((1, 0))
-        elif TRANSPOSED:
+        if TRANSPOSED:
             b = b.permute((1, 0))
-        else:
-            b = b.reshape([b.shape[1], b.shape[2]])
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=k > 0)
         s, phase = advance(s, phase, STAGES)
     if PARTS == 1:
-        mbarrier.arrive(other, count=1)
+        _hand_over(turns, places, s, phase, 1 - WHICH)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1)
     return acc, s, phase
 
 
@@ -143,51 +216,44 @@ def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    bias, schedule, c_desc, c_ptr, a_bufs, b_bufs, c_bufs, full, empty, turns, entries, G, M, N, K = used
+    bias, schedule, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, entries, G, M, N = used
     PART: gl.constexpr = WHICH if PARTS > 1 else 0
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    num_i = _row_tiles(schedule, entries, M, BM, KIND)
-    tiles = num_i * gl.cdiv(N, BN) * (G if KIND == CONTRACTION else 1)
+    _, tiles = _count(schedule, entries, G, M, N, BM, BN, KIND)
     s = 0
     phase = 0
     turn = 0
     waited = 1 - WHICH  # the first consumer has the first turn
-    # What stands in global memory is read a tile ahead, so that its latency lies beside the products of the tile before.
-    group, row, end, col, _, size = _locate(gl.program_id(0), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        following = min(t + gl.num_programs(0), tiles - 1)
-        next_group, next_row, next_end, next_col, _, next_size = _locate(following, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
-        steps = gl.cdiv(size, BK)
-        row += PART * (BM // PARTS)
-        mine = turn == WHICH if PARTS == 1 else row < end
+    for k in range(_rounds(tiles)):
+        there = _turn(k, tiles) >= 0
+        mine = there and turn == WHICH if PARTS == 1 else there
+        if there:
+            turn ^= 1
         if mine:
             if PARTS == 1:
-                # Also because a barrier tells a phase only from the next: who comes too early would take an old filling of its buffer for its own.
+                # The place in the ring comes with the turn. A barrier tells a phase only from the next: who came early would take an old filling for its own.
                 mbarrier.wait(turns.index(WHICH), waited)
                 waited ^= 1
-            acc = gl.zeros([BM // PARTS, BN], gl.float32, MMA)
-            acc, s, phase = _sum(acc, a_bufs, b_bufs, full, empty, turns.index(1 - WHICH), steps, s, phase, PART, STAGES, KIND, TRANSPOSED, PARTS)
-            if KIND == CONTRACTION:
-                row += group * M
-                end += group * M
-            if bias is not None and size > 0:  # rows outside stay zero
-                acc = _add_bias(acc, bias, group, col, N, MMA)
-            if ACCUMULATE:
-                if size > 0:  # an empty group's stay as they are, to the bit
-                    acc = _add_result(acc, c_ptr, row, end, col, N, MMA)
+                s, phase = _place(places, WHICH)
+            mbarrier.wait(full.index(s), phase)
+            group, row, end, col, steps = _told(facts, s)
+            row += PART * (BM // PARTS)
+            if row < end:
+                acc = gl.zeros([BM // PARTS, BN], gl.float32, MMA)
+                acc, s, phase = _sum(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS)
+                if bias is not None and group >= 0:  # rows outside stay zero
+                    acc = _add_bias(acc, bias, group, col, N, MMA)
+                if ACCUMULATE:
+                    if group >= 0:  # an empty group's stay as they are, to the bit
+                        acc = _add_result(acc, c_ptr, row, end, col, N, MMA)
+                        store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
+                else:
                     store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
-            else:
-                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
-        elif PARTS == 1:  # the other consumer's
-            phase ^= (s + steps) // STAGES & 1
-            s = (s + steps) % STAGES
-        else:  # no rows: this consumer's half of what is loaded is only given back
-            for _ in range(steps):
-                mbarrier.wait(full.index(s), phase)
-                mbarrier.arrive(empty.index(s), count=1)
-                s, phase = advance(s, phase, STAGES)
-        turn ^= 1
-        group, row, end, col, size = next_group, next_row, next_end, next_col, next_size
+            else:  # no rows: this consumer's half of what is loaded is only given back
+                for _ in range(steps):
+                    mbarrier.wait(full.index(s), phase)
+                    mbarrier.arrive(empty.index(s), count=1)
+                    s, phase = advance(s, phase, STAGES)
     tma.store_wait(0)
 
 
@@ -198,9 +264,17 @@ def grouped_gemm_kernel(
     ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = BM // PARTS
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [PARTS * STAGES, PART, BK] if KIND == ROWS else [PARTS * STAGES, BK, PART], a_desc.layout)
-    WIDE: gl.constexpr = [STAGES, BK, BN] if KIND == CONTRACTION else [STAGES, 1, BK, BN]
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK] if TRANSPOSED else WIDE, b_desc.layout)
+    A_SHAPE: gl.constexpr = [PART, BK] if KIND == ROWS else [BK, PART]
+    B_SHAPE: gl.constexpr = [BN, BK] if TRANSPOSED else [BK, BN]
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, a_desc.dtype)
+    B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_SHAPE, b_desc.dtype)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [PARTS * STAGES, A_SHAPE[0], A_SHAPE[1]], A_LAYOUT)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], B_LAYOUT)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    facts = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
+    places = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
+    for i in gl.static_range(4):
+        places.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -211,8 +285,8 @@ def grouped_gemm_kernel(
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     c_bufs = result_buffers(c_ptr, 2, BM // PARTS, BN)
-    made = (a_desc, b_desc, schedule, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
-    used = (bias, schedule, c_desc, c_ptr, a_bufs, b_bufs, c_bufs, full, empty, turns, entries, G, M, N, K)
+    made = (a_desc, b_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
+    used = (bias, schedule, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, entries, G, M, N)
     gl.warp_specialize([
         (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
         (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
@@ -237,8 +311,8 @@ def fwd_triton(lhs, rhs, bias, offsets, *, transpose_rhs: bool, tiles: Tiles, ou
 def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) -> jax.Array:
     """As `wgrad_pallas`; bfloat16 or float16, K and N multiples of 8."""
     (length, M), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
-    a = TensorDescriptor.from_array(lhs, (64, tiles.part), layout=tile_layout(lhs.dtype, (64, tiles.part)))
-    b = TensorDescriptor.from_array(dout, (64, tiles.bn), layout=tile_layout(dout.dtype, (64, tiles.bn)))
+    a = row_windows(lhs, (64, tiles.part), tile_layout(lhs.dtype, (1, 64, tiles.part)))
+    b = row_windows(dout, (64, tiles.bn), tile_layout(dout.dtype, (1, 64, tiles.bn)))
     schedule = schedule_groups(offsets, length, False)
     out = out_struct((G * M, N), out_dtype, like=lhs)
     accumulator = None if accumulator is None else accumulator.reshape(G * M, N)
@@ -247,7 +321,7 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) ->
 
 
 def _call(a, b, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, **constants) -> jax.Array:
-    store_from = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (tiles.part, tiles.bn)), accumulator)
+    store_from = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), accumulator)
     return triton_call(
         a, b, bias, schedule, store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, row_tiles * -(-sizes["N"] // tiles.bn)),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,

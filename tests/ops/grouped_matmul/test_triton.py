@@ -47,7 +47,7 @@ def test_kernel(tiles, name, tmp_path):
     instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
     kernel = kernel_of(name, tiles)
     check(kernel, instructions, 2, tiles.shared_bytes("bfloat16"), tmp_path, spilled=28 if name == "wgrad" else 0)  # once a tile
-    assert "cp.async.bulk.tensor.2d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
+    assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
     assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
 
 

@@ -31,29 +31,8 @@ def _count(schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND:
 
 
 @gluon.jit
-def _rounds(tiles):
-    return 2 * gl.cdiv(gl.cdiv(tiles, 2), gl.num_programs(0))
-
-
-@gluon.jit
-def _turn(k, tiles):
-    """This program's k-th tile of _rounds(tiles), or -1 for none.
-
-    Half of the programs work from the first tile on and half from the last one back, and change sides with every tile: so groups that are bound by the tensor
-    cores run beside groups that are bound by the memory, wherever the large ones lie (dsv3's Zipf split, H200: see the plan).
-    """
-    odd = gl.program_id(0) % 2
-    slot = gl.program_id(0) // 2 + odd * gl.cdiv(gl.num_programs(0), 2)
-    forward = (k + odd) % 2 == 0
-    at = k // 2 * gl.num_programs(0) + gl.where(forward, slot, gl.num_programs(0) - 1 - slot)
-    inside = at < gl.where(forward, gl.cdiv(tiles, 2), tiles // 2)
-    return gl.where(inside, gl.where(forward, at, tiles - 1 - at), -1)
-
-
-@gluon.jit
 def _locate(t, schedule, entries, num_i, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr):
     """Of tile t: group, first row, end of the group's rows, first column, where its sum starts, over how much it goes (nothing outside the groups)."""
-    t = max(t, 0)
     num_j = gl.cdiv(N, BN)
     if KIND == ROWS:
         i, j = panel_order(t, num_i, num_j, PANEL)
@@ -107,51 +86,49 @@ def _produce(
     phase = 1
     mended = 0
     # What stands in global memory is read a tile ahead, so that its latency lies beside the loads of the tile before.
-    t = _turn(0, tiles)
-    group, row, end, col, first, size = _locate(t, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
-    for k in range(_rounds(tiles)):
-        next_t = _turn(k + 1, tiles)
-        next_group, next_row, next_end, next_col, next_first, next_size = _locate(next_t, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
-        if t >= 0:
+    group, row, end, col, first, size = _locate(min(gl.program_id(0), tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        following = min(t + gl.num_programs(0), tiles - 1)
+        next_group, next_row, next_end, next_col, next_first, next_size = _locate(following, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
+        mbarrier.wait(empty.index(s), phase)
+        # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
+        told = gl.where(size > 0, group, -1)
+        steps = gl.cdiv(max(size, 1), BK)
+        if KIND == ROWS:
+            _tell(facts, s, told, row, end, col, steps)
+            first = gl.where(size > 0, 0, K)
+        else:
+            _tell(facts, s, told, row + group * M, end + group * M, col, steps)
+        for at in range(first, first + steps * BK, BK):
             mbarrier.wait(empty.index(s), phase)
-            # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
-            told = gl.where(size > 0, group, -1)
-            steps = gl.cdiv(max(size, 1), BK)
+            # The last rows of a sum are a group's last ones; the next group's come as zeros, but for groups that end within the first BK rows of all:
+            # those are mended before the consumers see them.
+            left = min(first + size - at, BK)
+            mend = KIND == CONTRACTION and left < BK and at + left < BK
+            arrived = full.index(STAGES if mend else s)
+            mbarrier.expect(arrived, PARTS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
             if KIND == ROWS:
-                _tell(facts, s, told, row, end, col, steps)
-                first = gl.where(size > 0, 0, K)
-            else:
-                _tell(facts, s, told, row + group * M, end + group * M, col, steps)
-            for at in range(first, first + steps * BK, BK):
-                mbarrier.wait(empty.index(s), phase)
-                # The last rows of a sum are a group's last ones; the next group's come as zeros, but for groups that end within the first BK rows of all:
-                # those are mended before the consumers see them.
-                left = min(first + size - at, BK)
-                mend = KIND == CONTRACTION and left < BK and at + left < BK
-                arrived = full.index(STAGES if mend else s)
-                mbarrier.expect(arrived, PARTS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
-                if KIND == ROWS:
-                    for i in gl.static_range(PARTS):
-                        tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i))
-                    if TRANSPOSED:
-                        tma.async_load(b_desc, [group * N + col, at], arrived, b_bufs.index(s))
-                    else:
-                        tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
+                for i in gl.static_range(PARTS):
+                    tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i))
+                if TRANSPOSED:
+                    tma.async_load(b_desc, [group * N + col, at], arrived, b_bufs.index(s))
                 else:
-                    start, inside = window(at, at + left, BK)
-                    for i in gl.static_range(PARTS):
-                        tma.async_load(a_desc, [start, inside, row + i * PART], arrived, a_bufs.index(PARTS * s + i).reshape([1, BK, PART]))
-                    tma.async_load(b_desc, [start, inside, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
-                if mend:
-                    mbarrier.wait(arrived, mended)
-                    mended ^= 1
-                    for i in gl.static_range(PARTS):
-                        _zero_rows(a_bufs.index(PARTS * s + i), left)
-                    _zero_rows(b_bufs.index(s), left)
-                    fence_async_shared()
-                    mbarrier.arrive(full.index(s), count=1)
-                s, phase = advance(s, phase, STAGES)
-        t, group, row, end, col, first, size = next_t, next_group, next_row, next_end, next_col, next_first, next_size
+                    tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
+            else:
+                start, inside = window(at, at + left, BK)
+                for i in gl.static_range(PARTS):
+                    tma.async_load(a_desc, [start, inside, row + i * PART], arrived, a_bufs.index(PARTS * s + i).reshape([1, BK, PART]))
+                tma.async_load(b_desc, [start, inside, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
+            if mend:
+                mbarrier.wait(arrived, mended)
+                mended ^= 1
+                for i in gl.static_range(PARTS):
+                    _zero_rows(a_bufs.index(PARTS * s + i), left)
+                _zero_rows(b_bufs.index(s), left)
+                fence_async_shared()
+                mbarrier.arrive(full.index(s), count=1)
+            s, phase = advance(s, phase, STAGES)
+        group, row, end, col, first, size = next_group, next_row, next_end, next_col, next_first, next_size
 
 
 @gluon.jit
@@ -224,11 +201,9 @@ def _consume(
     phase = 0
     turn = 0
     waited = 1 - WHICH  # the first consumer has the first turn
-    for k in range(_rounds(tiles)):
-        there = _turn(k, tiles) >= 0
-        mine = there and turn == WHICH if PARTS == 1 else there
-        if there:
-            turn ^= 1
+    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        mine = turn == WHICH if PARTS == 1 else True
+        turn ^= 1
         if mine:
             if PARTS == 1:
                 # The place in the ring comes with the turn. A barrier tells a phase only from the next: who came early would take an old filling for its own.

@@ -86,6 +86,14 @@ class OutTile:
     first: jax.Array | None = None
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Stands, as an operand, for an array that the kernel also writes to, and that nobody reads afterwards."""
+
+    array: jax.Array
+
+
 def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> jax.Array:
     """One launch on a Hopper GPU, with one result, whose pointer is the one parameter of the kernel that is not given.
 
@@ -94,7 +102,8 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> j
     becomes the result's.
 
     Args:
-      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile, None, numbers, constants.
+      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile and one Scratch, None,
+        numbers, constants.
       out_type: shape and dtype of the result.
       grid: how many programs.
       name: what profilers show.
@@ -118,17 +127,22 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> j
 # Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.
 @functools.partial(jax.jit, static_argnums=range(1, 7), inline=True)
 def _launch(arguments: list, kernel, shape, dtype, grid: int, name: str, constants: tuple) -> jax.Array:
-    aliases = {}
+    aliases, results = {}, [jax.ShapeDtypeStruct(shape, dtype)]
     for place, argument in enumerate(arguments):
+        number = sum(before is not None for before in arguments[:place])
         if isinstance(argument, OutTile):
-            aliases[sum(before is not None for before in arguments[:place])] = 0
+            aliases[number] = 0
             there = jax.lax.empty(shape, dtype) if argument.first is None else argument.first
             arguments[place] = row_windows(there, argument.block, argument.layout)
+        elif isinstance(argument, Scratch):
+            aliases[number] = 1
+            arguments[place] = argument.array
+            results.append(jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype))
     arrays, tree = jax.tree.flatten(arguments)
     # Fusion is said, because Triton 3.9 warns where it is not and 3.10 will choose otherwise: sum + product * scale is one instruction.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}
-    (result,) = triton_lib.triton_kernel_call_p.bind(
-        *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=(jax.ShapeDtypeStruct(shape, dtype),), grid=(grid,), compute_capability=90,
+    result, *_ = triton_lib.triton_kernel_call_p.bind(
+        *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(results), grid=(grid,), compute_capability=90,
         backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases), zeroed_outputs=(), serialized_metadata=b"",
         cost_estimate=None, has_side_effect=False, metaparams=triton_lib.FrozenDict(dict(constants)),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
 
-COLUMNS = 5  # of a schedule, one after another in one int32 array
+COLUMNS = 6  # of a schedule, one after another in one int32 array
 _ELEMENTS = 2048  # of a program's [block, runs] comparison: 16 registers a thread at 4 warps
 
 
@@ -27,7 +27,7 @@ def _rows_kernel(offsets_ref, tiles_ref, *, G: int, M: int, bm: int, block: int)
     group, start, end = row_tiles(t, lo, hi, G, bm)
     before = jnp.sum(jnp.where(r == 0, (hi - lo + bm - 1) // bm, 0))
     total = jnp.full_like(t, jnp.sum((hi - lo + bm - 1) // bm))
-    for i, column in enumerate((group, start, end, jnp.where(group < G, t - before, -1), total)):
+    for i, column in enumerate((group, start, end, jnp.where(group < G, t - before, -1), total, jnp.zeros_like(t))):
         plgpu.store(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t], column)
 
 
@@ -43,7 +43,7 @@ def _groups_kernel(offsets_ref, groups_ref, *, G: int, M: int, bm: int, block: i
     before = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & (h[None, :] < g[:, None]))
     rank = jnp.sum(before.astype(jnp.int32), axis=1)
     first = jnp.sum(jnp.where(h[None, :] < g[:, None], (jnp.maximum(other, 0) + bm - 1)[None, :] // bm, 0), axis=1)
-    for i, column in enumerate((g, lo, hi, first, jnp.full_like(g, G))):
+    for i, column in enumerate((g, lo, hi, first, jnp.full_like(g, G), jnp.zeros_like(g))):
         plgpu.store(groups_ref.at[i * (groups_ref.shape[0] // COLUMNS) + rank], column)
 
 
@@ -62,8 +62,8 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, 
 
 
 def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool) -> jax.Array:
-    """Of each row tile its group (G outside the groups), first row, end, and number among the tiles inside the groups (-1 outside); last, of all alike, how
-    many tiles there are.
+    """Of each row tile its group (G outside the groups), first row, end, and number among the tiles inside the groups (-1 outside); then, of all alike, how
+    many tiles there are, and zeros, for a kernel to count in.
 
     int32, COLUMNS columns of tile_bound(M, G, bm) entries or more; a number past the last tile has no rows.
     """
@@ -73,6 +73,7 @@ def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool) -> jax.A
 
 def schedule_groups(offsets: jax.Array, M: int, interpret: bool, bm: int = BLOCK) -> jax.Array:
     """The groups, largest first so that no long one is left for the end; of each its first row, its end, and how many tiles of bm rows the groups
-    before it (by number) take: where it starts in a copy whose groups are padded to whole tiles; last G. int32, COLUMNS columns of G entries or more."""
+    before it (by number) take: where it starts in a copy whose groups are padded to whole tiles; then G, and zeros, for a kernel to count in. int32,
+    COLUMNS columns of G entries or more."""
     G = offsets.shape[0] - 1
     return _launch(functools.partial(_groups_kernel, G=G, M=M, bm=bm), offsets, G, G, interpret, "schedule_groups")

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jaxops._lib.device import current_device
 from jaxops._lib.hopper_triton import advance, panel_order, result_buffers, store, tile_layout, window
-from jaxops._lib.launch_triton import OutTile, TensorDescriptor, row_windows, triton_call
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
 from jaxops._lib.tiling import tile_bound
@@ -85,11 +85,13 @@ def _produce(
     s = 0
     phase = 1
     mended = 0
-    # What stands in global memory is read a tile ahead, so that its latency lies beside the loads of the tile before.
-    group, row, end, col, first, size = _locate(min(gl.program_id(0), tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        following = min(t + gl.num_programs(0), tiles - 1)
-        next_group, next_row, next_end, next_col, next_first, next_size = _locate(following, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
+    # Tiles are taken one by one as programs get free: those of small groups, and of programs that the card holds back, take less than others. What stands in
+    # global memory is read a tile ahead, so that its latency lies beside the loads of the tile before.
+    t = gl.program_id(0)
+    group, row, end, col, first, size = _locate(min(t, tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
+    while t < tiles:
+        t = gl.num_programs(0) + gl.atomic_add(schedule + 5 * entries, 1, sem="relaxed")
+        next_group, next_row, next_end, next_col, next_first, next_size = _locate(min(t, tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
         mbarrier.wait(empty.index(s), phase)
         # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
         told = gl.where(size > 0, group, -1)
@@ -129,6 +131,11 @@ def _produce(
                 mbarrier.arrive(full.index(s), count=1)
             s, phase = advance(s, phase, STAGES)
         group, row, end, col, first, size = next_group, next_row, next_end, next_col, next_first, next_size
+    for _ in gl.static_range(2 // PARTS):  # a tile of no steps is the last one, of each that takes turns
+        mbarrier.wait(empty.index(s), phase)
+        _tell(facts, s, -1, 0, 0, 0, 0)
+        mbarrier.arrive(full.index(s), count=1)
+        s, phase = advance(s, phase, STAGES)
 
 
 @gluon.jit
@@ -193,42 +200,42 @@ def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    bias, schedule, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, entries, G, M, N = used
+    bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N = used
     PART: gl.constexpr = WHICH if PARTS > 1 else 0
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    _, tiles = _count(schedule, entries, G, M, N, BM, BN, KIND)
     s = 0
     phase = 0
-    turn = 0
     waited = 1 - WHICH  # the first consumer has the first turn
-    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        mine = turn == WHICH if PARTS == 1 else True
-        turn ^= 1
-        if mine:
-            if PARTS == 1:
-                # The place in the ring comes with the turn. A barrier tells a phase only from the next: who came early would take an old filling for its own.
-                mbarrier.wait(turns.index(WHICH), waited)
-                waited ^= 1
-                s, phase = _place(places, WHICH)
-            mbarrier.wait(full.index(s), phase)
-            group, row, end, col, steps = _told(facts, s)
-            row += PART * (BM // PARTS)
-            if row < end:
-                acc = gl.zeros([BM // PARTS, BN], gl.float32, MMA)
-                acc, s, phase = _sum(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS)
-                if bias is not None and group >= 0:  # rows outside stay zero
-                    acc = _add_bias(acc, bias, group, col, N, MMA)
-                if ACCUMULATE:
-                    if group >= 0:  # an empty group's stay as they are, to the bit
-                        acc = _add_result(acc, c_ptr, row, end, col, N, MMA)
-                        store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
-                else:
+    more = True
+    while more:
+        if PARTS == 1:
+            # The place in the ring comes with the turn. A barrier tells a phase only from the next: who came early would take an old filling for its own.
+            mbarrier.wait(turns.index(WHICH), waited)
+            waited ^= 1
+            s, phase = _place(places, WHICH)
+        mbarrier.wait(full.index(s), phase)
+        group, row, end, col, steps = _told(facts, s)
+        row += PART * (BM // PARTS)
+        more = steps > 0
+        if row < end:
+            acc = gl.zeros([BM // PARTS, BN], gl.float32, MMA)
+            acc, s, phase = _sum(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS)
+            if bias is not None and group >= 0:  # rows outside stay zero
+                acc = _add_bias(acc, bias, group, col, N, MMA)
+            if ACCUMULATE:
+                if group >= 0:  # an empty group's stay as they are, to the bit
+                    acc = _add_result(acc, c_ptr, row, end, col, N, MMA)
                     store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
-            else:  # no rows: this consumer's half of what is loaded is only given back
-                for _ in range(steps):
-                    mbarrier.wait(full.index(s), phase)
-                    mbarrier.arrive(empty.index(s), count=1)
-                    s, phase = advance(s, phase, STAGES)
+            else:
+                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
+        elif PARTS == 1:  # no more tiles
+            s, phase = advance(s, phase, STAGES)
+            _hand_over(turns, places, s, phase, 1 - WHICH)
+        else:  # no rows: this consumer's half of what is loaded is only given back
+            for _ in range(steps):
+                mbarrier.wait(full.index(s), phase)
+                mbarrier.arrive(empty.index(s), count=1)
+                s, phase = advance(s, phase, STAGES)
     tma.store_wait(0)
 
 
@@ -261,7 +268,7 @@ def grouped_gemm_kernel(
         mbarrier.init(turns.index(i), count=1)
     c_bufs = result_buffers(c_ptr, 2, BM // PARTS, BN)
     made = (a_desc, b_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
-    used = (bias, schedule, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, entries, G, M, N)
+    used = (bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N)
     gl.warp_specialize([
         (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
         (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
@@ -297,8 +304,9 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) ->
 
 def _call(a, b, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, **constants) -> jax.Array:
     store_from = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), accumulator)
+    count = row_tiles * -(-sizes["N"] // tiles.bn)
     return triton_call(
-        a, b, bias, schedule, store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, row_tiles * -(-sizes["N"] // tiles.bn)),
+        a, b, bias, Scratch(schedule), store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, **constants,
     )  # fmt: skip

@@ -14,10 +14,12 @@ from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
 from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
 from jaxops.ops.quantize import Quantized, dequantize, quantize
+from jaxops.ops.route import Routing, route, update_router_bias
 
 __version__ = "0.1.0"
 __all__ = [
     "Quantized",
+    "Routing",
     "adaln",
     "bucket_length",
     "dequantize",
@@ -29,4 +31,6 @@ __all__ = [
     "grouped_wgrad",
     "quantize",
     "ragged_dot",
+    "route",
+    "update_router_bias",
 ]

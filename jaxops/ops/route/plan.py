@@ -1,0 +1,117 @@
+"""Every choice that `route` makes: how tokens are cut into programs, backend."""
+
+import dataclasses
+from typing import Literal
+
+from jaxops._lib.device import Device, choose_backend
+
+PASSES = ("fwd", "bwd")
+SCORES = ("softmax", "sigmoid")
+TINY = 1e-20  # added to a sum of scores before one divides by it, as in DeepSeek-V3's own code: scores that all underflow give zeros
+Pass = Literal["fwd", "bwd"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static in a call, beside shapes and dtypes.
+
+    Attributes:
+      k: experts a token.
+      score: "softmax" or "sigmoid".
+      normalize: divide a token's weights by their sum.
+      scale: of the weights.
+      num_groups, top_groups: experts are in num_groups equal groups of neighbours, of which a token may choose from its best top_groups.
+      capacity: most rows of an expert, or None where nothing can be dropped.
+    """
+
+    k: int
+    score: str
+    normalize: bool
+    scale: float
+    num_groups: int
+    top_groups: int
+    capacity: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one pass is cut into programs.
+
+    Attributes:
+      rows: tokens of a program; all their scores are in registers at once. A power of two.
+      warps: warps a program (1, 2, 4, 8, 16 or 32).
+    """
+
+    rows: int
+    warps: int = 4
+
+    def __post_init__(self):
+        for name in ("rows", "warps"):
+            if (size := getattr(self, name)) < 1 or size & (size - 1):
+                raise ValueError(f"Tile.{name}={size} must be a power of two.")
+        if self.warps > 32:
+            raise ValueError(f"Tile.warps={self.warps} must be at most 32.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; the xla backend needs none of it.
+
+    Attributes:
+      backend: "pallas" or "xla".
+      fwd: tiles of the two forward passes over the tokens: the one that chooses, and the one that finds each choice's row.
+      bwd: tiles of the backward pass.
+    """
+
+    backend: Literal["pallas", "xla"] = "pallas"
+    fwd: Tile | None = None
+    bwd: Tile | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a plan depends on: the static shape [T, E] of the logits."""
+
+    T: int
+    E: int
+
+
+def power_of_2(n: int) -> int:
+    """The least one that is no less than n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+    """Decides how to run `problem` on `device`: an explicit plan's tiles, then the heuristic's. There are no tuned rows: the choice is small.
+
+    Args:
+      problem: static shape.
+      device: see `jaxops.tuning.current_device()`.
+      backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
+      plan: used as it is; only what it leaves None is filled.
+    """
+    backend = choose_backend(device, backend, plan)
+    if backend == "xla":
+        return Plan("xla")
+    chosen = {name: (getattr(plan, name) if plan is not None else None) or heuristic(name, problem) for name in PASSES}
+    return Plan("pallas", **chosen)
+
+
+def heuristic(pass_name: Pass, problem: Problem) -> Tile:
+    """64 (fwd) or 32 (bwd) scores a thread, but two programs for each of an H200's multiprocessors as long as there are 16 tokens for each."""
+    width = power_of_2(problem.E)
+    rows = max(1, min(64, {"fwd": 8192, "bwd": 4096}[pass_name] // width))
+    while rows > 16 and -(-problem.T // rows) < 264:
+        rows //= 2
+    return Tile(rows, max(1, min(32, rows * width // 2048)))
+
+
+def candidates(pass_name: Pass, problem: Problem) -> list[Tile]:
+    """Every Tile worth measuring for one pass: the heuristic's, and those with 8 to 128 scores a thread."""
+    found, width = [heuristic(pass_name, problem)], power_of_2(problem.E)
+    for rows in (4, 8, 16, 32, 64, 128):
+        for warps in (1, 2, 4, 8):
+            tile = Tile(rows, warps)
+            if 8 <= rows * width / (32 * warps) <= 128 and tile not in found:
+                found.append(tile)
+    return found

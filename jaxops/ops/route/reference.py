@@ -1,0 +1,41 @@
+"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [T, k, E] in memory."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxops.ops.route.plan import TINY, Spec
+from jaxops.ops.route.routing import Routing
+
+
+def route_reference(spec: Spec, logits: jax.Array, bias: jax.Array | None = None) -> Routing:
+    """As `jaxops.route`, by sorting each token's experts and counting their members in matrices of ones and zeros. T is not 0."""
+    T, E = logits.shape
+    R, capacity = T * spec.k, spec.capacity or T
+    logits = logits.astype(jnp.float32)
+    scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
+
+    biased = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, :])
+    biased = jnp.where(jnp.isnan(biased), -jnp.inf, biased)
+    size = E // spec.num_groups
+    groups = jnp.sort(biased.reshape(T, spec.num_groups, size), axis=2)[:, :, -2:].sum(axis=2)
+    best = jnp.argsort(-groups, axis=1, stable=True)[:, : spec.top_groups]
+    excluded = jnp.all(best[:, :, None] != jnp.arange(E)[None, None, :] // size, axis=1)
+    experts = jnp.lexsort((-biased, excluded), axis=1)[:, : spec.k].astype(jnp.int32)
+
+    member = experts[:, :, None] == jnp.arange(E)[None, None, :]  # [T, k, E]
+    chosen = member.sum(axis=1)
+    load = chosen.sum(axis=0)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.minimum(load, capacity))]).astype(jnp.int32)
+    rank = jnp.take_along_axis(jnp.cumsum(chosen, axis=0) - 1, experts, axis=1)
+    kept = rank < capacity
+    positions = jnp.where(kept, offsets[experts] + rank, R).astype(jnp.int32)
+    token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], positions.shape)
+    indices = jnp.zeros(R + 1, jnp.int32).at[positions].set(token)[:R]
+
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    if spec.normalize:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + TINY)
+    shares = scores / (scores.sum(axis=1, keepdims=True) + TINY)
+    aux_loss = E * jnp.sum(load / R * shares.mean(axis=0))
+    z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
+    return Routing(jnp.where(kept, weights * spec.scale, 0), experts, indices, positions, offsets, load.astype(jnp.int32), aux_loss, z_loss)

@@ -1,0 +1,73 @@
+"""The portable backend: top_k, one stable sort of the choices, and JAX's own gradients. CPU, TPU, and the benchmark's plain-XLA side."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxops.ops.route.keys import GONE, keys_of
+from jaxops.ops.route.plan import TINY, Spec
+from jaxops.ops.route.routing import Cotangents, Routing, Saved
+
+
+def forward_xla(spec: Spec, logits: jax.Array, bias: jax.Array | None) -> Routing:
+    """T is not 0."""
+    (T, E), k = logits.shape, spec.k
+    logits = logits.astype(jnp.float32)
+    experts = _choose(spec, logits, bias)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # by token within an expert: a token chooses an expert once
+    offsets = jnp.searchsorted(flat[order], jnp.arange(E + 1, dtype=jnp.int32)).astype(jnp.int32)
+    load = jnp.diff(offsets)
+    positions = jnp.zeros_like(order).at[order].set(jnp.arange(T * k, dtype=jnp.int32), unique_indices=True).reshape(T, k)
+    indices = order // k
+    if spec.capacity is not None:
+        rank = positions - offsets[experts]
+        offsets = jnp.concatenate([offsets[:1], jnp.cumsum(jnp.minimum(load, spec.capacity), dtype=jnp.int32)])
+        positions = jnp.where(rank < spec.capacity, offsets[experts] + rank, T * k)
+        token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], (T, k))
+        indices = jnp.zeros_like(indices).at[positions].set(token, mode="drop")
+    weights, aux_loss, z_loss = _weights_and_losses(spec, logits, experts, positions, load)
+    return Routing(weights, experts, indices, positions, offsets, load, aux_loss, z_loss)
+
+
+def backward_xla(spec: Spec, saved: Saved, cotangents: Cotangents) -> jax.Array:
+    """The gradient of logits [T, E], in their dtype."""
+    logits, *fixed = saved
+    _, vjp = jax.vjp(lambda logits: _weights_and_losses(spec, logits.astype(jnp.float32), *fixed), logits)
+    return vjp(tuple(cotangents))[0]
+
+
+def _choose(spec: Spec, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """[T, k] int32."""
+    T, E = logits.shape
+    # A score rises with its logit, so where nothing is added to the scores, the logits themselves say which is the largest: no rounding makes ties.
+    keys = keys_of(logits)
+    if bias is not None or spec.num_groups > 1:
+        scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
+        if bias is not None:
+            scores = scores + bias[None, :]
+            keys = keys_of(scores)
+        if spec.num_groups > 1:
+            grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.num_groups, -1)
+            best_two, _ = lax.top_k(grouped, min(2, grouped.shape[2]))
+            _, best = lax.top_k(keys_of(jnp.sum(best_two, axis=2)), spec.top_groups)
+            allowed = jnp.any(best[:, :, None] == jnp.arange(spec.num_groups)[None, None, :], axis=1)
+            keys = jnp.where(jnp.repeat(allowed, E // spec.num_groups, axis=1), keys, GONE)
+    return lax.top_k(keys, spec.k)[1].astype(jnp.int32)
+
+
+def _weights_and_losses(spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What depends on the float32 logits smoothly, given what was chosen."""
+    T, E = logits.shape
+    shares = scores = jax.nn.softmax(logits)
+    if spec.score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        shares = scores / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    if spec.normalize:
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
+    weights = weights * spec.scale
+    if spec.capacity is not None:
+        weights = jnp.where(positions < T * spec.k, weights, 0)
+    aux_loss = (E / (T * T * spec.k)) * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))
+    return weights, aux_loss, jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)

@@ -39,7 +39,7 @@ def route(
 
     Scores are `softmax(logits)` or `sigmoid(logits)`, in float32. A token takes the k experts with the largest `scores + bias` (of equal ones that with the
     lower number), from its best groups only, where there are groups. Its weights are the scores of those k, without bias, divided by their sum with
-    `normalize` (to which 1e-20 is added), times `scale`. Rows are sorted by expert and within an expert by token; `group_offsets` says where each expert's start.
+    `normalize` (to which 1e-20 is added), times `scale`. Rows are sorted by expert and within an expert by token; `group_offsets` says where each one's start.
     Nothing reaches the host: other logits never recompile. Differentiable (reverse mode) in logits through weights, aux_loss and z_loss; the choice itself has
     no gradient. Deterministic: no atomics.
 

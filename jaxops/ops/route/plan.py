@@ -1,6 +1,7 @@
 """Every choice that `route` makes: how tokens are cut into programs, backend."""
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from jaxops._lib.device import Device, choose_backend
@@ -38,17 +39,21 @@ class Tile:
     """How one pass is cut into programs.
 
     Attributes:
-      rows: tokens of a program; all their scores are in registers at once. A power of two.
+      rows: tokens of a program; fwd counts over them before it writes a count for each expert. A power of two.
+      step: tokens whose scores it holds in registers at a time. A power of two, at most rows.
       warps: warps a program (1, 2, 4, 8, 16 or 32).
     """
 
     rows: int
-    warps: int = 4
+    step: int
+    warps: int = 1
 
     def __post_init__(self):
-        for name in ("rows", "warps"):
+        for name in ("rows", "step", "warps"):
             if (size := getattr(self, name)) < 1 or size & (size - 1):
                 raise ValueError(f"Tile.{name}={size} must be a power of two.")
+        if self.step > self.rows:
+            raise ValueError(f"Tile.step={self.step} must be at most Tile.rows={self.rows}.")
         if self.warps > 32:
             raise ValueError(f"Tile.warps={self.warps} must be at most 32.")
 
@@ -98,20 +103,22 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: 
 
 
 def heuristic(pass_name: Pass, problem: Problem) -> Tile:
-    """64 (fwd) or 32 (bwd) scores a thread, but two programs for each of an H200's multiprocessors as long as there are 16 tokens for each."""
+    """One warp a program, 16 scores a thread: Triton lays warps along the experts first, and every maximum over them would wait for all warps.
+
+    fwd takes 64 tokens, so that few counts are left to add up, but fewer where there would be less than four programs for each of an H200's multiprocessors.
+    """
     width = power_of_2(problem.E)
-    rows = max(1, min(64, {"fwd": 8192, "bwd": 4096}[pass_name] // width))
-    while rows > 16 and -(-problem.T // rows) < 264:
+    step = max(1, min(64, 512 // width))
+    rows = 64 if pass_name == "fwd" else step
+    while rows > step and -(-problem.T // rows) < 528:
         rows //= 2
-    return Tile(rows, max(1, min(32, rows * width // 2048)))
+    return Tile(rows, step, max(1, min(32, width // 1024)))
 
 
 def candidates(pass_name: Pass, problem: Problem) -> list[Tile]:
-    """Every Tile worth measuring for one pass: the heuristic's, and those with 8 to 128 scores a thread."""
+    """Every Tile worth measuring for one pass: the heuristic's, and those with 4 to 64 scores a thread."""
     found, width = [heuristic(pass_name, problem)], power_of_2(problem.E)
-    for rows in (4, 8, 16, 32, 64, 128):
-        for warps in (1, 2, 4, 8):
-            tile = Tile(rows, warps)
-            if 8 <= rows * width / (32 * warps) <= 128 and tile not in found:
-                found.append(tile)
+    for rows, step, warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4)):
+        if step <= rows and 4 <= step * width / (32 * warps) <= 64 and (tile := Tile(rows, step, warps)) not in found:
+            found.append(tile)
     return found

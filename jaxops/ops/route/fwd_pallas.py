@@ -39,9 +39,10 @@ def _best_groups(scores: jax.Array, columns: Columns, top_groups: int) -> jax.Ar
         first = of_groups(jnp.min, jnp.where(values == best, experts, _MOST))
         sums = best + of_groups(jnp.max, jnp.where(experts == first, -jnp.inf, values))
     numbers = jnp.arange(shape[2], dtype=jnp.int32)[None, :]
-    keys = jnp.where(numbers < columns.groups, keys_of(sums.reshape(rows, shape[2])), GONE)
+    there = numbers < columns.groups
+    keys = jnp.where(there, keys_of(sums.reshape(rows, shape[2])), GONE)
     left = lax.fori_loop(0, top_groups, lambda _, left: jnp.where(numbers == _largest(left, numbers), GONE, left), keys)
-    return jnp.broadcast_to((left != keys).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
+    return jnp.broadcast_to((there & (left == GONE)).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
 
 
 def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
@@ -57,11 +58,10 @@ def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         logits = columns.load(ref["logits"], row, row_in)
         found = Scores.of(logits, spec)
         biased = found.scores if bias is None else found.scores + bias
-        keys = keys_of(logits if bias is None else biased)
-        if not columns.full:
-            keys = jnp.where(columns.inside, keys, GONE)
+        allowed = columns.at(ref["logits"], row, row_in)[1]
         if spec.num_groups > 1:
-            keys = jnp.where(_best_groups(biased, columns, spec.top_groups), keys, GONE)
+            allowed = allowed & _best_groups(biased, columns, spec.top_groups)
+        keys = jnp.where(allowed, keys_of(logits if bias is None else biased), GONE)
 
         def choose(j, carry):
             left, chosen = carry
@@ -78,7 +78,7 @@ def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         plgpu.store(ref["weights"].at[row, places], weights * spec.scale, mask=mask)
 
         counts, shares, z = sums
-        counts = counts + jnp.sum(((left != keys) & row_in).astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
+        counts = counts + jnp.sum((allowed & (left == GONE)).astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
         shares = shares + jnp.sum(jnp.where(row_in, found.share, 0.0), axis=0, keepdims=True)
         return counts, shares, z + jnp.sum(jnp.where(row_in, found.logsumexp * found.logsumexp, 0.0), axis=0, keepdims=True)
 

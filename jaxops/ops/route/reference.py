@@ -14,13 +14,18 @@ def route_reference(spec: Spec, logits: jax.Array, bias: jax.Array | None = None
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
 
-    biased = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, :])
-    biased = jnp.where(jnp.isnan(biased), -jnp.inf, biased)
+    def falling(values):
+        """What sorts into falling order; NaN is as -inf."""
+        return -jnp.where(jnp.isnan(values), -jnp.inf, jax.lax.stop_gradient(values))
+
+    # The logits have the order of the scores, and keep it where scores round to equal numbers.
+    biased = scores if bias is None else scores + bias[None, :]
+    ranked = falling(logits if bias is None else biased)
     size = E // spec.num_groups
-    groups = jnp.sort(biased.reshape(T, spec.num_groups, size), axis=2)[:, :, -2:].sum(axis=2)
-    best = jnp.argsort(-groups, axis=1, stable=True)[:, : spec.top_groups]
+    groups = jnp.sort(falling(biased).reshape(T, spec.num_groups, size), axis=2)[:, :, :2].sum(axis=2)
+    best = jnp.argsort(groups, axis=1, stable=True)[:, : spec.top_groups]
     excluded = jnp.all(best[:, :, None] != jnp.arange(E)[None, None, :] // size, axis=1)
-    experts = jnp.lexsort((-biased, excluded), axis=1)[:, : spec.k].astype(jnp.int32)
+    experts = jnp.lexsort((ranked, excluded), axis=1)[:, : spec.k].astype(jnp.int32)
 
     member = experts[:, :, None] == jnp.arange(E)[None, None, :]  # [T, k, E]
     chosen = member.sum(axis=1)

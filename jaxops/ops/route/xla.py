@@ -56,16 +56,29 @@ def _choose(spec: Spec, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
     return lax.top_k(keys, spec.k)[1].astype(jnp.int32)
 
 
+@jax.custom_jvp
+def _over_their_sum(scores: jax.Array) -> jax.Array:
+    """Each row's scores divided by their sum. JAX's own derivative squares the sum: of scores that underflow it makes NaN."""
+    return scores / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
+
+
+@_over_their_sum.defjvp
+def _over_their_sum_jvp(primals, tangents):
+    (scores,), (change,) = primals, tangents
+    shares = _over_their_sum(scores)
+    return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
+
+
 def _weights_and_losses(spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What depends on the float32 logits smoothly, given what was chosen."""
     T, E = logits.shape
     shares = scores = jax.nn.softmax(logits)
     if spec.score == "sigmoid":
         scores = jax.nn.sigmoid(logits)
-        shares = scores / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
+        shares = _over_their_sum(scores)
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if spec.normalize:
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
+        weights = _over_their_sum(weights)
     weights = weights * spec.scale
     if spec.capacity is not None:
         weights = jnp.where(positions < T * spec.k, weights, 0)

@@ -1,0 +1,131 @@
+"""Random logits for the router, with what ties and what drops rows, and the three ways to run it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops import Routing
+from jaxops.ops.route import Plan, Tile
+from jaxops.ops.route.plan import Spec
+from jaxops.ops.route.reference import route_reference
+from tests.compare import assert_close
+
+# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
+RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
+KERNELS = RUNS[1:]
+SMOOTH = ("weights", "aux_loss", "z_loss")  # what has a gradient
+CHOSEN = tuple(field.name for field in dataclasses.fields(Routing) if field.name not in SMOOTH)
+
+FWD, BWD = Tile(8, 2), Tile(4, 4)  # smaller than the tests' sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What is static in a call: shape and dtype of the logits, options, and the kernels' tiles."""
+
+    E: int
+    k: int
+    T: int = 37
+    dtype: str = "float32"
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    capacity: int | None = None
+    fwd: Tile = FWD
+    bwd: Tile = BWD
+
+    @property
+    def options(self) -> dict:
+        names = ("score", "normalize", "scale", "num_groups", "top_groups", "capacity")
+        return {name: getattr(self, name) for name in names}
+
+    def plan_for(self, run: str) -> Plan:
+        return Plan("xla") if run == "xla" else Plan("pallas", self.fwd, self.bwd)
+
+    def bias_of(self, case: dict):
+        return case["bias"] if self.bias else None
+
+
+def make_case(variant: Variant, seed: int = 0) -> dict:
+    """logits, bias, and cotangents of weights, aux_loss and z_loss."""
+    rng = np.random.default_rng(seed)
+    case = {"logits": jnp.asarray(2 * rng.normal(size=(variant.T, variant.E)), variant.dtype)}
+    shapes = {"bias": (variant.E,), "dweights": (variant.T, variant.k), "daux_loss": (), "dz_loss": ()}
+    case |= {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return case | {"bias": 0.3 * case["bias"]}
+
+
+def apply(variant: Variant, run: str, logits, bias=None) -> Routing:
+    return jaxops.route(logits, variant.k, bias=bias, **variant.options, plan=variant.plan_for(run))
+
+
+def apply_reference(variant: Variant, logits, bias=None) -> Routing:
+    return route_reference(Spec(variant.k, **variant.options), logits, bias)
+
+
+def _everything(function, variant: Variant, case: dict) -> tuple[Routing, jax.Array]:
+    """(Routing, gradient of logits)"""
+
+    def smooth(logits):
+        routing = function(logits, variant.bias_of(case))
+        return tuple(getattr(routing, name) for name in SMOOTH), routing
+
+    _, vjp, routing = jax.vjp(smooth, case["logits"], has_aux=True)
+    return routing, vjp(tuple(case[f"d{name}"] for name in SMOOTH))[0]
+
+
+@functools.cache
+def compiled(run: str, variant: Variant):
+    """A jitted function from a case to its Routing and the gradient of its logits; "reference" is reference.py."""
+    if run == "reference":
+        return jax.jit(lambda case: _everything(functools.partial(apply_reference, variant), variant, case))
+    return jax.jit(lambda case: _everything(functools.partial(apply, variant, run), variant, case))
+
+
+def check_places(routing: Routing, variant: Variant) -> None:
+    """What every Routing is, whatever the logits: each row is one token's choice, in the order of experts and tokens, and no row is counted twice."""
+    T, k, E = variant.T, variant.k, variant.E
+    r = jax.tree.map(np.asarray, routing)
+    assert ((r.experts >= 0) & (r.experts < E)).all()
+    assert (np.diff(np.sort(r.experts, axis=1), axis=1) > 0).all(), "a token chose an expert twice"
+    np.testing.assert_array_equal(r.load, np.bincount(r.experts.ravel(), minlength=E))
+    np.testing.assert_array_equal(np.diff(r.group_offsets), np.minimum(r.load, variant.capacity or T))
+    rows, kept = r.group_offsets[-1], r.row_positions < T * k
+    assert r.group_offsets[0] == 0
+    np.testing.assert_array_equal(np.sort(r.row_positions[kept]), np.arange(rows))
+    assert (r.row_positions[~kept] == T * k).all()
+    np.testing.assert_array_equal(r.row_indices[r.row_positions[kept]], np.nonzero(kept)[0])
+    np.testing.assert_array_equal(r.row_indices[rows:], 0)
+    expert_of_row = np.repeat(np.arange(E), np.diff(r.group_offsets))
+    np.testing.assert_array_equal(expert_of_row[r.row_positions[kept]], r.experts[kept])
+    assert (np.diff(expert_of_row * T + r.row_indices[:rows]) > 0).all(), "rows are not in the order of experts and tokens"
+    assert (r.weights[~kept] == 0).all()
+
+
+def check(case: dict, variant: Variant, run: str) -> tuple[Routing, jax.Array]:
+    """Everything equals the reference's: what was chosen to the bit, the rest to the rounding."""
+    (got, gradient), (want, wanted_gradient) = compiled(run, variant)(case), compiled("reference", _of_shape(variant))(case)
+    for name in CHOSEN:
+        assert getattr(got, name).dtype == jnp.int32, name
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    check_places(got, variant)
+    for name in SMOOTH:
+        assert getattr(got, name).dtype == jnp.float32, name
+        assert_close(getattr(got, name), getattr(want, name), "float32", name)
+    assert gradient.dtype == case["logits"].dtype
+    # A gradient is a difference of nearly equal numbers: what is lost is held against what was subtracted, not against the little that is left.
+    assert_close(gradient, wanted_gradient, case["logits"].dtype.name, "gradient", scale=2)
+    return got, gradient
+
+
+def _of_shape(variant: Variant) -> Variant:
+    """The reference does not depend on the tiles."""
+    return dataclasses.replace(variant, fwd=FWD, bwd=BWD)

@@ -1,0 +1,87 @@
+"""Bad input is an error before anything is launched, and its message says what was passed and what to write instead."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.route import Plan, Tile
+
+LOGITS = np.zeros((5, 12), np.float32)
+GOOD = {"logits": LOGITS, "k": 2, "bias": np.zeros(12, np.float32), "num_groups": 4, "top_groups": 2, "capacity": 3, "score": "sigmoid"}
+
+# What differs from the arguments above, the error, and what its message must name.
+ERRORS = {
+    "logits-rank": ({"logits": LOGITS[None]}, ValueError, r"logits has shape \(1, 5, 12\).*\[T, E\]"),
+    "logits-list": ({"logits": LOGITS.tolist()}, TypeError, r"logits is a list.*\[T, E\]"),
+    "logits-int": ({"logits": LOGITS.astype(np.int32)}, TypeError, r"logits is int32.*bfloat16, float16, float32.*logits\.astype"),
+    "logits-no-experts": ({"logits": LOGITS[:, :0], "bias": None, "num_groups": 1, "top_groups": 1}, ValueError, r"k=2; with logits \(5, 0\).*E=0"),
+    "k-zero": ({"k": 0}, ValueError, r"k=0; with logits \(5, 12\) it must be from 1 to E=12"),
+    "k-too-large": ({"k": 13}, ValueError, r"k=13; with logits \(5, 12\).*E=12"),
+    "k-float": ({"k": 2.0}, TypeError, r"k is a float.*Python integer"),
+    "k-array": ({"k": jnp.int32(2)}, TypeError, r"k is a ArrayImpl.*Python integer, known when the call is traced"),
+    "k-of-groups": ({"k": 7}, ValueError, r"k=7 experts cannot come from top_groups=2 groups of 3: at most 6"),
+    "score": ({"score": "tanh"}, ValueError, r"score='tanh': write 'softmax' or 'sigmoid'"),
+    "scale-array": ({"scale": jnp.ones(())}, TypeError, r"scale is a ArrayImpl.*Python number.*Multiply the weights"),
+    "scale-string": ({"scale": "2"}, TypeError, r"scale is a str.*Python number"),
+    "bias-rank": ({"bias": np.zeros((1, 12), np.float32)}, ValueError, r"bias has shape \(1, 12\).*\[E\] = \(12,\)"),
+    "bias-size": ({"bias": np.zeros(5, np.float32)}, ValueError, r"bias has shape \(5,\).*\(12,\).*column of logits"),
+    "bias-bfloat16": ({"bias": jnp.zeros(12, jnp.bfloat16)}, TypeError, r"bias is bfloat16; write bias\.astype\(jnp\.float32\)"),
+    "bias-list": ({"bias": [0.0] * 12}, TypeError, r"bias is a list.*float32 array \[E\]"),
+    "num_groups-divides": ({"num_groups": 5}, ValueError, r"num_groups=5 must divide the E=12"),
+    "num_groups-zero": ({"num_groups": 0}, ValueError, r"num_groups=0 must divide the E=12"),
+    "num_groups-float": ({"num_groups": 4.0}, TypeError, r"num_groups is a float"),
+    "top_groups-zero": ({"top_groups": 0}, ValueError, r"top_groups=0 must be from 1 to num_groups=4"),
+    "top_groups-too-large": ({"top_groups": 5}, ValueError, r"top_groups=5 must be from 1 to num_groups=4"),
+    "top_groups-none": ({"top_groups": None}, TypeError, r"top_groups is a NoneType"),
+    "capacity-zero": ({"capacity": 0}, ValueError, r"capacity=0 must be at least 1, or None"),
+    "capacity-float": ({"capacity": 1.25}, TypeError, r"capacity is a float.*Python integer"),
+    "backend": ({"backend": "triton"}, ValueError, "backend='triton'.*'auto', 'pallas' or 'xla'"),
+    "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
+}
+
+
+def call(**arguments):
+    return jaxops.route(arguments.pop("logits"), arguments.pop("k"), **arguments)
+
+
+def test_what_the_errors_differ_from_is_right():
+    """Otherwise a case below could fail for another reason than its own."""
+    assert jax.eval_shape(lambda: call(**GOOD)).weights.shape == (5, 2)
+
+
+@pytest.mark.parametrize(("change", "error", "match"), ERRORS.values(), ids=ERRORS)
+def test_error(change, error, match):
+    with pytest.raises(error, match=match):
+        call(**GOOD | change)
+    with pytest.raises(error, match=match):
+        jax.eval_shape(lambda: call(**GOOD | change))  # runs nothing: the error needs no device
+
+
+def test_too_many_logits():
+    """Shapes only: nothing is allocated."""
+    with pytest.raises(ValueError, match=r"16777216 x 256 elements.*fewer than 2\*\*31.*in parts"):
+        jax.eval_shape(lambda logits: jaxops.route(logits, 8), jax.ShapeDtypeStruct((1 << 24, 256), "bfloat16"))
+
+
+@pytest.mark.parametrize(("bias", "load"), [((4,), (5,)), ((2, 2), (2, 2)), ((), ())])
+def test_bias_update(bias, load):
+    with pytest.raises(ValueError, match=r"bias has shape .* and load .*both must be \[E\]"):
+        jaxops.update_router_bias(jnp.zeros(bias), jnp.zeros(load), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rows": 12}, r"Tile\.rows=12.*power of two"),
+        ({"step": 0}, r"Tile\.step=0.*power of two"),
+        ({"step": 32}, r"Tile\.step=32.*at most Tile\.rows=16"),
+        ({"warps": 6}, r"Tile\.warps=6.*power of two"),
+        ({"warps": 64}, r"Tile\.warps=64.*at most 32"),
+    ],
+    ids=str,
+)
+def test_tiles_that_no_kernel_can_have(change, match):
+    with pytest.raises(ValueError, match=match):
+        Tile(**{"rows": 16, "step": 4, "warps": 4, **change})

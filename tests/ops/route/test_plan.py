@@ -1,0 +1,90 @@
+"""Who decides (an explicit plan, then the heuristic), and that every choice can be lowered for an H200."""
+
+import re
+
+import jax
+import pytest
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops.ops.route import Plan, Problem, Tile, candidates, make_plan
+from jaxops.ops.route.plan import PASSES, heuristic
+from tests.hopper import lower_for_h200
+
+DEVICE, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+PROBLEM = Problem(4096, 128)
+
+
+def test_explicit_then_heuristic():
+    assert make_plan(PROBLEM, DEVICE) == Plan("pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM))
+    assert make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tile(128, 1))) == Plan("pallas", heuristic("fwd", PROBLEM), Tile(128, 1))
+    assert "bwd=Tile(rows=128, step=1, warps=1)" in str(make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tile(128, 1))))
+
+
+def test_backend_by_device():
+    assert [make_plan(PROBLEM, device).backend for device in (DEVICE, CPU, TPU)] == ["pallas", "xla", "xla"]
+    assert make_plan(PROBLEM, DEVICE, backend="xla") == make_plan(PROBLEM, DEVICE, plan=Plan("xla")) == Plan("xla")
+    assert make_plan(PROBLEM, CPU, backend="pallas").backend == "pallas"  # interpreted
+    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*backend='xla' on a TPU"):
+        make_plan(PROBLEM, TPU, backend="pallas")
+
+
+@pytest.mark.parametrize("E", [1, 3, 8, 60, 128, 160, 256, 1000, 5000])
+def test_heuristic_and_candidates_are_legal(E):
+    """Tile refuses what no kernel can have. Scores are held in registers: not so many a thread that they spill, and no more counts than are worth reading."""
+    for T in (0, 1, 4096, 32768, 1 << 20):
+        for name in PASSES:
+            found = candidates(name, Problem(T, E))
+            assert found[0] == heuristic(name, Problem(T, E))
+            assert len(set(found)) == len(found)
+            for tile in found:
+                assert tile.step * (1 << (E - 1).bit_length()) <= 64 * 32 * tile.warps
+        assert -(-T // heuristic("fwd", Problem(T, E)).rows) <= max(1056, T // 64)
+
+
+KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
+
+
+def lowered(T: int, E: int, k: int, dtype: str = "bfloat16", plan: Plan | None = None, **options) -> list[str]:
+    """The kernels of a call's forward and backward, in order; nothing but kernels may stand between them."""
+    has_bias = options.pop("bias", False)
+
+    def both(logits, bias, dweights):
+        def smooth(logits):
+            routing = jaxops.route(logits, k, bias=bias if has_bias else None, plan=plan, **options)
+            return (routing.weights, routing.aux_loss, routing.z_loss), routing
+
+        out, vjp, routing = jax.vjp(smooth, logits, has_aux=True)
+        return routing, vjp((dweights, *out[1:]))
+
+    s = jax.ShapeDtypeStruct
+    text = lower_for_h200(both, s((T, E), dtype), s((E,), "float32"), s((T, k), "float32"))
+    assert set(re.findall(r"= \"?stablehlo\.(\w+)", text)) == {"custom_call", "reshape"}
+    names = re.findall(r'"(route_\w+)"', text)
+    assert text.count(KERNEL) == len(names)
+    return names
+
+
+CALLS = {
+    "mixtral": (4096, 8, 2, {}),
+    "qwen3": (32768, 128, 8, {"dtype": "float32"}),
+    "dsv3": (32768, 256, 8, {"score": "sigmoid", "bias": True, "num_groups": 8, "top_groups": 4, "scale": 2.5}),
+    "dsv2": (1000, 160, 6, {"num_groups": 8, "top_groups": 3, "normalize": False}),
+    "odd": (77, 130, 3, {"capacity": 9, "num_groups": 13, "top_groups": 2, "dtype": "float16"}),
+    "one": (1, 1, 1, {"capacity": 1}),
+    "all": (33, 70, 70, {}),
+    "many": (500, 3000, 4, {"bias": True}),
+}
+
+
+@pytest.mark.parametrize(("T", "E", "k", "options"), CALLS.values(), ids=CALLS)
+def test_a_call_is_these_kernels(T, E, k, options):
+    assert lowered(T, E, k, **options) == ["route_choose", "route_count", "route_place", "route_bwd"]
+
+
+@pytest.mark.parametrize("E", [8, 128])
+def test_candidates_lower_for_an_h200(E):
+    """Some of them: warps and rows change no shape in a kernel."""
+    fwd, bwd = (list({tile.step: tile for tile in candidates(name, Problem(4096, E))}.values()) for name in PASSES)
+    for i in range(max(len(fwd), len(bwd))):
+        assert len(lowered(4096, E, 2, plan=Plan("pallas", fwd[i % len(fwd)], bwd[i % len(bwd)]))) == 4

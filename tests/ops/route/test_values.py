@@ -1,0 +1,216 @@
+"""Choices, rows, weights, losses and gradients against the float32 reference: every option, ties, NaN, dropped rows, odd sizes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.route import Tile
+from tests.compare import assert_close
+from tests.ops.route.cases import KERNELS, RUNS, SMOOTH, Variant, apply, check, check_places, compiled, make_case
+
+# T is 37 and a program has 8 tokens, two at a time, or others where a variant says so. Groups of 3 fill up to 4; of 8 have two parts of 4.
+PLAIN = Variant(12, 3)
+DROPPING = Variant(8, 2, capacity=5)
+DEEPSEEK = Variant(12, 3, score="sigmoid", scale=2.5, bias=True, num_groups=4, top_groups=2, capacity=7)
+GROUPED = Variant(24, 4, num_groups=3, top_groups=2, fwd=Tile(16, 16, 4), bwd=Tile(8, 1))
+VARIANTS = {
+    "plain": PLAIN,
+    "dropping": DROPPING,
+    "deepseek": DEEPSEEK,
+    "grouped": GROUPED,
+    "sigmoid": Variant(16, 3, dtype="bfloat16", score="sigmoid", normalize=False, fwd=Tile(4, 1), bwd=Tile(2, 2)),
+    "biased-softmax": Variant(130, 5, bias=True, normalize=False, scale=0.5, capacity=2, fwd=Tile(4, 4, 2)),
+    "one-expert": Variant(1, 1, T=5, dtype="float16", capacity=3),
+    "all-experts": Variant(3, 3, dtype="bfloat16", score="sigmoid"),
+    "groups-of-one": Variant(10, 9, T=3, num_groups=10, top_groups=9, bias=True),
+    "one-token": Variant(6, 2, T=1),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants(run, variant):
+    for seed in range(3):
+        check(make_case(variant, seed), variant, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", [PLAIN, DROPPING, DEEPSEEK, GROUPED], ids=["plain", "dropping", "deepseek", "grouped"])
+def test_ties(run, variant):
+    """Of equal ones the lower number wins, of groups too. Negative zero is zero."""
+    rng = np.random.default_rng(0)
+    case = make_case(variant) | {"bias": jnp.zeros(variant.E)}
+    for logits in (rng.integers(-1, 2, size=(variant.T, variant.E)), np.zeros((variant.T, variant.E))):
+        logits = logits * np.where(rng.random(logits.shape) < 0.5, 1.0, -1.0) if not logits.any() else logits
+        check(case | {"logits": jnp.asarray(logits, variant.dtype)}, variant, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_lower_number_wins(run):
+    """Without the reference: all alike, and two alike at the top."""
+    logits = np.zeros((PLAIN.T, PLAIN.E), np.float32)
+    routing, _ = compiled(run, PLAIN)(make_case(PLAIN) | {"logits": logits})
+    np.testing.assert_array_equal(routing.experts, np.tile([0, 1, 2], (PLAIN.T, 1)))
+    logits[:, [11, 7]] = 1
+    routing, _ = compiled(run, PLAIN)(make_case(PLAIN) | {"logits": logits})
+    np.testing.assert_array_equal(routing.experts, np.tile([7, 11, 0], (PLAIN.T, 1)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", [PLAIN, DROPPING], ids=["plain", "dropping"])
+def test_all_tokens_to_one_expert(run, variant):
+    """And no token to others: empty experts, and as many rows dropped as can be."""
+    case = make_case(variant)
+    steps = jnp.arange(variant.E, dtype=jnp.float32)[None, :]
+    routing, _ = check(case | {"logits": case["logits"] * 1e-3 - steps}, variant, run)
+    np.testing.assert_array_equal(routing.load, [variant.T] * variant.k + [0] * (variant.E - variant.k))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_scores_that_round_to_equal_numbers(run):
+    """The logits say which is the largest; sums of scores that underflow give zeros, and finite gradients."""
+    rng = np.random.default_rng(0)
+    variant = VARIANTS["sigmoid"]
+    case = make_case(variant)
+    for offset in (40, -150):
+        logits = jnp.asarray(offset + rng.permuted(np.tile(np.arange(variant.E), (variant.T, 1)), axis=1), variant.dtype)
+        routing, gradient = compiled(run, variant)(case | {"logits": logits})
+        np.testing.assert_array_equal(routing.experts, np.argsort(-np.asarray(logits, np.float32), axis=1)[:, : variant.k])
+        np.testing.assert_allclose(routing.weights, float(offset > 0), atol=1e-20)
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_masked_experts(run):
+    """-inf is never chosen as long as there are others, has no gradient, and makes nothing NaN."""
+    for variant in (PLAIN, DEEPSEEK):
+        case = make_case(variant) | {"bias": jnp.zeros(variant.E)}
+        masked = case | {"logits": case["logits"].at[:, [0, 4, 10]].set(-jnp.inf)}
+        routing, gradient = check(masked, variant, run)
+        assert not np.isin(routing.experts, [0, 4, 10]).any()
+        assert not np.asarray(gradient)[:, [0, 4, 10]].any()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", [PLAIN, DEEPSEEK, GROUPED], ids=["plain", "deepseek", "grouped"])
+def test_bad_logits(run, variant):
+    """NaN and infinities: every token still has k different experts and its rows; other tokens' weights and gradients stay what they were."""
+    case = make_case(variant)
+    logits = np.array(case["logits"])
+    logits[3], logits[5, 2], logits[8, :3], logits[36, 1], logits[20] = np.nan, np.nan, np.nan, np.inf, -np.inf
+    routing, gradient = compiled(run, variant)(case | {"logits": jnp.asarray(logits)})
+    check_places(routing, variant)
+    good = np.setdiff1d(np.arange(variant.T), [3, 5, 8, 20, 36])
+    want, _ = compiled(run, variant)(case)
+    np.testing.assert_array_equal(np.asarray(routing.experts)[good], np.asarray(want.experts)[good])
+    assert np.isfinite(np.asarray(routing.weights)[good]).all()
+    assert np.isfinite(np.asarray(gradient)[good]).all()
+    assert np.isnan(np.asarray(routing.weights)[3]).any()
+    assert np.isnan(float(routing.z_loss))
+    if variant is PLAIN:
+        np.testing.assert_array_equal(np.asarray(routing.experts)[3], [0, 1, 2])
+        np.testing.assert_array_equal(np.asarray(routing.experts)[[5, 8]], np.asarray(jax.lax.top_k(np.nan_to_num(logits, nan=-np.inf), 3)[1])[[5, 8]])
+        assert np.isnan(np.asarray(routing.weights)[[5, 8, 36]]).all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_weights_are_not_divided_again_after_dropping(run):
+    case = make_case(DROPPING)
+    dropping, _ = compiled(run, DROPPING)(case)
+    full = jax.jit(lambda logits: apply(dataclasses.replace(DROPPING, capacity=None), "xla", logits))(case["logits"])
+    kept = np.asarray(dropping.row_positions) < DROPPING.T * DROPPING.k
+    assert 0 < kept.sum() < kept.size
+    assert_close(np.asarray(dropping.weights)[kept], np.asarray(full.weights)[kept], "float32")
+    np.testing.assert_array_equal(dropping.load, full.load)
+    np.testing.assert_array_equal(np.asarray(dropping.experts), np.asarray(full.experts))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_sum_over_rows_gives_the_tokens_back(run):
+    """What the result is for: gather the rows, do nothing, and add them up with their weights. Dropped choices are left out."""
+    case = make_case(DROPPING)
+    r, _ = compiled(run, DROPPING)(case)
+    x = np.random.default_rng(1).normal(size=(DROPPING.T, 4)).astype(np.float32)
+    rows = np.concatenate([x[np.asarray(r.row_indices)], np.full((1, 4), np.nan, np.float32)])
+    there = np.asarray(r.row_positions) < len(rows) - 1
+    gathered = np.where(there[:, :, None], rows[np.asarray(r.row_positions)], 0)
+    weights = np.asarray(r.weights)
+    np.testing.assert_allclose((weights[:, :, None] * gathered).sum(1), x * weights.sum(1, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_even_load_is_one(run):
+    """Of scores that are even, too. (k = E: every expert is chosen by every token.)"""
+    variant = VARIANTS["all-experts"]
+    routing, _ = compiled(run, variant)(make_case(variant) | {"logits": jnp.zeros((variant.T, variant.E), variant.dtype)})
+    np.testing.assert_allclose(routing.aux_loss, 1, rtol=1e-6)
+    np.testing.assert_allclose(routing.z_loss, np.log(variant.E) ** 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_more_tiles_than_one_step_counts(run, monkeypatch):
+    """The sums over tiles go in steps."""
+    monkeypatch.setattr("jaxops.ops.route.fwd_pallas._TILES", 16)
+    variant = Variant(12, 3, T=149, score="sigmoid", capacity=30, fwd=Tile(4, 2))
+    check(make_case(variant), variant, run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_many_choices(run):
+    """More than are written out one by one."""
+    variant = Variant(16, 11, T=9)
+    check(make_case(variant), variant, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_tokens(run):
+    variant = Variant(5, 2, T=0, capacity=3)
+    routing, gradient = compiled(run, variant)(make_case(variant))
+    assert {name: getattr(routing, name).shape for name in ("weights", "experts", "row_indices")} == {"weights": (0, 2), "experts": (0, 2), "row_indices": (0,)}
+    np.testing.assert_array_equal(routing.group_offsets, [0] * 6)
+    np.testing.assert_array_equal(routing.load, [0] * 5)
+    assert [float(getattr(routing, name)) for name in SMOOTH[1:]] == [0, 0]
+    assert gradient.shape == (0, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "E", "k"), [(4096, 8, 2), (32768, 128, 8), (5000, 160, 6), (300, 1000, 3)])
+def test_heuristic_plans(T, E, k):
+    """On the GPU, with the plans that users get; the sums over so many tokens round more."""
+    groups = {"num_groups": 8, "top_groups": 4} if E % 8 == 0 and E > 8 else {}
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(T, E)), jnp.bfloat16)
+    got = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="pallas")
+    want = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="xla")
+    check_places(got, Variant(E, k, T=T, capacity=T // 2))
+    same = (np.asarray(got.experts) == np.asarray(want.experts)).all(1)
+    assert same.mean() > 0.999  # sums of two scores may round to the other group
+    assert_close(np.asarray(got.weights)[same], np.asarray(want.weights)[same], "float32", scale=5)
+    np.testing.assert_allclose([got.aux_loss, got.z_loss], [want.aux_loss, want.z_loss], rtol=1e-4)
+
+
+def test_the_bias_update():
+    bias, load = jnp.array([0.25, 0.0, -1.0, 3.0]), jnp.array([10, 30, 20, 20], jnp.int32)
+    np.testing.assert_array_equal(jaxops.update_router_bias(bias, load, 0.5), [0.75, -0.5, -1.0, 3.0])
+    np.testing.assert_array_equal(jax.jit(jaxops.update_router_bias)(bias, load.astype(jnp.float32), 0.5), [0.75, -0.5, -1.0, 3.0])
+
+
+def test_the_bias_balances():
+    """A router that likes one expert is brought to an even load by nothing but the bias; the weights never see it."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(256, 4)) + np.array([1.5, 0, 0, -0.5]), jnp.float32)
+
+    @jax.jit
+    def step(bias):
+        routing = jaxops.route(logits, 1, score="sigmoid", bias=bias, normalize=False)
+        return jaxops.update_router_bias(bias, routing.load, 0.01), routing
+
+    bias, first = step(jnp.zeros(4))
+    for _ in range(60):
+        bias, routing = step(bias)
+    assert int(first.load.max()) > 140
+    assert int(routing.load.max()) < 80
+    np.testing.assert_allclose(routing.weights, np.take_along_axis(np.asarray(jax.nn.sigmoid(logits)), np.asarray(routing.experts), 1), rtol=1e-5)

@@ -22,6 +22,8 @@ FP8_MATMUL, GEMM = "ops/fp8_matmul", "tests/ops/fp8_matmul/test_gemm.py"
 GEMM_DENSE, GEMM_ROWS, GEMM_CONTRACTION = f"{GEMM}::test_dense", f"{GEMM}::test_rows", f"{GEMM}::test_contraction"
 TENSORS = "tests/ops/quantize/test_values.py"
 DENSE, SHAPES, TILES, STACKS = (f"{TENSORS}::test_{name}" for name in ("bfloat16", "shapes", "tiles", "stack"))
+ROUTE, ROUTED = "ops/route", "tests/ops/route/test_values.py"
+ROUTES, TIES, BAD = (f"{ROUTED}::test_{name}" for name in ("variants", "ties", "bad_logits"))
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
@@ -142,6 +144,46 @@ MUTATIONS = {
     "quantize offset: a matrix's rows are counted from its own first": (
         f"{QUANTIZE}/api.py", "M * jnp.arange(G, dtype=jnp.int32)", "0 * jnp.arange(G, dtype=jnp.int32)",
         f"{TENSORS}::test_a_stack_too_large_for_one_kernel"),
+    "route mask: tokens that are not there are counted": (
+        f"{ROUTE}/columns_pallas.py", "return body(row, row < T, carry)", "return body(row, row < T + 1, carry)", ROUTES),
+    "route mask: experts that are not there can be chosen": (
+        f"{ROUTE}/columns_pallas.py", "mask if self.full else mask & jnp.broadcast_to(self.inside, shape)", "mask", TIES),
+    "route mask: a group's third best score counts": (
+        f"{ROUTE}/fwd_pallas.py", "jnp.where(experts == first, -jnp.inf, values)", "values", ROUTES),
+    "route mask: a choice is made twice": (
+        f"{ROUTE}/fwd_pallas.py", "jnp.where(experts == best, GONE, left)", "jnp.where((experts == best) & (j != 1), GONE, left)", ROUTES),
+    "route mask: a row more than the capacity": (
+        f"{ROUTE}/fwd_pallas.py", "member & (rank < spec.capacity)", "member & (rank <= spec.capacity)", ROUTES),
+    "route mask: a dropped choice keeps its weight": (
+        f"{ROUTE}/fwd_pallas.py", "dropped = member & (rank >= spec.capacity)", "dropped = member & (rank > spec.capacity)", ROUTES),
+    "route mask: a dropped choice keeps its gradient": (
+        f"{ROUTE}/bwd_pallas.py", "j, T * k) < T * k, dweight, 0.0)", "j, T * k) <= T * k, dweight, 0.0)", ROUTES),
+    "route mask: the rows of no expert are not written": (
+        f"{ROUTE}/fwd_pallas.py", "mask=(last >= end) & (", "mask=(last > end) & (", ROUTES),
+    "route index: the higher number wins": (
+        f"{ROUTE}/fwd_pallas.py", "jnp.min(jnp.where(keys == top, numbers, _MOST)", "jnp.max(jnp.where(keys == top, numbers, -1)", TIES),
+    "route index: negative zero is less than zero": (
+        f"{ROUTE}/keys.py", "-(bits & 0x7FFFFFFF)", "-(bits & 0x7FFFFFFF) - 1", TIES),
+    "route index: NaN is the largest": (
+        f"{ROUTE}/keys.py", "jnp.where(x == x, x, -jnp.inf)", "x", BAD),
+    "route index: a group's parts change places": (
+        f"{ROUTE}/columns_pallas.py", "column // (groups * places) * places + column % places", "column // (groups * places) + column % places * 2",
+        ROUTES),
+    "route offset: ranks start at one": (
+        f"{ROUTE}/fwd_pallas.py", "rank = before + upto - 1", "rank = before + upto", ROUTES),
+    "route offset: a step forgets the steps before": (
+        f"{ROUTE}/fwd_pallas.py", "return before + jnp.sum(member", "return jnp.sum(member", ROUTES),
+    "route offset: a tile counts itself among those before": (
+        f"{ROUTE}/fwd_pallas.py", "jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts", "jnp.cumsum(counts, axis=0, dtype=jnp.int32)", ROUTES),
+    "route offset: the last tiles are not counted": (
+        f"{ROUTE}/fwd_pallas.py", "lax.fori_loop(0, pl.cdiv(tiles, step), add", "lax.fori_loop(0, tiles // step, add",
+        f"{ROUTED}::test_more_tiles_than_one_step_counts"),
+    "route sum: a dropped choice is not in the sum": (
+        f"{ROUTE}/bwd_pallas.py", "jnp.sum(jnp.where(member, found.scores, 0.0)", "jnp.sum(jnp.where(dweights != 0, found.scores, 0.0)", ROUTES),
+    "route sum: the bias counts against an expert": (
+        f"{ROUTE}/fwd_pallas.py", "else found.scores + bias", "else found.scores - bias", ROUTES),
+    "route sum: tokens that are not there have shares": (
+        f"{ROUTE}/fwd_pallas.py", "jnp.where(row_in, found.share, 0.0)", "found.share", ROUTES),
 }
 # fmt: on
 

@@ -149,6 +149,25 @@ def fp8_grouped_matmul(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], gro
     return jaxops.fp8_grouped_matmul(lhs, rhs, group_offsets, **options)
 
 
+@typed
+def route(logits: Float[Array, "T E"], k: int, *, bias: Float32[Array, " E"] | None = None, **options) -> jaxops.Routing:
+    return jaxops.route(logits, k, bias=bias, **options)
+
+
+@typed
+def route_parts(
+    logits: Float[Array, "T E"], places: Int[Array, "T k"], rows: Int[Array, " T*k"], **options
+) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"], Int32[Array, " T*k"], Int32[Array, "T k"], Int32[Array, " E+1"], Int32[Array, " E"], Float32[Array, ""]]:
+    """places, rows: as many as there are choices, of any values."""
+    r = jaxops.route(logits, places.shape[1], **options)
+    return r.weights, r.experts, r.row_indices, r.row_positions, r.group_offsets, r.load, r.aux_loss + r.z_loss
+
+
+@typed
+def update_router_bias(bias: Float32[Array, " E"], load: Int[Array, " E"] | Float[Array, " E"], rate: float) -> Float32[Array, " E"]:
+    return jaxops.update_router_bias(bias, load, rate)
+
+
 SIGNATURES = {
     "adaln": adaln,
     "dequantize": dequantize,
@@ -160,6 +179,8 @@ SIGNATURES = {
     "grouped_wgrad": grouped_wgrad,
     "quantize": quantize,
     "ragged_dot": ragged_dot,
+    "route": route,
+    "update_router_bias": update_router_bias,
 }
 
 M, K, N, G = 5, 3, 4, 2
@@ -236,6 +257,17 @@ def test_right_shapes_of_fp8_products_pass(backend, dtype):
     assert [out.dtype for out in outs] == [jnp.float32, *[dtype] * 4]
 
 
+@pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
+def test_right_shapes_of_routings_pass(backend, dtype):
+    def calls(logits, bias):
+        parts = route_parts(logits, jnp.zeros((M, 2), jnp.int32), jnp.zeros(2 * M, jnp.int32), capacity=2, backend=backend)
+        return parts, route(logits, 2, bias=bias, num_groups=3, top_groups=2, score="sigmoid", backend=backend).load, update_router_bias(bias, parts[5], 0.1)
+
+    logits = LHS.astype(dtype)
+    jax.eval_shape(calls, logits, VECTOR)
+    assert jax.eval_shape(jax.grad(lambda x: route(x, 2, backend=backend).weights.sum()), logits).dtype == dtype
+
+
 def test_right_shapes_pass_under_transformations():
     grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(LHS, RHS, BIAS)
     assert [g.shape for g in grads] == [(M, K), (G, K, N), (G, N)]
@@ -259,6 +291,10 @@ def test_right_shapes_pass_under_transformations():
         lambda: adaln_per_row(LHS, VECTORS, VECTORS, OFFSETS),
         lambda: gated_residual(LHS, LHS[1:], VECTORS, OFFSETS),
         lambda: gated_residual_adaln(LHS, LHS, VECTORS, VECTORS, LHS, OFFSETS),
+        lambda: route(LHS, 2, bias=VECTORS),
+        lambda: route(VECTOR, 2),
+        lambda: route_parts(LHS, SIZES, SIZES),
+        lambda: update_router_bias(VECTOR, SIZES, 0.1),
         lambda: quantize(VECTOR),
         lambda: quantize(LHS, scaling="tensorwise", amax=VECTOR),
         lambda: quantize_both(jnp.ones((300, 130)), jnp.ones((3, 2))),

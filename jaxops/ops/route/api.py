@@ -51,10 +51,8 @@ def route(
     >>> r = jaxops.route(logits, 2)
     >>> r.experts.tolist(), r.group_offsets.tolist(), r.row_indices.tolist()  # expert 0 has tokens 0 and 2, expert 1 tokens 1 and 2, expert 2 tokens 0 and 1
     ([[0, 2], [1, 2], [0, 1]], [0, 2, 4, 6], [0, 2, 1, 2, 0, 1])
-    >>> r.row_positions.tolist(), r.weights.round(2)
-    ([[0, 4], [2, 5], [1, 3]], Array([[0.73, 0.27],
-           [0.5 , 0.5 ],
-           [0.95, 0.05]], dtype=float32))
+    >>> r.row_positions.tolist(), (100 * r.weights).round().tolist()
+    ([[0, 4], [2, 5], [1, 3]], [[73.0, 27.0], [50.0, 50.0], [95.0, 5.0]])
 
     Args:
       logits: [T, E], bfloat16, float16 or float32: of the T tokens of this call; every one is routed. -inf keeps an expert from being chosen as long as

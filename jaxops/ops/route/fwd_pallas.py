@@ -39,10 +39,9 @@ def _best_groups(scores: jax.Array, columns: Columns, top_groups: int) -> jax.Ar
         first = of_groups(jnp.min, jnp.where(values == best, experts, _MOST))
         sums = best + of_groups(jnp.max, jnp.where(experts == first, -jnp.inf, values))
     numbers = jnp.arange(shape[2], dtype=jnp.int32)[None, :]
-    there = numbers < columns.groups
-    keys = jnp.where(there, keys_of(sums.reshape(rows, shape[2])), GONE)
+    keys = keys_of(sums.reshape(rows, shape[2]))  # what only fills up comes last: nothing is less than its -inf, and of equal ones the first wins
     left = lax.fori_loop(0, top_groups, lambda _, left: jnp.where(numbers == _largest(left, numbers), GONE, left), keys)
-    return jnp.broadcast_to((there & (left == GONE)).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
+    return jnp.broadcast_to((left == GONE).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
 
 
 def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):

@@ -82,9 +82,9 @@ def test_a_call_is_these_kernels(T, E, k, options):
     assert lowered(T, E, k, **options) == ["route_choose", "route_count", "route_place", "route_bwd"]
 
 
-@pytest.mark.parametrize("E", [8, 128])
-def test_candidates_lower_for_an_h200(E):
+def test_candidates_lower_for_an_h200():
     """Some of them: warps and rows change no shape in a kernel."""
+    E = 64
     fwd, bwd = (list({tile.step: tile for tile in candidates(name, Problem(4096, E))}.values()) for name in PASSES)
     for i in range(max(len(fwd), len(bwd))):
         assert len(lowered(4096, E, 2, plan=Plan("pallas", fwd[i % len(fwd)], bwd[i % len(bwd)]))) == 4

@@ -114,6 +114,47 @@ class MatrixShape:
 MATRICES = {shape.name: shape for shape in (MatrixShape(*dims) for dims in [(8192, 4096), (8192, 14336), (16384, 4096), (32768, 7168), (16384, 16384)])}
 
 
+@dataclasses.dataclass(frozen=True)
+class RouteShape:
+    """T tokens choose k of E experts; with groups as DeepSeek-V3, and then by sigmoid scores and a bias."""
+
+    model: str
+    T: int
+    E: int
+    k: int
+    num_groups: int = 1
+    top_groups: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}_t{self.T}"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"T": self.T, "E": self.E, "k": self.k}
+
+    @property
+    def options(self) -> dict:
+        """Of `jaxops.route`."""
+        if self.num_groups == 1:
+            return {}
+        return {"score": "sigmoid", "scale": 2.5, "num_groups": self.num_groups, "top_groups": self.top_groups}
+
+    def moved_bytes(self, pass_name: str) -> int:
+        """What one pass must read and write at the least, of float32 logits: they and, a choice each, weight, expert, row and token; with the backward the
+        logits once more, their gradient, and each choice's expert and cotangent."""
+        rows = {"fwd": 1, "fwd+bwd": 3}[pass_name]
+        choices = {"fwd": 4, "fwd+bwd": 6}[pass_name]
+        return 4 * self.T * (rows * self.E + choices * self.k)
+
+
+ROUTES = {
+    shape.name: shape
+    for T in (4096, 32768)
+    for shape in (RouteShape("mixtral", T, 8, 2), RouteShape("qwen3_30b", T, 128, 8), RouteShape("dsv3", T, 256, 8, num_groups=8, top_groups=4))
+}
+
+
 def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     """Rows of each group, int32 [G], summing to M; the same for the same arguments, on every machine.
 

@@ -1,0 +1,55 @@
+"""The routing benchmark's bytes and checks, and its own path on a CPU."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import bench_route, harness, shapes
+from benchmarks.bench_route import SMOKE, Case
+
+
+def test_bytes_are_those_of_every_input_and_output():
+    shape = shapes.ROUTES["dsv3_t4096"]
+    assert shape.moved_bytes("fwd") == 4 * 4096 * (256 + 4 * 8)
+    assert shape.moved_bytes("fwd+bwd") == 4 * 4096 * (3 * 256 + 6 * 8)
+    assert len(shapes.ROUTES) == 6
+
+
+def test_the_check_passes_what_is_right_and_fails_what_is_not():
+    parts = jax.jit(bench_route.side(Case(SMOKE, "fwd+bwd"), "xla"))(bench_route.make_inputs(SMOKE))
+    assert bench_route.errors(parts, parts) == (0, 0)
+    for name in ("weights", "dlogits"):
+        assert bench_route.errors(parts | {name: parts[name].at[5].multiply(1.1)}, parts)[0] > 1e-2
+        assert not bench_route.errors(parts | {name: parts[name].at[5, 0].set(jnp.nan)}, parts)[0] < 1e-2
+    for name in ("row_indices", "row_positions", "group_offsets", "load"):
+        with pytest.raises(ArithmeticError, match="tokens, experts, load, order of the rows are right"):
+            bench_route.errors(parts | {name: jnp.roll(parts[name], 1, axis=0)}, parts)
+    others = jax.jit(bench_route.side(Case(SMOKE, "fwd+bwd"), "xla"))(bench_route.make_inputs(SMOKE) | {"bias": jnp.arange(SMOKE.E, dtype=jnp.float32)})
+    with pytest.raises(ArithmeticError, match=r"only 0\.\d+ of the tokens"):
+        bench_route.errors(others, parts)
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(bench_route.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
+    result = run("--smoke", "--out", str(tmp_path), "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "route.jsonl").read_text().splitlines()]
+    assert rows[0]["op"] == "copy"
+    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [(p, b) for p in bench_route.PASSES for b in ("pallas", "xla")]
+    for row in rows:
+        assert set(harness.ROW_KEYS) <= set(row)
+        assert (row["vs"] != {}) == (row["backend"] == "pallas")
+    assert rows[1]["shape"] == {"T": 40, "E": 16, "k": 3}
+
+
+def test_without_a_gpu_nothing_lands_among_the_results():
+    assert run().exit_code == 2

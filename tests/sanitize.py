@@ -16,6 +16,7 @@ import numpy as np
 import jaxops
 from jaxops.ops import adaln, fp8_matmul
 from jaxops.ops import quantize as quantizing
+from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.quantize import Tile
 from jaxops.tuning import current_device
@@ -92,6 +93,33 @@ def fp8_products() -> None:
             print(options, "done", flush=True)
 
 
+def routing() -> None:
+    """Each kernel of the router: experts that fill up nothing and that fill up powers of two, in groups and not, with and without what drops rows; NaN."""
+    rng = np.random.default_rng(0)
+    for E, k, options in (
+        (64, 8, {}),
+        (13, 3, {"capacity": 20, "score": "sigmoid"}),
+        (160, 6, {"num_groups": 8, "top_groups": 3, "capacity": 9}),
+        (256, 9, {"num_groups": 8, "top_groups": 4, "score": "sigmoid"}),
+    ):
+        logits, bias = rng.normal(size=(M + 1, E)).astype(np.float32), jnp.asarray(rng.normal(size=E), jnp.float32)
+        logits[7], logits[9, 1] = np.nan, np.inf
+        for tile in (None, routes.Tile(8, 2, 4), routes.Tile(16, 16)):
+
+            @jax.jit
+            def run(logits, bias, k=k, options=options, tile=tile):
+                def smooth(logits):
+                    r = jaxops.route(logits, k, bias=bias, **options, plan=routes.Plan("pallas", tile, tile))
+                    return (r.weights, r.aux_loss, r.z_loss), r
+
+                found, vjp, r = jax.vjp(smooth, logits, has_aux=True)
+                return r, vjp(found)
+
+            for dtype in ("float32", "bfloat16"):
+                jax.block_until_ready(run(jnp.asarray(logits, dtype), bias))
+            print(E, k, options, tile, "done", flush=True)
+
+
 def quantize() -> None:
     """Every scaling in both layouts, each dtype, ragged and not, stochastically rounded and not, a stack; tiles as the heuristic has them and others."""
     rng = np.random.default_rng(0)
@@ -117,6 +145,6 @@ def quantize() -> None:
 
 
 if __name__ == "__main__":
-    checks = {check.__name__: check for check in (grouped_matmul, row_kernels, quantize, fp8_products)}
+    checks = {check.__name__: check for check in (grouped_matmul, row_kernels, quantize, routing, fp8_products)}
     for name in sys.argv[1:] or checks:
         checks[name]()

@@ -57,10 +57,11 @@ def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         logits = columns.load(ref["logits"], row, row_in)
         found = Scores.of(logits, spec)
         biased = found.scores if bias is None else found.scores + bias
-        allowed = columns.at(ref["logits"], row, row_in)[1]
+        keys = keys_of(logits if bias is None else biased)
+        if not columns.full:
+            keys = jnp.where(columns.inside, keys, GONE)
         if spec.num_groups > 1:
-            allowed = allowed & _best_groups(biased, columns, spec.top_groups)
-        keys = jnp.where(allowed, keys_of(logits if bias is None else biased), GONE)
+            keys = jnp.where(_best_groups(biased, columns, spec.top_groups), keys, GONE)
 
         def choose(j, carry):
             left, chosen = carry
@@ -76,8 +77,9 @@ def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         plgpu.store(ref["experts"].at[row, places], chosen, mask=mask)
         plgpu.store(ref["weights"].at[row, places], weights * spec.scale, mask=mask)
 
+        # Not left != keys: where a compiler finds the keys twice, as XLA does for Pallas' interpreter, two roundings would differ.
         counts, shares, z = sums
-        counts = counts + jnp.sum((allowed & (left == GONE)).astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
+        counts = counts + jnp.sum((row_in & (keys != GONE) & (left == GONE)).astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
         shares = shares + jnp.sum(jnp.where(row_in, found.share, 0.0), axis=0, keepdims=True)
         return counts, shares, z + jnp.sum(jnp.where(row_in, found.logsumexp * found.logsumexp, 0.0), axis=0, keepdims=True)
 

@@ -103,12 +103,12 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: 
 
 
 def heuristic(pass_name: Pass, problem: Problem) -> Tile:
-    """One warp a program, 16 scores a thread: Triton lays warps along the experts first, and every maximum over them would wait for all warps.
+    """One warp a program, up to 16 scores a thread: Triton lays warps along the experts first, and every maximum over them would wait for all warps.
 
     fwd takes 64 tokens, so that few counts are left to add up, but fewer where there would be less than four programs for each of an H200's multiprocessors.
     """
     width = power_of_2(problem.E)
-    step = max(1, min(64, 512 // width))
+    step = max(1, min(16, 512 // width))
     rows = 64 if pass_name == "fwd" else step
     while rows > step and -(-problem.T // rows) < 528:
         rows //= 2

@@ -103,7 +103,8 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: 
 
 
 def heuristic(pass_name: Pass, problem: Problem) -> Tile:
-    """One warp a program, up to 16 scores a thread: Triton lays warps along the experts first, and every maximum over them would wait for all warps.
+    """Up to 16 scores a thread of one warp: Triton lays warps along the experts first, and every maximum over them would wait for all. (From 1,024 experts on
+    there is no other way: a warp for each 1,024.)
 
     fwd takes 64 tokens, so that few counts are left to add up, but fewer where there would be less than four programs for each of an H200's multiprocessors.
     """

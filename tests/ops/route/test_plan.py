@@ -86,5 +86,5 @@ def test_candidates_lower_for_an_h200():
     """Some of them: warps and rows change no shape in a kernel."""
     E = 64
     fwd, bwd = (list({tile.step: tile for tile in candidates(name, Problem(4096, E))}.values()) for name in PASSES)
-    for i in range(max(len(fwd), len(bwd))):
+    for i in range(0, max(len(fwd), len(bwd)), 2):
         assert len(lowered(4096, E, 2, plan=Plan("pallas", fwd[i % len(fwd)], bwd[i % len(bwd)]))) == 4

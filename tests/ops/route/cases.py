@@ -54,6 +54,10 @@ class Variant:
         return case["bias"] if self.bias else None
 
 
+# Everything at once: what the contracts are tested with, too, so that it is compiled once.
+DEEPSEEK = Variant(12, 3, score="sigmoid", scale=2.5, bias=True, num_groups=4, top_groups=2, capacity=7)
+
+
 def make_case(variant: Variant, seed: int = 0) -> dict:
     """logits, bias, and cotangents of weights, aux_loss and z_loss."""
     rng = np.random.default_rng(seed)

@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from tests.compare import assert_close
 from tests.hopper import H200
-from tests.ops.route.cases import CHOSEN, RUNS, SMOOTH, Variant, apply, apply_reference, compiled, make_case
+from tests.ops.route.cases import CHOSEN, DEEPSEEK, RUNS, SMOOTH, apply, apply_reference, compiled, make_case
 
-# Four devices, or a batch of four, have 8 tokens each.
-VARIANT = Variant(6, 2, T=8, score="sigmoid", bias=True, num_groups=2, top_groups=1, capacity=3)
+VARIANT = DEEPSEEK
 CASE = make_case(VARIANT)
 
 
@@ -172,7 +171,7 @@ def test_a_routing_is_a_pytree():
 
 def test_feeds_a_grouped_product():
     """Experts after the router, and the sum with the router's weights: the same as each token's experts one by one."""
-    x, w = (np.random.default_rng(seed).normal(size=size).astype(np.float32) for seed, size in enumerate(((8, 4), (6, 4, 3))))
+    x, w = (np.random.default_rng(seed).normal(size=size).astype(np.float32) for seed, size in enumerate(((VARIANT.T, 4), (VARIANT.E, 4, 5))))
 
     @jax.jit
     def layer(x, w):
@@ -183,5 +182,5 @@ def test_feeds_a_grouped_product():
 
     got, routing = layer(x, w)
     weights, experts = np.asarray(routing.weights), np.asarray(routing.experts)
-    want = np.stack([sum(weights[t, j] * x[t] @ w[experts[t, j]] for j in range(2)) for t in range(8)])
+    want = np.stack([sum(weights[t, j] * x[t] @ w[experts[t, j]] for j in range(VARIANT.k)) for t in range(VARIANT.T)])
     assert_close(got, want, "float32")

@@ -10,12 +10,11 @@ import pytest
 import jaxops
 from jaxops.ops.route import Tile
 from tests.compare import assert_close
-from tests.ops.route.cases import KERNELS, RUNS, SMOOTH, Variant, apply, check, check_places, compiled, make_case
+from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, SMOOTH, Variant, apply, check, check_places, compiled, make_case
 
 # T is 37 and a program has 8 tokens, two at a time, or others where a variant says so. Groups of 3 fill up to 4; of 8 have two parts of 4.
 PLAIN = Variant(12, 3)
 DROPPING = Variant(8, 2, capacity=5)
-DEEPSEEK = Variant(12, 3, score="sigmoid", scale=2.5, bias=True, num_groups=4, top_groups=2, capacity=7)
 GROUPED = Variant(24, 4, num_groups=3, top_groups=2, fwd=Tile(16, 16, 4), bwd=Tile(8, 1))
 VARIANTS = {
     "plain": PLAIN,

@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import FractionalEvictionPolicy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper.tma import CachePolicy
+
+STREAMED = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
 
 @gluon.jit
@@ -36,9 +40,9 @@ def window(row, end, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
-def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr):
+def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr, STREAM: gl.constexpr = False):
     """A consumer's rows of a tile of C, as far as they lie before `end`; the first one does. WHOLE: `end` is C's own. ALIGNED: C's rows start at whole
-    16 bytes, as c_desc demands where it is given."""
+    16 bytes, as c_desc demands where it is given. STREAM: nobody reads C soon, it leaves the L2 first."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
@@ -51,7 +55,7 @@ def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE:
         elif WHOLE or min(row + BM, end) >= BM:
             fence_async_shared()
             first, at = window(row, end, BM)
-            tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]))
+            tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]), cache_policy=STREAMED if STREAM else None)
         else:
             store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
     else:  # float32 fills whole sectors from where it lies

@@ -198,7 +198,7 @@ def _add_result(acc, c_ptr, row, end, col, N, MMA: gl.constexpr):
 @gluon.jit
 def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N = used
     PART: gl.constexpr = WHICH if PARTS > 1 else 0
@@ -225,9 +225,9 @@ def _consume(
             if ACCUMULATE:
                 if group >= 0:  # an empty group's stay as they are, to the bit
                     acc = _add_result(acc, c_ptr, row, end, col, N, MMA)
-                    store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
+                    store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True, STREAM)
             else:
-                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
+                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True, STREAM)
         elif PARTS == 1:  # no more tiles
             s, phase = advance(s, phase, STAGES)
             _hand_over(turns, places, s, phase, 1 - WHICH)
@@ -243,7 +243,7 @@ def _consume(
 def grouped_gemm_kernel(
     a_desc, b_desc, bias, schedule, c_desc, c_ptr, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    ACCUMULATE: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = BM // PARTS
     A_SHAPE: gl.constexpr = [PART, BK] if KIND == ROWS else [BK, PART]
@@ -270,8 +270,8 @@ def grouped_gemm_kernel(
     made = (a_desc, b_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
     used = (bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N)
     gl.warp_specialize([
-        (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
-        (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
+        (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE, STREAM)),
+        (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE, STREAM)),
         (_produce, (made, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS)),
     ], [4, 1], [224, 56])  # fmt: skip
 
@@ -308,5 +308,6 @@ def _call(a, b, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, 
     return triton_call(
         a, b, bias, Scratch(schedule), store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
-        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, **constants,
+        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, STREAM=tiles.stream,
+        **constants,
     )  # fmt: skip

@@ -19,9 +19,12 @@ from benchmarks import checks, harness, host_costs, shapes
 from benchmarks.peers_jax import Passes, jax_peer, jaxops_passes
 from benchmarks.peers_torch import TorchProcess
 from benchmarks.shapes import GroupedShape
+from jaxops.ops.grouped_matmul import Problem, make_plan
+from jaxops.tuning import current_device, tuned_rows
 
 DTYPE = jnp.bfloat16
 SMOKE = GroupedShape("smoke", 4, 96, 64, 128)
+OURS = "jaxops"
 PEERS = "ragged_dot,tokamax_mosaic,tokamax_triton,torch_grouped_mm,cublas"
 
 
@@ -74,6 +77,14 @@ class Case:
         return 2 * {"fwd": s.M * s.N, "dgrad": s.M * s.K, "wgrad": s.G * s.K * s.N}[self.pass_name]
 
 
+def kernel_of(case: Case) -> str:
+    """Which of jaxops' kernels the case runs."""
+    if not harness.on_gpu():
+        return "pallas"
+    device, problem = current_device(), Problem(**case.shape.dims, dtype=jnp.dtype(DTYPE).name)
+    return getattr(make_plan(problem, device, tuned_rows("grouped_matmul", device)), case.pass_name).kernel
+
+
 def ready_jax(side: str, compiled: Callable, case: Case, inputs: Inputs) -> harness.Ready:
     """Checks one call's result, then gets it ready to be timed."""
     args = inputs.args(side, case.offsets)
@@ -109,7 +120,7 @@ def compile_sides(run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs)
             compiled[side] = harness.compile_fits(passes[pass_name], *inputs.args(side, any_offsets), cublas=side == "cublas")
         except Exception as error:
             harness.print_left_out(f"{side} at {shape.name} {pass_name}", error)
-            run.left_out += side == "pallas"
+            run.left_out += side == OURS
     return compiled
 
 
@@ -124,22 +135,22 @@ def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float
             ready[side].facts["compile_s"] = seconds
         except Exception as error:
             harness.print_left_out(f"{side} at {case.label}", error)
-            run.left_out += side == "pallas"
+            run.left_out += side == OURS
     if run.torch is not None:
         try:
             ready["torch_grouped_mm"] = ready_torch(run.torch, case)
         except Exception as error:
             harness.print_left_out(f"torch_grouped_mm at {case.label}", error)
     times = harness.interleave([side.variant for side in ready.values()], run.rounds)
-    run.left_out += "pallas" in ready and "pallas" not in times
+    run.left_out += OURS in ready and OURS not in times
     moved = case.shape.moved_bytes(case.pass_name, np.diff(case.offsets))
     least_us = run.ceilings.least_us(case.shape.flops, moved)
     cold = harness.cold(moved)
     for side, t in times.items():
         named = {"op": "grouped_matmul", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims}
-        named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": side}
+        named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": kernel_of(case) if side == OURS else side}
         facts = ready[side].facts | {"tflops": case.shape.flops / t.us_p50 / 1e6, "cold": cold}
-        harness.append_row(run.file, harness.make_row(named, t, least_us / t.us_p50, harness.ratios(side, times), ready[side].max_err, **facts))
+        harness.append_row(run.file, harness.make_row(named, t, least_us / t.us_p50, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
     line = " | ".join(f"{side} {t.us_p50:.0f} us {case.shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items())
     print(f"{case.label:32}{line}{'' if cold else ' | caches not cold'}", flush=True)
 
@@ -173,8 +184,8 @@ def measure_machine(run_torch: TorchProcess | None, file: pathlib.Path, smoke: b
     return ceilings
 
 
-def choose_sides(names: list[str]) -> dict[str, Passes]:
-    sides = {"pallas": jaxops_passes("pallas")}
+def choose_sides(names: list[str], backend: str) -> dict[str, Passes]:
+    sides = {OURS: jaxops_passes(backend)}
     for name in names:
         try:
             sides[name] = jax_peer(name)
@@ -205,7 +216,8 @@ def main(
     chosen = [SMOKE] if smoke else [shapes.GROUPED[name] for name in shape_names.split(",")]
     names = [name for name in peers.split(",") if name]
     torch = TorchProcess(root=str(harness.ROOT)) if "torch_grouped_mm" in names else None
-    sides = choose_sides([name for name in names if name != "torch_grouped_mm"])
+    backend = "auto" if harness.on_gpu() else "pallas"  # interpreted
+    sides = choose_sides([name for name in names if name != "torch_grouped_mm"], backend)
     if torch is not None:
         try:  # a machine without torch says so once
             torch.ask(do="prepare", op="grouped_matmul", **SMOKE.dims, **{"pass": "fwd", "dist": "balanced"})

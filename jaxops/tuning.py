@@ -24,7 +24,7 @@ from jaxops.ops.adaln.plan import key_of_row as adaln_key_of_row
 from jaxops.ops.fp8_matmul import product as fp8_product
 from jaxops.ops.fp8_matmul.plan import key_of_row as fp8_key_of_row
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul, grouped_wgrad
-from jaxops.ops.grouped_matmul.plan import PASSES, key_of_row
+from jaxops.ops.grouped_matmul.plan import PASSES, kernels_for, key_of_row
 from jaxops.ops.quantize.plan import LAYOUTS
 from jaxops.ops.quantize.plan import key_of_row as quantize_key_of_row
 from jaxops.profiling import device_times_us
@@ -49,11 +49,11 @@ def tune(
       passes: among "fwd", "dgrad", "wgrad".
       group_sizes: rows a group, one array a routing, each summing to at most M; the fastest plan is that with the least summed time. By default an
         even split and a Zipf split.
-      tiles: the candidates; by default `candidates(pass, problem, device)`.
+      tiles: the candidates; by default `candidates(pass, problem, device, kernel)` of each kernel that multiplies this problem on this device.
       say: called with each line of progress.
 
     Returns:
-      One row a pass, as `store` takes them.
+      One row a pass and kernel, as `store` takes them.
 
     Raises:
       RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
@@ -65,11 +65,14 @@ def tune(
     rhs = jax.random.normal(keys[2], (problem.G, problem.K, problem.N), problem.dtype)
     offsets = [jnp.asarray(np.concatenate([[0], np.cumsum(sizes)]), jnp.int32) for sizes in routings]
     rows = []
-    for name in passes:
+    flops = 2 * sum(int(sizes.sum()) for sizes in routings) / len(routings) * problem.K * problem.N
+    for name, kernel in itertools.product(passes, kernels_for(problem, device)):
+        mine = [t for t in tiles if t.kernel == kernel] if tiles is not None else candidates(name, problem, device, kernel)
+        if not mine:
+            continue
         operands = {"fwd": (lhs, rhs), "dgrad": (dout, rhs), "wgrad": (lhs, dout)}[name]
-        best, us = _fastest(name, _run, [(*operands, o) for o in offsets], list(tiles or candidates(name, problem, device)), say)
+        best, us = _fastest(name, _run, [(*operands, o) for o in offsets], mine, say)
         us /= len(routings)  # a call's, on the mean
-        flops = 2 * sum(int(sizes.sum()) for sizes in routings) / len(routings) * problem.K * problem.N
         size = {"G": problem.G, "M": problem.M, "K": problem.K, "N": problem.N}
         measured = {"us": round(us, 1), "tflops": round(flops / us / 1e6, 1)}
         rows.append({"pass": name, **size, "dtype": problem.dtype, "tiles": vars(best), **measured, **_made(device)})
@@ -227,7 +230,7 @@ def default_group_sizes(problem: Problem) -> list[np.ndarray]:
 
 
 def _run(name: str, backend: str, tiles: Tiles | None, a, b, offsets):
-    plan = Plan("xla") if backend == "xla" else Plan("pallas", tiles, tiles, tiles)
+    plan = Plan("xla") if backend == "xla" or tiles is None else Plan(tiles.kernel, tiles, tiles, tiles)
     if name == "wgrad":
         return grouped_wgrad(a, b, offsets, plan=plan)
     # The forward pass of a transposed rhs is the dgrad kernel, called directly.

@@ -4,11 +4,7 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import FractionalEvictionPolicy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-from triton.experimental.gluon.language.nvidia.hopper.tma import CachePolicy
-
-STREAMED = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
 
 @gluon.jit
@@ -19,6 +15,26 @@ def advance(s, phase, STAGES: gl.constexpr):
         s = 0
         phase ^= 1
     return s, phase
+
+
+@gluon.jit
+def take_number(counter):
+    """The next of the numbers that the grid's programs draw; by one warp. It comes when `number_taken` asks for it, so that the way there and back lies beside
+    what is done meanwhile (an atomic_add of Triton's waits at once)."""
+    assembly: gl.constexpr = """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+    }"""
+    return gl.inline_asm_elementwise(assembly, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def number_taken(number):
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -40,9 +56,9 @@ def window(row, end, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
-def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr, STREAM: gl.constexpr = False):
+def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr):
     """A consumer's rows of a tile of C, as far as they lie before `end`; the first one does. WHOLE: `end` is C's own. ALIGNED: C's rows start at whole
-    16 bytes, as c_desc demands where it is given. STREAM: nobody reads C soon, it leaves the L2 first."""
+    16 bytes, as c_desc demands where it is given."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
@@ -55,7 +71,7 @@ def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE:
         elif WHOLE or min(row + BM, end) >= BM:
             fence_async_shared()
             first, at = window(row, end, BM)
-            tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]), cache_policy=STREAMED if STREAM else None)
+            tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]))
         else:
             store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
     else:  # float32 fills whole sectors from where it lies

@@ -80,7 +80,7 @@ def test_a_failed_check_writes_no_row_and_fails_the_run(tmp_path, monkeypatch):
     options = ["--dists", "balanced", "--peers", "ragged_dot", "--passes", "fwd"]
     result = run(bench_grouped_matmul.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", *options)
     assert result.exit_code == 1
-    assert "left out: pallas at smoke balanced fwd: ArithmeticError: wrong result" in result.output
+    assert "left out: jaxops at smoke balanced fwd: ArithmeticError: wrong result" in result.output
     assert [row["backend"] for row in rows_of(tmp_path) if row["op"] == "grouped_matmul"] == ["ragged_dot"]
 
 

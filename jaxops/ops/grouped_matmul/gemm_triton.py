@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.device import current_device
-from jaxops._lib.hopper_triton import advance, panel_order, result_buffers, store, tile_layout, window
+from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store, take_number, tile_layout, window
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
@@ -88,9 +88,11 @@ def _produce(
     # Tiles are taken one by one as programs get free: those of small groups, and of programs that the card holds back, take less than others. What stands in
     # global memory is read a tile ahead, so that its latency lies beside the loads of the tile before.
     t = gl.program_id(0)
+    taken = take_number(schedule + 5 * entries)
     group, row, end, col, first, size = _locate(min(t, tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
     while t < tiles:
-        t = gl.num_programs(0) + gl.atomic_add(schedule + 5 * entries, 1, sem="relaxed")
+        t = gl.num_programs(0) + number_taken(taken)
+        taken = take_number(schedule + 5 * entries)
         next_group, next_row, next_end, next_col, next_first, next_size = _locate(min(t, tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
         mbarrier.wait(empty.index(s), phase)
         # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
@@ -198,7 +200,7 @@ def _add_result(acc, c_ptr, row, end, col, N, MMA: gl.constexpr):
 @gluon.jit
 def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr, STREAM: gl.constexpr,
+    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N = used
     PART: gl.constexpr = WHICH if PARTS > 1 else 0
@@ -225,9 +227,9 @@ def _consume(
             if ACCUMULATE:
                 if group >= 0:  # an empty group's stay as they are, to the bit
                     acc = _add_result(acc, c_ptr, row, end, col, N, MMA)
-                    store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True, STREAM)
+                    store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
             else:
-                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True, STREAM)
+                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
         elif PARTS == 1:  # no more tiles
             s, phase = advance(s, phase, STAGES)
             _hand_over(turns, places, s, phase, 1 - WHICH)
@@ -243,7 +245,7 @@ def _consume(
 def grouped_gemm_kernel(
     a_desc, b_desc, bias, schedule, c_desc, c_ptr, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
-    ACCUMULATE: gl.constexpr, STREAM: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = BM // PARTS
     A_SHAPE: gl.constexpr = [PART, BK] if KIND == ROWS else [BK, PART]
@@ -270,8 +272,8 @@ def grouped_gemm_kernel(
     made = (a_desc, b_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
     used = (bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N)
     gl.warp_specialize([
-        (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE, STREAM)),
-        (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE, STREAM)),
+        (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
+        (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
         (_produce, (made, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS)),
     ], [4, 1], [224, 56])  # fmt: skip
 
@@ -308,6 +310,5 @@ def _call(a, b, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, 
     return triton_call(
         a, b, bias, Scratch(schedule), store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
-        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, STREAM=tiles.stream,
-        **constants,
+        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, **constants,
     )  # fmt: skip

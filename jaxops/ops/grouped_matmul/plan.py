@@ -29,8 +29,6 @@ class Tiles:
       stages: depth of the load pipeline; each stage holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
       turns: "triton" only: its two consumers take turns at whole tiles, instead of half of each tile's rows: one stores while the other multiplies.
-      stream: "triton" only: the result leaves the L2 before anything else does. H200, 2026-11-21: dsv3's weight gradients, 7.5 GB from 0.6 GB of operands,
-        2,485 instead of 3,036 us; qwen3_30b's, which are smaller, 208 instead of 200.
       peel: "pallas" wgrad only: whole steps run in a loop without row masks, and the rest of the rows behind a branch, outside the pipeline. H200, 2026-11-21,
         balanced and skewed: 735 and 707 against 653 and 669 TFLOP/s at mixtral_up (4,096 rows a group on the mean), 419 and 378 against 410 and
         394 at qwen3_30b (256 rows), where the exposed rest costs more than the masks.
@@ -50,7 +48,6 @@ class Tiles:
     tail: int = 0
     kernel: Literal["pallas", "triton"] = "pallas"
     turns: bool = False
-    stream: bool = False
 
     def __post_init__(self):
         if self.kernel not in KERNELS:
@@ -122,9 +119,17 @@ def key_of_row(row: dict) -> tuple:
     return (*key_of(row["pass"], row["G"], row["M"], row["K"], row["N"], row["dtype"]), row["tiles"].get("kernel", "pallas"))
 
 
+def kernels_for(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Those that multiply it on this device, but for "pallas" on a CPU, which is interpreted."""
+    return KERNELS if device.is_hopper and has_jax_triton() and hopper_can(problem) else ("pallas",)
+
+
 def hopper_can(problem: Problem) -> bool:
     """Whether the triton kernel multiplies it: TMA wants rows of whole 16 bytes, and the kernel numbers of 16 bits."""
     return jnp.dtype(problem.dtype).itemsize == 2 and problem.K % 8 == problem.N % 8 == 0 < min(problem.K, problem.N)
+
+
+_LEAST_ROWS = 32  # of a mean group. H200, 2026-11-21, dsv3_small (16 rows a group): the Pallas kernel has lower tiles, 1,690 against 1,780 us
 
 
 def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
@@ -142,7 +147,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       ValueError: an unknown backend, or one that contradicts the plan.
       NotImplementedError: the triton backend elsewhere than on Hopper, for float32, or for sizes that are no multiples of 8; pallas on a TPU.
     """
-    kernels = KERNELS if device.is_hopper and has_jax_triton() and hopper_can(problem) else ("pallas",)
+    kernels = kernels_for(problem, device)
     if backend == "auto" and plan is None and len(kernels) > 1:
         backend, plan = "triton", Plan("triton")
     elif backend == "triton":
@@ -168,21 +173,28 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     table = {}
     for row in rows:
         table.setdefault(key_of_row(row), row)
+    # The kernel that would run if nothing were measured; another one only where both were.
+    usual = kernels[-1] if len(kernels) == 1 or p.M >= _LEAST_ROWS * p.G else "pallas"
     chosen = {}
     for name in PASSES:
         explicit = getattr(plan, name) if plan is not None else None
         if explicit is not None and explicit.kernel == "triton" != backend:
             raise ValueError(f"plan.{name} has kernel='triton' and plan.backend is {backend!r}: write Plan('triton', ...).")
-        keys = [(*key_of(read[name], p.G, p.M, K, N, p.dtype), kernel) for kernel in kernels]
-        tuned = min((table[key] for key in keys if key in table), key=lambda row: row["us"], default=None)
-        chosen[name] = explicit or (Tiles(**tuned["tiles"]) if tuned else heuristic(read[name], dataclasses.replace(p, K=K, N=N), device, kernels[-1]))
+        key = key_of(read[name], p.G, p.M, K, N, p.dtype)
+        measured = [table[*key, kernel] for kernel in kernels if (*key, kernel) in table and (*key, usual) in table]
+        if explicit is not None:
+            chosen[name] = explicit
+        elif measured:
+            chosen[name] = Tiles(**min(measured, key=lambda row: row["us"])["tiles"])
+        else:
+            chosen[name] = heuristic(read[name], dataclasses.replace(p, K=K, N=N), device, usual)
     return Plan(backend, **chosen)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """Tiles for a shape that nobody tuned: the largest that the problem fills, shrunk until they fit the device."""
     if kernel == "triton":
-        return Tiles(128, 256, 64, 8, kernel="triton")
+        return _hopper_heuristic(pass_name, problem)
     rows = -(-problem.M // max(problem.G, 1))
     # However short the mean group, tiles are high where there are rows enough: any group may hold them all, and Tiles.tail serves the short ones.
     out_rows, out_cols = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
@@ -208,6 +220,16 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         else:
             tiles = dataclasses.replace(tiles, bm=tiles.bm // 2, tail=_tail(pass_name, problem, tiles.bm // 2))
     return tiles
+
+
+def _hopper_heuristic(pass_name: str, problem: Problem) -> Tiles:
+    """H200, 2026-11-21, balanced and Zipf: 128x256 is the fastest wherever its columns are filled; where they are not, 128x128 in turns (dsmoe16b's forward,
+    1,408 columns: 699 against 665 TFLOP/s). Panels of 4 row tiles where groups are short, of 8 where they are not (mixtral_up: 806 against 782)."""
+    columns = problem.K if pass_name == "dgrad" else problem.N
+    panel = 4 if problem.M < 1024 * problem.G else 8
+    if -(-columns // 256) * 256 > 1.05 * -(-columns // 128) * 128:
+        return Tiles(128, 128, 64, 8, 5, panel, kernel="triton", turns=True) if pass_name != "wgrad" else Tiles(256, 128, 64, 8, 3, panel, kernel="triton")
+    return Tiles(128, 256, 64, 8, 3, panel, kernel="triton")
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -257,9 +279,8 @@ def candidates(pass_name: str, problem: Problem, device: Device, kernel: str = "
 def _hopper_candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     """The heuristic's, and each tile with as deep a pipeline as fits."""
     found = [heuristic(pass_name, problem, device, "triton")]
-    streams = (False, True) if pass_name == "wgrad" else (False,)
-    for (bm, bn, turns), panel, stream in itertools.product(HOPPER_TILES, (2, 4, 8, 16), streams):
-        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, stream=stream) for stages in (5, 4, 3)]
+    for (bm, bn, turns), panel in itertools.product(HOPPER_TILES, (4, 8, 16)):
+        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns) for stages in (5, 4, 3)]
         tiles = next(tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes)
         if tiles not in found:
             found.append(tiles)

@@ -79,14 +79,21 @@ def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE:
 
 
 @gluon.jit
-def store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
+def tile_at(ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
+    """Pointers to a tile of an array with N columns, and which of them lie in it, before `end`."""
     # A copy that the compiler cannot see through: else N's multiples, the same for every tile, would take registers from the sums.
     stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1)
     stride = stride // 8 * 8 if ALIGNED else stride  # rows start at whole 16 bytes
-    rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    corner = c_ptr + (gl.cast(row, gl.int64) * stride + col)
-    gl.store(corner + (rows[:, None] * stride + cols[None, :]), tile, mask=(rows < end - row)[:, None] & (cols < stride - col)[None, :])
+    rows = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))
+    corner = ptr + (gl.cast(row, gl.int64) * stride + col)
+    return corner + (rows[:, None] * stride + cols[None, :]), (rows < end - row)[:, None] & (cols < stride - col)[None, :]
+
+
+@gluon.jit
+def store_tile(tile, c_ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
+    pointers, mask = tile_at(c_ptr, row, end, col, N, tile.shape, LAYOUT, ALIGNED)
+    gl.store(pointers, tile, mask=mask)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.device import current_device
-from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store, take_number, tile_layout, window
+from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store, take_number, tile_at, tile_layout, window
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
@@ -71,7 +71,7 @@ def _told(facts, s):
     group = facts.index(5 * s).load(ONE).item()
     row = facts.index(5 * s + 1).load(ONE).item()
     end = facts.index(5 * s + 2).load(ONE).item()
-    col = facts.index(5 * s + 3).load(ONE).item()
+    col = facts.index(5 * s + 3).load(ONE).item() // 8 * 8  # as it is: so the compiler sees whole 16 bytes
     return group, row, end, col, facts.index(5 * s + 4).load(ONE).item()
 
 
@@ -85,15 +85,11 @@ def _produce(
     s = 0
     phase = 1
     mended = 0
-    # Tiles are taken one by one as programs get free: those of small groups, and of programs that the card holds back, take less than others. What stands in
-    # global memory is read a tile ahead, so that its latency lies beside the loads of the tile before.
+    # Tiles are taken one by one as programs get free: those of small groups, and of programs that the card holds back, take less than others.
     t = gl.program_id(0)
-    taken = take_number(schedule + 5 * entries)
-    group, row, end, col, first, size = _locate(min(t, tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
     while t < tiles:
-        t = gl.num_programs(0) + number_taken(taken)
-        taken = take_number(schedule + 5 * entries)
-        next_group, next_row, next_end, next_col, next_first, next_size = _locate(min(t, tiles - 1), schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
+        number = take_number(schedule + 5 * entries)
+        group, row, end, col, first, size = _locate(t, schedule, entries, num_i, G, M, N, K, BM, BN, PANEL, KIND)
         mbarrier.wait(empty.index(s), phase)
         # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
         told = gl.where(size > 0, group, -1)
@@ -132,7 +128,7 @@ def _produce(
                 fence_async_shared()
                 mbarrier.arrive(full.index(s), count=1)
             s, phase = advance(s, phase, STAGES)
-        group, row, end, col, first, size = next_group, next_row, next_end, next_col, next_first, next_size
+        t = gl.num_programs(0) + number_taken(number)
     for _ in gl.static_range(2 // PARTS):  # a tile of no steps is the last one, of each that takes turns
         mbarrier.wait(empty.index(s), phase)
         _tell(facts, s, -1, 0, 0, 0, 0)
@@ -188,13 +184,10 @@ def _add_bias(acc, bias, group, col, N, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _add_result(acc, c_ptr, row, end, col, N, MMA: gl.constexpr):
-    """acc and what stands in C."""
-    rows = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, MMA))
-    cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
-    corner = c_ptr + (gl.cast(row, gl.int64) * N + col)
-    mask = (rows < end - row)[:, None] & (cols < N - col)[None, :]
-    return acc + gl.load(corner + (rows[:, None] * N + cols[None, :]), mask=mask, other=0.0).to(gl.float32)
+def _before(c_ptr, row, end, col, N, SHAPE: gl.constexpr, MMA: gl.constexpr):
+    """What stands in C, which the sum starts from."""
+    pointers, mask = tile_at(c_ptr, row, end, col, N, SHAPE, MMA, True)
+    return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -220,15 +213,12 @@ def _consume(
         row += PART * (BM // PARTS)
         more = steps > 0
         if row < end:
-            acc = gl.zeros([BM // PARTS, BN], gl.float32, MMA)
+            SHAPE: gl.constexpr = [BM // PARTS, BN]
+            acc = _before(c_ptr, row, end, col, N, SHAPE, MMA) if ACCUMULATE else gl.zeros(SHAPE, gl.float32, MMA)
             acc, s, phase = _sum(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS)
             if bias is not None and group >= 0:  # rows outside stay zero
                 acc = _add_bias(acc, bias, group, col, N, MMA)
-            if ACCUMULATE:
-                if group >= 0:  # an empty group's stay as they are, to the bit
-                    acc = _add_result(acc, c_ptr, row, end, col, N, MMA)
-                    store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
-            else:
+            if not ACCUMULATE or group >= 0:  # else an empty group's, which stays as it is, to the bit
                 store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
         elif PARTS == 1:  # no more tiles
             s, phase = advance(s, phase, STAGES)

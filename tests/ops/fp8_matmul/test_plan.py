@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxops
+from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device, current_device
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates, make_plan
 from jaxops.ops.fp8_matmul import plan as planning
@@ -109,10 +110,10 @@ def test_what_a_call_is_traced_for(monkeypatch, kind, installed, backend):
 def test_jax_triton_is_looked_for_and_not_loaded(monkeypatch):
     def found(version: tuple, *modules: str) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(planning, "sys", types.SimpleNamespace(version_info=version))
+            patch.setattr(device_facts, "sys", types.SimpleNamespace(version_info=version))
             find_spec = lambda name: object() if name in modules else None
-            patch.setattr(planning, "importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=find_spec)))
-            return planning.has_jax_triton()
+            patch.setattr(device_facts, "importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=find_spec)))
+            return device_facts.has_jax_triton()
 
     assert found((3, 12), "jax_triton", "triton")
     assert not found((3, 12), "triton")

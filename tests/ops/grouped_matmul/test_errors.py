@@ -42,7 +42,8 @@ MATMUL_ERRORS = {
     "bias-int": ({"bias": shape(G, N, dtype="int32")}, TypeError, r"bias is int32.*bias\.astype"),
     "compute_dtype": ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype=int8.*bfloat16, float16, float32"),
     "out_dtype": ({"out_dtype": "int32"}, TypeError, "out_dtype=int32.*bfloat16, float16, float32"),
-    "backend": ({"backend": "triton"}, ValueError, "backend='triton'.*'auto', 'pallas' or 'xla'"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend='cuda'.*'auto', 'triton', 'pallas' or 'xla'"),
+    "backend-elsewhere": ({"backend": "triton"}, NotImplementedError, "triton backend needs a Hopper GPU"),
     "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
     "backend-and-plan": ({"backend": "xla", "plan": Plan("pallas")}, ValueError, r"backend='xla' contradicts plan\.backend='pallas'"),
     "precision-algorithm": ({"precision": "BF16_BF16_F32_X3"}, NotImplementedError, "BF16_BF16_F32_X3.*'highest'"),
@@ -68,7 +69,7 @@ WGRAD_ERRORS = {
         "out_dtype is bfloat16, but accumulate_into is float32.*leave out_dtype",
     ),
     "out_dtype": ({"out_dtype": "int32"}, TypeError, "out_dtype=int32.*bfloat16, float16, float32"),
-    "backend": ({"backend": "cuda"}, ValueError, "backend='cuda'.*'auto', 'pallas' or 'xla'"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend='cuda'.*'auto', 'triton', 'pallas' or 'xla'"),
     "plan-and-backend": ({"backend": "xla", "plan": Plan("pallas")}, ValueError, r"backend='xla' contradicts plan\.backend='pallas'"),
     "precision-algorithm": ({"precision": "BF16_BF16_F32_X3"}, NotImplementedError, "BF16_BF16_F32_X3.*'highest'"),
 }

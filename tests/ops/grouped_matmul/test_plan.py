@@ -15,7 +15,8 @@ import jaxops
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, make_plan
-from jaxops.ops.grouped_matmul.plan import PASSES, heuristic, key_of_row
+from jaxops.ops.grouped_matmul import plan as planning
+from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, heuristic, hopper_can, key_of_row
 from tests.hopper import lower_for_h200
 
 H200 = Device("NVIDIA H200", "gpu")
@@ -29,6 +30,15 @@ SHIPPED = [
 ]
 
 
+EIGHTS = Problem(8, 1000, 504, 704, "bfloat16")  # what the Hopper kernel can multiply, PROBLEM it cannot
+
+
+@pytest.fixture(autouse=True)
+def jax_triton(monkeypatch):
+    """As if it were installed, on Python 3.11, too: a plan is made without it."""
+    monkeypatch.setattr(planning, "has_jax_triton", lambda: True)
+
+
 def mark(panel: int) -> Tiles:
     """Tiles that no heuristic gives, told apart by their panel."""
     return Tiles(16, 16, 16, warps=1, stages=1, panel=panel)
@@ -36,7 +46,7 @@ def mark(panel: int) -> Tiles:
 
 def row(pass_name: str, tiles: Tiles, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("G", "M", "K", "N", "dtype")}
-    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), **change}
+    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), "us": 1.0, **change}
 
 
 def problem_of(row: dict) -> Problem:
@@ -93,7 +103,7 @@ def test_transposed_heuristic_is_that_of_the_swapped_problem():
     skewed = Problem(4, 4096, 32, 4096, "bfloat16")
     plan = make_plan(dataclasses.replace(skewed, transpose_rhs=True), H200)
     swapped = make_plan(dataclasses.replace(skewed, K=skewed.N, N=skewed.K), H200)
-    assert plan == Plan("pallas", swapped.dgrad, swapped.fwd, swapped.wgrad)
+    assert plan == Plan("triton", swapped.dgrad, swapped.fwd, swapped.wgrad)
 
 
 def test_backend_by_device():
@@ -102,6 +112,70 @@ def test_backend_by_device():
     assert make_plan(PROBLEM, CPU, backend="pallas").backend == "pallas"  # interpreted
     assert make_plan(PROBLEM, CPU, plan=Plan("pallas", fwd=mark(100))).fwd == mark(100)
     assert make_plan(PROBLEM, TPU, backend="xla") == Plan("xla")
+
+
+def test_kernel_by_device_and_problem(monkeypatch):
+    """Hopper's own where it can: numbers of 16 bits, widths that are multiples of 8, groups of more than a few rows, jax-triton installed."""
+
+    def kernels(problem, device=H200, **named):
+        plan = make_plan(problem, device, **named)
+        return plan.backend, *(getattr(plan, name).kernel for name in PASSES)
+
+    pallas = ("pallas",) * 4
+    assert kernels(EIGHTS) == kernels(EIGHTS, backend="triton") == kernels(EIGHTS, plan=Plan("triton")) == ("triton",) * 4
+    assert kernels(EIGHTS, backend="pallas") == kernels(EIGHTS, GPUS[1]) == pallas
+    assert [hopper_can(dataclasses.replace(EIGHTS, **change)) for change in ({"K": 500}, {"N": 700}, {"dtype": "float32"}, {"K": 0})] == [False] * 4
+    assert kernels(dataclasses.replace(EIGHTS, K=500)) == pallas
+    few = dataclasses.replace(EIGHTS, M=100)
+    assert kernels(few) == ("triton", *pallas[1:])
+    assert kernels(few, backend="triton") == ("triton",) * 4
+    monkeypatch.setattr(planning, "has_jax_triton", lambda: False)
+    assert kernels(EIGHTS) == pallas
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU and jax-triton"):
+        make_plan(EIGHTS, H200, backend="triton")
+
+
+@pytest.mark.parametrize(("change", "said"), [({"dtype": "float32"}, "this is float32"), ({"K": 500}, "K=500"), ({"N": 700}, "N=700")])
+def test_triton_says_what_it_cannot(change, said):
+    with pytest.raises(NotImplementedError, match=f"bfloat16 and float16, with K and N multiples of 8.*{said}.*backend='pallas'"):
+        make_plan(dataclasses.replace(EIGHTS, **change), H200, backend="triton")
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
+        make_plan(EIGHTS, CPU, plan=Plan("triton"))
+
+
+def test_triton_tiles_under_another_backend_raise():
+    with pytest.raises(ValueError, match=r"plan\.fwd has kernel='triton'.*'pallas'.*write Plan\('triton'"):
+        make_plan(EIGHTS, H200, plan=Plan("pallas", fwd=heuristic("fwd", EIGHTS, H200, "triton")))
+
+
+def test_the_faster_of_both_kernels():
+    """Where both were measured; where only the other one was, the usual one's heuristic: who measured one kernel does not know of the other."""
+    pallas, triton = mark(100), dataclasses.replace(heuristic("fwd", EIGHTS, H200, "triton"), panel=101)
+    slow, fast = row("fwd", pallas, EIGHTS, us=2.0), row("fwd", triton, EIGHTS, us=1.0)
+    assert make_plan(EIGHTS, H200, [slow, fast]).fwd == triton
+    assert make_plan(EIGHTS, H200, [{**slow, "us": 0.5}, fast]).fwd == pallas
+    assert make_plan(EIGHTS, H200, [{**slow, "us": 0.5}, fast], backend="triton").fwd == triton
+    assert make_plan(EIGHTS, H200, [slow, fast], backend="pallas").fwd == pallas
+    assert make_plan(EIGHTS, H200, [slow]).fwd == heuristic("fwd", EIGHTS, H200, "triton")
+
+
+@pytest.mark.parametrize("change", [{"bm": 64}, {"bn": 64}, {"turns": True}, {"bk": 32}, {"warps": 4}, {"tail": 16}, {"stages": 1}], ids=str)
+def test_tiles_that_the_triton_kernel_has_not(change):
+    with pytest.raises(ValueError, match="the triton kernel has tiles of 128x256"):
+        dataclasses.replace(Tiles(128, 256, 64, 8, kernel="triton"), **change)
+
+
+def test_an_unknown_kernel():
+    with pytest.raises(ValueError, match=r"Tiles\.kernel='cuda' must be one of 'pallas', 'triton'"):
+        Tiles(128, 256, 64, 8, kernel="cuda")  # pyright: ignore[reportArgumentType]
+
+
+def test_triton_candidates():
+    for name in PASSES:
+        found = candidates(name, EIGHTS, H200, "triton")
+        assert len(set(found)) == len(found)
+        assert {(tiles.bm, tiles.bn, tiles.turns) for tiles in found} == set(HOPPER_TILES)
+        assert all(tiles.shared_bytes("bfloat16") <= H200.shared_bytes for tiles in found)
 
 
 @pytest.mark.parametrize("chosen", [{"backend": "pallas"}, {"plan": Plan("pallas")}], ids=["backend", "plan"])
@@ -157,6 +231,8 @@ def test_heuristic_fits_every_device(G, M, K, N, dtype, transpose_rhs, device):
     for name in PASSES:
         tiles = getattr(plan, name)
         assert tiles.shared_bytes(dtype) <= device.shared_bytes
+        if tiles.kernel == "triton":  # its tiles are what they are
+            continue
         assert tiles.bm < 2 * max(16, covered[name][0])
         assert tiles.bn < 2 * max(16, covered[name][1])
         assert tiles.peel in (False, name == "wgrad")
@@ -200,12 +276,12 @@ def test_shipped_row(file, row):
     assert file == f"{device.slug}.jsonl"
     assert row["tflops"] == pytest.approx(2 * problem.M * problem.K * problem.N / row["us"] / 1e6, rel=0.01)
     rows = tuned_rows("grouped_matmul", device)
-    assert getattr(make_plan(problem, device, rows), row["pass"]) == tiles
+    assert getattr(make_plan(problem, device, rows, backend=tiles.kernel), row["pass"]) == tiles
     swapped = dataclasses.replace(problem, K=problem.N, N=problem.K, transpose_rhs=True)
     reads = {"fwd": "dgrad", "dgrad": "fwd", "wgrad": "wgrad"}[row["pass"]]
-    assert getattr(make_plan(swapped, device, rows), reads) == tiles
+    assert getattr(make_plan(swapped, device, rows, backend=tiles.kernel), reads) == tiles
     assert tiles.shared_bytes(row["dtype"]) <= device.shared_bytes
-    assert tiles in candidates(row["pass"], problem, device)
+    assert tiles in candidates(row["pass"], problem, device, tiles.kernel)
 
 
 # Lowering does not depend on sizes beyond what is masked, so one small problem stands for all.
@@ -247,7 +323,8 @@ def kernels_of(pass_name: str, tiles: list[Tiles]) -> list[Tiles]:
 
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_shipped_tiles_lower_for_an_h200(pass_name):
-    for tiles in {Tiles(**row["tiles"]) for _, row in SHIPPED if row["pass"] == pass_name and row["device"] == H200.kind}:
+    shipped = {Tiles(**row["tiles"]) for _, row in SHIPPED if row["pass"] == pass_name and row["device"] == H200.kind}
+    for tiles in (tiles for tiles in shipped if tiles.kernel == "pallas"):  # the other kernel is compiled in test_triton.py
         assert_two_kernels(lowered(pass_name, tiles), pass_name)
 
 
@@ -266,11 +343,11 @@ def test_heuristic_lowers_for_an_h200(pass_name, dtype):
 
 
 def test_gradient_lowers_for_an_h200():
-    """A user's call: "auto" takes the kernels, and all three passes are in it, each with its schedule."""
+    """A user's call, and all three passes are in it, each with its schedule."""
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((512, 256), (4, 256, 128), (512, 128))]
 
     def gradients(lhs, rhs, dout, offsets):
-        out, vjp = jax.vjp(lambda lhs, rhs: jaxops.grouped_matmul(lhs, rhs, offsets), lhs, rhs)
+        out, vjp = jax.vjp(lambda lhs, rhs: jaxops.grouped_matmul(lhs, rhs, offsets, backend="pallas"), lhs, rhs)
         return out, vjp(dout)
 
     text = lower_for_h200(gradients, *shapes, jax.ShapeDtypeStruct((5,), "int32"))

@@ -62,12 +62,12 @@ def test_user_rows_win_over_shipped_ones():
     shipped = tuned_rows("grouped_matmul", H200)
     first = next(r for r in shipped if r["pass"] == "fwd")
     problem = Problem(*(first[name] for name in ("G", "M", "K", "N", "dtype")))
-    assert make_plan(problem, H200, shipped).fwd == Tiles(**first["tiles"])
+    assert make_plan(problem, H200, shipped, backend="pallas").fwd == Tiles(**first["tiles"])
     mine = Tiles(16, 16, 16, panel=100)
     put({**first, "tiles": vars(mine)}, device=H200)
     rows = tuned_rows("grouped_matmul", H200)
     assert rows[1:] == shipped  # the shipped ones stay, behind
-    assert make_plan(problem, H200, rows).fwd == mine
+    assert make_plan(problem, H200, rows, backend="pallas").fwd == mine
 
 
 def test_rows_are_read_once_and_again_after_a_store():

@@ -70,20 +70,22 @@ def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescripto
     return TensorDescriptor(x, shape, (columns, columns, 1), (1, *block), layout)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout", "result"])
 @dataclasses.dataclass(frozen=True)
 class OutTile:
-    """Stands, as an operand, for the result as `row_windows`; what a call with it gives is in the same memory.
+    """Stands, as an operand, for a result as `row_windows`; what a call with it gives is in the same memory.
 
     Attributes:
       block: rows and columns of what one store writes.
       layout: of the shared memory that it is stored from.
       first: what stands there before, of the result's shape and dtype; None for anything.
+      result: which one of the results.
     """
 
     block: tuple[int, int]
     layout: Any
     first: jax.Array | None = None
+    result: int = 0
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
@@ -94,56 +96,61 @@ class Scratch:
     array: jax.Array
 
 
-def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> jax.Array:
-    """One launch on a Hopper GPU, with one result, whose pointer is the one parameter of the kernel that is not given.
+def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> Any:
+    """One launch on a Hopper GPU; its results' pointers are the parameters of the kernel that are not given, in their order.
 
     `jax_triton.triton_call` makes TMA descriptors of operands only. One that the kernel builds itself would take memory from the driver at every launch,
     which CUDA graphs refuse. So where an operand is an `OutTile`, its descriptor is that of an array, uninitialised or what it brings, whose memory
     becomes the result's.
 
     Args:
-      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile and one Scratch, None,
-        numbers, constants.
-      out_type: shape and dtype of the result.
+      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile a result, at most
+        one Scratch, None, numbers, constants.
+      out_type: shape and dtype of the result; or a tuple of them, for a tuple of results.
       grid: how many programs.
       name: what profilers show.
 
     Raises:
-      TypeError: more or fewer parameters given than all but one.
+      TypeError: more or fewer parameters given than all but the results'.
     """
     function = triton_lib.TritonFunction(kernel)
     values = dict(function.signature.bind_partial(*operands, **named).arguments)
     missing = [parameter for parameter in function.param_names if parameter not in values]
-    if len(missing) != 1 or missing[0] in function.constexpr_param_names:
-        raise TypeError(f"{function.name} needs all of its parameters but the result's pointer; these are not given: {', '.join(missing) or 'none'}.")
+    results = out_type if isinstance(out_type, tuple) else (out_type,)
+    if len(missing) != len(results) or set(missing) & set(function.constexpr_param_names):
+        pointers = "the result's pointer" if len(results) == 1 else f"the {len(results)} results' pointers"
+        raise TypeError(f"{function.name} needs all of its parameters but {pointers}; these are not given: {', '.join(missing) or 'none'}.")
     constants = tuple((parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names)
     arguments = [
-        triton_lib._OutputPlaceholder(0) if parameter in missing else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
+        triton_lib._OutputPlaceholder(missing.index(parameter))
+        if parameter in missing
+        else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
         for parameter in function.non_constexpr_param_names
     ]
-    return _launch(arguments, kernel, tuple(out_type.shape), jnp.dtype(out_type.dtype), grid, name, constants)
+    found = _launch(arguments, kernel, tuple((tuple(result.shape), jnp.dtype(result.dtype)) for result in results), grid, name, constants)
+    return tuple(found) if isinstance(out_type, tuple) else found[0]
 
 
 # Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.
-@functools.partial(jax.jit, static_argnums=range(1, 7), inline=True)
-def _launch(arguments: list, kernel, shape, dtype, grid: int, name: str, constants: tuple) -> jax.Array:
-    aliases, results = {}, [jax.ShapeDtypeStruct(shape, dtype)]
+@functools.partial(jax.jit, static_argnums=range(1, 6), inline=True)
+def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple) -> list[jax.Array]:
+    aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
     for place, argument in enumerate(arguments):
         number = sum(before is not None for before in arguments[:place])
         if isinstance(argument, OutTile):
-            aliases[number] = 0
-            there = jax.lax.empty(shape, dtype) if argument.first is None else argument.first
+            aliases[number] = argument.result
+            there = jax.lax.empty(*results[argument.result]) if argument.first is None else argument.first
             arguments[place] = row_windows(there, argument.block, argument.layout)
         elif isinstance(argument, Scratch):
-            aliases[number] = 1
+            aliases[number] = len(types)
             arguments[place] = argument.array
-            results.append(jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype))
+            types.append(jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype))
     arrays, tree = jax.tree.flatten(arguments)
     # Fusion is said, because Triton 3.9 warns where it is not and 3.10 will choose otherwise: sum + product * scale is one instruction.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}
-    result, *_ = triton_lib.triton_kernel_call_p.bind(
-        *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(results), grid=(grid,), compute_capability=90,
+    found = triton_lib.triton_kernel_call_p.bind(
+        *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(types), grid=(grid,), compute_capability=90,
         backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases), zeroed_outputs=(), serialized_metadata=b"",
         cost_estimate=None, has_side_effect=False, metaparams=triton_lib.FrozenDict(dict(constants)),
     )  # fmt: skip
-    return result
+    return list(found[: len(results)])

@@ -1,0 +1,109 @@
+"""A gated linear unit over ragged groups for Hopper, in Gluon: both products, side by side in one tile, and the activation in one kernel.
+
+Gate's columns and up's lie beside each other in shared memory, so that one instruction multiplies both, and in the registers of one thread.
+"""
+
+import jax
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from jaxops._lib.device import current_device
+from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, produce, sum_steps, told
+from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_layout
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
+from jaxops._lib.tiling import tile_bound
+
+BM, BF = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of h, of a tile
+STAGES = gl.constexpr(3)
+
+
+@gluon.jit
+def _activate(x, ACTIVATION: gl.constexpr):
+    if ACTIVATION == "relu":
+        y = gl.where(x <= 0.0, 0.0, x)  # NaN stays
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # 0.5 x (1 + tanh(z)) = x sigmoid(2 z)
+        y = x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "sigmoid":
+        y = 1.0 / (1.0 + gl.exp(-x))
+    else:
+        gl.static_assert(ACTIVATION == "silu")
+        y = x / (1.0 + gl.exp(-x))
+    return y
+
+
+@gluon.jit
+def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
+    h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = used
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BF, 16])
+    s = 0
+    phase = 0
+    buf = 0
+    more = True
+    while more:
+        mbarrier.wait(full.index(s), phase)
+        _, row, end, col, steps = told(facts, s)
+        row += WHICH * (BM // 2)
+        more = steps > 0
+        if row < end:
+            acc = gl.zeros([BM // 2, 2 * BF], gl.float32, MMA)
+            acc, s, phase = sum_steps(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, False, 2)
+            pre = acc.to(a_bufs.dtype)  # as they are saved: the backward sees the same
+            gate, up = pre.reshape([BM // 2, 2, BF]).permute((0, 2, 1)).split()
+            # Two buffers a consumer, in turns: one store fills its own while the one before is still read.
+            if gate_desc is not None:
+                store(gate, gate_desc, gate_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
+                buf ^= 1
+                store(up, up_desc, up_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
+                buf ^= 1
+            h = _activate(gate.to(gl.float32), ACTIVATION) * up.to(gl.float32)
+            store(h, h_desc, h_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
+            buf ^= 1
+        else:
+            for _ in range(steps):
+                mbarrier.wait(full.index(s), phase)
+                mbarrier.arrive(empty.index(s), count=1)
+                s, phase = advance(s, phase, STAGES)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def grouped_glu_kernel(
+    x_desc, gate_w_desc, up_w_desc, up_from, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K,
+    PANEL: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(x_desc, gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2)
+    bufs = result_buffers(h_ptr, 4, BM // 2, BF)
+    made = (x_desc, gate_w_desc, (up_w_desc, up_from), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+    used = (h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
+    gl.warp_specialize([
+        (_consume, (used, 0, ACTIVATION)),
+        (_consume, (used, 1, ACTIVATION)),
+        (produce, (made, BM, 2 * BF, STAGES, PANEL, ROWS, False, 2)),
+    ], [4, 1], [224, 56])  # fmt: skip
+
+
+def fwd_triton(x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, *, activation: str, save: bool, panel: int) -> tuple[jax.Array, ...]:
+    """x[M, K], gate's and up's weights [G, K, F] or both [G, K, 2 F], offsets[G + 1] -> h [M, F], and with save the pre-activations, as the weights are:
+    gate and up [M, F], or both [M, 2 F]. bfloat16 or float16, K and F multiples of 8; no size is 0."""
+    (M, K), G, F = x.shape, weights[0].shape[0], weights[-1].shape[2] * len(weights) // 2
+    joined = len(weights) == 1
+    part, cols = BM.value // 2, BF.value
+    x_desc = TensorDescriptor.from_array(x, (part, 64), layout=tile_layout(x.dtype, (part, 64)))
+    descs = [TensorDescriptor.from_array(w, (1, 64, cols), layout=tile_layout(w.dtype, (1, 64, cols))) for w in weights]
+    schedule = schedule_rows(offsets, M, BM.value, False)
+    h = out_struct((M, F), x.dtype, like=x)
+    layout = tile_layout(x.dtype, (1, part, cols))
+    results = (h, h, h) if save else (h,)
+    outs = [OutTile((part, cols), layout, None, i) if i < len(results) else None for i in range(3)]
+    pointers = {} if save else {"gate_ptr": None, "up_ptr": None}
+    count = tile_bound(M, G, BM.value) * -(-F // cols)
+    return triton_call(
+        x_desc, descs[0], descs[-1], F if joined else 0, Scratch(schedule), *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
+        grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, PANEL=panel,
+        ACTIVATION=activation,
+    )  # fmt: skip

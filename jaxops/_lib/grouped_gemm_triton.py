@@ -97,10 +97,14 @@ def told(facts, s):
 
 @gluon.jit
 def produce(
-    made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
-):
-    """Takes tiles until there are none, and loads each one's steps. second: None, or another B as a descriptor, and how many columns further it is read: then
-    a tile has BN / 2 columns of both, side by side."""
+    made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
+    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles until there are none, and loads each one's steps.
+
+    DYNAMIC: as programs get free, instead of each its own. second: None, or another B's descriptor, and how many columns further it is read: then a tile has
+    BN / 2 columns of both, side by side.
+    """
     a_desc, b_desc, second, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
     PART: gl.constexpr = BM // PARTS
     COLS: gl.constexpr = BN if second is None else BN // 2
@@ -108,10 +112,11 @@ def produce(
     s = 0
     phase = 1
     mended = 0
-    # Tiles are taken one by one as programs get free: those of small groups, and of programs that the card holds back, take less than others.
     t = gl.program_id(0)
     while t < tiles:
-        number = take_number(schedule + 5 * entries)
+        following = t + gl.num_programs(0)
+        if DYNAMIC:  # asked for now, needed when this tile is loaded
+            following = take_number(schedule + 5 * entries)
         group, row, end, col, first, size = locate(t, schedule, entries, num_i, G, M, N, K, BM, COLS, PANEL, KIND)
         mbarrier.wait(empty.index(s), phase)
         # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
@@ -154,7 +159,7 @@ def produce(
                 fence_async_shared()
                 mbarrier.arrive(full.index(s), count=1)
             s, phase = advance(s, phase, STAGES)
-        t = gl.num_programs(0) + number_taken(number)
+        t = gl.num_programs(0) + number_taken(following) if DYNAMIC else following
     for _ in gl.static_range(2 // PARTS):  # a tile of no steps is the last one, of each that takes turns
         mbarrier.wait(empty.index(s), phase)
         tell(facts, s, -1, 0, 0, 0, 0)

@@ -122,9 +122,7 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
         raise TypeError(f"{function.name} needs all of its parameters but {pointers}; these are not given: {', '.join(missing) or 'none'}.")
     constants = tuple((parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names)
     arguments = [
-        triton_lib._OutputPlaceholder(missing.index(parameter))
-        if parameter in missing
-        else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
+        triton_lib._OutputPlaceholder(missing.index(parameter)) if parameter in missing else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
         for parameter in function.non_constexpr_param_names
     ]
     found = _launch(arguments, kernel, tuple((tuple(result.shape), jnp.dtype(result.dtype)) for result in results), grid, name, constants)

@@ -74,7 +74,7 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
 @gluon.jit
 def grouped_glu_kernel(
     x_desc, gate_w_desc, up_w_desc, up_from, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K,
-    PANEL: gl.constexpr, ACTIVATION: gl.constexpr,
+    PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(x_desc, gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2)
     bufs = result_buffers(h_ptr, 4, BM // 2, BF)
@@ -83,11 +83,13 @@ def grouped_glu_kernel(
     gl.warp_specialize([
         (_consume, (used, 0, ACTIVATION)),
         (_consume, (used, 1, ACTIVATION)),
-        (produce, (made, BM, 2 * BF, STAGES, PANEL, ROWS, False, 2)),
+        (produce, (made, BM, 2 * BF, STAGES, PANEL, DYNAMIC, ROWS, False, 2)),
     ], [4, 1], [224, 56])  # fmt: skip
 
 
-def fwd_triton(x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, *, activation: str, save: bool, panel: int) -> tuple[jax.Array, ...]:
+def fwd_triton(
+    x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, *, activation: str, save: bool, panel: int, dynamic: bool
+) -> tuple[jax.Array, ...]:
     """x[M, K], gate's and up's weights [G, K, F] or both [G, K, 2 F], offsets[G + 1] -> h [M, F], and with save the pre-activations, as the weights are:
     gate and up [M, F], or both [M, 2 F]. bfloat16 or float16, K and F multiples of 8; no size is 0."""
     (M, K), G, F = x.shape, weights[0].shape[0], weights[-1].shape[2] * len(weights) // 2
@@ -105,5 +107,5 @@ def fwd_triton(x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array,
     return triton_call(
         x_desc, descs[0], descs[-1], F if joined else 0, Scratch(schedule), *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
         grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, PANEL=panel,
-        ACTIVATION=activation,
+        DYNAMIC=dynamic, ACTIVATION=activation,
     )  # fmt: skip

@@ -77,7 +77,7 @@ def _consume(
 def grouped_gemm_kernel(
     a_desc, b_desc, bias, schedule, c_desc, c_ptr, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(a_desc, b_desc, BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
     c_bufs = result_buffers(c_ptr, 2, BM // PARTS, BN)
@@ -86,7 +86,7 @@ def grouped_gemm_kernel(
     gl.warp_specialize([
         (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
         (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
-        (produce, (made, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS)),
+        (produce, (made, BM, BN, STAGES, PANEL, DYNAMIC, KIND, TRANSPOSED, PARTS)),
     ], [4, 1], [224, 56])  # fmt: skip
 
 
@@ -122,5 +122,6 @@ def _call(a, b, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, 
     return triton_call(
         a, b, bias, Scratch(schedule), store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
-        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, **constants,
+        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, DYNAMIC=tiles.dynamic,
+        **constants,
     )  # fmt: skip

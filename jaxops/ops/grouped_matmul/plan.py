@@ -29,6 +29,9 @@ class Tiles:
       stages: depth of the load pipeline; each stage holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
       turns: "triton" only: its two consumers take turns at whole tiles, instead of half of each tile's rows: one stores while the other multiplies.
+      dynamic: "triton" only: programs take tiles as they get free, instead of every 132nd (on an H200). Balances wgrad, whose sums are as long as groups
+        (qwen3_30b, Zipf: 474 instead of 398 TFLOP/s) and what the memory bounds (dsv3's forward: 510 instead of 486); costs 3 to 9 % elsewhere (qwen3_30b's
+        forward: 594 instead of 614), for programs that share operands drift apart. H200, 2026-11-21.
       peel: "pallas" wgrad only: whole steps run in a loop without row masks, and the rest of the rows behind a branch, outside the pipeline. H200, 2026-11-21,
         balanced and skewed: 735 and 707 against 653 and 669 TFLOP/s at mixtral_up (4,096 rows a group on the mean), 419 and 378 against 410 and
         394 at qwen3_30b (256 rows), where the exposed rest costs more than the masks.
@@ -48,6 +51,7 @@ class Tiles:
     tail: int = 0
     kernel: Literal["pallas", "triton"] = "pallas"
     turns: bool = False
+    dynamic: bool = False
 
     def __post_init__(self):
         if self.kernel not in KERNELS:
@@ -226,10 +230,11 @@ def _hopper_heuristic(pass_name: str, problem: Problem) -> Tiles:
     """H200, 2026-11-21, balanced and Zipf: 128x256 is the fastest wherever its columns are filled; where they are not, 128x128 in turns (dsmoe16b's forward,
     1,408 columns: 699 against 665 TFLOP/s). Panels of 4 row tiles where groups are short, of 8 where they are not (mixtral_up: 806 against 782)."""
     columns = problem.K if pass_name == "dgrad" else problem.N
-    panel = 4 if problem.M < 1024 * problem.G else 8
-    if -(-columns // 256) * 256 > 1.05 * -(-columns // 128) * 128:
-        return Tiles(128, 128, 64, 8, 5, panel, kernel="triton", turns=True) if pass_name != "wgrad" else Tiles(256, 128, 64, 8, 3, panel, kernel="triton")
-    return Tiles(128, 256, 64, 8, 3, panel, kernel="triton")
+    rows = -(-problem.M // max(problem.G, 1))
+    how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton", "dynamic": pass_name == "wgrad" or rows <= 128}
+    if -(-columns // 256) * 256 <= 1.05 * -(-columns // 128) * 128:
+        return Tiles(128, 256, 64, 8, 3, **how)
+    return Tiles(256, 128, 64, 8, 3, **how) if pass_name == "wgrad" else Tiles(128, 128, 64, 8, 5, **how, turns=True)
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -279,8 +284,9 @@ def candidates(pass_name: str, problem: Problem, device: Device, kernel: str = "
 def _hopper_candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     """The heuristic's, and each tile with as deep a pipeline as fits."""
     found = [heuristic(pass_name, problem, device, "triton")]
-    for (bm, bn, turns), panel in itertools.product(HOPPER_TILES, (4, 8, 16)):
-        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns) for stages in (5, 4, 3)]
+    ways = (True,) if pass_name == "wgrad" else (False, True)
+    for (bm, bn, turns), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
+        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, dynamic=dynamic) for stages in (5, 4, 3)]
         tiles = next(tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes)
         if tiles not in found:
             found.append(tiles)

@@ -13,6 +13,7 @@ from jaxops.lengths import bucket_length
 from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
 from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
+from jaxops.ops.permute import combine, permute
 from jaxops.ops.quantize import Quantized, dequantize, quantize
 from jaxops.ops.route import Routing, route, update_router_bias
 
@@ -22,6 +23,7 @@ __all__ = [
     "Routing",
     "adaln",
     "bucket_length",
+    "combine",
     "dequantize",
     "fp8_grouped_matmul",
     "fp8_matmul",
@@ -29,6 +31,7 @@ __all__ = [
     "gated_residual_adaln",
     "grouped_matmul",
     "grouped_wgrad",
+    "permute",
     "quantize",
     "ragged_dot",
     "route",

@@ -1,4 +1,4 @@
-"""The public functions: checks, then the custom_vjps that wire the passes together. Each gradient is one of these functions again, so there is one of any order."""
+"""The public functions: checks, then the custom_vjps that wire the passes together. Each gradient is one of these again, so there are some of any order."""
 
 import functools
 from typing import Any
@@ -63,8 +63,8 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
 def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str = "auto", plan: Plan | None = None) -> jax.Array:
     """Adds up what the experts made of each token, with the router's weights: `out[t] = sum_j weights[t, j] * rows[row_positions[t, j]]`, in float32.
 
-    A choice that capacity dropped, or whose row lies outside all groups, contributes nothing, and rows outside have no gradient, whatever they hold, NaN too. So
-    the sums that devices make, each with its slice of `group_offsets`, add up to the whole. Differentiable (reverse mode, any order) in rows and in
+    A choice that capacity dropped, or whose row lies outside all groups, contributes nothing, and rows outside have no gradient, whatever they hold, NaN too.
+    So the sums that devices make, each with its slice of `group_offsets`, add up to the whole. Differentiable (reverse mode, any order) in rows and in
     routing.weights, and through these in the router's logits. Deterministic: no atomics.
 
     >>> import jax.numpy as jnp, jaxops

@@ -25,10 +25,11 @@ def _combine_bwd_kernel(positions_ref, offsets_ref, weights_ref, dout_ref, rows_
         def of_columns(columns, dots):
             found = columns.load(rows_ref, choices.position, choices.has_row).astype(jnp.float32)
             dout = columns.load(dout_ref, tokens.number, tokens.there).astype(jnp.float32)
+            # What a thread has loaded it adds up by itself: one register a choice is kept, and the threads' sums are added once, after the last columns.
+            dots = dots + jnp.sum((found * dout).reshape(batch, tile.rows, tile.block // lane, lane), axis=3)
             columns.store(drows_ref, choices.position, choices.has_row, weights * dout)
             tokens.clear(drows_ref, choices, columns)
-            # What a thread has loaded it adds up by itself: one register a choice is kept, and the threads' sums are added once, after the last columns.
-            return dots + jnp.sum((found * dout).reshape(batch, tile.rows, tile.block // lane, lane), axis=3)
+            return dots
 
         dots = each_chunk(D, tile.block, of_columns, jnp.zeros((batch, tile.rows, tile.block // lane), jnp.float32))
         # Not 0 times a NaN of dout: a choice without a row has no gradient.
@@ -38,9 +39,7 @@ def _combine_bwd_kernel(positions_ref, offsets_ref, weights_ref, dout_ref, rows_
     tokens.each_batch(of_choices, 0)
 
 
-def combine_bwd_pallas(
-    tile: Tile, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+def combine_bwd_pallas(tile: Tile, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
     return pl.pallas_call(
         functools.partial(_combine_bwd_kernel, tile=tile),

@@ -1,0 +1,100 @@
+"""Who decides (an explicit plan, then the heuristic), and that every choice can be lowered for an H200."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxops
+from jaxops import Routing
+from jaxops._lib.device import Device
+from jaxops.ops.permute import Plan, Problem, Tile, candidates, make_plan
+from jaxops.ops.permute.plan import PASSES, heuristic
+from tests.hopper import lower_for_h200
+
+DEVICE, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+PROBLEM = Problem(4096, 2048, 8, "bfloat16")
+
+
+def test_explicit_then_heuristic():
+    assert make_plan(PROBLEM, DEVICE) == Plan("pallas", *(heuristic(name, PROBLEM) for name in PASSES))
+    assert make_plan(PROBLEM, DEVICE, plan=Plan(combine=Tile(2, 256, 4, 1))).combine == Tile(2, 256, 4, 1)
+    assert "combine_bwd=Tile(rows=1, block=1024, choices=8, warps=4)" in str(make_plan(PROBLEM, DEVICE))
+
+
+def test_backend_by_device():
+    assert [make_plan(PROBLEM, device).backend for device in (DEVICE, CPU, TPU)] == ["pallas", "xla", "xla"]
+    assert make_plan(PROBLEM, DEVICE, backend="xla") == make_plan(PROBLEM, DEVICE, plan=Plan("xla")) == Plan("xla")
+    assert make_plan(PROBLEM, CPU, backend="pallas").backend == "pallas"  # interpreted
+    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*backend='xla' on a TPU"):
+        make_plan(PROBLEM, TPU, backend="pallas")
+
+
+@pytest.mark.parametrize("D", [1, 7, 64, 768, 2048, 2880, 7168, 16384])
+def test_heuristic_and_candidates_are_legal(D):
+    """Tile refuses what no kernel can have. A thread loads 16 bytes at a time, and holds no more of them than it has registers for."""
+    for k in (1, 2, 6, 8, 70):
+        for dtype in ("bfloat16", "float32"):
+            problem = Problem(4096, D, k, dtype)
+            for name in PASSES:
+                found = candidates(name, problem)
+                assert found[0] == heuristic(name, problem)
+                assert len(set(found)) == len(found)
+                for tile in found:
+                    held = tile.rows * tile.block / (32 * tile.warps)
+                    assert problem.lane <= held
+                    assert held * tile.choices <= 16 * problem.lane
+            assert -(-D // found[0].block) * found[0].block < 2 * D or D < 256  # columns that are not there are fewer than those that are
+
+
+def lowered(T: int, D: int, k: int, dtype: str = "bfloat16", out_dtype=None, plan: Plan | None = None) -> list[str]:
+    """The kernels of both ops, forward and backward, in order; nothing but kernels may stand there."""
+
+    def both(x, rows, drows, dout, weights, positions, indices, offsets):
+        def ops(x, rows, weights):
+            routing = Routing(weights, positions, indices, positions, offsets, offsets[1:], weights[0, 0], weights[0, 0])
+            return jaxops.permute(x, routing, plan=plan), jaxops.combine(rows, routing, out_dtype=out_dtype, plan=plan)
+
+        out, vjp = jax.vjp(ops, x, rows, weights)
+        return *out, *vjp((drows, dout))
+
+    s = jax.ShapeDtypeStruct
+    shapes = [((T, D), dtype), ((T * k, D), dtype), ((T * k, D), dtype), ((T, D), out_dtype or dtype), ((T, k), "float32")]
+    shapes += [((T, k), "int32"), ((T * k,), "int32"), ((9,), "int32")]
+    text = lower_for_h200(both, *(s(*shape) for shape in shapes))
+    names = re.findall(r'name = "(\w+)"', text)
+    assert text.count("__gpu$xla.gpu.triton") == len(names)
+    return sorted(names)
+
+
+CALLS = {
+    "qwen3": (32768, 2048, 8, {}),
+    "mixtral": (16384, 4096, 2, {"out_dtype": "float32"}),
+    "dsv3": (131072, 7168, 8, {}),  # rows of more than 2^32 bytes: 64-bit addresses
+    "odd": (77, 131, 5, {"dtype": "float16"}),
+    "one": (1, 1, 1, {"dtype": "float32"}),
+    "many-choices": (33, 24, 70, {}),
+    "wide": (64, 16384, 1, {}),
+}
+
+
+@pytest.mark.parametrize(("T", "D", "k", "options"), CALLS.values(), ids=CALLS)
+def test_a_call_is_these_kernels(T, D, k, options):
+    assert lowered(T, D, k, **options) == ["combine", "combine_bwd", "permute", "permute_bwd"]
+
+
+@pytest.mark.parametrize("D", [96, 2048])
+def test_candidates_lower_for_an_h200(D):
+    """Some of them: warps change no shape in a kernel."""
+    found = list({(t.rows, t.block, t.choices): t for t in candidates("combine", dataclasses.replace(PROBLEM, D=D))}.values())
+    for tile in found[::9]:
+        assert len(lowered(4096, D, 8, plan=Plan("pallas", tile, tile, tile))) == 4
+
+
+def test_rows_come_from_a_router():
+    """The plan is found from what a Routing of shapes alone says."""
+    logits, x = jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
+    rows = jax.eval_shape(lambda x, logits: jaxops.permute(x, jaxops.route(logits, 2)), x, logits)
+    assert (rows.shape, rows.dtype) == ((32, 8), jnp.bfloat16)

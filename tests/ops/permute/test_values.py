@@ -1,0 +1,129 @@
+"""Rows, sums and all gradients against the float32 reference: odd sizes, dropped choices, rows outside, NaN, wild indices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.permute import Tile
+from tests.compare import assert_close
+from tests.ops.permute.cases import RUNS, SHARD, Variant, check, combine, compiled, make_case, permute
+
+# Programs of 4 tokens and 8 columns, with two choices at a time, or others where a variant says so.
+PLAIN = Variant()
+VARIANTS = {
+    "plain": PLAIN,
+    "shard": SHARD,
+    "one-choice": Variant(T=5, D=8, k=1, dtype="float16"),
+    "dropping": Variant(D=32, k=2, capacity=3, dtype="bfloat16", tile=Tile(2, 16, 2, 1)),
+    "eight": Variant(T=7, D=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", tile=Tile(1, 8, 8, 4)),
+    "wide-blocks": Variant(T=9, D=5, k=5, E=5, capacity=7, out_dtype="bfloat16", tile=Tile(16, 16, 8, 2)),
+    "one-token": Variant(T=1, D=1, k=2, E=2, first=1),
+    "no-expert-here": Variant(T=5, D=9, k=2, first=3, last=3),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants(run, variant):
+    for seed in range(3):
+        check(make_case(variant, seed), variant, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_bad_rows_stay_with_their_tokens(run):
+    """NaN in a token, its row, weight or cotangent reaches that token, its rows and its weights, and nothing else."""
+    case, good = make_case(PLAIN), compiled(run, PLAIN)(make_case(PLAIN))
+    mine = np.asarray(case["routing"].row_positions)[4]
+    bad = case | {name: case[name].at[4].set(jnp.nan) for name in ("x", "dout")} | {name: case[name].at[mine[0]].set(jnp.nan) for name in ("rows", "drows")}
+    got = compiled(run, PLAIN)(bad | {"routing": dataclasses.replace(case["routing"], weights=case["routing"].weights.at[4, 1].set(jnp.nan))})
+    for name, values in got.items():
+        touched = np.isin(np.arange(len(values)), mine if name in ("rows", "drows") else 4)
+        assert np.isnan(np.asarray(values)[touched]).any(axis=1).all(), name
+        np.testing.assert_array_equal(np.asarray(values)[~touched], np.asarray(good[name])[~touched], err_msg=name)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_wild_positions_and_offsets(run):
+    """Positions out of bounds are as dropped, whatever the offsets say; a token takes part as often as its positions say."""
+    case = make_case(PLAIN)
+    R = PLAIN.T * PLAIN.k
+    rows = jnp.nan_to_num(case["rows"])
+    wild = np.random.default_rng(0).choice(np.array([-(2**31), -7, -1, 0, 3, R - 1, R, R + 5, 2**31 - 1], np.int32), size=(PLAIN.T, PLAIN.k))
+    for first, end in ((-9, 10**6), (0, R), (5, R + 1), (-(2**31), 2**31 - 1), (2**31 - 1, -(2**31)), (20, 10)):
+        lo = np.clip(first, 0, R)
+        hi = np.clip(end, lo, R)
+        given, clipped = (
+            {"routing": dataclasses.replace(case["routing"], row_positions=jnp.asarray(wild), group_offsets=jnp.array(offsets, jnp.int32))}
+            for offsets in ([first, 7, 7, 11, 12, 12, end], [lo, 7, 7, 11, 12, 12, hi])
+        )
+        got = compiled(run, PLAIN)(case | given | {"rows": rows, "drows": rows})
+        want = compiled("reference", PLAIN)(case | clipped | {"rows": rows})
+        assert_close(got["out"], want["out"], "float32", "out")
+        assert_close(got["dweights"], want["dweights"], "float32", "dweights")
+        kept = (wild >= lo) & (wild < hi)
+        summed = np.where(kept[:, :, None], np.asarray(rows)[np.clip(wild, 0, R - 1)], 0).sum(1)
+        assert_close(got["dx"], summed, "float32", "dx")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_wild_indices(run):
+    """The rows may be wrong, but there are some: nothing raises, and what lies outside is zero."""
+    case = make_case(SHARD)
+    indices = jnp.asarray(np.random.default_rng(0).choice(np.array([-(2**31), -1, 0, 2**31 - 1], np.int32), size=SHARD.T * SHARD.k))
+    got = compiled(run, SHARD)(case | {"routing": dataclasses.replace(case["routing"], row_indices=indices)})
+    assert np.isfinite(np.asarray(got["rows"])).all()
+    assert np.isfinite(np.asarray(got["drows"])).all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_layer_of_identities(run):
+    """Copied out and added up with weights that sum to one, each token is itself again."""
+    case = make_case(PLAIN)
+    routing = dataclasses.replace(case["routing"], weights=jax.nn.softmax(case["routing"].weights))
+    out = jax.jit(lambda x: combine(PLAIN, run, permute(PLAIN, run, x, routing), routing))(case["x"])
+    assert_close(out, case["x"], "float32")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_shards_add_up(run):
+    """Each device has the rows of some experts, by its slice of the offsets alone: their results and gradients sum to the whole's."""
+    parts = [dataclasses.replace(PLAIN, first=first, last=first + 2) for first in (0, 2, 4)]
+    found = [compiled(run, PLAIN)(make_case(part) | {"rows": make_case(PLAIN)["rows"], "drows": make_case(PLAIN)["drows"]}) for part in parts]
+    whole = compiled(run, PLAIN)(make_case(PLAIN))
+    for name, values in whole.items():
+        assert_close(sum(np.asarray(part[name]) for part in found), values, "float32", name)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", [Variant(T=0, D=4, k=2), Variant(T=3, D=0, k=2)], ids=["no-tokens", "no-columns"])
+def test_nothing_at_all(run, variant):
+    got = compiled(run, variant)(make_case(variant))
+    R = variant.T * variant.k
+    shapes = {"rows": (R, variant.D), "dx": (variant.T, variant.D), "out": (variant.T, variant.D), "drows": (R, variant.D), "dweights": (variant.T, variant.k)}
+    assert {name: values.shape for name, values in got.items()} == shapes
+    assert not np.asarray(got["dweights"]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "D", "k"), [(4096, 2048, 8), (1000, 2880, 4), (333, 16384, 2), (77, 65, 11), (5000, 96, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_heuristic_plans(T, D, k, dtype):
+    """On the GPU, with the plans that users get."""
+    variant = Variant(T=T, D=D, k=k, E=16, dtype=dtype, capacity=T * k // 16, first=1)
+    case = make_case(variant)
+    routing = case["routing"]
+
+    def run(backend):
+        def both(x, rows, weights):
+            routed = dataclasses.replace(routing, weights=weights)
+            return jaxops.permute(x, routed, backend=backend), jaxops.combine(rows, routed, backend=backend)
+
+        out, vjp = jax.vjp(both, case["x"], case["rows"], routing.weights)
+        return *out, *vjp((case["drows"], case["dout"]))
+
+    for got, want in zip(jax.jit(lambda: run("pallas"))(), jax.jit(lambda: run("xla"))(), strict=True):
+        assert_close(got, want, got.dtype.name)

@@ -24,6 +24,8 @@ TENSORS = "tests/ops/quantize/test_values.py"
 DENSE, SHAPES, TILES, STACKS = (f"{TENSORS}::test_{name}" for name in ("bfloat16", "shapes", "tiles", "stack"))
 ROUTE, ROUTED = "ops/route", "tests/ops/route/test_values.py"
 ROUTES, TIES, BAD = (f"{ROUTED}::test_{name}" for name in ("variants", "ties", "bad_logits"))
+PERMUTE, PERMUTED = "ops/permute", "tests/ops/permute/test_values.py"
+COPIES, WILD = f"{PERMUTED}::test_variants", f"{PERMUTED}::test_wild_positions_and_offsets"
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
@@ -184,6 +186,41 @@ MUTATIONS = {
         f"{ROUTE}/fwd_pallas.py", "else found.scores + bias", "else found.scores - bias", ROUTES),
     "route sum: tokens that are not there have shares": (
         f"{ROUTE}/fwd_pallas.py", "jnp.where(row_in, found.share, 0.0)", "found.share", ROUTES),
+    "permute mask: columns that are not there": (
+        f"{PERMUTE}/choices_pallas.py", "None if D % block == 0 else number < D", "None", COPIES),
+    "permute mask: tokens that are not there": (
+        f"{PERMUTE}/choices_pallas.py", "return cls(tile, positions_ref, token, token < T,", "return cls(tile, positions_ref, token, token < T + 1,", COPIES),
+    "permute mask: choices that are not there": (
+        f"{PERMUTE}/choices_pallas.py", "jnp.broadcast_to(choice < k, there.shape)", "jnp.broadcast_to(choice < k + 1, there.shape)", COPIES),
+    "permute mask: rows before the groups are read": (
+        f"{PERMUTE}/choices_pallas.py", "there & (position >= self.lo) &", "there &", COPIES),
+    "permute mask: rows behind the groups are read": (
+        f"{PERMUTE}/choices_pallas.py", "& (position < self.hi)", "& (position <= self.hi)", COPIES),
+    "permute mask: the first row behind the groups is not cleared": (
+        f"{PERMUTE}/choices_pallas.py", "| (row >= self.hi)", "| (row > self.hi)", COPIES),
+    "permute mask: rows are cleared where some lie behind the groups only": (
+        f"{PERMUTE}/choices_pallas.py", "@pl.when((self.lo > 0) | (self.hi < R))", "@pl.when(self.hi < R)", COPIES),
+    "permute mask: a choice without a row has a gradient": (
+        f"{PERMUTE}/combine_bwd_pallas.py", "jnp.where(choices.has_row, jnp.sum(dots, axis=2, keepdims=True), 0.0)", "jnp.sum(dots, axis=2, keepdims=True)",
+        f"{PERMUTED}::test_a_dropped_choice_of_a_bad_token"),
+    "permute mask: the weight of a choice without a row": (
+        f"{PERMUTE}/combine_pallas.py", "choices.load(weights_ref, choices.has_row)", "choices.load(weights_ref, choices.there)", COPIES),
+    "permute index: every program has the first columns": (
+        f"{PERMUTE}/permute_pallas.py", "pl.program_id(0) % chunks, D", "pl.program_id(0) % 1, D", COPIES),
+    "permute index: row t * k + j is cleared by another": (
+        f"{PERMUTE}/choices_pallas.py", "choices.token * self.positions_ref.shape[1] + choices.choice", "choices.token + choices.choice", COPIES),
+    "permute offset: the last choices": (
+        f"{PERMUTE}/choices_pallas.py", "lax.fori_loop(0, pl.cdiv(k, size)", "lax.fori_loop(0, k // size", COPIES),
+    "permute offset: the last columns": (
+        f"{PERMUTE}/choices_pallas.py", "lax.fori_loop(0, pl.cdiv(D, block)", "lax.fori_loop(0, D // block", COPIES),
+    "permute offset: a program too few": (
+        f"{PERMUTE}/combine_pallas.py", "grid=(pl.cdiv(T, tile.rows) *", "grid=(T // tile.rows *", COPIES),
+    "permute offset: bounds are not clipped": (
+        f"{PERMUTE}/places.py", "return lo, jnp.clip(end, lo, R)", "return lo, end", WILD),
+    "permute sum: only the last choices": (
+        f"{PERMUTE}/combine_pallas.py", "return total + jnp.sum(", "return 0 * total + jnp.sum(", COPIES),
+    "permute sum: only the last columns": (
+        f"{PERMUTE}/combine_bwd_pallas.py", "dots = dots + jnp.sum(", "dots = 0 * dots + jnp.sum(", COPIES),
 }
 # fmt: on
 

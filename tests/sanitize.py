@@ -4,6 +4,7 @@ Needs an NVIDIA GPU.
 Each array is an allocation of its own here, so that memcheck sees the first byte out of bounds; the offsets are good, then broken in every way.
 """
 
+import dataclasses
 import os
 import sys
 
@@ -15,6 +16,7 @@ import numpy as np
 
 import jaxops
 from jaxops.ops import adaln, fp8_matmul
+from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
@@ -120,6 +122,33 @@ def routing() -> None:
             print(E, k, options, tile, "done", flush=True)
 
 
+def permute() -> None:
+    """Both ways and their gradients, on rows that fill up powers of two and that do not, with as many choices at a time as there are and fewer; places that are
+    good, then broken in every way."""
+    rng = np.random.default_rng(0)
+    wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
+    for D, k in ((K, 3), (K + 1, 9), (64, 1)):
+        x, rows, logits = (jnp.asarray(rng.normal(size=size), "float32") for size in ((M, D), (M * k, D), (M, 16)))
+        good = jaxops.route(logits, k, capacity=M * k // 16)
+        bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, k)), row_indices=jnp.resize(wild, M * k))
+        for tile in (None, permuting.Tile(4, 64, 2, 2), permuting.Tile(1, 256, 16, 8)):
+
+            @jax.jit
+            def run(x, rows, routing, tile=tile):
+                def both(x, rows, weights):
+                    routed, plan = dataclasses.replace(routing, weights=weights), permuting.Plan("pallas", tile, tile, tile)
+                    return jaxops.permute(x, routed, plan=plan), jaxops.combine(rows, routed, plan=plan)
+
+                out, vjp = jax.vjp(both, x, rows, routing.weights)
+                return out, vjp(out)
+
+            for dtype in ("float32", "bfloat16"):
+                for routing in (good, bad):
+                    for offsets in (routing.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)):
+                        jax.block_until_ready(run(x.astype(dtype), rows.astype(dtype), dataclasses.replace(routing, group_offsets=offsets)))
+            print(D, k, tile, "done", flush=True)
+
+
 def quantize() -> None:
     """Every scaling in both layouts, each dtype, ragged and not, stochastically rounded and not, a stack; tiles as the heuristic has them and others."""
     rng = np.random.default_rng(0)
@@ -145,6 +174,6 @@ def quantize() -> None:
 
 
 if __name__ == "__main__":
-    checks = {check.__name__: check for check in (grouped_matmul, row_kernels, quantize, routing, fp8_products)}
+    checks = {check.__name__: check for check in (grouped_matmul, row_kernels, quantize, routing, permute, fp8_products)}
     for name in sys.argv[1:] or checks:
         checks[name]()

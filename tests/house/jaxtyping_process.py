@@ -163,6 +163,29 @@ def route_parts(
     return r.weights, r.experts, r.row_indices, r.row_positions, r.group_offsets, r.load, r.aux_loss + r.z_loss
 
 
+def routing_of(weights, positions, indices, offsets) -> jaxops.Routing:
+    return jaxops.Routing(weights, positions, indices, positions, offsets, offsets[1:], weights[0, 0], weights[0, 0])
+
+
+@typed
+def permute(x: Float[Array, "T D"], routing: jaxops.Routing, **options) -> Float[Array, "R D"]:
+    return jaxops.permute(x, routing, **options)
+
+
+@typed
+def combine(rows: Float[Array, "R D"], routing: jaxops.Routing, **options) -> Float[Array, "T D"]:
+    return jaxops.combine(rows, routing, **options)
+
+
+@typed
+def permute_and_combine(
+    x: Float[Array, "T D"], weights: Float32[Array, "T k"], positions: Int32[Array, "T k"], indices: Int32[Array, " T*k"], **options
+) -> tuple[Float[Array, "T*k D"], Float32[Array, "T D"]]:
+    routing = routing_of(weights, positions, indices, OFFSETS)
+    rows = permute(x, routing, **options)
+    return rows, combine(rows, routing, out_dtype=jnp.float32, **options)
+
+
 @typed
 def update_router_bias(bias: Float32[Array, " E"], load: Int[Array, " E"] | Float[Array, " E"], rate: float) -> Float32[Array, " E"]:
     return jaxops.update_router_bias(bias, load, rate)
@@ -170,6 +193,7 @@ def update_router_bias(bias: Float32[Array, " E"], load: Int[Array, " E"] | Floa
 
 SIGNATURES = {
     "adaln": adaln,
+    "combine": combine,
     "dequantize": dequantize,
     "fp8_grouped_matmul": fp8_grouped_matmul,
     "fp8_matmul": fp8_matmul,
@@ -177,6 +201,7 @@ SIGNATURES = {
     "gated_residual_adaln": gated_residual_adaln,
     "grouped_matmul": grouped_matmul,
     "grouped_wgrad": grouped_wgrad,
+    "permute": permute,
     "quantize": quantize,
     "ragged_dot": ragged_dot,
     "route": route,
@@ -268,6 +293,14 @@ def test_right_shapes_of_routings_pass(backend, dtype):
     assert jax.eval_shape(jax.grad(lambda x: route(x, 2, backend=backend).weights.sum()), logits).dtype == dtype
 
 
+@pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
+def test_right_shapes_of_rows_of_experts_pass(backend, dtype):
+    weights, positions, indices = jnp.ones((M, 2)), jnp.zeros((M, 2), jnp.int32), jnp.zeros(2 * M, jnp.int32)
+    call = lambda x, weights: permute_and_combine(x, weights, positions, indices, backend=backend)[1].sum()
+    grads = jax.eval_shape(jax.grad(call, argnums=(0, 1)), LHS.astype(dtype), weights)
+    assert [(g.shape, g.dtype) for g in grads] == [((M, K), dtype), ((M, 2), jnp.float32)]
+
+
 def test_right_shapes_pass_under_transformations():
     grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(LHS, RHS, BIAS)
     assert [g.shape for g in grads] == [(M, K), (G, K, N), (G, N)]
@@ -295,6 +328,9 @@ def test_right_shapes_pass_under_transformations():
         lambda: route(VECTOR, 2),
         lambda: route_parts(LHS, SIZES, SIZES),
         lambda: update_router_bias(VECTOR, SIZES, 0.1),
+        lambda: permute(VECTOR, routing_of(VECTORS, SIZES, SIZES, OFFSETS)),
+        lambda: permute_and_combine(LHS, jnp.ones((M, 2)), jnp.zeros((M, 2), jnp.int32), SIZES),
+        lambda: permute_and_combine(LHS, jnp.ones((M, 1)), jnp.zeros((M, 2), jnp.int32), jnp.zeros(2 * M, jnp.int32)),
         lambda: quantize(VECTOR),
         lambda: quantize(LHS, scaling="tensorwise", amax=VECTOR),
         lambda: quantize_both(jnp.ones((300, 130)), jnp.ones((3, 2))),

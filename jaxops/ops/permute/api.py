@@ -202,9 +202,10 @@ def _gradient_bwd(plan: Plan, saved, cotangents):
     """drows is weights times dout, dweights rows times dout: of such products the gradients are the same products, with a cotangent in a factor's place."""
     rows, weights, dout, places = saved
     of_drows, of_dweights = cotangents
-    from_dweights, from_drows = _gradient(plan, of_drows, of_dweights, dout, places)
-    with_weights, with_rows = _combine(plan, "float32", of_drows, weights, places), _combine(plan, "float32", rows, of_dweights, places)
-    return from_dweights, from_drows, (with_weights + with_rows).astype(dout.dtype), None
+    of_factors: Any = _gradient(plan, of_drows, of_dweights, dout, places)
+    from_drows: Any = _combine(plan, "float32", of_drows, weights, places)
+    from_dweights: Any = _combine(plan, "float32", rows, of_dweights, places)
+    return *of_factors, (from_drows + from_dweights).astype(dout.dtype), None
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)

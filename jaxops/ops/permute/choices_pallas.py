@@ -2,6 +2,7 @@
 lays warps along the last axes first, so that a sum over choices stays in each thread."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class Tokens:
     """A program's tokens, [1, rows, 1]; which of them there are; lo and hi, the first row of all groups and the end of the last one's."""
 
     tile: Tile
-    positions_ref: jax.Array
+    positions_ref: Any
     number: jax.Array
     there: jax.Array
     lo: jax.Array

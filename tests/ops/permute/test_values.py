@@ -47,6 +47,17 @@ def test_bad_rows_stay_with_their_tokens(run):
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_a_dropped_choice_of_a_bad_token(run):
+    """Its weight's gradient is zero all the same: nothing comes of it, whatever its token's cotangent is."""
+    case = make_case(SHARD)
+    got = compiled(run, SHARD)(case | {"dout": jnp.full_like(case["dout"], jnp.nan)})["dweights"]
+    position = np.asarray(case["routing"].row_positions)
+    kept = (position >= int(case["routing"].group_offsets[0])) & (position < int(case["routing"].group_offsets[-1]))
+    np.testing.assert_array_equal(np.isnan(np.asarray(got)), kept)
+    assert not np.asarray(got)[~kept].any()
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_wild_positions_and_offsets(run):
     """Positions out of bounds are as dropped, whatever the offsets say; a token takes part as often as its positions say."""
     case = make_case(PLAIN)

@@ -57,25 +57,34 @@ def window(row, end, HEIGHT: gl.constexpr):
 
 @gluon.jit
 def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
-    """A consumer's rows of a tile of C, as far as they lie before `end`; the first one does. WHOLE: `end` is C's own. ALIGNED: C's rows start at whole
-    16 bytes, as c_desc demands where it is given. PENDING: how many stores from other buffers may still be under way."""
+    """A consumer's rows of a tile of C, as far as they lie before `end`; the first one does.
+
+    WHOLE: `end` is C's own. ALIGNED: C's rows start at whole 16 bytes, as c_desc demands where it is given. PENDING: how many stores from other buffers may
+    still be under way.
+    """
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     if c_ptr.dtype.element_ty.primitive_bitwidth == 16:
         # Through shared memory: by TMA, which goes on while the next tile is multiplied, or 16 bytes a thread.
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
         # One of 16 bytes a thread is none of those that are waited for: with it in between, the count would tell of another buffer.
-        if PENDING > 0 and c_desc is not None and (WHOLE or min(row + BM, end) >= BM):
+        if PENDING > 0 and c_desc is not None and min(row + BM, end) >= BM:
             tma.store_wait(PENDING)
         else:
             tma.store_wait(0)
         c_buf.store(acc.to(c_ptr.dtype.element_ty))
         if c_desc is None:
             store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
-        elif WHOLE or min(row + BM, end) >= BM:
+        elif len(c_desc.block_shape) == 3:
+            if min(row + BM, end) >= BM:
+                fence_async_shared()
+                first, at = window(row, end, BM)
+                tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]))
+            else:
+                store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
+        elif WHOLE or row + BM <= end:  # of whole tiles: it knows no end of a group
             fence_async_shared()
-            first, at = window(row, end, BM)
-            tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]))
+            tma.async_store(c_desc, [row, col], c_buf)
         else:
             store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
     else:  # float32 fills whole sectors from where it lies

@@ -70,22 +70,24 @@ def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescripto
     return TensorDescriptor(x, shape, (columns, columns, 1), (1, *block), layout)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout", "result"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout", "result", "windows"])
 @dataclasses.dataclass(frozen=True)
 class OutTile:
-    """Stands, as an operand, for a result as `row_windows`; what a call with it gives is in the same memory.
+    """Stands, as an operand, for a TMA descriptor of a result; what a call with it gives is in the same memory.
 
     Attributes:
       block: rows and columns of what one store writes.
       layout: of the shared memory that it is stored from.
       first: what stands there before, of the result's shape and dtype; None for anything.
       result: which one of the results.
+      windows: whether it is described as `row_windows`.
     """
 
     block: tuple[int, int]
     layout: Any
     first: jax.Array | None = None
     result: int = 0
+    windows: bool = False
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
@@ -138,7 +140,8 @@ def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, const
         if isinstance(argument, OutTile):
             aliases[number] = argument.result
             there = jax.lax.empty(*results[argument.result]) if argument.first is None else argument.first
-            arguments[place] = row_windows(there, argument.block, argument.layout)
+            describe = row_windows if argument.windows else TensorDescriptor.from_array
+            arguments[place] = describe(there, argument.block, argument.layout)
         elif isinstance(argument, Scratch):
             aliases[number] = len(types)
             arguments[place] = argument.array

@@ -300,7 +300,7 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
     aligned = N % 8 == 0
     by_tma = aligned and jnp.dtype(out_dtype).itemsize == 2
     out = triton_call(
-        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (1, 64, bn))) if by_tma else None,
+        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
         kernel=fp8_gemm_kernel, out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
         grid=min(current_device().cores, count), name=f"fp8_gemm_{ragged or 'dense'}", tiles=count, entries=entries, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,

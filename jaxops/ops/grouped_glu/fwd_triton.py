@@ -101,7 +101,7 @@ def fwd_triton(
     h = out_struct((M, F), x.dtype, like=x)
     layout = tile_layout(x.dtype, (1, part, cols))
     results = (h, h, h) if save else (h,)
-    outs = [OutTile((part, cols), layout, None, i) if i < len(results) else None for i in range(3)]
+    outs = [OutTile((part, cols), layout, None, i, windows=True) if i < len(results) else None for i in range(3)]
     pointers = {} if save else {"gate_ptr": None, "up_ptr": None}
     count = tile_bound(M, G, BM.value) * -(-F // cols)
     return triton_call(

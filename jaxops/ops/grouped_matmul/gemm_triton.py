@@ -117,7 +117,7 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) ->
 
 
 def _call(a, b, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, **constants) -> jax.Array:
-    store_from = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), accumulator)
+    store_from = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), accumulator, windows=True)
     count = row_tiles * -(-sizes["N"] // tiles.bn)
     return triton_call(
         a, b, bias, Scratch(schedule), store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),

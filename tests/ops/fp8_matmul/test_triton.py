@@ -184,7 +184,7 @@ def test_how_a_result_is_stored():
     found = {}
     for name, product in {"dense": Product("blockwise", "fwd"), "groups": Product("blockwise", "fwd", grouped=True), "unaligned": UNALIGNED}.items():
         ptx = product.kernel.ptx
-        found[name] = "cp.async.bulk.tensor.3d.global.shared" in ptx, "st.global.v4" in ptx, "st.global" in ptx
+        found[name] = "cp.async.bulk.tensor.2d.global.shared" in ptx, "st.global.v4" in ptx, "st.global" in ptx
     assert found == {"dense": (True, False, False), "groups": (True, True, True), "unaligned": (False, False, True)}
 
 

@@ -155,6 +155,38 @@ ROUTES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class PermuteShape:
+    """T tokens of D columns, each of which goes to k of E experts, and back."""
+
+    model: str
+    T: int
+    D: int
+    E: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}_t{self.T}"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"T": self.T, "D": self.D, "E": self.E, "k": self.k}
+
+    def moved_bytes(self, op: str, pass_name: str, itemsize: int = 2) -> int:
+        """What one pass must read and write at the least, each row once: a token's rows on both sides, and of each choice its place, weight, and gradient."""
+        token, choice, numbers = {("permute", "fwd"): (1, 1, 1), ("permute", "bwd"): (1, 1, 1), ("combine", "fwd"): (1, 1, 2), ("combine", "bwd"): (1, 2, 3)}[
+            op, pass_name
+        ]
+        return self.T * (itemsize * self.D * (token + choice * self.k) + 4 * numbers * self.k)
+
+
+PERMUTES = {
+    shape.name: shape
+    for shape in (PermuteShape("qwen3_30b", 32768, 2048, 128, 8), PermuteShape("qwen3_30b", 4096, 2048, 128, 8), PermuteShape("mixtral", 16384, 4096, 8, 2))
+}
+
+
 def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     """Rows of each group, int32 [G], summing to M; the same for the same arguments, on every machine.
 

@@ -188,8 +188,8 @@ MUTATIONS = {
         f"{ROUTE}/fwd_pallas.py", "jnp.where(row_in, found.share, 0.0)", "found.share", ROUTES),
     "permute mask: columns that are not there": (
         f"{PERMUTE}/choices_pallas.py", "None if D % block == 0 else number < D", "None", COPIES),
-    "permute mask: tokens that are not there": (
-        f"{PERMUTE}/choices_pallas.py", "return cls(tile, positions_ref, token, token < T,", "return cls(tile, positions_ref, token, token < T + 1,", COPIES),
+    "permute mask: the last token is left out": (
+        f"{PERMUTE}/choices_pallas.py", "return cls(tile, positions_ref, token, token < T,", "return cls(tile, positions_ref, token, token < T - 1,", COPIES),
     "permute mask: choices that are not there": (
         f"{PERMUTE}/choices_pallas.py", "jnp.broadcast_to(choice < k, there.shape)", "jnp.broadcast_to(choice < k + 1, there.shape)", COPIES),
     "permute mask: rows before the groups are read": (

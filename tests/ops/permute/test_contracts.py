@@ -29,32 +29,24 @@ def loss(run, x, weights):
     return jnp.sum(jnp.sin(layer(run, x, weights)))
 
 
-@functools.cache
-def gradient(run):
-    return jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1)))
-
-
 def assert_all_close(got, want, scale=2.0) -> None:
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close(g, w, "float32", scale=scale)
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_vmap(run):
-    """Each element has its own routing."""
-    cases = [make_case(SHARD, seed) for seed in range(3)]
-    got = jax.jit(jax.vmap(compiled(run, SHARD)))(jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases))
+@pytest.mark.parametrize("mapped", ["all", "rows"])
+def test_vmap(mapped, run):
+    """Each element has its own routing, or tokens are mapped and their places are not."""
+    cases = [make_case(SHARD, seed) for seed in range(2)]
+    cases[1]["routing"] = cases[mapped == "all"]["routing"]
+    cases[1]["rows"], cases[1]["drows"] = (cases[mapped == "all"][name] * 2 for name in ("rows", "drows"))
+    stacked, axes = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases), dict.fromkeys(CASE, 0)
+    if mapped == "rows":
+        stacked["routing"], axes["routing"] = cases[0]["routing"], None
+    got = jax.jit(jax.vmap(compiled(run, SHARD), in_axes=(axes,)))(stacked)
     for i, case in enumerate(cases):
         assert_all_close(jax.tree.map(lambda leaf, i=i: leaf[i], got), compiled(run, SHARD)(case))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_vmap_with_one_routing(run):
-    """Tokens are mapped, their places are not."""
-    xs = jnp.stack([CASE["x"], 2 * CASE["x"]])
-    got = jax.jit(jax.vmap(lambda x: gradient(run)(x, ROUTING.weights)))(xs)
-    for i, x in enumerate(xs):
-        assert_all_close(jax.tree.map(lambda leaf, i=i: leaf[i], got), gradient(run)(x, ROUTING.weights))
 
 
 @pytest.mark.parametrize("run", RUNS)

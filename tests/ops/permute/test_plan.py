@@ -89,7 +89,7 @@ def test_a_call_is_these_kernels(T, D, k, options):
 def test_candidates_lower_for_an_h200(D):
     """Some of them: warps change no shape in a kernel."""
     found = list({(t.rows, t.block, t.choices): t for t in candidates("combine", dataclasses.replace(PROBLEM, D=D))}.values())
-    for tile in found[::9]:
+    for tile in found[::13]:
         assert len(lowered(4096, D, 8, plan=Plan("pallas", tile, tile, tile))) == 4
 
 

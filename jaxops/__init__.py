@@ -12,6 +12,7 @@ Array([3., 0., 4., 1.], dtype=float32)
 from jaxops.lengths import bucket_length
 from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
 from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
+from jaxops.ops.grouped_glu import grouped_glu
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
 from jaxops.ops.permute import combine, permute
 from jaxops.ops.quantize import Quantized, dequantize, quantize
@@ -29,6 +30,7 @@ __all__ = [
     "fp8_matmul",
     "gated_residual",
     "gated_residual_adaln",
+    "grouped_glu",
     "grouped_matmul",
     "grouped_wgrad",
     "permute",

@@ -1,0 +1,209 @@
+"""The public function: checks, then the custom_vjp that wires products and activation together."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxops._lib.checks import FLOATS, check_float, check_offsets, check_size
+from jaxops._lib.device import current_device, interpret
+from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.precision import resolve_precision
+from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.grouped_glu.activations import ACTIVATIONS
+from jaxops.ops.grouped_glu.bwd_pallas import bwd_pallas
+from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
+from jaxops.ops.grouped_glu.plan import SAVES, Halves, Plan, Problem, Spec, make_plan
+from jaxops.ops.grouped_glu.xla import bwd_xla, fwd_xla
+from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
+
+
+def grouped_glu(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array | None,
+    group_offsets: jax.Array,
+    *,
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
+    compute_dtype=None,
+    precision: lax.PrecisionLike = None,
+    save: Literal["preactivations", "nothing"] = "preactivations",
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> jax.Array:
+    """A gated linear unit for each group of rows: `h[rows of g] = act(x[rows of g] @ w_gate[g]) * (x[rows of g] @ w_up[g])`.
+
+    The first half of the experts of a mixture of experts (SwiGLU with "silu"); `jaxops.grouped_matmul` with the down projection is the second one. Groups
+    are as in `grouped_matmul`: of any size, also empty, on the device, and new offsets never recompile. Rows before the first group and after the last one
+    come out zero, and what they hold reaches no output and no gradient. Differentiable (reverse mode, any order) in x, w_gate and w_up; an empty group's
+    gradients are exactly zero. Deterministic. The activation and its gradient are one pass over the memory each; the gradient of x is summed over both
+    products in float32.
+
+    >>> import jax.numpy as jnp, jaxops
+    >>> x, w = jnp.array([[1., -1.], [2., 3.], [5., 5.]]), jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])
+    >>> jaxops.grouped_glu(x, w, 10 * w, jnp.array([0, 1, 2], jnp.int32), activation="relu")  # row 0 is group 0's, row 1 group 1's, row 2 no one's
+    Array([[ 10.,   0.],
+           [160., 360.],
+           [  0.,   0.]], dtype=float32)
+
+    Args:
+      x: [M, K], bfloat16, float16 or float32.
+      w_gate: [G, K, F]; dtype of x unless compute_dtype is given.
+      w_up: [G, K, F], dtype of w_gate; or None, where w_gate is [G, K, 2 F], gate's columns before up's, as checkpoints store them. One array is read by one
+        product forward, one for the gradient of x and one for its own.
+      group_offsets: [G + 1] int32, non-decreasing, within 0 to M. Other values give unspecified rows, but no access out of bounds.
+      activation: "silu", "gelu" (with erf), "gelu_tanh", "relu" or "sigmoid", in float32, of the gate rounded to the compute dtype.
+      compute_dtype: dtype to which x and the weights are cast inside, and that of the pre-activations. Float32 weights keep float32 gradients, which are never
+        rounded to compute_dtype.
+      precision: of float32 products, as in `grouped_matmul`.
+      save: "preactivations" keeps gate and up [M, F] for the backward; "nothing" multiplies again there.
+      backend: "auto" takes the kernels on a GPU (for the products those that `grouped_matmul` would) and plain XLA on CPU and TPU; "pallas" (interpreted on a
+        CPU) or "xla" runs or raises.
+      plan: a `Plan`, instead of the tuned or heuristic one.
+
+    Returns:
+      [M, F] in the dtype of x.
+
+    Raises:
+      ValueError: shapes that do not fit together, an unknown activation, save or backend.
+      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype; forward-mode differentiation (JAX's own error).
+      NotImplementedError: a precision algorithm that the kernels do not have.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202).
+    """
+    check_float("x", x, "[M, K]")
+    check_float("w_gate", w_gate, "[G, K, F]" if w_up is not None else "[G, K, 2 F]")
+    check_offsets(group_offsets)
+    G, K, N = w_gate.shape
+    check_size("K of x (its columns)", x.shape[1], f"K of w_gate {tuple(w_gate.shape)}", K)
+    check_size("len(group_offsets)", group_offsets.shape[0], "w_gate.shape[0] + 1 (G groups have G + 1 offsets)", G + 1)
+    if w_up is None:
+        if N % 2:
+            raise ValueError(f"w_gate has shape {tuple(w_gate.shape)}; without w_up it must be [G, K, 2 F], gate's columns and then up's: an even number.")
+    else:
+        check_float("w_up", w_up, "[G, K, F]")
+        if w_up.shape != w_gate.shape:
+            raise ValueError(f"w_up has shape {tuple(w_up.shape)}; it must be that of w_gate, {tuple(w_gate.shape)}.")
+        if w_up.dtype != w_gate.dtype:
+            raise TypeError(f"w_up is {w_up.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
+    compute = _compute_dtype(x, w_gate, compute_dtype)
+    for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
+    device = current_device()
+    problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None)
+    plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
+    x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
+    spec = Spec(activation, save, resolve_precision(precision), compute, x_dtype, w_dtype, x_dtype)
+    x, w_gate, w_up, group_offsets = vary_together(x, w_gate, w_up, group_offsets)
+    result: Any = _glu(spec, plan, False, x, (w_gate,) if w_up is None else (w_gate, w_up), group_offsets)
+    return result[0]
+
+
+def _compute_dtype(x: jax.Array, w: jax.Array, compute_dtype) -> jnp.dtype:
+    if compute_dtype is None:
+        if x.dtype != w.dtype:
+            raise TypeError(
+                f"x is {x.dtype} and w_gate is {w.dtype}: cast one of them, or pass compute_dtype=jnp.{x.dtype} (the weights' gradients stay {w.dtype})."
+            )
+        compute_dtype = x.dtype
+    compute_dtype = jnp.dtype(compute_dtype)
+    if compute_dtype.name not in FLOATS:
+        raise TypeError(f"compute_dtype={compute_dtype.name}; it must be one of {', '.join(FLOATS)}.")
+    return compute_dtype
+
+
+def _forward(spec: Spec, plan: Plan, x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves]:
+    """h and the pre-activations, from operands in the compute dtype. A kernel that multiplies and activates at once takes its place here: (h, gate, up)."""
+    pre = _preactivations(spec, plan, x, weights, offsets)
+    return _activated(spec, plan, pre, offsets), pre
+
+
+def _preactivations(spec: Spec, plan: Plan, x: jax.Array, weights: Halves, offsets: jax.Array) -> Halves:
+    return tuple(grouped_matmul(x, w, offsets, precision=spec.precision, plan=plan.products) for w in weights)
+
+
+def _activated(spec: Spec, plan: Plan, pre: Halves, offsets: jax.Array) -> jax.Array:
+    M, F = pre[0].shape[0], pre[0].shape[1] * len(pre) // 2
+    if 0 in (M, F):
+        return jnp.zeros((M, F), spec.out_dtype)
+    if plan.backend == "xla":
+        return fwd_xla(spec, pre, offsets)
+    assert plan.fwd is not None  # make_plan fills it
+    return fwd_pallas(spec, plan.fwd, pre, offsets, interpret=interpret())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _glu(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
+    """(h, the pre-activations with keep, else none)."""
+    h, pre = _forward(spec, plan, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets)
+    return h, pre if keep else ()
+
+
+def _glu_fwd(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
+    # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that this rule can
+    # be differentiated once more.
+    x, weights = x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights)
+    saves = spec.save == "preactivations"
+    result: Any = _glu(spec.inner(), plan, keep or saves, x, weights, offsets)
+    h, pre = result
+    return (h, pre if keep else ()), (x, weights, pre if saves else (), offsets)
+
+
+def _glu_bwd(spec: Spec, plan: Plan, keep: bool, residuals, cotangents):
+    x, weights, pre, offsets = residuals
+    dh, dkept = cotangents
+    if not pre:
+        # After dh is there: otherwise XLA may find that the forward has multiplied the same already, and keep that.
+        x, dh = lax.optimization_barrier((x, dh))
+        pre = _preactivations(spec, plan, x, weights, offsets)
+    dpre: Halves = _gradients(spec, plan, pre, dh, offsets)
+    if dkept:  # of a second derivative
+        dpre = tuple(a + b for a, b in zip(dpre, dkept, strict=True))
+    return _dx(spec, plan, dpre, weights, offsets), _dweights(spec, plan, x, dpre, offsets), None
+
+
+_glu.defvjp(_glu_fwd, _glu_bwd)
+
+
+def _dx(spec: Spec, plan: Plan, dpre: Halves, weights: Halves, offsets: jax.Array) -> jax.Array:
+    assert plan.products is not None  # make_plan fills it
+    products = dataclasses.replace(plan.products, fwd=plan.products.dgrad, dgrad=plan.products.fwd)
+    out_dtype = spec.x_dtype if len(dpre) == 1 else jnp.float32  # two products are rounded once, after they are added
+    how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "out_dtype": out_dtype, "plan": products}
+    dx = [grouped_matmul(d, w, offsets, **how) for d, w in zip(dpre, weights, strict=True)]
+    return sum(dx[1:], dx[0]).astype(spec.x_dtype)
+
+
+def _dweights(spec: Spec, plan: Plan, x: jax.Array, dpre: Halves, offsets: jax.Array) -> Halves:
+    return tuple(grouped_wgrad(x, d, offsets, precision=spec.precision, out_dtype=spec.w_dtype, plan=plan.products) for d in dpre)
+
+
+def _find_gradients(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:
+    """Of the pre-activations."""
+    if 0 in dh.shape:
+        return tuple(map(jnp.zeros_like, pre))
+    if plan.backend == "xla":
+        return bwd_xla(spec, pre, dh, offsets)
+    assert plan.bwd is not None  # make_plan fills it
+    return bwd_pallas(spec, plan.bwd, pre, dh, offsets, interpret=interpret())
+
+
+_gradients = jax.custom_vjp(_find_gradients, nondiff_argnums=(0, 1))
+
+
+def _gradients_fwd(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: jax.Array):
+    return _gradients(spec, plan, pre, dh, offsets), (pre, dh, offsets)
+
+
+def _gradients_bwd(spec: Spec, plan: Plan, operands, cotangents):
+    """Second derivatives are JAX's own, of the portable backend."""
+    pre, dh, offsets = operands
+    _, vjp = jax.vjp(lambda pre, dh: _find_gradients(spec, Plan("xla"), pre, dh, offsets), pre, dh)
+    return (*vjp(cotangents), None)
+
+
+_gradients.defvjp(_gradients_fwd, _gradients_bwd)

@@ -1,0 +1,36 @@
+"""The gradients of gate and up in one pass over the pre-activations and dh, as a Pallas kernel lowered through Triton."""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxops._lib.manual_axes import out_struct
+from jaxops.ops.grouped_glu.activations import unit_gradients
+from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
+from jaxops.ops.grouped_glu.plan import Block, Halves, Spec
+
+
+def _bwd_kernel(offsets_ref, dh_ref, *refs, activation: str, block: Block):
+    pre, dpre = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    M, F = dh_ref.shape
+    place = Place.of(offsets_ref, M, F, block)
+    gate, up = (place.load(*half) for half in halves_of(pre, F))
+    gradients = unit_gradients(activation, gate, up, place.load(dh_ref))
+    for (ref, first), gradient in zip(halves_of(dpre, F), gradients, strict=True):
+        place.store(ref, gradient, first)
+
+
+def bwd_pallas(spec: Spec, block: Block, pre: Halves, dh: jax.Array, offsets: jax.Array, *, interpret: bool) -> Halves:
+    """The gradients of pre, in its shapes and dtype; rows outside the groups are zero. No size is 0."""
+    M, F = dh.shape
+    found = pl.pallas_call(
+        functools.partial(_bwd_kernel, activation=spec.activation, block=block),
+        out_shape=[out_struct(half.shape, half.dtype, like=half) for half in pre],
+        grid=(program_count(M, F, block),),
+        compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=1),
+        interpret=interpret,
+        name="grouped_glu_bwd",
+    )(offsets, dh, *pre)
+    return tuple(found)

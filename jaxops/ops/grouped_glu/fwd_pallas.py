@@ -1,0 +1,33 @@
+"""act(gate) * up in one pass over the pre-activations, as a Pallas kernel lowered through Triton."""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxops._lib.manual_axes import out_struct
+from jaxops.ops.grouped_glu.activations import unit
+from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
+from jaxops.ops.grouped_glu.plan import Block, Halves, Spec
+
+
+def _fwd_kernel(offsets_ref, *refs, activation: str, block: Block):
+    *pre, h_ref = refs
+    M, F = h_ref.shape
+    place = Place.of(offsets_ref, M, F, block)
+    gate, up = (place.load(*half) for half in halves_of(pre, F))
+    place.store(h_ref, unit(activation, gate, up))
+
+
+def fwd_pallas(spec: Spec, block: Block, pre: Halves, offsets: jax.Array, *, interpret: bool) -> jax.Array:
+    """h [M, F] in spec.out_dtype; rows outside the groups are zero. No size is 0."""
+    M, F = pre[0].shape[0], pre[0].shape[1] * len(pre) // 2
+    return pl.pallas_call(
+        functools.partial(_fwd_kernel, activation=spec.activation, block=block),
+        out_shape=out_struct((M, F), spec.out_dtype, like=pre[0]),
+        grid=(program_count(M, F, block),),
+        compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=1),
+        interpret=interpret,
+        name="grouped_glu_fwd",
+    )(offsets, *pre)

@@ -1,0 +1,145 @@
+"""Every choice that `grouped_glu` makes: how the activation passes are cut into programs, the plan of the products, backend."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxops._lib.device import Device, choose_backend
+from jaxops.ops.grouped_matmul import Plan as ProductPlan
+from jaxops.ops.grouped_matmul import Problem as Product
+from jaxops.ops.grouped_matmul import make_plan as make_product_plan
+
+PASSES = ("fwd", "bwd")
+SAVES = ("preactivations", "nothing")
+Pass = Literal["fwd", "bwd"]
+# Gate and up, or one array with gate's columns first and then up's: weights [G, K, F] or [G, K, 2 F], pre-activations and their gradients [M, F] or [M, 2 F].
+Halves = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static in a call, beside shapes.
+
+    Attributes:
+      activation: of the gate.
+      save: what the forward keeps for the backward, beside x and the weights in the compute dtype.
+      precision: of float32 products.
+      compute_dtype: of the operands of the products, and of the pre-activations.
+      x_dtype, w_dtype: of the gradients.
+      out_dtype: of h.
+    """
+
+    activation: str
+    save: str
+    precision: lax.Precision
+    compute_dtype: jnp.dtype
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+
+    def inner(self) -> "Spec":
+        """For a call inside a differentiation rule, whose operands are in the compute dtype already."""
+        return dataclasses.replace(self, x_dtype=self.compute_dtype, w_dtype=self.compute_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """How an activation pass is cut into programs.
+
+    Attributes:
+      rows: rows of a program. A power of two.
+      columns: columns of a program. A power of two.
+      warps: warps a program (1, 2, 4, 8, 16 or 32).
+    """
+
+    rows: int
+    columns: int
+    warps: int = 4
+
+    def __post_init__(self):
+        for name in ("rows", "columns", "warps"):
+            if (size := getattr(self, name)) < 1 or size & (size - 1):
+                raise ValueError(f"Block.{name}={size} must be a power of two.")
+        if self.warps > 32:
+            raise ValueError(f"Block.warps={self.warps} must be at most 32.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; with the xla backend the activation passes need no blocks.
+
+    Attributes:
+      backend: "pallas" or "xla", of the activation passes.
+      fwd: blocks of the forward activation pass.
+      bwd: blocks of the backward activation pass.
+      products: plan of the grouped products, as of `jaxops.grouped_matmul(x, w_gate, group_offsets)`.
+    """
+
+    backend: Literal["pallas", "xla"] = "pallas"
+    fwd: Block | None = None
+    bwd: Block | None = None
+    products: ProductPlan | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a plan depends on: the static shape `x[M, K]`, weights `[G, K, F]`, the dtype in which they are multiplied, and whether gate and up are one
+    array [G, K, 2 F]."""
+
+    G: int
+    M: int
+    K: int
+    F: int
+    dtype: str
+    joined: bool = False
+
+    @property
+    def product(self) -> Product:
+        return Product(self.G, self.M, self.K, self.F * (2 if self.joined else 1), self.dtype)
+
+
+def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+    """Decides how to run `problem` on `device`: what an explicit plan says, then tuned rows of the products, then the heuristics.
+
+    Args:
+      problem: static shape and dtype.
+      device: see `jaxops.tuning.current_device()`.
+      rows: tuned rows of grouped matmul (`jaxops.tuning.tuned_rows("grouped_matmul", device)`), best source first. The activation passes have none: the
+        choice is small.
+      backend: "auto" takes Pallas for the activation passes and grouped matmul's own choice for the products on a GPU, and xla elsewhere; "pallas" or "xla" is
+        obeyed by both. On a CPU, "pallas" runs in Pallas' interpreter.
+      plan: used as it is; only what it leaves None is filled.
+    """
+    chosen = choose_backend(device, backend, plan)
+    products = plan.products if plan is not None else None
+    if products is None:
+        products = make_product_plan(problem.product, device, rows, backend="auto" if backend == "auto" and plan is None else chosen)
+    if chosen == "xla":
+        return Plan("xla", products=products)
+    blocks = {name: (getattr(plan, name) if plan is not None else None) or heuristic(name, problem) for name in PASSES}
+    return Plan("pallas", **blocks, products=products)
+
+
+def heuristic(pass_name: Pass, problem: Problem) -> Block:
+    """32 elements of each array a thread in fwd and 16 in bwd, which holds five arrays instead of three; as few columns to spare as there can be, and of as
+    many a row as 16-byte loads of a warp take."""
+    least = min(256, 1 << max(0, problem.F - 1).bit_length())
+    sizes = [size for size in (least, 512, 1024) if size >= least]
+    columns = min(sizes, key=lambda size: (-(-problem.F // size) * size, -size))
+    return Block(max(1, (4096 if pass_name == "fwd" else 2048) // columns), columns, 4)
+
+
+def candidates(pass_name: Pass, problem: Problem) -> list[Block]:
+    """Every Block worth measuring for one pass: the heuristic's, and those of 8 to 64 elements a thread."""
+    found = [heuristic(pass_name, problem)]
+    widest = 1 << max(5, (problem.F - 1).bit_length())
+    for rows, columns, warps in itertools.product((1, 2, 4, 8, 16, 32), (128, 256, 512, 1024, 2048), (1, 2, 4, 8)):
+        block = Block(rows, columns, warps)
+        if columns <= widest and 8 <= rows * columns / (32 * warps) <= 64 and block not in found:
+            found.append(block)
+    return found

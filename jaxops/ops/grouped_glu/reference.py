@@ -1,0 +1,23 @@
+"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [G, M, K] in memory."""
+
+import jax
+import jax.numpy as jnp
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda u: jax.nn.gelu(u, approximate=False),
+    "gelu_tanh": lambda u: jax.nn.gelu(u, approximate=True),
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
+def grouped_glu_reference(x, w_gate, w_up, group_offsets, *, activation="silu") -> jax.Array:
+    """float32 [M, F]; arguments as `jaxops.grouped_glu`."""
+    if w_up is None:
+        w_gate, w_up = jnp.split(w_gate, 2, axis=2)
+    row = jnp.arange(x.shape[0])[None, :]
+    mine = (group_offsets[:-1, None] <= row) & (row < group_offsets[1:, None])  # [G, M]
+    rows = jnp.where(mine[:, :, None], x.astype(jnp.float32), 0.0)
+    gate, up = (jnp.einsum("gmk,gkf->mf", rows, w.astype(jnp.float32), precision="highest") for w in (w_gate, w_up))
+    return jnp.where(jnp.any(mine, axis=0)[:, None], ACTIVATIONS[activation](gate) * up, 0.0)

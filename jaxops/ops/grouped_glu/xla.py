@@ -1,0 +1,34 @@
+"""The activation passes of the portable backend, which XLA fuses into one loop each. CPU, TPU, and the benchmark's plain-XLA side."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxops.ops.grouped_glu.activations import unit, unit_gradients
+from jaxops.ops.grouped_glu.plan import Halves, Spec
+
+
+def _inside(offsets: jax.Array, M: int) -> jax.Array:
+    """[M, 1]: which rows are in a group."""
+    row = jnp.arange(M, dtype=jnp.int32)[:, None]
+    return (offsets[0] <= row) & (row < offsets[-1])
+
+
+def _split(pre: Halves, inside: jax.Array) -> list[jax.Array]:
+    """Gate and up, zero in the rows outside."""
+    gate, up = jnp.split(pre[0], 2, axis=1) if len(pre) == 1 else pre
+    return [jnp.where(inside, half, 0) for half in (gate, up)]
+
+
+def fwd_xla(spec: Spec, pre: Halves, offsets: jax.Array) -> jax.Array:
+    """As `fwd_pallas`."""
+    inside = _inside(offsets, pre[0].shape[0])
+    gate, up = _split(pre, inside)
+    return jnp.where(inside, unit(spec.activation, gate, up), 0).astype(spec.out_dtype)
+
+
+def bwd_xla(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Halves:
+    """As `bwd_pallas`."""
+    inside = _inside(offsets, dh.shape[0])
+    gate, up = _split(pre, inside)
+    found = tuple(half.astype(pre[0].dtype) for half in unit_gradients(spec.activation, gate, up, jnp.where(inside, dh, 0)))
+    return (jnp.concatenate(found, axis=1),) if len(pre) == 1 else found

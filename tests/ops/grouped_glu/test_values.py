@@ -1,0 +1,132 @@
+"""Outputs and gradients against the float32 reference: every activation and dtype, odd sizes, empty groups, NaN outside."""
+
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.grouped_glu.activations import ACTIVATIONS
+from tests.compare import assert_close
+from tests.ops.grouped_glu.cases import KERNELS, RUNS, check, make_case, plan_of, run_all
+
+ROUTINGS = [
+    pytest.param([17, 40, 13], 0, 0, id="all-rows"),
+    pytest.param([9, 0, 31], 11, 19, id="rows-outside-both-ends"),
+    pytest.param([0, 70, 0], 0, 0, id="one-group"),
+    pytest.param([0, 0, 0], 30, 40, id="no-rows"),
+    pytest.param([1, 1, 1], 66, 1, id="single-rows-at-the-end"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("joined", [False, True], ids=["two", "joined"])
+@pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
+def test_routings(run, joined, sizes, before, after):
+    check(make_case(sizes, 19, 37, before=before, after=after), run, joined=joined)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@hypothesis.given(data=st.data())
+def test_random_routings(run, data):
+    """One compiled shape, that of test_routings: any sizes, anywhere."""
+    ends = sorted(data.draw(st.lists(st.integers(0, 70), min_size=4, max_size=4)))
+    check(make_case(np.diff(ends), 19, 37, before=ends[0], after=70 - ends[-1], seed=data.draw(st.integers(0, 9))), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "sigmoid"])
+def test_activations(run, activation):
+    check(make_case([5, 0, 9], 8, 12, before=1, after=2), run, activation=activation)
+
+
+IN_FLOAT64 = {
+    "silu": lambda u: u / (1 + np.exp(-u)),
+    "gelu": lambda u: u * (1 + np.vectorize(math.erf)(u / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda u: u * (1 + np.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))) / 2,
+    "relu": lambda u: np.maximum(u, 0),
+    "sigmoid": lambda u: 1 / (1 + np.exp(-u)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_far_out(name):
+    """Value and slope around zero, and where exponentials overflow and vanish. (JAX's own gradient of the approximate gelu is 8e-6 off at -7.)"""
+    u = np.concatenate([np.linspace(-12, 12, 96), [-600.0, -200.0, 200.0, 600.0]]).astype(np.float32)
+    value, slope = jax.jit(ACTIVATIONS[name])(u)
+    wide = u.astype(np.float64)
+    np.testing.assert_allclose(value, IN_FLOAT64[name](wide), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(slope, (IN_FLOAT64[name](wide + 1e-5) - IN_FLOAT64[name](wide - 1e-5)) / 2e-5, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("dtype", "joined"), [("bfloat16", False), ("bfloat16", True), ("float16", False)])
+def test_half(run, dtype, joined):
+    check(make_case([17, 0, 25], 32, 48, dtype=dtype, before=3, after=5), run, kind=dtype, joined=joined)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize(("sizes", "K", "F"), [([1], 1, 1), ([31, 1], 5, 64)])
+def test_sizes(run, sizes, K, F):
+    check(make_case(sizes, K, F), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_saved(run):
+    """The same to the bit as with what the forward saved."""
+    case = make_case([17, 40, 13], 19, 37)
+    saved, again = (run_all(case.arrays, run, False, options) for options in ((), (("save", "nothing"),)))
+    assert [np.asarray(x).tobytes() for x in saved] == [np.asarray(x).tobytes() for x in again]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_compute_dtype(run):
+    """Float32 weights under bfloat16 products: their gradients are float32 and were never rounded. The gradient of x is rounded once, after both products."""
+    case = make_case([20, 0, 25], 32, 48, after=3, dtype="bfloat16")
+    wide = [w.astype(jnp.float32) for w in (case.w_gate, case.w_up)]
+
+    @jax.jit
+    def results(x, w_gate, w_up, dh):
+        options = {"compute_dtype": jnp.bfloat16, "plan": plan_of(run)}
+        h, vjp = jax.vjp(lambda x, *w: jaxops.grouped_glu(x, *w, case.offsets, **options), x, w_gate, w_up)
+        return h, *vjp(dh.astype(h.dtype))
+
+    h, dx, *dw = results(case.x, *wide, case.dh)
+    h_wide, dx_wide, *dw_wide = results(case.x.astype(jnp.float32), *wide, case.dh)
+    assert [a.dtype for a in (h, dx, *dw)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
+    assert h_wide.dtype == dx_wide.dtype == jnp.float32
+    np.testing.assert_array_equal(dx.astype(jnp.float32), dx_wide.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(h.astype(jnp.float32), h_wide.astype(jnp.bfloat16).astype(jnp.float32))
+    for ours, same in zip(dw, dw_wide, strict=True):
+        assert_close(ours, same, "float32")
+        assert np.any(np.asarray(ours) != np.asarray(ours).astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=["no-rows", "no-K", "no-F"])
+@pytest.mark.parametrize("joined", [False, True], ids=["two", "joined"])
+def test_size_zero(run, shape, joined):
+    M, K, F = shape
+    case = make_case([M // 2, 0], K, F, after=M - M // 2)
+    for got, want in zip(run_all(case.arrays, run, joined), ((M, F), (M, K), (2, K, F), (2, K, F)), strict=True):
+        assert got.shape == want
+        if 0 in shape[:2] or F == 0:
+            assert not np.asarray(got).any()
+
+
+def test_no_groups():
+    h = jaxops.grouped_glu(jnp.full((3, 4), jnp.nan), jnp.ones((0, 4, 2)), None, jnp.array([1], jnp.int32))
+    np.testing.assert_array_equal(h, np.zeros((3, 1)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_offsets_that_break_the_contract(run):
+    """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays."""
+    case = make_case([17, 40, 13], 19, 37)  # compiled already, for test_routings
+    for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7]):
+        got = jax.block_until_ready(run_all((*case.arrays[:-1], jnp.array(bad, jnp.int32)), run, False))
+        assert [x.shape for x in got] == [(70, 37), (70, 19), (3, 19, 37), (3, 19, 37)]

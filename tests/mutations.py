@@ -26,6 +26,18 @@ ROUTE, ROUTED = "ops/route", "tests/ops/route/test_values.py"
 ROUTES, TIES, BAD = (f"{ROUTED}::test_{name}" for name in ("variants", "ties", "bad_logits"))
 PERMUTE, PERMUTED = "ops/permute", "tests/ops/permute/test_values.py"
 COPIES, WILD = f"{PERMUTED}::test_variants", f"{PERMUTED}::test_wild_positions_and_offsets"
+GLU = "ops/grouped_glu"
+UNITS, OUTSIDE, GELU, RELU, SIGMOID, TANH = (
+    f"tests/ops/grouped_glu/test_values.py::test_{name}"
+    for name in (
+        "routings",
+        "what_stands_outside_is_not_read",
+        "activations[gelu-interpret]",
+        "activations[relu-interpret]",
+        "activations[sigmoid-interpret]",
+        "activations[gelu_tanh-interpret]",
+    )
+)
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
@@ -146,6 +158,38 @@ MUTATIONS = {
     "quantize offset: a matrix's rows are counted from its own first": (
         f"{QUANTIZE}/api.py", "M * jnp.arange(G, dtype=jnp.int32)", "0 * jnp.arange(G, dtype=jnp.int32)",
         f"{TENSORS}::test_a_stack_too_large_for_one_kernel"),
+    "glu mask: rows outside are read": (
+        f"{GLU}/halves_pallas.py", "mask=self.inside, other=0.0", "mask=self.there, other=0.0", OUTSIDE),
+    "glu mask: a row more than the groups have": (
+        f"{GLU}/halves_pallas.py", "(rows < end), shape)", "(rows <= end), shape)", OUTSIDE),
+    "glu mask: columns past F are stored": (
+        f"{GLU}/halves_pallas.py", "there & jnp.broadcast_to(columns < F, shape)", "there & jnp.broadcast_to(columns <= F, shape)", UNITS),
+    "glu mask: rows outside are not written": (
+        f"{GLU}/halves_pallas.py", "astype(ref.dtype), mask=self.there)", "astype(ref.dtype), mask=self.inside)", OUTSIDE),
+    "glu index: up is read where gate lies": (
+        f"{GLU}/halves_pallas.py", "(refs[-1], F if len(refs) == 1 else 0)", "(refs[-1], 0)", UNITS),
+    "glu index: a block's rows and columns change places": (
+        f"{GLU}/halves_pallas.py", "program // across * block.rows", "program % across * block.rows", UNITS),
+    "glu offset: the last columns are left out": (
+        f"{GLU}/halves_pallas.py", "* pl.cdiv(F, block.columns)", "* (F // block.columns)", UNITS),
+    "glu sum: the slope of silu": (
+        f"{GLU}/activations.py", "s * (1 + u * (1 - s))", "s * (1 + u * s)", UNITS),
+    "glu sum: the slope of gelu": (
+        f"{GLU}/activations.py", "jnp.exp(-0.5 * u * u)", "jnp.exp(-u * u)", GELU),
+    "glu sum: the slope of gelu_tanh": (
+        f"{GLU}/activations.py", "(1 + 3 * 0.044715 * u * u)", "(1 + 2 * 0.044715 * u * u)", TANH),
+    "glu sum: the slope of relu": (
+        f"{GLU}/activations.py", "jnp.where(u > 0, 1.0, 0.0)", "jnp.where(u > 0, 1.0, 0.1)", RELU),
+    "glu sum: the slope of sigmoid": (
+        f"{GLU}/activations.py", "return s, s * (1 - s)", "return s, s", SIGMOID),
+    "glu sum: the gradients of gate and up change places": (
+        f"{GLU}/activations.py", "return dh * up.astype(jnp.float32) * slope, dh * value", "return dh * value, dh * up.astype(jnp.float32) * slope", UNITS),
+    "glu sum: the gradients of x are rounded before they are added": (
+        f"{GLU}/api.py", "if len(dpre) == 1 else jnp.float32  #", "if len(dpre) == 1 else spec.compute_dtype  #",
+        "tests/ops/grouped_glu/test_values.py::test_compute_dtype"),
+    "glu sum: the gradients of x are rounded to its own dtype before they are added": (
+        f"{GLU}/api.py", "if len(dpre) == 1 else jnp.float32  #", "if len(dpre) == 1 else spec.x_dtype  #",
+        "tests/ops/grouped_glu/test_values.py::test_compute_dtype"),
     "route mask: tokens that are not there are counted": (
         f"{ROUTE}/columns_pallas.py", "return body(row, row < T, carry)", "return body(row, row < T + 1, carry)", ROUTES),
     "route mask: experts that are not there can be chosen": (

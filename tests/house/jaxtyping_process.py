@@ -51,6 +51,21 @@ def grouped_wgrad(
 
 
 @typed
+def grouped_glu(
+    x: Float[Array, "M K"], w_gate: Float[Array, "G K F"], w_up: Float[Array, "G K F"], group_offsets: Int32[Array, "G+1"], **options
+) -> Float[Array, "M F"]:
+    return jaxops.grouped_glu(x, w_gate, w_up, group_offsets, **options)
+
+
+@typed
+def grouped_glu_joined(
+    h: Float[Array, "M F"], x: Float[Array, "M K"], w_gate: Float[Array, "G K 2*F"], group_offsets: Int32[Array, "G+1"]
+) -> Float[Array, "M F"]:
+    """h: of the shape of the result, of any values."""
+    return jaxops.grouped_glu(x, w_gate, None, group_offsets)
+
+
+@typed
 def ragged_dot(
     lhs: Float[Array, "M K"],
     rhs: Float[Array, "G K N"],
@@ -199,6 +214,7 @@ SIGNATURES = {
     "fp8_matmul": fp8_matmul,
     "gated_residual": gated_residual,
     "gated_residual_adaln": gated_residual_adaln,
+    "grouped_glu": grouped_glu,
     "grouped_matmul": grouped_matmul,
     "grouped_wgrad": grouped_wgrad,
     "permute": permute,
@@ -232,11 +248,13 @@ def test_right_shapes_pass(backend, dtype):
             grouped_wgrad(lhs, dout, OFFSETS, accumulate_into=RHS, backend=backend),
             ragged_dot(lhs, rhs, SIZES, preferred_element_type=jnp.float32, backend=backend),
             ragged_dot(lhs, rhs[:1], SIZES, group_offset=jnp.array([1]), backend=backend),
+            grouped_glu(lhs, rhs, rhs, OFFSETS, activation="gelu", save="nothing", backend=backend),
+            grouped_glu_joined(dout[:, : N // 2], lhs, rhs, OFFSETS),
         ]
 
     # Traced, not run: shapes and dtypes are all that is looked at here.
     outs = jax.eval_shape(calls, *(x.astype(dtype) for x in (LHS, RHS, BIAS, DOUT)))
-    assert [out.dtype for out in outs] == [dtype, dtype, dtype, jnp.float32, jnp.float32, dtype]
+    assert [out.dtype for out in outs] == [dtype, dtype, dtype, jnp.float32, jnp.float32, dtype, dtype, dtype]
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
@@ -318,6 +336,9 @@ def test_right_shapes_pass_under_transformations():
         lambda: grouped_wgrad(LHS, DOUT, OFFSETS, accumulate_into=RHS.mT),
         lambda: ragged_dot(LHS, RHS[0], SIZES),
         lambda: ragged_dot(LHS, RHS, SIZES, group_offset=jnp.array([0, 1])),
+        lambda: grouped_glu(LHS, RHS, RHS.mT, OFFSETS),
+        lambda: grouped_glu(LHS, RHS, RHS, OFFSETS[:-1]),
+        lambda: grouped_glu_joined(LHS, LHS, RHS, OFFSETS),
         lambda: adaln(LHS, VECTORS.T, VECTORS, OFFSETS),
         lambda: adaln(LHS, VECTORS, VECTORS, OFFSETS[:-1]),
         lambda: adaln(LHS, VECTORS, VECTORS, OFFSETS, weight=VECTORS),

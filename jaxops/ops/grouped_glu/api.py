@@ -43,9 +43,9 @@ def grouped_glu(
     products in float32.
 
     >>> import jax.numpy as jnp, jaxops
-    >>> x, w = jnp.array([[1., -1.], [2., 3.], [5., 5.]]), jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])
+    >>> x, w = jnp.array([[1., 4.], [2., 3.], [5., 5.]]), jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])
     >>> jaxops.grouped_glu(x, w, 10 * w, jnp.array([0, 1, 2], jnp.int32), activation="relu")  # row 0 is group 0's, row 1 group 1's, row 2 no one's
-    Array([[ 10.,   0.],
+    Array([[ 10., 160.],
            [160., 360.],
            [  0.,   0.]], dtype=float32)
 

@@ -32,11 +32,11 @@ class Place:
         return cls(rows, columns, there, there & jnp.broadcast_to((first <= rows) & (rows < end), shape))
 
     def load(self, ref, first: int = 0) -> jax.Array:
-        """ref's columns from `first` on; zero outside the groups, whose rows are not read."""
+        """ref's columns from `first` on; zero outside the groups, whose rows are not read: of zeros every unit and every gradient is zero."""
         return plgpu.load(ref.at[self.rows, first + self.columns], mask=self.inside, other=0.0)
 
     def store(self, ref, value: jax.Array, first: int = 0) -> None:
-        plgpu.store(ref.at[self.rows, first + self.columns], jnp.where(self.inside, value, 0.0).astype(ref.dtype), mask=self.there)
+        plgpu.store(ref.at[self.rows, first + self.columns], value.astype(ref.dtype), mask=self.there)
 
 
 def halves_of(refs, F: int) -> list[tuple]:

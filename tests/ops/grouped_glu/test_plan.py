@@ -1,0 +1,102 @@
+"""Who decides (an explicit plan, then the products' tuned rows, then the heuristics), and that every choice can be lowered for an H200."""
+
+import re
+
+import jax
+import pytest
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops.ops import grouped_matmul
+from jaxops.ops.grouped_glu import Block, Plan, Problem, candidates, make_plan
+from jaxops.ops.grouped_glu.activations import ACTIVATIONS
+from jaxops.ops.grouped_glu.plan import PASSES, heuristic
+from jaxops.ops.grouped_matmul.plan import PASSES as PRODUCT_PASSES
+from tests.hopper import lower_for_h200
+
+H200, A100, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+PROBLEM = Problem(8, 4096, 1024, 3584, "bfloat16")
+PRODUCT = grouped_matmul.Problem(8, 4096, 1024, 3584, "bfloat16")
+
+
+def test_explicit_then_heuristic():
+    chosen = make_plan(PROBLEM, H200)
+    assert chosen == Plan("pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM), grouped_matmul.make_plan(PRODUCT, H200))
+    mine = Plan(bwd=Block(1, 64, 1))
+    products = grouped_matmul.make_plan(PRODUCT, H200, backend="pallas")
+    assert make_plan(PROBLEM, H200, plan=mine) == Plan("pallas", heuristic("fwd", PROBLEM), Block(1, 64, 1), products)
+    assert "bwd=Block(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(make_plan(PROBLEM, H200, plan=mine))
+
+
+def test_the_products_take_their_tuned_rows():
+    """Of the width that is multiplied: gate and up together where they are one array."""
+    tiles = grouped_matmul.Tiles(16, 16, 16)
+    row = {"pass": "fwd", "G": 8, "M": 4096, "K": 1024, "N": 2 * 3584, "dtype": "bfloat16", "tiles": vars(tiles), "us": 1.0}
+    joined = Problem(8, 4096, 1024, 3584, "bfloat16", joined=True)
+    assert [make_plan(p, A100, [row]).products.fwd == tiles for p in (PROBLEM, joined)] == [False, True]
+
+
+def test_backend_by_device():
+    assert [make_plan(PROBLEM, device).backend for device in (H200, A100, CPU, TPU)] == ["pallas", "pallas", "xla", "xla"]
+    assert make_plan(PROBLEM, CPU).products == grouped_matmul.Plan("xla")
+    assert make_plan(PROBLEM, H200, backend="xla") == make_plan(PROBLEM, H200, plan=Plan("xla")) == Plan("xla", products=grouped_matmul.Plan("xla"))
+    interpreted = make_plan(PROBLEM, CPU, backend="pallas")
+    assert (interpreted.backend, interpreted.products.backend) == ("pallas", "pallas")
+    apart = Plan("pallas", products=grouped_matmul.Plan("xla"))
+    assert make_plan(PROBLEM, H200, plan=apart).products == apart.products
+    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*backend='xla' on a TPU"):
+        make_plan(PROBLEM, TPU, backend="pallas")
+
+
+@pytest.mark.parametrize("F", [1, 3, 96, 768, 1408, 2048, 14336, 40_000])
+def test_heuristic_and_candidates_are_legal(F):
+    """Block refuses what no kernel can have. Elements are held in registers: not so many a thread that they spill."""
+    for name in PASSES:
+        problem = Problem(8, 4096, 64, F, "bfloat16")
+        found = candidates(name, problem)
+        assert found[0] == heuristic(name, problem)
+        assert len(set(found)) == len(found)
+        for block in found:
+            assert block.rows * block.columns <= 64 * 32 * block.warps
+            assert block.columns < 2 * max(32, F)
+
+
+KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
+
+
+def lowered(M: int, K: int, F: int, *, joined: bool = False, dtype: str = "bfloat16", plan: Plan | None = None, **options) -> list[str]:
+    """The kernels of a call's forward and backward, in order, without those that list the products' work."""
+    s, G = jax.ShapeDtypeStruct, 4
+
+    def both(x, w_gate, w_up, dh, offsets):
+        h, vjp = jax.vjp(lambda *given: jaxops.grouped_glu(*given, *([None] if joined else []), offsets, plan=plan, **options), x, w_gate, *w_up)
+        return h, vjp(dh)
+
+    weight = s((G, K, 2 * F if joined else F), dtype)
+    text = lower_for_h200(both, s((M, K), dtype), weight, () if joined else (weight,), s((M, F), dtype), s((G + 1,), "int32"))
+    names = re.findall(r'"((?:grouped|schedule)_\w+)"', text)
+    assert text.count(KERNEL) == len(names)
+    return [name for name in names if not name.startswith("schedule")]
+
+
+FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in PRODUCT_PASSES)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_call_is_these_kernels(activation):
+    """The activation and its gradient are one each."""
+    names = lowered(200, 64, 96, backend="pallas", activation=activation)
+    assert names == [FWD, FWD, "grouped_glu_fwd", "grouped_glu_bwd", DGRAD, DGRAD, WGRAD, WGRAD]
+
+
+def test_one_array_is_one_product_each():
+    assert lowered(77, 33, 65, joined=True, backend="pallas", dtype="float32") == [FWD, "grouped_glu_fwd", "grouped_glu_bwd", DGRAD, WGRAD]
+
+
+def test_candidates_lower_for_an_h200():
+    """Each shape of a block once: warps change nothing in a kernel's text."""
+    problem = Problem(4, 64, 16, 640, "bfloat16")
+    fwd, bwd = (list({(b.rows, b.columns): b for b in candidates(name, problem)}.values()) for name in PASSES)
+    for i in range(0, max(len(fwd), len(bwd)), 3):
+        plan = Plan("pallas", fwd[i % len(fwd)], bwd[i % len(bwd)], grouped_matmul.Plan("xla"))
+        assert lowered(64, 16, 640, plan=plan) == ["grouped_glu_fwd", "grouped_glu_bwd"]

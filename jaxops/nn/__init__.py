@@ -5,5 +5,19 @@ from jaxops.nn.fp8 import Fp8GroupedLinear, Fp8Linear
 from jaxops.nn.fp8_dot_general import Fp8DotGeneral
 from jaxops.nn.fp8_product import AmaxHistory
 from jaxops.nn.grouped_linear import GroupedLinear
+from jaxops.nn.moe import MoE
+from jaxops.nn.router import Router, RouterBias
 
-__all__ = ["AdaLNZeroBlock", "AdaLayerNorm", "AdaRMSNorm", "AmaxHistory", "Fp8DotGeneral", "Fp8GroupedLinear", "Fp8Linear", "GroupedLinear"]
+__all__ = [
+    "AdaLNZeroBlock",
+    "AdaLayerNorm",
+    "AdaRMSNorm",
+    "AmaxHistory",
+    "Fp8DotGeneral",
+    "Fp8GroupedLinear",
+    "Fp8Linear",
+    "GroupedLinear",
+    "MoE",
+    "Router",
+    "RouterBias",
+]

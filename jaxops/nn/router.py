@@ -1,0 +1,147 @@
+"""`Router`: the linear layer that scores the experts for each token, and the choice among them."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import Dtype, Initializer
+
+from jaxops.ops.route import Routing, route, update_router_bias
+
+
+class RouterBias(nnx.Variable[jax.Array]):
+    """What is added to each expert's score for the choice alone, so that all get tokens (DeepSeek-V3). Not an `nnx.Param`: nothing trains it.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jaxops.nn import Router, RouterBias
+    >>> router = Router(8, 3, k=1, use_bias=True, rngs=nnx.Rngs(0))
+    >>> nnx.state(router, RouterBias)["bias"][...]
+    Array([0., 0., 0.], dtype=float32)
+
+    Args:
+      value: [num_experts] float32, zeros to begin with.
+      metadata: as in `flax.nnx.Variable`.
+
+    Returns:
+      A variable, as `flax.nnx.BatchStat` is one; `nnx.state(model, RouterBias)` finds those of a model.
+
+    Raises:
+      TypeError: a value in another dtype: in bfloat16 a step of 0.001 would be lost.
+    """
+
+    def __init__(self, value: jax.Array, **metadata):
+        if hasattr(value, "dtype") and value.dtype != jnp.float32:
+            raise TypeError(f"a router's bias is {value.dtype}; it must be float32: in bfloat16 a step of 0.001 would be lost.")
+        super().__init__(value, **metadata)
+
+
+class Router(nnx.Module):
+    """Scores the experts for each token by a linear map without bias, in float32, and chooses among them: `jaxops.route` as a layer.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jaxops.nn import Router
+    >>> router = Router(8, 4, k=2, score="sigmoid", use_bias=True, rngs=nnx.Rngs(0))
+    >>> router.kernel.shape, router.bias.shape
+    ((8, 4), (4,))
+    >>> routing = router(jnp.ones((6, 8), jnp.bfloat16))
+    >>> routing.experts.shape, routing.load.sum()
+    ((6, 2), Array(12, dtype=int32))
+    >>> router.update_bias(routing.load, rate=0.001)  # once a training step
+    >>> sorted({abs(round(float(b), 3)) for b in router.bias[...]})
+    [0.001]
+
+    Attributes:
+      kernel: [in_features, num_experts] in param_dtype.
+      bias: a `RouterBias` [num_experts] float32, or None.
+
+    Args:
+      in_features: columns of x.
+      num_experts: experts E to choose from.
+      k: experts a token.
+      score, normalize, scale, num_groups, top_groups, capacity, backend: as in `jaxops.route`.
+      use_bias: whether there is a bias that `update_bias` moves so that the experts get equal loads.
+      param_dtype: dtype of the kernel.
+      kernel_init: called with (key, [in_features, num_experts], param_dtype); lecun_normal by default.
+      rngs: the stream `params` makes the kernel.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        k: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        capacity: int | None = None,
+        use_bias: bool = False,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        backend: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))
+        self.bias: RouterBias | None
+        self.bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if use_bias else nnx.data(None)
+        self.in_features = in_features
+        self.num_experts = num_experts
+        self.k = k
+        self.score: Literal["softmax", "sigmoid"] = score
+        self.normalize = normalize
+        self.scale = scale
+        self.num_groups = num_groups
+        self.top_groups = top_groups
+        self.capacity = capacity
+        self.use_bias = use_bias
+        self.param_dtype = param_dtype
+        self.backend = backend
+
+    def __call__(self, x: jax.Array) -> Routing:
+        """Chooses k experts for each token, and finds where the tokens' rows lie when they are sorted by expert.
+
+        Args:
+          x: [T, in_features], bfloat16, float16 or float32.
+
+        Returns:
+          A `jaxops.Routing`, with weights, load and losses.
+
+        Raises:
+          ValueError: x of another shape; k, groups or capacity that do not fit, an unknown score or backend, as in `jaxops.route`.
+        """
+        if x.ndim != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; it must be [T, in_features={self.in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
+            )
+        return route(
+            x.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32),
+            self.k,
+            score=self.score,
+            normalize=self.normalize,
+            scale=self.scale,
+            bias=None if self.bias is None else self.bias[...],
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            capacity=self.capacity,
+            backend=self.backend,
+        )
+
+    def update_bias(self, load: jax.Array, rate: float) -> None:
+        """Moves the bias by `jaxops.update_router_bias`: once a training step, outside the gradient; with several devices, with the load's sum over them.
+
+        Args:
+          load: [num_experts], the `load` of what a call has returned, or a sum of such.
+          rate: the size of the step.
+
+        Raises:
+          ValueError: a router without bias, a load of another shape.
+        """
+        if self.bias is None:
+            raise ValueError("this router has no bias to update: make it with use_bias=True.")
+        self.bias[...] = update_router_bias(self.bias[...], load, rate)

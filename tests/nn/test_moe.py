@@ -1,0 +1,231 @@
+"""MoE and Router against each token's experts one by one, and their manners as Flax modules."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.nn import MoE, Router, RouterBias
+from tests.compare import assert_close
+
+T, E, D, F, K = 24, 4, 8, 12, 2
+
+# Compiled whole: operation by operation, JAX would compile every one of them.
+apply = nnx.jit(lambda module, x: module(x))
+
+
+def numbers(key, shape, dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape) / shape[-1] ** 0.5, dtype)
+
+
+def make(*, router: dict | None = None, **options) -> MoE:
+    rngs = nnx.Rngs(0)
+    return MoE(E, D, F, router=Router(D, E, K, **(router or {}), rngs=rngs), **{"kernel_init": numbers, "precision": "highest"} | options, rngs=rngs)
+
+
+def tokens(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(5).normal(size=shape or (T, D)), dtype)
+
+
+def every_expert(params: dict, x: jax.Array, routing: jaxops.Routing, activation=jax.nn.silu) -> jax.Array:
+    """float32: all experts for all tokens, without the choices that were not made."""
+
+    def mlp(gate, up, down):
+        return (activation(jnp.matmul(x, gate, precision="highest")) * jnp.matmul(x, up, precision="highest")) @ down
+
+    with jax.default_matmul_precision("highest"):
+        each = jax.vmap(mlp)(params["gate"], params["up"], params["down"])  # [E, T, D]
+        share = jnp.sum(jnp.where(routing.experts[:, :, None] == jnp.arange(E)[None, None, :], routing.weights[:, :, None], 0), axis=1)
+        y = jnp.einsum("etd,te->td", each, share)
+        if shared := params.get("shared"):
+            common = mlp(shared["gate"], shared["up"], shared["down"])
+            y += common * jax.nn.sigmoid(x @ shared["token_gate"]) if "token_gate" in shared else common
+    return y
+
+
+def outputs_and_gradients(f, params, x):
+    """(y, gradients of all parameters and of x)"""
+    return jax.jit(lambda params, x: (f(params, x), jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1))(params, x)))(params, x)
+
+
+def check(moe: MoE, x: jax.Array, activation=jax.nn.silu) -> None:
+    graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
+
+    def plain(params, x):
+        module = nnx.merge(graphdef, params, rest)
+        return every_expert(nnx.to_pure_dict(params), x, module.router(x), activation)
+
+    got = outputs_and_gradients(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0], params, x)
+    want = outputs_and_gradients(plain, params, x)
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
+
+
+CASES = {
+    "plain": {},
+    "shared": {"shared_features": 20, "router": {"score": "sigmoid", "normalize": False, "scale": 2.5}},
+    "gated-shared": {"shared_features": 8, "gate_shared": True, "router": {"num_groups": 2, "top_groups": 1, "use_bias": True}},
+    "capacity": {"activation": "relu", "router": {"capacity": 9}},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_equals_every_token_by_itself(options):
+    moe = make(**options)
+    if "capacity" in options.get("router", {}):
+        assert (moe.router(tokens()).load > 9).any(), "nothing is dropped"
+    check(moe, tokens(), {"relu": jax.nn.relu}.get(options.get("activation"), jax.nn.silu))
+
+
+def test_backend():
+    """Traced, not run: every product and the activation are kernels."""
+    moe = make(backend="pallas", shared_features=4)
+    text = str(jax.make_jaxpr(lambda x: moe(x)[0])(tokens()))
+    assert [text.count(f"name={name}") for name in ("grouped_glu_fwd", "grouped_matmul_fwd")] == [2, 6]
+
+
+def test_leading_axes():
+    moe, x = make(shared_features=4), tokens(2, 3, 4, D)
+    y, routing = apply(moe, x)
+    flat, _ = apply(moe, x.reshape(-1, D))
+    assert y.shape == x.shape
+    assert routing.experts.shape == (24, K)
+    np.testing.assert_array_equal(y.reshape(-1, D), flat)
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype", "param_dtype", "out"),
+    [
+        (jnp.bfloat16, None, jnp.float32, jnp.float32),
+        (jnp.bfloat16, None, jnp.bfloat16, jnp.bfloat16),
+        (jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16),
+    ],
+)
+def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
+    x = tokens(dtype=x_dtype)
+    moe = make(dtype=dtype, param_dtype=param_dtype, shared_features=8, gate_shared=True)
+    flax = nnx.eval_shape(lambda: nnx.Linear(D, D, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x))
+    y, routing = apply(moe, x)
+    assert y.dtype == flax.dtype == out
+    assert routing.weights.dtype == moe.router.kernel.dtype == jnp.float32
+    graphdef, params = nnx.split(moe)
+    grads = jax.eval_shape(jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params)(x)[0].astype(jnp.float32))), params)
+    assert jax.tree.map(lambda g: (g.shape, g.dtype), grads) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
+    if out == jnp.bfloat16:
+        wide = jax.tree.map(lambda p: p.astype(jnp.float32), nnx.to_pure_dict(nnx.state(moe, nnx.Param)))
+        assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
+
+
+def test_remat():
+    """The same bits with a rematerialised layer."""
+    moe, x = make(shared_features=4), tokens()
+    graphdef, params = nnx.split(moe)
+
+    def gradient(wrap):
+        layer = wrap(lambda params, x: nnx.merge(graphdef, params)(x)[0])
+        return jax.jit(jax.grad(lambda params: jnp.sum(jnp.sin(layer(params, x)))))(params)
+
+    for ours, wanted in zip(*(jax.tree.leaves(gradient(wrap)) for wrap in (jax.checkpoint, lambda f: f)), strict=True):
+        assert_close(ours, wanted, "float32")
+
+
+def test_other_routings_do_not_recompile():
+    graphdef, params = nnx.split(make())
+    run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(x))
+    for seed in range(3):
+        run(params, jnp.asarray(np.random.default_rng(seed).normal(size=(T, D)), jnp.float32))
+    assert run._cache_size() == 1
+
+
+def test_shard_map_over_experts():
+    """Each device owns a share of the experts; what comes out and every gradient is that of one device with all of them."""
+    if jax.device_count() < 2:
+        pytest.skip("needs several devices")
+    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    (alone, params), (graphdef, _) = (nnx.split(make(expert_axis=axis, shared_features=8, gate_shared=True)) for axis in (None, "expert"))
+    x = tokens()
+    specs = jax.tree.map_with_path(lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params)
+    shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), P()))
+
+    def loss(layer, params, x):
+        y, routing = layer(params, x)
+        return jnp.sum(jnp.sin(y)) + routing.aux_loss, y
+
+    def gradients(layer):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, layer), argnums=(0, 1), has_aux=True))(params, x)
+
+    got, want = gradients(shard(lambda params, x: nnx.merge(graphdef, params)(x))), gradients(lambda params, x: nnx.merge(alone, params)(x))
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
+
+
+def test_router_bias():
+    """It decides who is chosen, gets no gradient, and moves towards equal loads."""
+    router = Router(D, E, 1, score="sigmoid", use_bias=True, rngs=nnx.Rngs(0))
+    router.bias[...] = router.bias[...].at[2].set(100.0)
+    x = tokens()
+    routing = apply(router, x)
+    assert routing.load.tolist() == [0, 0, T, 0]
+    router.update_bias(routing.load, 0.5)
+    np.testing.assert_array_equal(router.bias[...], [0.5, 0.5, 99.5, 0.5])
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(router, nnx.Param))) == {"kernel": (D, E)}
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(router, RouterBias))) == {"bias": (E,)}
+
+    @nnx.jit
+    def step(router, x):
+        router.update_bias(router(x).load, 0.5)
+
+    step(router, x)
+    np.testing.assert_array_equal(router.bias[...], [1.0, 1.0, 99.0, 1.0])
+
+
+def test_router_is_float32():
+    """Whatever the tokens' dtype: its choices are those of an unrounded product."""
+    router, x = Router(D, E, K, rngs=nnx.Rngs(0)), tokens(dtype=jnp.bfloat16)
+    with jax.default_matmul_precision("highest"):
+        logits = x.astype(jnp.float32) @ router.kernel[...]
+        got = router(x)
+    assert_close(got.weights, jaxops.route(logits, K).weights, "float32")
+
+
+def test_any_router():
+    """A function will do."""
+    logits = tokens(T, E)
+    moe = MoE(E, D, F, router=lambda x: jaxops.route(logits, 3), rngs=nnx.Rngs(0))
+    y, routing = apply(moe, tokens())
+    assert routing.experts.shape == (T, 3)
+    assert_close(y, every_expert(nnx.to_pure_dict(nnx.state(moe, nnx.Param)), tokens(), routing), "float32", scale=5)
+
+
+@pytest.mark.parametrize("experts", [1, 64])
+def test_fan_in_is_one_expert(experts):
+    moe = MoE(experts, 128, 64, router=lambda x: jaxops.route(x, 1), shared_features=64, rngs=nnx.Rngs(0))
+    for kernel, fan_in in ((moe.gate, 128), (moe.up, 128), (moe.down, 64), (moe.shared.up, 128), (moe.shared.down, 64)):
+        assert jnp.std(kernel[...]) == pytest.approx(fan_in**-0.5, rel=0.05)
+
+
+def test_errors():
+    moe = make()
+    with pytest.raises(ValueError, match=r"x has shape \(24, 9\); it must be \[\.\.\., in_features=8\]"):
+        moe(jnp.ones((T, D + 1)))
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3, 8\).*\[T, in_features=8\].*flatten"):
+        moe.router(jnp.ones((2, 3, D)))
+    with pytest.raises(ValueError, match=r"no bias to update.*use_bias=True"):
+        moe.router.update_bias(jnp.ones(E), 0.1)
+    with pytest.raises(TypeError, match=r"router's bias is bfloat16; it must be float32"):
+        RouterBias(jnp.zeros(E, jnp.bfloat16))
+    with pytest.raises(ValueError, match="backend='cublas'"):
+        make(backend="cublas")(tokens())
+    moe.router = lambda x: jaxops.route(x, 1)
+    with pytest.raises(ValueError, match="the router chose among 8 experts; this layer has num_experts=4"):
+        moe(tokens())
+    moe = make()
+    moe.gate = nnx.Param(moe.gate[...][:2])
+    with pytest.raises(ValueError, match="this device has 2 of num_experts=4 experts, and expert_axis=None has 1 devices"):
+        moe(tokens())

@@ -5,6 +5,7 @@ Each array is an allocation of its own here, so that memcheck sees the first byt
 """
 
 import dataclasses
+import itertools
 import os
 import sys
 
@@ -16,6 +17,7 @@ import numpy as np
 
 import jaxops
 from jaxops.ops import adaln, fp8_matmul
+from jaxops.ops import grouped_glu as units
 from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
@@ -93,6 +95,24 @@ def fp8_products() -> None:
             for offsets in OFFSETS:
                 jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
             print(options, "done", flush=True)
+
+
+def grouped_glu() -> None:
+    """Both activation kernels, with gate and up as two arrays and as one: blocks that are larger and smaller than what there is."""
+    rng = np.random.default_rng(0)
+    x, w_gate, w_up, dh = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N)))
+    for block, joined in itertools.product((None, units.Block(16, 256), units.Block(8, 64, 1)), (False, True)):
+
+        @jax.jit
+        def run(offsets, block=block, joined=joined):
+            weights = (jnp.concatenate([w_gate, w_up], axis=2), None) if joined else (w_gate, w_up)
+            plan = units.Plan("pallas", block, block, Plan("xla"))
+            h, vjp = jax.vjp(lambda x: jaxops.grouped_glu(x, *weights, offsets, plan=plan), x)
+            return h, vjp(dh)
+
+        for offsets in OFFSETS:
+            jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
+        print(block, joined, "done", flush=True)
 
 
 def routing() -> None:
@@ -174,6 +194,6 @@ def quantize() -> None:
 
 
 if __name__ == "__main__":
-    checks = {check.__name__: check for check in (grouped_matmul, row_kernels, quantize, routing, permute, fp8_products)}
+    checks = {check.__name__: check for check in (grouped_matmul, grouped_glu, row_kernels, quantize, routing, permute, fp8_products)}
     for name in sys.argv[1:] or checks:
         checks[name]()

@@ -49,16 +49,14 @@ def assert_same(got, want) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("in_axes", [(0, 0, 0, 0), (None, None, None, 0)], ids=["all", "offsets"])
-def test_vmap(run, in_axes):
+def test_vmap(run):
     others = [make_case(sizes, 12, 20, before=before, after=after, seed=1) for sizes, before, after in ([SIZES, 3, 5], [[0, 30, 0, 2], 8, 0])]
     arrays = [(c.x, c.w_gate, c.w_up, c.offsets) for c in others]
-    stacked = [np.stack(x) if axis == 0 else np.asarray(x[0]) for axis, x in zip(in_axes, zip(*arrays, strict=True), strict=True)]
+    stacked = [np.stack(x) for x in zip(*arrays, strict=True)]
     stacked[0] = np.nan_to_num(stacked[0])
-    got = jax.jit(jax.vmap(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1, 2)), in_axes=in_axes))(*stacked)
+    got = jax.jit(jax.vmap(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1, 2))))(*stacked)
     for i in range(2):
-        one = [x[i] if axis == 0 else x for axis, x in zip(in_axes, stacked, strict=True)]
-        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], got), reference_gradients(*one))
+        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], got), reference_gradients(*(x[i] for x in stacked)))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -160,7 +158,8 @@ def test_what_the_forward_keeps(save, kept, dtype):
 
 @pytest.mark.parametrize(("save", "products"), [("preactivations", 6), ("nothing", 8)])
 def test_what_is_not_kept_is_multiplied_again(save, products):
-    """In the compiled program: two loops over tiles forward, two for the gradient of x, two for those of the weights, and the forward's once more."""
+    """Two loops over tiles forward, two for the gradient of x, two for those of the weights; and the forward's once more, behind a barrier, as under
+    jax.checkpoint: XLA would find that it has multiplied the same already."""
     step = jax.jit(jax.grad(lambda *operands: loss("xla", *operands, CASE.offsets, save=save), argnums=(0, 1, 2)))
-    text = step.lower(*OPERANDS[:3]).compile().as_text()
-    assert len(re.findall(r" while\(", text)) == products
+    text = step.lower(*OPERANDS[:3]).as_text()
+    assert (text.count("stablehlo.while"), text.count("stablehlo.optimization_barrier")) == (products, int(save == "nothing"))

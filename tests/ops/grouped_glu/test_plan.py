@@ -9,7 +9,6 @@ import jaxops
 from jaxops._lib.device import Device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import Block, Plan, Problem, candidates, make_plan
-from jaxops.ops.grouped_glu.activations import ACTIVATIONS
 from jaxops.ops.grouped_glu.plan import PASSES, heuristic
 from jaxops.ops.grouped_matmul.plan import PASSES as PRODUCT_PASSES
 from tests.hopper import lower_for_h200
@@ -82,7 +81,7 @@ def lowered(M: int, K: int, F: int, *, joined: bool = False, dtype: str = "bfloa
 FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in PRODUCT_PASSES)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_a_call_is_these_kernels(activation):
     """The activation and its gradient are one each."""
     names = lowered(200, 64, 96, backend="pallas", activation=activation)
@@ -90,13 +89,13 @@ def test_a_call_is_these_kernels(activation):
 
 
 def test_one_array_is_one_product_each():
-    assert lowered(77, 33, 65, joined=True, backend="pallas", dtype="float32") == [FWD, "grouped_glu_fwd", "grouped_glu_bwd", DGRAD, WGRAD]
+    assert lowered(77, 33, 65, joined=True, backend="pallas", dtype="float32", activation="relu") == [FWD, "grouped_glu_fwd", "grouped_glu_bwd", DGRAD, WGRAD]
 
 
 def test_candidates_lower_for_an_h200():
     """Each shape of a block once: warps change nothing in a kernel's text."""
     problem = Problem(4, 64, 16, 640, "bfloat16")
     fwd, bwd = (list({(b.rows, b.columns): b for b in candidates(name, problem)}.values()) for name in PASSES)
-    for i in range(0, max(len(fwd), len(bwd)), 3):
+    for i in range(0, max(len(fwd), len(bwd)), 5):
         plan = Plan("pallas", fwd[i % len(fwd)], bwd[i % len(bwd)], grouped_matmul.Plan("xla"))
         assert lowered(64, 16, 640, plan=plan) == ["grouped_glu_fwd", "grouped_glu_bwd"]

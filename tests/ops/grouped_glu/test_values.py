@@ -55,7 +55,7 @@ def test_what_stands_outside_is_not_read(run, joined):
         assert not np.asarray(half)[case.outside[:, 0]].any()
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", KERNELS)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "sigmoid"])
 def test_activations(run, activation):
     check(make_case([5, 0, 9], 8, 12, before=1, after=2), run, activation=activation)
@@ -81,7 +81,7 @@ def test_activations_far_out(name):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("dtype", "joined"), [("bfloat16", False), ("bfloat16", True), ("float16", False)])
+@pytest.mark.parametrize(("dtype", "joined"), [("bfloat16", False), ("float16", True)])
 def test_half(run, dtype, joined):
     check(make_case([17, 0, 25], 32, 48, dtype=dtype, before=3, after=5), run, kind=dtype, joined=joined)
 
@@ -132,14 +132,12 @@ def test_compute_dtype(run):
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=["no-rows", "no-K", "no-F"])
-@pytest.mark.parametrize("joined", [False, True], ids=["two", "joined"])
-def test_size_zero(run, shape, joined):
+def test_size_zero(run, shape):
     M, K, F = shape
     case = make_case([M // 2, 0], K, F, after=M - M // 2)
-    for got, want in zip(run_all(case.arrays, run, joined), ((M, F), (M, K), (2, K, F), (2, K, F)), strict=True):
+    for got, want in zip(run_all(case.arrays, run), ((M, F), (M, K), (2, K, F), (2, K, F)), strict=True):
         assert got.shape == want
-        if 0 in shape[:2] or F == 0:
-            assert not np.asarray(got).any()
+        assert not np.asarray(got).any()
 
 
 def test_no_groups():

@@ -102,8 +102,7 @@ def produce(
 ):  # fmt: skip
     """Takes tiles until there are none, and loads each one's steps.
 
-    DYNAMIC: as programs get free, instead of each its own. second: None, or another B's descriptor, and how many columns further it is read: then a tile has
-    BN / 2 columns of both, side by side.
+    DYNAMIC: as programs get free, instead of each its own. second: None, or another B's descriptor: then a tile has BN / 2 columns of both, side by side.
     """
     a_desc, b_desc, second, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
     PART: gl.constexpr = BM // PARTS
@@ -144,7 +143,7 @@ def produce(
                     tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
                 else:
                     tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(0, COLS, dim=2))
-                    tma.async_load(second[0], [group, at, col + second[1]], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(COLS, COLS, dim=2))
+                    tma.async_load(second, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(COLS, COLS, dim=2))
             else:
                 start, inside = window(at, at + left, BK)
                 for i in gl.static_range(PARTS):

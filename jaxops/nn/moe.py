@@ -1,5 +1,6 @@
 """`MoE`: a mixture-of-experts layer, from tokens to tokens."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,20 +14,10 @@ from jax import lax
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.ops.grouped_glu import grouped_glu
 from jaxops.ops.grouped_matmul import grouped_matmul
+from jaxops.ops.permute import combine, permute
 from jaxops.ops.route import Routing
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
-
-
-def _rows_of(tokens: jax.Array, routing: Routing) -> jax.Array:
-    """[R, D]: each row's token, sorted by expert."""
-    return tokens[routing.row_indices]
-
-
-def _sum_of_choices(rows: jax.Array, routing: Routing, out_dtype) -> jax.Array:
-    """[T, D]: each token's rows times their weights, added in float32."""
-    choices = jnp.take(rows, routing.row_positions, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
-    return jnp.sum(choices * routing.weights[:, :, None], axis=1).astype(out_dtype)
 
 
 class _Shared(nnx.Module):
@@ -148,14 +139,19 @@ class MoE(nnx.Module):
         if routing.group_offsets.shape[0] != self.num_experts + 1:
             raise ValueError(f"the router chose among {routing.group_offsets.shape[0] - 1} experts; this layer has num_experts={self.num_experts}.")
         tokens = tokens.astype(dtype)
-        rows = self._glu_mlp(_rows_of(tokens, routing), gate, up, down, self._own_offsets(routing, gate.shape[0]))
+        own = dataclasses.replace(routing, group_offsets=self._own_offsets(routing, gate.shape[0]))
+        rows = self._glu_mlp(permute(tokens, own, backend=self._rows_backend), gate, up, down, own.group_offsets)
         if self.expert_axis is None:
-            y = _sum_of_choices(rows, routing, dtype)
+            y = combine(rows, own, out_dtype=dtype, backend=self._rows_backend)
         else:
-            y = lax.psum(_sum_of_choices(rows, routing, jnp.float32), self.expert_axis).astype(dtype)
+            y = lax.psum(combine(rows, own, out_dtype=jnp.float32, backend=self._rows_backend), self.expert_axis).astype(dtype)
         if self.shared is not None:
             y = y + self._shared(self.shared, tokens)
         return y.reshape(x.shape), routing
+
+    @property
+    def _rows_backend(self) -> str:
+        return "auto" if self.backend == "triton" else self.backend  # of the row kernels there is no such one
 
     def _own_offsets(self, routing: Routing, experts: int) -> jax.Array:
         """Those of the experts that this device has."""

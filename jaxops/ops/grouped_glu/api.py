@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.checks import FLOATS, check_float, check_offsets, check_size
 from jaxops._lib.device import current_device, interpret
@@ -60,8 +61,8 @@ def grouped_glu(
         rounded to compute_dtype.
       precision: of float32 products, as in `grouped_matmul`.
       save: "preactivations" keeps gate and up [M, F] for the backward; "nothing" multiplies again there.
-      backend: "auto" takes the kernels on a GPU (for the products those that `grouped_matmul` would) and plain XLA on CPU and TPU; "pallas" (interpreted on a
-        CPU) or "xla" runs or raises.
+      backend: "auto" takes the kernels on a GPU (for the products those that `grouped_matmul` would) and plain XLA on CPU and TPU; "triton" (on Hopper:
+        the forward is one kernel), "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -97,6 +98,8 @@ def grouped_glu(
     problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
+    if plan.backend == "triton" and x.dtype != compute:
+        raise NotImplementedError(f"the triton backend gives h in the dtype in which it multiplies, {compute.name}, and x is {x.dtype}: cast x.")
     spec = Spec(activation, save, resolve_precision(precision), compute, x_dtype, w_dtype, x_dtype)
     x, w_gate, w_up, group_offsets = vary_together(x, w_gate, w_up, group_offsets)
     result: Any = _glu(spec, plan, False, x, (w_gate,) if w_up is None else (w_gate, w_up), group_offsets)
@@ -116,8 +119,14 @@ def _compute_dtype(x: jax.Array, w: jax.Array, compute_dtype) -> jnp.dtype:
     return compute_dtype
 
 
-def _forward(spec: Spec, plan: Plan, x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves]:
-    """h and the pre-activations, from operands in the compute dtype. A kernel that multiplies and activates at once takes its place here: (h, gate, up)."""
+def _forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves]:
+    """h and, where they are kept, the pre-activations, from operands in the compute dtype."""
+    if plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
+        from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
+
+        fused = functools.partial(fwd_triton, activation=spec.activation, save=keep, panel=plan.fused.panel, dynamic=plan.fused.dynamic)
+        h, *pre = sequential_vmap(fused)(x, weights, offsets)  # a call through jax-triton has no batching rule
+        return h, tuple(pre)
     pre = _preactivations(spec, plan, x, weights, offsets)
     return _activated(spec, plan, pre, offsets), pre
 
@@ -139,7 +148,7 @@ def _activated(spec: Spec, plan: Plan, pre: Halves, offsets: jax.Array) -> jax.A
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _glu(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
     """(h, the pre-activations with keep, else none)."""
-    h, pre = _forward(spec, plan, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets)
+    h, pre = _forward(spec, plan, keep, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets)
     return h, pre if keep else ()
 
 

@@ -73,12 +73,12 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def grouped_glu_kernel(
-    x_desc, gate_w_desc, up_w_desc, up_from, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K,
+    x_desc, gate_w_desc, up_w_desc, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K,
     PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(x_desc, gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2)
     bufs = result_buffers(h_ptr, 4, BM // 2, BF)
-    made = (x_desc, gate_w_desc, (up_w_desc, up_from), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+    made = (x_desc, gate_w_desc, up_w_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
     used = (h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
     gl.warp_specialize([
         (_consume, (used, 0, ACTIVATION)),
@@ -90,10 +90,9 @@ def grouped_glu_kernel(
 def fwd_triton(
     x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, *, activation: str, save: bool, panel: int, dynamic: bool
 ) -> tuple[jax.Array, ...]:
-    """x[M, K], gate's and up's weights [G, K, F] or both [G, K, 2 F], offsets[G + 1] -> h [M, F], and with save the pre-activations, as the weights are:
-    gate and up [M, F], or both [M, 2 F]. bfloat16 or float16, K and F multiples of 8; no size is 0."""
-    (M, K), G, F = x.shape, weights[0].shape[0], weights[-1].shape[2] * len(weights) // 2
-    joined = len(weights) == 1
+    """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate and up [M, F]. bfloat16 or float16,
+    K and F multiples of 8; no size is 0."""
+    (M, K), (G, _, F) = x.shape, weights[0].shape
     part, cols = BM.value // 2, BF.value
     x_desc = TensorDescriptor.from_array(x, (part, 64), layout=tile_layout(x.dtype, (part, 64)))
     descs = [TensorDescriptor.from_array(w, (1, 64, cols), layout=tile_layout(w.dtype, (1, 64, cols))) for w in weights]
@@ -105,7 +104,7 @@ def fwd_triton(
     pointers = {} if save else {"gate_ptr": None, "up_ptr": None}
     count = tile_bound(M, G, BM.value) * -(-F // cols)
     return triton_call(
-        x_desc, descs[0], descs[-1], F if joined else 0, Scratch(schedule), *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
+        x_desc, *descs, Scratch(schedule), *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
         grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, PANEL=panel,
         DYNAMIC=dynamic, ACTIVATION=activation,
     )  # fmt: skip

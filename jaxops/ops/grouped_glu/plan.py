@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device, choose_backend, has_jax_triton
 from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
 from jaxops.ops.grouped_matmul import make_plan as make_product_plan
 
 PASSES = ("fwd", "bwd")
+BACKENDS = ("triton", "pallas", "xla")
 SAVES = ("preactivations", "nothing")
 Pass = Literal["fwd", "bwd"]
 # Gate and up, or one array with gate's columns first and then up's: weights [G, K, F] or [G, K, 2 F], pre-activations and their gradients [M, F] or [M, 2 F].
@@ -70,20 +71,40 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fused:
+    """How the kernel that multiplies and activates at once goes through its tiles of 128 rows and 128 columns of h.
+
+    Attributes:
+      panel: tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
+      dynamic: programs take tiles as they get free, instead of every 132nd (on an H200).
+    """
+
+    panel: int = 4
+    dynamic: bool = False
+
+    def __post_init__(self):
+        if self.panel < 1:
+            raise ValueError(f"Fused.panel={self.panel} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; with the xla backend the activation passes need no blocks.
 
     Attributes:
-      backend: "pallas" or "xla", of the activation passes.
+      backend: "pallas" or "xla", of the activation passes; "triton" (Hopper): the forward's products and activation are one kernel, the backward's activation
+        pass is Pallas'.
       fwd: blocks of the forward activation pass.
       bwd: blocks of the backward activation pass.
       products: plan of the grouped products, as of `jaxops.grouped_matmul(x, w_gate, group_offsets)`.
+      fused: of the "triton" backend's forward.
     """
 
-    backend: Literal["pallas", "xla"] = "pallas"
+    backend: Literal["triton", "pallas", "xla"] = "pallas"
     fwd: Block | None = None
     bwd: Block | None = None
     products: ProductPlan | None = None
+    fused: Fused | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,18 +132,39 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       device: see `jaxops.tuning.current_device()`.
       rows: tuned rows of grouped matmul (`jaxops.tuning.tuned_rows("grouped_matmul", device)`), best source first. The activation passes have none: the
         choice is small.
-      backend: "auto" takes Pallas for the activation passes and grouped matmul's own choice for the products on a GPU, and xla elsewhere; "pallas" or "xla" is
-        obeyed by both. On a CPU, "pallas" runs in Pallas' interpreter.
+      backend: "auto" takes Pallas for the activation passes and grouped matmul's own choice for the products on a GPU, and xla elsewhere; "triton", "pallas" or
+        "xla" is obeyed by both. On a CPU, "pallas" runs in Pallas' interpreter.
       plan: used as it is; only what it leaves None is filled.
+
+    Raises:
+      ValueError: an unknown backend, or one that contradicts the plan.
+      NotImplementedError: the triton backend elsewhere than on Hopper, for float32, for sizes that are no multiples of 8, or for
+        one array of weights; pallas on a TPU.
     """
-    chosen = choose_backend(device, backend, plan)
+    chosen = choose_backend(device, backend, plan, BACKENDS)
     products = plan.products if plan is not None else None
     if products is None:
         products = make_product_plan(problem.product, device, rows, backend="auto" if backend == "auto" and plan is None else chosen)
     if chosen == "xla":
         return Plan("xla", products=products)
     blocks = {name: (getattr(plan, name) if plan is not None else None) or heuristic(name, problem) for name in PASSES}
-    return Plan("pallas", **blocks, products=products)
+    if chosen == "pallas":
+        return Plan("pallas", **blocks, products=products)
+    return Plan("triton", **blocks, products=products, fused=(plan.fused if plan is not None else None) or _fused(problem, device))
+
+
+def _fused(problem: Problem, device: Device) -> Fused:
+    if not (device.is_hopper and has_jax_triton()):
+        raise NotImplementedError(f"the triton backend needs a Hopper GPU and jax-triton (Python >= 3.12); this is {device.kind}. Use backend='pallas'.")
+    if jnp.dtype(problem.dtype).itemsize != 2 or problem.K % 8 or problem.F % 8:
+        raise NotImplementedError(
+            f"the triton backend multiplies bfloat16 and float16, with K and F multiples of 8; this is {problem.dtype}, K={problem.K}, F={problem.F}. "
+            f"Use backend='pallas'."
+        )
+    if problem.joined:
+        raise NotImplementedError("the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use backend='pallas'.")
+    rows = -(-problem.M // max(problem.G, 1))
+    return Fused(4 if rows < 1024 else 8, dynamic=rows <= 128)
 
 
 def heuristic(pass_name: Pass, problem: Problem) -> Block:

@@ -38,7 +38,7 @@ ERRORS = {
     "activation": ({"activation": "swiglu"}, ValueError, r"activation='swiglu': write 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid'"),
     "activation-callable": ({"activation": jax.nn.silu}, ValueError, r"activation=.*: write 'silu'"),
     "save": ({"save": "all"}, ValueError, r"save='all': write 'preactivations', 'nothing'"),
-    "backend": ({"backend": "cublas"}, ValueError, r"backend='cublas'.*'auto', 'pallas' or 'xla'"),
+    "backend": ({"backend": "cublas"}, ValueError, r"backend='cublas'.*'auto', 'triton', 'pallas' or 'xla'"),
     "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
     "precision": ({"precision": lax.DotAlgorithmPreset.BF16_BF16_F32_X3}, NotImplementedError, r"precision=BF16_BF16_F32_X3"),
 }

@@ -1,0 +1,127 @@
+"""The Hopper kernel that multiplies and activates at once: compiled for an H200 that is not there, and run on one where there is one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops.ops.grouped_glu import Fused, Plan, Problem, make_plan
+from jaxops.ops.grouped_glu.activations import ACTIVATIONS
+from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
+from tests.compare import assert_close
+from tests.gluon import SHARED_BYTES, check, compiled
+from tests.ops.grouped_glu.cases import make_case, reference_all
+
+M, K, F, G = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
+H200 = Device("NVIDIA H200", "gpu")
+PROBLEM = Problem(G, M, K, F, "bfloat16")
+
+
+def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.mark.parametrize(
+    ("activation", "save", "dynamic"), [("silu", True, False), ("silu", False, True), *((name, True, True) for name in ACTIVATIONS if name != "silu")]
+)
+def test_kernel(activation, save, dynamic, tmp_path):
+    """A consumer multiplies its 64 rows by 128 columns of both weights at once, 64 of K in four instructions."""
+    how = {"activation": activation, "save": save, "panel": 4, "dynamic": dynamic}
+    offsets = shape(G + 1, dtype="int32")
+    (kernel,) = compiled(lambda x, a, b, o: fwd_triton(x, (a, b), o, **how), shape(M, K), shape(G, K, F), shape(G, K, F), offsets)
+    # relu's choice between x and 0 keeps more alive than the sums it stands between leave room for, once a tile.
+    check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, SHARED_BYTES, tmp_path, spilled=128 if activation == "relu" else 0)
+    assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
+    assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
+
+
+def test_a_users_call():
+    """One kernel for the forward, and the products of the backward pass."""
+
+    def gradients(x, a, b, dh, offsets):
+        h, vjp = jax.vjp(lambda x, a, b: jaxops.grouped_glu(x, a, b, offsets, backend="triton"), x, a, b)
+        return h, *vjp(dh)
+
+    kernels = compiled(gradients, shape(M, K), shape(G, K, F), shape(G, K, F), shape(M, F), shape(G + 1, dtype="int32"))
+    names = [kernel.name for kernel in kernels]
+    assert names.count("grouped_glu_kernel") == 1
+    assert set(names) == {"grouped_glu_kernel", "grouped_gemm_kernel"}
+
+
+def test_plan():
+    plan = make_plan(PROBLEM, H200, backend="triton")
+    assert (plan.backend, plan.fused, plan.products.backend) == ("triton", Fused(4), "triton")
+    assert plan.bwd == make_plan(PROBLEM, H200, backend="pallas").bwd
+    assert make_plan(Problem(8, 32768, K, F, "bfloat16"), H200, backend="triton").fused == Fused(8)
+    assert make_plan(Problem(256, 4096, K, F, "bfloat16"), H200, backend="triton").fused == Fused(4, dynamic=True)
+    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Fused(2))).fused == Fused(2)
+    assert make_plan(PROBLEM, H200).backend == "pallas"
+    with pytest.raises(ValueError, match=r"Fused\.panel=0"):
+        Fused(0)
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "says"),
+    [
+        (PROBLEM, Device("NVIDIA L4", "gpu"), "needs a Hopper GPU.*NVIDIA L4"),
+        (Problem(G, M, K, F, "float32"), H200, "this is float32"),
+        (Problem(G, M, 500, F, "bfloat16"), H200, "K=500"),
+        (Problem(G, M, K, 700, "bfloat16"), H200, "N=700"),
+        (Problem(G, M, K, F, "bfloat16", joined=True), H200, "two arrays: pass w_gate and w_up"),
+    ],
+    ids=["card", "float32", "K", "F", "joined"],
+)
+def test_what_it_cannot(problem, device, says):
+    with pytest.raises(NotImplementedError, match=says):
+        make_plan(problem, device, plan=Plan("triton"))
+
+
+def test_h_of_another_dtype():
+    def call(x, a, b, offsets):
+        return jaxops.grouped_glu(x, a, b, offsets, compute_dtype="bfloat16", backend="triton")
+
+    with pytest.raises(NotImplementedError, match="h in the dtype in which it multiplies, bfloat16, and x is float32: cast x"):
+        compiled(call, shape(M, K, dtype="float32"), shape(G, K, F), shape(G, K, F), shape(G + 1, dtype="int32"))
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "save"))
+def results(x, w_gate, w_up, dh, offsets, activation, save):
+    def unit(x, w_gate, w_up):
+        return jaxops.grouped_glu(x, w_gate, w_up, offsets, activation=activation, save=save, backend="triton")
+
+    h, vjp = jax.vjp(unit, x, w_gate, w_up)
+    return h, *vjp(dh)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["preactivations", "nothing"])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 0, 70], [5, 3, 0, 1]], ids=["ragged", "last", "few"])
+def test_values(sizes, activation, save):
+    """NaN outside the groups; two tiles and more a program, a group of less than a consumer's rows, fewer rows than one has in all."""
+    case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
+    got = results(*case.arrays, activation, save)
+    for name, g, w in zip(("h", "dx", "dw_gate", "dw_up"), got, reference_all(case.arrays, activation), strict=True):
+        assert_close(g, w, "bfloat16", name, scale=2)
+    for rows in got[:2]:
+        assert not np.asarray(rows)[case.outside[:, 0]].any()
+    empty = np.diff(np.asarray(case.offsets)) == 0
+    for weights in got[2:]:
+        assert not np.asarray(weights)[empty].any()
+    again = results(*case.arrays, activation, save)
+    assert [np.asarray(x).tobytes() for x in got] == [np.asarray(x).tobytes() for x in again]
+
+
+@pytest.mark.gpu
+def test_vmap():
+    cases = [make_case(sizes, 72, 136, dtype="bfloat16", seed=i) for i, sizes in enumerate(([100, 200, 300], [0, 600, 0]))]
+    x, gate, up, offsets = (jnp.stack(arrays) for arrays in zip(*((c.x, c.w_gate, c.w_up, c.offsets) for c in cases), strict=True))
+    got = jax.jit(jax.vmap(lambda *given: jaxops.grouped_glu(*given, backend="triton")))(x, gate, up, offsets)
+    for h, case in zip(got, cases, strict=True):
+        assert_close(h, reference_all(case.arrays)[0], "bfloat16", scale=2)

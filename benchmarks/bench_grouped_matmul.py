@@ -81,7 +81,7 @@ def kernel_of(case: Case) -> str:
     """Which of jaxops' kernels the case runs."""
     if not harness.on_gpu():
         return "pallas"
-    device, problem = current_device(), Problem(**case.shape.dims, dtype=jnp.dtype(DTYPE).name)
+    device, problem = current_device(), Problem(case.shape.G, case.shape.M, case.shape.K, case.shape.N, jnp.dtype(DTYPE).name)
     return getattr(make_plan(problem, device, tuned_rows("grouped_matmul", device)), case.pass_name).kernel
 
 

@@ -147,10 +147,11 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         products = make_product_plan(problem.product, device, rows, backend="auto" if backend == "auto" and plan is None else chosen)
     if chosen == "xla":
         return Plan("xla", products=products)
-    blocks = {name: (getattr(plan, name) if plan is not None else None) or heuristic(name, problem) for name in PASSES}
+    fwd = plan.fwd if plan is not None and plan.fwd is not None else heuristic("fwd", problem)
+    bwd = plan.bwd if plan is not None and plan.bwd is not None else heuristic("bwd", problem)
     if chosen == "pallas":
-        return Plan("pallas", **blocks, products=products)
-    return Plan("triton", **blocks, products=products, fused=(plan.fused if plan is not None else None) or _fused(problem, device))
+        return Plan("pallas", fwd, bwd, products)
+    return Plan("triton", fwd, bwd, products, plan.fused if plan is not None and plan.fused is not None else _fused(problem, device))
 
 
 def _fused(problem: Problem, device: Device) -> Fused:

@@ -133,8 +133,8 @@ def hopper_can(problem: Problem) -> bool:
     return jnp.dtype(problem.dtype).itemsize == 2 and problem.K % 8 == problem.N % 8 == 0 < min(problem.K, problem.N)
 
 
-# Of a mean group. H200, 2026-11-21, dsv3_small (16 rows a group): the Pallas kernel has lower tiles, forward 1,688 against 1,706 us and dgrad 1,782 against 1,793;
-# not in wgrad, whose rows are summed over: 2,171 against 1,935.
+# Of a mean group. H200, 2026-11-21, dsv3_small (16 rows a group): the Pallas kernel has lower tiles, 1,688 against 1,706 us forward and 1,782 against 1,793
+# in dgrad; not in wgrad, whose rows are summed over: 2,171 against 1,935.
 _LEAST_ROWS = 32
 
 

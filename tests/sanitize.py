@@ -22,6 +22,7 @@ from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
+from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
 from jaxops.ops.quantize import Tile
 from jaxops.tuning import current_device
 
@@ -35,8 +36,9 @@ ROWS = [(adaln.Rows(16, 1, 128, 1, ahead=True), adaln.Rows(64, 1, 64, 2, ahead=T
 def grouped_matmul() -> None:
     rng = np.random.default_rng(0)
     lhs, rhs, bias, dout, acc = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, N), (M, N), (3, K, N)))
-    for tiles in TILES:
-        plan = Plan("pallas", tiles, tiles, tiles)
+    hopper = [Tiles(bm, bn, 64, 8, 3, kernel="triton", turns=turns, dynamic=turns) for bm, bn, turns in HOPPER_TILES] if current_device().is_hopper else []
+    for tiles in (*TILES, *hopper):
+        plan = Plan(tiles.kernel, tiles, tiles, tiles)
 
         @jax.jit
         def run(offsets, plan=plan):
@@ -98,21 +100,23 @@ def fp8_products() -> None:
 
 
 def grouped_glu() -> None:
-    """Both activation kernels, with gate and up as two arrays and as one: blocks that are larger and smaller than what there is."""
+    """Both activation kernels, with gate and up as two arrays and as one: blocks that are larger and smaller than what there is. On Hopper the forward in one
+    kernel, too."""
     rng = np.random.default_rng(0)
     x, w_gate, w_up, dh = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N)))
-    for block, joined in itertools.product((None, units.Block(16, 256), units.Block(8, 64, 1)), (False, True)):
+    blocks = (None, units.Block(16, 256), units.Block(8, 64, 1))
+    plans = [(units.Plan("pallas", block, block, Plan("xla")), joined) for block, joined in itertools.product(blocks, (False, True))]
+    for plan, joined in plans + ([(units.Plan("triton"), False)] if current_device().is_hopper else []):
 
         @jax.jit
-        def run(offsets, block=block, joined=joined):
+        def run(offsets, plan=plan, joined=joined):
             weights = (jnp.concatenate([w_gate, w_up], axis=2), None) if joined else (w_gate, w_up)
-            plan = units.Plan("pallas", block, block, Plan("xla"))
             h, vjp = jax.vjp(lambda x: jaxops.grouped_glu(x, *weights, offsets, plan=plan), x)
             return h, vjp(dh)
 
         for offsets in OFFSETS:
             jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
-        print(block, joined, "done", flush=True)
+        print(plan, joined, "done", flush=True)
 
 
 def routing() -> None:

@@ -67,7 +67,8 @@ def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescripto
     """
     (rows, columns), height = x.shape, block[0]
     shape = (max(rows - height + 1, 1), min(height, rows), columns)
-    return TensorDescriptor(x, shape, (columns, columns, 1), (1, *block), layout)
+    step = columns if rows > height else rows * columns  # one window has none after it
+    return TensorDescriptor(x, shape, (step, columns, 1), (1, *block), layout)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout", "result", "windows"])

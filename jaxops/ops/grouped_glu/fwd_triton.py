@@ -104,7 +104,7 @@ def fwd_triton(
     pointers = {} if save else {"gate_ptr": None, "up_ptr": None}
     count = tile_bound(M, G, BM.value) * -(-F // cols)
     return triton_call(
-        x_desc, *descs, Scratch(schedule), *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
+        x_desc, *descs, Scratch(schedule) if dynamic else schedule, *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
         grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, PANEL=panel,
         DYNAMIC=dynamic, ACTIVATION=activation,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """The Hopper kernel: compiled for an H200 that is not there, through the op's own launchers, and run on one where there is one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
 from jaxops._lib.device import Device
+from jaxops._lib.launch_triton import row_windows
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton, wgrad_triton
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES
@@ -34,6 +37,17 @@ def kernel_of(name: str, tiles: Tiles, out: str = "bfloat16", bias: bool = False
         rhs, how["transpose_rhs"] = shape(G, *((N, K) if name == "dgrad" else (K, N))), name == "dgrad"
         (kernel,) = compiled(lambda *arrays: fwd_triton(*arrays, **how), shape(M, K), rhs, shape(G, N) if bias else None, offsets)
     return kernel
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "strides"),
+    [(300, (237, 64, 40), (40, 40, 1)), (64, (1, 64, 40), (2560, 40, 1)), (9, (1, 9, 40), (360, 40, 1))],
+    ids=["more", "one", "less"],
+)
+def test_row_windows(rows, shape, strides):
+    """One starts at every row from which a whole one fits; of fewer rows than one has, there is one that is cut off."""
+    found = row_windows(jnp.zeros((rows, 40)), (64, 32), None)
+    assert (found.shape, found.strides, found.block_shape) == (shape, strides, (1, 64, 32))
 
 
 def test_every_tile_is_a_candidate():
@@ -75,10 +89,11 @@ def test_a_users_call():
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
 @pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128]], ids=["ragged", "one"])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_values(tiles, sizes, bias):
+@pytest.mark.parametrize(("bias", "dynamic"), [(False, True), (True, False)], ids=["dynamic", "bias"])
+def test_values(tiles, sizes, bias, dynamic):
     """Two tiles and more a program, rings that are used again and again; NaN outside the groups, and in one row of the last group."""
     case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
+    tiles = dataclasses.replace(tiles, dynamic=dynamic)
     given = (case.lhs, case.rhs, case.bias if bias else jnp.zeros_like(case.bias))
 
     @jax.jit
@@ -96,6 +111,24 @@ def test_values(tiles, sizes, bias):
     *_, drhs, _ = ours(broken, *given[1:], case.dout)
     assert np.isnan(np.asarray(drhs[-1])).all()
     np.testing.assert_array_equal(np.asarray(drhs[:-1]), np.asarray(got[2][:-1]))
+
+
+@pytest.mark.gpu
+def test_products_that_share_a_work_list():
+    """Programs that take tiles as they get free count in it; XLA makes one of equal ones, and every product must find zeros there."""
+    case = make_case([300, 0, 1, 723], 200, 328, dtype="bfloat16", before=7, after=5)
+    tiles = Tiles(128, 256, 64, 8, 3, kernel="triton", dynamic=True)
+    plan = Plan("triton", tiles, tiles, tiles)
+
+    @jax.jit
+    def both(lhs, rhs, dout):
+        products = [jaxops.grouped_matmul(lhs, w, case.offsets, plan=plan) for w in (rhs, 2 * rhs)]
+        return *products, *(jaxops.grouped_wgrad(lhs, d, case.offsets, plan=plan) for d in (dout, 2 * dout))
+
+    once, twice, gradient, twice_gradient = both(case.lhs, case.rhs, case.dout)
+    np.testing.assert_array_equal(np.asarray(twice), 2 * np.asarray(once))
+    np.testing.assert_array_equal(np.asarray(twice_gradient), 2 * np.asarray(gradient))
+    assert_close(once, reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[0], "bfloat16")
 
 
 @pytest.mark.gpu

@@ -40,10 +40,14 @@ def dense_passes() -> Passes:
     }
 
 
-def tokamax_passes(implementation: str) -> Passes:
-    """tokamax.ragged_dot with its defaults: it ships no tuned rows for Hopper."""
-    tokamax = _tokamax()
-    return vjp_passes(lambda lhs, rhs, sizes: tokamax.ragged_dot(lhs, rhs, sizes, implementation=implementation))
+def tokamax_dot(name: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """tokamax.ragged_dot of (lhs, rhs, group_sizes) by tokamax_mosaic or tokamax_triton.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    tokamax, implementation = _tokamax(), {"tokamax_mosaic": "mosaic_gpu", "tokamax_triton": "triton"}[name]
+    return lambda lhs, rhs, sizes: tokamax.ragged_dot(lhs, rhs, sizes, implementation=implementation)
 
 
 def jax_peer(name: str) -> Passes:
@@ -58,7 +62,7 @@ def jax_peer(name: str) -> Passes:
     if name == "cublas":
         return dense_passes()
     if name in ("tokamax_mosaic", "tokamax_triton"):
-        return tokamax_passes({"tokamax_mosaic": "mosaic_gpu", "tokamax_triton": "triton"}[name])
+        return vjp_passes(tokamax_dot(name))  # with its defaults: it ships no tuned rows for Hopper
     raise ValueError(f"peer {name!r}: write ragged_dot, cublas, tokamax_mosaic, tokamax_triton, torch_grouped_mm or xla.")
 
 

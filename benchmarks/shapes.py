@@ -295,6 +295,36 @@ PACKED = {
 
 
 @dataclasses.dataclass(frozen=True)
+class MoeShape:
+    """T tokens of width D, each through k of E gated units of width F."""
+
+    name: str
+    T: int
+    E: int
+    k: int
+    D: int
+    F: int
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"T": self.T, "E": self.E, "k": self.k, "D": self.D, "F": self.F}
+
+    def flops(self, pass_name: str) -> int:
+        """Of the routed rows' products: gate, up and down, and with the backward two more of each."""
+        return {"fwd": 1, "fwd+bwd": 3}[pass_name] * 3 * 2 * self.T * self.k * self.D * self.F
+
+
+MOES = {
+    shape.name: shape
+    for shape in (
+        MoeShape("qwen3_30b_t4096", 4096, 128, 8, 2048, 768),
+        MoeShape("qwen3_30b_t32768", 32768, 128, 8, 2048, 768),
+        MoeShape("mixtral_t16384", 16384, 8, 2, 4096, 14336),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionShape:
     """B sequences packed one after another, T rows in all, with N heads of H."""
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
+from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_one, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
@@ -135,9 +134,7 @@ def multiply_pallas(
     M = a.values.shape[0]
     if ragged is None:
         b = Operand(b.values[None], b.scales[None], b.scaling)
-        start = np.arange(0, M, tiles.bm, dtype=np.int32)
-        schedule = np.concatenate([0 * start, start, np.minimum(start + tiles.bm, M), start // tiles.bm])  # what schedule_rows would find for one group
-        return _launch_rows(jnp.asarray(schedule), len(start), a, b, **how)
+        return _launch_rows(jnp.asarray(schedule_one(M, tiles.bm)), -(-M // tiles.bm), a, b, **how)
     assert offsets is not None
     G, N, K = b.values.shape
     fit = max(1, _MOST // (N * K))

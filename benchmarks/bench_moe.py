@@ -1,0 +1,190 @@
+"""A mixture-of-experts layer: jaxops' beside the same layer from tokamax or lax.ragged_dot with XLA around it. TFLOP/s count the routed rows' products.
+
+python -m benchmarks.bench_moe                                       # everything: 3 shapes, fwd and fwd+bwd
+python -m benchmarks.bench_moe --shapes mixtral_t16384 --passes fwd --peers ""
+python -m benchmarks.bench_moe --smoke --out /tmp/x                  # a tiny shape, every code path, CPU too
+
+Every side chooses by the same float32 router. Rows say, too, how much of the time lies around the products (on a GPU) and how many bytes the layer takes
+beside its operands and results.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+import jaxops
+from benchmarks import checks, harness, shapes
+from benchmarks.peers_jax import tokamax_dot
+from benchmarks.shapes import MoeShape
+
+PASSES = ("fwd", "fwd+bwd")
+SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
+DTYPE = jnp.bfloat16
+OURS, FUSED = "jaxops", "jaxops_fused"  # FUSED: gate, up and the activation in one kernel
+PRODUCTS = ("grouped_matmul", "grouped_glu_fwd")  # names of kernels that multiply
+
+Arrays = tuple[jax.Array, ...]
+Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass
+class Run:
+    """What stays the same from case to case. left_out counts what jaxops itself could not do."""
+
+    file: pathlib.Path
+    rounds: int
+    dense_tflops: float
+    peers: list[str]
+    left_out: int = 0
+
+
+def jaxops_layer(shape: MoeShape, backend: str, unit: str, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """unit: the backend of the gated unit."""
+    rows = "auto" if backend == "triton" else backend
+    routing = jaxops.route(tokens.astype(jnp.float32) @ router, shape.k, backend=rows)
+    x = jaxops.permute(tokens, routing, backend=rows)
+    h = jaxops.grouped_glu(x, gate, up, routing.group_offsets, backend=unit)
+    return jaxops.combine(jaxops.grouped_matmul(h, down, routing.group_offsets, backend=backend), routing, backend=rows)
+
+
+def plain_layer(shape: MoeShape, dot: Dot, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """What a user writes around a ragged product: top_k, a sort, gathers, and the sum of each token's rows."""
+    scores, experts = jax.lax.top_k(jax.nn.softmax(tokens.astype(jnp.float32) @ router), shape.k)
+    weights = scores / jnp.sum(scores, axis=1, keepdims=True)
+    order = jnp.argsort(experts.ravel(), stable=True)
+    sizes = jnp.bincount(experts.ravel(), length=shape.E).astype(jnp.int32)
+    x = tokens[order // shape.k]
+    y = dot((jax.nn.silu(dot(x, gate, sizes)) * dot(x, up, sizes)).astype(tokens.dtype), down, sizes)
+    choices = y[jnp.argsort(order)].reshape(shape.T, shape.k, shape.D)
+    return jnp.sum(choices.astype(jnp.float32) * weights[:, :, None], axis=1).astype(tokens.dtype)
+
+
+def layer_of(side: str, shape: MoeShape) -> Callable[..., jax.Array]:
+    """
+    Raises:
+      ImportError: the peer is not installed.
+    """
+    if side in (OURS, FUSED):
+        backend = "auto" if harness.on_gpu() else "xla"
+        return functools.partial(jaxops_layer, shape, backend, "triton" if side == FUSED else backend)
+    if side == "xla":
+        return functools.partial(jaxops_layer, shape, "xla", "xla")
+    dot = jax.lax.ragged_dot if side == "ragged_dot" else tokamax_dot(side)
+    return functools.partial(plain_layer, shape, dot)
+
+
+def program(side: str, shape: MoeShape, pass_name: str) -> Callable[..., Arrays]:
+    """From (dy, tokens, router, gate, up, down) to y, and with the backward to the gradients of all but dy."""
+    layer = layer_of(side, shape)
+    if pass_name == "fwd":
+        return lambda dy, *given: (layer(*given),)
+
+    def both(dy: jax.Array, *given: jax.Array) -> Arrays:
+        y, vjp = jax.vjp(layer, *given)
+        return y, *vjp(dy)
+
+    return both
+
+
+def make_inputs(shape: MoeShape) -> Arrays:
+    E, D, F = shape.E, shape.D, shape.F
+    kinds = (  # each one's shape, scale and dtype
+        ((shape.T, D), 1.0, DTYPE),
+        ((shape.T, D), 1.0, DTYPE),
+        ((D, E), D**-0.5, jnp.float32),
+        ((E, D, F), D**-0.5, DTYPE),
+        ((E, D, F), D**-0.5, DTYPE),
+        ((E, F, D), F**-0.5, DTYPE),
+    )
+    return tuple(harness.normal(seed, size, dtype) * jnp.asarray(scale, dtype) for seed, (size, scale, dtype) in enumerate(kinds))
+
+
+@jax.jit
+def errors(got: Arrays, want: Arrays) -> jax.Array:
+    """[largest, RMS] error of each result over its RMS, the worst of them."""
+    return jnp.max(jnp.stack([checks.relative_errors(g.reshape(1, -1), w.reshape(1, -1).astype(jnp.float32)) for g, w in zip(got, want, strict=True)]), axis=0)
+
+
+def around(compiled: Any, inputs: Arrays) -> dict[str, float]:
+    """The share of a call's time in kernels that do not multiply groups; of jaxops' sides, whose kernels have names."""
+    launched = harness.kernels(compiled, *inputs)
+    total = sum(us for _, us in launched)
+    return {"around": sum(us for name, us in launched if not any(product in name for product in PRODUCTS)) / total} if total else {}
+
+
+def ready_side(side: str, shape: MoeShape, pass_name: str, inputs: Arrays, want: Arrays) -> harness.Ready:
+    made: Any = harness.compile_fits(program(side, shape, pass_name), *inputs)
+    compiled, seconds = made
+    results = compiled(*inputs)
+    max_err, rms_err = (float(error) for error in errors(results, want))
+    # Three products and two roundings between them; a gradient's largest elements are those of few rows.
+    if not rms_err <= 3e-2:
+        raise ArithmeticError(f"wrong result: RMS error {rms_err:.2e} of the RMS")
+    ready = harness.ready(side, compiled, inputs, sum(result.nbytes for result in results), max_err)
+    memory = compiled.memory_analysis()
+    ready.facts |= {"compile_s": seconds, "temp_bytes": memory.temp_size_in_bytes if memory is not None else None}
+    if side in (OURS, FUSED):
+        ready.facts |= around(compiled, inputs)
+    return ready
+
+
+def measure_case(run: Run, shape: MoeShape, pass_name: str, inputs: Arrays) -> None:
+    """Checks, times and writes every side of one case."""
+    ready: dict[str, harness.Ready] = {}
+    want = jax.jit(program("xla", shape, pass_name))(*inputs)
+    label = f"{shape.name} {pass_name}"
+    for side in (OURS, *run.peers):
+        try:
+            ready[side] = ready_side(side, shape, pass_name, inputs, want)
+        except Exception as error:
+            harness.print_left_out(f"{side} at {label}", error)
+            run.left_out += side == OURS
+    del want
+    times = harness.interleave([one.variant for one in ready.values()], run.rounds)
+    run.left_out += OURS in ready and OURS not in times
+    flops = shape.flops(pass_name)
+    for side, t in times.items():
+        tflops = flops / t.us_p50 / 1e6
+        named = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": "router", "backend": side}
+        facts = ready[side].facts | {"tflops": tflops}
+        harness.append_row(run.file, harness.make_row(named, t, tflops / run.dense_tflops, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
+    print(f"{label:28}" + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
+
+
+def main(
+    shape_names: str = typer.Option(",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    passes: str = typer.Option(",".join(PASSES)),
+    peers: str = typer.Option("jaxops_fused,tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'),
+    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    rounds: int = typer.Option(5),
+    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+) -> None:
+    """Appends to <out>/moe.jsonl; exits with 1 if jaxops itself failed somewhere."""
+    if not out and (smoke or not harness.on_gpu()):
+        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    start = time.perf_counter()
+    n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
+    ceilings, times = harness.measure_ceilings(n, DTYPE, copied)
+    file = harness.results_folder(out) / "moe.jsonl"
+    harness.append_row(file, harness.copy_row(copied, times["copy"]))
+    print(f"dense {ceilings.dense_tflops:.0f} TFLOP/s, after {time.perf_counter() - start:.0f} s", flush=True)
+    run = Run(file, rounds, ceilings.dense_tflops, [name for name in peers.split(",") if name])
+    for shape in [SMOKE] if smoke else [shapes.MOES[name] for name in shape_names.split(",")]:
+        inputs = make_inputs(shape)
+        for pass_name in passes.split(","):
+            measure_case(run, shape, pass_name, inputs)
+    print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
+    if run.left_out:
+        print(f"jaxops was left out {run.left_out} times", flush=True)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,53 @@
+"""The layer's benchmark: its sides compute the same, what is wrong is left out, and its own path on a CPU."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import bench_moe, harness, shapes
+from benchmarks.bench_moe import SMOKE
+
+
+def test_flops_are_those_of_the_routed_rows():
+    shape = shapes.MOES["qwen3_30b_t4096"]
+    assert shape.flops("fwd") == 3 * shapes.GROUPED["qwen3_30b"].flops
+    assert shape.flops("fwd+bwd") == 3 * shape.flops("fwd")
+
+
+def test_the_check_sees_a_wrong_result():
+    inputs = bench_moe.make_inputs(SMOKE)
+    results = {side: jax.jit(bench_moe.program(side, SMOKE, "fwd+bwd"))(*inputs) for side in ("xla", "ragged_dot")}
+    assert len(results["xla"]) == 6  # y, and the gradients of tokens, router, gate, up, down
+    assert float(bench_moe.errors(results["ragged_dot"], results["xla"])[1]) < 3e-2
+    for i, result in enumerate(results["xla"]):
+        wrong = list(results["xla"])
+        wrong[i] = result.at[1].multiply(1.5)
+        assert float(bench_moe.errors(tuple(wrong), results["xla"])[1]) > 3e-2
+        wrong[i] = result.at[1].set(jnp.nan)
+        assert not float(bench_moe.errors(tuple(wrong), results["xla"])[1]) < 3e-2
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(bench_moe.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
+    result = run("--smoke", "--out", str(tmp_path), "--rounds", "1", "--peers", "ragged_dot,nobody")
+    assert result.exit_code == 0, result.output
+    assert "left out: nobody at smoke fwd" in result.output
+    rows = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
+    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [(p, b) for p in bench_moe.PASSES for b in ("jaxops", "ragged_dot")]
+    for row in rows:
+        assert set(harness.ROW_KEYS) <= set(row)
+    for row in rows[1:]:
+        assert (row["vs"] != {}) == (row["backend"] == "jaxops")
+        assert row["temp_bytes"] > 0
+
+
+def test_without_a_gpu_nothing_lands_among_the_results():
+    assert run().exit_code == 2

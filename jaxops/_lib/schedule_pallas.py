@@ -26,8 +26,8 @@ def _rows_kernel(offsets_ref, tiles_ref, *, G: int, M: int, bm: int, block: int)
     lo, hi = runs(lambda i: plgpu.load(offsets_ref.at[i]), r, G, M)
     t = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
     group, start, end = row_tiles(t, lo, hi, G, bm)
-    before = jnp.sum(jnp.where(r == 0, (hi - lo + bm - 1) // bm, 0))
-    total = jnp.full_like(t, jnp.sum((hi - lo + bm - 1) // bm))
+    before = jnp.sum(jnp.where(r == 0, (hi - lo + bm - 1) // bm, 0), dtype=jnp.int32)
+    total = jnp.full_like(t, jnp.sum((hi - lo + bm - 1) // bm, dtype=jnp.int32))
     for i, column in enumerate((group, start, end, jnp.where(group < G, t - before, -1), total, jnp.zeros_like(t))):
         plgpu.store(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t], column)
 
@@ -42,8 +42,8 @@ def _groups_kernel(offsets_ref, groups_ref, *, G: int, M: int, bm: int, block: i
     lo, hi, size = group(g)
     *_, other = group(h)
     before = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & (h[None, :] < g[:, None]))
-    rank = jnp.sum(before.astype(jnp.int32), axis=1)
-    first = jnp.sum(jnp.where(h[None, :] < g[:, None], (jnp.maximum(other, 0) + bm - 1)[None, :] // bm, 0), axis=1)
+    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+    first = jnp.sum(jnp.where(h[None, :] < g[:, None], (jnp.maximum(other, 0) + bm - 1)[None, :] // bm, 0), axis=1, dtype=jnp.int32)
     for i, column in enumerate((g, lo, hi, first, jnp.full_like(g, G), jnp.zeros_like(g))):
         plgpu.store(groups_ref.at[i * (groups_ref.shape[0] // COLUMNS) + rank], column)
 

@@ -15,7 +15,7 @@ def row_tiles(t: jax.Array, lo: jax.Array, hi: jax.Array, G: int, bm: int) -> tu
     Tiles are numbered run by run and never cross one. A tile outside the groups has group G; so has a tile number past the last tile, and no rows.
     """
     count = (hi - lo + bm - 1) // bm
-    after = jnp.cumsum(count)
+    after = jnp.cumsum(count, dtype=jnp.int32)
     first = after - count
     mine = (first[None, :] <= t[:, None]) & (t[:, None] < after[None, :])  # [T, R], at most one True a row
 

@@ -28,7 +28,7 @@ def _for_each_tile(offsets: jax.Array, M: int, body, init: jax.Array) -> jax.Arr
         row = first + jnp.arange(bm, dtype=jnp.int32)
         return body(group[t], first, bm, ((start[t] <= row) & (row < end[t]))[:, None], carry)
 
-    return lax.fori_loop(count[0], jnp.minimum(jnp.sum(count[: G + 1]), group.shape[0]), step, init)
+    return lax.fori_loop(count[0], jnp.minimum(jnp.sum(count[: G + 1], dtype=jnp.int32), group.shape[0]), step, init)
 
 
 def fwd_xla(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.Precision, out_dtype) -> jax.Array:

@@ -179,3 +179,17 @@ def test_precision_follows_the_configuration(run):
     with jax.default_matmul_precision("highest"):
         got = jaxops.grouped_matmul(case.lhs, case.rhs, case.offsets, plan=plan_of(run))
     assert_close(got, jax.jit(grouped_matmul_reference)(case.lhs, case.rhs, case.offsets), "float32")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_under_x64(run):
+    """Sums of int32 are int64 there, and the work lists' columns must not be."""
+    was = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    try:
+        value, gradients = jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1)))(CLEAN_LHS, CASE.rhs, CASE.offsets)
+    finally:
+        jax.config.update("jax_enable_x64", was)
+    assert value.dtype == jnp.float32
+    for got, want in zip(gradients, reference_gradients(CLEAN_LHS, CASE.rhs, CASE.offsets)[1], strict=True):
+        assert_close(got, want, "float32", scale=10)

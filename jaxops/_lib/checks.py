@@ -21,6 +21,14 @@ def check_float(name: str, x: jax.Array, shape: str) -> None:
         raise TypeError(f"{name} is {jnp.dtype(x.dtype).name}; the kernels take {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
 
 
+def float_dtype(name: str, dtype) -> jnp.dtype:
+    """One of those that the kernels multiply."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in FLOATS:
+        raise TypeError(f"{name}={dtype.name}; it must be one of {', '.join(FLOATS)}.")
+    return dtype
+
+
 def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
     if got != needed:
         raise ValueError(f"{what} is {got}, but {needed_by} is {needed}: they must be equal.")

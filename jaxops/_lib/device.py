@@ -72,6 +72,20 @@ def has_jax_triton() -> bool:
     return sys.version_info >= (3, 12) and importlib.util.find_spec("jax_triton") is not None
 
 
+def runs_gluon(device: Device) -> bool:
+    """Whether Hopper's own kernels can be called on the device."""
+    return device.is_hopper and has_jax_triton()
+
+
+def check_gluon(device: Device) -> None:
+    """
+    Raises:
+      NotImplementedError: Hopper's own kernels cannot be called there.
+    """
+    if not runs_gluon(device):
+        raise NotImplementedError(f"the triton backend needs a Hopper GPU and jax-triton (Python >= 3.12); this is {device.kind}. Use backend='pallas'.")
+
+
 def choose_backend(device: Device, backend: str, plan, backends: tuple[str, ...] = ("pallas", "xla")) -> str:
     """One of `backends`: what the call or its plan (anything with a `backend`, or None) says, else "pallas" on a GPU and "xla" elsewhere.
 

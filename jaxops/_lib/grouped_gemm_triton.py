@@ -119,13 +119,13 @@ def produce(
         group, row, end, col, first, size = locate(t, schedule, entries, num_i, G, M, N, K, BM, COLS, PANEL, KIND)
         mbarrier.wait(empty.index(s), phase)
         # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
-        told = gl.where(size > 0, group, -1)
+        whose = gl.where(size > 0, group, -1)
         steps = gl.cdiv(max(size, 1), BK)
         if KIND == ROWS:
-            tell(facts, s, told, row, end, col, steps)
+            tell(facts, s, whose, row, end, col, steps)
             first = gl.where(size > 0, 0, K)
         else:
-            tell(facts, s, told, row + group * M, end + group * M, col, steps)
+            tell(facts, s, whose, row + group * M, end + group * M, col, steps)
         for at in range(first, first + steps * BK, BK):
             mbarrier.wait(empty.index(s), phase)
             # The last rows of a sum are a group's last ones; the next group's come as zeros, but for groups that end within the first BK rows of all:
@@ -179,6 +179,16 @@ def hand_over(turns, places, s, phase, TO: gl.constexpr):
     places.index(2 * TO).store(gl.full([1], s, gl.int32, ONE))
     places.index(2 * TO + 1).store(gl.full([1], phase, gl.int32, ONE))
     mbarrier.arrive(turns.index(TO), count=1)
+
+
+@gluon.jit
+def give_back(full, empty, steps, s, phase, STAGES: gl.constexpr):
+    """The steps of a tile in which this consumer's half has no rows, as they come."""
+    for _ in range(steps):
+        mbarrier.wait(full.index(s), phase)
+        mbarrier.arrive(empty.index(s), count=1)
+        s, phase = advance(s, phase, STAGES)
+    return s, phase
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
 
@@ -17,12 +18,8 @@ COLUMNS = 6  # of a schedule, one after another in one int32 array
 _ELEMENTS = 2048  # of a program's [block, runs] comparison: 16 registers a thread at 4 warps
 
 
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _rows_kernel(offsets_ref, tiles_ref, *, G: int, M: int, bm: int, block: int):
-    r = jnp.arange(_power_of_2(G + 2), dtype=jnp.int32)
+    r = jnp.arange(power_of_2(G + 2), dtype=jnp.int32)
     lo, hi = runs(lambda i: plgpu.load(offsets_ref.at[i]), r, G, M)
     t = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
     group, start, end = row_tiles(t, lo, hi, G, bm)
@@ -38,7 +35,7 @@ def _groups_kernel(offsets_ref, groups_ref, *, G: int, M: int, bm: int, block: i
         return lo, hi, jnp.where(g < G, hi - lo, -1)  # the numbers that fill up the power of two rank behind every group
 
     g = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-    h = jnp.arange(_power_of_2(G), dtype=jnp.int32)
+    h = jnp.arange(power_of_2(G), dtype=jnp.int32)
     lo, hi, size = group(g)
     *_, other = group(h)
     before = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & (h[None, :] < g[:, None]))
@@ -50,7 +47,7 @@ def _groups_kernel(offsets_ref, groups_ref, *, G: int, M: int, bm: int, block: i
 
 def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, name: str) -> jax.Array:
     """COLUMNS columns of `count` entries and what fills up the last program's block."""
-    block = max(1, min(_power_of_2(count), _ELEMENTS // _power_of_2(runs)))
+    block = max(1, min(power_of_2(count), _ELEMENTS // power_of_2(runs)))
     programs = pl.cdiv(count, block)
     return pl.pallas_call(
         functools.partial(kernel, block=block),

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("fwd", "bwd")
 STATS = {"layer": ("mean", "rstd"), "rms": ("rstd",)}  # of each row, float32
@@ -73,13 +74,9 @@ class Rows:
     ahead: bool = False
 
     def __post_init__(self):
-        for name in ("rows", "step", "block", "warps"):
-            if (size := getattr(self, name)) < 1 or size & (size - 1):
-                raise ValueError(f"Rows.{name}={size} must be a power of two.")
+        check_powers_of_2(self, "rows", "step", "block", "warps")
         if self.step > self.rows:
             raise ValueError(f"Rows.step={self.step} must be at most Rows.rows={self.rows}.")
-        if self.warps > 32:
-            raise ValueError(f"Rows.warps={self.warps} must be at most 32.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +157,7 @@ def _spread(pass_name: str, rows: Rows, T: int) -> Rows:
 
 def _block(D: int, most: int) -> int:
     """The widest power of two, from 256 to `most`, that covers D with the fewest columns to spare. Narrower ones have no 16-byte load for each lane."""
-    least = min(256, 1 << max(5, (D - 1).bit_length()))
+    least = min(256, max(32, power_of_2(D)))
     sizes = [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
     return min(sizes, key=lambda block: (-(-D // block) * block, -block))
 

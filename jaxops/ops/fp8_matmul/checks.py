@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import FLOATS, check_array, check_float
+from jaxops._lib.checks import check_array, check_float, float_dtype
 from jaxops._lib.fp8 import Quantized
 from jaxops.ops.fp8_matmul.operand import shape_of
 from jaxops.ops.fp8_matmul.recipes import Format, Recipe
@@ -55,7 +55,4 @@ def check_amax(amax, recipe: Recipe) -> None:
 
 def check_out_dtype(out_dtype, x: jax.Array | Quantized) -> str:
     """Its name; the tensor's own dtype by default."""
-    name = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    if name not in FLOATS:
-        raise TypeError(f"out_dtype={name}; it must be one of {', '.join(FLOATS)}.")
-    return name
+    return float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype).name

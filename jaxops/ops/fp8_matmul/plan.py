@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxops._lib.device import Device, choose_backend, has_jax_triton
+from jaxops._lib.device import Device, check_gluon, choose_backend, runs_gluon
 from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.powers import power_of_2
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -92,7 +93,7 @@ class Problem:
 
 def key_of(pass_name: str, M: int, K: int, N: int, G: int, recipe: str) -> tuple:
     """What tuned rows are looked up by: sizes count up to the next power of two, so that a new sequence length needs no new tuning."""
-    return (pass_name, recipe, *(1 << max(0, size - 1).bit_length() for size in (M, K, N, G)))
+    return (pass_name, recipe, *(power_of_2(size) for size in (M, K, N, G)))
 
 
 def key_of_row(row: dict) -> tuple:
@@ -113,7 +114,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       ValueError: an unknown backend, or one that contradicts the plan; a cast inside where there is none.
       NotImplementedError: a GPU without FP8, the triton backend elsewhere than on Hopper.
     """
-    if backend == "auto" and plan is None and device.is_hopper and has_jax_triton():
+    if backend == "auto" and plan is None and runs_gluon(device):
         backend = "triton"
     backend = choose_backend(device, backend, plan, BACKENDS)
     if plan is not None and plan.cast == "inside" and not casts_inside(problem, backend):
@@ -125,8 +126,8 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         return Plan("xla")
     if device.platform in ("gpu", "cuda") and not device.has_fp8:
         raise NotImplementedError(f"{device.kind} has no FP8: the kernels need compute capability 8.9 (Ada) or later. Multiply in bfloat16 there.")
-    if backend == "triton" and not (device.is_hopper and has_jax_triton()):
-        raise NotImplementedError(f"the triton backend needs a Hopper GPU and jax-triton (Python >= 3.12); this is {device.kind}. Use backend='pallas'.")
+    if backend == "triton":
+        check_gluon(device)
     plan = plan or Plan(backend)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
     table = {}
     for row in rows:
@@ -152,7 +153,7 @@ def heuristic(pass_name: str, problem: Problem, backend: str, cores: int = 132) 
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, cores)
 
     def cover(size: int) -> int:
-        return min(128, max(16, 1 << max(0, size - 1).bit_length()))
+        return min(128, max(16, power_of_2(size)))
 
     bm, bn = cover(out_rows), cover(out_cols)
     return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)

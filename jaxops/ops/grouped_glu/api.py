@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import FLOATS, check_float, check_offsets, check_size
+from jaxops._lib.checks import check_float, check_offsets, check_size, float_dtype
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
@@ -113,10 +113,7 @@ def _compute_dtype(x: jax.Array, w: jax.Array, compute_dtype) -> jnp.dtype:
                 f"x is {x.dtype} and w_gate is {w.dtype}: cast one of them, or pass compute_dtype=jnp.{x.dtype} (the weights' gradients stay {w.dtype})."
             )
         compute_dtype = x.dtype
-    compute_dtype = jnp.dtype(compute_dtype)
-    if compute_dtype.name not in FLOATS:
-        raise TypeError(f"compute_dtype={compute_dtype.name}; it must be one of {', '.join(FLOATS)}.")
-    return compute_dtype
+    return float_dtype("compute_dtype", compute_dtype)
 
 
 def _forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves]:

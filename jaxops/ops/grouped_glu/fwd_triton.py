@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.device import current_device
-from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, produce, sum_steps, told
-from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_layout
+from jaxops._lib.grouped_gemm_triton import ROWS, give_back, make_ring, produce, sum_steps, told
+from jaxops._lib.hopper_triton import result_buffers, store, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
@@ -64,10 +64,7 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
             store(h, h_desc, h_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
             buf ^= 1
         else:
-            for _ in range(steps):
-                mbarrier.wait(full.index(s), phase)
-                mbarrier.arrive(empty.index(s), count=1)
-                s, phase = advance(s, phase, STAGES)
+            s, phase = give_back(full, empty, steps, s, phase, STAGES)
     tma.store_wait(0)
 
 

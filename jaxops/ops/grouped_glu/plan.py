@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.device import Device, choose_backend, has_jax_triton
+from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.powers import check_powers_of_2, power_of_2
 from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
+from jaxops.ops.grouped_matmul import check_triton
 from jaxops.ops.grouped_matmul import make_plan as make_product_plan
 
 PASSES = ("fwd", "bwd")
@@ -63,11 +65,7 @@ class Block:
     warps: int = 4
 
     def __post_init__(self):
-        for name in ("rows", "columns", "warps"):
-            if (size := getattr(self, name)) < 1 or size & (size - 1):
-                raise ValueError(f"Block.{name}={size} must be a power of two.")
-        if self.warps > 32:
-            raise ValueError(f"Block.warps={self.warps} must be at most 32.")
+        check_powers_of_2(self, "rows", "columns", "warps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +140,10 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         one array of weights; pallas on a TPU.
     """
     chosen = choose_backend(device, backend, plan, BACKENDS)
+    if chosen == "triton":
+        check_triton(problem.product, device)
+        if problem.joined:
+            raise NotImplementedError("the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use backend='pallas'.")
     products = plan.products if plan is not None else None
     if products is None:
         products = make_product_plan(problem.product, device, rows, backend="auto" if backend == "auto" and plan is None else chosen)
@@ -151,27 +153,15 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     bwd = plan.bwd if plan is not None and plan.bwd is not None else heuristic("bwd", problem)
     if chosen == "pallas":
         return Plan("pallas", fwd, bwd, products)
-    return Plan("triton", fwd, bwd, products, plan.fused if plan is not None and plan.fused is not None else _fused(problem, device))
-
-
-def _fused(problem: Problem, device: Device) -> Fused:
-    if not (device.is_hopper and has_jax_triton()):
-        raise NotImplementedError(f"the triton backend needs a Hopper GPU and jax-triton (Python >= 3.12); this is {device.kind}. Use backend='pallas'.")
-    if jnp.dtype(problem.dtype).itemsize != 2 or problem.K % 8 or problem.F % 8:
-        raise NotImplementedError(
-            f"the triton backend multiplies bfloat16 and float16, with K and F multiples of 8; this is {problem.dtype}, K={problem.K}, F={problem.F}. "
-            f"Use backend='pallas'."
-        )
-    if problem.joined:
-        raise NotImplementedError("the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use backend='pallas'.")
-    rows = -(-problem.M // max(problem.G, 1))
-    return Fused(4 if rows < 1024 else 8, dynamic=rows <= 128)
+    mean = -(-problem.M // max(problem.G, 1))  # rows of a group
+    usual = Fused(4 if mean < 1024 else 8, dynamic=mean <= 128)
+    return Plan("triton", fwd, bwd, products, plan.fused if plan is not None and plan.fused is not None else usual)
 
 
 def heuristic(pass_name: Pass, problem: Problem) -> Block:
     """32 elements of each array a thread in fwd and 16 in bwd, which holds five arrays instead of three; as few columns to spare as there can be, and of as
     many a row as 16-byte loads of a warp take."""
-    least = min(256, 1 << max(0, problem.F - 1).bit_length())
+    least = min(256, power_of_2(problem.F))
     sizes = [size for size in (least, 512, 1024) if size >= least]
     columns = min(sizes, key=lambda size: (-(-problem.F // size) * size, -size))
     return Block(max(1, (4096 if pass_name == "fwd" else 2048) // columns), columns, 4)
@@ -180,7 +170,7 @@ def heuristic(pass_name: Pass, problem: Problem) -> Block:
 def candidates(pass_name: Pass, problem: Problem) -> list[Block]:
     """Every Block worth measuring for one pass: the heuristic's, and those of 8 to 64 elements a thread."""
     found = [heuristic(pass_name, problem)]
-    widest = 1 << max(5, (problem.F - 1).bit_length())
+    widest = max(32, power_of_2(problem.F))
     for rows, columns, warps in itertools.product((1, 2, 4, 8, 16, 32), (128, 256, 512, 1024, 2048), (1, 2, 4, 8)):
         block = Block(rows, columns, warps)
         if columns <= widest and 8 <= rows * columns / (32 * warps) <= 64 and block not in found:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import FLOATS, check_array, check_float, check_offsets, check_size
+from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
@@ -80,7 +80,7 @@ def grouped_matmul(
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [G, N] = {(G, n)}.")
     compute = _compute_dtype(lhs, "rhs", rhs, compute_dtype)
     plan = _plan(Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), backend, plan)
-    out = _float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
+    out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
     return _matmul(spec, *vary_together(lhs, rhs, bias, group_offsets))
 
@@ -134,7 +134,7 @@ def grouped_wgrad(
             raise TypeError(f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave out_dtype away.")
         out_dtype = accumulate_into.dtype
     plan = _plan(Problem(G, M, K, N, compute.name), backend, plan)
-    out = _float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
+    out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, dout.dtype)
     return _wgrad(spec, *vary_together(lhs, dout, accumulate_into, group_offsets))
 
@@ -226,16 +226,9 @@ class _Spec:
         return dataclasses.replace(self.plan, fwd=self.plan.dgrad, dgrad=self.plan.fwd)
 
 
-def _float_dtype(name: str, dtype) -> jnp.dtype:
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in FLOATS:
-        raise TypeError(f"{name}={dtype.name}; it must be one of {', '.join(FLOATS)}.")
-    return dtype
-
-
 def _compute_dtype(lhs, name: str, other, compute_dtype) -> jnp.dtype:
     if compute_dtype is not None:
-        return _float_dtype("compute_dtype", compute_dtype)
+        return float_dtype("compute_dtype", compute_dtype)
     if lhs.dtype != other.dtype:
         raise TypeError(
             f"lhs is {lhs.dtype} and {name} is {other.dtype}: cast one of them"

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.device import current_device
-from jaxops._lib.grouped_gemm_triton import CONTRACTION, ROWS, hand_over, make_ring, place, produce, sum_steps, told
+from jaxops._lib.grouped_gemm_triton import CONTRACTION, ROWS, give_back, hand_over, make_ring, place, produce, sum_steps, told
 from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_at, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -34,7 +34,7 @@ def _before(c_ptr, row, end, col, N, SHAPE: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N = used
@@ -65,11 +65,8 @@ def _consume(
         elif PARTS == 1:  # no more tiles
             s, phase = advance(s, phase, STAGES)
             hand_over(turns, places, s, phase, 1 - WHICH)
-        else:  # no rows: this consumer's half of what is loaded is only given back
-            for _ in range(steps):
-                mbarrier.wait(full.index(s), phase)
-                mbarrier.arrive(empty.index(s), count=1)
-                s, phase = advance(s, phase, STAGES)
+        else:
+            s, phase = give_back(full, empty, steps, s, phase, STAGES)
     tma.store_wait(0)
 
 
@@ -84,8 +81,8 @@ def grouped_gemm_kernel(
     made = (a_desc, b_desc, None, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
     used = (bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N)
     gl.warp_specialize([
-        (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
-        (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
+        (_consume, (used, 0, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
+        (_consume, (used, 1, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
         (produce, (made, BM, BN, STAGES, PANEL, DYNAMIC, KIND, TRANSPOSED, PARTS)),
     ], [4, 1], [224, 56])  # fmt: skip
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxops._lib.device import Device, choose_backend, has_jax_triton
+from jaxops._lib.device import Device, check_gluon, choose_backend, runs_gluon
+from jaxops._lib.powers import power_of_2
 
 PASSES = ("fwd", "dgrad", "wgrad")
 Pass = Literal["fwd", "dgrad", "wgrad"]
@@ -115,7 +116,7 @@ class Problem:
 
 def key_of(pass_name: str, G: int, M: int, K: int, N: int, dtype: str) -> tuple:
     """What tuned rows are looked up by: sizes count up to the next power of two, so that a new sequence length needs no new tuning."""
-    return (pass_name, dtype, *(1 << max(0, size - 1).bit_length() for size in (G, M, K, N)))
+    return (pass_name, dtype, *(power_of_2(size) for size in (G, M, K, N)))
 
 
 def key_of_row(row: dict) -> tuple:
@@ -125,12 +126,25 @@ def key_of_row(row: dict) -> tuple:
 
 def kernels_for(problem: Problem, device: Device) -> tuple[str, ...]:
     """Those that multiply it on this device, but for "pallas" on a CPU, which is interpreted."""
-    return KERNELS if device.is_hopper and has_jax_triton() and hopper_can(problem) else ("pallas",)
+    return KERNELS if runs_gluon(device) and hopper_can(problem) else ("pallas",)
 
 
 def hopper_can(problem: Problem) -> bool:
     """Whether the triton kernel multiplies it: TMA wants rows of whole 16 bytes, and the kernel numbers of 16 bits."""
     return jnp.dtype(problem.dtype).itemsize == 2 and problem.K % 8 == problem.N % 8 == 0 < min(problem.K, problem.N)
+
+
+def check_triton(problem: Problem, device: Device) -> None:
+    """
+    Raises:
+      NotImplementedError: the triton kernel does not multiply this problem, or nothing on this device.
+    """
+    check_gluon(device)
+    if not hopper_can(problem):
+        raise NotImplementedError(
+            f"the triton backend multiplies bfloat16 and float16, with K and N multiples of 8; this is {problem.dtype}, K={problem.K}, N={problem.N}. "
+            f"Use backend='pallas'."
+        )
 
 
 # Of a mean group. H200, 2026-11-21, dsv3_small (16 rows a group): the Pallas kernel has lower tiles, 1,688 against 1,706 us forward and 1,782 against 1,793
@@ -162,13 +176,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     if backend == "xla":
         return Plan("xla")
     if backend == "triton":
-        if not (device.is_hopper and has_jax_triton()):
-            raise NotImplementedError(f"the triton backend needs a Hopper GPU and jax-triton (Python >= 3.12); this is {device.kind}. Use backend='pallas'.")
-        if not hopper_can(problem):
-            raise NotImplementedError(
-                f"the triton backend multiplies bfloat16 and float16, with K and N multiples of 8; this is {problem.dtype}, K={problem.K}, N={problem.N}. "
-                f"Use backend='pallas'."
-            )
+        check_triton(problem, device)
     else:
         kernels = ("pallas",)
 
@@ -203,7 +211,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     half = jnp.dtype(problem.dtype).itemsize == 2
 
     def cover(size: int, most: int) -> int:
-        return min(most, max(16, 1 << max(0, size - 1).bit_length()))
+        return min(most, max(16, power_of_2(size)))
 
     # H200, 2026-11-21: 128x256x64 with 8 warps is the fastest wherever a group fills it; wgrad over few rows is bound by its stores, which small
     # pipelines leave room to overlap: 128x128x32, three programs a multiprocessor.
@@ -237,7 +245,7 @@ def _hopper_heuristic(pass_name: str, problem: Problem) -> Tiles:
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
     """The height that covers the mean group, at most half a tile: it serves the ends of long groups, and short groups whole."""
     rows = -(-problem.M // max(problem.G, 1))
-    return 0 if pass_name == "wgrad" or bm < 32 else min(bm // 2, max(16, 1 << max(0, rows - 1).bit_length()))
+    return 0 if pass_name == "wgrad" or bm < 32 else min(bm // 2, max(16, power_of_2(rows)))
 
 
 # Output tiles (bm, bn, warps): 64 to 128 float32 accumulators a thread for the large ones. 128x128 with 4 warps leaves room for three programs a

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
 
 
 def _tile_rows(M: int, G: int) -> int:
     """Rows a tile: about the mean group, a power of two between 16 and 512 (measured on a 2-core CPU, benchmarks/results/cpu)."""
-    return min(512, max(16, 1 << max(0, M // max(G, 1) - 1).bit_length()), M)
+    return min(512, max(16, power_of_2(M // max(G, 1))), M)
 
 
 def _for_each_tile(offsets: jax.Array, M: int, body, init: jax.Array) -> jax.Array:

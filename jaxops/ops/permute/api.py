@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import FLOATS, check_array, check_float, check_offsets, check_size
+from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.permute.combine_bwd_pallas import combine_bwd_pallas
@@ -98,9 +98,7 @@ def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str =
     if routing.weights.dtype != jnp.float32:
         raise TypeError(f"routing.weights is {routing.weights.dtype}; write routing.weights.astype(jnp.float32).")
     check_size("the number of rows", rows.shape[0], "T * k of routing.row_positions", T * k)
-    out = jnp.dtype(rows.dtype if out_dtype is None else out_dtype).name
-    if out not in FLOATS:
-        raise TypeError(f"out_dtype={out}; it must be one of {', '.join(FLOATS)}.")
+    out = float_dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype).name
     plan = make_plan(Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name), current_device(), backend=backend, plan=plan)
     rows, weights, *fields = vary_together(rows, routing.weights, *places)
     result: Any = _combine(plan, out, rows, weights, Places(*fields))

@@ -5,6 +5,7 @@ import itertools
 from typing import Literal
 
 from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("permute", "combine", "combine_bwd")
 Pass = Literal["permute", "combine", "combine_bwd"]
@@ -28,11 +29,7 @@ class Tile:
     warps: int
 
     def __post_init__(self):
-        for name in ("rows", "block", "choices", "warps"):
-            if (size := getattr(self, name)) < 1 or size & (size - 1):
-                raise ValueError(f"Tile.{name}={size} must be a power of two.")
-        if self.warps > 32:
-            raise ValueError(f"Tile.warps={self.warps} must be at most 32.")
+        check_powers_of_2(self, "rows", "block", "choices", "warps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +62,6 @@ class Problem:
     def lane(self) -> int:
         """Columns of one thread's load: 16 bytes."""
         return 4 if self.dtype == "float32" else 8
-
-
-def power_of_2(n: int) -> int:
-    """The least one that is no less than n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: Plan | None = None) -> Plan:

@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK, cast_saturating, cast_stochastic, random_bits, scale_and_factor, without_nan
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import padded_rows
 from jaxops._lib.schedule_pallas import COLUMNS as SCHEDULED
 from jaxops._lib.schedule_pallas import schedule_rows
@@ -75,7 +76,7 @@ def _find_factors(ref: dict, spec: Spec, sizes: jax.Array, place: Place, size: t
 
     if spec.scaling == "tensorwise":
         n = ref["amax"].shape[0] // G
-        part = jnp.arange(1 << (n - 1).bit_length(), dtype=jnp.int32)
+        part = jnp.arange(power_of_2(n), dtype=jnp.int32)
         amax = jnp.max(plgpu.load(ref["amax"].at[g * n + part], mask=part < n, other=0.0))
         scale, factor = scale_of(jnp.broadcast_to(amax, (1,) * 6))
         store(ref["scales"], (jnp.zeros_like(p.block) + g,), scale, p.first)

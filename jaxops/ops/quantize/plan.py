@@ -9,6 +9,7 @@ import jax
 
 from jaxops._lib.device import Device, choose_backend
 from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("cast", "amax")
 LAYOUTS = ("row", "col", "both")
@@ -84,15 +85,11 @@ class Tile:
     programs: int = 528
 
     def __post_init__(self):
-        for name in ("rows", "cols", "patch", "near", "warps", "panel"):
-            if (size := getattr(self, name)) < 1 or size & (size - 1):
-                raise ValueError(f"Tile.{name}={size} must be a power of two.")
+        check_powers_of_2(self, "rows", "cols", "patch", "near", "warps", "panel")
         if self.patch * self.near > self.rows:
             raise ValueError(f"Tile.patch={self.patch} times Tile.near={self.near} must be at most Tile.rows={self.rows}.")
         if self.programs < 1:
             raise ValueError(f"Tile.programs={self.programs} must be positive.")
-        if self.warps > 32:
-            raise ValueError(f"Tile.warps={self.warps} must be at most 32.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +134,9 @@ class Problem:
         return self.layouts != "row" or self.scaling == "block_128x128"
 
 
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def key_of(pass_name: str, K: int, dtype: str, scaling: str, layouts: str) -> tuple:
     """What tuned rows are looked up by. A tile of 128 columns is the same for every width; of whole rows the width's power of two counts."""
-    width = _power_of_2(K) if scaling == "rowwise" and layouts == "row" else 0
+    width = power_of_2(K) if scaling == "rowwise" and layouts == "row" else 0
     return (pass_name, width, dtype, scaling, layouts)
 
 
@@ -209,7 +202,7 @@ def heuristic(pass_name: str, problem: Problem) -> Tile:
         # H200, 2026-11-21, 8192 x 14336, both layouts: patches of 32 bytes, 1x128 2,945 instead of 2,414 GB/s.
         return Tile(BLOCK, BLOCK, 32, 2, 4 if problem.scaling.startswith("block") else 16, panel=8 if problem.scaling.startswith("block") else 1)
     if problem.whole_row:
-        cols = max(BLOCK, _power_of_2(problem.K))
+        cols = max(BLOCK, power_of_2(problem.K))
         return Tile(max(1, 8192 // cols), cols, warps=max(4, cols // 2048))
     return Tile(16, 512, warps=4)
 
@@ -226,7 +219,7 @@ def candidates(pass_name: str, problem: Problem) -> list[Tile]:
             if patch * near <= BLOCK
         )
     elif pass_name == "cast" and problem.whole_row:
-        cols = max(BLOCK, _power_of_2(problem.K))
+        cols = max(BLOCK, power_of_2(problem.K))
         tiles = (Tile(rows, cols, warps=warps) for rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)))
     else:
         tiles = (Tile(rows, cols, warps=warps) for rows, cols, warps in itertools.product((8, 16, 32, 64), (128, 256, 512, 1024), (2, 4, 8)))

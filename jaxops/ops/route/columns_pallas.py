@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops.ops.route.plan import TINY, Spec, Tile, power_of_2
+from jaxops._lib.powers import power_of_2
+from jaxops.ops.route.plan import TINY, Spec, Tile
 
 _PLACES = 4  # neighbouring experts that a thread loads at once: 16 bytes of float32
 _UNROLLED = 8  # choices a token up to which a loop over them is written out, so that all loads are on their way at once

@@ -9,9 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.powers import power_of_2
 from jaxops.ops.route.columns_pallas import Columns, Scores, each, load_column, steps_of
 from jaxops.ops.route.keys import GONE, keys_of
-from jaxops.ops.route.plan import TINY, Spec, Tile, power_of_2
+from jaxops.ops.route.plan import TINY, Spec, Tile
 from jaxops.ops.route.routing import Routing
 
 # The sums over tiles: few columns a program are many programs, and 8 of 4 bytes are a sector of the L2; 1024 tiles of them are one step for 32,768 tokens.

@@ -5,6 +5,7 @@ import itertools
 from typing import Literal
 
 from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("fwd", "bwd")
 SCORES = ("softmax", "sigmoid")
@@ -49,13 +50,9 @@ class Tile:
     warps: int = 1
 
     def __post_init__(self):
-        for name in ("rows", "step", "warps"):
-            if (size := getattr(self, name)) < 1 or size & (size - 1):
-                raise ValueError(f"Tile.{name}={size} must be a power of two.")
+        check_powers_of_2(self, "rows", "step", "warps")
         if self.step > self.rows:
             raise ValueError(f"Tile.step={self.step} must be at most Tile.rows={self.rows}.")
-        if self.warps > 32:
-            raise ValueError(f"Tile.warps={self.warps} must be at most 32.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +76,6 @@ class Problem:
 
     T: int
     E: int
-
-
-def power_of_2(n: int) -> int:
-    """The least one that is no less than n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: Plan | None = None) -> Plan:

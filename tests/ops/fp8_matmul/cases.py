@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.device import current_device
+from jaxops._lib.device import current_device, runs_gluon
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Tiles
-from jaxops.ops.fp8_matmul.plan import has_jax_triton
 from tests.compare import assert_close
 
 # "interpret" runs the Pallas kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels, "triton" takes Hopper's own.
@@ -28,7 +27,7 @@ BLOCK = 128
 
 def options_of(run: str) -> dict:
     """backend or plan; tiles that differ from pass to pass and are smaller than the tests' sizes."""
-    if run == "triton" and not (has_jax_triton() and current_device().is_hopper):
+    if run == "triton" and not runs_gluon(current_device()):
         pytest.skip("needs a Hopper GPU and jax-triton")
     if run in ("xla", "triton"):
         return {"backend": run}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops.ops.fp8_matmul import Plan, Problem, make_plan
-from jaxops.ops.fp8_matmul import plan as planning
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import Case, kind_of, make_case, options_of, reference
 
@@ -60,7 +60,7 @@ def test_a_call_raises_it():
 
 
 def test_nobody_takes_it_unasked(monkeypatch):
-    monkeypatch.setattr(planning, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: True)
     assert make_plan(PROBLEM, H200).cast == "before"
     for recipe in ("blockwise", "blockwise_with_gw_hp"):
         plan = make_plan(dataclasses.replace(PROBLEM, recipe=recipe), H200, plan=INSIDE)

@@ -13,7 +13,6 @@ import jaxops
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device, current_device
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates, make_plan
-from jaxops.ops.fp8_matmul import plan as planning
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
 
 H200, L4, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
@@ -25,12 +24,12 @@ PROBLEM = Problem(1000, 520, 700, "blockwise", "bfloat16", 8)
 
 @pytest.fixture
 def _jax_triton(monkeypatch):
-    monkeypatch.setattr(planning, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: True)
 
 
 @pytest.fixture
 def _no_jax_triton(monkeypatch):
-    monkeypatch.setattr(planning, "has_jax_triton", lambda: False)
+    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: False)
 
 
 def mark(panel: int, kernel: str = "triton") -> Tiles:
@@ -101,7 +100,7 @@ def test_elsewhere_xla():
 @pytest.mark.parametrize(("kind", "installed", "backend"), [("NVIDIA H200", True, "triton"), ("NVIDIA H200", False, "pallas"), ("NVIDIA L4", True, "pallas")])
 def test_what_a_call_is_traced_for(monkeypatch, kind, installed, backend):
     """The abstract device of the enclosing mesh, not the machine that traces."""
-    monkeypatch.setattr(planning, "has_jax_triton", lambda: installed)
+    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: installed)
     abstract = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
         assert make_plan(PROBLEM, current_device()).backend == backend
@@ -227,5 +226,5 @@ def test_heuristic(M, K, N, G, recipe, kind):
 
 
 def test_a_call_on_a_cpu_needs_no_jax_triton(monkeypatch):
-    monkeypatch.setattr(planning, "has_jax_triton", lambda: pytest.fail("asked for"))
+    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: pytest.fail("asked for"))
     assert jax.eval_shape(jaxops.fp8_matmul, jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")).shape == (3, 5)

@@ -11,6 +11,7 @@ pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
 from jaxops._lib.device import Device
+from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import Fused, Plan, Problem, make_plan
 from jaxops.ops.grouped_glu.activations import ACTIVATIONS
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
@@ -78,8 +79,9 @@ def test_plan():
     ids=["card", "float32", "K", "F", "joined"],
 )
 def test_what_it_cannot(problem, device, says):
-    with pytest.raises(NotImplementedError, match=says):
-        make_plan(problem, device, plan=Plan("triton"))
+    for plan in (Plan("triton"), Plan("triton", fused=Fused(), products=grouped_matmul.Plan("xla"))):
+        with pytest.raises(NotImplementedError, match=says):
+            make_plan(problem, device, plan=plan)
 
 
 def test_h_of_another_dtype():

@@ -12,10 +12,10 @@ import jax
 import pytest
 
 import jaxops
+from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, make_plan
-from jaxops.ops.grouped_matmul import plan as planning
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, heuristic, hopper_can, key_of_row
 from tests.hopper import lower_for_h200
 
@@ -36,7 +36,7 @@ EIGHTS = Problem(8, 1000, 504, 704, "bfloat16")  # what the Hopper kernel can mu
 @pytest.fixture(autouse=True)
 def jax_triton(monkeypatch):
     """As if it were installed, on Python 3.11, too: a plan is made without it."""
-    monkeypatch.setattr(planning, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: True)
 
 
 def mark(panel: int) -> Tiles:
@@ -129,7 +129,7 @@ def test_kernel_by_device_and_problem(monkeypatch):
     few = dataclasses.replace(EIGHTS, M=100)
     assert kernels(few) == ("triton", "pallas", "pallas", "triton")
     assert kernels(few, backend="triton") == ("triton",) * 4
-    monkeypatch.setattr(planning, "has_jax_triton", lambda: False)
+    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: False)
     assert kernels(EIGHTS) == pallas
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU and jax-triton"):
         make_plan(EIGHTS, H200, backend="triton")

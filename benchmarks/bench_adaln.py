@@ -6,7 +6,6 @@ python -m benchmarks.bench_adaln --smoke --out /tmp/x               # tiny shape
 """
 
 import dataclasses
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,17 +29,10 @@ TORCH_MODES = "default,max-autotune-no-cudagraphs"
 COMPILE_SECONDS = 400  # torch compiles five times for one answer
 
 
-@dataclasses.dataclass
-class Run:
-    """What stays the same from case to case. left_out counts what jaxops itself could not do."""
-
-    file: pathlib.Path
-    rounds: int
-    copy_gbps: float
-    peers: list[str]
+@dataclasses.dataclass(kw_only=True)
+class Run(harness.Run):
     torch: TorchProcess | None
     torch_options: dict[str, list[str]]
-    left_out: int = 0
 
 
 @dataclasses.dataclass
@@ -145,8 +137,7 @@ def measure_case(run: Run, case: Case, programs: dict[str, Program], inputs: Nam
             ready["torch_compile"] = ready_torch(run.torch, case, run.torch_options)
         except Exception as error:
             harness.print_left_out(f"torch_compile at {case.label}", error)
-    times = harness.interleave([side.variant for side in ready.values()], run.rounds)
-    run.left_out += "pallas" in ready and "pallas" not in times
+    times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.op, case.pass_name)
     cold = harness.cold(moved)
     for name, t in times.items():
@@ -154,7 +145,7 @@ def measure_case(run: Run, case: Case, programs: dict[str, Program], inputs: Nam
         named = {"op": case.op, "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims}
         named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": name}
         facts = ready[name].facts | {"gbps": gbps, "cold": cold}
-        harness.append_row(run.file, harness.make_row(named, t, gbps / run.copy_gbps, harness.ratios(name, times), ready[name].max_err, **facts))
+        harness.append_row(run.file, harness.make_row(named, t, gbps / run.ceiling, harness.ratios(name, times), ready[name].max_err, **facts))
     line = " | ".join(f"{name} {t.us_p50:.0f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items())
     print(f"{case.label:52}{line}{'' if cold else ' | caches not cold'}", flush=True)
 
@@ -202,25 +193,20 @@ def main(
 ) -> None:
     """Appends to <out>/adaln.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.leave_room_for_torch()
-    if not out and (smoke or not harness.on_gpu()):
-        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    harness.demand_place(out, smoke)
     start = time.perf_counter()
     names = [name for name in peers.split(",") if name]
     options = {"ways": torch_ways.split(","), "modes": torch_modes.split(",")}
     torch = start_torch() if "torch_compile" in names else None
-    file, copied = harness.results_folder(out) / "adaln.jsonl", 1 << 20 if smoke else 2 << 30
-    copy_gbps, copy_times = harness.measure_copy(copied)
-    harness.append_row(file, harness.copy_row(copied, copy_times))
-    print(f"copy {copy_gbps:.0f} GB/s, after {time.perf_counter() - start:.0f} s", flush=True)
-    run = Run(file, rounds, copy_gbps, [name for name in names if name != "torch_compile"], torch, options)
+    file = harness.results_folder(out) / "adaln.jsonl"
+    sides = [name for name in names if name != "torch_compile"]
+    run = Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=sides, torch=torch, torch_options=options)
     for shape in [SMOKE] if smoke else [shapes.PACKED[name] for name in shape_names.split(",")]:
         measure_shape(run, shape, dists.split(",") if dists else list(shape.dists), ops.split(","), passes.split(","))
         print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
     if torch is not None:
         torch.close()
-    if run.left_out:
-        print(f"jaxops was left out {run.left_out} times", flush=True)
-        raise typer.Exit(1)
+    harness.end(run.left_out)
 
 
 if __name__ == "__main__":

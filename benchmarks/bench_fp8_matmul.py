@@ -307,8 +307,7 @@ def main(
 ) -> None:
     """Appends to <out>/fp8_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.leave_room_for_torch()
-    if not out and (smoke or not harness.on_gpu()):
-        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    harness.demand_place(out, smoke)
     start = time.perf_counter()
     names = [name for name in peers.split(",") if name]
     torch = fp8_machine.start_torch(names, op="fp8_matmul", **{"pass": "fwd"}, **SMOKE.dims)
@@ -323,9 +322,7 @@ def main(
         print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
     for process in torch.values():
         process.close()
-    if run.left_out:
-        print(f"jaxops was left out {run.left_out} times", flush=True)
-        raise typer.Exit(1)
+    harness.end(run.left_out)
 
 
 if __name__ == "__main__":

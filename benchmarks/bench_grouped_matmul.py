@@ -206,8 +206,7 @@ def main(
 ) -> None:
     """Appends to <out>/grouped_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.leave_room_for_torch()
-    if not out and (smoke or not harness.on_gpu()):
-        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    harness.demand_place(out, smoke)
     file = harness.results_folder(out) / "grouped_matmul.jsonl"
     if host:
         host_costs.measure(file, SMOKE if smoke else shapes.GROUPED["mixtral_up"], calls=20 if smoke else 500)
@@ -236,9 +235,7 @@ def main(
         print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
     if torch is not None:
         torch.close()
-    if run.left_out:
-        print(f"jaxops was left out {run.left_out} times", flush=True)
-        raise typer.Exit(1)
+    harness.end(run.left_out)
 
 
 if __name__ == "__main__":

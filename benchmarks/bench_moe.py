@@ -8,9 +8,7 @@ Every side chooses by the same float32 router. Rows say, too, how much of the ti
 beside its operands and results.
 """
 
-import dataclasses
 import functools
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,17 +30,6 @@ PRODUCTS = ("grouped_matmul", "grouped_glu_fwd")  # names of kernels that multip
 
 Arrays = tuple[jax.Array, ...]
 Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-@dataclasses.dataclass
-class Run:
-    """What stays the same from case to case. left_out counts what jaxops itself could not do."""
-
-    file: pathlib.Path
-    rounds: int
-    dense_tflops: float
-    peers: list[str]
-    left_out: int = 0
 
 
 def jaxops_layer(shape: MoeShape, backend: str, unit: str, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -135,26 +122,19 @@ def ready_side(side: str, shape: MoeShape, pass_name: str, inputs: Arrays, want:
     return ready
 
 
-def measure_case(run: Run, shape: MoeShape, pass_name: str, inputs: Arrays) -> None:
+def measure_case(run: harness.Run, shape: MoeShape, pass_name: str, inputs: Arrays) -> None:
     """Checks, times and writes every side of one case."""
-    ready: dict[str, harness.Ready] = {}
     want = jax.jit(program("xla", shape, pass_name))(*inputs)
     label = f"{shape.name} {pass_name}"
-    for side in (OURS, *run.peers):
-        try:
-            ready[side] = ready_side(side, shape, pass_name, inputs, want)
-        except Exception as error:
-            harness.print_left_out(f"{side} at {label}", error)
-            run.left_out += side == OURS
+    ready = run.ready_sides(OURS, label, ready_side, shape, pass_name, inputs, want)
     del want
-    times = harness.interleave([one.variant for one in ready.values()], run.rounds)
-    run.left_out += OURS in ready and OURS not in times
+    times = run.times(OURS, ready)
     flops = shape.flops(pass_name)
     for side, t in times.items():
         tflops = flops / t.us_p50 / 1e6
         named = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": "router", "backend": side}
         facts = ready[side].facts | {"tflops": tflops}
-        harness.append_row(run.file, harness.make_row(named, t, tflops / run.dense_tflops, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
+        harness.append_row(run.file, harness.make_row(named, t, tflops / run.ceiling, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
     print(f"{label:28}" + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
 
 
@@ -167,23 +147,20 @@ def main(
     smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/moe.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    if not out and (smoke or not harness.on_gpu()):
-        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    harness.demand_place(out, smoke)
     start = time.perf_counter()
     n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
     ceilings, times = harness.measure_ceilings(n, DTYPE, copied)
     file = harness.results_folder(out) / "moe.jsonl"
     harness.append_row(file, harness.copy_row(copied, times["copy"]))
     print(f"dense {ceilings.dense_tflops:.0f} TFLOP/s, after {time.perf_counter() - start:.0f} s", flush=True)
-    run = Run(file, rounds, ceilings.dense_tflops, [name for name in peers.split(",") if name])
+    run = harness.Run(file=file, rounds=rounds, ceiling=ceilings.dense_tflops, peers=[name for name in peers.split(",") if name])
     for shape in [SMOKE] if smoke else [shapes.MOES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
         for pass_name in passes.split(","):
             measure_case(run, shape, pass_name, inputs)
     print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
-    if run.left_out:
-        print(f"jaxops was left out {run.left_out} times", flush=True)
-        raise typer.Exit(1)
+    harness.end(run.left_out)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,7 @@ def main(
 ) -> None:
     """Appends to <out>/packed_attention.jsonl. TFLOP/s count the pairs within sequences only."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # a masked T * T of 24 heads in float32 is 26 GB
-    if not out and (smoke or not harness.on_gpu()):
-        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    harness.demand_place(out, smoke)
     start = time.perf_counter()
     file = harness.results_folder(out) / "packed_attention.jsonl"
     for shape in [SMOKE] if smoke else [shapes.ATTENTION[name] for name in shape_names.split(",")]:

@@ -9,7 +9,6 @@ GB/s count the bfloat16 tensor once and every value and scale once, also where t
 
 import dataclasses
 import functools
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,16 +30,9 @@ LIMITS = "fp8 cast"
 _CHECKED_ROWS = 1024
 
 
-@dataclasses.dataclass
-class Run:
-    """What stays the same from case to case. left_out counts what jaxops itself could not do."""
-
-    file: pathlib.Path
-    rounds: int
-    copy_gbps: float
-    peers: list[str]
+@dataclasses.dataclass(kw_only=True)
+class Run(harness.Run):
     torch: TorchProcess | None
-    left_out: int = 0
 
 
 @dataclasses.dataclass
@@ -143,12 +135,7 @@ def measure_case(run: Run, case: Case, x: jax.Array) -> None:
     ready: dict[str, harness.Ready] = {}
     try:
         want = jax.jit(jaxops_side(case, "xla"))(x)
-        for name in ("pallas", *run.peers):
-            try:
-                ready[name] = ready_side(name, case, x, want)
-            except Exception as error:
-                harness.print_left_out(f"{name} at {case.label}", error)
-                run.left_out += name == "pallas"
+        ready = run.ready_sides("pallas", case.label, ready_side, case, x, want)
         del want
     except Exception as error:  # without the xla backend nothing of jaxops' is checked
         harness.print_left_out(f"jaxops at {case.label}", error)
@@ -158,15 +145,14 @@ def measure_case(run: Run, case: Case, x: jax.Array) -> None:
             ready["torch_compile"] = ready_torch(run.torch, case)
         except Exception as error:
             harness.print_left_out(f"torch_compile at {case.label}", error)
-    times = harness.interleave([side.variant for side in ready.values()], run.rounds)
-    run.left_out += "pallas" in ready and "pallas" not in times
+    times = run.times("pallas", ready)
     for name, t in times.items():
         gbps = case.moved / t.us_p50 / 1e3
         named = {"op": "quantize", "pass": "fwd", "name": case.shape.name, "shape": case.shape.dims, "dtype": "bfloat16", "dist": "", "backend": name}
         facts = case.facts | ready[name].facts | {"gbps": gbps, "cold": harness.cold(case.moved)}
-        harness.append_row(run.file, harness.make_row(named, t, gbps / run.copy_gbps, harness.ratios(name, times), ready[name].max_err, **facts))
+        harness.append_row(run.file, harness.make_row(named, t, gbps / run.ceiling, harness.ratios(name, times), ready[name].max_err, **facts))
     line = " | ".join(f"{name} {t.us_p50:.0f} us {case.moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items())
-    own = f" | {case.moved / times['pallas'].us_p50 / 1e3 / run.copy_gbps:.2f} of copy" if "pallas" in times else ""
+    own = f" | {case.moved / times['pallas'].us_p50 / 1e3 / run.ceiling:.2f} of copy" if "pallas" in times else ""
     print(f"{case.label:40}{line}{own}", flush=True)
 
 
@@ -181,16 +167,13 @@ def main(
 ) -> None:
     """Appends to <out>/quantize.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.leave_room_for_torch()
-    if not out and (smoke or not harness.on_gpu()):
-        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    harness.demand_place(out, smoke)
     start = time.perf_counter()
     names = [name for name in peers.split(",") if name]
     torch = fp8_machine.start_torch(names, op="quantize", **SMOKE.dims).get("torch_compile")
-    file, copied = harness.results_folder(out) / "quantize.jsonl", 1 << 20 if smoke else 2 << 30
-    copy_gbps, copy_times = harness.measure_copy(copied)
-    harness.append_row(file, harness.copy_row(copied, copy_times))
-    print(f"copy {copy_gbps:.0f} GB/s, after {time.perf_counter() - start:.0f} s", flush=True)
-    run = Run(file, rounds, copy_gbps, [name for name in names if name != "torch_compile"], torch)
+    file = harness.results_folder(out) / "quantize.jsonl"
+    sides = [name for name in names if name != "torch_compile"]
+    run = Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=sides, torch=torch)
     for shape in [SMOKE] if smoke else [shapes.MATRICES[name] for name in shape_names.split(",")]:
         x = harness.normal(0, (shape.M, shape.K), jnp.bfloat16)
         for scaling in scalings.split(","):
@@ -200,9 +183,7 @@ def main(
         print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
     if torch is not None:
         torch.close()
-    if run.left_out:
-        print(f"jaxops was left out {run.left_out} times", flush=True)
-        raise typer.Exit(1)
+    harness.end(run.left_out)
 
 
 if __name__ == "__main__":

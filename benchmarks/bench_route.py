@@ -8,7 +8,6 @@ At these sizes a call takes tens of microseconds: what is measured is the kernel
 """
 
 import dataclasses
-import pathlib
 import time
 from collections.abc import Callable
 
@@ -25,17 +24,6 @@ SMOKE = RouteShape("smoke", 40, 16, 3, num_groups=4, top_groups=2)
 LEAST_SAME = 0.999  # tokens that choose the same in every backend: the sums of two scores, by which a group is chosen, may round to the other one
 
 Named = dict[str, jax.Array]
-
-
-@dataclasses.dataclass
-class Run:
-    """What stays the same from case to case. left_out counts what jaxops itself could not do."""
-
-    file: pathlib.Path
-    rounds: int
-    copy_gbps: float
-    peers: list[str]
-    left_out: int = 0
 
 
 @dataclasses.dataclass
@@ -121,25 +109,18 @@ def ready_side(name: str, case: Case, inputs: Named, want: Named) -> harness.Rea
     return ready
 
 
-def measure_case(run: Run, case: Case, inputs: Named) -> None:
+def measure_case(run: harness.Run, case: Case, inputs: Named) -> None:
     """Checks, times and writes every side of one case."""
-    ready: dict[str, harness.Ready] = {}
     want = jax.jit(side(case, "xla"))(inputs)
-    for name in ("pallas", *run.peers):
-        try:
-            ready[name] = ready_side(name, case, inputs, want)
-        except Exception as error:
-            harness.print_left_out(f"{name} at {case.label}", error)
-            run.left_out += name == "pallas"
+    ready = run.ready_sides("pallas", case.label, ready_side, case, inputs, want)
     del want
-    times = harness.interleave([one.variant for one in ready.values()], run.rounds)
-    run.left_out += "pallas" in ready and "pallas" not in times
+    times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.pass_name)
     for name, t in times.items():
         gbps = moved / t.us_p50 / 1e3
         named = {"op": "route", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": "float32", "dist": "", "backend": name}
         facts = ready[name].facts | {"gbps": gbps, "cold": harness.cold(moved)}
-        harness.append_row(run.file, harness.make_row(named, t, gbps / run.copy_gbps, harness.ratios(name, times), ready[name].max_err, **facts))
+        harness.append_row(run.file, harness.make_row(named, t, gbps / run.ceiling, harness.ratios(name, times), ready[name].max_err, **facts))
     print(f"{case.label:32}" + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()), flush=True)
 
 
@@ -152,22 +133,16 @@ def main(
     smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/route.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    if not out and (smoke or not harness.on_gpu()):
-        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    harness.demand_place(out, smoke)
     start = time.perf_counter()
-    file, copied = harness.results_folder(out) / "route.jsonl", 1 << 20 if smoke else 2 << 30
-    copy_gbps, copy_times = harness.measure_copy(copied)
-    harness.append_row(file, harness.copy_row(copied, copy_times))
-    print(f"copy {copy_gbps:.0f} GB/s, after {time.perf_counter() - start:.0f} s", flush=True)
-    run = Run(file, rounds, copy_gbps, [name for name in peers.split(",") if name])
+    file = harness.results_folder(out) / "route.jsonl"
+    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=[name for name in peers.split(",") if name])
     for shape in [SMOKE] if smoke else [shapes.ROUTES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
         for pass_name in passes.split(","):
             measure_case(run, Case(shape, pass_name), inputs)
     print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
-    if run.left_out:
-        print(f"jaxops was left out {run.left_out} times", flush=True)
-        raise typer.Exit(1)
+    harness.end(run.left_out)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jax.experimental.mosaic.gpu import profiler
 
 from jaxops.profiling import device_times_us
@@ -166,6 +167,54 @@ def interleave(variants: Sequence[Variant], rounds: int = 5) -> dict[str, Times]
     return {name: Times.of(times) for name, times in samples.items() if times and name not in failed}
 
 
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """What stays the same from case to case. ceiling is the copy bandwidth in GB/s or the dense rate in TFLOP/s; left_out counts what jaxops itself could not
+    do."""
+
+    file: pathlib.Path
+    rounds: int
+    ceiling: float
+    peers: list[str]
+    left_out: int = 0
+
+    def ready_sides(self, own: str, label: str, make: Callable[..., Ready], *args) -> dict[str, Ready]:
+        """Those of own and the peers that `make(name, *args)` gets ready; it raises for the others, which are said."""
+        found: dict[str, Ready] = {}
+        for name in (own, *self.peers):
+            try:
+                found[name] = make(name, *args)
+            except Exception as error:
+                print_left_out(f"{name} at {label}", error)
+                self.left_out += name == own
+        return found
+
+    def times(self, own: str, ready: dict[str, Ready]) -> dict[str, Times]:
+        """Of the sides that are ready, in turn."""
+        found = interleave([side.variant for side in ready.values()], self.rounds)
+        self.left_out += own in ready and own not in found
+        return found
+
+
+def end(left_out: int) -> None:
+    """
+    Raises:
+      typer.Exit: with 1, if jaxops itself failed somewhere.
+    """
+    if left_out:
+        print(f"jaxops was left out {left_out} times", flush=True)
+        raise typer.Exit(1)
+
+
+def demand_place(out: str, smoke: bool) -> None:
+    """
+    Raises:
+      typer.BadParameter: the rows would land among the results, and are none.
+    """
+    if not out and (smoke or not on_gpu()):
+        raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+
+
 def print_left_out(what: str, error: Exception) -> None:
     lines = (str(error) or type(error).__name__).splitlines()
     print(f"  left out: {what}: {type(error).__name__}: {' '.join(lines[:3])[:300]}", flush=True)
@@ -175,6 +224,16 @@ def measure_copy(copied_bytes: int, rounds: int = 3) -> tuple[float, Times]:
     """(GB/s read and written, times) of a copy: the ceiling of what is bound by the memory."""
     times = interleave([_copy_variant(copied_bytes)], rounds)["copy"]
     return _copy_gbps(copied_bytes, times), times
+
+
+def write_copy(file: pathlib.Path, smoke: bool) -> float:
+    """The copy bandwidth in GB/s, written as a row of its own."""
+    start = time.perf_counter()
+    copied = 1 << 20 if smoke else 2 << 30
+    gbps, times = measure_copy(copied)
+    append_row(file, copy_row(copied, times))
+    print(f"copy {gbps:.0f} GB/s, after {time.perf_counter() - start:.0f} s", flush=True)
+    return gbps
 
 
 def measure_ceilings(n: int, dtype, copied_bytes: int, rounds: int = 3, dense: tuple[int, int, int] | None = None) -> tuple[Ceilings, dict[str, Times]]:

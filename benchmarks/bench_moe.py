@@ -25,20 +25,25 @@ from benchmarks.shapes import MoeShape
 PASSES = ("fwd", "fwd+bwd")
 SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
 DTYPE = jnp.bfloat16
-OURS, FUSED = "jaxops", "jaxops_fused"  # FUSED: gate, up and the activation in one kernel
-PRODUCTS = ("grouped_matmul", "grouped_glu_fwd")  # names of kernels that multiply
+OURS, UNFUSED = "jaxops", "jaxops_unfused"  # UNFUSED: the same from permute, three grouped products with the activation in XLA, and combine
+PRODUCTS = ("grouped_gemm_kernel", "grouped_glu_kernel", "moe_mlp_bwd_kernel")  # names of kernels that multiply
 
 Arrays = tuple[jax.Array, ...]
 Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def jaxops_layer(shape: MoeShape, backend: str, unit: str, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """unit: the backend of the gated unit."""
-    rows = "auto" if backend == "triton" else backend
-    routing = jaxops.route(tokens.astype(jnp.float32) @ router, shape.k, backend=rows)
-    x = jaxops.permute(tokens, routing, backend=rows)
-    h = jaxops.grouped_glu(x, gate, up, routing.group_offsets, backend=unit)
-    return jaxops.combine(jaxops.grouped_matmul(h, down, routing.group_offsets, backend=backend), routing, backend=rows)
+def jaxops_layer(shape: MoeShape, backend: str, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    routing = jaxops.route(tokens.astype(jnp.float32) @ router, shape.k, backend=backend)
+    return jaxops.moe_mlp(tokens, gate, up, down, routing, backend=backend)
+
+
+def unfused_layer(shape: MoeShape, backend: str, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """An op after the other."""
+    routing = jaxops.route(tokens.astype(jnp.float32) @ router, shape.k, backend=backend)
+    multiply = functools.partial(jaxops.grouped_matmul, group_offsets=routing.group_offsets, backend=backend)
+    x = jaxops.permute(tokens, routing, backend=backend)
+    y = multiply(jax.nn.silu(multiply(x, gate)) * multiply(x, up), down)
+    return jaxops.combine(y, routing, backend=backend)
 
 
 def plain_layer(shape: MoeShape, dot: Dot, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -58,11 +63,10 @@ def layer_of(side: str, shape: MoeShape) -> Callable[..., jax.Array]:
     Raises:
       ImportError: the peer is not installed.
     """
-    if side in (OURS, FUSED):
-        backend = "auto" if harness.on_gpu() else "xla"
-        return functools.partial(jaxops_layer, shape, backend, "triton" if side == FUSED else backend)
+    if side in (OURS, UNFUSED):
+        return functools.partial(jaxops_layer if side == OURS else unfused_layer, shape, "auto" if harness.on_gpu() else "xla")
     if side == "xla":
-        return functools.partial(jaxops_layer, shape, "xla", "xla")
+        return functools.partial(jaxops_layer, shape, "xla")
     dot = jax.lax.ragged_dot if side == "ragged_dot" else tokamax_dot(side)
     return functools.partial(plain_layer, shape, dot)
 
@@ -117,7 +121,7 @@ def ready_side(side: str, shape: MoeShape, pass_name: str, inputs: Arrays, want:
     ready = harness.ready(side, compiled, inputs, sum(result.nbytes for result in results), max_err)
     memory = compiled.memory_analysis()
     ready.facts |= {"compile_s": seconds, "temp_bytes": memory.temp_size_in_bytes if memory is not None else None}
-    if side in (OURS, FUSED):
+    if side in (OURS, UNFUSED):
         ready.facts |= around(compiled, inputs)
     return ready
 
@@ -141,7 +145,7 @@ def measure_case(run: harness.Run, shape: MoeShape, pass_name: str, inputs: Arra
 def main(
     shape_names: str = typer.Option(",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
     passes: str = typer.Option(",".join(PASSES)),
-    peers: str = typer.Option("jaxops_fused,tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'),
+    peers: str = typer.Option("jaxops_unfused,tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     rounds: int = typer.Option(5),
     smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),

@@ -17,8 +17,9 @@ LIMITS = {
 }
 
 
-def assert_close(got, want, kind: str, name: str = "result", scale: float = 1.0) -> None:
-    """got equals the float32 reference `want` within both limits of `kind` (times `scale`), and has its shape.
+def assert_close(got, want, kind: str, name: str = "result", scale: float = 1.0, roundings: int = 1) -> None:
+    """got equals the float32 reference `want` within both limits of `kind` (times `scale`), and has its shape. roundings: how many an element went through
+    in bfloat16 or float16 that its sum does not average out: half an ulp of its own each.
 
     Where the reference is exactly zero everywhere, got must be so too.
     """
@@ -30,7 +31,7 @@ def assert_close(got, want, kind: str, name: str = "result", scale: float = 1.0)
     error = np.abs(got - want)
     largest, mean = (limit * scale * rms for limit in LIMITS[kind])
     rms_error = np.sqrt(np.mean(error**2))
-    half_ulp = float(jnp.finfo(kind).eps) / 2 if kind in ("bfloat16", "float16") else 0.0
+    half_ulp = roundings * float(jnp.finfo(kind).eps) / 2 if kind in ("bfloat16", "float16") else 0.0
     wrong = ~(error <= np.maximum(largest, half_ulp * np.abs(want)))  # NaN is wrong
     if not wrong.any() and rms_error <= mean:
         return

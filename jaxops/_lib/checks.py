@@ -42,3 +42,14 @@ def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = 
         raise ValueError(f"{name} has shape {tuple(offsets.shape)}; it must be ({count} + 1,): where each {what} starts, then where the last one ends.")
     if offsets.dtype != jnp.int32:
         raise TypeError(f"{name} is {offsets.dtype}; write {name}.astype(jnp.int32).")
+
+
+def compute_dtype_of(name: str, x: jax.Array, other_name: str, other: jax.Array, compute_dtype, gradients: str = "") -> jnp.dtype:
+    """In which x and other are multiplied: compute_dtype, or theirs, which is then one. gradients: whose gradient compute_dtype leaves as it is, where the
+    caller may choose one."""
+    if compute_dtype is not None:
+        return float_dtype("compute_dtype", compute_dtype)
+    if x.dtype != other.dtype:
+        choose = f", or pass compute_dtype=jnp.{x.dtype} ({gradients} {other.dtype})." if gradients else "."
+        raise TypeError(f"{name} is {x.dtype} and {other_name} is {other.dtype}: cast one of them{choose}")
+    return jnp.dtype(x.dtype)

@@ -96,6 +96,22 @@ def told(facts, s):
 
 
 @gluon.jit
+def load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, at, group, col, N, COLS: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr):
+    """A step of KIND ROWS."""
+    PART: gl.constexpr = a_bufs.shape[1]
+    BN: gl.constexpr = b_bufs.shape[1] if TRANSPOSED else b_bufs.shape[2]
+    for i in gl.static_range(PARTS):
+        tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i))
+    if TRANSPOSED:
+        tma.async_load(b_desc, [group * N + col, at], arrived, b_bufs.index(s))
+    elif second is None:
+        tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
+    else:
+        tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(0, COLS, dim=2))
+        tma.async_load(second, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(COLS, COLS, dim=2))
+
+
+@gluon.jit
 def produce(
     made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
     KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
@@ -103,8 +119,10 @@ def produce(
     """Takes tiles until there are none, and loads each one's steps.
 
     DYNAMIC: as programs get free, instead of each its own. second: None, or another B's descriptor: then a tile has BN / 2 columns of both, side by side.
+    more: descriptors of another A and B of the same shapes, whose product is added, or two Nones. beside: None, or descriptors of two arrays of C's shape:
+    after a tile's steps come, as further ones, 64 columns of both at a time, in A's place and in B's.
     """
-    a_desc, b_desc, second, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
+    a_desc, b_desc, second, more, beside, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
     PART: gl.constexpr = BM // PARTS
     COLS: gl.constexpr = BN if second is None else BN // 2
     num_i, tiles = count_tiles(schedule, entries, G, M, N, BM, COLS, KIND)
@@ -121,7 +139,11 @@ def produce(
         # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
         whose = gl.where(size > 0, group, -1)
         steps = gl.cdiv(max(size, 1), BK)
+        turn = 0  # where the second product's steps start
         if KIND == ROWS:
+            if more[0] is not None:
+                turn = gl.where(size > 0, steps * BK, K + BK)
+                steps = gl.where(size > 0, 2 * steps, steps)
             tell(facts, s, whose, row, end, col, steps)
             first = gl.where(size > 0, 0, K)
         else:
@@ -135,15 +157,12 @@ def produce(
             arrived = full.index(STAGES if mend else s)
             mbarrier.expect(arrived, PARTS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta * (BN // COLS))
             if KIND == ROWS:
-                for i in gl.static_range(PARTS):
-                    tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i))
-                if TRANSPOSED:
-                    tma.async_load(b_desc, [group * N + col, at], arrived, b_bufs.index(s))
-                elif second is None:
-                    tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
+                if more[0] is None:  # noqa: SIM114  # known when it is compiled; the other is not
+                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, at, group, col, N, COLS, TRANSPOSED, PARTS)
+                elif at < turn:
+                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, at, group, col, N, COLS, TRANSPOSED, PARTS)
                 else:
-                    tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(0, COLS, dim=2))
-                    tma.async_load(second, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(COLS, COLS, dim=2))
+                    load_rows(more[0], more[1], second, arrived, a_bufs, b_bufs, s, row, at - turn, group, col, N, COLS, TRANSPOSED, PARTS)
             else:
                 start, inside = window(at, at + left, BK)
                 for i in gl.static_range(PARTS):
@@ -158,6 +177,13 @@ def produce(
                 fence_async_shared()
                 mbarrier.arrive(full.index(s), count=1)
             s, phase = advance(s, phase, STAGES)
+        if beside is not None:
+            for i in gl.static_range(BN // BK):
+                mbarrier.wait(empty.index(s), phase)
+                mbarrier.expect(full.index(s), 2 * beside[0].nbytes_per_cta)
+                tma.async_load(beside[0], [row, col + i * BK], full.index(s), a_bufs.index(s))
+                tma.async_load(beside[1], [row, col + i * BK], full.index(s), b_bufs.index(s))
+                s, phase = advance(s, phase, STAGES)
         t = gl.num_programs(0) + number_taken(following) if DYNAMIC else following
     for _ in gl.static_range(2 // PARTS):  # a tile of no steps is the last one, of each that takes turns
         mbarrier.wait(empty.index(s), phase)
@@ -194,9 +220,9 @@ def give_back(full, empty, steps, s, phase, STAGES: gl.constexpr):
 @gluon.jit
 def sum_steps(
     acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, BESIDE: gl.constexpr = 0,
 ):  # fmt: skip
-    """acc + A @ B over all steps, one at least; one is multiplied while the one before is given back."""
+    """acc + A @ B over all steps, one at least; one is multiplied while the one before is given back. BESIDE: further steps, which the caller takes."""
     PART: gl.constexpr = WHICH if PARTS > 1 else 0
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
@@ -211,7 +237,10 @@ def sum_steps(
         mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=k > 0)
         s, phase = advance(s, phase, STAGES)
     if PARTS == 1:
-        hand_over(turns, places, s, phase, 1 - WHICH)
+        after, after_phase = s, phase
+        for _ in gl.static_range(BESIDE):
+            after, after_phase = advance(after, after_phase, STAGES)
+        hand_over(turns, places, after, after_phase, 1 - WHICH)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1)
     return acc, s, phase

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.ops.grouped_glu import grouped_glu
 from jaxops.ops.grouped_matmul import grouped_matmul
-from jaxops.ops.permute import combine, permute
+from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
@@ -76,7 +76,7 @@ class MoE(nnx.Module):
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       kernel_init: called with (key, [E, in, out], param_dtype), for shared experts with E = 1. By default lecun_normal with the fan-in of one expert; an
         initializer of your own needs `batch_axis=(0,)` for that.
-      backend: as in `jaxops.grouped_glu` and `jaxops.grouped_matmul`.
+      backend: as in `jaxops.moe_mlp`.
       rngs: the stream `params` makes the parameters.
     """
 
@@ -140,18 +140,16 @@ class MoE(nnx.Module):
             raise ValueError(f"the router chose among {routing.group_offsets.shape[0] - 1} experts; this layer has num_experts={self.num_experts}.")
         tokens = tokens.astype(dtype)
         own = dataclasses.replace(routing, group_offsets=self._own_offsets(routing, gate.shape[0]))
-        rows = self._glu_mlp(permute(tokens, own, backend=self._rows_backend), gate, up, down, own.group_offsets)
-        if self.expert_axis is None:
-            y = combine(rows, own, out_dtype=dtype, backend=self._rows_backend)
-        else:
-            y = lax.psum(combine(rows, own, out_dtype=jnp.float32, backend=self._rows_backend), self.expert_axis).astype(dtype)
+        out_dtype = dtype if self.expert_axis is None else jnp.float32
+        y = moe_mlp(tokens, gate, up, down, own, activation=self.activation, out_dtype=out_dtype, **self._how(dtype))
+        if self.expert_axis is not None:
+            y = lax.psum(y, self.expert_axis).astype(dtype)
         if self.shared is not None:
             y = y + self._shared(self.shared, tokens)
         return y.reshape(x.shape), routing
 
-    @property
-    def _rows_backend(self) -> str:
-        return "auto" if self.backend == "triton" else self.backend  # of the row kernels there is no such one
+    def _how(self, dtype: Dtype) -> dict[str, Any]:
+        return {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend}
 
     def _own_offsets(self, routing: Routing, experts: int) -> jax.Array:
         """Those of the experts that this device has."""
@@ -165,15 +163,11 @@ class MoE(nnx.Module):
             return routing.group_offsets
         return lax.dynamic_slice_in_dim(routing.group_offsets, lax.axis_index(self.expert_axis) * experts, experts + 1)
 
-    def _glu_mlp(self, rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, offsets: jax.Array) -> jax.Array:
-        """[R, in_features] in the dtype of rows."""
-        how = {"compute_dtype": rows.dtype, "precision": self.precision, "backend": self.backend}
-        return grouped_matmul(grouped_glu(rows, gate, up, offsets, activation=self.activation, **how), down, offsets, **how)
-
     def _shared(self, shared: _Shared, tokens: jax.Array) -> jax.Array:
         """[T, in_features]: one group that all tokens are in."""
         gate, up, down = (kernel[...][None] for kernel in (shared.gate, shared.up, shared.down))
-        y = self._glu_mlp(tokens, gate, up, down, jnp.array([0, tokens.shape[0]], jnp.int32))
+        all_tokens, how = jnp.array([0, tokens.shape[0]], jnp.int32), self._how(tokens.dtype)
+        y = grouped_matmul(grouped_glu(tokens, gate, up, all_tokens, activation=self.activation, **how), down, all_tokens, **how)
         if shared.token_gate is None:
             return y
         return y * jax.nn.sigmoid(tokens.astype(jnp.float32) @ shared.token_gate[...].astype(jnp.float32)).astype(y.dtype)

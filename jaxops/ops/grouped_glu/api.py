@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import check_float, check_offsets, check_size, float_dtype
+from jaxops._lib.activations import ACTIVATIONS
+from jaxops._lib.checks import check_float, check_offsets, check_size, compute_dtype_of
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.grouped_glu.activations import ACTIVATIONS
 from jaxops.ops.grouped_glu.bwd_pallas import bwd_pallas
 from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_glu.plan import SAVES, Halves, Plan, Problem, Spec, make_plan
 from jaxops.ops.grouped_glu.xla import bwd_xla, fwd_xla
-from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
+from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 
 
 def grouped_glu(
@@ -61,8 +61,8 @@ def grouped_glu(
         rounded to compute_dtype.
       precision: of float32 products, as in `grouped_matmul`.
       save: "preactivations" keeps gate and up [M, F] for the backward; "nothing" multiplies again there.
-      backend: "auto" takes the kernels on a GPU (for the products those that `grouped_matmul` would) and plain XLA on CPU and TPU; "triton" (on Hopper:
-        the forward is one kernel), "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      backend: "auto" takes the kernels on a GPU (on Hopper, with Python >= 3.12, one kernel forward; for products those that `grouped_matmul` would) and plain
+        XLA on CPU and TPU; "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -90,30 +90,33 @@ def grouped_glu(
             raise ValueError(f"w_up has shape {tuple(w_up.shape)}; it must be that of w_gate, {tuple(w_gate.shape)}.")
         if w_up.dtype != w_gate.dtype:
             raise TypeError(f"w_up is {w_up.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
-    compute = _compute_dtype(x, w_gate, compute_dtype)
+    compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
         if value not in known:
             raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
     device = current_device()
-    problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None)
+    problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None, x.dtype != compute)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
-    if plan.backend == "triton" and x.dtype != compute:
-        raise NotImplementedError(f"the triton backend gives h in the dtype in which it multiplies, {compute.name}, and x is {x.dtype}: cast x.")
     spec = Spec(activation, save, resolve_precision(precision), compute, x_dtype, w_dtype, x_dtype)
-    x, w_gate, w_up, group_offsets = vary_together(x, w_gate, w_up, group_offsets)
-    result: Any = _glu(spec, plan, False, x, (w_gate,) if w_up is None else (w_gate, w_up), group_offsets)
+    result: Any = _glu(spec, plan, False, *_vary(x, (w_gate,) if w_up is None else (w_gate, w_up), group_offsets))
     return result[0]
 
 
-def _compute_dtype(x: jax.Array, w: jax.Array, compute_dtype) -> jnp.dtype:
-    if compute_dtype is None:
-        if x.dtype != w.dtype:
-            raise TypeError(
-                f"x is {x.dtype} and w_gate is {w.dtype}: cast one of them, or pass compute_dtype=jnp.{x.dtype} (the weights' gradients stay {w.dtype})."
-            )
-        compute_dtype = x.dtype
-    return float_dtype("compute_dtype", compute_dtype)
+def glu_and_preactivations(
+    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, group_offsets: jax.Array, *, activation: str, precision: lax.Precision, plan: Plan
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(h, gate, up), all [M, F], of operands of one dtype. For ops that build on this one: nothing is checked, and the plan is as `make_plan` leaves it."""
+    dtype = jnp.dtype(x.dtype)
+    spec = Spec(activation, "preactivations", precision, dtype, dtype, dtype, dtype)
+    result: Any = _glu(spec, plan, True, *_vary(x, (w_gate, w_up), group_offsets))
+    h, (gate, up) = result
+    return h, gate, up
+
+
+def _vary(x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves, jax.Array]:
+    x, offsets, *weights_ = vary_together(x, offsets, *weights)
+    return x, tuple(weights_), offsets
 
 
 def _forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves]:
@@ -178,10 +181,7 @@ _glu.defvjp(_glu_fwd, _glu_bwd)
 def _dx(spec: Spec, plan: Plan, dpre: Halves, weights: Halves, offsets: jax.Array) -> jax.Array:
     assert plan.products is not None  # make_plan fills it
     products = dataclasses.replace(plan.products, fwd=plan.products.dgrad, dgrad=plan.products.fwd)
-    out_dtype = spec.x_dtype if len(dpre) == 1 else jnp.float32  # two products are rounded once, after they are added
-    how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "out_dtype": out_dtype, "plan": products}
-    dx = [grouped_matmul(d, w, offsets, **how) for d, w in zip(dpre, weights, strict=True)]
-    return sum(dx[1:], dx[0]).astype(spec.x_dtype)
+    return grouped_matmul_sum(dpre, weights, offsets, plan=products, transpose_rhs=True, precision=spec.precision, out_dtype=spec.x_dtype)
 
 
 def _dweights(spec: Spec, plan: Plan, x: jax.Array, dpre: Halves, offsets: jax.Array) -> Halves:

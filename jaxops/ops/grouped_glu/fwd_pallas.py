@@ -6,8 +6,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.activations import unit
 from jaxops._lib.manual_axes import out_struct
-from jaxops.ops.grouped_glu.activations import unit
 from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
 from jaxops.ops.grouped_glu.plan import Block, Halves, Spec
 

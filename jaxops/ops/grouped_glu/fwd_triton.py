@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from jaxops._lib.activations_triton import activate
 from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import ROWS, give_back, make_ring, produce, sum_steps, told
 from jaxops._lib.hopper_triton import result_buffers, store, tile_layout
@@ -18,22 +19,6 @@ from jaxops._lib.tiling import tile_bound
 
 BM, BF = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of h, of a tile
 STAGES = gl.constexpr(3)
-
-
-@gluon.jit
-def _activate(x, ACTIVATION: gl.constexpr):
-    if ACTIVATION == "relu":
-        y = gl.where(x <= 0.0, 0.0, x)  # NaN stays
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # 0.5 x (1 + tanh(z)) = x sigmoid(2 z)
-        y = x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    elif ACTIVATION == "sigmoid":
-        y = 1.0 / (1.0 + gl.exp(-x))
-    else:
-        gl.static_assert(ACTIVATION == "silu")
-        y = x / (1.0 + gl.exp(-x))
-    return y
 
 
 @gluon.jit
@@ -60,7 +45,7 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
                 buf ^= 1
                 store(up, up_desc, up_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
                 buf ^= 1
-            h = _activate(gate.to(gl.float32), ACTIVATION) * up.to(gl.float32)
+            h = activate(gate, ACTIVATION) * up.to(gl.float32)
             store(h, h_desc, h_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
             buf ^= 1
         else:
@@ -75,7 +60,7 @@ def grouped_glu_kernel(
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(x_desc, gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2)
     bufs = result_buffers(h_ptr, 4, BM // 2, BF)
-    made = (x_desc, gate_w_desc, up_w_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+    made = (x_desc, gate_w_desc, up_w_desc, (None, None), None, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
     used = (h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
     gl.warp_specialize([
         (_consume, (used, 0, ACTIVATION)),

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype
+from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
@@ -78,7 +79,7 @@ def grouped_matmul(
         check_float("bias", bias, "[G, N]")
         if bias.shape != (G, n):
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [G, N] = {(G, n)}.")
-    compute = _compute_dtype(lhs, "rhs", rhs, compute_dtype)
+    compute = compute_dtype_of("lhs", lhs, "rhs", rhs, compute_dtype, "the gradient of rhs stays")
     plan = _plan(Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), backend, plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
@@ -124,7 +125,7 @@ def grouped_wgrad(
     check_float("dout", dout, "[M, N]")
     check_offsets(group_offsets)
     check_size("M of dout (its rows)", dout.shape[0], "M of lhs", lhs.shape[0])
-    compute = _compute_dtype(lhs, "dout", dout, None)
+    compute = compute_dtype_of("lhs", lhs, "dout", dout, None)
     G, (M, K), N = group_offsets.shape[0] - 1, lhs.shape, dout.shape[1]
     if accumulate_into is not None:
         check_float("accumulate_into", accumulate_into, "[G, K, N]")
@@ -226,17 +227,6 @@ class _Spec:
         return dataclasses.replace(self.plan, fwd=self.plan.dgrad, dgrad=self.plan.fwd)
 
 
-def _compute_dtype(lhs, name: str, other, compute_dtype) -> jnp.dtype:
-    if compute_dtype is not None:
-        return float_dtype("compute_dtype", compute_dtype)
-    if lhs.dtype != other.dtype:
-        raise TypeError(
-            f"lhs is {lhs.dtype} and {name} is {other.dtype}: cast one of them"
-            + (f", or pass compute_dtype=jnp.{lhs.dtype} (the gradient of rhs stays {other.dtype})." if name == "rhs" else ".")
-        )
-    return jnp.dtype(lhs.dtype)
-
-
 def _plan(problem: Problem, backend: str, plan: Plan | None) -> Plan:
     device = current_device()
     return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
@@ -320,3 +310,41 @@ def _wgrad_bwd(spec: _Spec, residuals, ct):
 
 
 _wgrad.defvjp(_wgrad_fwd, _wgrad_bwd)
+
+
+def grouped_matmul_sum(
+    lhs: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_offsets: jax.Array, *, plan: Plan, transpose_rhs: bool = False, precision=None, out_dtype=None
+) -> jax.Array:
+    """`sum_i grouped_matmul(lhs[i], rhs[i], group_offsets)` of one pair or two of equal shapes and dtype, added in float32 and rounded once. For ops that
+    build on this one: nothing is checked, and plan.fwd is filled, as `make_plan` leaves it. On Hopper two pairs are one kernel."""
+    out = jnp.dtype(lhs[0].dtype if out_dtype is None else out_dtype)
+    if len(lhs) > 1 and plan.fwd is not None and plan.fwd.kernel == "triton" and 0 not in (*lhs[0].shape, *rhs[0].shape):
+        c = jnp.dtype(lhs[0].dtype)
+        *operands, group_offsets = vary_together(*lhs, *rhs, group_offsets)
+        result: Any = _sum_of_two(_Spec(plan, resolve_precision(precision), c, out, c, c, transpose_rhs), operands[:2], operands[2:], group_offsets)
+        return result
+    wide = out if len(lhs) == 1 else jnp.float32
+    how: dict[str, Any] = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": wide, "plan": plan}
+    return functools.reduce(jnp.add, [grouped_matmul(a, b, group_offsets, **how) for a, b in zip(lhs, rhs, strict=True)]).astype(out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_two(spec: _Spec, lhs, rhs, offsets):
+    from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton
+
+    assert spec.plan.fwd is not None
+    both = functools.partial(fwd_triton, transpose_rhs=spec.transpose_rhs, tiles=spec.plan.fwd, out_dtype=spec.out_dtype)
+    return sequential_vmap(lambda lhs, rhs, offsets: both(lhs[0], rhs[0], None, offsets, (lhs[1], rhs[1])))(lhs, rhs, offsets)
+
+
+def _sum_of_two_fwd(spec: _Spec, lhs, rhs, offsets):
+    return _sum_of_two(spec, lhs, rhs, offsets), (lhs, rhs, offsets)
+
+
+def _sum_of_two_bwd(spec: _Spec, residuals, dout):
+    lhs, rhs, offsets = residuals
+    pairs = [_matmul_bwd(spec, (a, b, None, offsets), dout) for a, b in zip(lhs, rhs, strict=True)]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs], None
+
+
+_sum_of_two.defvjp(_sum_of_two_fwd, _sum_of_two_bwd)

@@ -72,13 +72,13 @@ def _consume(
 
 @gluon.jit
 def grouped_gemm_kernel(
-    a_desc, b_desc, bias, schedule, c_desc, c_ptr, entries, G, M, N, K,
+    a_desc, b_desc, more_a, more_b, bias, schedule, c_desc, c_ptr, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
     ACCUMULATE: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(a_desc, b_desc, BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
     c_bufs = result_buffers(c_ptr, 2, BM // PARTS, BN)
-    made = (a_desc, b_desc, None, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
+    made = (a_desc, b_desc, None, (more_a, more_b), None, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
     used = (bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N)
     gl.warp_specialize([
         (_consume, (used, 0, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
@@ -87,18 +87,23 @@ def grouped_gemm_kernel(
     ], [4, 1], [224, 56])  # fmt: skip
 
 
-def fwd_triton(lhs, rhs, bias, offsets, *, transpose_rhs: bool, tiles: Tiles, out_dtype) -> jax.Array:
-    """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8."""
+def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype) -> jax.Array:
+    """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8. more: another (lhs, rhs) of the same shapes, whose product is added before rounding."""
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    a = TensorDescriptor.from_array(lhs, (tiles.part, 64), layout=tile_layout(lhs.dtype, (tiles.part, 64)))
-    if transpose_rhs:
-        b = TensorDescriptor.from_array(rhs.reshape(G * N, K), (tiles.bn, 64), layout=tile_layout(rhs.dtype, (tiles.bn, 64)))
-    else:  # of three dimensions: past K come zeros, not the next group's rows
-        b = TensorDescriptor.from_array(rhs, (1, 64, tiles.bn), layout=tile_layout(rhs.dtype, (1, 64, tiles.bn)))
+
+    def describe(a, b):
+        a = TensorDescriptor.from_array(a, (tiles.part, 64), layout=tile_layout(a.dtype, (tiles.part, 64)))
+        if transpose_rhs:
+            return a, TensorDescriptor.from_array(b.reshape(G * N, K), (tiles.bn, 64), layout=tile_layout(b.dtype, (tiles.bn, 64)))
+        # Of three dimensions: past K come zeros, not the next group's rows.
+        return a, TensorDescriptor.from_array(b, (1, 64, tiles.bn), layout=tile_layout(b.dtype, (1, 64, tiles.bn)))
+
+    operands = (*describe(lhs, rhs), *(describe(*more) if more else (None, None)))
     schedule = schedule_rows(offsets, M, tiles.bm, False)
     out = out_struct((M, N), out_dtype, like=lhs)
     sizes = {"G": G, "M": M, "N": N, "K": K}
-    return _call(a, b, bias, schedule, None, out, tile_bound(M, G, tiles.bm), tiles, sizes, "fwd" if not transpose_rhs else "dgrad", TRANSPOSED=transpose_rhs)
+    name = "fwd" if not transpose_rhs else "dgrad"
+    return _call(operands, bias, schedule, None, out, tile_bound(M, G, tiles.bm), tiles, sizes, name, TRANSPOSED=transpose_rhs)
 
 
 def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) -> jax.Array:
@@ -110,15 +115,15 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) ->
     out = out_struct((G * M, N), out_dtype, like=lhs)
     accumulator = None if accumulator is None else accumulator.reshape(G * M, N)
     sizes = {"G": G, "M": M, "N": N, "K": 0}
-    return _call(a, b, None, schedule, accumulator, out, G * -(-M // tiles.bm), tiles, sizes, "wgrad", TRANSPOSED=False).reshape(G, M, N)
+    return _call((a, b, None, None), None, schedule, accumulator, out, G * -(-M // tiles.bm), tiles, sizes, "wgrad", TRANSPOSED=False).reshape(G, M, N)
 
 
-def _call(a, b, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, **constants) -> jax.Array:
+def _call(operands: tuple, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, **constants) -> jax.Array:
     store_from = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), accumulator, windows=True)
     count = row_tiles * -(-sizes["N"] // tiles.bn)
     work = Scratch(schedule) if tiles.dynamic else schedule
     return triton_call(
-        a, b, bias, work, store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
+        *operands, bias, work, store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, DYNAMIC=tiles.dynamic,
         **constants,

@@ -1,5 +1,6 @@
 """The Hopper kernel that multiplies and activates at once: compiled for an H200 that is not there, and run on one where there is one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,10 +11,10 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
+from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.device import Device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import Fused, Plan, Problem, make_plan
-from jaxops.ops.grouped_glu.activations import ACTIVATIONS
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
 from tests.compare import assert_close
 from tests.gluon import SHARED_BYTES, check, compiled
@@ -62,7 +63,10 @@ def test_plan():
     assert make_plan(Problem(8, 32768, K, F, "bfloat16"), H200, backend="triton").fused == Fused(8)
     assert make_plan(Problem(256, 4096, K, F, "bfloat16"), H200, backend="triton").fused == Fused(4, dynamic=True)
     assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Fused(2))).fused == Fused(2)
-    assert make_plan(PROBLEM, H200).backend == "pallas"
+    assert make_plan(PROBLEM, H200).backend == "triton"
+    assert make_plan(PROBLEM, H200, backend="pallas").backend == "pallas"
+    for other in ({"joined": True}, {"recast": True}, {"dtype": "float32"}, {"M": 31 * G}):
+        assert make_plan(dataclasses.replace(PROBLEM, **other), H200).backend == "pallas"
     with pytest.raises(ValueError, match=r"Fused\.panel=0"):
         Fused(0)
 
@@ -88,7 +92,7 @@ def test_h_of_another_dtype():
     def call(x, a, b, offsets):
         return jaxops.grouped_glu(x, a, b, offsets, compute_dtype="bfloat16", backend="triton")
 
-    with pytest.raises(NotImplementedError, match="h in the dtype in which it multiplies, bfloat16, and x is float32: cast x"):
+    with pytest.raises(NotImplementedError, match="h in the dtype in which it multiplies, bfloat16: cast x"):
         compiled(call, shape(M, K, dtype="float32"), shape(G, K, F), shape(G, K, F), shape(G + 1, dtype="int32"))
 
 
@@ -110,7 +114,8 @@ def test_values(sizes, activation, save):
     case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
     got = results(*case.arrays, activation, save)
     for name, g, w in zip(("h", "dx", "dw_gate", "dw_up"), got, reference_all(case.arrays, activation), strict=True):
-        assert_close(g, w, "bfloat16", name, scale=2)
+        # Gate, up, what is made of them and the result are rounded; where a group has a row or two, no sum averages that out.
+        assert_close(g, w, "bfloat16", name, scale=2, roundings=4)
     for rows in got[:2]:
         assert not np.asarray(rows)[case.outside[:, 0]].any()
     empty = np.diff(np.asarray(case.offsets)) == 0

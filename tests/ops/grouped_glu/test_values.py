@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.grouped_glu.activations import ACTIVATIONS, unit_gradients
+from jaxops._lib.activations import ACTIVATIONS, unit_gradients
 from jaxops.ops.grouped_glu.api import _activated, _gradients
 from jaxops.ops.grouped_glu.plan import Spec
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference

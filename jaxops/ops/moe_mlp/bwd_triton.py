@@ -1,0 +1,133 @@
+"""The gradient of the down projection's rows for Hopper, in Gluon, with what the gated unit makes of it in the same kernel: the gradients of gate and up, the
+rows that the down projection's own gradient multiplies, and each row's part in its router weight's gradient.
+
+The consumers take turns at tiles of 128 x 128: one activates while the other multiplies. Gate and up come through the ring, as further steps of a tile.
+"""
+
+import jax
+import jax.numpy as jnp
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from jaxops._lib.activations_triton import activate, slope_of
+from jaxops._lib.device import current_device
+from jaxops._lib.grouped_gemm_triton import ROWS, hand_over, make_ring, place, produce, sum_steps, told
+from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_layout
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
+from jaxops._lib.tiling import tile_bound
+
+BM, PIECE = gl.constexpr(128), gl.constexpr(64)  # rows and columns of a tile; of what is activated, loaded and stored at a time
+STAGES, BUFFERS = gl.constexpr(5), gl.constexpr(4)
+
+
+@gluon.jit
+def _columns(x):
+    """Its left half and its right one."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _rows(x):
+    """Its upper half and its lower one."""
+    return x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)).split()
+
+
+@gluon.jit
+def _piece(dh, gate_buf, up_buf, out, buf, bufs, row, end, col, F, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
+    """Activates and stores 64 rows and columns, of dh before the router's weights."""
+    dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+    dh = gl.convert_layout(dh, MMA, assert_trivial=True)
+    rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, MMA))
+    cols = gl.arange(0, PIECE, layout=gl.SliceLayout(0, MMA))
+    # Columns past F are those of the next expert's weights.
+    dh = gl.where((cols < F - col)[None, :], dh, 0.0)
+    weight = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)[:, None]
+    FIRST: gl.constexpr = WHICH * BUFFERS
+    # Gate and up are read, and activated, for each result: all that the three share does not fit in the registers beside the other pieces' sums.
+    h = activate(gate_buf.load(MMA), ACTIVATION) * up_buf.load(MMA).to(gl.float32)
+    gl.store(dots + gl.cast(col // PIECE, gl.int64) * R + row + rows, gl.sum(dh * h, axis=1), mask=rows < end - row)
+    store(weight * h, h_desc, h_ptr, bufs.index(FIRST + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
+    dh = weight * dh
+    dup = dh * activate(gate_buf.load(MMA), ACTIVATION)
+    store(dup, dup_desc, dup_ptr, bufs.index(FIRST + (buf + 1) % BUFFERS), row, end, col, F, MMA, False, True, BUFFERS - 1)
+    dgate = dh * up_buf.load(MMA).to(gl.float32) * slope_of(gate_buf.load(MMA), ACTIVATION)
+    store(dgate, dgate_desc, dgate_ptr, bufs.index(FIRST + (buf + 2) % BUFFERS), row, end, col, F, MMA, False, True, BUFFERS - 1)
+    return (buf + 3) % BUFFERS
+
+
+@gluon.jit
+def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
+    facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = used
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    buf = 0
+    waited = 1 - WHICH  # the first consumer has the first turn
+    more = True
+    while more:
+        mbarrier.wait(turns.index(WHICH), waited)
+        waited ^= 1
+        s, phase = place(places, WHICH)
+        mbarrier.wait(full.index(s), phase)
+        _, row, end, col, steps = told(facts, s)
+        more = steps > 0
+        if more:
+            dh = gl.zeros([BM, BM], gl.float32, MMA)
+            dh, s, phase = sum_steps(dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1, BM // PIECE)
+            sides = _columns(dh)
+            for j in gl.static_range(BM // PIECE):
+                mbarrier.wait(full.index(s), phase)
+                parts = _rows(sides[j])
+                for i in gl.static_range(BM // PIECE):
+                    if row + i * PIECE < end and col + j * PIECE < F:
+                        gate_buf = a_bufs.index(s).slice(i * PIECE, PIECE, dim=0)
+                        up_buf = b_bufs.index(s).slice(i * PIECE, PIECE, dim=0)
+                        buf = _piece(parts[i], gate_buf, up_buf, out, buf, bufs, row + i * PIECE, end, col + j * PIECE, F, WHICH, ACTIVATION)
+                mbarrier.arrive(empty.index(s), count=1)
+                s, phase = advance(s, phase, STAGES)
+        else:
+            s, phase = advance(s, phase, STAGES)
+            hand_over(turns, places, s, phase, 1 - WHICH)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def moe_mlp_bwd_kernel(
+    dy_desc, down_desc, gate_desc, up_desc, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
+    PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(dy_desc, down_desc, BM, BM, STAGES, ROWS, True, 1)
+    bufs = result_buffers(h_ptr, 2 * BUFFERS, PIECE, PIECE)
+    made = (dy_desc, down_desc, None, (None, None), (gate_desc, up_desc), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, R, F, D)
+    used = (facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
+    out = (dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
+    gl.warp_specialize([
+        (_consume, (used, out, 0, ACTIVATION)),
+        (_consume, (used, out, 1, ACTIVATION)),
+        (produce, (made, BM, BM, STAGES, PANEL, DYNAMIC, ROWS, True, 1)),
+    ], [4, 1], [224, 56])  # fmt: skip
+
+
+def bwd_triton(
+    dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *, activation: str, panel: int, dynamic: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the rows; offsets [E + 1] ->
+    the gradients of gate and up, the weighted unit (all [R, F]), and [cdiv(F, 64), R] float32, whose sums are the weights' gradients. bfloat16 or float16,
+    D and F multiples of 8; no size is 0."""
+    (R, D), (E, F, _) = dy.shape, w_down.shape
+    (high, wide), block = (BM.value, PIECE.value), (BM.value, 64)
+
+    def describe(x):
+        return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
+
+    schedule = schedule_rows(offsets, R, high, False)
+    rows, dots = out_struct((R, F), dy.dtype, like=dy), out_struct((-(-F // wide), R), jnp.float32, like=dy)
+    layout = tile_layout(dy.dtype, (1, wide, wide))
+    return triton_call(
+        describe(dy), describe(w_down.reshape(E * F, D)), describe(gate), describe(up), weights, Scratch(schedule) if dynamic else schedule,
+        *(OutTile((wide, wide), layout, None, i, windows=True) for i in range(3)), kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots),
+        grid=min(current_device().cores, tile_bound(R, E, high) * -(-F // high)), name="moe_mlp_bwd", entries=schedule.shape[0] // COLUMNS, G=E, R=R, F=F, D=D,
+        PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation,
+    )  # fmt: skip

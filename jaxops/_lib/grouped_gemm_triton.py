@@ -119,10 +119,9 @@ def produce(
     """Takes tiles until there are none, and loads each one's steps.
 
     DYNAMIC: as programs get free, instead of each its own. second: None, or another B's descriptor: then a tile has BN / 2 columns of both, side by side.
-    more: descriptors of another A and B of the same shapes, whose product is added, or two Nones. beside: None, or descriptors of two arrays of C's shape:
-    after a tile's steps come, as further ones, 64 columns of both at a time, in A's place and in B's.
+    more: descriptors of another A and B of the same shapes, whose product is added, or two Nones.
     """
-    a_desc, b_desc, second, more, beside, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
+    a_desc, b_desc, second, more, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
     PART: gl.constexpr = BM // PARTS
     COLS: gl.constexpr = BN if second is None else BN // 2
     num_i, tiles = count_tiles(schedule, entries, G, M, N, BM, COLS, KIND)
@@ -177,13 +176,6 @@ def produce(
                 fence_async_shared()
                 mbarrier.arrive(full.index(s), count=1)
             s, phase = advance(s, phase, STAGES)
-        if beside is not None:
-            for i in gl.static_range(BN // BK):
-                mbarrier.wait(empty.index(s), phase)
-                mbarrier.expect(full.index(s), 2 * beside[0].nbytes_per_cta)
-                tma.async_load(beside[0], [row, col + i * BK], full.index(s), a_bufs.index(s))
-                tma.async_load(beside[1], [row, col + i * BK], full.index(s), b_bufs.index(s))
-                s, phase = advance(s, phase, STAGES)
         t = gl.num_programs(0) + number_taken(following) if DYNAMIC else following
     for _ in gl.static_range(2 // PARTS):  # a tile of no steps is the last one, of each that takes turns
         mbarrier.wait(empty.index(s), phase)
@@ -220,9 +212,9 @@ def give_back(full, empty, steps, s, phase, STAGES: gl.constexpr):
 @gluon.jit
 def sum_steps(
     acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, BESIDE: gl.constexpr = 0,
+    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """acc + A @ B over all steps, one at least; one is multiplied while the one before is given back. BESIDE: further steps, which the caller takes."""
+    """acc + A @ B over all steps, one at least; one is multiplied while the one before is given back."""
     PART: gl.constexpr = WHICH if PARTS > 1 else 0
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
@@ -237,10 +229,7 @@ def sum_steps(
         mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1, pred=k > 0)
         s, phase = advance(s, phase, STAGES)
     if PARTS == 1:
-        after, after_phase = s, phase
-        for _ in gl.static_range(BESIDE):
-            after, after_phase = advance(after, after_phase, STAGES)
-        hand_over(turns, places, after, after_phase, 1 - WHICH)
+        hand_over(turns, places, s, phase, 1 - WHICH)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1)
     return acc, s, phase

@@ -60,7 +60,7 @@ def grouped_glu_kernel(
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(x_desc, gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2)
     bufs = result_buffers(h_ptr, 4, BM // 2, BF)
-    made = (x_desc, gate_w_desc, up_w_desc, (None, None), None, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+    made = (x_desc, gate_w_desc, up_w_desc, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
     used = (h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
     gl.warp_specialize([
         (_consume, (used, 0, ACTIVATION)),

@@ -1,7 +1,7 @@
 """The gradient of the down projection's rows for Hopper, in Gluon, with what the gated unit makes of it in the same kernel: the gradients of gate and up, the
 rows that the down projection's own gradient multiplies, and each row's part in its router weight's gradient.
 
-The consumers take turns at tiles of 128 x 128: one activates while the other multiplies. Gate and up come through the ring, as further steps of a tile.
+The consumers take turns at tiles of 128 x 128: one activates while the other multiplies.
 """
 
 import jax
@@ -10,16 +10,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxops._lib.activations_triton import activate, slope_of
+from jaxops._lib.activations_triton import activate_and_slope
 from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import ROWS, hand_over, make_ring, place, produce, sum_steps, told
-from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_layout
+from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_at, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import tile_bound
 
-BM, PIECE = gl.constexpr(128), gl.constexpr(64)  # rows and columns of a tile; of what is activated, loaded and stored at a time
+BM, PIECE = gl.constexpr(128), gl.constexpr(64)  # rows and columns of a tile; of what is loaded, activated and stored at a time
 STAGES, BUFFERS = gl.constexpr(5), gl.constexpr(4)
 
 
@@ -30,39 +30,68 @@ def _columns(x):
 
 
 @gluon.jit
+def _beside(left, right):
+    """The two halves in one again."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
 def _rows(x):
     """Its upper half and its lower one."""
     return x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)).split()
 
 
 @gluon.jit
-def _piece(dh, gate_buf, up_buf, out, buf, bufs, row, end, col, F, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
-    """Activates and stores 64 rows and columns, of dh before the router's weights."""
-    dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
+def _unit(dh, gate, up, weight, QUARTERS: gl.constexpr, ACTIVATION: gl.constexpr):
+    """(dgate, dup, the weighted unit, rounded; each row's sum of dh times the unit) of dh before the router's weights. A half after the other: what is between
+    does not fit in the registers for all at once, beside the rest of the tile's sums."""
+    if QUARTERS > 1:
+        dh_left, dh_right = _columns(dh)
+        gate_left, gate_right = _columns(gate)
+        up_left, up_right = _columns(up)
+        weight_left, weight_right = _columns(weight)
+        dgate_left, dup_left, h_left, dot_left = _unit(dh_left, gate_left, up_left, weight_left, QUARTERS // 2, ACTIVATION)
+        dgate_right, dup_right, h_right, dot_right = _unit(dh_right, gate_right, up_right, weight_right, QUARTERS // 2, ACTIVATION)
+        return _beside(dgate_left, dgate_right), _beside(dup_left, dup_right), _beside(h_left, h_right), dot_left + dot_right
+    else:  # noqa: RET505  # known when it is compiled
+        value, slope = activate_and_slope(gate, ACTIVATION)
+        up = up.to(gl.float32)
+        h = value * up
+        dot = dh * h
+        dh = dh * weight
+        return (dh * up * slope).to(gate.dtype), (dh * value).to(gate.dtype), (h * weight).to(gate.dtype), dot
+
+
+@gluon.jit
+def _piece(dh, weight, out, buf, bufs, row, end, col, F, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
+    """Activates and stores 64 rows and columns."""
+    gate_ptr, up_ptr, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
     dh = gl.convert_layout(dh, MMA, assert_trivial=True)
+    at, there = tile_at(gate_ptr, row, end, col, F, [PIECE, PIECE], MMA, True)
+    gate = gl.load(at, mask=there, other=0.0)
+    at, there = tile_at(up_ptr, row, end, col, F, [PIECE, PIECE], MMA, True)
+    up = gl.load(at, mask=there, other=0.0)
     rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, MMA))
     cols = gl.arange(0, PIECE, layout=gl.SliceLayout(0, MMA))
     # Columns past F are those of the next expert's weights.
     dh = gl.where((cols < F - col)[None, :], dh, 0.0)
-    weight = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)[:, None]
+    dgate, dup, h, dot = _unit(dh, gate, up, weight[:, None].broadcast_to(dh.shape), 4, ACTIVATION)
+    dot = gl.convert_layout(gl.sum(dot, axis=1), gl.SliceLayout(1, MMA), assert_trivial=True)
+    gl.store(dots + gl.cast(col // PIECE, gl.int64) * R + row + rows, dot, mask=rows < end - row)
     FIRST: gl.constexpr = WHICH * BUFFERS
-    # Gate and up are read, and activated, for each result: all that the three share does not fit in the registers beside the other pieces' sums.
-    h = activate(gate_buf.load(MMA), ACTIVATION) * up_buf.load(MMA).to(gl.float32)
-    gl.store(dots + gl.cast(col // PIECE, gl.int64) * R + row + rows, gl.sum(dh * h, axis=1), mask=rows < end - row)
-    store(weight * h, h_desc, h_ptr, bufs.index(FIRST + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
-    dh = weight * dh
-    dup = dh * activate(gate_buf.load(MMA), ACTIVATION)
+    store(dgate, dgate_desc, dgate_ptr, bufs.index(FIRST + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
     store(dup, dup_desc, dup_ptr, bufs.index(FIRST + (buf + 1) % BUFFERS), row, end, col, F, MMA, False, True, BUFFERS - 1)
-    dgate = dh * up_buf.load(MMA).to(gl.float32) * slope_of(gate_buf.load(MMA), ACTIVATION)
-    store(dgate, dgate_desc, dgate_ptr, bufs.index(FIRST + (buf + 2) % BUFFERS), row, end, col, F, MMA, False, True, BUFFERS - 1)
+    store(h, h_desc, h_ptr, bufs.index(FIRST + (buf + 2) % BUFFERS), row, end, col, F, MMA, False, True, BUFFERS - 1)
     return (buf + 3) % BUFFERS
 
 
 @gluon.jit
 def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
     facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = used
+    weights = out[8]
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])))
     buf = 0
     waited = 1 - WHICH  # the first consumer has the first turn
     more = True
@@ -74,19 +103,17 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
         _, row, end, col, steps = told(facts, s)
         more = steps > 0
         if more:
+            upper = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)
+            lower = gl.load(weights + row + PIECE + rows, mask=rows < end - row - PIECE, other=0.0)
             dh = gl.zeros([BM, BM], gl.float32, MMA)
-            dh, s, phase = sum_steps(dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1, BM // PIECE)
+            dh, s, phase = sum_steps(dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1)
             sides = _columns(dh)
             for j in gl.static_range(BM // PIECE):
-                mbarrier.wait(full.index(s), phase)
                 parts = _rows(sides[j])
                 for i in gl.static_range(BM // PIECE):
                     if row + i * PIECE < end and col + j * PIECE < F:
-                        gate_buf = a_bufs.index(s).slice(i * PIECE, PIECE, dim=0)
-                        up_buf = b_bufs.index(s).slice(i * PIECE, PIECE, dim=0)
-                        buf = _piece(parts[i], gate_buf, up_buf, out, buf, bufs, row + i * PIECE, end, col + j * PIECE, F, WHICH, ACTIVATION)
-                mbarrier.arrive(empty.index(s), count=1)
-                s, phase = advance(s, phase, STAGES)
+                        weight = upper if i == 0 else lower
+                        buf = _piece(parts[i], weight, out, buf, bufs, row + i * PIECE, end, col + j * PIECE, F, WHICH, ACTIVATION)
         else:
             s, phase = advance(s, phase, STAGES)
             hand_over(turns, places, s, phase, 1 - WHICH)
@@ -95,14 +122,14 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def moe_mlp_bwd_kernel(
-    dy_desc, down_desc, gate_desc, up_desc, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
+    dy_desc, down_desc, gate_ptr, up_ptr, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
     PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(dy_desc, down_desc, BM, BM, STAGES, ROWS, True, 1)
     bufs = result_buffers(h_ptr, 2 * BUFFERS, PIECE, PIECE)
-    made = (dy_desc, down_desc, None, (None, None), (gate_desc, up_desc), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, R, F, D)
+    made = (dy_desc, down_desc, None, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, R, F, D)
     used = (facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
-    out = (dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
+    out = (gate_ptr, up_ptr, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
     gl.warp_specialize([
         (_consume, (used, out, 0, ACTIVATION)),
         (_consume, (used, out, 1, ACTIVATION)),
@@ -119,14 +146,12 @@ def bwd_triton(
     (R, D), (E, F, _) = dy.shape, w_down.shape
     (high, wide), block = (BM.value, PIECE.value), (BM.value, 64)
 
-    def describe(x):
-        return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
-
+    operands = [TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block)) for x in (dy, w_down.reshape(E * F, D))]
     schedule = schedule_rows(offsets, R, high, False)
     rows, dots = out_struct((R, F), dy.dtype, like=dy), out_struct((-(-F // wide), R), jnp.float32, like=dy)
     layout = tile_layout(dy.dtype, (1, wide, wide))
     return triton_call(
-        describe(dy), describe(w_down.reshape(E * F, D)), describe(gate), describe(up), weights, Scratch(schedule) if dynamic else schedule,
+        *operands, gate, up, weights, Scratch(schedule) if dynamic else schedule,
         *(OutTile((wide, wide), layout, None, i, windows=True) for i in range(3)), kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots),
         grid=min(current_device().cores, tile_bound(R, E, high) * -(-F // high)), name="moe_mlp_bwd", entries=schedule.shape[0] // COLUMNS, G=E, R=R, F=F, D=D,
         PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation,

@@ -6,6 +6,7 @@ the tile lies. Either both consumers have half of each tile's rows, or they take
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.hopper_triton import advance, number_taken, panel_order, take_number, window
@@ -13,17 +14,21 @@ from jaxops._lib.hopper_triton import advance, number_taken, panel_order, take_n
 # What the groups cut: A's and C's rows, each group with a B of its own; or the rows over which is summed, each group with a C of its own.
 ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
 BK = gl.constexpr(64)
+ARRIVALS = gl.constexpr(4 * 32 + 1)  # at a step of which rows are gathered: of every thread of four warps, and that of what TMA brings
 
 
 @gluon.jit
-def make_ring(a_desc, b_desc, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr):
+def make_ring(
+    b_desc, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
+    GATHERED: gl.constexpr = False,
+):  # fmt: skip
     """Buffers and barriers: what the producer tells and loads, and whose turn it is."""
     PART: gl.constexpr = BM // PARTS
     A_SHAPE: gl.constexpr = [PART, BK] if KIND == ROWS else [BK, PART]
     B_SHAPE: gl.constexpr = [BN, BK] if TRANSPOSED else [BK, BN]
-    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, a_desc.dtype)
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, b_desc.dtype)
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_SHAPE, b_desc.dtype)
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [PARTS * STAGES, A_SHAPE[0], A_SHAPE[1]], A_LAYOUT)
+    a_bufs = gl.allocate_shared_memory(b_desc.dtype, [PARTS * STAGES, A_SHAPE[0], A_SHAPE[1]], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], B_LAYOUT)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     facts = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
@@ -33,7 +38,7 @@ def make_ring(a_desc, b_desc, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.con
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(full.index(s), count=ARRIVALS if GATHERED else 1)
         mbarrier.init(empty.index(s), count=PARTS)
     mbarrier.init(full.index(STAGES), count=1)  # of what is mended
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -78,9 +83,9 @@ def zero_rows(buf, first):
 
 
 @gluon.jit
-def tell(facts, s, group, row, end, col, steps):
+def tell(facts, s, group, row, end, col, steps, WARPS: gl.constexpr = 1):
     """To the consumers, beside a tile's first step."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     for i in gl.static_range(5):
         facts.index(5 * s + i).store(gl.full([1], (group, row, end, col, steps)[i], gl.int32, ONE))
 
@@ -96,12 +101,14 @@ def told(facts, s):
 
 
 @gluon.jit
-def load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, at, group, col, N, COLS: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr):
-    """A step of KIND ROWS."""
+def load_rows(
+    a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, both, at, group, col, N, COLS: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
+):  # fmt: skip
+    """A step of KIND ROWS. both: whether the second of two parts has rows; else it is not loaded, for what comes from the L2 is what short groups wait for."""
     PART: gl.constexpr = a_bufs.shape[1]
     BN: gl.constexpr = b_bufs.shape[1] if TRANSPOSED else b_bufs.shape[2]
     for i in gl.static_range(PARTS):
-        tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i))
+        tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i), pred=both if i > 0 else True)
     if TRANSPOSED:
         tma.async_load(b_desc, [group * N + col, at], arrived, b_bufs.index(s))
     elif second is None:
@@ -138,6 +145,7 @@ def produce(
         # What lies outside the groups, and an empty group's result, is the sum of one step of zeros: so TMA fills what lies past K, or a window's end.
         whose = gl.where(size > 0, group, -1)
         steps = gl.cdiv(max(size, 1), BK)
+        both = row + PART < end
         turn = 0  # where the second product's steps start
         if KIND == ROWS:
             if more[0] is not None:
@@ -154,14 +162,19 @@ def produce(
             left = min(first + size - at, BK)
             mend = KIND == CONTRACTION and left < BK and at + left < BK
             arrived = full.index(STAGES if mend else s)
-            mbarrier.expect(arrived, PARTS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta * (BN // COLS))
+            EACH: gl.constexpr = a_desc.nbytes_per_cta + b_desc.nbytes_per_cta * (BN // COLS)
+            if KIND == ROWS and PARTS > 1:
+                mbarrier.expect(arrived, EACH + a_desc.nbytes_per_cta, pred=both)
+                mbarrier.expect(arrived, EACH, pred=not both)
+            else:
+                mbarrier.expect(arrived, EACH + (PARTS - 1) * a_desc.nbytes_per_cta)
             if KIND == ROWS:
                 if more[0] is None:  # noqa: SIM114  # known when it is compiled; the other is not
-                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, at, group, col, N, COLS, TRANSPOSED, PARTS)
+                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, both, at, group, col, N, COLS, TRANSPOSED, PARTS)
                 elif at < turn:
-                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, at, group, col, N, COLS, TRANSPOSED, PARTS)
+                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, both, at, group, col, N, COLS, TRANSPOSED, PARTS)
                 else:
-                    load_rows(more[0], more[1], second, arrived, a_bufs, b_bufs, s, row, at - turn, group, col, N, COLS, TRANSPOSED, PARTS)
+                    load_rows(more[0], more[1], second, arrived, a_bufs, b_bufs, s, row, both, at - turn, group, col, N, COLS, TRANSPOSED, PARTS)
             else:
                 start, inside = window(at, at + left, BK)
                 for i in gl.static_range(PARTS):
@@ -181,6 +194,55 @@ def produce(
         mbarrier.wait(empty.index(s), phase)
         tell(facts, s, -1, 0, 0, 0, 0)
         mbarrier.arrive(full.index(s), count=1)
+        s, phase = advance(s, phase, STAGES)
+
+
+@gluon.jit
+def produce_gathered(
+    made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
+):  # fmt: skip
+    """As `produce` of KIND ROWS, by four warps: row r of A is row indices[r] of an array of T rows and K columns, a multiple of BK."""
+    a_ptr, indices, T, b_desc, second, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
+    PART: gl.constexpr = BM // PARTS
+    COLS: gl.constexpr = BN if second is None else BN // 2
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    num_i, tiles = count_tiles(schedule, entries, G, M, N, BM, COLS, ROWS)
+    rows = gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
+    K = K // BK * BK  # as it is: so the compiler sees whole 16 bytes
+    s = 0
+    phase = 1
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        group, row, end, col, _, size = locate(t, schedule, entries, num_i, G, M, N, K, BM, COLS, PANEL, ROWS)
+        inside = gl.where(size > 0, end - row, 0)
+        number = gl.load(indices + row + rows, mask=rows < inside, other=0)
+        first = a_ptr + (gl.minimum(gl.maximum(number, 0), T - 1).to(gl.int64) * K)[:, None] + cols[None, :]
+        if PARTS > 1:
+            number = gl.load(indices + row + PART + rows, mask=rows < inside - PART, other=0)
+            further = a_ptr + (gl.minimum(gl.maximum(number, 0), T - 1).to(gl.int64) * K)[:, None] + cols[None, :]
+        mbarrier.wait(empty.index(s), phase)
+        steps = gl.where(size > 0, K // BK, 1)
+        tell(facts, s, gl.where(size > 0, group, -1), row, end, col, steps, 4)
+        for k in range(steps):
+            at = gl.where(size > 0, k * BK, K)  # past K, where there is nothing to sum, TMA brings zeros
+            mbarrier.wait(empty.index(s), phase)
+            mbarrier.expect(full.index(s), b_desc.nbytes_per_cta * (BN // COLS))
+            if TRANSPOSED:
+                tma.async_load(b_desc, [group * N + col, at], full.index(s), b_bufs.index(s))
+            elif second is None:
+                tma.async_load(b_desc, [group, at, col], full.index(s), b_bufs.index(s).reshape([1, BK, BN]))
+            else:
+                tma.async_load(b_desc, [group, at, col], full.index(s), b_bufs.index(s).reshape([1, BK, BN]).slice(0, COLS, dim=2))
+                tma.async_load(second, [group, at, col], full.index(s), b_bufs.index(s).reshape([1, BK, BN]).slice(COLS, COLS, dim=2))
+            async_copy.async_load(a_bufs.index(PARTS * s), first + at, mask=(rows < inside)[:, None])
+            if PARTS > 1:
+                async_copy.async_load(a_bufs.index(PARTS * s + 1), further + at, mask=(rows < inside - PART)[:, None])
+            async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+            s, phase = advance(s, phase, STAGES)
+    for _ in gl.static_range(2 // PARTS):
+        mbarrier.wait(empty.index(s), phase)
+        tell(facts, s, -1, 0, 0, 0, 0, 4)
+        mbarrier.arrive(full.index(s), count=ARRIVALS)
         s, phase = advance(s, phase, STAGES)
 
 
@@ -212,12 +274,14 @@ def give_back(full, empty, steps, s, phase, STAGES: gl.constexpr):
 @gluon.jit
 def sum_steps(
     acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, GATHERED: gl.constexpr = False,
 ):  # fmt: skip
-    """acc + A @ B over all steps, one at least; one is multiplied while the one before is given back."""
+    """acc + A @ B over all steps, one at least; one is multiplied while the one before is given back. GATHERED: by `produce_gathered`."""
     PART: gl.constexpr = WHICH if PARTS > 1 else 0
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
+        if GATHERED:  # what threads have copied, the tensor core is to see
+            fence_async_shared()
         a = a_bufs.index(PARTS * s + PART)
         b = b_bufs.index(s)
         if KIND == CONTRACTION:

@@ -56,6 +56,13 @@ def window(row, end, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
+def send(c_desc, c_buf, row, end, col):
+    """A buffer's rows by TMA through `row_windows`, as far as they lie before `end`, before which there are as many at least."""
+    first, at = window(row, end, c_buf.shape[0])
+    tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, c_buf.shape[0], c_buf.shape[1]]))
+
+
+@gluon.jit
 def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
     """A consumer's rows of a tile of C, as far as they lie before `end`; the first one does.
 
@@ -78,8 +85,7 @@ def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE:
         elif len(c_desc.block_shape) == 3:
             if min(row + BM, end) >= BM:
                 fence_async_shared()
-                first, at = window(row, end, BM)
-                tma.async_store(c_desc, [first, at, col], c_buf.reshape([1, BM, BN]))
+                send(c_desc, c_buf, row, end, col)
             else:
                 store_tile(c_buf.load(LAYOUT), c_ptr, row, end, col, N, LAYOUT, ALIGNED)
         elif WHOLE or row + BM <= end:  # of whole tiles: it knows no end of a group

@@ -103,15 +103,17 @@ def grouped_glu(
     return result[0]
 
 
-def glu_and_preactivations(
-    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, group_offsets: jax.Array, *, activation: str, precision: lax.Precision, plan: Plan
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(h, gate, up), all [M, F], of operands of one dtype. For ops that build on this one: nothing is checked, and the plan is as `make_plan` leaves it."""
+def glu_of_rows(
+    x: jax.Array, weights: Halves, group_offsets: jax.Array, row_indices: jax.Array | None = None, *, activation: str, precision, plan: Plan, save: bool
+) -> tuple[jax.Array, Halves]:
+    """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is checked, and the plan is as `make_plan`
+    leaves it. With row_indices [M] row m is `x[row_indices[m]]`, which the "triton" backend's kernel reads from there; that has no gradient of its own."""
+    if row_indices is not None:
+        return _fused(plan, save, activation, x, weights, group_offsets, row_indices)
     dtype = jnp.dtype(x.dtype)
     spec = Spec(activation, "preactivations", precision, dtype, dtype, dtype, dtype)
-    result: Any = _glu(spec, plan, True, *_vary(x, (w_gate, w_up), group_offsets))
-    h, (gate, up) = result
-    return h, gate, up
+    result: Any = _glu(spec, plan, save, *_vary(x, weights, group_offsets))
+    return result
 
 
 def _vary(x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves, jax.Array]:
@@ -122,13 +124,18 @@ def _vary(x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array,
 def _forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves]:
     """h and, where they are kept, the pre-activations, from operands in the compute dtype."""
     if plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
-        from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
-
-        fused = functools.partial(fwd_triton, activation=spec.activation, save=keep, panel=plan.fused.panel, dynamic=plan.fused.dynamic)
-        h, *pre = sequential_vmap(fused)(x, weights, offsets)  # a call through jax-triton has no batching rule
-        return h, tuple(pre)
+        return _fused(plan, keep, spec.activation, x, weights, offsets)
     pre = _preactivations(spec, plan, x, weights, offsets)
     return _activated(spec, plan, pre, offsets), pre
+
+
+def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Array, Halves]:
+    from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
+
+    assert plan.fused is not None  # make_plan fills it
+    kernel = functools.partial(fwd_triton, activation=activation, save=save, panel=plan.fused.panel, dynamic=plan.fused.dynamic)
+    h, *pre = sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
+    return h, tuple(pre)
 
 
 def _preactivations(spec: Spec, plan: Plan, x: jax.Array, weights: Halves, offsets: jax.Array) -> Halves:

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.activations_triton import activate
 from jaxops._lib.device import current_device
-from jaxops._lib.grouped_gemm_triton import ROWS, give_back, make_ring, produce, sum_steps, told
+from jaxops._lib.grouped_gemm_triton import ROWS, give_back, make_ring, produce, produce_gathered, sum_steps, told
 from jaxops._lib.hopper_triton import result_buffers, store, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -22,7 +22,7 @@ STAGES = gl.constexpr(3)
 
 
 @gluon.jit
-def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
+def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr):
     h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = used
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BF, 16])
     s = 0
@@ -36,7 +36,7 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
         more = steps > 0
         if row < end:
             acc = gl.zeros([BM // 2, 2 * BF], gl.float32, MMA)
-            acc, s, phase = sum_steps(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, False, 2)
+            acc, s, phase = sum_steps(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, False, 2, GATHERED)
             pre = acc.to(a_bufs.dtype)  # as they are saved: the backward sees the same
             gate, up = pre.reshape([BM // 2, 2, BF]).permute((0, 2, 1)).split()
             # Two buffers a consumer, in turns: one store fills its own while the one before is still read.
@@ -55,28 +55,45 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def grouped_glu_kernel(
-    x_desc, gate_w_desc, up_w_desc, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K,
-    PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
+    x_desc, x_ptr, indices, gate_w_desc, up_w_desc, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K, T,
+    PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(x_desc, gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2)
+    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2, GATHERED)
     bufs = result_buffers(h_ptr, 4, BM // 2, BF)
-    made = (x_desc, gate_w_desc, up_w_desc, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
     used = (h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
-    gl.warp_specialize([
-        (_consume, (used, 0, ACTIVATION)),
-        (_consume, (used, 1, ACTIVATION)),
-        (produce, (made, BM, 2 * BF, STAGES, PANEL, DYNAMIC, ROWS, False, 2)),
-    ], [4, 1], [224, 56])  # fmt: skip
+    if GATHERED:
+        made = (x_ptr, indices, T, gate_w_desc, up_w_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+        gl.warp_specialize([
+            (_consume, (used, 0, ACTIVATION, GATHERED)),
+            (_consume, (used, 1, ACTIVATION, GATHERED)),
+            (produce_gathered, (made, BM, 2 * BF, STAGES, PANEL, False, 2)),
+        ], [4, 4], [208, 80])  # fmt: skip
+    else:
+        made = (x_desc, gate_w_desc, up_w_desc, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+        gl.warp_specialize([
+            (_consume, (used, 0, ACTIVATION, GATHERED)),
+            (_consume, (used, 1, ACTIVATION, GATHERED)),
+            (produce, (made, BM, 2 * BF, STAGES, PANEL, DYNAMIC, ROWS, False, 2)),
+        ], [4, 1], [224, 56])  # fmt: skip
 
 
 def fwd_triton(
-    x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, *, activation: str, save: bool, panel: int, dynamic: bool
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    offsets: jax.Array,
+    indices: jax.Array | None = None,
+    *,
+    activation: str,
+    save: bool,
+    panel: int,
+    dynamic: bool,
 ) -> tuple[jax.Array, ...]:
-    """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate and up [M, F]. bfloat16 or float16,
-    K and F multiples of 8; no size is 0."""
-    (M, K), (G, _, F) = x.shape, weights[0].shape
+    """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate and up [M, F]. With indices [M], row m is
+    x[indices[m]], K is a multiple of 64, and dynamic is not heeded. bfloat16 or float16, K and F multiples of 8; no size is 0."""
+    (T, K), (G, _, F), gathered = x.shape, weights[0].shape, indices is not None
+    M = T if indices is None else indices.shape[0]
     part, cols = BM.value // 2, BF.value
-    x_desc = TensorDescriptor.from_array(x, (part, 64), layout=tile_layout(x.dtype, (part, 64)))
+    x_desc = None if gathered else TensorDescriptor.from_array(x, (part, 64), layout=tile_layout(x.dtype, (part, 64)))
     descs = [TensorDescriptor.from_array(w, (1, 64, cols), layout=tile_layout(w.dtype, (1, 64, cols))) for w in weights]
     schedule = schedule_rows(offsets, M, BM.value, False)
     h = out_struct((M, F), x.dtype, like=x)
@@ -85,8 +102,9 @@ def fwd_triton(
     outs = [OutTile((part, cols), layout, None, i, windows=True) if i < len(results) else None for i in range(3)]
     pointers = {} if save else {"gate_ptr": None, "up_ptr": None}
     count = tile_bound(M, G, BM.value) * -(-F // cols)
+    work = Scratch(schedule) if dynamic and not gathered else schedule
     return triton_call(
-        x_desc, *descs, Scratch(schedule) if dynamic else schedule, *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
-        grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, PANEL=panel,
-        DYNAMIC=dynamic, ACTIVATION=activation,
+        x_desc, x if gathered else None, indices, *descs, work, *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
+        grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, T=T, PANEL=panel,
+        DYNAMIC=dynamic, ACTIVATION=activation, GATHERED=gathered,
     )  # fmt: skip

@@ -76,7 +76,7 @@ def grouped_gemm_kernel(
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
     ACCUMULATE: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
-    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(a_desc, b_desc, BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
+    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(b_desc, BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
     c_bufs = result_buffers(c_ptr, 2, BM // PARTS, BN)
     made = (a_desc, b_desc, None, (more_a, more_b), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
     used = (bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N)

@@ -15,7 +15,7 @@ from jaxops._lib.device import current_device
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.grouped_glu import glu_and_preactivations
+from jaxops.ops.grouped_glu import glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 from jaxops.ops.moe_mlp.plan import SAVES, Plan, Problem, Spec, make_plan
 from jaxops.ops.moe_mlp.xla import of_choices, unit_bwd_xla, weights_of_rows
@@ -115,11 +115,33 @@ def moe_mlp(
 _READ = ("weights", "row_positions", "row_indices", "group_offsets")  # of a Routing
 
 
-def _up(spec: Spec, x: jax.Array, experts: Experts, routing: Routing) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(h, gate, up) of the rows, from operands in the compute dtype."""
+def _copied_up(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     assert spec.plan.unit is not None  # make_plan fills it
-    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": spec.plan.unit}
-    return glu_and_preactivations(permute(x, routing, plan=spec.plan.rows), *experts[:2], routing.group_offsets, **how)
+    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": spec.plan.unit, "save": save}
+    return glu_of_rows(permute(x, routing, plan=spec.plan.rows), experts[:2], routing.group_offsets, **how)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _up(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
+    """(h, with save gate and up) of the rows, from operands in the compute dtype."""
+    if not spec.plan.gather or 0 in (x.size, routing.row_indices.size, experts[0].size):
+        return _copied_up(spec, save, x, experts, routing)
+    assert spec.plan.unit is not None
+    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": spec.plan.unit, "save": save}
+    return glu_of_rows(x, experts[:2], routing.group_offsets, routing.row_indices, **how)
+
+
+def _up_fwd(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing):
+    return _up(spec, save, x, experts, routing), (x, experts, routing)
+
+
+def _up_bwd(spec: Spec, save: bool, operands, cotangents):
+    x, experts, routing = operands
+    _, vjp = jax.vjp(lambda x, experts: _copied_up(spec, save, x, experts, routing), x, experts)
+    return *vjp(cotangents), None
+
+
+_up.defvjp(_up_fwd, _up_bwd)
 
 
 def _down(spec: Spec, h: jax.Array, weights: jax.Array, w_down: jax.Array, routing: Routing) -> jax.Array:
@@ -136,15 +158,15 @@ def _cast(spec: Spec, x: jax.Array, experts: Experts) -> tuple[jax.Array, Expert
 def _mlp(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, routing: Routing) -> Any:
     """weights: the router's, instead of the routing's own."""
     x, experts = _cast(spec, x, experts)
-    h, *_ = _up(spec, x, experts, routing)
-    return _down(spec, h, weights, experts[2], routing)
+    found: Any = _up(spec, False, x, experts, routing)
+    return _down(spec, found[0], weights, experts[2], routing)
 
 
 def _mlp_fwd(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, routing: Routing):
     kinds = tuple(jnp.zeros(0, a.dtype) for a in (x, experts[0]))  # dtypes: all that the backward needs of the operands
     x, experts = _cast(spec, x, experts)
-    h, gate, up = _up(spec, x, experts, routing)
-    pre = (gate, up) if spec.save == "preactivations" else ()
+    found: Any = _up(spec, spec.save == "preactivations", x, experts, routing)
+    h, pre = found
     return _down(spec, h, weights, experts[2], routing), (x, weights, experts, pre, routing, kinds)
 
 
@@ -167,7 +189,8 @@ def _gradients(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: E
     assert down is not None
     assert unit is not None
     assert unit.products is not None  # make_plan fills them
-    gate, up = pre or _up(spec, x, experts, routing)[1:]
+    found: Any = (None, pre) if pre else _up(spec, True, x, experts, routing)
+    gate, up = found[1]
     dy = permute(dout.astype(spec.compute_dtype), routing, plan=spec.plan.rows)
     dgate, dup, h, dots = _through_down(spec, dy, experts[2], gate, up, dataclasses.replace(routing, weights=weights))
     dw_down = grouped_wgrad(h, dy, offsets, precision=spec.precision, out_dtype=w_dtype, plan=down)
@@ -202,7 +225,7 @@ def _gradients_bwd(spec: Spec, w_dtype, operands, cotangents):
 
     def gradients(x, weights, experts, dout):
         def forward(x, weights, experts):
-            h, *_ = _up(spec, x, experts, routing)
+            h, _ = _copied_up(spec, False, x, experts, routing)
             return _down(spec, h, weights, experts[2], routing)
 
         _, vjp = jax.vjp(forward, x, weights, experts)

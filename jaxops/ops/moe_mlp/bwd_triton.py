@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from jaxops._lib.activations_triton import activate_and_slope
 from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import ROWS, hand_over, make_ring, place, produce, sum_steps, told
-from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_at, tile_layout
+from jaxops._lib.hopper_triton import advance, result_buffers, send, store_tile, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import tile_bound
 
 BM, PIECE = gl.constexpr(128), gl.constexpr(64)  # rows and columns of a tile; of what is loaded, activated and stored at a time
-STAGES, BUFFERS = gl.constexpr(5), gl.constexpr(4)
+HALVES, STAGES = gl.constexpr(2), gl.constexpr(4)
 
 
 @gluon.jit
@@ -63,37 +63,42 @@ def _unit(dh, gate, up, weight, QUARTERS: gl.constexpr, ACTIVATION: gl.constexpr
 
 
 @gluon.jit
-def _piece(dh, weight, out, buf, bufs, row, end, col, F, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
-    """Activates and stores 64 rows and columns."""
-    gate_ptr, up_ptr, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
-    dh = gl.convert_layout(dh, MMA, assert_trivial=True)
-    at, there = tile_at(gate_ptr, row, end, col, F, [PIECE, PIECE], MMA, True)
-    gate = gl.load(at, mask=there, other=0.0)
-    at, there = tile_at(up_ptr, row, end, col, F, [PIECE, PIECE], MMA, True)
-    up = gl.load(at, mask=there, other=0.0)
-    rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, MMA))
-    cols = gl.arange(0, PIECE, layout=gl.SliceLayout(0, MMA))
-    # Columns past F are those of the next expert's weights.
-    dh = gl.where((cols < F - col)[None, :], dh, 0.0)
-    dgate, dup, h, dot = _unit(dh, gate, up, weight[:, None].broadcast_to(dh.shape), 4, ACTIVATION)
-    dot = gl.convert_layout(gl.sum(dot, axis=1), gl.SliceLayout(1, MMA), assert_trivial=True)
-    gl.store(dots + gl.cast(col // PIECE, gl.int64) * R + row + rows, dot, mask=rows < end - row)
-    FIRST: gl.constexpr = WHICH * BUFFERS
-    store(dgate, dgate_desc, dgate_ptr, bufs.index(FIRST + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
-    store(dup, dup_desc, dup_ptr, bufs.index(FIRST + (buf + 1) % BUFFERS), row, end, col, F, MMA, False, True, BUFFERS - 1)
-    store(h, h_desc, h_ptr, bufs.index(FIRST + (buf + 2) % BUFFERS), row, end, col, F, MMA, False, True, BUFFERS - 1)
-    return (buf + 3) % BUFFERS
+def _load(gate_desc, up_desc, gate_buf, up_buf, ready, row, col):
+    """64 columns of a tile of gate and of up, on their way to a consumer's buffers, from which what was there is stored."""
+    tma.store_wait(0)
+    fence_async_shared()
+    mbarrier.expect(ready, 2 * gate_desc.nbytes_per_cta)
+    tma.async_load(gate_desc, [row, col], ready, gate_buf)
+    tma.async_load(up_desc, [row, col], ready, up_buf)
+
+
+@gluon.jit
+def _store(dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dgate_buf, dup_buf, h_buf, row, end, col, F):
+    if min(row + BM, end) >= BM:
+        fence_async_shared()
+        send(dgate_desc, dgate_buf, row, end, col)
+        send(dup_desc, dup_buf, row, end, col)
+        send(h_desc, h_buf, row, end, col)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        store_tile(dgate_buf.load(LAYOUT), dgate_ptr, row, end, col, F, LAYOUT, True)
+        store_tile(dup_buf.load(LAYOUT), dup_ptr, row, end, col, F, LAYOUT, True)
+        store_tile(h_buf.load(LAYOUT), h_ptr, row, end, col, F, LAYOUT, True)
 
 
 @gluon.jit
 def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
-    facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = used
-    weights = out[8]
+    facts, places, a_bufs, b_bufs, staged, full, empty, turns, ready, F = used
+    gate_desc, up_desc, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])))
-    buf = 0
+    PIECE_MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+    rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_MMA))
+    cols = gl.arange(0, PIECE, layout=gl.SliceLayout(0, PIECE_MMA))
+    gate_buf = staged.index(3 * WHICH)  # in whose place its gradient comes; as up's in its
+    up_buf = staged.index(3 * WHICH + 1)
+    h_buf = staged.index(3 * WHICH + 2)
     waited = 1 - WHICH  # the first consumer has the first turn
+    loaded = 0
     more = True
     while more:
         mbarrier.wait(turns.index(WHICH), waited)
@@ -103,17 +108,36 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
         _, row, end, col, steps = told(facts, s)
         more = steps > 0
         if more:
+            _load(gate_desc, up_desc, gate_buf, up_buf, ready.index(WHICH), row, col)
             upper = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)
             lower = gl.load(weights + row + PIECE + rows, mask=rows < end - row - PIECE, other=0.0)
             dh = gl.zeros([BM, BM], gl.float32, MMA)
             dh, s, phase = sum_steps(dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1)
             sides = _columns(dh)
-            for j in gl.static_range(BM // PIECE):
+            for j in gl.static_range(HALVES):
+                if j > 0:
+                    _load(gate_desc, up_desc, gate_buf, up_buf, ready.index(WHICH), row, col + j * PIECE)
+                mbarrier.wait(ready.index(WHICH), loaded)
+                loaded ^= 1
                 parts = _rows(sides[j])
-                for i in gl.static_range(BM // PIECE):
-                    if row + i * PIECE < end and col + j * PIECE < F:
-                        weight = upper if i == 0 else lower
-                        buf = _piece(parts[i], weight, out, buf, bufs, row + i * PIECE, end, col + j * PIECE, F, WHICH, ACTIVATION)
+                left = col + j * PIECE
+                for i in gl.static_range(HALVES):
+                    at = row + i * PIECE
+                    if at < end and left < F:  # all in there: so that one piece's numbers are gone before the next one's come
+                        part = gl.convert_layout(parts[i], PIECE_MMA, assert_trivial=True)
+                        # Columns past F are those of the next expert's weights.
+                        part = gl.where((cols < F - left)[None, :], part, 0.0)
+                        gate = gate_buf.slice(i * PIECE, PIECE, dim=0)
+                        up = up_buf.slice(i * PIECE, PIECE, dim=0)
+                        weight = (upper if i == 0 else lower)[:, None].broadcast_to(part.shape)
+                        dgate, dup, h, dot = _unit(part, gate.load(PIECE_MMA), up.load(PIECE_MMA), weight, 4, ACTIVATION)
+                        row_dots = gl.convert_layout(gl.sum(dot, axis=1), gl.SliceLayout(1, PIECE_MMA), assert_trivial=True)
+                        gl.store(dots + gl.cast(left // PIECE, gl.int64) * R + at + rows, row_dots, mask=rows < end - at)
+                        gate.store(dgate)
+                        up.store(dup)
+                        h_buf.slice(i * PIECE, PIECE, dim=0).store(h)
+                if left < F:
+                    _store(dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, gate_buf, up_buf, h_buf, row, end, left, F)
         else:
             s, phase = advance(s, phase, STAGES)
             hand_over(turns, places, s, phase, 1 - WHICH)
@@ -122,14 +146,17 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def moe_mlp_bwd_kernel(
-    dy_desc, down_desc, gate_ptr, up_ptr, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
+    dy_desc, down_desc, gate_desc, up_desc, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
     PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(dy_desc, down_desc, BM, BM, STAGES, ROWS, True, 1)
-    bufs = result_buffers(h_ptr, 2 * BUFFERS, PIECE, PIECE)
+    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(down_desc, BM, BM, STAGES, ROWS, True, 1)
+    staged = result_buffers(h_ptr, 2 * 3, BM, PIECE)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=1)
+    used = (facts, places, a_bufs, b_bufs, staged, full, empty, turns, ready, F)
+    out = (gate_desc, up_desc, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
     made = (dy_desc, down_desc, None, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, R, F, D)
-    used = (facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
-    out = (gate_ptr, up_ptr, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
     gl.warp_specialize([
         (_consume, (used, out, 0, ACTIVATION)),
         (_consume, (used, out, 1, ACTIVATION)),
@@ -138,21 +165,34 @@ def moe_mlp_bwd_kernel(
 
 
 def bwd_triton(
-    dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *, activation: str, panel: int, dynamic: bool
+    dy: jax.Array,
+    w_down: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    weights: jax.Array,
+    offsets: jax.Array,
+    indices: jax.Array | None = None,
+    *,
+    activation: str,
+    panel: int,
+    dynamic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the rows; offsets [E + 1] ->
     the gradients of gate and up, the weighted unit (all [R, F]), and [cdiv(F, 64), R] float32, whose sums are the weights' gradients. bfloat16 or float16,
     D and F multiples of 8; no size is 0."""
     (R, D), (E, F, _) = dy.shape, w_down.shape
-    (high, wide), block = (BM.value, PIECE.value), (BM.value, 64)
+    high, wide = BM.value, PIECE.value
 
-    operands = [TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block)) for x in (dy, w_down.reshape(E * F, D))]
+    def describe(x, *block):
+        return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
+
     schedule = schedule_rows(offsets, R, high, False)
     rows, dots = out_struct((R, F), dy.dtype, like=dy), out_struct((-(-F // wide), R), jnp.float32, like=dy)
-    layout = tile_layout(dy.dtype, (1, wide, wide))
+    layout = tile_layout(dy.dtype, (1, high, wide))
     return triton_call(
-        *operands, gate, up, weights, Scratch(schedule) if dynamic else schedule,
-        *(OutTile((wide, wide), layout, None, i, windows=True) for i in range(3)), kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots),
+        describe(dy, high, 64), describe(w_down.reshape(E * F, D), high, 64), describe(gate, high, wide), describe(up, high, wide), weights,
+        Scratch(schedule) if dynamic else schedule,
+        *(OutTile((high, wide), layout, None, i, windows=True) for i in range(3)), kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots),
         grid=min(current_device().cores, tile_bound(R, E, high) * -(-F // high)), name="moe_mlp_bwd", entries=schedule.shape[0] // COLUMNS, G=E, R=R, F=F, D=D,
         PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation,
     )  # fmt: skip

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import jax_triton
 from jax_triton import triton_lib
 
+from jaxops._lib.manual_axes import vary_as
+
 if not jax_triton.__version__.startswith("0.4."):
     raise ImportError(f"jaxops' triton backend needs jax-triton 0.4, this is {jax_triton.__version__}: pip install 'jax-triton>=0.4.1,<0.5'.")
 
@@ -109,7 +111,7 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
     Args:
       operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile a result, at most
         one Scratch, None, numbers, constants.
-      out_type: shape and dtype of the result; or a tuple of them, for a tuple of results.
+      out_type: `out_struct` of the result; or a tuple of them, for a tuple of results.
       grid: how many programs.
       name: what profilers show.
 
@@ -129,7 +131,9 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
         for parameter in function.non_constexpr_param_names
     ]
     found = _launch(arguments, kernel, tuple((tuple(result.shape), jnp.dtype(result.dtype)) for result in results), grid, name, constants)
-    return tuple(found) if isinstance(out_type, tuple) else found[0]
+    # The primitive says of its results that they vary over no axis of a mesh: the type that the caller says is what check_vma needs.
+    found = tuple(vary_as(result, x) for result, x in zip(results, found, strict=True))
+    return found if isinstance(out_type, tuple) else found[0]
 
 
 # Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.

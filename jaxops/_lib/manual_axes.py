@@ -10,13 +10,22 @@ def vary_together(*arrays: jax.Array | None) -> tuple:
     A weight that is replicated over an axis whose tokens differ has a gradient that is the sum over that axis: marked outside a custom_vjp,
     JAX's own transpose of the mark makes that sum. Outside shard_map, or with check_vma=False, the arrays come back as they are.
     """
-    axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None))
+    axes = set().union(*(_axes(jax.typeof(x)) for x in arrays if x is not None))
+    return tuple(None if x is None else _mark(x, axes) for x in arrays)
 
-    def mark(x):
-        missing = tuple(sorted(axes - set(jax.typeof(x).manual_axis_type.varying)))
-        return lax.pcast(x, missing, to="varying") if missing else x
 
-    return tuple(None if x is None else mark(x) for x in arrays)
+def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+    """x, marked as varying over every axis that `like` varies over."""
+    return _mark(x, _axes(like))
+
+
+def _axes(type_) -> set:
+    return set(type_.manual_axis_type.varying)
+
+
+def _mark(x: jax.Array, axes: set) -> jax.Array:
+    missing = tuple(sorted(axes - _axes(jax.typeof(x))))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def out_struct(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:

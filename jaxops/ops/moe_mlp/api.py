@@ -19,10 +19,11 @@ from jaxops.ops.grouped_glu import glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 from jaxops.ops.moe_mlp.plan import SAVES, Plan, Problem, Spec, make_plan
 from jaxops.ops.moe_mlp.xla import of_choices, unit_bwd_xla, weights_of_rows
-from jaxops.ops.permute import combine, permute
+from jaxops.ops.permute import check_routing, combine, permute
 from jaxops.ops.route import Routing
 
 Experts = tuple[jax.Array, jax.Array, jax.Array]  # the weights of gate, up and down
+Fields = tuple[jax.Array, ...]  # of a Routing: JAX fills the trees that a custom_vjp takes with what is no array, which type checkers refuse to see in one
 
 
 def moe_mlp(
@@ -94,21 +95,21 @@ def moe_mlp(
     for name, w in (("w_up", w_up), ("w_down", w_down)):
         if w.dtype != w_gate.dtype:
             raise TypeError(f"{name} is {w.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
-    if not isinstance(routing, Routing):
-        raise TypeError(f"routing is a {type(routing).__name__}; pass the jaxops.Routing that jaxops.route returned.")
+    T, k = check_routing(routing).positions.shape
     check_size("len(routing.group_offsets)", routing.group_offsets.shape[0], "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
-    check_size("x's number of rows", x.shape[0], "T of routing.row_positions", routing.row_positions.shape[0])
+    check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
     for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
         if value not in known:
             raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
     device = current_device()
-    problem = Problem(x.shape[0], routing.row_positions.shape[1], E, D, F, w_down.shape[2], compute.name)
+    problem = Problem(T, k, E, D, F, w_down.shape[2], compute.name)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x, w_gate, w_up, w_down, *fields = vary_together(x, w_gate, w_up, w_down, *(getattr(routing, name) for name in _READ))
     routing = dataclasses.replace(routing, **dict(zip(_READ, fields, strict=True)))
-    result: Any = _mlp(Spec(plan, activation, save, resolve_precision(precision), compute, out), x, routing.weights, (w_gate, w_up, w_down), routing)
+    spec = Spec(plan, activation, save, resolve_precision(precision), compute, out)
+    result: Any = _mlp(spec, x, routing.weights, (w_gate, w_up, w_down), tuple(getattr(routing, field.name) for field in dataclasses.fields(Routing)))
     return result
 
 
@@ -122,22 +123,23 @@ def _copied_up(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _up(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
+def _up(spec: Spec, save: bool, x: jax.Array, experts: Experts, fields: Fields) -> Any:
     """(h, with save gate and up) of the rows, from operands in the compute dtype."""
-    if not spec.plan.gather or 0 in (x.size, routing.row_indices.size, experts[0].size):
+    routing = Routing(*fields)
+    if not spec.plan.gather or 0 in (*x.shape, *routing.row_indices.shape, *experts[0].shape):
         return _copied_up(spec, save, x, experts, routing)
     assert spec.plan.unit is not None
     how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": spec.plan.unit, "save": save}
     return glu_of_rows(x, experts[:2], routing.group_offsets, routing.row_indices, **how)
 
 
-def _up_fwd(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing):
-    return _up(spec, save, x, experts, routing), (x, experts, routing)
+def _up_fwd(spec: Spec, save: bool, x: jax.Array, experts: Experts, fields: Fields):
+    return _up(spec, save, x, experts, fields), (x, experts, fields)
 
 
 def _up_bwd(spec: Spec, save: bool, operands, cotangents):
-    x, experts, routing = operands
-    _, vjp = jax.vjp(lambda x, experts: _copied_up(spec, save, x, experts, routing), x, experts)
+    x, experts, fields = operands
+    _, vjp = jax.vjp(lambda x, experts: _copied_up(spec, save, x, experts, Routing(*fields)), x, experts)
     return *vjp(cotangents), None
 
 
@@ -155,26 +157,26 @@ def _cast(spec: Spec, x: jax.Array, experts: Experts) -> tuple[jax.Array, Expert
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, routing: Routing) -> Any:
+def _mlp(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields: Fields) -> Any:
     """weights: the router's, instead of the routing's own."""
     x, experts = _cast(spec, x, experts)
-    found: Any = _up(spec, False, x, experts, routing)
-    return _down(spec, found[0], weights, experts[2], routing)
+    found: Any = _up(spec, False, x, experts, fields)
+    return _down(spec, found[0], weights, experts[2], Routing(*fields))
 
 
-def _mlp_fwd(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, routing: Routing):
+def _mlp_fwd(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields: Fields):
     kinds = tuple(jnp.zeros(0, a.dtype) for a in (x, experts[0]))  # dtypes: all that the backward needs of the operands
     x, experts = _cast(spec, x, experts)
-    found: Any = _up(spec, spec.save == "preactivations", x, experts, routing)
+    found: Any = _up(spec, spec.save == "preactivations", x, experts, fields)
     h, pre = found
-    return _down(spec, h, weights, experts[2], routing), (x, weights, experts, pre, routing, kinds)
+    return _down(spec, h, weights, experts[2], Routing(*fields)), (x, weights, experts, pre, fields, kinds)
 
 
 def _mlp_bwd(spec: Spec, residuals, dout: jax.Array):
-    x, weights, experts, pre, routing, (x_kind, w_kind) = residuals
+    x, weights, experts, pre, fields, (x_kind, w_kind) = residuals
     # After dout is there: otherwise XLA may find that the forward has copied these rows, or multiplied them, and keep that.
     x, dout = lax.optimization_barrier((x, dout))
-    found: Any = _gradients(spec, w_kind.dtype, x, weights, experts, pre, dout, routing)
+    found: Any = _gradients(spec, w_kind.dtype, x, weights, experts, pre, dout, fields)
     dx, dweights, dexperts = found
     return dx.astype(x_kind.dtype), dweights, dexperts, None
 
@@ -183,13 +185,14 @@ _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gradients(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: Experts, pre, dout: jax.Array, routing: Routing) -> Any:
+def _gradients(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: Experts, pre, dout: jax.Array, fields: Fields) -> Any:
     """Of x, in the compute dtype, of the router's weights, and of the experts', in w_dtype."""
+    routing = Routing(*fields)
     unit, down, offsets = spec.plan.unit, spec.plan.down, routing.group_offsets
     assert down is not None
     assert unit is not None
     assert unit.products is not None  # make_plan fills them
-    found: Any = (None, pre) if pre else _up(spec, True, x, experts, routing)
+    found: Any = (None, pre) if pre else _up(spec, True, x, experts, fields)
     gate, up = found[1]
     dy = permute(dout.astype(spec.compute_dtype), routing, plan=spec.plan.rows)
     dgate, dup, h, dots = _through_down(spec, dy, experts[2], gate, up, dataclasses.replace(routing, weights=weights))
@@ -204,7 +207,7 @@ def _gradients(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: E
 def _through_down(spec: Spec, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, routing: Routing) -> tuple[jax.Array, ...]:
     """As `unit_bwd_xla`, from the cotangents of the down projection's rows before the router's weights."""
     offsets, of_rows, down, fused = routing.group_offsets, weights_of_rows(routing), spec.plan.down, spec.plan.fused
-    if fused is not None and 0 not in (*dy.shape, *gate.shape):
+    if fused is not None and 0 not in (*dy.shape, *w_down.shape):
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton  # jax-triton is imported only where it is called
 
         kernel = functools.partial(bwd_triton, activation=spec.activation, panel=fused.panel, dynamic=fused.dynamic)
@@ -215,13 +218,14 @@ def _through_down(spec: Spec, dy: jax.Array, w_down: jax.Array, gate: jax.Array,
     return unit_bwd_xla(spec.activation, dh, gate, up, of_rows)
 
 
-def _gradients_fwd(spec: Spec, w_dtype, x, weights, experts, pre, dout, routing):
-    return _gradients(spec, w_dtype, x, weights, experts, pre, dout, routing), (x, weights, experts, pre, dout, routing)
+def _gradients_fwd(spec: Spec, w_dtype, x, weights, experts, pre, dout, fields):
+    return _gradients(spec, w_dtype, x, weights, experts, pre, dout, fields), (x, weights, experts, pre, dout, fields)
 
 
 def _gradients_bwd(spec: Spec, w_dtype, operands, cotangents):
     """Second derivatives are JAX's own, of the ops that the forward is made of. All of pre's part in them is x's and the experts'."""
-    x, weights, experts, pre, dout, routing = operands
+    x, weights, experts, pre, dout, fields = operands
+    routing = Routing(*fields)
 
     def gradients(x, weights, experts, dout):
         def forward(x, weights, experts):

@@ -102,7 +102,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       rows: tuned rows of grouped matmul (`jaxops.tuning.tuned_rows("grouped_matmul", device)`), best source first.
       backend: "auto" takes triton on Hopper where it can and groups are not tiny, Pallas on other GPUs, xla elsewhere; "triton", "pallas" or "xla" is obeyed,
         by the ops that this one is made of, too.
-      plan: used as it is; only what it leaves None is filled.
+      plan: used as it is; only what it, or a plan in it, leaves None is filled.
 
     Raises:
       ValueError: an unknown backend, or one that contradicts the plan.
@@ -127,9 +127,9 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         fused = fused or Fused(4 if p.R < 1024 * p.E else 8, dynamic=small)
     return Plan(
         backend=chosen,  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
-        unit=unit or make_unit_plan(unit_problem, device, rows, backend=chosen),
-        down=down or make_product_plan(down_problem, device, rows, backend=chosen),
+        unit=make_unit_plan(unit_problem, device, rows, backend=chosen if unit is None else "auto", plan=unit),
+        down=make_product_plan(down_problem, device, rows, backend=chosen if down is None else "auto", plan=down),
         rows=row_plan or make_rows_plan(Rows(p.T, p.D, p.k, p.dtype), device, backend="pallas" if chosen == "triton" else chosen),
-        fused=fused,
-        gather=gather or False,
+        fused=fused if chosen == "triton" else None,
+        gather=bool(gather) if chosen == "triton" else False,
     )

@@ -90,19 +90,27 @@ def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str =
     Source: the unpermutation of Megatron's and TransformerEngine's MoE layers, with the weights; MegaBlocks calls it scatter.
     """
     check_float("rows", rows, "[T * k, D]")
-    places = _check_places(routing)
+    places = check_routing(routing)
     T, k = places.positions.shape
-    check_array("routing.weights", routing.weights, "the weights [T, k] of a Routing")
-    if tuple(routing.weights.shape) != (T, k):
-        raise ValueError(f"routing.weights has shape {tuple(routing.weights.shape)}; it must be that of routing.row_positions, {(T, k)}.")
-    if routing.weights.dtype != jnp.float32:
-        raise TypeError(f"routing.weights is {routing.weights.dtype}; write routing.weights.astype(jnp.float32).")
     check_size("the number of rows", rows.shape[0], "T * k of routing.row_positions", T * k)
     out = float_dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype).name
     plan = make_plan(Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name), current_device(), backend=backend, plan=plan)
     rows, weights, *fields = vary_together(rows, routing.weights, *places)
     result: Any = _combine(plan, out, rows, weights, Places(*fields))
     return result
+
+
+def check_routing(routing: Routing) -> Places:
+    """What `combine` reads of a routing is there, and fits together. For ops that build on this one."""
+    places = _check_places(routing)
+    check_array("routing.weights", routing.weights, "the weights [T, k] of a Routing")
+    if routing.weights.shape != places.positions.shape:
+        raise ValueError(
+            f"routing.weights has shape {tuple(routing.weights.shape)}; it must be that of routing.row_positions, {tuple(places.positions.shape)}."
+        )
+    if routing.weights.dtype != jnp.float32:
+        raise TypeError(f"routing.weights is {routing.weights.dtype}; write routing.weights.astype(jnp.float32).")
+    return places
 
 
 def _check_places(routing: Routing) -> Places:

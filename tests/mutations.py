@@ -38,6 +38,8 @@ UNITS, OUTSIDE, GELU, RELU, SIGMOID, TANH = (
         "activations[gelu_tanh-interpret]",
     )
 )
+MLP, MLP_VALUES = "ops/moe_mlp", "tests/ops/moe_mlp/test_values.py"
+MLPS, WILD_MLP = (f"{MLP_VALUES}::test_{name}" for name in ("variants", "wild_positions_indices_and_offsets"))
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
@@ -173,23 +175,47 @@ MUTATIONS = {
     "glu offset: the last columns are left out": (
         f"{GLU}/halves_pallas.py", "* pl.cdiv(F, block.columns)", "* (F // block.columns)", UNITS),
     "glu sum: the slope of silu": (
-        f"{GLU}/activations.py", "s * (1 + u * (1 - s))", "s * (1 + u * s)", UNITS),
+        "_lib/activations.py", "s * (1 + u * (1 - s))", "s * (1 + u * s)", UNITS),
     "glu sum: the slope of gelu": (
-        f"{GLU}/activations.py", "jnp.exp(-0.5 * u * u)", "jnp.exp(-u * u)", GELU),
+        "_lib/activations.py", "jnp.exp(-0.5 * u * u)", "jnp.exp(-u * u)", GELU),
     "glu sum: the slope of gelu_tanh": (
-        f"{GLU}/activations.py", "(1 + 3 * 0.044715 * u * u)", "(1 + 2 * 0.044715 * u * u)", TANH),
+        "_lib/activations.py", "(1 + 3 * 0.044715 * u * u)", "(1 + 2 * 0.044715 * u * u)", TANH),
     "glu sum: the slope of relu": (
-        f"{GLU}/activations.py", "jnp.where(u > 0, 1.0, 0.0)", "jnp.where(u > 0, 1.0, 0.1)", RELU),
+        "_lib/activations.py", "jnp.where(u > 0, 1.0, 0.0)", "jnp.where(u > 0, 1.0, 0.1)", RELU),
     "glu sum: the slope of sigmoid": (
-        f"{GLU}/activations.py", "return s, s * (1 - s)", "return s, s", SIGMOID),
+        "_lib/activations.py", "return s, s * (1 - s)", "return s, s", SIGMOID),
     "glu sum: the gradients of gate and up change places": (
-        f"{GLU}/activations.py", "return dh * up.astype(jnp.float32) * slope, dh * value", "return dh * value, dh * up.astype(jnp.float32) * slope", UNITS),
+        "_lib/activations.py", "return dh * up.astype(jnp.float32) * slope, dh * value", "return dh * value, dh * up.astype(jnp.float32) * slope", UNITS),
     "glu sum: the gradients of x are rounded before they are added": (
-        f"{GLU}/api.py", "if len(dpre) == 1 else jnp.float32  #", "if len(dpre) == 1 else spec.compute_dtype  #",
+        f"{GROUPED}/api.py", "wide = out if len(lhs) == 1 else jnp.float32", "wide = jnp.dtype(lhs[0].dtype)",
         "tests/ops/grouped_glu/test_values.py::test_compute_dtype"),
     "glu sum: the gradients of x are rounded to its own dtype before they are added": (
-        f"{GLU}/api.py", "if len(dpre) == 1 else jnp.float32  #", "if len(dpre) == 1 else spec.x_dtype  #",
-        "tests/ops/grouped_glu/test_values.py::test_compute_dtype"),
+        f"{GROUPED}/api.py", "wide = out if len(lhs) == 1 else jnp.float32", "wide = out", "tests/ops/grouped_glu/test_values.py::test_compute_dtype"),
+    "moe_mlp mask: rows outside have weights": (
+        f"{MLP}/xla.py", "& ((row >= first) & (row < end))[:, None]", "& (row >= 0)[:, None]", f"{MLP_VALUES}::test_rows_outside_have_no_weight"),
+    "moe_mlp mask: choices without a row have gradients": (
+        f"{MLP}/xla.py", "has_row = (routing.row_positions >= first) & (routing.row_positions < end)", "has_row = routing.row_positions >= first", WILD_MLP),
+    "moe_mlp mask: choices before the groups have gradients": (
+        f"{MLP}/xla.py", "has_row = (routing.row_positions >= first) & (", "has_row = (", WILD_MLP),
+    "moe_mlp index: each row has its token's first weight": (
+        f"{MLP}/xla.py", "jnp.where(mine, routing.weights[token], 0)", "jnp.where(mine, routing.weights[token][:, :1], 0)", MLPS),
+    "moe_mlp index: a choice's gradient is its neighbour's": (
+        f"{MLP}/xla.py", "jnp.clip(routing.row_positions, 0, rows.shape[1] - 1)", "jnp.clip(routing.row_positions + 1, 0, rows.shape[1] - 1)", MLPS),
+    "moe_mlp offset: bounds are not clipped": (
+        f"{MLP}/xla.py", "first = jnp.clip(routing.group_offsets[0], 0, R)", "first = routing.group_offsets[0]", WILD_MLP),
+    "moe_mlp sum: the gradients of gate and up change places": (
+        f"{MLP}/xla.py", "dgate, dup = unit_gradients(activation, gate, up, weights * dh)", "dup, dgate = unit_gradients(activation, gate, up, weights * dh)",
+        MLPS),
+    "moe_mlp sum: the gradients of gate and up are without the weights": (
+        f"{MLP}/xla.py", "unit_gradients(activation, gate, up, weights * dh)", "unit_gradients(activation, gate, up, dh)", MLPS),
+    "moe_mlp sum: the down projection's gradient is without the weights": (
+        f"{MLP}/xla.py", "(weights * h).astype(dtype)", "h.astype(dtype)", MLPS),
+    "moe_mlp sum: the weights' gradient is with them": (
+        f"{MLP}/xla.py", "jnp.sum(dh * h, axis=1)[None]", "jnp.sum(weights * dh * h, axis=1)[None]", f"{MLP_VALUES}::test_weights_of_zero"),
+    "moe_mlp sum: the weights' gradient is of the activation alone": (
+        f"{MLP}/xla.py", "h = value * up.astype(jnp.float32)", "h = value", MLPS),
+    "moe_mlp sum: the experts' gradients are rounded": (
+        f"{MLP}/api.py", "_gradients(spec, w_kind.dtype, x,", "_gradients(spec, x.dtype, x,", f"{MLP_VALUES}::test_compute_dtype"),
     "route mask: tokens that are not there are counted": (
         f"{ROUTE}/columns_pallas.py", "return body(row, row < T, carry)", "return body(row, row < T + 1, carry)", ROUTES),
     "route mask: experts that are not there can be chosen": (
@@ -276,7 +302,7 @@ def survives(file: str, old: str, new: str, tests: str) -> bool:
         raise SystemExit(f"{file} has {source.count(old)} places that read {old!r}: bring tests/mutations.py up to date.")
     try:
         path.write_text(source.replace(old, new))
-        run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-k", "interpret", tests], capture_output=True, text=True)
+        run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-k", "not gpu", tests], capture_output=True, text=True)
     finally:
         path.write_text(source)
     if run.returncode not in (0, 1):

@@ -18,6 +18,7 @@ import numpy as np
 import jaxops
 from jaxops.ops import adaln, fp8_matmul
 from jaxops.ops import grouped_glu as units
+from jaxops.ops import moe_mlp as experts
 from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
@@ -119,6 +120,33 @@ def grouped_glu() -> None:
         print(plan, joined, "done", flush=True)
 
 
+def moe_mlp() -> None:
+    """The experts from tokens to tokens: by Pallas, and on Hopper by its own kernels, of which the backward's is this op's alone; places that are good, then
+    broken in every way."""
+    rng = np.random.default_rng(0)
+    wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
+    x, w_gate, w_up, w_down, dout = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (3, N, K), (M, K)))
+    good = jaxops.route(jnp.asarray(rng.normal(size=(M, 3)), jnp.float32), 2, capacity=2 * M // 3)
+    bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, 2)), row_indices=jnp.resize(wild, 2 * M))
+    plans = [experts.Plan("pallas")]
+    if current_device().is_hopper:
+        plans += [experts.Plan("triton", fused=experts.Fused(panel, dynamic)) for panel, dynamic in ((4, False), (1, True))]
+    for plan, save in itertools.product(plans, ("preactivations", "nothing")):
+
+        @jax.jit
+        def run(routing, plan=plan, save=save):
+            def f(x, weights, *matrices):
+                return jaxops.moe_mlp(x, *matrices, dataclasses.replace(routing, weights=weights), save=save, plan=plan)
+
+            out, vjp = jax.vjp(f, x, routing.weights, w_gate, w_up, w_down)
+            return out, vjp(dout)
+
+        for routing in (good, bad):
+            for offsets in (routing.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)):
+                jax.block_until_ready(run(dataclasses.replace(routing, group_offsets=offsets)))
+        print(plan, save, "done", flush=True)
+
+
 def routing() -> None:
     """Each kernel of the router: experts that fill up nothing and that fill up powers of two, in groups and not, with and without what drops rows; NaN."""
     rng = np.random.default_rng(0)
@@ -198,6 +226,6 @@ def quantize() -> None:
 
 
 if __name__ == "__main__":
-    checks = {check.__name__: check for check in (grouped_matmul, grouped_glu, row_kernels, quantize, routing, permute, fp8_products)}
+    checks = {check.__name__: check for check in (grouped_matmul, grouped_glu, moe_mlp, row_kernels, quantize, routing, permute, fp8_products)}
     for name in sys.argv[1:] or checks:
         checks[name]()

@@ -193,6 +193,13 @@ def combine(rows: Float[Array, "R D"], routing: jaxops.Routing, **options) -> Fl
 
 
 @typed
+def moe_mlp(
+    x: Float[Array, "T D"], w_gate: Float[Array, "E D F"], w_up: Float[Array, "E D F"], w_down: Float[Array, "E F N"], routing: jaxops.Routing, **options
+) -> Float[Array, "T N"]:
+    return jaxops.moe_mlp(x, w_gate, w_up, w_down, routing, **options)
+
+
+@typed
 def permute_and_combine(
     x: Float[Array, "T D"], weights: Float32[Array, "T k"], positions: Int32[Array, "T k"], indices: Int32[Array, " T*k"], **options
 ) -> tuple[Float[Array, "T*k D"], Float32[Array, "T D"]]:
@@ -217,6 +224,7 @@ SIGNATURES = {
     "grouped_glu": grouped_glu,
     "grouped_matmul": grouped_matmul,
     "grouped_wgrad": grouped_wgrad,
+    "moe_mlp": moe_mlp,
     "permute": permute,
     "quantize": quantize,
     "ragged_dot": ragged_dot,
@@ -318,6 +326,14 @@ def test_right_shapes_of_rows_of_experts_pass(backend, dtype):
     grads = jax.eval_shape(jax.grad(call, argnums=(0, 1)), LHS.astype(dtype), weights)
     assert [(g.shape, g.dtype) for g in grads] == [((M, K), dtype), ((M, 2), jnp.float32)]
 
+    def experts(x, weights, w):
+        routing = routing_of(weights, positions, indices, OFFSETS)
+        return moe_mlp(x, w, w, w.mT, routing, activation="gelu", save="nothing", out_dtype=jnp.float32, backend=backend, compute_dtype=dtype).sum()
+
+    operands = (LHS.astype(dtype), weights, RHS)
+    grads = jax.eval_shape(jax.grad(experts, argnums=(0, 1, 2)), *operands)
+    assert [(g.shape, g.dtype) for g in grads] == [(a.shape, a.dtype) for a in operands]
+
 
 def test_right_shapes_pass_under_transformations():
     grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(LHS, RHS, BIAS)
@@ -352,6 +368,7 @@ def test_right_shapes_pass_under_transformations():
         lambda: permute(VECTOR, routing_of(VECTORS, SIZES, SIZES, OFFSETS)),
         lambda: permute_and_combine(LHS, jnp.ones((M, 2)), jnp.zeros((M, 2), jnp.int32), SIZES),
         lambda: permute_and_combine(LHS, jnp.ones((M, 1)), jnp.zeros((M, 2), jnp.int32), jnp.zeros(2 * M, jnp.int32)),
+        lambda: moe_mlp(LHS, RHS, RHS, RHS, routing_of(jnp.ones((M, 1)), jnp.zeros((M, 1), jnp.int32), jnp.zeros(M, jnp.int32), OFFSETS)),
         lambda: quantize(VECTOR),
         lambda: quantize(LHS, scaling="tensorwise", amax=VECTOR),
         lambda: quantize_both(jnp.ones((300, 130)), jnp.ones((3, 2))),

@@ -1,5 +1,6 @@
 """MoE and Router against each token's experts one by one, and their manners as Flax modules."""
 
+import contextlib
 import functools
 
 import jax
@@ -11,8 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops._lib.device import has_jax_triton
 from jaxops.nn import MoE, Router, RouterBias
 from tests.compare import assert_close
+from tests.hopper import on_h200
 
 T, E, D, F, K = 24, 4, 8, 12, 2
 
@@ -24,9 +27,11 @@ def numbers(key, shape, dtype=jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape) / shape[-1] ** 0.5, dtype)
 
 
-def make(*, router: dict | None = None, **options) -> MoE:
+def make(*, router: dict | None = None, hidden_features: int = F, **options) -> MoE:
     rngs = nnx.Rngs(0)
-    return MoE(E, D, F, router=Router(D, E, K, **(router or {}), rngs=rngs), **{"kernel_init": numbers, "precision": "highest"} | options, rngs=rngs)
+    return MoE(
+        E, D, hidden_features, router=Router(D, E, K, **(router or {}), rngs=rngs), **{"kernel_init": numbers, "precision": "highest"} | options, rngs=rngs
+    )
 
 
 def tokens(*shape: int, dtype=jnp.float32) -> jax.Array:
@@ -86,10 +91,22 @@ def test_remat():
 
 
 def test_backend():
-    """Traced, not run: every product and the activation are kernels."""
-    moe = make(backend="pallas", shared_features=4)
-    text = str(jax.make_jaxpr(lambda x: moe(x)[0])(tokens()))
-    assert [text.count(f"name={name}") for name in ("grouped_glu_fwd", "grouped_matmul_fwd")] == [2, 6]
+    """Traced, not run: what `moe_mlp` and the shared experts are made of are kernels, and in bfloat16 on an H200 Hopper's own."""
+
+    def kernels(dtype, device=contextlib.nullcontext, **options) -> dict[str, int]:
+        graphdef, params = nnx.split(make(shared_features=8, hidden_features=16, dtype=dtype, **options))
+        x = tokens(128, D)  # 64 rows an expert: for tiny groups "auto" takes other kernels
+        with device():
+            text = str(jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x)[0])(params, x))
+        return {name: text.count(f"name={name}\n") for name in ("permute", "grouped_glu_fwd", "grouped_matmul_fwd", "combine")}
+
+    pallas = {"permute": 1, "grouped_glu_fwd": 2, "grouped_matmul_fwd": 6, "combine": 1}  # gate's, up's and down's products, twice
+    assert kernels(jnp.float32, backend="pallas") == pallas
+    assert kernels(jnp.float32) == dict.fromkeys(pallas, 0)
+    assert kernels(jnp.float32, on_h200) == pallas
+    if has_jax_triton():
+        for backend in ("auto", "triton"):
+            assert kernels(jnp.bfloat16, on_h200, backend=backend) == pallas | {"grouped_matmul_fwd": 2}
 
 
 def test_leading_axes():

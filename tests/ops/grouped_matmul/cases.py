@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.grouped_matmul import Plan, Tiles
+from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
 
@@ -97,3 +97,38 @@ def check(case: Case, run: str, *, kind: str = "float32", precision: str | None 
         assert not np.asarray(g)[empty].any()
     for g in got[:2]:
         assert not np.asarray(g)[case.outside[:, 0]].any()
+
+
+@functools.partial(jax.jit, static_argnames=("run", "transpose_rhs", "pairs"))
+def sum_and_gradients(lhs: tuple, rhs: tuple, dout, offsets, run: str, transpose_rhs: bool, pairs: int):
+    """(sum, dlhs, drhs) of `grouped_matmul_sum`, with rhs as they are where transpose_rhs is False; "reference" in float32."""
+
+    def f(lhs, rhs):
+        if run == "reference":
+            return sum(grouped_matmul_reference(a, b, offsets) for a, b in zip(lhs, rhs, strict=True))
+        rhs = tuple(jnp.swapaxes(b, 1, 2) for b in rhs) if transpose_rhs else rhs
+        return grouped_matmul_sum(lhs, rhs, offsets, plan=plan_of(run), transpose_rhs=transpose_rhs, precision="highest" if run != "triton" else None)
+
+    lhs, rhs = lhs[:pairs], rhs[:pairs]
+    if run == "reference":
+        row = jnp.arange(dout.shape[0])
+        outside = ((row < offsets[0]) | (row >= offsets[-1]))[:, None]
+        (lhs, rhs), dout = jax.tree.map(lambda x: x.astype(jnp.float32), (lhs, rhs)), jnp.where(outside, 0, dout.astype(jnp.float32))
+    out, vjp = jax.vjp(f, lhs, rhs)
+    return out, *vjp(dout.astype(out.dtype))
+
+
+def check_sum(run: str, sizes, K: int, N: int, *, dtype: str, transpose_rhs: bool, pairs: int = 2, **where) -> None:
+    """The sum was rounded once: where its terms cancel, terms that were rounded before would show. Nothing from outside the groups is in it."""
+    case, other = (make_case(sizes, K, N, dtype=dtype, seed=seed, **where) for seed in (0, 1))
+    given = (case.lhs, other.lhs), (case.rhs, other.rhs), case.dout, case.offsets
+    got, want = (sum_and_gradients(*given, run, transpose_rhs and run != "reference", pairs) for run in (run, "reference"))
+    for g, w, primal in zip(jax.tree.leaves(got), jax.tree.leaves(want), (case.dout, *given[0][:pairs], *given[1][:pairs]), strict=True):
+        assert g.dtype == primal.dtype
+        assert_close(g, w, dtype)
+    error, half_ulp = np.abs(np.asarray(got[0], np.float32) - want[0]), float(jnp.finfo(dtype).eps) / 2
+    assert (error <= half_ulp * np.abs(want[0]) + 2e-4 * np.sqrt(np.mean(np.square(want[0])))).all()
+    for rows in (got[0], *got[1]):
+        assert not np.asarray(rows, np.float32)[case.outside[:, 0]].any()
+    for weights in got[2]:
+        assert not np.asarray(weights, np.float32)[np.diff(np.asarray(case.offsets)) == 0].any()

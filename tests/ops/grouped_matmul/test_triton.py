@@ -6,17 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
 from jaxops._lib.device import Device
 from jaxops._lib.launch_triton import row_windows
-from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton, wgrad_triton
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES
 from tests.compare import assert_close
 from tests.gluon import Kernel, check, compiled
+from tests.hopper import H200 as ABSTRACT
 from tests.ops.grouped_matmul.cases import make_case, reference_all
 
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them
@@ -75,6 +78,16 @@ def test_variant(name, out, options, tmp_path):
     check(kernel_of(name, tiles, out, **options), ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path)
 
 
+@pytest.mark.parametrize("transposed", [True, False], ids=["transposed", "rhs"])
+@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+def test_kernel_of_two_products(tiles, transposed, tmp_path):
+    """The same instructions in the same loop: the second product is further steps of a tile, that the producer loads from elsewhere."""
+    a, b = shape(M, K), shape(G, *((N, K) if transposed else (K, N)))
+    how = {"transpose_rhs": transposed, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
+    (kernel,) = compiled(lambda a, b, c, d, offsets: fwd_triton(a, b, None, offsets, (c, d), **how), a, b, a, b, shape(G + 1, dtype="int32"))
+    check(kernel, [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64), 2, tiles.shared_bytes("bfloat16"), tmp_path)
+
+
 def test_a_users_call():
     """ "auto" takes these kernels on an H200, for all three passes."""
 
@@ -84,6 +97,20 @@ def test_a_users_call():
 
     kernels = compiled(gradients, shape(M, K), shape(G, K, N), shape(M, N), shape(G + 1, dtype="int32"))
     assert [kernel.name for kernel in kernels] == ["grouped_gemm_kernel"] * 3
+
+
+def test_shard_map_checks_varying_axes():
+    """check_vma=True: what a kernel gives varies over the axis that its operands vary over, though jax-triton's primitive does not say so."""
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
+
+    def shard(lhs, rhs, offsets):
+        return jax.grad(lambda *given: jnp.sum(jaxops.grouped_matmul(*given, offsets, backend="triton").astype(jnp.float32)), argnums=(0, 1))(lhs, rhs)
+
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=(P("d"), P()))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(sharded)(shape(256, 64), shape(G, 64, 128), shape(G + 1, dtype="int32")))
+    assert "psum" in text
+    assert all(f"name=grouped_matmul_{name}\n" in text for name in PASSES)
 
 
 @pytest.mark.gpu
@@ -129,6 +156,38 @@ def test_products_that_share_a_work_list():
     np.testing.assert_array_equal(np.asarray(twice), 2 * np.asarray(once))
     np.testing.assert_array_equal(np.asarray(twice_gradient), 2 * np.asarray(gradient))
     assert_close(once, reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[0], "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+@pytest.mark.parametrize("transposed", [True, False], ids=["transposed", "rhs"])
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+def test_two_products(tiles, transposed, dynamic):
+    """With every tile, and again to the bit: the sum of the products of pairs in either order, NaN outside the groups."""
+    case, other = (make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5, seed=seed) for seed in (0, 1))
+    plan = Plan("triton", fwd=dataclasses.replace(tiles, dynamic=dynamic))
+
+    @jax.jit
+    def both(a, b, c, d):
+        rhs = tuple(jnp.swapaxes(w, 1, 2) if transposed else w for w in (c, d))
+        return grouped_matmul_sum((a, b), rhs, case.offsets, plan=plan, transpose_rhs=transposed, out_dtype=jnp.float32)
+
+    operands = (case.lhs, other.lhs, case.rhs, other.rhs)
+    got, again = both(*operands), both(*operands)
+    zeros = jnp.zeros_like(case.bias)
+    want = sum(reference_all((c.lhs, c.rhs, zeros, case.dout, case.offsets))[0] for c in (case, other))
+    assert_close(got, want, "float32", scale=10)  # products of 712 in the tensor core's order
+    assert np.asarray(got).tobytes() == np.asarray(again).tobytes()
+
+
+@pytest.mark.gpu
+def test_vmap_of_two_products():
+    case, other = (make_case([100, 200, 300], 72, 136, dtype="bfloat16", seed=seed) for seed in (0, 1))
+    plan = Plan("triton", fwd=TILES[128, 256, False])
+    stacked = [jnp.stack([a, b]) for a, b in ((case.lhs, other.lhs), (case.rhs, other.rhs))]
+    got = jax.jit(jax.vmap(lambda a, w: grouped_matmul_sum((a, a), (w, w), case.offsets, plan=plan)))(*stacked)
+    for out, c in zip(got, (case, other), strict=True):
+        assert_close(out, 2 * reference_all((c.lhs, c.rhs, jnp.zeros_like(c.bias), c.dout, c.offsets))[0], "bfloat16")
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.reference import grouped_wgrad_reference
 from tests.compare import assert_close
-from tests.ops.grouped_matmul.cases import HALF_RUNS, KERNELS, RUNS, check, make_case, plan_of, reference_all, run_all
+from tests.ops.grouped_matmul.cases import HALF_RUNS, KERNELS, RUNS, check, check_sum, make_case, plan_of, reference_all, run_all
 
 WGRAD_REFERENCE = jax.jit(grouped_wgrad_reference)
 ROUTINGS = [
@@ -211,6 +211,23 @@ def test_gradients_of_wgrad(run):
     want = jax.jit(functools.partial(gradients, grouped_wgrad_reference))(*(np.where(case.outside, 0, x) for x in (case.lhs, case.dout)))
     for name, g, w in zip(("dlhs", "ddout", "daccumulator"), got, want, strict=True):
         assert_close(g, w, "float32", name)
+
+
+@pytest.mark.parametrize("run", RUNS[::2])  # of grouped_matmul's own results, whose kernels are interpreted above
+@pytest.mark.parametrize(("pairs", "dtype", "transpose_rhs"), [(1, "bfloat16", False), (2, "bfloat16", True), (2, "float16", False), (2, "float32", True)])
+def test_sum(run, pairs, dtype, transpose_rhs):
+    check_sum(run, [17, 0, 40], 37, 53, dtype=dtype, transpose_rhs=transpose_rhs, pairs=pairs, before=2, after=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["rhs", "transposed"])
+@pytest.mark.parametrize(
+    ("sizes", "K", "N"), [([300, 0, 1, 723, 0, 512], 712, 1032), ([5, 3, 0, 1], 72, 136), ([0, 0, 70], 64, 8)], ids=["ragged", "few", "last"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sum_on_hopper(dtype, sizes, K, N, transpose_rhs):
+    """By the forward's tiles, or the gradient's: the plan's are those of another pass each."""
+    check_sum("triton", sizes, K, N, dtype=dtype, transpose_rhs=transpose_rhs, before=7, after=5)
 
 
 @pytest.mark.parametrize("run", RUNS)

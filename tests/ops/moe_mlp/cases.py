@@ -1,0 +1,144 @@
+"""Random routings, tokens and experts, with NaN where nothing may be read, and the three ways to run them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops import grouped_glu, permute
+from jaxops.ops.moe_mlp import Plan
+from jaxops.ops.moe_mlp.reference import moe_mlp_reference
+from tests.compare import assert_close
+from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
+from tests.ops.permute.cases import TILE, make_routing
+
+# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
+RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
+QUICK = RUNS[::2]  # for what the kernels that are interpreted have no part in
+NAMES = ("out", "dx", "dweights", "dw_gate", "dw_up", "dw_down")
+
+
+def plan_of(run: str) -> Plan:
+    """Tiles that are smaller than the tests' sizes; interpreted, the rows' and the activation's kernels alone: grouped matmul's tests interpret its own."""
+    if run == "xla":
+        return Plan("xla")
+    products = product_plan_of("xla" if run == "interpret" else run)
+    unit = grouped_glu.Plan("pallas", grouped_glu.Block(8, 32), grouped_glu.Block(4, 16), products)
+    return Plan("pallas", unit, products, permute.Plan("pallas", TILE, TILE, TILE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What is static in a call: shapes, dtypes, options; and the routing's experts, of which those from `first` to `last` - 1 are here."""
+
+    T: int = 13
+    D: int = 19
+    F: int = 37
+    N: int = 19
+    k: int = 3
+    E: int = 6
+    dtype: str = "float32"
+    out_dtype: str | None = None
+    capacity: int | None = None
+    first: int = 0
+    last: int | None = None
+    activation: str = "silu"
+    save: str = "preactivations"
+
+    @property
+    def experts(self) -> int:
+        return (self.E if self.last is None else self.last) - self.first
+
+
+# Both kinds of rows outside, choices that were dropped, no size that is a power of two or equals another: what the contracts are tested with, too.
+SHARD = Variant(N=11, capacity=6, first=1, last=5)
+
+
+def has_row(routing: jaxops.Routing) -> np.ndarray:
+    """[T, k], which choices have a row in a group."""
+    position, offsets = np.asarray(routing.row_positions), np.asarray(routing.group_offsets)
+    return (position >= offsets[0]) & (position < offsets[-1])
+
+
+def make_case(variant: Variant, seed: int = 0) -> dict:
+    """routing, x [T, D], the experts' weights, and the cotangent dout [T, N]. What belongs to tokens of which no choice has a row is NaN, and so are the
+    weights of dropped choices."""
+    v, rng = variant, np.random.default_rng(seed + 100)
+    routing = make_routing(v, seed)  # pyright: ignore[reportArgumentType]  # all that it reads is here, too
+    bad = np.where(has_row(routing).any(axis=1), 1, np.nan)[:, None]
+    G, D, F, N = v.experts, v.D, v.F, v.N
+    shapes = {"x": (v.T, D), "w_gate": (G, D, F), "w_up": (G, D, F), "w_down": (G, F, N), "dout": (v.T, N)}
+    case = {name: rng.normal(size=shape) / (max(1, shape[1]) ** 0.5 if name[0] == "w" else 1) for name, shape in shapes.items()}
+    case |= {name: case[name] * bad for name in ("x", "dout")}
+    return {"routing": routing} | {name: jnp.asarray(array, (v.out_dtype if name == "dout" else None) or v.dtype) for name, array in case.items()}
+
+
+def clean(case: dict) -> dict:
+    """What the reference can read: zeros for the NaN that reaches nothing."""
+    kept = has_row(case["routing"])
+    rows = {name: jnp.where(kept.any(axis=1)[:, None], case[name], 0) for name in ("x", "dout")}
+    return case | rows | {"routing": dataclasses.replace(case["routing"], weights=jnp.where(kept, case["routing"].weights, 0))}
+
+
+def mlp(variant: Variant, run: str, x, w_gate, w_up, w_down, routing: jaxops.Routing, **options) -> jax.Array:
+    if run == "reference":
+        out = moe_mlp_reference(x, w_gate, w_up, w_down, routing, activation=variant.activation)
+        return out.astype(variant.out_dtype or variant.dtype)
+    how = {"activation": variant.activation, "save": variant.save, "out_dtype": variant.out_dtype, "precision": "highest", "plan": plan_of(run)}
+    return jaxops.moe_mlp(x, w_gate, w_up, w_down, routing, **how | options)
+
+
+@functools.cache
+def compiled(run: str, variant: Variant, **options):
+    """A jitted function from a case to the result and all gradients by name; "reference" is reference.py, all of it in float32."""
+
+    def everything(case: dict) -> dict:
+        routing, v = case["routing"], variant
+        operands = [case[name] for name in ("x", "w_gate", "w_up", "w_down")]
+        if run == "reference":
+            v, operands = dataclasses.replace(v, out_dtype="float32"), [a.astype(jnp.float32) for a in operands]
+
+        def weighted(x, weights, *experts):
+            return mlp(v, run, x, *experts, dataclasses.replace(routing, weights=weights), **options)
+
+        out, vjp = jax.vjp(weighted, operands[0], routing.weights, *operands[1:])
+        return dict(zip(NAMES, (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
+
+    return jax.jit(everything)
+
+
+def want_of(case: dict, variant: Variant) -> dict:
+    # One compilation for all that differs in nothing the reference looks at.
+    same = dataclasses.replace(variant, out_dtype=None, capacity=None, first=0, last=variant.experts, save="preactivations")
+    return compiled("reference", same)(clean(case))
+
+
+def check(case: dict, variant: Variant, run: str) -> dict:
+    """The result and every gradient equal the reference's; zeros where no row or choice is."""
+    got, want = compiled(run, variant)(case), want_of(case, variant)
+    check_values(got, want, variant)
+    check_zeros(got, case["routing"])
+    return got
+
+
+def check_values(got: dict, want: dict, variant: Variant) -> None:
+    """In bfloat16 gate and up are rounded, h, its gradient, those of gate and up, and the result: twice the table's error, and where a sum has a term or two
+    each rounding is an element's own."""
+    dtypes = {"out": variant.out_dtype or variant.dtype, "dweights": "float32"}
+    for name in NAMES:
+        assert got[name].dtype == dtypes.get(name, variant.dtype), name
+        assert_close(got[name], want[name], variant.dtype, name, scale=2, roundings=4)
+
+
+def check_zeros(got: dict, routing: jaxops.Routing) -> None:
+    kept = has_row(routing)
+    for name in ("out", "dx"):
+        assert not np.asarray(got[name], np.float32)[~kept.any(axis=1)].any(), name
+    assert not np.asarray(got["dweights"])[~kept].any()
+    empty = np.diff(np.asarray(routing.group_offsets)) == 0
+    for name in ("dw_gate", "dw_up", "dw_down"):
+        assert not np.asarray(got[name], np.float32)[empty].any(), name

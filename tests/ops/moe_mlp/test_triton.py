@@ -1,0 +1,266 @@
+"""Hopper's own kernels: the backward's compiled for an H200 that is not there, and all of them run on one where there is one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
+
+import jaxops
+from jaxops._lib.activations import ACTIVATIONS
+from jaxops._lib.device import Device
+from jaxops.ops import grouped_glu, grouped_matmul
+from jaxops.ops.moe_mlp import Fused, Plan, Problem, make_plan
+from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
+from tests.gluon import SHARED_BYTES, Kernel, check, compiled
+from tests.hopper import H200 as ABSTRACT
+from tests.hopper import on_h200
+from tests.ops.moe_mlp.cases import NAMES, Variant, check_values, check_zeros, make_case, want_of
+from tests.ops.moe_mlp.cases import compiled as jitted
+
+R, D, F, E = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
+H200 = Device("NVIDIA H200", "gpu")
+PROBLEM = Problem(4096, 2, 8, 1024, 3584, 1024, "bfloat16")
+
+
+def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def routing_of(T: int, k: int, E: int) -> jaxops.Routing:
+    return jax.eval_shape(lambda logits: jaxops.route(logits, k, backend="xla"), shape(T, E, dtype="float32"))
+
+
+def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = False) -> Kernel:
+    how = {"activation": activation, "panel": 4, "dynamic": dynamic}
+    rows = shape(R, F, dtype=dtype)
+    operands = (shape(R, D, dtype=dtype), shape(E, F, D, dtype=dtype), rows, rows, shape(R, dtype="float32"), shape(E + 1, dtype="int32"))
+    (kernel,) = compiled(lambda *operands: bwd_triton(*operands, **how), *operands)
+    return kernel
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_kernel(activation, tmp_path):
+    """A consumer multiplies its 128 rows, 64 at a time, by 128 columns, 64 of D in four instructions."""
+    kernel = backward(activation, dynamic=activation == "silu")
+    # A quarter of a tile is activated while the sums of the others wait in registers: a few that do not fit (with gelu, whose slope is the longest formula, 19)
+    # go out and come back once a tile, not in the loop that multiplies.
+    check(kernel, ["m64n128k16.f32.bf16.bf16"] * 16, 2, SHARED_BYTES, tmp_path, spilled=80 if activation == "gelu" else 48)
+    assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole pieces leave by TMA,
+    assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
+
+
+OPERANDS = (shape(500, D), shape(E, D, F), shape(E, D, F), shape(E, F, D))
+
+
+def launched(call, *shapes) -> list[tuple[str, int]]:
+    """The Gluon kernels of a call, in order: name and how many results each writes."""
+
+    def inside(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "triton_kernel_call":
+                results = [var for var in equation.outvars if var.aval.dtype != jnp.int32]  # not the work list, in which programs count
+                yield equation.params["name"], len(results)
+            for sub in jaxprs_in_params(equation.params):
+                yield from inside(sub)
+
+    with on_h200():
+        return list(inside(jax.make_jaxpr(call)(*shapes).jaxpr))
+
+
+FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in ("fwd", "dgrad", "wgrad"))
+
+
+@pytest.mark.parametrize(("save", "kept"), [("preactivations", 3), ("nothing", 1)])
+def test_a_users_call(save, kept):
+    """ "auto" takes these kernels on an H200. The gradient of x is one product; gate and up are written where a backward reads them and nowhere else."""
+
+    def gradients(routing, dout, *operands):
+        def forward(weights, *given):
+            return jaxops.moe_mlp(*given, dataclasses.replace(routing, weights=weights), save=save)
+
+        return jax.vjp(forward, routing.weights, *operands)[1](dout)
+
+    again = [("grouped_glu_fwd", 3)] * (save == "nothing")
+    backward = [("moe_mlp_bwd", 4), (WGRAD, 1), (WGRAD, 1), (WGRAD, 1), (DGRAD, 1)]
+    assert launched(gradients, routing_of(500, 2, E), shape(500, D), *OPERANDS) == [("grouped_glu_fwd", kept), (FWD, 1), *again, *backward]
+    assert launched(lambda routing, *given: jaxops.moe_mlp(*given, routing, save=save), routing_of(500, 2, E), *OPERANDS) == [("grouped_glu_fwd", 1), (FWD, 1)]
+
+
+@pytest.mark.parametrize("empty", ["E", "T"])
+def test_nothing_to_do_launches_nothing(empty):
+    """A device without experts, and a batch without tokens: there is nothing that TMA could be pointed at."""
+
+    def gradients(routing, dout, *operands):
+        return jax.vjp(lambda *given: jaxops.moe_mlp(*given, routing, backend="triton"), *operands)[1](dout)
+
+    T, G = (0, 2) if empty == "T" else (16, 0)
+    routing = dataclasses.replace(routing_of(T, 2, 2), group_offsets=shape(G + 1, dtype="int32"))
+    assert launched(gradients, routing, shape(T, 64), shape(T, 64), shape(G, 64, 64), shape(G, 64, 64), shape(G, 64, 64)) == []
+
+
+def test_plan():
+    plan = make_plan(PROBLEM, H200)
+    assert plan == make_plan(PROBLEM, H200, backend="triton") == make_plan(PROBLEM, H200, plan=Plan("triton"))
+    assert (plan.backend, plan.fused) == ("triton", Fused(8))
+    assert plan.unit == grouped_glu.make_plan(grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="triton")
+    assert plan.down == grouped_matmul.make_plan(grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16"), H200, backend="triton")
+    assert plan.rows is not None
+    assert plan.rows.backend == "pallas"
+    assert make_plan(dataclasses.replace(PROBLEM, E=64), H200).fused == Fused(4, dynamic=True)
+    assert make_plan(dataclasses.replace(PROBLEM, E=16), H200).fused == Fused(4)
+    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Fused(2))).fused == Fused(2)
+    assert make_plan(PROBLEM, H200, plan=Plan("pallas", unit=grouped_glu.Plan("triton"))).unit == plan.unit  # filled, and nothing of it is lost
+    assert make_plan(PROBLEM, H200, backend="pallas").unit == grouped_glu.make_plan(
+        grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="pallas"
+    )
+
+
+def test_what_auto_leaves_to_the_others():
+    """Tiny groups (31 rows), other dtypes, rows that are not whole 16 bytes: the ops that it is made of choose by themselves."""
+    for change in ({"E": 265}, {"dtype": "float32"}, {"N": 1020}, {"F": 3580}, {"D": 1020}):
+        plan = make_plan(dataclasses.replace(PROBLEM, **change), H200)
+        assert (plan.backend, plan.fused) == ("pallas", None)
+    plan = make_plan(dataclasses.replace(PROBLEM, N=1020), H200)
+    assert plan.unit is not None
+    assert plan.down is not None
+    assert (plan.unit.backend, plan.down.backend) == ("triton", "pallas")
+    assert make_plan(dataclasses.replace(PROBLEM, E=265), H200, backend="triton").backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "says"),
+    [
+        ({}, Device("NVIDIA L4", "gpu"), "needs a Hopper GPU.*NVIDIA L4"),
+        ({"dtype": "float32"}, H200, "this is float32"),
+        ({"D": 500}, H200, "K=500"),
+        ({"F": 700}, H200, "N=700"),
+        ({"N": 700}, H200, "N=700"),
+    ],
+    ids=["card", "float32", "D", "F", "N"],
+)
+def test_what_it_cannot(change, device, says):
+    problem = dataclasses.replace(PROBLEM, **change)
+    parts = Plan("triton", grouped_glu.Plan("xla"), grouped_matmul.Plan("xla"), fused=Fused())
+    for plan in (Plan("triton"), parts):
+        with pytest.raises(NotImplementedError, match=says):
+            make_plan(problem, device, plan=plan)
+
+
+def test_shard_map_checks_the_kernels_varying_axes():
+    """check_vma=True traces these, too, with replicated experts."""
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
+    routing = routing_of(256, 2, E)
+
+    def shard(x, routing, *experts):
+        return jax.grad(lambda *given: jnp.sum(jaxops.moe_mlp(*given, routing, backend="triton").astype(jnp.float32)), argnums=(0, 1, 2, 3))(x, *experts)
+
+    specs = dataclasses.replace(jax.tree.map(lambda _: P(), routing), weights=P("d"), experts=P("d"), row_indices=P("d"), row_positions=P("d"))
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), specs, P(), P(), P()), out_specs=(P("d"), P(), P(), P()))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(sharded)(shape(256, 64), routing, shape(E, 64, 128), shape(E, 64, 128), shape(E, 128, 64)))
+    assert "psum" in text
+    assert "moe_mlp_bwd" in text
+
+
+# Groups of 1 to 70 rows; two tiles and more a program, some whole and some of a row; fewer rows than a consumer has in all. F that ends within a piece of 64
+# columns, and within a tile's first and second one.
+SIZES = {
+    "few": Variant(T=90, D=712, F=136, N=712, k=2, E=12, first=1, last=11, capacity=14),
+    "ragged": Variant(T=900, D=712, F=1032, N=264, k=2, E=5, capacity=500),
+    "narrow": Variant(T=300, D=72, F=200, N=64, k=3, E=4, first=2),
+    "one": Variant(T=3, D=64, F=64, N=8, k=1, E=2),
+}
+
+
+@functools.cache
+def cases(name: str, dtype: str) -> tuple[dict, dict]:
+    variant = dataclasses.replace(SIZES[name], dtype=dtype)
+    case = make_case(variant)
+    return case, want_of(case, variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [Fused(1), Fused(4, dynamic=True), Fused(8)], ids=["1", "4-dynamic", "8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SIZES)
+def test_values(name, dtype, fused):
+    """NaN outside the groups, the same bits twice."""
+    variant = dataclasses.replace(SIZES[name], dtype=dtype)
+    case, want = cases(name, dtype)
+    run = jitted("triton", variant, plan=Plan("triton", fused=fused), precision=None)
+    got, again = run(case), run(case)
+    check_values(got, want, variant)
+    check_zeros(got, case["routing"])
+    assert [np.asarray(got[key]).tobytes() for key in NAMES] == [np.asarray(again[key]).tobytes() for key in NAMES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["preactivations", "nothing"])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_activations(activation, save):
+    variant = dataclasses.replace(SIZES["few"], dtype="bfloat16", activation=activation, save=save)
+    case = make_case(variant)
+    check_values(jitted("triton", variant, plan=None, backend="triton", precision=None)(case), want_of(case, variant), variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_of_every_size(seed):
+    """1 to 70 rows each, in another order each time: tiles that end in each half, and pieces without rows."""
+    variant = Variant(T=600, D=136, F=136, N=136, k=1, E=17, dtype="bfloat16")
+    case = make_case(variant)
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 71, size=17)
+    before = int(rng.integers(0, 20))
+    offsets = before + np.concatenate([[0], np.cumsum(sizes)])
+    assert offsets[-1] <= 600 or sizes.sum() > 580
+    offsets = jnp.asarray(np.minimum(offsets, 600), jnp.int32)
+    order = jnp.asarray(rng.permutation(600), jnp.int32)
+    routing = dataclasses.replace(case["routing"], row_indices=order, row_positions=jnp.argsort(order).astype(jnp.int32)[:, None], group_offsets=offsets)
+    case |= {"routing": routing}
+    got = jitted("triton", variant, plan=None, backend="triton", precision=None)(case)
+    check_values(got, want_of(case, variant), variant)
+    check_zeros(got, routing)
+
+
+@pytest.mark.gpu
+def test_bad_tokens_stay_with_themselves():
+    """NaN in a token and its cotangent, whose row lies among others in its tile: they stay as they were, to the bit."""
+    variant = dataclasses.replace(SIZES["few"], dtype="bfloat16")
+    case, _ = cases("few", "bfloat16")
+    run = jitted("triton", variant, plan=None, backend="triton", precision=None)
+    token = int(np.argmax((np.asarray(case["routing"].row_positions) < int(case["routing"].group_offsets[-1])).all(axis=1)))
+    bad = run(case | {name: case[name].at[token].set(jnp.nan) for name in ("x", "dout")})
+    good = run(case)
+    others = np.arange(variant.T) != token
+    for name in ("out", "dx", "dweights"):
+        np.testing.assert_array_equal(np.asarray(bad[name])[others], np.asarray(good[name])[others], err_msg=name)
+    spoilt = [np.isnan(np.asarray(bad[name], np.float32)).reshape(variant.experts, -1).any(axis=1).sum() for name in ("dw_gate", "dw_up", "dw_down")]
+    assert 0 < max(spoilt) <= variant.k
+
+
+@pytest.mark.gpu
+def test_vmap():
+    variant = dataclasses.replace(SIZES["narrow"], dtype="bfloat16")
+    found = [make_case(variant, seed) for seed in range(2)]
+    run = jitted("triton", variant, plan=None, backend="triton", precision=None)
+    got = jax.jit(jax.vmap(run))(jax.tree.map(lambda *leaves: jnp.stack(leaves), *found))
+    for i, case in enumerate(found):
+        check_values(jax.tree.map(lambda leaf, i=i: leaf[i], got), want_of(case, variant), variant)
+
+
+@pytest.mark.gpu
+def test_nothing_saved():
+    """The same to the bit as with what the forward saved."""
+    variant = dataclasses.replace(SIZES["ragged"], dtype="bfloat16")
+    case, _ = cases("ragged", "bfloat16")
+    saved, again = (jitted("triton", variant, plan=None, backend="triton", precision=None, save=save)(case) for save in ("preactivations", "nothing"))
+    assert [np.asarray(saved[key]).tobytes() for key in NAMES] == [np.asarray(again[key]).tobytes() for key in NAMES]

@@ -1,0 +1,242 @@
+"""The result and all gradients against the float32 reference: odd sizes, dropped choices, rows outside, NaN, wild indices, every activation and dtype."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops._lib.activations import ACTIVATIONS
+from jaxops.ops.moe_mlp.xla import weights_of_rows
+from tests.compare import assert_close
+from tests.ops.moe_mlp.cases import (
+    NAMES,
+    QUICK,
+    RUNS,
+    SHARD,
+    Variant,
+    check,
+    check_values,
+    check_zeros,
+    clean,
+    compiled,
+    has_row,
+    make_case,
+    mlp,
+    want_of,
+)
+from tests.ops.permute.cases import make_routing
+
+VARIANTS = {
+    "plain": Variant(),
+    "shard": SHARD,
+    "one-choice": Variant(T=5, D=32, F=48, N=24, k=1, E=4, dtype="float16"),
+    "eight": Variant(T=7, D=24, F=40, N=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", capacity=6, last=7),
+    "empty-experts": Variant(T=4, D=9, F=5, N=6, k=2, E=16, dtype="bfloat16"),
+    "one-token": Variant(T=1, D=1, F=1, N=1, k=2, E=2, first=1),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants(run, variant):
+    for seed in range(2):
+        check(make_case(variant, seed), variant, run)
+
+
+def test_the_cases_are_what_they_are_for():
+    """Tokens of which nothing is here, choices that were dropped, rows before the groups and behind them, experts without rows."""
+    routing = make_routing(SHARD)  # pyright: ignore[reportArgumentType]
+    offsets, R = np.asarray(routing.group_offsets), SHARD.T * SHARD.k
+    assert not has_row(routing).any(axis=1).all()
+    assert (np.asarray(routing.row_positions) == R).any()
+    assert offsets[0] > 0
+    assert offsets[-1] < R - (np.asarray(routing.row_positions) == R).sum()
+    for name, empty in (("empty-experts", True), ("shard", False)):
+        assert (np.diff(np.asarray(make_case(VARIANTS[name])["routing"].group_offsets)) == 0).any() == empty
+
+
+@pytest.mark.parametrize("run", QUICK)
+@pytest.mark.parametrize("activation", sorted(set(ACTIVATIONS) - {"silu"}))
+def test_activations(activation, run):
+    """And, on the way, what is multiplied again in the backward."""
+    variant = Variant(T=6, D=8, F=12, N=8, k=2, E=3, activation=activation, save="nothing")
+    check(make_case(variant), variant, run)
+
+
+@pytest.mark.parametrize("run", QUICK)
+def test_nothing_saved(run):
+    """The same to the bit as with what the forward saved."""
+    case = make_case(SHARD)
+    saved, again = (compiled(run, dataclasses.replace(SHARD, save=save))(case) for save in ("preactivations", "nothing"))
+    assert {name: np.asarray(x).tobytes() for name, x in saved.items()} == {name: np.asarray(x).tobytes() for name, x in again.items()}
+
+
+@pytest.mark.parametrize("run", QUICK)
+def test_without_a_gradient(run):
+    """The same to the bit as with one: gate and up are not kept then, on no backend."""
+    case = make_case(SHARD)
+    operands = [case[name] for name in ("x", "w_gate", "w_up", "w_down", "routing")]
+    out = jax.jit(functools.partial(mlp, SHARD, run))(*operands)
+    assert np.asarray(out).tobytes() == np.asarray(compiled(run, SHARD)(case)["out"]).tobytes()
+
+
+@pytest.mark.parametrize("run", QUICK)
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float32"])
+def test_compute_dtype(x_dtype, run):
+    """Float32 weights under bfloat16 products: their gradients are float32 and were never rounded."""
+    variant = Variant(T=9, D=32, F=48, N=40, k=2, E=4, dtype="bfloat16", first=1)
+    case = make_case(variant)
+    wide = case | {name: case[name].astype(jnp.float32) for name in case if name[0] == "w" or (x_dtype == "float32" and name in ("x", "dout"))}
+    got = compiled(run, variant if x_dtype == "bfloat16" else dataclasses.replace(variant, dtype="float32"), compute_dtype=jnp.bfloat16)(wide)
+    dtypes = {"out": x_dtype, "dx": x_dtype} | dict.fromkeys(NAMES[2:], "float32")
+    assert {name: x.dtype for name, x in got.items()} == dtypes
+    for name, want in want_of(case, variant).items():
+        assert_close(got[name], want, "bfloat16", name, scale=2, roundings=4)
+    narrow = compiled(run, variant)(case)
+    for name in ("dw_gate", "dw_up", "dw_down"):
+        assert np.any(np.asarray(got[name]) != np.asarray(got[name]).astype(jnp.bfloat16).astype(np.float32)), name
+        np.testing.assert_array_equal(np.asarray(got[name]).astype(jnp.bfloat16), np.asarray(narrow[name]), err_msg=name)
+
+
+def test_rows_outside_have_no_weight():
+    """Whatever their choices' weights are, and whatever else stands in such rows."""
+    case = make_case(SHARD)
+    routing = dataclasses.replace(case["routing"], weights=jnp.where(has_row(case["routing"]), case["routing"].weights, jnp.nan))
+    want, kept = np.zeros(SHARD.T * SHARD.k, np.float32), has_row(routing)
+    want[np.asarray(routing.row_positions)[kept]] = np.asarray(routing.weights)[kept]
+    np.testing.assert_array_equal(jax.jit(weights_of_rows)(routing), want)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_weights_of_zero(run):
+    """They have gradients all the same: what the experts' output would be worth. The experts have none then."""
+    case = make_case(SHARD)
+    case["routing"] = dataclasses.replace(
+        case["routing"], weights=jnp.where(np.arange(SHARD.T)[:, None] < 8, 0 * case["routing"].weights, case["routing"].weights)
+    )
+    got = check(case, SHARD, run)
+    kept = has_row(case["routing"])
+    assert np.asarray(got["dweights"])[:8][kept[:8]].all()
+    case["routing"] = dataclasses.replace(case["routing"], weights=jnp.zeros((SHARD.T, SHARD.k)))
+    got = check(case, SHARD, run)
+    assert not any(np.asarray(got[name]).any() for name in NAMES if name != "dweights")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_bad_tokens_stay_with_themselves(run):
+    """NaN in a token, its weight or its cotangent reaches that token's row of each result, its experts' weights' gradients, and nothing else."""
+    variant = Variant()
+    case, good = make_case(variant), compiled(run, variant)(make_case(variant))
+    routing = case["routing"]
+    experts = np.isin(np.arange(variant.E), np.asarray(routing.experts)[4])
+    assert experts.sum() == variant.k
+    bad = case | {name: case[name].at[4].set(jnp.nan) for name in ("x", "dout")}
+    got = compiled(run, variant)(bad | {"routing": dataclasses.replace(routing, weights=routing.weights.at[4, 1].set(jnp.nan))})
+    for name, values in got.items():
+        touched = experts if name[:2] == "dw" and name != "dweights" else np.arange(variant.T) == 4
+        values = np.asarray(values)
+        assert np.isnan(values[touched]).reshape(touched.sum(), -1).any(axis=1).all(), name
+        np.testing.assert_array_equal(values[~touched], np.asarray(good[name])[~touched], err_msg=name)
+
+
+@pytest.mark.parametrize("run", QUICK)
+def test_bad_experts_stay_with_their_tokens(run):
+    """NaN in an expert's weights reaches its tokens and no other: an expert without rows reaches nothing but itself."""
+    variant = VARIANTS["empty-experts"]
+    case = make_case(variant)
+    good = compiled(run, variant)(case)
+    sizes = np.diff(np.asarray(case["routing"].group_offsets))
+    bad = np.stack([sizes == 0, np.arange(variant.E) == sizes.argmax()]).any(axis=0)
+    got = compiled(run, variant)(case | {name: jnp.where(bad[:, None, None], jnp.nan, case[name]) for name in ("w_gate", "w_up", "w_down")})
+    chosen = (np.asarray(case["routing"].experts) == sizes.argmax()).any(axis=1)
+    assert 0 < chosen.sum() < variant.T
+    for name in ("out", "dx"):
+        assert np.isnan(np.asarray(got[name], np.float32)[chosen]).any(axis=1).all()
+        np.testing.assert_array_equal(np.asarray(got[name])[~chosen], np.asarray(good[name])[~chosen])
+    for name in ("dw_gate", "dw_up", "dw_down"):
+        assert not np.asarray(got[name], np.float32)[sizes == 0].any()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_wild_positions_indices_and_offsets(run):
+    """Some answer, of the right shape, from inside the arrays; a position that is none has no gradient."""
+    case = make_case(Variant())
+    rng, T, k, R = np.random.default_rng(0), 13, 3, 39
+    wild = rng.choice(np.array([-(2**31), -7, -1, 0, 3, R - 1, R, R + 5, 2**31 - 1], np.int32), size=(T, k))
+    indices = rng.choice(np.array([-(2**31), -1, 0, T - 1, T, 2**31 - 1], np.int32), size=R)
+    for first, end in ((-9, 10**6), (5, R + 1), (2**31 - 1, -(2**31)), (20, 10)):
+        offsets = jnp.array([first, 7, 7, 11, 12, 12, end], jnp.int32)
+        for change in ({}, {"row_positions": jnp.asarray(wild)}, {"row_indices": jnp.asarray(indices)}):
+            routing = dataclasses.replace(case["routing"], group_offsets=offsets, **change)
+            got = jax.block_until_ready(compiled(run, Variant())(case | {"routing": routing}))
+            assert [got[name].shape for name in NAMES] == [(T, 19), (T, 19), (T, k), (6, 19, 37), (6, 19, 37), (6, 37, 19)]
+            position = np.asarray(routing.row_positions)
+            lo = np.clip(first, 0, R)
+            assert not np.asarray(got["dweights"])[(position < lo) | (position >= np.clip(end, lo, R))].any()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_shards_add_up(run):
+    """Each device has some experts, by its part of the offsets alone: their results and gradients sum to the whole's."""
+    variant, found = Variant(), []
+    case = make_case(variant)
+    offsets = case["routing"].group_offsets
+    for first in (0, 2, 4, 6):
+        mine = jnp.clip(offsets, offsets[first], offsets[min(first + 2, variant.E)])  # of no expert at the end
+        found.append(compiled(run, variant)(case | {"routing": dataclasses.replace(case["routing"], group_offsets=mine)}))
+    whole = compiled(run, variant)(case)
+    check_values({name: sum(part[name] for part in found) for name in NAMES}, whole, variant)
+    assert not any(np.asarray(values).any() for values in found[-1].values())
+
+
+@pytest.mark.parametrize("run", QUICK)
+@pytest.mark.parametrize("size", ["T", "D", "F", "N", "E"])
+def test_nothing_at_all(size, run):
+    """Zeros of the right shapes where a size is 0; of the experts: on a device that has none of them."""
+    variant = Variant(**({"T": 3, "D": 2, "F": 4, "N": 5, "k": 2, "E": 2} | ({"last": 0} if size == "E" else {size: 0})))
+    got, G = compiled(run, variant)(make_case(variant)), variant.experts
+    T, D, F, N = variant.T, variant.D, variant.F, variant.N
+    assert [got[name].shape for name in NAMES] == [(T, N), (T, D), (T, 2), (G, D, F), (G, D, F), (G, F, N)]
+    assert not any(np.asarray(values).any() for values in got.values())
+
+
+@pytest.mark.parametrize("run", QUICK)
+def test_with_route(run):
+    """With a capacity: the result and the gradients of tokens, experts and logits are those of each token's experts one by one."""
+    v = dataclasses.replace(SHARD, first=0, last=None)
+    case, logits = clean(make_case(v)), jnp.asarray(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
+    operands = (logits, *(case[name] for name in ("x", "w_gate", "w_up", "w_down")))
+
+    def ours(logits, *operands):
+        return mlp(v, run, *operands, jaxops.route(logits, v.k, capacity=v.capacity))
+
+    def one_by_one(logits, x, w_gate, w_up, w_down):
+        routing = jaxops.route(logits, v.k, capacity=v.capacity)
+        chosen = jnp.sum(jax.nn.one_hot(routing.experts, v.E) * routing.weights[:, :, None], axis=1)
+        with jax.default_matmul_precision("highest"):
+            gate, up = (jnp.einsum("td,edf->tef", x, w) for w in (w_gate, w_up))
+            return jnp.einsum("te,tef,efn->tn", chosen, jax.nn.silu(gate) * up, w_down)
+
+    losses = [lambda *given, f=f: jnp.sum(jnp.sin(f(*given))) for f in (ours, one_by_one)]
+    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4)))(*operands) for f in losses)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close(g, w, "float32", scale=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("T", "D", "F", "N", "k", "E"), [(4096, 1024, 512, 1024, 8, 64), (1000, 712, 1032, 136, 4, 16), (77, 65, 131, 33, 3, 5), (300, 64, 72, 64, 2, 128)]
+)
+def test_plans_that_users_get(T, D, F, N, k, E, dtype):
+    """On the GPU, with "auto": Hopper's kernels where they can, the last one with tiny groups."""
+    variant = Variant(T=T, D=D, F=F, N=N, k=k, E=E, dtype=dtype, capacity=2 * T * k // E, first=1)
+    case = make_case(variant)
+    got, want = (compiled("auto", variant, plan=None, backend=backend, precision=None)(case) for backend in ("auto", "xla"))
+    for name in NAMES:
+        assert_close(got[name], want[name], "bfloat16" if dtype == "bfloat16" else "tf32", name, scale=3, roundings=4)
+    check_zeros(got, case["routing"])

@@ -31,7 +31,6 @@ from tests.ops.moe_mlp.cases import (
 from tests.ops.permute.cases import make_routing
 
 VARIANTS = {
-    "plain": Variant(),
     "shard": SHARD,
     "one-choice": Variant(T=5, D=32, F=48, N=24, k=1, E=4, dtype="float16"),
     "eight": Variant(T=7, D=24, F=40, N=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", capacity=6, last=7),
@@ -129,15 +128,15 @@ def test_weights_of_zero(run):
 @pytest.mark.parametrize("run", RUNS)
 def test_bad_tokens_stay_with_themselves(run):
     """NaN in a token, its weight or its cotangent reaches that token's row of each result, its experts' weights' gradients, and nothing else."""
-    variant = Variant()
-    case, good = make_case(variant), compiled(run, variant)(make_case(variant))
+    case = make_case(SHARD)
     routing = case["routing"]
-    experts = np.isin(np.arange(variant.E), np.asarray(routing.experts)[4])
-    assert experts.sum() == variant.k
-    bad = case | {name: case[name].at[4].set(jnp.nan) for name in ("x", "dout")}
-    got = compiled(run, variant)(bad | {"routing": dataclasses.replace(routing, weights=routing.weights.at[4, 1].set(jnp.nan))})
+    good, token = compiled(run, SHARD)(case), int(has_row(routing).all(axis=1).argmax())
+    experts = np.isin(np.arange(SHARD.first, SHARD.last), np.asarray(routing.experts)[token])
+    assert experts.sum() == SHARD.k
+    bad = case | {name: case[name].at[token].set(jnp.nan) for name in ("x", "dout")}
+    got = compiled(run, SHARD)(bad | {"routing": dataclasses.replace(routing, weights=routing.weights.at[token, 1].set(jnp.nan))})
     for name, values in got.items():
-        touched = experts if name[:2] == "dw" and name != "dweights" else np.arange(variant.T) == 4
+        touched = experts if name in ("dw_gate", "dw_up", "dw_down") else np.arange(SHARD.T) == token
         values = np.asarray(values)
         assert np.isnan(values[touched]).reshape(touched.sum(), -1).any(axis=1).all(), name
         np.testing.assert_array_equal(values[~touched], np.asarray(good[name])[~touched], err_msg=name)
@@ -164,32 +163,30 @@ def test_bad_experts_stay_with_their_tokens(run):
 @pytest.mark.parametrize("run", RUNS)
 def test_wild_positions_indices_and_offsets(run):
     """Some answer, of the right shape, from inside the arrays; a position that is none has no gradient."""
-    case = make_case(Variant())
-    rng, T, k, R = np.random.default_rng(0), 13, 3, 39
-    wild = rng.choice(np.array([-(2**31), -7, -1, 0, 3, R - 1, R, R + 5, 2**31 - 1], np.int32), size=(T, k))
-    indices = rng.choice(np.array([-(2**31), -1, 0, T - 1, T, 2**31 - 1], np.int32), size=R)
+    case, shapes = make_case(SHARD), {name: x.shape for name, x in want_of(make_case(SHARD), SHARD).items()}
+    rng, R = np.random.default_rng(0), SHARD.T * SHARD.k
+    wild = rng.choice(np.array([-(2**31), -7, -1, 0, 3, R - 1, R, R + 5, 2**31 - 1], np.int32), size=(SHARD.T, SHARD.k))
+    indices = rng.choice(np.array([-(2**31), -1, 0, SHARD.T - 1, SHARD.T, 2**31 - 1], np.int32), size=R)
     for first, end in ((-9, 10**6), (5, R + 1), (2**31 - 1, -(2**31)), (20, 10)):
-        offsets = jnp.array([first, 7, 7, 11, 12, 12, end], jnp.int32)
+        offsets = jnp.array([first, 7, 7, 11, end], jnp.int32)
         for change in ({}, {"row_positions": jnp.asarray(wild)}, {"row_indices": jnp.asarray(indices)}):
             routing = dataclasses.replace(case["routing"], group_offsets=offsets, **change)
-            got = jax.block_until_ready(compiled(run, Variant())(case | {"routing": routing}))
-            assert [got[name].shape for name in NAMES] == [(T, 19), (T, 19), (T, k), (6, 19, 37), (6, 19, 37), (6, 37, 19)]
-            position = np.asarray(routing.row_positions)
-            lo = np.clip(first, 0, R)
+            got = jax.block_until_ready(compiled(run, SHARD)(case | {"routing": routing}))
+            assert {name: x.shape for name, x in got.items()} == shapes
+            position, lo = np.asarray(routing.row_positions), np.clip(first, 0, R)
             assert not np.asarray(got["dweights"])[(position < lo) | (position >= np.clip(end, lo, R))].any()
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_shards_add_up(run):
     """Each device has some experts, by its part of the offsets alone: their results and gradients sum to the whole's."""
-    variant, found = Variant(), []
-    case = make_case(variant)
+    case, found = make_case(SHARD), []
     offsets = case["routing"].group_offsets
-    for first in (0, 2, 4, 6):
-        mine = jnp.clip(offsets, offsets[first], offsets[min(first + 2, variant.E)])  # of no expert at the end
-        found.append(compiled(run, variant)(case | {"routing": dataclasses.replace(case["routing"], group_offsets=mine)}))
-    whole = compiled(run, variant)(case)
-    check_values({name: sum(part[name] for part in found) for name in NAMES}, whole, variant)
+    for first, end in ((0, 1), (1, 3), (3, 4), (4, 4)):  # the last one has no expert
+        mine = jnp.clip(offsets, offsets[first], offsets[end])
+        found.append(compiled(run, SHARD)(case | {"routing": dataclasses.replace(case["routing"], group_offsets=mine)}))
+    whole = compiled(run, SHARD)(case)
+    check_values({name: sum(part[name] for part in found) for name in NAMES}, whole, SHARD)
     assert not any(np.asarray(values).any() for values in found[-1].values())
 
 

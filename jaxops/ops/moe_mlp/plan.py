@@ -131,5 +131,5 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         down=make_product_plan(down_problem, device, rows, backend=chosen if down is None else "auto", plan=down),
         rows=row_plan or make_rows_plan(Rows(p.T, p.D, p.k, p.dtype), device, backend="pallas" if chosen == "triton" else chosen),
         fused=fused if chosen == "triton" else None,
-        gather=bool(gather) if chosen == "triton" else False,
+        gather=gather if chosen == "triton" else None,
     )

@@ -43,6 +43,15 @@ def test_kernel(activation, save, dynamic, tmp_path):
     assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
 
 
+def test_gathering_kernel(tmp_path):
+    """A's rows come from where row_indices say, 16 bytes a thread, by four warps instead of one."""
+    how = {"activation": "silu", "save": True, "panel": 4, "dynamic": False}
+    arrays = (shape(300, 512), shape(G, 512, F), shape(G, 512, F), shape(G + 1, dtype="int32"), shape(M, dtype="int32"))
+    (kernel,) = compiled(lambda x, a, b, o, i: fwd_triton(x, (a, b), o, i, **how), *arrays)
+    check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, SHARED_BYTES, tmp_path)
+    assert kernel.ptx.count("cp.async.cg.shared.global") == 128 * 64 * 2 // (16 * 128)
+
+
 def test_a_users_call():
     """One kernel for the forward, and the products of the backward pass."""
 

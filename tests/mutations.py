@@ -45,12 +45,12 @@ GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/q
 # fmt: off
 MUTATIONS = {
     "mask: wgrad reads its neighbour's rows": (
-        f"{GROUPED}/wgrad_pallas.py", "* bk + jnp.arange(bk, dtype=jnp.int32) < end)", "* bk + jnp.arange(bk, dtype=jnp.int32) < M)", STEPS),
+        "_lib/grouped_gemm_pallas.py", "* bk + jnp.arange(bk, dtype=jnp.int32) < end)", "* bk + jnp.arange(bk, dtype=jnp.int32) < M)", STEPS),
     "mask: fwd stores past its group's end": (
         f"{GROUPED}/fwd_pallas.py", "stored = start + jnp.arange(height, dtype=jnp.int32) < end", "stored = start + jnp.arange(height, dtype=jnp.int32) < M",
         ROUTINGS),
     "mask: fwd multiplies past K": (
-        f"{GROUPED}/fwd_pallas.py", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K)", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K + 1)", ROUTINGS),
+        "_lib/grouped_gemm_pallas.py", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K)", "k * bk + jnp.arange(bk, dtype=jnp.int32) < K + 1)", ROUTINGS),
     "mask: rows outside the groups are multiplied": (
         f"{GROUPED}/fwd_pallas.py", "inside = group < G", "inside = group <= G", ROUTINGS),
     "index: every group takes the first matrix": (

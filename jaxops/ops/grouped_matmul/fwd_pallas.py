@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.grouped_gemm_pallas import sum_over_columns
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
@@ -16,9 +17,8 @@ from jaxops.ops.grouped_matmul.plan import Tiles
 
 def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision):
     *bias_ref, out_ref = refs
-    M, K = lhs_ref.shape
-    N = out_ref.shape[1]
-    bm, bn, bk = tiles.bm, tiles.bn, tiles.bk
+    M, N = out_ref.shape
+    bm, bn = tiles.bm, tiles.bn
     t, j = panel_order(pl.program_id(0), tile_bound(M, G, bm), pl.cdiv(N, bn), tiles.panel)
     group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t]) for i in range(3))
     inside = group < G
@@ -31,32 +31,8 @@ def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transp
 
     def multiply(height: int) -> None:
         """Rows start to end, at most `height` of them, times one block of columns."""
-        rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)  # a neighbour's rows may be read; they reach only rows that are not stored
-
-        def step(k, acc, k_in=None):
-            ks = pl.ds(k * bk, bk)
-            lhs_mask, rhs_mask = None, None if cols_in is None else cols_in[None, :]
-            if k_in is not None:  # both sides: what lies past K may be NaN
-                lhs_mask = jnp.broadcast_to(k_in[None, :], (height, bk))
-                rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
-            k_cols = k * bk + jnp.arange(bk, dtype=jnp.int32)
-            a = plgpu.load(lhs_ref.at[rows[:, None], k_cols[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0)
-            other = None if rhs_mask is None else 0.0
-            if transpose_rhs:
-                mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)).T
-                b = plgpu.load(rhs_ref.at[g, pl.ds(j * bn, bn), ks], mask=mask, other=other)
-            else:
-                mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn))
-                b = plgpu.load(rhs_ref.at[g, ks, pl.ds(j * bn, bn)], mask=mask, other=other)
-            return acc + plgpu.dot(a, b, trans_b=transpose_rhs, precision=precision)
-
-        def last_step(k, acc):
-            return step(k, acc, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
-
-        full = K // bk
-        acc = lax.fori_loop(0, any_step * full, step, jnp.zeros((height, bn), jnp.float32))
-        if K % bk:
-            acc = lax.fori_loop(full, full + any_step, last_step, acc)
+        tile = height, bn, tiles.bk
+        acc = sum_over_columns(lhs_ref, rhs_ref, g, start, j, tile=tile, times=any_step, transpose_rhs=transpose_rhs, precision=precision)
         if bias_ref:
             acc += plgpu.load(bias_ref[0].at[g, pl.ds(j * bn, bn)], mask=(cols < N) & inside, other=0.0).astype(jnp.float32)[None, :]
         stored = start + jnp.arange(height, dtype=jnp.int32) < end

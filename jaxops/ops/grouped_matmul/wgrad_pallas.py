@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.grouped_gemm_pallas import sum_over_rows
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups
 from jaxops._lib.tiling import panel_order
@@ -16,39 +17,16 @@ from jaxops.ops.grouped_matmul.plan import Tiles
 
 def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision: lax.Precision):
     *accumulator_ref, out_ref = refs
-    M = lhs_ref.shape[0]
     G, K, N = out_ref.shape
-    bm, bn, bk = tiles.bm, tiles.bn, tiles.bk
+    bm, bn = tiles.bm, tiles.bn
     num_i, num_j = pl.cdiv(K, bm), pl.cdiv(N, bn)
     rank = pl.program_id(0) // (num_i * num_j)
     i, j = panel_order(pl.program_id(0) % (num_i * num_j), num_i, num_j, tiles.panel)
     g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // COLUMNS) + rank]) for n in range(3))
-    # Bounds that the compiler can see, as in fwd_pallas.py. They hold already, but for an empty group at M, which takes no step.
-    steps = jnp.clip((end - start + bk - 1) // bk, 0, pl.cdiv(M, bk))
-    whole = jnp.clip((end - start) // bk, 0, M // bk)
-    g, start = jnp.clip(g, 0, G - 1), jnp.clip(start, 0, M - 1)
+    acc = sum_over_rows(lhs_ref, dout_ref, (start, end), i, j, sizes=(K, N), tile=(bm, bn, tiles.bk), peel=tiles.peel, precision=precision)
+    g = jnp.clip(g, 0, G - 1)  # a bound that the compiler can see, as in fwd_pallas.py
     i_in = None if K % bm == 0 else i * bm + jnp.arange(bm, dtype=jnp.int32) < K
     j_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
-
-    def step(s, acc, rows_in=None):
-        def load(ref, first, cols_in, width):
-            mask = None if rows_in is None else jnp.broadcast_to(rows_in[:, None], (bk, width))
-            if cols_in is not None:
-                mask = jnp.broadcast_to(cols_in[None, :], (bk, width)) if mask is None else mask & cols_in[None, :]
-            return plgpu.load(ref.at[pl.ds(start + s * bk, bk), pl.ds(first, width)], mask=mask, other=None if mask is None else 0.0)
-
-        a, b = load(lhs_ref, i * bm, i_in, bm), load(dout_ref, j * bn, j_in, bn)
-        return acc + plgpu.dot(a, b, trans_a=True, precision=precision)
-
-    def masked_step(s, acc):  # a neighbour's rows may be NaN: they are masked on both sides
-        return step(s, acc, start + s * bk + jnp.arange(bk, dtype=jnp.int32) < end)
-
-    acc = jnp.zeros((bm, bn), jnp.float32)
-    if tiles.peel:
-        acc = lax.fori_loop(0, whole, step, acc)
-        acc = lax.cond(steps > whole, functools.partial(masked_step, whole), lambda acc: acc, acc)
-    else:
-        acc = lax.fori_loop(0, steps, masked_step, acc)
 
     place = g, pl.ds(i * bm, bm), pl.ds(j * bn, bn)
     mask = jnp.ones((bm, bn), jnp.bool_)

@@ -1,0 +1,91 @@
+"""The sums of a product over ragged groups, for inside Pallas kernels lowered through Triton: rows times a matrix, and a group's rows times each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+
+def sum_over_columns(lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int], times, transpose_rhs: bool, precision: lax.Precision) -> jax.Array:
+    """float32 [height, bn]: rows of lhs[M, K or more] from `start` on times columns j * bn and on of rhs[G, K, N] ([G, N, K] with transpose_rhs) at g.
+
+    Rows past the last one of all are the last one. Columns past N are sums of zeros times what the rows hold, which may be NaN.
+
+    Args:
+      tile: height, bn, bk.
+      times: how often the sum is made, 0 or 1: zeros otherwise.
+    """
+    height, bn, bk = tile
+    M = lhs_ref.shape[0]
+    K, N = (rhs_ref.shape[2], rhs_ref.shape[1]) if transpose_rhs else rhs_ref.shape[1:]
+    cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
+    rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)  # a neighbour's rows may be read; they reach only rows that are not stored
+
+    def step(k, acc, k_in=None):
+        ks = pl.ds(k * bk, bk)
+        lhs_mask, rhs_mask = None, None if cols_in is None else cols_in[None, :]
+        if k_in is not None:  # both sides: what lies past K may be NaN
+            lhs_mask = jnp.broadcast_to(k_in[None, :], (height, bk))
+            rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
+        k_cols = k * bk + jnp.arange(bk, dtype=jnp.int32)
+        a = plgpu.load(lhs_ref.at[rows[:, None], k_cols[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0)
+        other = None if rhs_mask is None else 0.0
+        if transpose_rhs:
+            mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)).T
+            b = plgpu.load(rhs_ref.at[g, pl.ds(j * bn, bn), ks], mask=mask, other=other)
+        else:
+            mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn))
+            b = plgpu.load(rhs_ref.at[g, ks, pl.ds(j * bn, bn)], mask=mask, other=other)
+        return acc + plgpu.dot(a, b, trans_b=transpose_rhs, precision=precision)
+
+    def last_step(k, acc):
+        return step(k, acc, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
+
+    full = K // bk
+    acc = lax.fori_loop(0, times * full, step, jnp.zeros((height, bn), jnp.float32))
+    if K % bk:
+        acc = lax.fori_loop(full, full + times, last_step, acc)
+    return acc
+
+
+def sum_over_rows(
+    lhs_ref, dout_ref, rows: tuple[jax.Array, jax.Array], i, j, *, sizes: tuple[int, int], tile: tuple[int, int, int], peel: bool, precision: lax.Precision
+) -> jax.Array:
+    """float32 [bm, bn]: a tile of lhs[rows].T @ dout[rows], of lhs's first K columns and dout's first N ones: zeros past them.
+
+    Args:
+      rows: the first one, and the end. Rows behind the end, which may be NaN, are not multiplied.
+      i, j: which tile.
+      sizes: K, N.
+      tile: bm, bn, bk.
+      peel: whole steps run in a loop without row masks, and the rest of the rows behind a branch.
+    """
+    M, (K, N), (bm, bn, bk), (start, end) = lhs_ref.shape[0], sizes, tile, rows
+    # Bounds that the compiler can see, as in fwd_pallas.py. They hold already, but for an empty group at M, which takes no step.
+    steps = jnp.clip((end - start + bk - 1) // bk, 0, pl.cdiv(M, bk))
+    whole = jnp.clip((end - start) // bk, 0, M // bk)
+    start = jnp.clip(start, 0, M - 1)
+    i_in = None if K % bm == 0 else i * bm + jnp.arange(bm, dtype=jnp.int32) < K
+    j_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
+
+    def step(s, acc, rows_in=None):
+        def load(ref, first, cols_in, width):
+            mask = None if rows_in is None else jnp.broadcast_to(rows_in[:, None], (bk, width))
+            if cols_in is not None:
+                mask = jnp.broadcast_to(cols_in[None, :], (bk, width)) if mask is None else mask & cols_in[None, :]
+            return plgpu.load(ref.at[pl.ds(start + s * bk, bk), pl.ds(first, width)], mask=mask, other=None if mask is None else 0.0)
+
+        a, b = load(lhs_ref, i * bm, i_in, bm), load(dout_ref, j * bn, j_in, bn)
+        return acc + plgpu.dot(a, b, trans_a=True, precision=precision)
+
+    def masked_step(s, acc):  # a neighbour's rows may be NaN: they are masked on both sides
+        return step(s, acc, start + s * bk + jnp.arange(bk, dtype=jnp.int32) < end)
+
+    acc = jnp.zeros((bm, bn), jnp.float32)
+    if not peel:
+        return lax.fori_loop(0, steps, masked_step, acc)
+    acc = lax.fori_loop(0, whole, step, acc)
+    return lax.cond(steps > whole, functools.partial(masked_step, whole), lambda acc: acc, acc)

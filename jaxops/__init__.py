@@ -14,6 +14,7 @@ from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
 from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
 from jaxops.ops.grouped_glu import grouped_glu
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
+from jaxops.ops.modality_grouped_matmul import modality_grouped_matmul
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.permute import combine, permute
 from jaxops.ops.quantize import Quantized, dequantize, quantize
@@ -34,6 +35,7 @@ __all__ = [
     "grouped_glu",
     "grouped_matmul",
     "grouped_wgrad",
+    "modality_grouped_matmul",
     "moe_mlp",
     "permute",
     "quantize",

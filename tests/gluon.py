@@ -17,12 +17,13 @@ from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
 from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
 from jaxops.ops.grouped_glu.fwd_triton import grouped_glu_kernel
 from jaxops.ops.grouped_matmul.gemm_triton import grouped_gemm_kernel
+from jaxops.ops.modality_grouped_matmul.gemm_triton import modality_gemm_kernel
 from jaxops.ops.moe_mlp.bwd_triton import moe_mlp_bwd_kernel
 from tests.hopper import lower_for_h200
 
 SHARED_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
 # Kernels are compiled once, for every test of a process; one that also launches some on a GPU must not find these.
-KERNELS, COMPILED = (fp8_gemm_kernel, fp8_gemm_inside_kernel, grouped_gemm_kernel, grouped_glu_kernel, moe_mlp_bwd_kernel), {}
+KERNELS, COMPILED = (fp8_gemm_kernel, fp8_gemm_inside_kernel, grouped_gemm_kernel, grouped_glu_kernel, modality_gemm_kernel, moe_mlp_bwd_kernel), {}
 
 
 @dataclasses.dataclass(frozen=True)

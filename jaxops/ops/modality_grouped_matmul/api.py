@@ -54,7 +54,8 @@ def modality_grouped_matmul(
 
     Args:
       lhs: [M, K], bfloat16, float16 or float32; K is the largest K_i.
-      rhs: a tuple (or list) of one array a modality, [G_i, K_i, N_i], or [G_i, N_i, K_i] with transpose_rhs; dtype of lhs unless compute_dtype is given.
+      rhs: a tuple (or list) of one array a modality, [G_i, K_i, N_i], or [G_i, N_i, K_i] with transpose_rhs; all of one dtype, that of lhs
+        unless compute_dtype is given.
       group_offsets: [G_0 + G_1 + ... + 1] int32, non-decreasing, within 0 to M. Other values give unspecified rows, but no access out of bounds.
       transpose_rhs: multiply by the transpose of each matrix, read in place.
       precision, compute_dtype, out_dtype: as in `grouped_matmul`.
@@ -67,8 +68,8 @@ def modality_grouped_matmul(
 
     Raises:
       ValueError: shapes that do not fit together, no modality, an unknown backend.
-      TypeError: dtypes that the kernels do not multiply, dtypes of lhs and of a rhs[i] that differ without compute_dtype, a rhs that is one array;
-        forward-mode differentiation (JAX's own error).
+      TypeError: dtypes that the kernels do not multiply, dtypes of lhs and rhs that differ without compute_dtype, or within rhs, a rhs that is one
+        array; forward-mode differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
     Source: the experts by modality of MoMa (Lin et al. 2024, arXiv:2407.21770), with the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
@@ -86,12 +87,15 @@ def modality_grouped_matmul(
     check_size("K of lhs (its columns)", lhs.shape[1], f"the largest K of rhs {[tuple(w.shape) for w in rhs]}", max(K for _, K, _ in shapes))
     groups = sum(G for G, _, _ in shapes)
     check_size("len(group_offsets)", group_offsets.shape[0], f"the number of groups of all {len(rhs)} modalities + 1", groups + 1)
-    compute = {compute_dtype_of("lhs", lhs, f"rhs[{i}]", w, compute_dtype, f"the gradient of rhs[{i}] stays") for i, w in enumerate(rhs)}.pop()
+    for i, w in enumerate(rhs):
+        if w.dtype != rhs[0].dtype:
+            raise TypeError(f"rhs[0] is {rhs[0].dtype} and rhs[{i}] is {w.dtype}: cast one of them; the modalities' matrices have one dtype.")
+    compute = compute_dtype_of("lhs", lhs, "rhs", rhs[0], compute_dtype, "the gradients of rhs stay")
     device = current_device()
     problem = Problem(lhs.shape[0], shapes, compute.name, transpose_rhs)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
-    spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, tuple(jnp.dtype(w.dtype) for w in rhs), transpose_rhs)
+    spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, rhs[0].dtype, transpose_rhs)
     lhs, group_offsets, *weights = vary_together(lhs, group_offsets, *rhs)
     return _matmul(spec, lhs, tuple(weights), group_offsets)
 
@@ -105,7 +109,7 @@ class _Spec:
     compute_dtype: jnp.dtype
     out_dtype: jnp.dtype
     lhs_dtype: jnp.dtype
-    rhs_dtypes: tuple[jnp.dtype, ...]
+    rhs_dtype: jnp.dtype
     transpose_rhs: bool = False
 
     def inner(self, out_dtype, transpose_rhs: bool) -> "_Spec":
@@ -114,7 +118,7 @@ class _Spec:
         c, plan = jnp.dtype(self.compute_dtype), self.plan
         if transpose_rhs != self.transpose_rhs:
             plan = dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd)
-        return _Spec(plan, self.precision, c, jnp.dtype(out_dtype), c, (c,) * len(self.rhs_dtypes), transpose_rhs)
+        return _Spec(plan, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -156,13 +160,13 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _wgrad(spec: _Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, offsets: jax.Array) -> Arrays:
-    """Of each modality [G, K, N] as `shapes`, in spec.rhs_dtypes: its groups' rows of lhs's first K columns times dout's first N ones."""
+    """Of each modality [G, K, N] as `shapes`, in spec.rhs_dtype: its groups' rows of lhs's first K columns times dout's first N ones."""
     if spec.plan.backend == "xla":
-        return tuple(wgrad_xla(lhs, dout, offsets, shapes=shapes, precision=spec.precision, out_dtypes=spec.rhs_dtypes))
+        return tuple(wgrad_xla(lhs, dout, offsets, shapes=shapes, precision=spec.precision, out_dtype=spec.rhs_dtype))
     assert spec.plan.wgrad is not None  # make_plan fills it
-    found = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, spec.rhs_dtypes, strict=True)]
+    found = [jnp.zeros(shape, spec.rhs_dtype) for shape in shapes]
     for tiles, parts in launches(shapes, spec.plan.wgrad) if lhs.shape[0] else ():
-        how = {"parts": parts, "shapes": shapes, "tiles": tiles, "out_dtypes": spec.rhs_dtypes}
+        how = {"parts": parts, "shapes": shapes, "tiles": tiles, "out_dtype": spec.rhs_dtype}
         if tiles.kernel == "triton":
             from jaxops.ops.modality_grouped_matmul.gemm_triton import wgrad_triton
 

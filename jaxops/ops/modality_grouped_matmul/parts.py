@@ -7,7 +7,7 @@ import jax
 from jaxops.ops.grouped_matmul import Tiles
 
 Shapes = tuple[tuple[int, int, int], ...]  # of each modality's matrices: number, rows, columns
-_MOST = 4  # of a triton launch: each more costs its kernel a pass through its work list's ends, a tile
+MOST = 4  # of a triton launch, whose kernel has as many results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,5 +53,5 @@ def launches(shapes: Shapes, tiles: tuple[Tiles, ...]) -> list[tuple[Tiles, tupl
     found: dict[Tiles, list[Part]] = {}
     for part in parts_of(shapes):
         found.setdefault(tiles[part.number], []).append(part)
-    most = {tiles: _MOST if tiles.kernel == "triton" else len(parts) for tiles, parts in found.items()}
+    most = {tiles: MOST if tiles.kernel == "triton" else len(parts) for tiles, parts in found.items()}
     return [(tiles, tuple(parts[i : i + most[tiles]])) for tiles, parts in found.items() for i in range(0, len(parts), most[tiles])]

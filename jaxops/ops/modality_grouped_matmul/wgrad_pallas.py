@@ -46,15 +46,15 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *out_refs, parts: tuple[Part, .
 
 
 def wgrad_pallas(
-    lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, precision: lax.Precision, out_dtypes, interpret: bool
+    lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool
 ) -> list[jax.Array]:
-    """lhs[M, K], dout[M, N], offsets of all groups -> of each part a [G, K, N] as `shapes`, which are all modalities', in out_dtypes. No size is 0."""
+    """lhs[M, K], dout[M, N], offsets of all groups -> of each part a [G, K, N] as `shapes`, which are all modalities', in out_dtype. No size is 0."""
     schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))
     mine = [shapes[part.number] for part in parts]
     across = [_tiles_of(shape, tiles) for shape in mine]
     return pl.pallas_call(
         functools.partial(_wgrad_kernel, parts=parts, tiles=tiles, precision=precision),
-        out_shape=[out_struct(shape, out_dtypes[part.number], like=lhs) for part, shape in zip(parts, mine, strict=True)],
+        out_shape=[out_struct(shape, out_dtype, like=lhs) for shape in mine],
         grid=(sum(shape[0] * num_i * num_j for shape, (num_i, num_j) in zip(mine, across, strict=True)),),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,

@@ -20,10 +20,10 @@ def fwd_xla(lhs, rhs, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool
     return result
 
 
-def wgrad_xla(lhs, dout, offsets, *, shapes: Shapes, precision: lax.Precision, out_dtypes) -> list[jax.Array]:
+def wgrad_xla(lhs, dout, offsets, *, shapes: Shapes, precision: lax.Precision, out_dtype) -> list[jax.Array]:
     """As `wgrad_pallas` over all modalities."""
     firsts = first_groups(shapes)
     return [
-        grouped_wgrad(lhs[:, :k], dout[:, :n], offsets[first : first + G + 1], precision=precision, out_dtype=dtype, backend="xla")
-        for first, (G, k, n), dtype in zip(firsts, shapes, out_dtypes, strict=False)
+        grouped_wgrad(lhs[:, :k], dout[:, :n], offsets[first : first + G + 1], precision=precision, out_dtype=out_dtype, backend="xla")
+        for first, (G, k, n) in zip(firsts[:-1], shapes, strict=True)
     ]

@@ -20,7 +20,7 @@ def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
 
 
 def _axes(type_) -> set:
-    return set(type_.manual_axis_type.varying)
+    return set() if type_.manual_axis_type is None else set(type_.manual_axis_type.varying)
 
 
 def _mark(x: jax.Array, axes: set) -> jax.Array:

@@ -16,7 +16,8 @@ def fwd_xla(lhs, rhs, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool
     for part in parts_of(shapes_of(rhs)):
         w, (first, end) = rhs[part.number], part.groups
         k, n = w.shape[1:][::-1] if transpose_rhs else w.shape[1:]
-        result = result.at[:, :n].add(grouped_matmul(lhs[:, :k], w, offsets[first : end + 1], **how))
+        product = grouped_matmul(lhs[:, :k], w, offsets[first : end + 1], **how)
+        result = lax.dynamic_update_slice_in_dim(result, result[:, :n] + product, 0, 1)
     return result
 
 

@@ -101,10 +101,13 @@ def test_shard_map_over_experts(backend):
         assert_close(g, w, "float32", scale=10)
 
 
-def test_shard_map_checks_the_kernels_varying_axes():
+@pytest.mark.parametrize("backend", ["pallas", "triton"])
+def test_shard_map_checks_the_kernels_varying_axes(backend):
     """check_vma=True traces the kernels' three passes with replicated weights: the gradient's psum is JAX's own."""
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
-    plan = plan_of("gpu")
+    if backend == "triton":
+        pytest.importorskip("jax_triton")
+    plan = plan_of("gpu" if backend == "pallas" else "triton")
 
     def shard(lhs, rhs, offsets):
         def f(lhs, rhs):
@@ -115,7 +118,7 @@ def test_shard_map_checks_the_kernels_varying_axes():
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P()))
     s = jax.ShapeDtypeStruct
     with jax.sharding.use_abstract_mesh(mesh):
-        text = str(jax.make_jaxpr(sharded)(s((64, 32), jnp.float32), s((4, 32, 48), jnp.float32), s((2, 5), jnp.int32)))
+        text = str(jax.make_jaxpr(sharded)(s((64, 32), jnp.bfloat16), s((4, 32, 48), jnp.bfloat16), s((2, 5), jnp.int32)))
     assert "psum" in text
     assert text.count("grouped_matmul_wgrad") >= 1
 

@@ -18,6 +18,7 @@ import numpy as np
 import jaxops
 from jaxops.ops import adaln, fp8_matmul
 from jaxops.ops import grouped_glu as units
+from jaxops.ops import modality_grouped_matmul as modalities
 from jaxops.ops import moe_mlp as experts
 from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
@@ -49,6 +50,48 @@ def grouped_matmul() -> None:
         for offsets in OFFSETS:
             jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
         print(tiles, "done", flush=True)
+
+
+def modality_grouped_matmul() -> None:
+    """Three modalities (one group each, so that the offsets are grouped_matmul's) whose widths are no whole tiles, each with tiles of its own and all alike; on
+    Hopper on rows of whole 16 bytes."""
+    rng = np.random.default_rng(0)
+    plans = [(modalities.Plan("pallas", TILES[:3], TILES[1:], (TILES[0],) * 3), 0)]
+    if current_device().is_hopper:
+        hopper = [Tiles(bm, bn, 64, 8, 3, kernel="triton", turns=turns, dynamic=turns) for bm, bn, turns in HOPPER_TILES]
+        plans += [(modalities.Plan("triton", *((tiles,) * 3,) * 3), 4) for tiles in hopper]
+        plans += [(modalities.Plan("triton", tuple(hopper[:3]), tuple(hopper[1:]), tuple(hopper[:3])), 4)]
+    for plan, more in plans:
+        shapes = ((1, K, 52 + more), (1, 36 + more, N), (1, 124 + more, 12 + more))
+        lhs, dout, *rhs = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (M, N), *shapes))
+
+        @jax.jit
+        def run(offsets, plan=plan, lhs=lhs, dout=dout, rhs=tuple(rhs)):
+            out, vjp = jax.vjp(lambda lhs, rhs: jaxops.modality_grouped_matmul(lhs, rhs, offsets, plan=plan), lhs, rhs)
+            return out, vjp(dout)
+
+        for offsets in OFFSETS:
+            jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
+        print(plan, "done", flush=True)
+
+
+def many_overlapping_groups() -> None:
+    """Offsets that break the contract, in so many groups that each row is in hundreds of them: more tiles than a work list has entries."""
+    rng = np.random.default_rng(0)
+    offsets = jnp.array([0, M] * 300, jnp.int32)
+    lhs, dout = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, 64), (M, 136)))
+    rhs = jnp.asarray(rng.normal(size=(599, 64, 136)), jnp.bfloat16)
+    for backend in ("pallas", "triton") if current_device().is_hopper else ("pallas",):
+        for rhs_of in (lambda rhs: rhs, lambda rhs: (rhs[:100], rhs[100:])):
+            matmul = jaxops.grouped_matmul if rhs_of(rhs) is rhs else jaxops.modality_grouped_matmul
+
+            @jax.jit
+            def run(offsets, backend=backend, rhs_of=rhs_of, matmul=matmul):
+                out, vjp = jax.vjp(lambda lhs, rhs: matmul(lhs, rhs_of(rhs), offsets, backend=backend), lhs, rhs)
+                return out, vjp(dout)
+
+            jax.block_until_ready(run(offsets))
+        print(backend, "done", flush=True)
 
 
 def row_kernels() -> None:
@@ -226,6 +269,11 @@ def quantize() -> None:
 
 
 if __name__ == "__main__":
-    checks = {check.__name__: check for check in (grouped_matmul, grouped_glu, moe_mlp, row_kernels, quantize, routing, permute, fp8_products)}
+    checks = {
+        check.__name__: check
+        for check in (
+            grouped_matmul, modality_grouped_matmul, many_overlapping_groups, grouped_glu, moe_mlp, row_kernels, quantize, routing, permute, fp8_products,
+        )  # fmt: skip
+    }
     for name in sys.argv[1:] or checks:
         checks[name]()

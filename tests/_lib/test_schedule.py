@@ -26,8 +26,35 @@ def test_rows():
     np.testing.assert_array_equal(start[5:], end[5:])
 
 
+def test_rows_of_some_runs():
+    """Of four groups the second and the third one's, and what lies before all of them: no others' rows. The count says how many tiles end each span."""
+    offsets = jnp.array([5, 75, 90, 90, 100], jnp.int32)
+    group, start, end, _, ends, _ = columns(schedule_rows(offsets, 120, 8, True, ((0, 1), (2, 4))))
+    assert [x[:4].tolist() for x in (group, start, end)] == [[4, 1, 1, 4], [0, 75, 83, 0], [5, 83, 90, 0]]
+    assert ends[:4].tolist() == [1, 3, 3, 3]
+    (ends, *_) = (columns(schedule_rows(offsets, 120, 8, True, ((0, 2), (2, 3), (3, 6))))[4],)
+    assert ends[:4].tolist() == [1 + 9, 1 + 9 + 2, 1 + 9 + 2 + 2 + 3, 1 + 9 + 2 + 2 + 3]
+
+
+def test_no_more_tiles_than_entries():
+    """Whatever the offsets: here each of fifteen groups has all rows."""
+    for spans in ((), ((0, 8), (8, 31))):
+        schedule = columns(schedule_rows(jnp.array([0, 100] * 15, jnp.int32), 100, 8, True, spans))
+        assert schedule[4].max() <= schedule.shape[1]
+        assert schedule[2].max() <= 100
+
+
 def test_groups():
     """Largest first; where each starts in a copy whose groups fill whole tiles."""
     group, start, end, first, total, zeros = (x[:3].tolist() for x in columns(schedule_groups(jnp.array([5, 15, 15, 90], jnp.int32), 100, True, 64)))
     assert (group, start, end, first) == ([2, 0, 1], [15, 5, 15], [90, 15, 15], [1, 0, 1])
     assert (total, zeros) == ([3] * 3, [0] * 3)
+
+
+def test_groups_in_parts():
+    """The parts stay in order, an empty one too; each has its largest group first."""
+    offsets = jnp.array([0, 3, 10, 10, 50, 52, 99], jnp.int32)
+    group, start, end, *_ = columns(schedule_groups(offsets, 100, True, parts=(2, 2, 5)))
+    assert group[:6].tolist() == [1, 0, 3, 4, 2, 5]
+    np.testing.assert_array_equal(start[:6], np.asarray(offsets)[group[:6]])
+    np.testing.assert_array_equal(end[:6], np.asarray(offsets)[group[:6] + 1])

@@ -66,6 +66,21 @@ def grouped_glu_joined(
 
 
 @typed
+def modality_grouped_matmul(
+    lhs: Float[Array, "M K"], rhs: tuple[Float[Array, "_ _ _"], ...], group_offsets: Int32[Array, " offsets"], **options
+) -> Float[Array, "M _"]:
+    return jaxops.modality_grouped_matmul(lhs, rhs, group_offsets, **options)
+
+
+@typed
+def modality_grouped_matmul_of_two(
+    lhs: Float[Array, "M K"], wide: Float[Array, "G K n"], narrow: Float[Array, "B k N"], group_offsets: Int32[Array, "G+B+1"]
+) -> Float[Array, "M N"]:
+    """The first one is the widest in, the second one the widest out."""
+    return jaxops.modality_grouped_matmul(lhs, (wide, narrow), group_offsets)
+
+
+@typed
 def ragged_dot(
     lhs: Float[Array, "M K"],
     rhs: Float[Array, "G K N"],
@@ -225,6 +240,7 @@ SIGNATURES = {
     "grouped_matmul": grouped_matmul,
     "grouped_wgrad": grouped_wgrad,
     "moe_mlp": moe_mlp,
+    "modality_grouped_matmul": modality_grouped_matmul,
     "permute": permute,
     "quantize": quantize,
     "ragged_dot": ragged_dot,
@@ -258,11 +274,13 @@ def test_right_shapes_pass(backend, dtype):
             ragged_dot(lhs, rhs[:1], SIZES, group_offset=jnp.array([1]), backend=backend),
             grouped_glu(lhs, rhs, rhs, OFFSETS, activation="gelu", save="nothing", backend=backend),
             grouped_glu_joined(dout[:, : N // 2], lhs, rhs, OFFSETS),
+            modality_grouped_matmul(lhs, (rhs[:1], rhs[1:, :2]), OFFSETS, backend=backend),
+            modality_grouped_matmul_of_two(lhs, rhs[:1, :, :2], rhs[1:, :2], OFFSETS),
         ]
 
     # Traced, not run: shapes and dtypes are all that is looked at here.
     outs = jax.eval_shape(calls, *(x.astype(dtype) for x in (LHS, RHS, BIAS, DOUT)))
-    assert [out.dtype for out in outs] == [dtype, dtype, dtype, jnp.float32, jnp.float32, dtype, dtype, dtype]
+    assert [out.dtype for out in outs] == [dtype, dtype, dtype, jnp.float32, jnp.float32, dtype, dtype, dtype, dtype, dtype]
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
@@ -352,6 +370,9 @@ def test_right_shapes_pass_under_transformations():
         lambda: grouped_wgrad(LHS, DOUT, OFFSETS, accumulate_into=RHS.mT),
         lambda: ragged_dot(LHS, RHS[0], SIZES),
         lambda: ragged_dot(LHS, RHS, SIZES, group_offset=jnp.array([0, 1])),
+        lambda: modality_grouped_matmul(LHS, (RHS[0],), OFFSETS),
+        lambda: modality_grouped_matmul(LHS, (RHS[:1], RHS[1:]), OFFSETS.astype(jnp.float32)),
+        lambda: modality_grouped_matmul_of_two(LHS, RHS[:1, :, :2], RHS[1:, :2], OFFSETS[:-1]),
         lambda: grouped_glu(LHS, RHS, RHS.mT, OFFSETS),
         lambda: grouped_glu(LHS, RHS, RHS, OFFSETS[:-1]),
         lambda: grouped_glu_joined(LHS, LHS, RHS, OFFSETS),

@@ -40,10 +40,70 @@ UNITS, OUTSIDE, GELU, RELU, SIGMOID, TANH = (
 )
 MLP, MLP_VALUES = "ops/moe_mlp", "tests/ops/moe_mlp/test_values.py"
 MLPS, WILD_MLP = (f"{MLP_VALUES}::test_{name}" for name in ("variants", "wild_positions_indices_and_offsets"))
+MODALITY = "ops/modality_grouped_matmul"
+MODALITIES, CHAIN, NAN_ROW, DEAD = (
+    f"tests/ops/modality_grouped_matmul/test_values.py::test_{name}"
+    for name in ("float32", "a_chain_of_two_needs_nothing_in_between", "a_row_that_is_nan_stays_in_its_group_and_columns", "modalities_of_size_zero")
+)
+MODAL_TILES, MODAL_PLAN = "tests/ops/modality_grouped_matmul/test_triton.py", "tests/ops/modality_grouped_matmul/test_plan.py"
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
 MUTATIONS = {
+    "mask: a modality's columns of zeros are multiplied": (
+        f"{MODALITY}/fwd_pallas.py", "(j < pl.cdiv(width, bn))", "(j < pl.cdiv(N, bn))", MODALITIES),
+    "mask: a modality's last tile of columns is not cut": (
+        f"{MODALITY}/fwd_pallas.py", "if width % bn and width < N:", "if width % bn and width > N:", NAN_ROW),
+    "mask: zeros are not stored": (
+        f"{MODALITY}/fwd_pallas.py", "pl.when(~product)", "pl.when(product & ~product)", MODALITIES),
+    "mask: a modality stores past its groups' ends": (
+        f"{MODALITY}/fwd_pallas.py", "jnp.arange(height, dtype=jnp.int32) < end)[:, None]", "jnp.arange(height, dtype=jnp.int32) < M)[:, None]", MODALITIES),
+    "mask: K is the widest modality's": (
+        "_lib/grouped_gemm_pallas.py", "jnp.arange(bk, dtype=jnp.int32) < K)", "jnp.arange(bk, dtype=jnp.int32) < lhs_ref.shape[1])", MODALITIES),
+    "index: a modality's groups are counted from the first of all": (
+        f"{MODALITY}/fwd_pallas.py", "jnp.clip(group - first, 0,", "jnp.clip(group, 0,", MODALITIES),
+    "index: a modality has its neighbour's group, too": (
+        f"{MODALITY}/fwd_pallas.py", "(group < last)", "(group <= last)", MODALITIES),
+    "index: a matrix's gradient lands in its neighbour's": (
+        f"{MODALITY}/wgrad_pallas.py", "jnp.clip(group - first, 0, G - 1)", "jnp.clip(group, 0, G - 1)", MODALITIES),
+    "index: wgrad looks up the ranks of the first modality": (
+        f"{MODALITY}/wgrad_pallas.py", "rank = first + number", "rank = number", MODALITIES),
+    "index: wgrad's tiles all are the first modality's": (
+        f"{MODALITY}/wgrad_pallas.py", "before += count", "before += 0", MODALITIES),
+    "index: the work list forgets which runs are a launch's": (
+        "_lib/schedule_pallas.py", "hi = jnp.where(mine, hi, lo)", "hi = jnp.where(mine, hi, hi)", "tests/_lib/test_schedule.py"),
+    "offset: where a launch's modalities end": (
+        "_lib/schedule_pallas.py", "jnp.where(r < end, count, 0)", "jnp.where(r <= end, count, 0)", "tests/_lib/test_schedule.py"),
+    "bound: more tiles than the work list has": (
+        "_lib/schedule_pallas.py", "total = jnp.minimum(total, tile_bound(M, G, bm))", "total = jnp.minimum(total, M * M)", "tests/_lib/test_schedule.py"),
+    "index: the largest group of all comes first": (
+        "_lib/schedule_pallas.py", "& ~((h >= first)[None, :] & (g < first)[:, None])", "", "tests/_lib/test_schedule.py"),
+    "index: rows between modalities are nobody's": (
+        f"{MODALITY}/parts.py", "*(1 + firsts[i] for i in found[1:])", "*(2 + firsts[i] for i in found[1:])", DEAD),
+    "index: rows behind all groups are nobody's": (
+        f"{MODALITY}/parts.py", "firsts[-1] + 2]", "firsts[-1] + 1]", MODALITIES),
+    "launch: all launches write results of their own": (
+        f"{MODALITY}/api.py", "for part in parts), offsets, result", "for part in parts), offsets, None", MODALITIES),
+    "xla: a modality's columns are the widest's": (
+        f"{MODALITY}/xla.py", "k, n = w.shape[1:][::-1] if transpose_rhs else w.shape[1:]", "k, n = w.shape[1:]",
+        "tests/ops/modality_grouped_matmul/test_values.py::test_transposed"),
+    "gradient: dgrad with the forward's tiles": (
+        f"{MODALITY}/api.py", "plan = dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd)", "plan = dataclasses.replace(plan, fwd=plan.fwd)",
+        "tests/ops/modality_grouped_matmul/test_contracts.py::test_dgrad_has_tiles_of_its_own"),
+    "gradient: of a wgrad, the operands change places": (
+        f"{MODALITY}/api.py", "return dlhs, ddout, None", "return ddout, dlhs, None", "tests/ops/modality_grouped_matmul/test_contracts.py::test_second_order"),
+    "index: a Hopper tile's first row tile": (
+        f"{MODALITY}/gemm_triton.py", "first = gl.where(here, start, first)", "first = gl.where(here, 0, first)", MODAL_TILES),
+    "index: a Hopper tile of zeros starts at the first column": (
+        f"{MODALITY}/gemm_triton.py", "return first + i, (left + j) * BN, part", "return first + i, j * BN, part", MODAL_TILES),
+    "index: a Hopper wgrad's rank": (
+        f"{MODALITY}/gemm_triton.py", "first = gl.where(here, sizes[p][0], first)", "first = 0", MODAL_TILES),
+    "plan: tiles of one size stay apart": (
+        f"{MODALITY}/plan.py", "return tuple(found[_size(own)] for own in tiles)", "return tiles", MODAL_PLAN),
+    "plan: the smallest matrices decide": (
+        f"{MODALITY}/plan.py", "key=lambda i: -problem.shapes[i][1]", "key=lambda i: problem.shapes[i][1]", MODAL_PLAN),
+    "plan: a launch of five": (
+        f"{MODALITY}/parts.py", "MOST = 4", "MOST = 5", MODAL_PLAN),
     "mask: wgrad reads its neighbour's rows": (
         "_lib/grouped_gemm_pallas.py", "* bk + jnp.arange(bk, dtype=jnp.int32) < end)", "* bk + jnp.arange(bk, dtype=jnp.int32) < M)", STEPS),
     "mask: fwd stores past its group's end": (

@@ -272,8 +272,17 @@ if __name__ == "__main__":
     checks = {
         check.__name__: check
         for check in (
-            grouped_matmul, modality_grouped_matmul, many_overlapping_groups, grouped_glu, moe_mlp, row_kernels, quantize, routing, permute, fp8_products,
-        )  # fmt: skip
+            grouped_matmul,
+            modality_grouped_matmul,
+            many_overlapping_groups,
+            grouped_glu,
+            moe_mlp,
+            row_kernels,
+            quantize,
+            routing,
+            permute,
+            fp8_products,
+        )
     }
     for name in sys.argv[1:] or checks:
         checks[name]()

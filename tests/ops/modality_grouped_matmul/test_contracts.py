@@ -170,3 +170,19 @@ def test_the_result_is_written_in_place():
     assert [("operand_index = 3" in call or "operand_index = 4" in call) for call in calls] == [False, False, False, True]
     others = [line for line in text.splitlines() if " stablehlo." in line and "custom_call" not in line]
     assert not others, others
+
+
+def test_dgrad_has_tiles_of_its_own():
+    """Whichever way the matrices lie: the forward of one is the other's dgrad."""
+    s, (fwd, dgrad, wgrad) = jax.ShapeDtypeStruct, (Tiles(64, 64, 32, warps) for warps in (2, 4, 8))
+    plan = Plan("pallas", (fwd,) * 2, (dgrad,) * 2, (wgrad,) * 2)
+    for transpose_rhs in (False, True):
+        shapes = tuple((G, n, k) if transpose_rhs else (G, k, n) for G, k, n in SHAPES)
+
+        def gradients(lhs, rhs, offsets, transpose_rhs=transpose_rhs):
+            f = lambda lhs, rhs: jnp.sum(jnp.sin(jaxops.modality_grouped_matmul(lhs, rhs, offsets, transpose_rhs=transpose_rhs, plan=plan)))
+            return jax.grad(f, argnums=(0, 1))(lhs, rhs)
+
+        text = lower_for_h200(gradients, s((64, 24), jnp.float32), tuple(s(shape, jnp.float32) for shape in shapes), s((4,), jnp.int32))
+        found = dict(re.findall(r'name = "modality_grouped_matmul_(\w+)".*?num_warps = (\d)', text))
+        assert found == {"dgrad" if transpose_rhs else "fwd": "2", "fwd" if transpose_rhs else "dgrad": "4", "wgrad": "8"}

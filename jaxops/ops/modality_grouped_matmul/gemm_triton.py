@@ -230,7 +230,7 @@ def modality_gemm_kernel(
     DYNAMIC: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """sizes: of each part its first group, the end, K (rows of C in a wgrad) and N. tiles: how many there are in a wgrad."""
-    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(a_descs[0], b_descs[0], BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
+    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(b_descs[0], BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
     c_bufs = result_buffers(c_ptr_0, 2, BM // PARTS, BN)
     c_descs = (c_desc_0, c_desc_1, c_desc_2, c_desc_3)
     c_ptrs = (c_ptr_0, c_ptr_1, c_ptr_2, c_ptr_3)

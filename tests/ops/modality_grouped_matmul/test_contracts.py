@@ -22,11 +22,12 @@ SHAPES = ((2, 16, 24), (1, 24, 8))
 CASE = make_case([9, 0, 21], SHAPES, before=3, after=5)
 CLEAN_LHS = jnp.where(CASE.there(1), CASE.lhs, 0)
 ONE, OTHER = Tiles(16, 16, 16), Tiles(32, 16, 16)
+WIDE, TURNS = Tiles(128, 256, 64, 8, 3, kernel="triton", dynamic=True), Tiles(128, 128, 64, 8, 3, kernel="triton", turns=True)
 PLANS = {
     "xla": Plan("xla"),
     "interpret": Plan("pallas", (ONE, OTHER), (ONE, ONE), (ONE, ONE)),
     "gpu": Plan("pallas", *((Tiles(64, 32, 32), Tiles(32, 32, 32)),) * 3),
-    "triton": Plan("triton"),
+    "triton": Plan("triton", (WIDE, TURNS), (WIDE, WIDE), (WIDE, WIDE)),
 }
 HOPPER_RUNS = [*RUNS, pytest.param("triton", marks=pytest.mark.gpu)]
 

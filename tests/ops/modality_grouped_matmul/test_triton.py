@@ -145,9 +145,10 @@ def test_float32_results_and_five_modalities():
     """float32 leaves from registers; the fifth modality is another launch's."""
     case = make_case([90, 0, 300, 41, 7, 0, 130, 64, 33], (*HOPPER, (2, 136, 24), (1, 328, 712)), dtype="bfloat16", before=3, after=9)
     each = (TILES[128, 256, False],) * 5
-    check_values(case, "triton", kind="bfloat16", precision=None, plan=Plan("triton", each, each, each))
-    wide = jax.jit(lambda lhs, rhs: jaxops.modality_grouped_matmul(lhs, rhs, case.offsets, out_dtype=jnp.float32, backend="triton"))(case.lhs, case.rhs)
-    out, *_ = run_all(case.arrays(), "triton", precision=None, plan=Plan("triton", each, each, each))
+    plan = Plan("triton", each, each, each)
+    check_values(case, "triton", kind="bfloat16", precision=None, plan=plan)
+    wide = jax.jit(lambda lhs, rhs: jaxops.modality_grouped_matmul(lhs, rhs, case.offsets, out_dtype=jnp.float32, plan=plan))(case.lhs, case.rhs)
+    out, *_ = run_all(case.arrays(), "triton", precision=None, plan=plan)
     np.testing.assert_array_equal(np.asarray(wide.astype(jnp.bfloat16)), np.asarray(out))
 
 

@@ -125,6 +125,10 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
     if len(missing) != len(results) or set(missing) & set(function.constexpr_param_names):
         pointers = "the result's pointer" if len(results) == 1 else f"the {len(results)} results' pointers"
         raise TypeError(f"{function.name} needs all of its parameters but {pointers}; these are not given: {', '.join(missing) or 'none'}.")
+    # It passes the operands' buffers and then the results', whatever stands between the parameters.
+    last = max((i for i, name in enumerate(function.param_names) if any(map(_is_buffer, _operands(values.get(name))))), default=-1)
+    if last > function.param_names.index(missing[0]):
+        raise TypeError(f"{function.name} takes {function.param_names[last]}, an array, after the pointer of a result, {missing[0]}: it must come before.")
     constants = tuple((parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names)
     arguments = [
         triton_lib._OutputPlaceholder(missing.index(parameter)) if parameter in missing else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
@@ -136,12 +140,21 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
     return found if isinstance(out_type, tuple) else found[0]
 
 
+def _is_buffer(operand) -> bool:
+    return isinstance(operand, (OutTile, Scratch, TensorDescriptor)) or hasattr(operand, "shape")
+
+
+def _operands(argument) -> list:
+    """Of one parameter, which may be a tuple; None is none."""
+    return jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, (OutTile, Scratch, TensorDescriptor, triton_lib._StaticArg)))
+
+
 # Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.
 @functools.partial(jax.jit, static_argnums=range(1, 6), inline=True)
 def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple) -> list[jax.Array]:
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
     for place, argument in enumerate(arguments):
-        number = sum(before is not None for before in arguments[:place])
+        number = len(_operands(arguments[:place]))
         if isinstance(argument, OutTile):
             aliases[number] = argument.result
             there = jax.lax.empty(*results[argument.result]) if argument.first is None else argument.first

@@ -225,7 +225,7 @@ def _consume(
 
 @gluon.jit
 def modality_gemm_kernel(
-    schedule, c_desc_0, c_desc_1, c_desc_2, c_desc_3, c_ptr_0, c_ptr_1, c_ptr_2, c_ptr_3, a_descs, b_descs, sizes, entries, tiles, N,
+    schedule, c_desc_0, c_desc_1, c_desc_2, c_desc_3, a_descs, b_descs, c_ptr_0, c_ptr_1, c_ptr_2, c_ptr_3, sizes, entries, tiles, N,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
     DYNAMIC: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip

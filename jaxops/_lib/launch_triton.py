@@ -153,6 +153,7 @@ def _operands(argument) -> list:
 @functools.partial(jax.jit, static_argnums=range(1, 6), inline=True)
 def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple) -> list[jax.Array]:
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
+    arguments = _materialised(arguments)
     for place, argument in enumerate(arguments):
         number = len(_operands(arguments[:place]))
         if isinstance(argument, OutTile):
@@ -172,4 +173,13 @@ def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, const
         backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases), zeroed_outputs=(), serialized_metadata=b"",
         cost_estimate=None, has_side_effect=False, metaparams=triton_lib.FrozenDict(dict(constants)),
     )  # fmt: skip
-    return list(found[: len(results)])
+    return list(jax.lax.optimization_barrier(tuple(found[: len(results)])))
+
+
+def _materialised(arguments: list) -> list:
+    """XLA may read an operand that is a slice, of layers' stacked weights say, where it lies, and write a result into such a slice (dynamic-slice fusion). What
+    it makes of the call then no longer says that results lie in operands' memory: what TMA stores, through a descriptor of that, would be lost. It does not
+    reach through a barrier."""
+    arrays, tree = jax.tree.flatten([None if isinstance(argument, OutTile) else argument for argument in arguments])
+    apart = jax.tree.unflatten(tree, jax.lax.optimization_barrier(tuple(arrays)))
+    return [argument if isinstance(argument, OutTile) else other for argument, other in zip(arguments, apart, strict=True)]

@@ -58,8 +58,8 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       problem: static shapes and dtype.
       device: see `jaxops.tuning.current_device()`.
       rows: tuned rows of grouped_matmul (`jaxops.tuning.tuned_rows`), best source first.
-      backend: "auto" takes on Hopper, where jax-triton is installed and every width is a multiple of 8, its own kernel; Pallas on other GPUs, xla
-        elsewhere. "triton", "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
+      backend: "auto" takes Pallas on a GPU (Hopper's own kernel waits for its tests on one), xla elsewhere. "triton", "pallas" or "xla" is obeyed. On a CPU,
+        "pallas" runs in Pallas' interpreter.
       plan: used as it is; only passes that it leaves None are filled.
 
     Raises:
@@ -72,9 +72,6 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         if tiles is not None and len(tiles) != len(each):
             raise ValueError(f"plan.{name} has tiles for {len(tiles)} modalities; rhs has {len(each)}: write one Tiles for each.")
     asked = backend
-    if backend == "auto" and plan is None:
-        found = {make_product_plan(product, device, rows).backend for product in each}
-        backend = found.pop() if len(found) == 1 else "pallas"
     backend = choose_backend(device, backend, plan, BACKENDS)
     if backend == "xla":
         return Plan("xla")

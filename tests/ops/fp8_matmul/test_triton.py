@@ -25,6 +25,7 @@ from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
 from tests.gluon import Kernel, check, compiled, wgmmas
+from tests.hopper import lower_for_h200
 
 H200 = Device("NVIDIA H200", "gpu")
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them but for N % 8
@@ -225,3 +226,32 @@ def test_what_a_kernel_is_not_given():
         compiled(lambda x: launch_triton.triton_call(x, **how), x)
     with pytest.raises(TypeError, match="not given: none"):
         compiled(lambda x: launch_triton.triton_call(x, x, BLOCK=512, **how), x)
+
+
+@gluon.jit
+def _late_operand(x, y, z, BLOCK: gl.constexpr):
+    at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    gl.store(y + at, gl.load(x + at) + gl.load(z + at))
+
+
+def test_results_come_behind_operands():
+    """jax-triton would pass the buffer of z as y's."""
+    x = jax.ShapeDtypeStruct((512,), "float32")
+    with pytest.raises(TypeError, match="_late_operand takes z, an array, after the pointer of a result, y"):
+        compiled(lambda x: launch_triton.triton_call(x, kernel=_late_operand, out_type=x, grid=1, name="late", z=x, BLOCK=512), x)
+
+
+def test_slices_are_not_read_or_written_in_place():
+    """In a scan over stacked weights, with stacked results: barriers stand before and behind the call, through which XLA does not fuse the slices."""
+    s = jax.ShapeDtypeStruct
+
+    def layers(x, weights, offsets):
+        return jax.lax.scan(lambda _, w: (None, jaxops.grouped_matmul(x, w, offsets, backend="triton")), None, weights)[1]
+
+    text = lower_for_h200(layers, s((512, 256), "bfloat16"), s((3, 2, 256, 512), "bfloat16"), s((3,), "int32"))
+    ((result, operands),) = re.findall(r"(%\S+) = stablehlo.custom_call @triton_kernel_call_ffi\((.*?)\)", text)
+    barriers = dict(re.findall(r"(%[^:\s]+)(?::\d+)? = stablehlo.optimization_barrier (.*?) :", text))
+    same = dict(re.findall(r"(%\S+) = sdy.sharding_constraint (\S+) ", text))
+    behind = [same.get(name, name).split("#")[0] in barriers for name in operands.split(", ")]
+    assert behind == [True, True, True, False]  # rows, weights, work list; and what is not initialised
+    assert any(result in given for given in barriers.values())

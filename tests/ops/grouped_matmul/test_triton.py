@@ -200,3 +200,22 @@ def test_a_matrix_that_is_nan():
         assert np.isnan(np.asarray(out[100:300])).all()
         assert np.isfinite(np.asarray(out[:100], np.float32)).all()
         assert np.isfinite(np.asarray(out[300:], np.float32)).all()
+
+
+@pytest.mark.gpu
+def test_stacked_layers():
+    """In a scan, weights are slices of a stack and results and weight gradients slices of another, at whole 256 bytes: XLA could read and write them there."""
+    cases = [make_case([100, 0, 412], 128, 256, dtype="bfloat16", seed=seed) for seed in range(3)]
+    lhs, dout, offsets = cases[0].lhs, cases[0].dout, cases[0].offsets
+    weights = jnp.stack([case.rhs for case in cases])
+
+    def layer(w):
+        out, vjp = jax.vjp(lambda a, w: jaxops.grouped_matmul(a, w, offsets, backend="triton"), lhs, w)
+        return out, *vjp(dout)
+
+    one_by_one = jax.jit(layer)
+    for i, found in enumerate(zip(*jax.jit(lambda weights: jax.lax.map(layer, weights))(weights), strict=True)):
+        for got, want in zip(found, one_by_one(weights[i]), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    for i, w in enumerate(weights):
+        assert_close(one_by_one(w)[0], reference_all((lhs, w, jnp.zeros_like(cases[0].bias), dout, offsets))[0], "bfloat16", str(i))

@@ -19,9 +19,10 @@ def test_flops_are_those_of_the_routed_rows():
 
 def test_the_check_sees_a_wrong_result():
     inputs = bench_moe.make_inputs(SMOKE)
-    results = {side: jax.jit(bench_moe.program(side, SMOKE, "fwd+bwd"))(*inputs) for side in ("xla", "ragged_dot")}
+    results = {side: jax.jit(bench_moe.program(side, SMOKE, "fwd+bwd"))(*inputs) for side in ("xla", "ragged_dot", "jaxops", "jaxops_unfused")}
     assert len(results["xla"]) == 6  # y, and the gradients of tokens, router, gate, up, down
-    assert float(bench_moe.errors(results["ragged_dot"], results["xla"])[1]) < 3e-2
+    for side in ("ragged_dot", "jaxops", "jaxops_unfused"):
+        assert float(bench_moe.errors(results[side], results["xla"])[1]) < 3e-2
     for i, result in enumerate(results["xla"]):
         wrong = list(results["xla"])
         wrong[i] = result.at[1].multiply(1.5)

@@ -1,0 +1,135 @@
+"""Grouped matmul at shapes that nobody tuned: the plan that a user gets there, beside the best one found by tuning that very shape.
+
+python -m benchmarks.bench_unseen_shapes                              # 20 random shapes, three passes
+python -m benchmarks.bench_unseen_shapes --shapes 5 --passes fwd
+python -m benchmarks.bench_unseen_shapes --smoke --out /tmp/x         # a tiny shape, every code path, CPU too
+
+Rows of op grouped_matmul, named unseen_00 and so on: side jaxops is the plan of "auto", side tuned the fastest of the candidates, an even and a Zipf split
+counted alike. `vs` of 0.9 means that the plan for the shape takes 1.11 times as long as the tuned one.
+"""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from benchmarks import bench_grouped_matmul, checks, harness, shapes
+from benchmarks.bench_grouped_matmul import DTYPE, Inputs
+from benchmarks.shapes import GroupedShape
+from jaxops import tuning
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul, grouped_wgrad, make_plan
+from jaxops.tuning import current_device, tuned_rows
+
+OURS, TUNED = "jaxops", "tuned"
+DISTS = ("balanced", "skewed")
+SMOKE = GroupedShape("unseen_00", 3, 64, 16, 32)
+_MOST_WEIGHTS, _MOST_FLOPS = 2**31, 4e12  # numbers, and multiplications twice: some milliseconds
+
+
+def unseen(count: int) -> list[GroupedShape]:
+    """Random, the same every time: 1 to 256 groups, 2,048 to 65,536 rows, widths of 256 to 8,192 in eights; in the middle of their powers of two, and not."""
+    rng = np.random.default_rng(20)
+    found: list[GroupedShape] = []
+    while len(found) < count:
+        G, M, K, N = (int(2 ** rng.uniform(low, high)) for low, high in ((0, 8), (11, 16), (8, 13), (8, 13)))
+        shape = GroupedShape(f"unseen_{len(found):02}", G, M, K // 8 * 8, N // 8 * 8)
+        if G * shape.K * shape.N < _MOST_WEIGHTS and shape.flops < _MOST_FLOPS:
+            found.append(shape)
+    return found
+
+
+def problem_of(shape: GroupedShape) -> Problem:
+    return Problem(shape.G, shape.M, shape.K, shape.N, jnp.dtype(DTYPE).name)
+
+
+def few(pass_name: str, shape: GroupedShape, panel: int) -> list[Tiles]:
+    """The candidates of the panel that the plan has, and the Pallas kernel's first ones: panels are worth a few hundredths, and each costs a compilation."""
+    device, problem = current_device(), problem_of(shape)
+    hopper = [tiles for tiles in candidates(pass_name, problem, device, "triton") if tiles.panel == panel]
+    return [*hopper, *candidates(pass_name, problem, device)[:3]]
+
+
+def tuned(pass_name: str, shape: GroupedShape, plan: Plan) -> tuple[Tiles | None, float]:
+    """The fastest tiles of a pass, and the seconds that it took to find them."""
+    mine: Tiles | None = getattr(plan, pass_name)
+    if not harness.on_gpu() or mine is None:
+        return mine, 0.0
+    start = time.perf_counter()
+    rows = tuning.tune(problem_of(shape), [pass_name], tiles=few(pass_name, shape, mine.panel), say=lambda line: None)
+    return Tiles(**min(rows, key=lambda row: row["us"])["tiles"]), time.perf_counter() - start
+
+
+def run(pass_name: str, tiles: Tiles | None, a: jax.Array, b: jax.Array, offsets: jax.Array) -> jax.Array:
+    plan = Plan("xla") if tiles is None else Plan(tiles.kernel, tiles, tiles, tiles)
+    if pass_name == "wgrad":
+        return grouped_wgrad(a, b, offsets, plan=plan)
+    return grouped_matmul(a, b, offsets, transpose_rhs=pass_name == "dgrad", plan=plan)
+
+
+def ready_side(side: str, shape: GroupedShape, pass_name: str, chosen: dict[str, Tiles | None], inputs: Inputs, offsets: np.ndarray) -> harness.Ready:
+    a, b = {"fwd": (inputs.lhs, inputs.rhs), "dgrad": (inputs.dout, inputs.rhs), "wgrad": (inputs.lhs, inputs.dout)}[pass_name]
+    args = (a, b, jnp.asarray(offsets))
+    compiled, _ = harness.compile_fits(functools.partial(run, pass_name, chosen[side]), *args)
+    out = compiled(*args)
+    max_err, rms_err = checks.grouped_errors(pass_name, shape, out, (inputs.lhs, inputs.rhs, inputs.dout), offsets)
+    checks.demand_right(max_err, rms_err, jnp.dtype(DTYPE).name)
+    return harness.ready(side, compiled, args, out.nbytes, max_err)
+
+
+def measure_case(run: harness.Run, shape: GroupedShape, pass_name: str, inputs: Inputs) -> None:
+    """Tunes one pass of a shape, then times the plan's tiles and the tuned ones in turn."""
+    device = current_device()
+    backend = "auto" if harness.on_gpu() else "pallas"
+    plan = make_plan(problem_of(shape), device, tuned_rows("grouped_matmul", device), backend=backend)
+    best, seconds = tuned(pass_name, shape, plan)
+    chosen = {OURS: getattr(plan, pass_name), TUNED: best}
+    for dist in DISTS:
+        offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
+        ready = run.ready_sides(OURS, f"{shape.name} {pass_name} {dist}", ready_side, shape, pass_name, chosen, inputs, offsets)
+        times = run.times(OURS, ready)
+        for side, t in times.items():
+            tiles = chosen[side]
+            named = {
+                "op": "grouped_matmul",
+                "pass": pass_name,
+                "name": shape.name,
+                "shape": shape.dims,
+                "dtype": jnp.dtype(DTYPE).name,
+                "dist": dist,
+                "backend": side,
+            }
+            facts = ready[side].facts | {"tflops": shape.flops / t.us_p50 / 1e6, "tiles": None if tiles is None else vars(tiles), "tuning_s": seconds}
+            ratios = harness.ratios(side, times, OURS)
+            harness.append_row(run.file, harness.make_row(named, t, facts["tflops"] / run.ceiling, ratios, ready[side].max_err, **facts))
+        line = " | ".join(f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items())
+        print(f"{shape.name} {'x'.join(map(str, shape.dims.values())):24} {dist:9} {pass_name:6} {line}", flush=True)
+
+
+def main(
+    count: int = typer.Option(20, "--shapes", help="How many of the random shapes."),
+    passes: str = typer.Option(",".join(shapes.PASSES)),
+    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    rounds: int = typer.Option(3),
+    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+) -> None:
+    """Appends to <out>/unseen_shapes.jsonl; exits with 1 if jaxops itself failed somewhere."""
+    harness.demand_place(out, smoke)
+    start = time.perf_counter()
+    n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
+    ceilings, times = harness.measure_ceilings(n, DTYPE, copied)
+    file = harness.results_folder(out) / "unseen_shapes.jsonl"
+    harness.append_row(file, harness.copy_row(copied, times["copy"]))
+    run = harness.Run(file=file, rounds=rounds, ceiling=ceilings.dense_tflops, peers=[TUNED])
+    for shape in [SMOKE] if smoke else unseen(count):
+        inputs = bench_grouped_matmul.Inputs.make(shape)
+        for pass_name in passes.split(","):
+            measure_case(run, shape, pass_name, inputs)
+        print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
+    harness.end(run.left_out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

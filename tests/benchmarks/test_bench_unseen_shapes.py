@@ -1,0 +1,50 @@
+"""Shapes that nobody tuned: which they are, what is tried for them, and the benchmark's own path on a CPU."""
+
+import json
+
+import numpy as np
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import bench_unseen_shapes, harness, shapes
+from benchmarks.bench_unseen_shapes import DISTS, SMOKE, few, unseen
+from jaxops._lib.powers import power_of_2
+from jaxops.ops.grouped_matmul import candidates
+from tests.hopper import on_h200
+
+
+def test_shapes_are_random_and_always_the_same():
+    found = unseen(20)
+    assert found == unseen(20)
+    assert found[:5] == unseen(5)
+    assert not {shape.dims.values() for shape in found} & {shape.dims.values() for shape in shapes.GROUPED.values()}
+    assert all(shape.K % 8 == shape.N % 8 == 0 for shape in found)
+    filled = [size / power_of_2(size) for shape in found for size in (shape.M, shape.K, shape.N)]
+    assert np.histogram(filled, bins=4, range=(0.5, 1))[0].min() >= 5  # anywhere between powers of two
+
+
+def test_what_is_tried():
+    """Every kind of Hopper tile, static and dynamic, and Pallas tiles."""
+    with on_h200():
+        for name in shapes.PASSES:
+            found = few(name, unseen(1)[0], 4)
+            all_of_them = candidates(name, bench_unseen_shapes.problem_of(unseen(1)[0]), bench_unseen_shapes.current_device(), "triton")
+            kinds = {(tiles.bm, tiles.bn, tiles.turns, tiles.dynamic) for tiles in all_of_them}
+            assert {(tiles.bm, tiles.bn, tiles.turns, tiles.dynamic) for tiles in found if tiles.kernel == "triton"} == kinds
+            assert len([tiles for tiles in found if tiles.kernel == "pallas"]) == 3
+
+
+def test_smoke_run_writes_a_row_a_pass_and_side(tmp_path):
+    app = typer.Typer()
+    app.command()(bench_unseen_shapes.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path), "--rounds", "1", "--passes", "fwd,wgrad"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "unseen_shapes.jsonl").read_text().splitlines()]
+    want = [(name, dist, side) for name in ("fwd", "wgrad") for dist in DISTS for side in ("jaxops", "tuned")]
+    assert [(row["pass"], row["dist"], row["backend"]) for row in rows[1:]] == want
+    for row in rows[1:]:
+        assert set(harness.ROW_KEYS) <= set(row)
+        assert row["shape"] == SMOKE.dims
+        assert ("tuned" in row["vs"]) == (row["backend"] == "jaxops")
+        assert row["tiles"]["kernel"] == "pallas"
+    assert CliRunner().invoke(app, []).exit_code == 2

@@ -1,7 +1,9 @@
 """The gradient of the down projection's rows for Hopper, in Gluon, with what the gated unit makes of it in the same kernel: the gradients of gate and up, the
 rows that the down projection's own gradient multiplies, and each row's part in its router weight's gradient.
 
-The consumers take turns at tiles of 128 x 128: one activates while the other multiplies.
+The consumers take turns at tiles of 128 x 128: one activates while the other multiplies. H200, 2026-11-22: 284 us at qwen3_30b with 4,096 tokens, 1,606 with
+32,768, 6,763 at mixtral. Alone the product takes 203, 1,110 and 5,450 (with tiles of 128 x 256 in the last two), and a pass for the activation's gradients
+58, 465 and 1,084 more. Without its stores and formulas this kernel takes 216, 1,200 and 5,503: what stands after the sums is not all hidden yet.
 """
 
 import jax
@@ -165,17 +167,7 @@ def moe_mlp_bwd_kernel(
 
 
 def bwd_triton(
-    dy: jax.Array,
-    w_down: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    weights: jax.Array,
-    offsets: jax.Array,
-    indices: jax.Array | None = None,
-    *,
-    activation: str,
-    panel: int,
-    dynamic: bool,
+    dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *, activation: str, panel: int, dynamic: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the rows; offsets [E + 1] ->
     the gradients of gate and up, the weighted unit (all [R, F]), and [cdiv(F, 64), R] float32, whose sums are the weights' gradients. bfloat16 or float16,

@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
@@ -25,7 +26,7 @@ from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
 from tests.gluon import Kernel, check, compiled, wgmmas
-from tests.hopper import lower_for_h200
+from tests.hopper import on_h200
 
 H200 = Device("NVIDIA H200", "gpu")
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them but for N % 8
@@ -248,10 +249,17 @@ def test_slices_are_not_read_or_written_in_place():
     def layers(x, weights, offsets):
         return jax.lax.scan(lambda _, w: (None, jaxops.grouped_matmul(x, w, offsets, backend="triton")), None, weights)[1]
 
-    text = lower_for_h200(layers, s((512, 256), "bfloat16"), s((3, 2, 256, 512), "bfloat16"), s((3,), "int32"))
-    ((result, operands),) = re.findall(r"(%\S+) = stablehlo.custom_call @triton_kernel_call_ffi\((.*?)\)", text)
-    barriers = dict(re.findall(r"(%[^:\s]+)(?::\d+)? = stablehlo.optimization_barrier (.*?) :", text))
-    same = dict(re.findall(r"(%\S+) = sdy.sharding_constraint (\S+) ", text))
-    behind = [same.get(name, name).split("#")[0] in barriers for name in operands.split(", ")]
+    def jaxprs(jaxpr):
+        yield jaxpr
+        for equation in jaxpr.eqns:
+            for sub in jaxprs_in_params(equation.params):
+                yield from jaxprs(sub)
+
+    with on_h200():
+        whole = jax.make_jaxpr(layers)(s((512, 256), "bfloat16"), s((3, 2, 256, 512), "bfloat16"), s((3,), "int32")).jaxpr
+    (equations,) = [jaxpr.eqns for jaxpr in jaxprs(whole) if any(equation.primitive.name == "triton_kernel_call" for equation in jaxpr.eqns)]
+    (call,) = [equation for equation in equations if equation.primitive.name == "triton_kernel_call"]
+    barriers = [equation for equation in equations if equation.primitive.name == "optimization_barrier"]
+    behind = [any(operand in barrier.outvars for barrier in barriers) for operand in call.invars]
     assert behind == [True, True, True, False]  # rows, weights, work list; and what is not initialised
-    assert any(result in given for given in barriers.values())
+    assert any(result in barrier.invars for barrier in barriers for result in call.outvars)

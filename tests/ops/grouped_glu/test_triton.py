@@ -29,9 +29,7 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-@pytest.mark.parametrize(
-    ("activation", "save", "dynamic"), [("silu", True, False), ("silu", False, True), *((name, True, True) for name in ACTIVATIONS if name != "silu")]
-)
+@pytest.mark.parametrize(("activation", "save", "dynamic"), [("silu", True, False), ("silu", False, True), ("relu", True, True)])
 def test_kernel(activation, save, dynamic, tmp_path):
     """A consumer multiplies its 64 rows by 128 columns of both weights at once, 64 of K in four instructions."""
     how = {"activation": activation, "save": save, "panel": 4, "dynamic": dynamic}

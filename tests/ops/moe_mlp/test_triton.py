@@ -46,7 +46,7 @@ def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = 
     return kernel
 
 
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_kernel(activation, tmp_path):
     """A consumer multiplies its 128 rows, 64 at a time, by 128 columns, 64 of D in four instructions."""
     kernel = backward(activation, dynamic=activation == "silu")

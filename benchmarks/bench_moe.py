@@ -153,12 +153,8 @@ def main(
     """Appends to <out>/moe.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.demand_place(out, smoke)
     start = time.perf_counter()
-    n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
-    ceilings, times = harness.measure_ceilings(n, DTYPE, copied)
     file = harness.results_folder(out) / "moe.jsonl"
-    harness.append_row(file, harness.copy_row(copied, times["copy"]))
-    print(f"dense {ceilings.dense_tflops:.0f} TFLOP/s, after {time.perf_counter() - start:.0f} s", flush=True)
-    run = harness.Run(file=file, rounds=rounds, ceiling=ceilings.dense_tflops, peers=[name for name in peers.split(",") if name])
+    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[name for name in peers.split(",") if name])
     for shape in [SMOKE] if smoke else [shapes.MOES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
         for pass_name in passes.split(","):

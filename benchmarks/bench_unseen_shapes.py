@@ -8,19 +8,18 @@ Rows of op grouped_matmul, named unseen_00 and so on: side jaxops is the plan of
 counted alike. `vs` of 0.9 means that the plan for the shape takes 1.11 times as long as the tuned one.
 """
 
-import functools
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
 
-from benchmarks import bench_grouped_matmul, checks, harness, shapes
+from benchmarks import checks, harness, shapes
 from benchmarks.bench_grouped_matmul import DTYPE, Inputs
+from benchmarks.peers_jax import jaxops_passes
 from benchmarks.shapes import GroupedShape
 from jaxops import tuning
-from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul, grouped_wgrad, make_plan
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, make_plan
 from jaxops.tuning import current_device, tuned_rows
 
 OURS, TUNED = "jaxops", "tuned"
@@ -62,17 +61,10 @@ def tuned(pass_name: str, shape: GroupedShape, plan: Plan) -> tuple[Tiles | None
     return Tiles(**min(rows, key=lambda row: row["us"])["tiles"]), time.perf_counter() - start
 
 
-def run(pass_name: str, tiles: Tiles | None, a: jax.Array, b: jax.Array, offsets: jax.Array) -> jax.Array:
-    plan = Plan("xla") if tiles is None else Plan(tiles.kernel, tiles, tiles, tiles)
-    if pass_name == "wgrad":
-        return grouped_wgrad(a, b, offsets, plan=plan)
-    return grouped_matmul(a, b, offsets, transpose_rhs=pass_name == "dgrad", plan=plan)
-
-
 def ready_side(side: str, shape: GroupedShape, pass_name: str, chosen: dict[str, Tiles | None], inputs: Inputs, offsets: np.ndarray) -> harness.Ready:
-    a, b = {"fwd": (inputs.lhs, inputs.rhs), "dgrad": (inputs.dout, inputs.rhs), "wgrad": (inputs.lhs, inputs.dout)}[pass_name]
-    args = (a, b, jnp.asarray(offsets))
-    compiled, _ = harness.compile_fits(functools.partial(run, pass_name, chosen[side]), *args)
+    tiles, args = chosen[side], inputs.args(side, offsets)
+    plan = Plan("xla") if tiles is None else Plan(tiles.kernel, tiles, tiles, tiles)
+    compiled, _ = harness.compile_fits(jaxops_passes("auto", plan)[pass_name], *args)
     out = compiled(*args)
     max_err, rms_err = checks.grouped_errors(pass_name, shape, out, (inputs.lhs, inputs.rhs, inputs.dout), offsets)
     checks.demand_right(max_err, rms_err, jnp.dtype(DTYPE).name)
@@ -118,13 +110,10 @@ def main(
     """Appends to <out>/unseen_shapes.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.demand_place(out, smoke)
     start = time.perf_counter()
-    n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
-    ceilings, times = harness.measure_ceilings(n, DTYPE, copied)
     file = harness.results_folder(out) / "unseen_shapes.jsonl"
-    harness.append_row(file, harness.copy_row(copied, times["copy"]))
-    run = harness.Run(file=file, rounds=rounds, ceiling=ceilings.dense_tflops, peers=[TUNED])
+    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[TUNED])
     for shape in [SMOKE] if smoke else unseen(count):
-        inputs = bench_grouped_matmul.Inputs.make(shape)
+        inputs = Inputs.make(shape)
         for pass_name in passes.split(","):
             measure_case(run, shape, pass_name, inputs)
         print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)

@@ -250,6 +250,16 @@ def measure_ceilings(n: int, dtype, copied_bytes: int, rounds: int = 3, dense: t
     return Ceilings(_copy_gbps(copied_bytes, times["copy"]), max(rates)), times
 
 
+def write_dense(file: pathlib.Path, dtype, smoke: bool) -> float:
+    """The dense rate in TFLOP/s; the copy of the same run is written as a row of its own."""
+    start = time.perf_counter()
+    n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
+    ceilings, times = measure_ceilings(n, dtype, copied)
+    append_row(file, copy_row(copied, times["copy"]))
+    print(f"dense {ceilings.dense_tflops:.0f} TFLOP/s, after {time.perf_counter() - start:.0f} s", flush=True)
+    return ceilings.dense_tflops
+
+
 def copy_row(copied_bytes: int, times: Times) -> dict:
     case = {"op": "copy", "pass": "fwd", "name": "copy", "dist": "", "backend": "xla", "shape": {"bytes": copied_bytes}, "dtype": "float32"}
     return make_row(case, times, 1.0, {}, None, gbps=_copy_gbps(copied_bytes, times))

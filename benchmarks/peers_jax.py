@@ -10,15 +10,16 @@ from collections.abc import Callable
 import jax
 
 import jaxops
+from jaxops.ops.grouped_matmul import Plan
 
 Passes = dict[str, Callable[..., jax.Array]]
 
 
-def jaxops_passes(backend: str) -> Passes:
+def jaxops_passes(backend: str, plan: Plan | None = None) -> Passes:
     return {
-        "fwd": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(lhs, rhs, offsets, backend=backend),
-        "dgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(dout, rhs, offsets, transpose_rhs=True, backend=backend),
-        "wgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_wgrad(lhs, dout, offsets, backend=backend),
+        "fwd": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(lhs, rhs, offsets, backend=backend, plan=plan),
+        "dgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(dout, rhs, offsets, transpose_rhs=True, backend=backend, plan=plan),
+        "wgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_wgrad(lhs, dout, offsets, backend=backend, plan=plan),
     }
 
 

@@ -263,7 +263,7 @@ MUTATIONS = {
     "moe_mlp index: a choice's gradient is its neighbour's": (
         f"{MLP}/xla.py", "jnp.clip(routing.row_positions, 0, rows.shape[1] - 1)", "jnp.clip(routing.row_positions + 1, 0, rows.shape[1] - 1)", MLPS),
     "moe_mlp offset: bounds are not clipped": (
-        f"{MLP}/xla.py", "first = jnp.clip(routing.group_offsets[0], 0, R)", "first = routing.group_offsets[0]", WILD_MLP),
+        "_lib/ragged.py", "lo = jnp.clip(first, 0, R)", "lo = first", WILD_MLP),
     "moe_mlp sum: the gradients of gate and up change places": (
         f"{MLP}/xla.py", "dgate, dup = unit_gradients(activation, gate, up, weights * dh)", "dup, dgate = unit_gradients(activation, gate, up, weights * dh)",
         MLPS),
@@ -347,7 +347,7 @@ MUTATIONS = {
     "permute offset: a program too few": (
         f"{PERMUTE}/combine_pallas.py", "grid=(pl.cdiv(T, tile.rows) *", "grid=(T // tile.rows *", COPIES),
     "permute offset: bounds are not clipped": (
-        f"{PERMUTE}/places.py", "return lo, jnp.clip(end, lo, R)", "return lo, end", WILD),
+        "_lib/ragged.py", "return lo, jnp.clip(end, lo, R)", "return lo, end", WILD),
     "permute sum: only the last choices": (
         f"{PERMUTE}/combine_pallas.py", "return total + jnp.sum(", "return 0 * total + jnp.sum(", COPIES),
     "permute sum: only the last columns": (

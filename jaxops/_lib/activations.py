@@ -52,3 +52,13 @@ def unit_gradients(activation: str, gate: jax.Array, up: jax.Array, dh: jax.Arra
     value, slope = ACTIVATIONS[activation](gate.astype(jnp.float32))
     dh = dh.astype(jnp.float32)
     return dh * up.astype(jnp.float32) * slope, dh * value
+
+
+# What they mean, by JAX's own functions, for the references.
+MEANT = {
+    "silu": jax.nn.silu,
+    "gelu": lambda u: jax.nn.gelu(u, approximate=False),
+    "gelu_tanh": lambda u: jax.nn.gelu(u, approximate=True),
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+}

@@ -18,24 +18,6 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def activate(x, ACTIVATION: gl.constexpr):
-    """In float32."""
-    x = x.to(gl.float32)
-    if ACTIVATION == "relu":
-        y = gl.where(x <= 0.0, 0.0, x)  # NaN stays
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # 0.5 x (1 + tanh(z)) = x sigmoid(2 z)
-        y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "sigmoid":
-        y = _sigmoid(x)
-    else:
-        gl.static_assert(ACTIVATION == "silu")
-        y = x * _sigmoid(x)
-    return y
-
-
-@gluon.jit
 def activate_and_slope(x, ACTIVATION: gl.constexpr):
     """With the derivative, in float32."""
     x = x.to(gl.float32)
@@ -59,3 +41,10 @@ def activate_and_slope(x, ACTIVATION: gl.constexpr):
         y = x * s
         slope = s + (y - y * s)
     return y, slope
+
+
+@gluon.jit
+def activate(x, ACTIVATION: gl.constexpr):
+    """In float32."""
+    y, _ = activate_and_slope(x, ACTIVATION)
+    return y

@@ -34,6 +34,11 @@ def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
         raise ValueError(f"{what} is {got}, but {needed_by} is {needed}: they must be equal.")
 
 
+def check_choice(name: str, value: str | None, known) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
+
+
 def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = "G") -> None:
     """offsets is int32 of rank 1 with at least one entry. Its values stay on the device and are never read here."""
     check_array(name, offsets, f"an int32 array of shape ({count} + 1,)")

@@ -101,14 +101,32 @@ def told(facts, s):
 
 
 @gluon.jit
-def load_rows(
-    a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, both, at, group, col, N, COLS: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
-):  # fmt: skip
-    """A step of KIND ROWS. both: whether the second of two parts has rows; else it is not loaded, for what comes from the L2 is what short groups wait for."""
-    PART: gl.constexpr = a_bufs.shape[1]
-    BN: gl.constexpr = b_bufs.shape[1] if TRANSPOSED else b_bufs.shape[2]
+def end_tiles(facts, full, empty, s, phase, STAGES: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr = 1, COUNT: gl.constexpr = 1):
+    """A tile of no steps is the last one, of each consumer that takes turns. COUNT: of arrivals at a step."""
+    for _ in gl.static_range(2 // PARTS):
+        mbarrier.wait(empty.index(s), phase)
+        tell(facts, s, -1, 0, 0, 0, 0, WARPS)
+        mbarrier.arrive(full.index(s), count=COUNT)
+        s, phase = advance(s, phase, STAGES)
+
+
+@gluon.jit
+def mend_step(arrived, mended, full, a_bufs, b_bufs, s, left, PARTS: gl.constexpr):
+    """Of a sum's last step, which came with the next group's rows, those from `left` on are made zeros before the consumers see it; the next phase of
+    `arrived`."""
+    mbarrier.wait(arrived, mended)
     for i in gl.static_range(PARTS):
-        tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i), pred=both if i > 0 else True)
+        zero_rows(a_bufs.index(PARTS * s + i), left)
+    zero_rows(b_bufs.index(s), left)
+    fence_async_shared()
+    mbarrier.arrive(full.index(s), count=1)
+    return mended ^ 1
+
+
+@gluon.jit
+def load_weights(b_desc, second, arrived, b_bufs, s, at, group, col, N, COLS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """B of a step of KIND ROWS."""
+    BN: gl.constexpr = b_bufs.shape[1] if TRANSPOSED else b_bufs.shape[2]
     if TRANSPOSED:
         tma.async_load(b_desc, [group * N + col, at], arrived, b_bufs.index(s))
     elif second is None:
@@ -116,6 +134,17 @@ def load_rows(
     else:
         tma.async_load(b_desc, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(0, COLS, dim=2))
         tma.async_load(second, [group, at, col], arrived, b_bufs.index(s).reshape([1, BK, BN]).slice(COLS, COLS, dim=2))
+
+
+@gluon.jit
+def load_rows(
+    a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, both, at, group, col, N, COLS: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
+):  # fmt: skip
+    """A step of KIND ROWS. both: whether the second of two parts has rows; else it is not loaded, for what comes from the L2 is what short groups wait for."""
+    PART: gl.constexpr = a_bufs.shape[1]
+    for i in gl.static_range(PARTS):
+        tma.async_load(a_desc, [row + i * PART, at], arrived, a_bufs.index(PARTS * s + i), pred=both if i > 0 else True)
+    load_weights(b_desc, second, arrived, b_bufs, s, at, group, col, N, COLS, TRANSPOSED)
 
 
 @gluon.jit
@@ -181,29 +210,17 @@ def produce(
                     tma.async_load(a_desc, [start, inside, row + i * PART], arrived, a_bufs.index(PARTS * s + i).reshape([1, BK, PART]))
                 tma.async_load(b_desc, [start, inside, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
             if mend:
-                mbarrier.wait(arrived, mended)
-                mended ^= 1
-                for i in gl.static_range(PARTS):
-                    zero_rows(a_bufs.index(PARTS * s + i), left)
-                zero_rows(b_bufs.index(s), left)
-                fence_async_shared()
-                mbarrier.arrive(full.index(s), count=1)
+                mended = mend_step(arrived, mended, full, a_bufs, b_bufs, s, left, PARTS)
             s, phase = advance(s, phase, STAGES)
         t = gl.num_programs(0) + number_taken(following) if DYNAMIC else following
-    for _ in gl.static_range(2 // PARTS):  # a tile of no steps is the last one, of each that takes turns
-        mbarrier.wait(empty.index(s), phase)
-        tell(facts, s, -1, 0, 0, 0, 0)
-        mbarrier.arrive(full.index(s), count=1)
-        s, phase = advance(s, phase, STAGES)
+    end_tiles(facts, full, empty, s, phase, STAGES, PARTS)
 
 
 @gluon.jit
-def produce_gathered(
-    made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr
-):  # fmt: skip
-    """As `produce` of KIND ROWS, by four warps: row r of A is row indices[r] of an array of T rows and K columns, a multiple of BK."""
+def produce_gathered(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr):
+    """As `produce` of KIND ROWS, in two parts, by four warps: row r of A is row indices[r] of an array of T rows and K columns, a multiple of BK."""
     a_ptr, indices, T, b_desc, second, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
-    PART: gl.constexpr = BM // PARTS
+    PART: gl.constexpr = BM // 2
     COLS: gl.constexpr = BN if second is None else BN // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     num_i, tiles = count_tiles(schedule, entries, G, M, N, BM, COLS, ROWS)
@@ -217,9 +234,8 @@ def produce_gathered(
         inside = gl.where(size > 0, end - row, 0)
         number = gl.load(indices + row + rows, mask=rows < inside, other=0)
         first = a_ptr + (gl.minimum(gl.maximum(number, 0), T - 1).to(gl.int64) * K)[:, None] + cols[None, :]
-        if PARTS > 1:
-            number = gl.load(indices + row + PART + rows, mask=rows < inside - PART, other=0)
-            further = a_ptr + (gl.minimum(gl.maximum(number, 0), T - 1).to(gl.int64) * K)[:, None] + cols[None, :]
+        number = gl.load(indices + row + PART + rows, mask=rows < inside - PART, other=0)
+        further = a_ptr + (gl.minimum(gl.maximum(number, 0), T - 1).to(gl.int64) * K)[:, None] + cols[None, :]
         mbarrier.wait(empty.index(s), phase)
         steps = gl.where(size > 0, K // BK, 1)
         tell(facts, s, gl.where(size > 0, group, -1), row, end, col, steps, 4)
@@ -227,23 +243,12 @@ def produce_gathered(
             at = gl.where(size > 0, k * BK, K)  # past K, where there is nothing to sum, TMA brings zeros
             mbarrier.wait(empty.index(s), phase)
             mbarrier.expect(full.index(s), b_desc.nbytes_per_cta * (BN // COLS))
-            if TRANSPOSED:
-                tma.async_load(b_desc, [group * N + col, at], full.index(s), b_bufs.index(s))
-            elif second is None:
-                tma.async_load(b_desc, [group, at, col], full.index(s), b_bufs.index(s).reshape([1, BK, BN]))
-            else:
-                tma.async_load(b_desc, [group, at, col], full.index(s), b_bufs.index(s).reshape([1, BK, BN]).slice(0, COLS, dim=2))
-                tma.async_load(second, [group, at, col], full.index(s), b_bufs.index(s).reshape([1, BK, BN]).slice(COLS, COLS, dim=2))
-            async_copy.async_load(a_bufs.index(PARTS * s), first + at, mask=(rows < inside)[:, None])
-            if PARTS > 1:
-                async_copy.async_load(a_bufs.index(PARTS * s + 1), further + at, mask=(rows < inside - PART)[:, None])
+            load_weights(b_desc, second, full.index(s), b_bufs, s, at, group, col, N, COLS, False)
+            async_copy.async_load(a_bufs.index(2 * s), first + at, mask=(rows < inside)[:, None])
+            async_copy.async_load(a_bufs.index(2 * s + 1), further + at, mask=(rows < inside - PART)[:, None])
             async_copy.mbarrier_arrive(full.index(s), increment_count=False)
             s, phase = advance(s, phase, STAGES)
-    for _ in gl.static_range(2 // PARTS):
-        mbarrier.wait(empty.index(s), phase)
-        tell(facts, s, -1, 0, 0, 0, 0, 4)
-        mbarrier.arrive(full.index(s), count=ARRIVALS)
-        s, phase = advance(s, phase, STAGES)
+    end_tiles(facts, full, empty, s, phase, STAGES, 2, 4, ARRIVALS)
 
 
 @gluon.jit
@@ -268,6 +273,32 @@ def give_back(full, empty, steps, s, phase, STAGES: gl.constexpr):
         mbarrier.wait(full.index(s), phase)
         mbarrier.arrive(empty.index(s), count=1)
         s, phase = advance(s, phase, STAGES)
+    return s, phase
+
+
+@gluon.jit
+def next_tile(facts, places, full, turns, s, phase, waited, WHICH: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr):
+    """What a consumer is told of its next tile, its own first row among it; where that starts in the ring; and the phase of its next turn."""
+    if PARTS == 1:
+        # The place in the ring comes with the turn. A barrier tells a phase only from the next: who came early would take an old filling for its own.
+        mbarrier.wait(turns.index(WHICH), waited)
+        waited ^= 1
+        s, phase = place(places, WHICH)
+    mbarrier.wait(full.index(s), phase)
+    group, row, end, col, steps = told(facts, s)
+    if PARTS > 1:
+        row += WHICH * (BM // PARTS)
+    return group, row, end, col, steps, s, phase, waited
+
+
+@gluon.jit
+def pass_tile(full, empty, turns, places, steps, s, phase, WHICH: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """One in which the consumer has no rows: its steps are given back; of those who take turns only the last one is such."""
+    if PARTS == 1:
+        s, phase = advance(s, phase, STAGES)
+        hand_over(turns, places, s, phase, 1 - WHICH)
+    else:
+        s, phase = give_back(full, empty, steps, s, phase, STAGES)
     return s, phase
 
 

@@ -21,6 +21,12 @@ def runs(offsets_at, r: jax.Array, G: int, M: int) -> tuple[jax.Array, jax.Array
     return lo, jnp.clip(hi, lo, M)
 
 
+def clip_bounds(first: jax.Array, end: jax.Array, R: int) -> tuple[jax.Array, jax.Array]:
+    """The first row of all groups and the end of the last one's, of the offsets that say so: in [0, R], whatever they hold."""
+    lo = jnp.clip(first, 0, R)
+    return lo, jnp.clip(end, lo, R)
+
+
 def padded_rows(M: int, G: int) -> int:
     """Rows of a copy of M ragged rows in G groups in which every group fills whole blocks of 128: enough for any offsets."""
     return BLOCK * (-(-M // BLOCK) + G)

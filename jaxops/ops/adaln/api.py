@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.checks import FLOATS, check_float, check_offsets, check_size
+from jaxops._lib.checks import FLOATS, check_choice, check_float, check_offsets, check_size
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.fp8 import BLOCK, FP8, Quantized
 from jaxops._lib.manual_axes import vary_together
@@ -192,8 +192,7 @@ def _prepare(rows: dict, modulation: dict, offsets, norm, weight, bias, eps: flo
             check_size(f"len({name})", value.shape[0], f"D of {first}", D)
     if norm not in (STATS if "scale" in modulation else (None,)):
         raise ValueError(f"norm={norm!r}: write {' or '.join(map(repr, STATS))}.")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: write {', '.join(map(repr, ACTIVATIONS))}.")
+    check_choice("activation", activation, ACTIVATIONS)
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
     if out not in (*FLOATS, *FP8):
         raise TypeError(f"out_dtype={out}; it must be one of {', '.join((*FLOATS, *FP8))}.")

@@ -10,7 +10,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import check_float, check_offsets, check_size, compute_dtype_of
+from jaxops._lib.checks import check_choice, check_float, check_offsets, check_size, compute_dtype_of
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
@@ -91,9 +91,8 @@ def grouped_glu(
         if w_up.dtype != w_gate.dtype:
             raise TypeError(f"w_up is {w_up.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
-    for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
+    check_choice("activation", activation, ACTIVATIONS)
+    check_choice("save", save, SAVES)
     device = current_device()
     problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None, x.dtype != compute)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)

@@ -6,11 +6,11 @@ Gate's columns and up's lie beside each other in shared memory, so that one inst
 import jax
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxops._lib.activations_triton import activate
 from jaxops._lib.device import current_device
-from jaxops._lib.grouped_gemm_triton import ROWS, give_back, make_ring, produce, produce_gathered, sum_steps, told
+from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, next_tile, pass_tile, produce, produce_gathered, sum_steps
 from jaxops._lib.hopper_triton import result_buffers, store, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -30,9 +30,7 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.c
     buf = 0
     more = True
     while more:
-        mbarrier.wait(full.index(s), phase)
-        _, row, end, col, steps = told(facts, s)
-        row += WHICH * (BM // 2)
+        _, row, end, col, steps, s, phase, _ = next_tile(facts, places, full, turns, s, phase, 0, WHICH, BM, 2)
         more = steps > 0
         if row < end:
             acc = gl.zeros([BM // 2, 2 * BF], gl.float32, MMA)
@@ -49,7 +47,7 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.c
             store(h, h_desc, h_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
             buf ^= 1
         else:
-            s, phase = give_back(full, empty, steps, s, phase, STAGES)
+            s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, 2)
     tma.store_wait(0)
 
 
@@ -66,7 +64,7 @@ def grouped_glu_kernel(
         gl.warp_specialize([
             (_consume, (used, 0, ACTIVATION, GATHERED)),
             (_consume, (used, 1, ACTIVATION, GATHERED)),
-            (produce_gathered, (made, BM, 2 * BF, STAGES, PANEL, False, 2)),
+            (produce_gathered, (made, BM, 2 * BF, STAGES, PANEL)),
         ], [4, 4], [208, 80])  # fmt: skip
     else:
         made = (x_desc, gate_w_desc, up_w_desc, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)

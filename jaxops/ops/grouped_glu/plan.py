@@ -70,7 +70,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """How the kernel that multiplies and activates at once goes through its tiles of 128 rows and 128 columns of h.
+    """How a kernel that multiplies and activates at once goes through its tiles of 128 rows and 128 columns.
 
     Attributes:
       panel: tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.

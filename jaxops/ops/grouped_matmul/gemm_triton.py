@@ -7,11 +7,11 @@ pays where a sum is short. Operands are read as they lie in memory: the tensor c
 import jax
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxops._lib.device import current_device
-from jaxops._lib.grouped_gemm_triton import CONTRACTION, ROWS, give_back, hand_over, make_ring, place, produce, sum_steps, told
-from jaxops._lib.hopper_triton import advance, result_buffers, store, tile_at, tile_layout
+from jaxops._lib.grouped_gemm_triton import CONTRACTION, ROWS, make_ring, next_tile, pass_tile, produce, sum_steps
+from jaxops._lib.hopper_triton import result_buffers, store, tile_at, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
@@ -38,21 +38,13 @@ def _consume(
     KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N = used
-    PART: gl.constexpr = WHICH if PARTS > 1 else 0
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     s = 0
     phase = 0
     waited = 1 - WHICH  # the first consumer has the first turn
     more = True
     while more:
-        if PARTS == 1:
-            # The place in the ring comes with the turn. A barrier tells a phase only from the next: who came early would take an old filling for its own.
-            mbarrier.wait(turns.index(WHICH), waited)
-            waited ^= 1
-            s, phase = place(places, WHICH)
-        mbarrier.wait(full.index(s), phase)
-        group, row, end, col, steps = told(facts, s)
-        row += PART * (BM // PARTS)
+        group, row, end, col, steps, s, phase, waited = next_tile(facts, places, full, turns, s, phase, waited, WHICH, BM, PARTS)
         more = steps > 0
         if row < end:
             SHAPE: gl.constexpr = [BM // PARTS, BN]
@@ -62,11 +54,8 @@ def _consume(
                 acc = _add_bias(acc, bias, group, col, N, MMA)
             if not ACCUMULATE or group >= 0:  # else an empty group's, which stays as it is, to the bit
                 store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
-        elif PARTS == 1:  # no more tiles
-            s, phase = advance(s, phase, STAGES)
-            hand_over(turns, places, s, phase, 1 - WHICH)
         else:
-            s, phase = give_back(full, empty, steps, s, phase, STAGES)
+            s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, PARTS)
     tma.store_wait(0)
 
 

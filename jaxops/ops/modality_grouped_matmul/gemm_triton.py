@@ -9,10 +9,10 @@ import dataclasses
 import jax
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.device import current_device
-from jaxops._lib.grouped_gemm_triton import BK, CONTRACTION, ROWS, give_back, hand_over, make_ring, place, sum_steps, tell, told, zero_rows
+from jaxops._lib.grouped_gemm_triton import BK, CONTRACTION, ROWS, end_tiles, make_ring, mend_step, next_tile, pass_tile, sum_steps, tell
 from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store, take_number, tile_layout, window
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -166,20 +166,10 @@ def _produce(
                 if part == p:
                     _load(a_descs[p], b_descs[p], arrived, a_bufs, b_bufs, s, row, at, at + left, group, col, KIND, TRANSPOSED, PARTS)
             if mend:
-                mbarrier.wait(arrived, mended)
-                mended ^= 1
-                for i in gl.static_range(PARTS):
-                    zero_rows(a_bufs.index(PARTS * s + i), left)
-                zero_rows(b_bufs.index(s), left)
-                fence_async_shared()
-                mbarrier.arrive(full.index(s), count=1)
+                mended = mend_step(arrived, mended, full, a_bufs, b_bufs, s, left, PARTS)
             s, phase = advance(s, phase, STAGES)
         t = gl.num_programs(0) + number_taken(following) if DYNAMIC else following
-    for _ in gl.static_range(2 // PARTS):  # a tile of no steps is the last one, of each that takes turns
-        mbarrier.wait(empty.index(s), phase)
-        tell(facts, s, -1, 0, 0, 0, 0)
-        mbarrier.arrive(full.index(s), count=1)
-        s, phase = advance(s, phase, STAGES)
+    end_tiles(facts, full, empty, s, phase, STAGES, PARTS)
 
 
 @gluon.jit
@@ -188,20 +178,13 @@ def _consume(
     COUNT: gl.constexpr,
 ):  # fmt: skip
     c_descs, c_ptrs, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, sizes, N = used
-    PART: gl.constexpr = WHICH if PARTS > 1 else 0
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     s = 0
     phase = 0
     waited = 1 - WHICH  # the first consumer has the first turn
     more = True
     while more:
-        if PARTS == 1:
-            mbarrier.wait(turns.index(WHICH), waited)  # with the place in the ring, as in grouped_matmul's
-            waited ^= 1
-            s, phase = place(places, WHICH)
-        mbarrier.wait(full.index(s), phase)
-        width, row, end, col, steps = told(facts, s)
-        row += PART * (BM // PARTS)
+        width, row, end, col, steps, s, phase, waited = next_tile(facts, places, full, turns, s, phase, waited, WHICH, BM, PARTS)
         more = steps > 0
         if row < end:
             acc = gl.zeros([BM // PARTS, BN], gl.float32, MMA)
@@ -215,11 +198,8 @@ def _consume(
                 for p in gl.static_range(COUNT):
                     if width == p:
                         store(acc, c_descs[p], c_ptrs[p], c_bufs.index(WHICH), row, end, col, sizes[p][3], MMA, False, True)
-        elif PARTS == 1:  # no more tiles
-            s, phase = advance(s, phase, STAGES)
-            hand_over(turns, places, s, phase, 1 - WHICH)
         else:
-            s, phase = give_back(full, empty, steps, s, phase, STAGES)
+            s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, PARTS)
     tma.store_wait(0)
 
 

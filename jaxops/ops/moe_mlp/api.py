@@ -10,14 +10,14 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import check_float, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import check_choice, check_float, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import current_device
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.grouped_glu import glu_of_rows
+from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
-from jaxops.ops.moe_mlp.plan import SAVES, Plan, Problem, Spec, make_plan
+from jaxops.ops.moe_mlp.plan import Plan, Problem, Spec, make_plan
 from jaxops.ops.moe_mlp.xla import of_choices, unit_bwd_xla, weights_of_rows
 from jaxops.ops.permute import check_routing, combine, permute
 from jaxops.ops.route import Routing
@@ -100,9 +100,8 @@ def moe_mlp(
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
-    for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
+    check_choice("activation", activation, ACTIVATIONS)
+    check_choice("save", save, SAVES)
     device = current_device()
     problem = Problem(T, k, E, D, F, w_down.shape[2], compute.name)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)

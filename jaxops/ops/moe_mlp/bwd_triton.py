@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jaxops._lib.activations_triton import activate_and_slope
 from jaxops._lib.device import current_device
-from jaxops._lib.grouped_gemm_triton import ROWS, hand_over, make_ring, place, produce, sum_steps, told
-from jaxops._lib.hopper_triton import advance, result_buffers, send, store_tile, tile_layout
+from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, next_tile, pass_tile, produce, sum_steps
+from jaxops._lib.hopper_triton import result_buffers, send, store_tile, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
@@ -99,15 +99,13 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
     gate_buf = staged.index(3 * WHICH)  # in whose place its gradient comes; as up's in its
     up_buf = staged.index(3 * WHICH + 1)
     h_buf = staged.index(3 * WHICH + 2)
+    s = 0
+    phase = 0
     waited = 1 - WHICH  # the first consumer has the first turn
     loaded = 0
     more = True
     while more:
-        mbarrier.wait(turns.index(WHICH), waited)
-        waited ^= 1
-        s, phase = place(places, WHICH)
-        mbarrier.wait(full.index(s), phase)
-        _, row, end, col, steps = told(facts, s)
+        _, row, end, col, steps, s, phase, waited = next_tile(facts, places, full, turns, s, phase, waited, WHICH, BM, 1)
         more = steps > 0
         if more:
             _load(gate_desc, up_desc, gate_buf, up_buf, ready.index(WHICH), row, col)
@@ -141,8 +139,7 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
                 if left < F:
                     _store(dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, gate_buf, up_buf, h_buf, row, end, left, F)
         else:
-            s, phase = advance(s, phase, STAGES)
-            hand_over(turns, places, s, phase, 1 - WHICH)
+            s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, 1)
     tma.store_wait(0)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.device import Device, choose_backend
+from jaxops.ops.grouped_glu import Fused
 from jaxops.ops.grouped_glu import Plan as UnitPlan
 from jaxops.ops.grouped_glu import Problem as Unit
 from jaxops.ops.grouped_glu import make_plan as make_unit_plan
@@ -21,24 +22,6 @@ from jaxops.ops.permute import make_plan as make_rows_plan
 
 _WIDEST_GATHERED = 2048  # of an expert
 BACKENDS = ("triton", "pallas", "xla")
-SAVES = ("preactivations", "nothing")
-
-
-@dataclasses.dataclass(frozen=True)
-class Fused:
-    """How the backward's kernel, that multiplies and activates at once, goes through its tiles of 128 rows and 128 columns.
-
-    Attributes:
-      panel: tiles are visited in panels of this many tile rows, so that programs that run together share operands in L2.
-      dynamic: programs take tiles as they get free, instead of every 132nd (on an H200).
-    """
-
-    panel: int = 4
-    dynamic: bool = False
-
-    def __post_init__(self):
-        if self.panel < 1:
-            raise ValueError(f"Fused.panel={self.panel} must be at least 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +34,7 @@ class Plan:
       unit: plan of the gated unit, as of `jaxops.grouped_glu`.
       down: plan of the down projection, as of `jaxops.grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.
-      fused: of the "triton" backend's backward.
+      fused: how the "triton" backend's kernel of the backward goes through its tiles of 128 rows and 128 columns.
       gather: "triton" only, D a multiple of 64: the forward's first kernel reads tokens' rows where they lie, instead of a copy in the order of experts. H200,
         2026-11-22: at qwen3_30b (F = 768) that costs it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %.
     """

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._lib.activations import unit_gradients
+from jaxops._lib.ragged import clip_bounds
 from jaxops.ops.route import Routing
 
 
@@ -19,9 +20,7 @@ def unit_bwd_xla(activation: str, dh: jax.Array, gate: jax.Array, up: jax.Array,
 
 
 def _bounds(routing: Routing) -> tuple[jax.Array, jax.Array]:
-    R = routing.row_indices.shape[0]
-    first = jnp.clip(routing.group_offsets[0], 0, R)
-    return first, jnp.clip(routing.group_offsets[-1], first, R)
+    return clip_bounds(routing.group_offsets[0], routing.group_offsets[-1], routing.row_indices.shape[0])
 
 
 def weights_of_rows(routing: Routing) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.powers import power_of_2
-from jaxops.ops.permute.places import clip_bounds
+from jaxops._lib.ragged import clip_bounds
 from jaxops.ops.permute.plan import Tile
 
 

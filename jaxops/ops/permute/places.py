@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 
 class Places(NamedTuple):
@@ -18,9 +17,3 @@ class Places(NamedTuple):
     positions: jax.Array
     indices: jax.Array
     offsets: jax.Array
-
-
-def clip_bounds(first: jax.Array, end: jax.Array, R: int) -> tuple[jax.Array, jax.Array]:
-    """The first row of all groups and the end of the last one's, of the offsets that say so: in [0, R], whatever they hold."""
-    lo = jnp.clip(first, 0, R)
-    return lo, jnp.clip(end, lo, R)

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops.ops.permute.places import Places, clip_bounds
+from jaxops._lib.ragged import clip_bounds
+from jaxops.ops.permute.places import Places
 
 
 def permute_xla(x: jax.Array, places: Places) -> jax.Array:

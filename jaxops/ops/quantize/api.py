@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import check_array, check_float, check_offsets
+from jaxops._lib.checks import check_array, check_choice, check_float, check_offsets
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.manual_axes import vary_together
@@ -154,10 +154,8 @@ def _check(x, scaling, dtype, layouts, offsets, amax) -> Spec:
     if len(x.shape) not in (2, 3):
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [M, K] or a stack [G, M, K]. Write x.reshape(-1, x.shape[-1]).")
     check_float("x", x, "[M, K]" if len(x.shape) == 2 else "[G, M, K]")
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling={scaling!r}: write {', '.join(map(repr, SCALINGS))}.")
-    if layouts not in LAYOUTS:
-        raise ValueError(f"layouts={layouts!r}: write {', '.join(map(repr, LAYOUTS))}.")
+    check_choice("scaling", scaling, SCALINGS)
+    check_choice("layouts", layouts, LAYOUTS)
     fp8 = jnp.dtype(dtype).name
     if fp8 not in FP8:
         raise TypeError(f"dtype={fp8}; it must be one of {', '.join(FP8)}.")

@@ -1,11 +1,11 @@
 """A mixture-of-experts layer: jaxops' beside the same layer from tokamax or lax.ragged_dot with XLA around it. TFLOP/s count the routed rows' products.
 
-python -m benchmarks.bench_moe                                       # everything: 3 shapes, fwd and fwd+bwd
+python -m benchmarks.bench_moe                                       # everything: 3 shapes, fwd and fwd+bwd, 3 distributions
 python -m benchmarks.bench_moe --shapes mixtral_t16384 --passes fwd --peers ""
 python -m benchmarks.bench_moe --smoke --out /tmp/x                  # a tiny shape, every code path, CPU too
 
-Every side chooses by the same float32 router. Rows say, too, how much of the time lies around the products (on a GPU) and how many bytes the layer takes
-beside its operands and results.
+Every side chooses by the same float32 router, of random logits, or with each token told its experts, so that groups are even or Zipf's (shapes.preferences).
+Rows say, too, how much of the time lies around the products (on a GPU) and how many bytes the layer takes beside its operands and results.
 """
 
 import functools
@@ -23,6 +23,7 @@ from benchmarks.peers_jax import tokamax_dot
 from benchmarks.shapes import MoeShape
 
 PASSES = ("fwd", "fwd+bwd")
+DISTS = ("router", "balanced", "skewed")
 SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
 DTYPE = jnp.bfloat16
 OURS, UNFUSED = "jaxops", "jaxops_unfused"  # UNFUSED: the same from permute, three grouped products with the activation in XLA, and combine
@@ -32,26 +33,29 @@ Arrays = tuple[jax.Array, ...]
 Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def jaxops_layer(shape: MoeShape, backend: str, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    routing = jaxops.route(tokens.astype(jnp.float32) @ router, shape.k, backend=backend)
+def jaxops_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
+    gate, up, down = experts
+    routing = jaxops.route(tokens.astype(jnp.float32) @ router + preferred, shape.k, backend=backend)
     return jaxops.moe_mlp(tokens, gate, up, down, routing, backend=backend)
 
 
-def unfused_layer(shape: MoeShape, backend: str, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def unfused_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
     """An op after the other."""
-    routing = jaxops.route(tokens.astype(jnp.float32) @ router, shape.k, backend=backend)
+    gate, up, down = experts
+    routing = jaxops.route(tokens.astype(jnp.float32) @ router + preferred, shape.k, backend=backend)
     multiply = functools.partial(jaxops.grouped_matmul, group_offsets=routing.group_offsets, backend=backend)
     x = jaxops.permute(tokens, routing, backend=backend)
     y = multiply(jax.nn.silu(multiply(x, gate)) * multiply(x, up), down)
     return jaxops.combine(y, routing, backend=backend)
 
 
-def plain_layer(shape: MoeShape, dot: Dot, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def plain_layer(shape: MoeShape, dot: Dot, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
     """What a user writes around a ragged product: top_k, a sort, gathers, and the sum of each token's rows."""
-    scores, experts = jax.lax.top_k(jax.nn.softmax(tokens.astype(jnp.float32) @ router), shape.k)
+    gate, up, down = experts
+    scores, chosen = jax.lax.top_k(jax.nn.softmax(tokens.astype(jnp.float32) @ router + preferred), shape.k)
     weights = scores / jnp.sum(scores, axis=1, keepdims=True)
-    order = jnp.argsort(experts.ravel(), stable=True)
-    sizes = jnp.bincount(experts.ravel(), length=shape.E).astype(jnp.int32)
+    order = jnp.argsort(chosen.ravel(), stable=True)
+    sizes = jnp.bincount(chosen.ravel(), length=shape.E).astype(jnp.int32)
     x = tokens[order // shape.k]
     y = dot((jax.nn.silu(dot(x, gate, sizes)) * dot(x, up, sizes)).astype(tokens.dtype), down, sizes)
     choices = y[jnp.argsort(order)].reshape(shape.T, shape.k, shape.D)
@@ -72,19 +76,20 @@ def layer_of(side: str, shape: MoeShape) -> Callable[..., jax.Array]:
 
 
 def program(side: str, shape: MoeShape, pass_name: str) -> Callable[..., Arrays]:
-    """From (dy, tokens, router, gate, up, down) to y, and with the backward to the gradients of all but dy."""
+    """From (preferred, dy, tokens, router, gate, up, down) to y, and with the backward to the gradients of tokens and what follows."""
     layer = layer_of(side, shape)
     if pass_name == "fwd":
-        return lambda dy, *given: (layer(*given),)
+        return lambda preferred, dy, *given: (layer(preferred, *given),)
 
-    def both(dy: jax.Array, *given: jax.Array) -> Arrays:
-        y, vjp = jax.vjp(layer, *given)
+    def both(preferred: jax.Array, dy: jax.Array, *given: jax.Array) -> Arrays:
+        y, vjp = jax.vjp(functools.partial(layer, preferred), *given)
         return y, *vjp(dy)
 
     return both
 
 
 def make_inputs(shape: MoeShape) -> Arrays:
+    """dy, tokens, router, gate, up, down."""
     E, D, F = shape.E, shape.D, shape.F
     kinds = (  # each one's shape, scale and dtype
         ((shape.T, D), 1.0, DTYPE),
@@ -110,9 +115,13 @@ def around(compiled: Any, inputs: Arrays) -> dict[str, float]:
     return {"around": sum(us for name, us in launched if not any(product in name for product in PRODUCTS)) / total} if total else {}
 
 
-def ready_side(side: str, shape: MoeShape, pass_name: str, inputs: Arrays, want: Arrays) -> harness.Ready:
-    made: Any = harness.compile_fits(program(side, shape, pass_name), *inputs)
-    compiled, seconds = made
+def ready_side(side: str, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays, want: Arrays) -> harness.Ready:
+    """programs: of each side, compiled for the distribution before, and seconds."""
+    if side == "ragged_dot" and dist != DISTS[0]:
+        raise ValueError("on a GPU its time does not depend on the groups' sizes, and it is the slowest by far")
+    if side not in programs:
+        programs[side] = harness.compile_fits(program(side, shape, pass_name), *inputs)
+    compiled, seconds = programs[side]
     results = compiled(*inputs)
     max_err, rms_err = (float(error) for error in errors(results, want))
     # Three products and two roundings between them; a gradient's largest elements are those of few rows.
@@ -126,24 +135,27 @@ def ready_side(side: str, shape: MoeShape, pass_name: str, inputs: Arrays, want:
     return ready
 
 
-def measure_case(run: harness.Run, shape: MoeShape, pass_name: str, inputs: Arrays) -> None:
+def measure_case(run: harness.Run, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays) -> None:
     """Checks, times and writes every side of one case."""
-    want = jax.jit(program("xla", shape, pass_name))(*inputs)
-    label = f"{shape.name} {pass_name}"
-    ready = run.ready_sides(OURS, label, ready_side, shape, pass_name, inputs, want)
+    if "reference" not in programs:
+        programs["reference"] = harness.compile_fits(program("xla", shape, pass_name), *inputs)
+    want = programs["reference"][0](*inputs)
+    label = f"{shape.name} {dist} {pass_name}"
+    ready = run.ready_sides(OURS, label, ready_side, shape, pass_name, dist, programs, inputs, want)
     del want
     times = run.times(OURS, ready)
     flops = shape.flops(pass_name)
     for side, t in times.items():
         tflops = flops / t.us_p50 / 1e6
-        named = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": "router", "backend": side}
+        named = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist, "backend": side}
         facts = ready[side].facts | {"tflops": tflops}
         harness.append_row(run.file, harness.make_row(named, t, tflops / run.ceiling, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
-    print(f"{label:28}" + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
+    print(f"{label:36}" + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
 
 
 def main(
     shape_names: str = typer.Option(",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    dists: str = typer.Option(",".join(DISTS), help='Of the groups: "router" for those of random logits, or names from benchmarks/shapes.py.'),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option("jaxops_unfused,tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
@@ -157,9 +169,12 @@ def main(
     run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[name for name in peers.split(",") if name])
     for shape in [SMOKE] if smoke else [shapes.MOES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
+        preferred = {dist: jnp.asarray(shapes.preferences(dist, shape)) for dist in dists.split(",")}
         for pass_name in passes.split(","):
-            measure_case(run, shape, pass_name, inputs)
-    print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
+            programs: dict[str, Any] = {}
+            for dist, told in preferred.items():
+                measure_case(run, shape, pass_name, dist, programs, (told, *inputs))
+        print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
     harness.end(run.left_out)
 
 

@@ -314,6 +314,24 @@ class MoeShape:
         return {"fwd": 1, "fwd+bwd": 3}[pass_name] * 3 * 2 * self.T * self.k * self.D * self.F
 
 
+def preferences(dist: str, shape: MoeShape) -> np.ndarray:
+    """float32 [T, E], to be added to the router's logits: zeros for "router", whose groups are as random logits fill them. Else each token is told k experts,
+    by more than any logit outweighs, so that groups have the sizes of `group_sizes`; at most T, though: what is above goes to the others that are not empty."""
+    T, E, k = shape.T, shape.E, shape.k
+    found = np.zeros((T, E), np.float32)
+    if dist == "router":
+        return found
+    sizes = group_sizes(dist, E, T * k)
+    while over := int(np.sum(np.maximum(sizes - T, 0))):
+        free = np.flatnonzero((sizes > 0) & (sizes < T))
+        sizes = np.minimum(sizes, T)
+        sizes[free] += _in_proportion(sizes[free].astype(float), over)
+    # Dealt in turns: an expert's rows lie beside each other, and a token's are T apart, so that it gets each of its experts once.
+    experts = np.repeat(np.arange(E), sizes).reshape(k, T)
+    found[np.random.default_rng(0).permutation(T)[None, :], experts] = 1e3
+    return found
+
+
 MOES = {
     shape.name: shape
     for shape in (

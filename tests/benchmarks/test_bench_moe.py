@@ -18,7 +18,7 @@ def test_flops_are_those_of_the_routed_rows():
 
 
 def test_the_check_sees_a_wrong_result():
-    inputs = bench_moe.make_inputs(SMOKE)
+    inputs = (jnp.asarray(shapes.preferences("skewed", SMOKE)), *bench_moe.make_inputs(SMOKE))
     results = {side: jax.jit(bench_moe.program(side, SMOKE, "fwd+bwd"))(*inputs) for side in ("xla", "ragged_dot", "jaxops", "jaxops_unfused")}
     assert len(results["xla"]) == 6  # y, and the gradients of tokens, router, gate, up, down
     for side in ("ragged_dot", "jaxops", "jaxops_unfused"):
@@ -40,13 +40,15 @@ def run(*arguments):
 def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     result = run("--smoke", "--out", str(tmp_path), "--rounds", "1", "--peers", "ragged_dot,nobody")
     assert result.exit_code == 0, result.output
-    assert "left out: nobody at smoke fwd" in result.output
+    assert "left out: nobody at smoke router fwd" in result.output
     rows = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
-    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [(p, b) for p in bench_moe.PASSES for b in ("jaxops", "ragged_dot")]
+    assert [(row["pass"], row["dist"], row["backend"]) for row in rows[1:]] == [
+        (p, *case) for p in bench_moe.PASSES for case in (("router", "jaxops"), ("router", "ragged_dot"), ("balanced", "jaxops"), ("skewed", "jaxops"))
+    ]
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
     for row in rows[1:]:
-        assert (row["vs"] != {}) == (row["backend"] == "jaxops")
+        assert (row["vs"] != {}) == (row["backend"] == "jaxops" and row["dist"] == "router")
         assert row["temp_bytes"] > 0
 
 

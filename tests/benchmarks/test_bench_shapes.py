@@ -72,3 +72,22 @@ def test_moved_bytes_leave_out_the_weights_that_nobody_reads():
     sizes = shapes.group_sizes("one_group", 4, 10)
     assert shape.moved_bytes("fwd", sizes) == 2 * (30 + 50 + 15)
     assert shape.moved_bytes("wgrad", sizes) == 2 * (30 + 50 + 4 * 15)
+
+
+@pytest.mark.parametrize("dist", ["balanced", "skewed", "half"])
+@pytest.mark.parametrize("shape", [shapes.MoeShape("small", 24, 4, 2, 16, 32), *shapes.MOES.values()], ids=lambda shape: shape.name)
+def test_preferences_fill_the_groups(dist, shape):
+    """Each token is told k experts; groups are as large as `group_sizes` says, but for those that would have a token twice."""
+    told = shapes.preferences(dist, shape) > 0
+    np.testing.assert_array_equal(told.sum(axis=1), shape.k)
+    got, want = told.sum(axis=0), shapes.group_sizes(dist, shape.E, shape.T * shape.k)
+    if want.max() <= shape.T:
+        np.testing.assert_array_equal(got, want)
+    else:
+        assert np.all(got[want >= shape.T] == shape.T)
+        assert np.all((got >= want)[want < shape.T])
+        assert not got[want == 0].any()
+
+
+def test_the_router_is_told_nothing():
+    assert not shapes.preferences("router", shapes.MOES["mixtral_t16384"]).any()

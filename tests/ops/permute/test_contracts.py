@@ -164,7 +164,7 @@ def test_with_route_and_a_grouped_product(run):
 
     def experts(x, w, logits):
         routing = jaxops.route(logits, k, capacity=5)
-        rows = jaxops.grouped_matmul(permute(SHARD, run, x, routing), w, routing.group_offsets, backend="xla")
+        rows = jaxops.grouped_matmul(permute(SHARD, run, x, routing), w, routing.group_offsets, precision="highest", backend="xla")
         return combine(SHARD, run, rows, routing)
 
     def one_by_one(x, w, logits):

@@ -22,7 +22,10 @@ if shutil.which("nvidia-smi") is None:
     quick = " --xla_backend_optimization_level=0"
     if tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:3])) <= (0, 11, 2):  # what does not know an option ends the process
         quick += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quick
+else:
+    # References are XLA's, which compiles and times dozens of kernels for each of their products: minutes for a test file.
+    quick = " --xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quick
 
 import jax
 

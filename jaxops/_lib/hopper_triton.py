@@ -98,6 +98,25 @@ def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE:
 
 
 @gluon.jit
+def columns(x):
+    """Its left half and its right one."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_columns(acc, c_desc, c_ptr, c_buf, row, end, col, N, AT_A_TIME: gl.constexpr):
+    """As `store`, of as many columns at a time as the buffer has: half of them, or all. Rows and columns are whole 16 bytes, and `end` a group's."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, AT_A_TIME, 16])
+    if acc.shape[1] == AT_A_TIME:
+        store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA, False, True)
+    else:
+        left, right = columns(acc)
+        store(gl.convert_layout(left, MMA, assert_trivial=True), c_desc, c_ptr, c_buf, row, end, col, N, MMA, False, True)
+        if col + AT_A_TIME < N:
+            store(gl.convert_layout(right, MMA, assert_trivial=True), c_desc, c_ptr, c_buf, row, end, col + AT_A_TIME, N, MMA, False, True)
+
+
+@gluon.jit
 def tile_at(ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
     """Pointers to a tile of an array with N columns, and which of them lie in it, before `end`."""
     # A copy that the compiler cannot see through: else N's multiples, the same for every tile, would take registers from the sums.

@@ -180,6 +180,5 @@ def _materialised(arguments: list) -> list:
     """XLA may read an operand that is a slice, of layers' stacked weights say, where it lies, and write a result into such a slice (dynamic-slice fusion). What
     it makes of the call then no longer says that results lie in operands' memory: what TMA stores, through a descriptor of that, would be lost. It does not
     reach through a barrier."""
-    arrays, tree = jax.tree.flatten([None if isinstance(argument, OutTile) else argument for argument in arguments])
-    apart = jax.tree.unflatten(tree, jax.lax.optimization_barrier(tuple(arrays)))
-    return [argument if isinstance(argument, OutTile) else other for argument, other in zip(arguments, apart, strict=True)]
+    arrays, tree = jax.tree.flatten(arguments)
+    return jax.tree.unflatten(tree, jax.lax.optimization_barrier(tuple(arrays)))

@@ -18,11 +18,10 @@ from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import tile_bound
 
 BM, BF = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of h, of a tile
-STAGES = gl.constexpr(3)
 
 
 @gluon.jit
-def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr):
+def _consume(used, WHICH: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr):
     h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = used
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BF, 16])
     s = 0
@@ -37,15 +36,15 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.c
             acc, s, phase = sum_steps(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, False, 2, GATHERED)
             pre = acc.to(a_bufs.dtype)  # as they are saved: the backward sees the same
             gate, up = pre.reshape([BM // 2, 2, BF]).permute((0, 2, 1)).split()
-            # Two buffers a consumer, in turns: one store fills its own while the one before is still read.
+            # A consumer's buffers in turns: one store fills its own while the one before is still read.
             if gate_desc is not None:
-                store(gate, gate_desc, gate_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
-                buf ^= 1
-                store(up, up_desc, up_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
-                buf ^= 1
+                store(gate, gate_desc, gate_ptr, bufs.index(BUFFERS * WHICH + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
+                buf = (buf + 1) % BUFFERS
+                store(up, up_desc, up_ptr, bufs.index(BUFFERS * WHICH + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
+                buf = (buf + 1) % BUFFERS
             h = activate(gate, ACTIVATION) * up.to(gl.float32)
-            store(h, h_desc, h_ptr, bufs.index(2 * WHICH + buf), row, end, col, F, MMA, False, True, 1)
-            buf ^= 1
+            store(h, h_desc, h_ptr, bufs.index(BUFFERS * WHICH + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
+            buf = (buf + 1) % BUFFERS
         else:
             s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, 2)
     tma.store_wait(0)
@@ -54,23 +53,23 @@ def _consume(used, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.c
 @gluon.jit
 def grouped_glu_kernel(
     x_desc, x_ptr, indices, gate_w_desc, up_w_desc, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K, T,
-    PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2, GATHERED)
-    bufs = result_buffers(h_ptr, 4, BM // 2, BF)
+    bufs = result_buffers(h_ptr, 2 * BUFFERS, BM // 2, BF)
     used = (h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
     if GATHERED:
         made = (x_ptr, indices, T, gate_w_desc, up_w_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
         gl.warp_specialize([
-            (_consume, (used, 0, ACTIVATION, GATHERED)),
-            (_consume, (used, 1, ACTIVATION, GATHERED)),
+            (_consume, (used, 0, STAGES, BUFFERS, ACTIVATION, GATHERED)),
+            (_consume, (used, 1, STAGES, BUFFERS, ACTIVATION, GATHERED)),
             (produce_gathered, (made, BM, 2 * BF, STAGES, PANEL)),
         ], [4, 4], [208, 80])  # fmt: skip
     else:
         made = (x_desc, gate_w_desc, up_w_desc, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
         gl.warp_specialize([
-            (_consume, (used, 0, ACTIVATION, GATHERED)),
-            (_consume, (used, 1, ACTIVATION, GATHERED)),
+            (_consume, (used, 0, STAGES, BUFFERS, ACTIVATION, GATHERED)),
+            (_consume, (used, 1, STAGES, BUFFERS, ACTIVATION, GATHERED)),
             (produce, (made, BM, 2 * BF, STAGES, PANEL, DYNAMIC, ROWS, False, 2)),
         ], [4, 1], [224, 56])  # fmt: skip
 
@@ -85,6 +84,7 @@ def fwd_triton(
     save: bool,
     panel: int,
     dynamic: bool,
+    stages: int = 3,
 ) -> tuple[jax.Array, ...]:
     """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate and up [M, F]. With indices [M], row m is
     x[indices[m]], K is a multiple of 64, and dynamic is not heeded. bfloat16 or float16, K and F multiples of 8; no size is 0."""
@@ -103,6 +103,6 @@ def fwd_triton(
     work = Scratch(schedule) if dynamic and not gathered else schedule
     return triton_call(
         x_desc, x if gathered else None, indices, *descs, work, *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
-        grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, T=T, PANEL=panel,
-        DYNAMIC=dynamic, ACTIVATION=activation, GATHERED=gathered,
+        grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, T=T, STAGES=stages,
+        BUFFERS=5 - stages, PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation, GATHERED=gathered,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import CONTRACTION, ROWS, make_ring, next_tile, pass_tile, produce, sum_steps
-from jaxops._lib.hopper_triton import result_buffers, store, tile_at, tile_layout
+from jaxops._lib.hopper_triton import result_buffers, store_columns, tile_at, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
@@ -35,7 +35,7 @@ def _before(c_ptr, row, end, col, N, SHAPE: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, STORED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N = used
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -53,7 +53,7 @@ def _consume(
             if bias is not None and group >= 0:  # rows outside stay zero
                 acc = _add_bias(acc, bias, group, col, N, MMA)
             if not ACCUMULATE or group >= 0:  # else an empty group's, which stays as it is, to the bit
-                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
+                store_columns(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, STORED)
         else:
             s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, PARTS)
     tma.store_wait(0)
@@ -63,15 +63,15 @@ def _consume(
 def grouped_gemm_kernel(
     a_desc, b_desc, more_a, more_b, bias, schedule, c_desc, c_ptr, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DYNAMIC: gl.constexpr,
+    STORED: gl.constexpr, ACCUMULATE: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(b_desc, BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
-    c_bufs = result_buffers(c_ptr, 2, BM // PARTS, BN)
+    c_bufs = result_buffers(c_ptr, 2, BM // PARTS, STORED)
     made = (a_desc, b_desc, None, (more_a, more_b), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K)
     used = (bias, c_desc, c_ptr, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, N)
     gl.warp_specialize([
-        (_consume, (used, 0, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
-        (_consume, (used, 1, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, ACCUMULATE)),
+        (_consume, (used, 0, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, STORED, ACCUMULATE)),
+        (_consume, (used, 1, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, STORED, ACCUMULATE)),
         (produce, (made, BM, BN, STAGES, PANEL, DYNAMIC, KIND, TRANSPOSED, PARTS)),
     ], [4, 1], [224, 56])  # fmt: skip
 
@@ -108,12 +108,12 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) ->
 
 
 def _call(operands: tuple, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, **constants) -> jax.Array:
-    store_from = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), accumulator, windows=True)
+    store_from = OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), accumulator, windows=True)
     count = row_tiles * -(-sizes["N"] // tiles.bn)
     work = Scratch(schedule) if tiles.dynamic else schedule
     return triton_call(
         *operands, bias, work, store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
-        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, ACCUMULATE=accumulator is not None, DYNAMIC=tiles.dynamic,
-        **constants,
+        KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, STORED=tiles.stored, ACCUMULATE=accumulator is not None,
+        DYNAMIC=tiles.dynamic, **constants,
     )  # fmt: skip

@@ -14,6 +14,7 @@ PASSES = ("fwd", "dgrad", "wgrad")
 Pass = Literal["fwd", "dgrad", "wgrad"]
 KERNELS = ("pallas", "triton")
 BACKENDS = ("triton", "pallas", "xla")
+_HOPPER_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
 HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (128, 128, False))  # bm, bn, turns
 
 
@@ -74,12 +75,18 @@ class Tiles:
     def shared_bytes(self, dtype) -> int:
         """Shared memory that the load pipeline takes, and what "triton" stores its tiles from, in bytes."""
         pipeline = self.stages * self.bk * (self.bm + self.bn) * jnp.dtype(dtype).itemsize
-        return pipeline if self.kernel == "pallas" else pipeline + 2 * self.part * self.bn * 2 + 512
+        return pipeline if self.kernel == "pallas" else pipeline + 2 * self.part * self.stored * 2 + 512
 
     @property
     def part(self) -> int:
         """Rows of a tile that one of "triton"'s two consumers multiplies."""
         return self.bm if self.turns else self.bm // 2
+
+    @property
+    def stored(self) -> int:
+        """Columns of a tile that a consumer of "triton" stores at a time: all of them, or half where the pipeline is so deep that there is no room."""
+        room = _HOPPER_BYTES - 512 - self.stages * self.bk * (self.bm + self.bn) * 2
+        return self.bn if 2 * self.part * self.bn * 2 <= room else self.bn // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,12 +294,12 @@ def candidates(pass_name: str, problem: Problem, device: Device, kernel: str = "
 
 
 def _hopper_candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
-    """The heuristic's, and each tile with as deep a pipeline as fits."""
+    """The heuristic's, and each tile with as deep a pipeline as fits, and as fits where tiles are stored whole."""
     found = [heuristic(pass_name, problem, device, "triton")]
     ways = (True,) if pass_name == "wgrad" else (False, True)
     for (bm, bn, turns), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
-        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, dynamic=dynamic) for stages in (5, 4, 3)]
-        tiles = next(tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes)
-        if tiles not in found:
-            found.append(tiles)
+        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, dynamic=dynamic) for stages in (6, 5, 4, 3)]
+        fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]
+        whole = next(tiles for tiles in fit if tiles.stored == bn)
+        found += [tiles for tiles in dict.fromkeys((fit[0], whole)) if tiles not in found]
     return found

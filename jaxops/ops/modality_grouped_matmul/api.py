@@ -59,8 +59,8 @@ def modality_grouped_matmul(
       group_offsets: [G_0 + G_1 + ... + 1] int32, non-decreasing, within 0 to M. Other values give unspecified rows, but no access out of bounds.
       transpose_rhs: multiply by the transpose of each matrix, read in place.
       precision, compute_dtype, out_dtype: as in `grouped_matmul`.
-      backend: "auto" takes Pallas on a GPU and plain XLA on CPU and TPU; "triton" (on Hopper, with Python >= 3.12, in bfloat16 and float16 where every K_i and
-        N_i is a multiple of 8), "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      backend: "auto" takes triton on Hopper where it can, Pallas on other GPUs and plain XLA on CPU and TPU; "triton" (on Hopper, with Python >= 3.12, in
+        bfloat16 and float16 where every K_i and N_i is a multiple of 8), "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `jaxops.ops.modality_grouped_matmul.Plan`, instead of what grouped_matmul would take for each modality (tuned or heuristic).
 
     Returns:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import BK, CONTRACTION, ROWS, end_tiles, make_ring, mend_step, next_tile, pass_tile, sum_steps, tell
-from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store, take_number, tile_layout, window
+from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store_columns, take_number, tile_layout, window
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
@@ -175,7 +175,7 @@ def _produce(
 @gluon.jit
 def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
-    COUNT: gl.constexpr,
+    COUNT: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     c_descs, c_ptrs, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, sizes, N = used
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -193,11 +193,11 @@ def _consume(
                 if width < col + BN:  # a row may hold NaN, and its columns past the modality's are zeros nevertheless
                     cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, MMA))
                     acc = gl.where((cols < width)[None, :], acc, 0.0)
-                store(acc, c_descs[0], c_ptrs[0], c_bufs.index(WHICH), row, end, col, N, MMA, False, True)
+                store_columns(acc, c_descs[0], c_ptrs[0], c_bufs.index(WHICH), row, end, col, N, STORED)
             else:
                 for p in gl.static_range(COUNT):
                     if width == p:
-                        store(acc, c_descs[p], c_ptrs[p], c_bufs.index(WHICH), row, end, col, sizes[p][3], MMA, False, True)
+                        store_columns(acc, c_descs[p], c_ptrs[p], c_bufs.index(WHICH), row, end, col, sizes[p][3], STORED)
         else:
             s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, PARTS)
     tma.store_wait(0)
@@ -207,18 +207,18 @@ def _consume(
 def modality_gemm_kernel(
     schedule, c_desc_0, c_desc_1, c_desc_2, c_desc_3, a_descs, b_descs, c_ptr_0, c_ptr_1, c_ptr_2, c_ptr_3, sizes, entries, tiles, N,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr,
-    DYNAMIC: gl.constexpr, COUNT: gl.constexpr,
+    DYNAMIC: gl.constexpr, COUNT: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """sizes: of each part its first group, the end, K (rows of C in a wgrad) and N. tiles: how many there are in a wgrad."""
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(b_descs[0], BM, BN, STAGES, KIND, TRANSPOSED, PARTS)
-    c_bufs = result_buffers(c_ptr_0, 2, BM // PARTS, BN)
+    c_bufs = result_buffers(c_ptr_0, 2, BM // PARTS, STORED)
     c_descs = (c_desc_0, c_desc_1, c_desc_2, c_desc_3)
     c_ptrs = (c_ptr_0, c_ptr_1, c_ptr_2, c_ptr_3)
     made = (a_descs, b_descs, schedule, facts, a_bufs, b_bufs, full, empty, entries, sizes, tiles, N)
     used = (c_descs, c_ptrs, facts, places, a_bufs, b_bufs, c_bufs, full, empty, turns, sizes, N)
     gl.warp_specialize([
-        (_consume, (used, 0, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, COUNT)),
-        (_consume, (used, 1, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, COUNT)),
+        (_consume, (used, 0, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, COUNT, STORED)),
+        (_consume, (used, 1, BM, BN, STAGES, KIND, TRANSPOSED, PARTS, COUNT, STORED)),
         (_produce, (made, BM, BN, STAGES, PANEL, DYNAMIC, KIND, TRANSPOSED, PARTS, COUNT)),
     ], [4, 1], [216, 72])  # fmt: skip
 
@@ -233,7 +233,7 @@ def fwd_triton(lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.S
     b_descs = tuple(TensorDescriptor.from_array(w, block, layout=tile_layout(w.dtype, block)) for w in rhs)
     sizes = tuple((*part.groups, k, n) for part, (k, n) in zip(parts, widths, strict=True))
     schedule = schedule_rows(offsets, M, tiles.bm, False, tuple(part.runs for part in parts))
-    c_desc = OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), before, windows=True)
+    c_desc = OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), before, windows=True)
     count = tile_bound(M, G, tiles.bm) * -(-width // tiles.bn)
     results = (out_struct(out.shape, out.dtype, like=lhs),)
     name = "dgrad" if transpose_rhs else "fwd"
@@ -253,7 +253,9 @@ def wgrad_triton(lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes,
     sizes = tuple((*part.groups, k, n) for part, (_, k, n) in zip(parts, mine, strict=True))
     schedule = schedule_groups(offsets, lhs.shape[0], False, parts=tuple(first_groups(shapes)[1:-1]))
     results = tuple(out_struct((G * k, n), out_dtype, like=lhs) for G, k, n in mine)
-    c_descs = tuple(OutTile((tiles.part, tiles.bn), tile_layout(out.dtype, (1, tiles.part, tiles.bn)), result=i, windows=True) for i, out in enumerate(results))
+    c_descs = tuple(
+        OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), result=i, windows=True) for i, out in enumerate(results)
+    )
     count = sum(G * -(-k // tiles.bm) * -(-n // tiles.bn) for G, k, n in mine)
     found = _call(schedule, c_descs, (a_descs, b_descs, sizes), results, tiles, count, "wgrad", N=0, KIND=CONTRACTION.value, TRANSPOSED=False)
     return [x.reshape(shape) for x, shape in zip(found, mine, strict=True)]
@@ -267,5 +269,5 @@ def _call(schedule, c_descs: tuple, operands: tuple, results: tuple, tiles: Tile
     return triton_call(
         work, *(*c_descs, *_UNUSED)[:MOST], kernel=modality_gemm_kernel, out_type=results, grid=min(current_device().cores, count),
         name=f"modality_grouped_matmul_{name}", **unused, **named, entries=schedule.shape[0] // COLUMNS, tiles=count, BM=tiles.bm, BN=tiles.bn,
-        STAGES=tiles.stages, PANEL=tiles.panel, PARTS=tiles.bm // tiles.part, DYNAMIC=tiles.dynamic, COUNT=len(operands[0]), **constants,
+        STAGES=tiles.stages, PANEL=tiles.panel, PARTS=tiles.bm // tiles.part, DYNAMIC=tiles.dynamic, COUNT=len(operands[0]), STORED=tiles.stored, **constants,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Literal
 from jaxops._lib.device import Device, choose_backend
 from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
-from jaxops.ops.grouped_matmul import Tiles
+from jaxops.ops.grouped_matmul import Tiles, kernels_for
 from jaxops.ops.grouped_matmul import make_plan as make_product_plan
 from jaxops.ops.modality_grouped_matmul.parts import Shapes
 
@@ -58,8 +58,8 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       problem: static shapes and dtype.
       device: see `jaxops.tuning.current_device()`.
       rows: tuned rows of grouped_matmul (`jaxops.tuning.tuned_rows`), best source first.
-      backend: "auto" takes Pallas on a GPU (Hopper's own kernel waits for its tests on one), xla elsewhere. "triton", "pallas" or "xla" is obeyed. On a CPU,
-        "pallas" runs in Pallas' interpreter.
+      backend: "auto" takes on Hopper, where jax-triton is installed, its own kernel, but Pallas' for modalities whose groups are tiny; Pallas on other GPUs,
+        xla elsewhere. "triton", "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
       plan: used as it is; only passes that it leaves None are filled.
 
     Raises:
@@ -72,6 +72,8 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         if tiles is not None and len(tiles) != len(each):
             raise ValueError(f"plan.{name} has tiles for {len(tiles)} modalities; rhs has {len(each)}: write one Tiles for each.")
     asked = backend
+    if backend == "auto" and plan is None and all("triton" in kernels_for(product, device) for product in each):
+        backend = "triton"
     backend = choose_backend(device, backend, plan, BACKENDS)
     if backend == "xla":
         return Plan("xla")

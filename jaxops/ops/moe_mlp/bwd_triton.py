@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jaxops._lib.activations_triton import activate_and_slope
 from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, next_tile, pass_tile, produce, sum_steps
-from jaxops._lib.hopper_triton import result_buffers, send, store_tile, tile_layout
+from jaxops._lib.hopper_triton import columns, result_buffers, send, store_tile, tile_layout, window
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
@@ -23,12 +23,6 @@ from jaxops._lib.tiling import tile_bound
 
 BM, PIECE = gl.constexpr(128), gl.constexpr(64)  # rows and columns of a tile; of what is loaded, activated and stored at a time
 HALVES, STAGES = gl.constexpr(2), gl.constexpr(4)
-
-
-@gluon.jit
-def _columns(x):
-    """Its left half and its right one."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -48,10 +42,10 @@ def _unit(dh, gate, up, weight, QUARTERS: gl.constexpr, ACTIVATION: gl.constexpr
     """(dgate, dup, the weighted unit, rounded; each row's sum of dh times the unit) of dh before the router's weights. A half after the other: what is between
     does not fit in the registers for all at once, beside the rest of the tile's sums."""
     if QUARTERS > 1:
-        dh_left, dh_right = _columns(dh)
-        gate_left, gate_right = _columns(gate)
-        up_left, up_right = _columns(up)
-        weight_left, weight_right = _columns(weight)
+        dh_left, dh_right = columns(dh)
+        gate_left, gate_right = columns(gate)
+        up_left, up_right = columns(up)
+        weight_left, weight_right = columns(weight)
         dgate_left, dup_left, h_left, dot_left = _unit(dh_left, gate_left, up_left, weight_left, QUARTERS // 2, ACTIVATION)
         dgate_right, dup_right, h_right, dot_right = _unit(dh_right, gate_right, up_right, weight_right, QUARTERS // 2, ACTIVATION)
         return _beside(dgate_left, dgate_right), _beside(dup_left, dup_right), _beside(h_left, h_right), dot_left + dot_right
@@ -65,13 +59,14 @@ def _unit(dh, gate, up, weight, QUARTERS: gl.constexpr, ACTIVATION: gl.constexpr
 
 
 @gluon.jit
-def _load(gate_desc, up_desc, gate_buf, up_buf, ready, row, col):
+def _load(gate_desc, up_desc, gate_buf, up_buf, ready, row, end, col):
     """64 columns of a tile of gate and of up, on their way to a consumer's buffers, from which what was there is stored."""
     tma.store_wait(0)
     fence_async_shared()
     mbarrier.expect(ready, 2 * gate_desc.nbytes_per_cta)
-    tma.async_load(gate_desc, [row, col], ready, gate_buf)
-    tma.async_load(up_desc, [row, col], ready, up_buf)
+    first, at = window(row, end, BM)
+    tma.async_load(gate_desc, [first, at, col], ready, gate_buf.reshape([1, BM, PIECE]))
+    tma.async_load(up_desc, [first, at, col], ready, up_buf.reshape([1, BM, PIECE]))
 
 
 @gluon.jit
@@ -91,7 +86,7 @@ def _store(dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dgate_buf, d
 @gluon.jit
 def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
     facts, places, a_bufs, b_bufs, staged, full, empty, turns, ready, F = used
-    gate_desc, up_desc, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
+    dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     PIECE_MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
     rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_MMA))
@@ -108,15 +103,15 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
         _, row, end, col, steps, s, phase, waited = next_tile(facts, places, full, turns, s, phase, waited, WHICH, BM, 1)
         more = steps > 0
         if more:
-            _load(gate_desc, up_desc, gate_buf, up_buf, ready.index(WHICH), row, col)
+            _load(dgate_desc, dup_desc, gate_buf, up_buf, ready.index(WHICH), row, end, col)
             upper = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)
             lower = gl.load(weights + row + PIECE + rows, mask=rows < end - row - PIECE, other=0.0)
             dh = gl.zeros([BM, BM], gl.float32, MMA)
             dh, s, phase = sum_steps(dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1)
-            sides = _columns(dh)
+            sides = columns(dh)
             for j in gl.static_range(HALVES):
                 if j > 0:
-                    _load(gate_desc, up_desc, gate_buf, up_buf, ready.index(WHICH), row, col + j * PIECE)
+                    _load(dgate_desc, dup_desc, gate_buf, up_buf, ready.index(WHICH), row, end, col + j * PIECE)
                 mbarrier.wait(ready.index(WHICH), loaded)
                 loaded ^= 1
                 parts = _rows(sides[j])
@@ -145,16 +140,17 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def moe_mlp_bwd_kernel(
-    dy_desc, down_desc, gate_desc, up_desc, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
+    dy_desc, down_desc, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
     PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
+    """Where gate's gradient is to stand, gate stands, and up likewise: each piece is read by the program that then writes it."""
     facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(down_desc, BM, BM, STAGES, ROWS, True, 1)
     staged = result_buffers(h_ptr, 2 * 3, BM, PIECE)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=1)
     used = (facts, places, a_bufs, b_bufs, staged, full, empty, turns, ready, F)
-    out = (gate_desc, up_desc, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
+    out = (dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
     made = (dy_desc, down_desc, None, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, R, F, D)
     gl.warp_specialize([
         (_consume, (used, out, 0, ACTIVATION)),
@@ -167,8 +163,8 @@ def bwd_triton(
     dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *, activation: str, panel: int, dynamic: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the rows; offsets [E + 1] ->
-    the gradients of gate and up, the weighted unit (all [R, F]), and [cdiv(F, 64), R] float32, whose sums are the weights' gradients. bfloat16 or float16,
-    D and F multiples of 8; no size is 0."""
+    the gradients of gate and up, in their memory, the weighted unit (all [R, F]), and [cdiv(F, 64), R] float32, whose sums are the weights' gradients. bfloat16
+    or float16, D and F multiples of 8; no size is 0."""
     (R, D), (E, F, _) = dy.shape, w_down.shape
     high, wide = BM.value, PIECE.value
 
@@ -178,10 +174,9 @@ def bwd_triton(
     schedule = schedule_rows(offsets, R, high, False)
     rows, dots = out_struct((R, F), dy.dtype, like=dy), out_struct((-(-F // wide), R), jnp.float32, like=dy)
     layout = tile_layout(dy.dtype, (1, high, wide))
+    outs = (OutTile((high, wide), layout, first, i, windows=True) for i, first in enumerate((gate, up, None)))
     return triton_call(
-        describe(dy, high, 64), describe(w_down.reshape(E * F, D), high, 64), describe(gate, high, wide), describe(up, high, wide), weights,
-        Scratch(schedule) if dynamic else schedule,
-        *(OutTile((high, wide), layout, None, i, windows=True) for i in range(3)), kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots),
-        grid=min(current_device().cores, tile_bound(R, E, high) * -(-F // high)), name="moe_mlp_bwd", entries=schedule.shape[0] // COLUMNS, G=E, R=R, F=F, D=D,
-        PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation,
+        describe(dy, high, 64), describe(w_down.reshape(E * F, D), high, 64), weights, Scratch(schedule) if dynamic else schedule, *outs,
+        kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots), grid=min(current_device().cores, tile_bound(R, E, high) * -(-F // high)),
+        name="moe_mlp_bwd", entries=schedule.shape[0] // COLUMNS, G=E, R=R, F=F, D=D, PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation,
     )  # fmt: skip

@@ -24,7 +24,9 @@ from tests.ops.grouped_matmul.cases import make_case, reference_all
 
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them
 H200 = Device("NVIDIA H200", "gpu")
-TILES = {(tiles.bm, tiles.bn, tiles.turns): tiles for tiles in candidates("fwd", Problem(G, M, K, N, "bfloat16"), H200, "triton")}
+# Of each size the deepest pipeline, which may store half of a tile's columns at a time, and the deepest that leaves room for all of them.
+TILES = {(tiles.bm, tiles.bn, tiles.turns, tiles.stored): tiles for tiles in candidates("fwd", Problem(G, M, K, N, "bfloat16"), H200, "triton")}
+NAMED = {"ids": lambda tiles: f"{tiles.bm}x{tiles.bn}-{tiles.stages}{'-turns' if tiles.turns else ''}"}
 
 
 def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
@@ -54,11 +56,20 @@ def test_row_windows(rows, shape, strides):
 
 
 def test_every_tile_is_a_candidate():
-    assert set(TILES) == set(HOPPER_TILES)
+    assert {(bm, bn, turns) for bm, bn, turns, _ in TILES} == set(HOPPER_TILES)
+    assert sorted((tiles.bm, tiles.bn, tiles.turns, tiles.stages, tiles.stored) for tiles in TILES.values()) == [
+        (128, 128, False, 6, 128),
+        (128, 128, True, 5, 128),
+        (128, 128, True, 6, 64),
+        (128, 256, False, 3, 256),
+        (128, 256, False, 4, 128),
+        (256, 128, False, 3, 128),
+        (256, 128, False, 4, 64),
+    ]
 
 
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+@pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
 def test_kernel(tiles, name, tmp_path):
     """A consumer multiplies its rows, 64 at a time, by 64 of K in four instructions."""
     instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
@@ -74,12 +85,12 @@ def test_kernel(tiles, name, tmp_path):
     ids=str,
 )
 def test_variant(name, out, options, tmp_path):
-    tiles = TILES[128, 256, False]
+    tiles = TILES[128, 256, False, 256]
     check(kernel_of(name, tiles, out, **options), ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path)
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["transposed", "rhs"])
-@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+@pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
 def test_kernel_of_two_products(tiles, transposed, tmp_path):
     """The same instructions in the same loop: the second product is further steps of a tile, that the producer loads from elsewhere."""
     a, b = shape(M, K), shape(G, *((N, K) if transposed else (K, N)))
@@ -114,7 +125,7 @@ def test_shard_map_checks_varying_axes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+@pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
 @pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128]], ids=["ragged", "one"])
 @pytest.mark.parametrize(("bias", "dynamic"), [(False, True), (True, False)], ids=["dynamic", "bias"])
 def test_values(tiles, sizes, bias, dynamic):
@@ -159,7 +170,7 @@ def test_products_that_share_a_work_list():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
+@pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
 @pytest.mark.parametrize("transposed", [True, False], ids=["transposed", "rhs"])
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 def test_two_products(tiles, transposed, dynamic):
@@ -183,7 +194,7 @@ def test_two_products(tiles, transposed, dynamic):
 @pytest.mark.gpu
 def test_vmap_of_two_products():
     case, other = (make_case([100, 200, 300], 72, 136, dtype="bfloat16", seed=seed) for seed in (0, 1))
-    plan = Plan("triton", fwd=TILES[128, 256, False])
+    plan = Plan("triton", fwd=TILES[128, 256, False, 256])
     stacked = [jnp.stack([a, b]) for a, b in ((case.lhs, other.lhs), (case.rhs, other.rhs))]
     got = jax.jit(jax.vmap(lambda a, w: grouped_matmul_sum((a, a), (w, w), case.offsets, plan=plan)))(*stacked)
     for out, c in zip(got, (case, other), strict=True):

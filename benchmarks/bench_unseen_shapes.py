@@ -44,11 +44,10 @@ def problem_of(shape: GroupedShape) -> Problem:
     return Problem(shape.G, shape.M, shape.K, shape.N, jnp.dtype(DTYPE).name)
 
 
-def few(pass_name: str, shape: GroupedShape, panel: int) -> list[Tiles]:
-    """The candidates of the panel that the plan has, and the Pallas kernel's first ones: panels are worth a few hundredths, and each costs a compilation."""
-    device, problem = current_device(), problem_of(shape)
-    hopper = [tiles for tiles in candidates(pass_name, problem, device, "triton") if tiles.panel == panel]
-    return [*hopper, *candidates(pass_name, problem, device)[:3]]
+def few(pass_name: str, shape: GroupedShape, mine: Tiles) -> list[Tiles]:
+    """The candidates of the kernel and panel that the plan has: panels are worth a few hundredths, and each costs a compilation."""
+    found = candidates(pass_name, problem_of(shape), current_device(), mine.kernel)
+    return [tiles for tiles in found if tiles.panel == mine.panel]
 
 
 def tuned(pass_name: str, shape: GroupedShape, plan: Plan) -> tuple[Tiles | None, float]:
@@ -57,7 +56,7 @@ def tuned(pass_name: str, shape: GroupedShape, plan: Plan) -> tuple[Tiles | None
     if not harness.on_gpu() or mine is None:
         return mine, 0.0
     start = time.perf_counter()
-    rows = tuning.tune(problem_of(shape), [pass_name], tiles=few(pass_name, shape, mine.panel), say=lambda line: None)
+    rows = tuning.tune(problem_of(shape), [pass_name], tiles=few(pass_name, shape, mine), say=lambda line: None)
     return Tiles(**min(rows, key=lambda row: row["us"])["tiles"]), time.perf_counter() - start
 
 

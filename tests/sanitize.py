@@ -30,6 +30,10 @@ from jaxops.tuning import current_device
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
 OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
+# Stored whole, and in halves.
+HOPPER = tuple(
+    Tiles(bm, bn, 64, 8, stages, kernel="triton", turns=turns, dynamic=turns) for bm, bn, turns in HOPPER_TILES for stages in (3, 6 if bm == bn else 4)
+)
 TILES = [Tiles(64, 64, 32, tail=16), Tiles(128, 128, 64, stages=2, peel=True), Tiles(16, 128, 32, peel=True), Tiles(128, 256, 64, warps=8)]
 
 ROWS = [(adaln.Rows(16, 1, 128, 1, ahead=True), adaln.Rows(64, 1, 64, 2, ahead=True)), (adaln.Rows(8, 2, 256, 4), adaln.Rows(4, 4, 32, 4))]
@@ -38,7 +42,7 @@ ROWS = [(adaln.Rows(16, 1, 128, 1, ahead=True), adaln.Rows(64, 1, 64, 2, ahead=T
 def grouped_matmul() -> None:
     rng = np.random.default_rng(0)
     lhs, rhs, bias, dout, acc = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, N), (M, N), (3, K, N)))
-    hopper = [Tiles(bm, bn, 64, 8, 3, kernel="triton", turns=turns, dynamic=turns) for bm, bn, turns in HOPPER_TILES] if current_device().is_hopper else []
+    hopper = HOPPER if current_device().is_hopper else []
     for tiles in (*TILES, *hopper):
         plan = Plan(tiles.kernel, tiles, tiles, tiles)
 
@@ -58,9 +62,8 @@ def modality_grouped_matmul() -> None:
     rng = np.random.default_rng(0)
     plans = [(modalities.Plan("pallas", TILES[:3], TILES[1:], (TILES[0],) * 3), 0)]
     if current_device().is_hopper:
-        hopper = [Tiles(bm, bn, 64, 8, 3, kernel="triton", turns=turns, dynamic=turns) for bm, bn, turns in HOPPER_TILES]
-        plans += [(modalities.Plan("triton", *((tiles,) * 3,) * 3), 4) for tiles in hopper]
-        plans += [(modalities.Plan("triton", tuple(hopper[:3]), tuple(hopper[1:]), tuple(hopper[:3])), 4)]
+        plans += [(modalities.Plan("triton", *((tiles,) * 3,) * 3), 4) for tiles in HOPPER]
+        plans += [(modalities.Plan("triton", HOPPER[:3], HOPPER[1:4], HOPPER[:3]), 4)]
     for plan, more in plans:
         shapes = ((1, K, 52 + more), (1, 36 + more, N), (1, 124 + more, 12 + more))
         lhs, dout, *rhs = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (M, N), *shapes))
@@ -173,7 +176,7 @@ def moe_mlp() -> None:
     bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, 2)), row_indices=jnp.resize(wild, 2 * M))
     plans = [experts.Plan("pallas")]
     if current_device().is_hopper:
-        plans += [experts.Plan("triton", fused=experts.Fused(panel, dynamic)) for panel, dynamic in ((4, False), (1, True))]
+        plans += [experts.Plan("triton", fused=experts.Order(panel, dynamic)) for panel, dynamic in ((4, False), (1, True))]
     for plan, save in itertools.product(plans, ("preactivations", "nothing")):
 
         @jax.jit

@@ -217,7 +217,7 @@ def produce(
 
 
 @gluon.jit
-def produce_gathered(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr):
+def produce_gathered(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr):
     """As `produce` of KIND ROWS, in two parts, by four warps: row r of A is row indices[r] of an array of T rows and K columns, a multiple of BK."""
     a_ptr, indices, T, b_desc, second, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
     PART: gl.constexpr = BM // 2
@@ -229,7 +229,11 @@ def produce_gathered(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.conste
     K = K // BK * BK  # as it is: so the compiler sees whole 16 bytes
     s = 0
     phase = 1
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < tiles:
+        following = t + gl.num_programs(0)
+        if DYNAMIC:  # four warps: one asks, and tells the others
+            following = gl.num_programs(0) + gl.atomic_add(schedule + 5 * entries, 1, sem="relaxed")
         group, row, end, col, _, size = locate(t, schedule, entries, num_i, G, M, N, K, BM, COLS, PANEL, ROWS)
         inside = gl.where(size > 0, end - row, 0)
         number = gl.load(indices + row + rows, mask=rows < inside, other=0)
@@ -248,6 +252,7 @@ def produce_gathered(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.conste
             async_copy.async_load(a_bufs.index(2 * s + 1), further + at, mask=(rows < inside - PART)[:, None])
             async_copy.mbarrier_arrive(full.index(s), increment_count=False)
             s, phase = advance(s, phase, STAGES)
+        t = following
     end_tiles(facts, full, empty, s, phase, STAGES, 2, 4, ARRIVALS)
 
 

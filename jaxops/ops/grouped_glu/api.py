@@ -132,7 +132,7 @@ def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Arra
     from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
 
     assert plan.fused is not None  # make_plan fills it
-    kernel = functools.partial(fwd_triton, activation=activation, save=save, panel=plan.fused.panel, dynamic=plan.fused.dynamic)
+    kernel = functools.partial(fwd_triton, activation=activation, save=save, panel=plan.fused.panel, dynamic=plan.fused.dynamic, stages=plan.fused.stages)
     h, *pre = sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
     return h, tuple(pre)
 

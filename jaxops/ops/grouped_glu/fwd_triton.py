@@ -63,7 +63,7 @@ def grouped_glu_kernel(
         gl.warp_specialize([
             (_consume, (used, 0, STAGES, BUFFERS, ACTIVATION, GATHERED)),
             (_consume, (used, 1, STAGES, BUFFERS, ACTIVATION, GATHERED)),
-            (produce_gathered, (made, BM, 2 * BF, STAGES, PANEL)),
+            (produce_gathered, (made, BM, 2 * BF, STAGES, PANEL, DYNAMIC)),
         ], [4, 4], [208, 80])  # fmt: skip
     else:
         made = (x_desc, gate_w_desc, up_w_desc, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
@@ -84,10 +84,10 @@ def fwd_triton(
     save: bool,
     panel: int,
     dynamic: bool,
-    stages: int = 3,
+    stages: int,
 ) -> tuple[jax.Array, ...]:
     """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate and up [M, F]. With indices [M], row m is
-    x[indices[m]], K is a multiple of 64, and dynamic is not heeded. bfloat16 or float16, K and F multiples of 8; no size is 0."""
+    x[indices[m]], K is a multiple of 64. bfloat16 or float16, K and F multiples of 8; no size is 0."""
     (T, K), (G, _, F), gathered = x.shape, weights[0].shape, indices is not None
     M = T if indices is None else indices.shape[0]
     part, cols = BM.value // 2, BF.value
@@ -100,7 +100,7 @@ def fwd_triton(
     outs = [OutTile((part, cols), layout, None, i, windows=True) if i < len(results) else None for i in range(3)]
     pointers = {} if save else {"gate_ptr": None, "up_ptr": None}
     count = tile_bound(M, G, BM.value) * -(-F // cols)
-    work = Scratch(schedule) if dynamic and not gathered else schedule
+    work = Scratch(schedule) if dynamic else schedule
     return triton_call(
         x_desc, x if gathered else None, indices, *descs, work, *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
         grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, T=T, STAGES=stages,

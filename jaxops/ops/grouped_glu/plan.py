@@ -69,7 +69,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused:
+class Order:
     """How a kernel that multiplies and activates at once goes through its tiles of 128 rows and 128 columns.
 
     Attributes:
@@ -82,7 +82,25 @@ class Fused:
 
     def __post_init__(self):
         if self.panel < 1:
-            raise ValueError(f"Fused.panel={self.panel} must be at least 1.")
+            raise ValueError(f"{type(self).__name__}.panel={self.panel} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Order):
+    """As `Order`, of the forward's kernel.
+
+    Attributes:
+      stages: depth of the load pipeline: 3, or 4, which leaves each consumer one buffer to store from instead of two. H200, 2026-11-22, qwen3_30b's 32,768 rows
+        as a router fills the groups: 381 us with 4 and dynamic, 391 with 3 and dynamic, 401 with 3 and not; saving what the backward reads, 397, 413
+        and 413. Where groups are long, the card's power bounds.
+    """
+
+    stages: int = 3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stages not in (3, 4):
+            raise ValueError(f"Fused.stages={self.stages} must be 3 or 4.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +179,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     bwd = plan.bwd if plan is not None and plan.bwd is not None else heuristic("bwd", problem)
     if chosen == "pallas":
         return Plan("pallas", fwd, bwd, products)
-    mean = -(-problem.M // max(problem.G, 1))  # rows of a group
-    usual = Fused(4 if mean < 1024 else 8, dynamic=mean <= 128)
+    usual = Fused(4, dynamic=True, stages=4) if problem.M < 1024 * problem.G else Fused(8)
     return Plan("triton", fwd, bwd, products, plan.fused if plan is not None and plan.fused is not None else usual)
 
 

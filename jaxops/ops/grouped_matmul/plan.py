@@ -240,13 +240,16 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
 
 def _hopper_heuristic(pass_name: str, problem: Problem) -> Tiles:
     """H200, 2026-11-21, balanced and Zipf: 128x256 is the fastest wherever its columns are filled; where they are not, 128x128 in turns (dsmoe16b's forward,
-    1,408 columns: 699 against 665 TFLOP/s). Panels of 4 row tiles where groups are short, of 8 where they are not (mixtral_up: 806 against 782)."""
+    1,408 columns: 699 against 665 TFLOP/s). Panels of 4 row tiles where groups are short, of 8 where they are not (mixtral_up: 806 against 782). A pipeline so
+    deep that tiles are stored in halves where groups are short (2026-11-22, qwen3_30b: 346, 359 and 402 instead of 360, 386 and 420 us in the three passes),
+    not where they are not: there the card's power bounds, and three stages draw less (mixtral_up: 10.7 to 11.0 against 11.2 to 11.4 ms)."""
     columns = problem.K if pass_name == "dgrad" else problem.N
     rows = -(-problem.M // max(problem.G, 1))
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton", "dynamic": pass_name == "wgrad" or rows <= 128}
+    stages = 4 if rows < 1024 else 3
     if -(-columns // 256) * 256 <= 1.05 * -(-columns // 128) * 128:
-        return Tiles(128, 256, 64, 8, 3, **how)
-    return Tiles(256, 128, 64, 8, 3, **how) if pass_name == "wgrad" else Tiles(128, 128, 64, 8, 5, **how, turns=True)
+        return Tiles(128, 256, 64, 8, stages, **how)
+    return Tiles(256, 128, 64, 8, stages, **how) if pass_name == "wgrad" else Tiles(128, 128, 64, 8, 6, **how, turns=True)
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -274,32 +277,66 @@ _STEPS = ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (128, 4), (256, 3))  # 
 
 
 def candidates(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> list[Tiles]:
-    """Every Tiles worth measuring for one pass: the heuristic's, and those that fit the device's shared memory and that the problem's sizes can fill."""
-    if kernel == "triton":
-        return _hopper_candidates(pass_name, problem, device)
+    """Every Tiles worth measuring for one pass: the heuristic's, and those that fit the device's shared memory, that the problem's sizes can fill, and that are
+    among the best in a model of the chip (`_clocks`)."""
+    found = _hopper_tiles(pass_name, problem, device) if kernel == "triton" else _pallas_tiles(pass_name, problem, device)
+    clocks = [_clocks(pass_name, problem, tiles, device) for tiles in found]
+    most = _AMONG_THE_BEST * min(clocks, default=0)
+    return list(dict.fromkeys([heuristic(pass_name, problem, device, kernel), *(tiles for tiles, own in zip(found, clocks, strict=True) if own <= most)]))
+
+
+# H200, 2026-11-22: the fastest tiles at each benchmark shape and pass, of either kernel, are 1.14 times the model's best at the most.
+_AMONG_THE_BEST = 1.15
+
+
+def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> float:
+    """About how many clock cycles a pass takes: waves of programs (as many as a multiprocessor's shared memory and registers hold), each as long as the tensor
+    cores or the L2 take for its steps, and its stores where nothing runs beside them; at the least, what the memory takes for all arrays once. G groups end in
+    half a tile each, on the mean."""
+    p, size = problem, jnp.dtype(problem.dtype).itemsize
+    rows = p.M / max(p.G, 1)
+    if pass_name == "wgrad":
+        count, steps = p.G * -(-p.K // tiles.bm) * -(-p.N // tiles.bn), rows / tiles.bk + 0.5
+    else:
+        inner, columns = (p.K, p.N) if pass_name == "fwd" else (p.N, p.K)
+        count, steps = max(p.G, p.M / tiles.bm + p.G / 2) * -(-columns // tiles.bn), -(-inner // tiles.bk)
+    high = tiles.tail if rows <= tiles.tail else tiles.bm
+    products, loads, memory = (2048, 60, 19) if device.is_hopper else (1024, 40, 10)  # multiplications and bytes a clock; of one multiprocessor
+    step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
+    resident = 1
+    if tiles.kernel == "pallas":
+        registers = 32 * tiles.warps * min(255, 40 + tiles.bm * tiles.bn // (32 * tiles.warps))
+        resident = max(1, min(device.shared_bytes // tiles.shared_bytes(p.dtype), 65_536 // registers))
+    store = high * tiles.bn * size / loads
+    one = max(steps * step, store) if tiles.turns or resident > 1 else steps * step + store
+    moved = size * (p.M * p.K + p.M * p.N + p.G * p.K * p.N)
+    return max(-(-count // (device.cores * resident)) * resident * one, moved / (memory * device.cores))
+
+
+def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     size = jnp.dtype(problem.dtype).itemsize
     rows = 2 * -(-problem.M // max(problem.G, 1))  # a skewed routing has groups of twice the mean and more
     most = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
     few = most[0] if pass_name == "wgrad" else rows
-    found = [heuristic(pass_name, problem, device)]
+    found = []
     peels = (False, True) if pass_name == "wgrad" and rows >= 512 else (False,)
     for (bm, bn, warps), (step_bytes, stages), panel, peel in itertools.product(_OUTPUT_TILES, _STEPS, (8, 32), peels):
         tiles = Tiles(bm, bn, step_bytes // size, warps, stages, panel, peel, _tail(pass_name, problem, bm))
         too_large = bm > max(16, most[0]) or bn >= 2 * max(64, most[1]) or (size == 4 and bm * bn > 128 * 128)
         too_small = bm < 64 and few >= 1024
         too_deep = step_bytes == 256 and bm > 32
-        if not (too_large or too_small or too_deep or tiles in found) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
+        if not (too_large or too_small or too_deep) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
             found.append(tiles)
     return found
 
 
-def _hopper_candidates(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
-    """The heuristic's, and each tile with as deep a pipeline as fits, and as fits where tiles are stored whole."""
-    found = [heuristic(pass_name, problem, device, "triton")]
+def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
+    """Each with as deep a pipeline as fits, and as fits where tiles are stored whole."""
+    found = []
     ways = (True,) if pass_name == "wgrad" else (False, True)
     for (bm, bn, turns), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
         depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, dynamic=dynamic) for stages in (6, 5, 4, 3)]
         fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]
         whole = next(tiles for tiles in fit if tiles.stored == bn)
-        found += [tiles for tiles in dict.fromkeys((fit[0], whole)) if tiles not in found]
+        found += dict.fromkeys((fit[0], whole))
     return found

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.device import Device, choose_backend
-from jaxops.ops.grouped_glu import Fused
+from jaxops.ops.grouped_glu import Order
 from jaxops.ops.grouped_glu import Plan as UnitPlan
 from jaxops.ops.grouped_glu import Problem as Unit
 from jaxops.ops.grouped_glu import make_plan as make_unit_plan
@@ -43,7 +43,7 @@ class Plan:
     unit: UnitPlan | None = None
     down: ProductPlan | None = None
     rows: RowsPlan | None = None
-    fused: Fused | None = None
+    fused: Order | None = None
     gather: bool | None = None
 
 
@@ -103,11 +103,11 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     if chosen == "triton":
         for product in (unit_problem.product, down_problem):
             check_triton(product, device)
-        small = p.R <= 128 * p.E  # groups; which need the dynamic order that gathering has not
+        small = p.R <= 128 * p.E  # groups
         gather = p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not small if gather is None else gather
         if gather and p.D % 64:
             raise NotImplementedError(f"rows are gathered by 64 columns at a time, and x has D = {p.D}: leave plan.gather away.")
-        fused = fused or Fused(4 if p.R < 1024 * p.E else 8, dynamic=small)
+        fused = fused or Order(4 if p.R < 1024 * p.E else 8, dynamic=small)
     return Plan(
         backend=chosen,  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
         unit=make_unit_plan(unit_problem, device, rows, backend=chosen if unit is None else "auto", plan=unit),

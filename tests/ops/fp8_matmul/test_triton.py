@@ -249,6 +249,15 @@ def test_slices_are_not_read_or_written_in_place():
     def layers(x, weights, offsets):
         return jax.lax.scan(lambda _, w: (None, jaxops.grouped_matmul(x, w, offsets, backend="triton")), None, weights)[1]
 
+    call, barriers = call_and_barriers(layers, s((512, 256), "bfloat16"), s((3, 2, 256, 512), "bfloat16"), s((3,), "int32"))
+    behind = [any(operand in barrier.outvars for barrier in barriers) for operand in call.invars]
+    assert behind == [True, True, True, False]  # rows, weights, work list; and what is not initialised
+    assert any(result in barrier.invars for barrier in barriers for result in call.outvars)
+
+
+def call_and_barriers(fn, *shapes):
+    """The one Triton call of fn for an H200, and the barriers beside it."""
+
     def jaxprs(jaxpr):
         yield jaxpr
         for equation in jaxpr.eqns:
@@ -256,10 +265,21 @@ def test_slices_are_not_read_or_written_in_place():
                 yield from jaxprs(sub)
 
     with on_h200():
-        whole = jax.make_jaxpr(layers)(s((512, 256), "bfloat16"), s((3, 2, 256, 512), "bfloat16"), s((3,), "int32")).jaxpr
+        whole = jax.make_jaxpr(fn)(*shapes).jaxpr
     (equations,) = [jaxpr.eqns for jaxpr in jaxprs(whole) if any(equation.primitive.name == "triton_kernel_call" for equation in jaxpr.eqns)]
     (call,) = [equation for equation in equations if equation.primitive.name == "triton_kernel_call"]
-    barriers = [equation for equation in equations if equation.primitive.name == "optimization_barrier"]
-    behind = [any(operand in barrier.outvars for barrier in barriers) for operand in call.invars]
-    assert behind == [True, True, True, False]  # rows, weights, work list; and what is not initialised
-    assert any(result in barrier.invars for barrier in barriers for result in call.outvars)
+    return call, [equation for equation in equations if equation.primitive.name == "optimization_barrier"]
+
+
+def test_a_result_in_an_operands_memory_is_none_of_a_slice():
+    """An accumulator is written where it stands; in a scan over stacked ones it is a slice, behind a barrier like what is only read."""
+    s = jax.ShapeDtypeStruct
+
+    def layers(x, dout, stacked, offsets):
+        return jax.lax.scan(lambda _, into: (None, jaxops.grouped_wgrad(x, dout, offsets, accumulate_into=into, backend="triton")), None, stacked)[1]
+
+    arrays = s((512, 256), "bfloat16"), s((512, 512), "bfloat16"), s((3, 2, 256, 512), "float32"), s((3,), "int32")
+    call, barriers = call_and_barriers(layers, *arrays)
+    (accumulator,) = [operand for operand in call.invars if operand.aval.dtype == jnp.float32]
+    assert dict(call.params["input_output_aliases"])[call.invars.index(accumulator)] == 0
+    assert any(accumulator in barrier.outvars for barrier in barriers)

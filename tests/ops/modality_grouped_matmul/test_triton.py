@@ -22,7 +22,7 @@ M = 1000  # the kernels do not depend on sizes
 SHAPES = ((2, 528, 784), (3, 136, 272), (1, 264, 128), (2, 400, 400))
 TILES = {
     (bm, bn, turns): Tiles(bm, bn, 64, 8, stages, kernel="triton", turns=turns, dynamic=turns)
-    for bm, bn, turns, stages in ((128, 256, False, 3), (256, 128, False, 3), (128, 128, True, 5), (128, 128, False, 5))
+    for bm, bn, turns, stages in ((128, 256, False, 4), (256, 128, False, 3), (128, 128, True, 6), (128, 128, False, 5))
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import jaxops
 from jaxops._lib.device import Device, has_jax_triton
 from jaxops.ops import grouped_glu, grouped_matmul, permute
-from jaxops.ops.moe_mlp import Fused, Plan, Problem, make_plan
+from jaxops.ops.moe_mlp import Order, Plan, Problem, make_plan
 from tests.hopper import lower_for_h200
 
 H200, L4, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
@@ -19,7 +19,7 @@ DOWN = grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16")
 ROWS = permute.Problem(4096, 1024, 2, "bfloat16")
 
 
-def of_parts(device: Device, backend: str, fused: Fused | None = None) -> Plan:
+def of_parts(device: Device, backend: str, fused: Order | None = None) -> Plan:
     """What the ops themselves would choose."""
     unit, down = grouped_glu.make_plan(UNIT, device, backend=backend), grouped_matmul.make_plan(DOWN, device, backend=backend)
     return Plan(backend, unit, down, permute.make_plan(ROWS, device, backend="pallas" if backend == "triton" else backend), fused)  # pyright: ignore[reportArgumentType]
@@ -54,7 +54,7 @@ def test_explicit_plans_are_obeyed():
     unit = make_plan(PROBLEM, L4, plan=Plan(unit=grouped_glu.Plan(bwd=grouped_glu.Block(1, 64, 1)))).unit
     assert unit == grouped_glu.make_plan(UNIT, L4, plan=grouped_glu.Plan(bwd=grouped_glu.Block(1, 64, 1)))
     assert "bwd=Block(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(unit)
-    assert make_plan(PROBLEM, L4, plan=Plan("pallas", fused=Fused())) == make_plan(PROBLEM, L4)  # only the triton backend has that kernel
+    assert make_plan(PROBLEM, L4, plan=Plan("pallas", fused=Order())) == make_plan(PROBLEM, L4)  # only the triton backend has that kernel
     with pytest.raises(ValueError, match="contradicts"):
         make_plan(PROBLEM, L4, backend="xla", plan=given)
 

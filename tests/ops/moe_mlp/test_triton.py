@@ -17,7 +17,7 @@ import jaxops
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul
-from jaxops.ops.moe_mlp import Fused, Plan, Problem, make_plan
+from jaxops.ops.moe_mlp import Order, Plan, Problem, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled
 from tests.hopper import H200 as ABSTRACT
@@ -109,14 +109,14 @@ def test_nothing_to_do_launches_nothing(empty):
 def test_plan():
     plan = make_plan(PROBLEM, H200)
     assert plan == make_plan(PROBLEM, H200, backend="triton") == make_plan(PROBLEM, H200, plan=Plan("triton"))
-    assert (plan.backend, plan.fused) == ("triton", Fused(8))
+    assert (plan.backend, plan.fused) == ("triton", Order(8))
     assert plan.unit == grouped_glu.make_plan(grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="triton")
     assert plan.down == grouped_matmul.make_plan(grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16"), H200, backend="triton")
     assert plan.rows is not None
     assert plan.rows.backend == "pallas"
-    assert make_plan(dataclasses.replace(PROBLEM, E=64), H200).fused == Fused(4, dynamic=True)
-    assert make_plan(dataclasses.replace(PROBLEM, E=16), H200).fused == Fused(4)
-    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Fused(2))).fused == Fused(2)
+    assert make_plan(dataclasses.replace(PROBLEM, E=64), H200).fused == Order(4, dynamic=True)
+    assert make_plan(dataclasses.replace(PROBLEM, E=16), H200).fused == Order(4)
+    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Order(2))).fused == Order(2)
     assert make_plan(PROBLEM, H200, plan=Plan("pallas", unit=grouped_glu.Plan("triton"))).unit == plan.unit  # filled, and nothing of it is lost
     assert make_plan(PROBLEM, H200, backend="pallas").unit == grouped_glu.make_plan(
         grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="pallas"
@@ -161,7 +161,7 @@ def test_what_auto_leaves_to_the_others():
 )
 def test_what_it_cannot(change, device, says):
     problem = dataclasses.replace(PROBLEM, **change)
-    parts = Plan("triton", grouped_glu.Plan("xla"), grouped_matmul.Plan("xla"), fused=Fused())
+    parts = Plan("triton", grouped_glu.Plan("xla"), grouped_matmul.Plan("xla"), fused=Order())
     for plan in (Plan("triton"), parts):
         with pytest.raises(NotImplementedError, match=says):
             make_plan(problem, device, plan=plan)
@@ -201,7 +201,7 @@ def cases(name: str, dtype: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [Fused(1), Fused(4, dynamic=True), Fused(8)], ids=["1", "4-dynamic", "8"])
+@pytest.mark.parametrize("fused", [Order(1), Order(4, dynamic=True), Order(8)], ids=["1", "4-dynamic", "8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SIZES)
 def test_values(name, dtype, fused):
@@ -246,16 +246,19 @@ def test_groups_of_every_size(seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 def test_gathered(name):
-    """The same to the bit as from a copy of the rows: whole tiles and others, rows of no expert, wild indices for those."""
+    """The same to the bit as from a copy of the rows: whole tiles and others, rows of no expert, wild indices for those; in each order and depth."""
     variant = dataclasses.replace(SIZES[name], dtype="bfloat16", D=192)
     case = make_case(variant)
     first, *_, end = np.asarray(case["routing"].group_offsets)
     wild, row = np.asarray(case["routing"].row_indices).copy(), np.arange(variant.T * variant.k)
     wild[(row < first) | (row >= end)] = np.iinfo(np.int32).min
     case["routing"] = dataclasses.replace(case["routing"], row_indices=jnp.asarray(wild))
-    gathered, copied = (jitted("triton", variant, plan=Plan("triton", gather=gather), precision=None)(case) for gather in (True, False))
-    check_values(gathered, want_of(case, variant), variant)
-    assert [np.asarray(gathered[key]).tobytes() for key in NAMES] == [np.asarray(copied[key]).tobytes() for key in NAMES]
+    units = [None, *(grouped_glu.Plan("triton", fused=fused) for fused in (grouped_glu.Fused(1, stages=4), grouped_glu.Fused(2)))]
+    plans = [Plan("triton", unit=unit, gather=gather) for unit, gather in ((None, False), *((unit, True) for unit in units))]
+    copied, *gathered = (jitted("triton", variant, plan=plan, precision=None)(case) for plan in plans)
+    check_values(gathered[0], want_of(case, variant), variant)
+    for found in gathered:
+        assert [np.asarray(found[key]).tobytes() for key in NAMES] == [np.asarray(copied[key]).tobytes() for key in NAMES]
 
 
 @pytest.mark.gpu

@@ -210,9 +210,9 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """Tiles for a shape that nobody tuned: the largest that the problem fills, shrunk until they fit the device."""
     if kernel == "triton":
-        return _hopper_heuristic(pass_name, problem)
+        return _hopper_heuristic(pass_name, problem, device)
     rows = -(-problem.M // max(problem.G, 1))
-    # However short the mean group, tiles are high where there are rows enough: any group may hold them all, and Tiles.tail serves the short ones.
+    # However short the mean group, tiles are high enough for one group that holds all rows; Tiles.tail serves the short ones.
     out_rows, out_cols = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
     step = {"fwd": problem.K, "dgrad": problem.N, "wgrad": rows}[pass_name]
     half = jnp.dtype(problem.dtype).itemsize == 2
@@ -225,6 +225,9 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
         bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
+    elif half and rows < _LEAST_ROWS:
+        # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and, with 128 columns, 21 instead of 27.
+        bm, bn, bk, warps, stages = 64, 256 if -(-out_cols // 256) * 256 <= 1.05 * -(-out_cols // 128) * 128 else 128, 32, 4, 4
     bm, bn = cover(out_rows, bm), cover(out_cols, bn)
     tiles = Tiles(bm, bn, cover(step, bk), warps if bm * bn >= 128 * 256 else 4, stages, peel=pass_name == "wgrad" and rows >= 1024)
     tiles = dataclasses.replace(tiles, tail=_tail(pass_name, problem, bm))
@@ -238,18 +241,18 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     return tiles
 
 
-def _hopper_heuristic(pass_name: str, problem: Problem) -> Tiles:
-    """H200, 2026-11-21, balanced and Zipf: 128x256 is the fastest wherever its columns are filled; where they are not, 128x128 in turns (dsmoe16b's forward,
-    1,408 columns: 699 against 665 TFLOP/s). Panels of 4 row tiles where groups are short, of 8 where they are not (mixtral_up: 806 against 782). A pipeline so
-    deep that tiles are stored in halves where groups are short (2026-11-22, qwen3_30b: 346, 359 and 402 instead of 360, 386 and 420 us in the three passes),
-    not where they are not: there the card's power bounds, and three stages draw less (mixtral_up: 10.7 to 11.0 against 11.2 to 11.4 ms)."""
-    columns = problem.K if pass_name == "dgrad" else problem.N
+def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
+    """H200, 2026-11-21 and 22, balanced and Zipf: 128x256 is the fastest but where a model of the chip calls another one much faster, as where a last tile is
+    mostly empty (dsmoe16b's forward, 1,408 columns: 699 against 665 TFLOP/s with 128x128 in turns; 10 groups of 1,841 rows by 352 columns: 68 us with 256x128,
+    83 with 128x128 in turns). Panels of 4 row tiles where groups are short, of 8 where they are not (mixtral_up: 806 against 782). A pipeline so deep that
+    tiles are stored in halves where groups are short (qwen3_30b: 346, 359 and 402 instead of 360, 386 and 420 us in the three passes), not where they are
+    not: there the card's power bounds, and three stages draw less (mixtral_up: 10.7 to 11.0 against 11.2 to 11.4 ms)."""
     rows = -(-problem.M // max(problem.G, 1))
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton", "dynamic": pass_name == "wgrad" or rows <= 128}
-    stages = 4 if rows < 1024 else 3
-    if -(-columns // 256) * 256 <= 1.05 * -(-columns // 128) * 128:
-        return Tiles(128, 256, 64, 8, stages, **how)
-    return Tiles(256, 128, 64, 8, stages, **how) if pass_name == "wgrad" else Tiles(128, 128, 64, 8, 6, **how, turns=True)
+    deep = 4 if rows < 1024 else 3
+    usual, *others = (Tiles(bm, bn, 64, 8, 6 if bm == bn else deep, turns=turns, **how) for bm, bn, turns in HOPPER_TILES)
+    best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
+    return best if 1.06 * _clocks(pass_name, problem, best, device) < _clocks(pass_name, problem, usual, device) else usual
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:

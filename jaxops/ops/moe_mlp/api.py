@@ -196,10 +196,12 @@ def _gradients(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: E
     dy = permute(dout.astype(spec.compute_dtype), routing, plan=spec.plan.rows)
     dgate, dup, h, dots = _through_down(spec, dy, experts[2], gate, up, dataclasses.replace(routing, weights=weights))
     dw_down = grouped_wgrad(h, dy, offsets, precision=spec.precision, out_dtype=w_dtype, plan=down)
-    rows, to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
-    dw_gate, dw_up = (grouped_wgrad(rows, d, offsets, precision=spec.precision, out_dtype=w_dtype, plan=unit.products) for d in (dgate, dup))
     back = dataclasses.replace(unit.products, fwd=unit.products.dgrad, dgrad=unit.products.fwd)
+    _, to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
     (dx,) = to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, plan=back, transpose_rhs=True, precision=spec.precision))
+    _, _, x = lax.optimization_barrier((dw_down, dx, x))  # x's rows are made when dy's and those of its gradient are gone
+    rows = permute(x, routing, plan=spec.plan.rows)
+    dw_gate, dw_up = (grouped_wgrad(rows, d, offsets, precision=spec.precision, out_dtype=w_dtype, plan=unit.products) for d in (dgate, dup))
     return dx, of_choices(dots, routing), (dw_gate, dw_up, dw_down)
 
 

@@ -1,6 +1,7 @@
 """What shard_map's check_vma=True asks of a kernel's operands and results."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -8,8 +9,10 @@ def vary_together(*arrays: jax.Array | None) -> tuple:
     """The arrays, each marked as varying over every manual mesh axis that any of them varies over.
 
     A weight that is replicated over an axis whose tokens differ has a gradient that is the sum over that axis: marked outside a custom_vjp,
-    JAX's own transpose of the mark makes that sum. Outside shard_map, or with check_vma=False, the arrays come back as they are.
+    JAX's own transpose of the mark makes that sum. Outside shard_map, or with check_vma=False, the arrays come back as they are, but numpy's as JAX's: a
+    custom_vjp's rules that are not compiled would get them as they are, and a traced number indexes no array of numpy.
     """
+    arrays = tuple(None if x is None else jnp.asarray(x) for x in arrays)
     axes = set().union(*(_axes(jax.typeof(x)) for x in arrays if x is not None))
     return tuple(None if x is None else _mark(x, axes) for x in arrays)
 

@@ -1,0 +1,180 @@
+"""A decoder language model: Llama, Qwen3, Mixtral or Qwen3-MoE, by its configuration (models/hf.py reads and writes their checkpoints)."""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxops.nn import MoE, Router
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and choices of a `Decoder`.
+
+    Attributes:
+      vocab, width, layers: tokens there are, numbers a token, blocks.
+      heads, kv_heads, head_dim: of the attention; each heads / kv_heads queries share a key and a value.
+      hidden: width inside a block's gated unit, or inside each of its experts.
+      experts, top_k: how many gated units a block has, and how many of them a token goes through; 0 experts for one that all tokens go through.
+      normalize: whether a token's weights of its experts are divided by their sum.
+      qk_norm: whether queries and keys are normalized, head by head (Qwen3).
+      rope_base: of the rotary positions.
+      norm_eps: added to the mean square in every norm.
+      tie_embeddings: whether the logits are products with the embeddings.
+      dtype: of the computation; parameters and logits are float32, and the router's product.
+      attention: implementation of `jax.nn.dot_product_attention`.
+      backend: of the experts' kernels.
+      remat: whether a block's inside is computed again in the backward, instead of kept.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    experts: int = 0
+    top_k: int = 0
+    normalize: bool = True
+    qk_norm: bool = False
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    dtype: str = "float32"
+    attention: Literal["xla", "cudnn"] = "xla"
+    backend: str = "auto"
+    remat: bool = True
+
+
+class Routed(NamedTuple):
+    """What the routers did, each [layers]-stacked; None of a dense model. aux_loss and z_loss as in `jaxops.Routing`; load: assignments of each expert."""
+
+    aux_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+
+
+def document_positions(documents: jax.Array) -> jax.Array:
+    """documents [B, T]: numbers that change where another document starts -> each token's place in its own, int32 [B, T]."""
+    at = jnp.arange(documents.shape[1], dtype=jnp.int32)[None, :]
+    starts = jnp.concatenate([jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1)
+    return at - jax.lax.cummax(jnp.where(starts, at, 0), axis=1)
+
+
+def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
+    """Rotary position embedding of x [B, T, heads, head_dim] at positions [B, T] (Su et al. 2021, arXiv:2104.09864), halves beside each other."""
+    half = x.shape[-1] // 2
+    angle = positions[:, :, None, None].astype(jnp.float32) * (base ** (-jnp.arange(half, dtype=jnp.float32) / half))[None, None, None, :]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions, fewer keys and values than queries, within documents."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        dtype = jnp.dtype(c.dtype)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+        self.q = linear(c.width, c.heads * c.head_dim)
+        self.k = linear(c.width, c.kv_heads * c.head_dim)
+        self.v = linear(c.width, c.kv_heads * c.head_dim)
+        self.out = linear(c.heads * c.head_dim, c.width)
+        norm = functools.partial(nnx.RMSNorm, c.head_dim, epsilon=c.norm_eps, dtype=dtype, rngs=rngs)
+        self.q_norm = norm() if c.qk_norm else nnx.data(None)
+        self.k_norm = norm() if c.qk_norm else nnx.data(None)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, documents: jax.Array | None) -> jax.Array:
+        c, (B, T, _) = self.config, x.shape
+        q, k, v = self.q(x).reshape(B, T, c.heads, -1), self.k(x).reshape(B, T, c.kv_heads, -1), self.v(x).reshape(B, T, c.kv_heads, -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, positions, c.rope_base), rotate(k, positions, c.rope_base)
+        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=c.attention)
+        return self.out(mixed.reshape(B, T, -1))
+
+
+class GatedUnit(nnx.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.gate = linear(config.width, config.hidden)
+        self.up = linear(config.width, config.hidden)
+        self.down = linear(config.hidden, config.width)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x)), None
+
+
+class Experts(nnx.Module):
+    """Gated units of which each token goes through some."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        c = config
+        router = Router(c.width, c.experts, c.top_k, normalize=c.normalize, backend=c.backend, rngs=rngs)
+        self.moe = MoE(c.experts, c.width, c.hidden, router=router, dtype=jnp.dtype(c.dtype), backend=c.backend, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
+        y, routing = self.moe(x)
+        return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
+
+
+class Block(nnx.Module):
+    """Pre-norm attention, then a pre-norm gated unit or experts."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.attention_norm = norm()
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = norm()
+        self.mlp = (Experts if config.experts else GatedUnit)(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, documents: jax.Array | None) -> tuple[jax.Array, Routed | None]:
+        x = x + self.attention(self.attention_norm(x), positions, documents)
+        y, routed = self.mlp(self.mlp_norm(x))
+        return x + y, routed
+
+
+class Decoder(nnx.Module):
+    """Tokens in, logits of the next token out. The blocks' parameters are stacked, and one block is compiled, whatever the number of layers."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        dtype = jnp.dtype(c.dtype)
+
+        @nnx.split_rngs(splits=c.layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(c, rngs=rngs)
+
+        self.embed = nnx.Embed(c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs)
+        self.blocks = stacked(rngs)
+        self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, dtype=dtype, rngs=rngs)
+        self.head = nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
+        """tokens [B, T] integers, and where several documents lie in a row a number of each token's, [B, T] -> logits [B, T, vocab] float32, and `Routed`.
+
+        No document sees another one, and each one's positions start at 0.
+        """
+        if documents is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+        else:
+            positions = document_positions(documents)
+        graphdef, state = nnx.split(self.blocks)
+
+        def block(x: jax.Array, state: nnx.State) -> tuple[jax.Array, Routed | None]:
+            return nnx.merge(graphdef, state)(x, positions, documents)
+
+        x, routed = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self.embed(tokens), state)
+        x = self.norm(x)
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        return logits.astype(jnp.float32), routed

@@ -1,0 +1,74 @@
+"""The decoder: packed documents are as if each came alone, no token sees a later one, and blocks that are computed again give the same."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.decoder import Decoder, DecoderConfig, document_positions
+
+DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
+SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False)
+CONFIGS = [DENSE, SPARSE]
+IDS = ["dense", "sparse"]
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 17)), jnp.int32)
+
+
+@functools.cache
+def model_of(config: DecoderConfig) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+@nnx.jit
+def logits_of(model: Decoder, tokens: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    return model(tokens, documents)[0]
+
+
+def test_positions_start_again_with_each_document():
+    documents = jnp.array([[4, 4, 4, 1, 1, 7], [0, 0, 0, 0, 0, 0], [1, 2, 1, 2, 2, 2]])
+    np.testing.assert_array_equal(document_positions(documents), [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_packed_documents_are_as_if_each_came_alone(config):
+    lengths = [5, 1, 8, 3]
+    documents = jnp.asarray(np.repeat([3, 0, 9, 4], lengths), jnp.int32)[None]
+    packed = logits_of(model_of(config), TOKENS[:1], documents)[0]
+    for start, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
+        # At the end of a row of zeros' length: one compilation for all lengths.
+        alone = jnp.zeros((1, 17), jnp.int32).at[0, :length].set(TOKENS[0, start : start + length])
+        np.testing.assert_allclose(packed[start : start + length], logits_of(model_of(config), alone)[0, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_no_token_sees_a_later_one(config):
+    changed = TOKENS.at[:, 11:].set((TOKENS[:, 11:] + 1) % 31)
+    before, after = logits_of(model_of(config), TOKENS), logits_of(model_of(config), changed)
+    np.testing.assert_allclose(before[:, :11], after[:, :11], atol=1e-6)
+    assert np.abs(before[:, 11:] - after[:, 11:]).max() > 1e-2
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_what_is_computed_again_is_the_same(config):
+    def gradients(remat: bool):
+        model = model_of(dataclasses.replace(config, remat=remat))
+        return nnx.jit(nnx.grad(lambda model: jnp.mean(model(TOKENS)[0] ** 2)))(model)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradients(True), gradients(False))
+
+
+def test_shapes_and_dtypes():
+    model = model_of(dataclasses.replace(SPARSE, dtype="bfloat16"))
+    logits, routed = nnx.jit(lambda model: model(TOKENS))(model)
+    assert (logits.shape, logits.dtype) == ((2, 17, 31), jnp.float32)
+    assert (routed.aux_loss.shape, routed.z_loss.shape, routed.load.shape) == ((2,), (2,), (2, 5))
+    np.testing.assert_array_equal(routed.load.sum(axis=1), 2 * 17 * 2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+    assert nnx.state(model)["blocks"]["attention"]["q"]["kernel"][...].shape == (2, 12, 24)
+    assert model_of(DENSE)(TOKENS)[1] is None
+    first, second = nnx.state(model_of(DENSE))["blocks"]["attention"]["q"]["kernel"][...]
+    assert not np.array_equal(first, second)  # each layer has its own start

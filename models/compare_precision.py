@@ -27,10 +27,10 @@ from flax import nnx
 from jaxops.nn import AmaxHistory
 from models import train_dit, train_lm
 from models.data import read_corpus
+from models.decoder import Decoder
 from models.dit import DiT
 from models.images import DATA_SETS, endless_batches
 from models.loop import check_option, with_steps
-from models.moe_lm import MoELM
 from models.precision import PRECISIONS, Precision
 from models.presets import DIT_PRESETS, PRESETS
 from models.report import plot_precisions
@@ -75,10 +75,10 @@ def lm_workload(preset: str, steps: int) -> Workload:
     return Workload(
         steps,
         start=lambda seed: train_lm.init_state(plain, seed)[1],
-        model=lambda precision: MoELM(chosen(precision).model, rngs=nnx.Rngs(0)),
+        model=lambda precision: Decoder(chosen(precision).model, rngs=nnx.Rngs(0)),
         make_step=lambda precision, graphdef: train_lm.make_step(graphdef, chosen(precision)),
         inputs=lambda step: inputs,
-        shape={"T": plain.batch * plain.model.context, "D": plain.model.width, "layers": plain.model.layers, "experts": plain.model.experts},
+        shape={"T": plain.batch * plain.context, "D": plain.model.width, "layers": plain.model.layers, "experts": plain.model.experts},
     )
 
 

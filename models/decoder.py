@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jaxops
 from jaxops.nn import MoE, Router
+from models.precision import linear_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +28,10 @@ class DecoderConfig:
       norm_eps: added to the mean square in every norm.
       tie_embeddings: whether the logits are products with the embeddings.
       dtype: of the computation; parameters and logits are float32, and the router's product.
+      recipe: of attention's and the gated units' matrix products in FP8 (`jaxops.fp8_matmul`); None leaves them in dtype. Embedding, router and logits are
+        never in FP8.
       attention: implementation of `jax.nn.dot_product_attention`.
-      backend: of the experts' kernels.
+      backend: of the experts' matrix products, and of all those in FP8.
       remat: whether a block's inside is computed again in the backward, instead of kept.
     """
 
@@ -46,9 +50,10 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     dtype: str = "float32"
+    recipe: str | None = None
     attention: Literal["xla", "cudnn"] = "xla"
     backend: str = "auto"
-    remat: bool = True
+    remat: bool = False
 
 
 class Routed(NamedTuple):
@@ -81,7 +86,7 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         dtype = jnp.dtype(c.dtype)
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+        linear = functools.partial(linear_layer(c.recipe, c.backend), use_bias=False, dtype=dtype, rngs=rngs)
         self.q = linear(c.width, c.heads * c.head_dim)
         self.k = linear(c.width, c.kv_heads * c.head_dim)
         self.v = linear(c.width, c.kv_heads * c.head_dim)
@@ -105,7 +110,7 @@ class GatedUnit(nnx.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        linear = functools.partial(linear_layer(config.recipe, config.backend), use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.gate = linear(config.width, config.hidden)
         self.up = linear(config.width, config.hidden)
         self.down = linear(config.hidden, config.width)
@@ -115,16 +120,27 @@ class GatedUnit(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated units of which each token goes through some."""
+    """Gated units of which each token goes through some. No token is dropped, nothing is padded, and no count is read by the host."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        c = config
+        c = self.config = config
         router = Router(c.width, c.experts, c.top_k, normalize=c.normalize, backend=c.backend, rngs=rngs)
         self.moe = MoE(c.experts, c.width, c.hidden, router=router, dtype=jnp.dtype(c.dtype), backend=c.backend, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
-        y, routing = self.moe(x)
+        y, routing = self.moe(x) if self.config.recipe is None else self._in_fp8(x)
         return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
+
+    def _in_fp8(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
+        """With recipe "delayed" in tensorwise, for groups have no history."""
+        c, moe, tokens = self.config, self.moe, x.reshape(-1, x.shape[-1])
+        routing = moe.router(tokens)
+        assert c.recipe is not None
+        recipe = "tensorwise" if c.recipe == "delayed" else c.recipe
+        multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=routing.group_offsets, recipe=recipe, backend=c.backend)
+        rows = jaxops.permute(tokens, routing)
+        gate, up = multiply(rows, moe.gate[...]), multiply(rows, moe.up[...])
+        return jaxops.combine(multiply(jax.nn.silu(gate) * up, moe.down[...]), routing).reshape(x.shape), routing
 
 
 class Block(nnx.Module):
@@ -159,6 +175,7 @@ class Decoder(nnx.Module):
         self.blocks = stacked(rngs)
         self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, dtype=dtype, rngs=rngs)
         self.head = nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
+        self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 
     def __call__(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
         """tokens [B, T] integers, and where several documents lie in a row a number of each token's, [B, T] -> logits [B, T, vocab] float32, and `Routed`.
@@ -169,12 +186,35 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
         else:
             positions = document_positions(documents)
-        graphdef, state = nnx.split(self.blocks)
+        graphdef, params, others = nnx.split(self.blocks, nnx.Param, ...)
 
-        def block(x: jax.Array, state: nnx.State) -> tuple[jax.Array, Routed | None]:
-            return nnx.merge(graphdef, state)(x, positions, documents)
+        def block(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Routed | None, nnx.State]]:
+            layer = nnx.merge(graphdef, *state, copy=True)
+            x, routed = layer(x, positions, documents)
+            return x, (routed, nnx.state(layer, nnx.Not(nnx.Param)))
 
-        x, routed = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self.embed(tokens), state)
+        x, (routed, others) = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self.embed(tokens), (params, others))
+        if not self.use_running_average:
+            nnx.update(self.blocks, others)
         x = self.norm(x)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         return logits.astype(jnp.float32), routed
+
+
+def loss_fn(model: Decoder, windows: jax.Array) -> tuple[jax.Array, Routed | None]:
+    """Mean cross-entropy, in nats a token, of predicting windows[:, 1:] from what stands before; windows is [B, T + 1] integers."""
+    windows = windows.astype(jnp.int32)
+    logits, routed = model(windows[:, :-1])
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), windows[:, 1:, None], axis=-1)
+    return -jnp.mean(picked), routed
+
+
+def generate(model: Decoder, prompt: jax.Array, key: jax.Array, length: int, temperature: float = 0.8) -> jax.Array:
+    """Samples `length` tokens after prompt [T]. The whole window is computed again for each token: slow, and simple."""
+
+    def step(window, key):
+        logits, _ = model(window[None])
+        token = jax.random.categorical(key, logits[0, -1] / temperature).astype(window.dtype)
+        return jnp.append(window[1:], token), token
+
+    return jax.lax.scan(step, prompt, jax.random.split(key, length))[1]

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from models.decoder import DecoderConfig
 from models.loop import Schedule
-from models.moe_lm import MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,11 +11,13 @@ class Preset(Schedule):
     """A language model and how it is trained.
 
     Attributes:
+      context: tokens of a training sequence.
       batch: sequences a step.
       eval_windows: held-out sequences of an evaluation, a multiple of batch.
     """
 
-    model: MoEConfig
+    model: DecoderConfig
+    context: int
     batch: int
     eval_windows: int = 256
     balance_weight: float = 0.01
@@ -44,10 +46,16 @@ class DiTPreset(Schedule):
     guidance: float = 2.5
 
 
+def of_bytes(*, layers: int, width: int, heads: int, experts: int, hidden: int, top_k: int = 2) -> DecoderConfig:
+    """A model whose tokens are bytes."""
+    return DecoderConfig(256, width, layers, heads, heads, width // heads, hidden, experts, top_k, tie_embeddings=True)
+
+
 PRESETS = {
     # Sized for two CPU cores: far under the 2.3 nats a byte of a bigram table in less than three minutes, compilation included.
     "demo": Preset(
-        MoEConfig(layers=2, width=128, heads=4, experts=4, top_k=2, hidden=192, context=128),
+        of_bytes(layers=2, width=128, heads=4, experts=4, hidden=192),
+        context=128,
         batch=16,
         steps=300,
         learning_rate=4e-3,
@@ -56,7 +64,8 @@ PRESETS = {
     ),
     # 25 million parameters, 9 million of them at work on a token.
     "small": Preset(
-        MoEConfig(layers=6, width=384, heads=6, experts=8, top_k=2, hidden=384, context=512),
+        of_bytes(layers=6, width=384, heads=6, experts=8, hidden=384),
+        context=512,
         batch=64,
         steps=3_000,
         learning_rate=1e-3,
@@ -65,7 +74,8 @@ PRESETS = {
     ),
     # 118 million, 42 million at work, nine tenths of it in linear layers whose sides are multiples of 128: for `python -m models.compare_precision`.
     "wide": Preset(
-        MoEConfig(layers=4, width=1024, heads=8, experts=8, top_k=2, hidden=1024, context=512),
+        of_bytes(layers=4, width=1024, heads=8, experts=8, hidden=1024),
+        context=512,
         batch=16,
         steps=500,
         learning_rate=6e-4,
@@ -74,7 +84,8 @@ PRESETS = {
     ),
     # 156 million, 60 million at work.
     "medium": Preset(
-        MoEConfig(layers=12, width=768, heads=12, experts=8, top_k=2, hidden=576, context=1024),
+        of_bytes(layers=12, width=768, heads=12, experts=8, hidden=576),
+        context=1024,
         batch=32,
         steps=5_000,
         learning_rate=6e-4,
@@ -83,7 +94,8 @@ PRESETS = {
     ),
     # 1.1 billion, 131 million at work.
     "large": Preset(
-        MoEConfig(layers=16, width=1024, heads=16, experts=32, top_k=2, hidden=640, context=1024),
+        of_bytes(layers=16, width=1024, heads=16, experts=32, hidden=640),
+        context=1024,
         batch=32,
         steps=5_000,
         learning_rate=3e-4,

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from jaxops.nn import AmaxHistory
 from models.data import Corpus, bigram_nats, even_windows, random_windows, read_corpus
+from models.decoder import Decoder, generate, loss_fn
 from models.loop import BACKENDS, check_option, make_optimizer, run_steps, with_steps
-from models.moe_lm import MoELM, generate, loss_fn
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_expert_load, plot_loss
@@ -52,7 +52,7 @@ def configure(preset: Preset, steps: int | None, backend: str, precision: Precis
 def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
     @nnx.jit
     def create():
-        return MoELM(preset.model, rngs=nnx.Rngs(seed))
+        return Decoder(preset.model, rngs=nnx.Rngs(seed))
 
     graphdef, params, histories = nnx.split(create(), nnx.Param, AmaxHistory)
     opt_state = jax.jit(make_optimizer(preset).init)(params)
@@ -66,11 +66,13 @@ def make_step(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[TrainState, j
     def objective(params, histories, windows):
         model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
         loss, routing = loss_fn(model, windows)
-        balance = jnp.mean(routing.balance)
-        return loss + preset.balance_weight * balance, (Metrics(loss, balance, routing.load), nnx.state(model, AmaxHistory))
+        assert routing is not None  # a preset's model has experts
+        balance = jnp.mean(routing.aux_loss)
+        load = routing.load / jnp.sum(routing.load, axis=1, keepdims=True)
+        return loss + preset.balance_weight * balance, (Metrics(loss, balance, load), nnx.state(model, AmaxHistory))
 
     def step(state: TrainState, data: jax.Array, key: jax.Array) -> tuple[TrainState, Metrics]:
-        windows = random_windows(data, jax.random.fold_in(key, state.step), preset.batch, preset.model.context + 1)
+        windows = random_windows(data, jax.random.fold_in(key, state.step), preset.batch, preset.context + 1)
         grads, (metrics, histories) = jax.grad(objective, has_aux=True)(state.params, state.histories, windows)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -92,27 +94,27 @@ def make_evaluate(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[nnx.State
     return evaluate
 
 
-def train(preset: Preset, corpus: Corpus, seed: int, console: Console) -> tuple[MoELM, History]:
+def train(preset: Preset, corpus: Corpus, seed: int, console: Console) -> tuple[Decoder, History]:
     """Runs all steps and evaluations; the model that comes back is trained, and in evaluation mode."""
     graphdef, state = init_state(preset, seed)
     step, evaluate = make_step(graphdef, preset), make_evaluate(graphdef, preset)
     console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
 
     data, key = jax.device_put(corpus.train), jax.random.key(seed)
-    windows = jax.device_put(even_windows(corpus.heldout, preset.eval_windows, preset.model.context + 1))
+    windows = jax.device_put(even_windows(corpus.heldout, preset.eval_windows, preset.context + 1))
 
     def advance() -> Metrics:
         nonlocal state
         state, metrics = step(state, data, key)
         return metrics
 
-    history = run_steps(preset, advance, lambda: evaluate(state.params, state.histories, windows), preset.batch * preset.model.context, UNIT, console)
+    history = run_steps(preset, advance, lambda: evaluate(state.params, state.histories, windows), preset.batch * preset.context, UNIT, console)
     model = nnx.merge(graphdef, state.params, state.histories)
     model.eval()
     return model, history
 
 
-def sample(model: MoELM, prompt: np.ndarray, seed: int, length: int = 300) -> str:
+def sample(model: Decoder, prompt: np.ndarray, seed: int, length: int = 300) -> str:
     """What the model writes after the prompt."""
     graphdef, state = nnx.split(model)
     run = jax.jit(lambda state, prompt, key: generate(nnx.merge(graphdef, state), prompt, key, length))
@@ -139,7 +141,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
 
     corpus = read_corpus()
-    windows = even_windows(corpus.heldout, chosen.eval_windows, chosen.model.context + 1)
+    windows = even_windows(corpus.heldout, chosen.eval_windows, chosen.context + 1)
     bigram = bigram_nats(corpus.train, windows)
     console.print(f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out; a bigram table needs {bigram:.3f} nats a held-out byte")
     console.print(f"preset {preset}, {precision} on {jax.devices()[0].device_kind}")
@@ -148,7 +150,7 @@ def main(
     plot_loss(history, UNIT, out / "loss.png", ("bigram table", bigram))
     plot_expert_load(np.stack([metrics.load for metrics in history.metrics]), out / "expert_load.png")
 
-    prompt = corpus.heldout[: chosen.model.context]
+    prompt = corpus.heldout[: chosen.context]
     written = sample(model, prompt, seed)
     console.print("\nHeld-out text, and how the model goes on:")
     console.print(bytes(prompt).decode(errors="replace"), style="dim", markup=False, end="")

@@ -19,8 +19,6 @@ CALLS = {
     "grouped_glu": lambda x: jaxops.grouped_glu(x, MATRICES, BACK, OFFSETS),
     "moe_mlp": lambda x: jaxops.moe_mlp(x, MATRICES, BACK, MATRICES, ROUTING),
     "permute": lambda x: jaxops.permute(x, ROUTING),
-    "adaln": lambda x: jaxops.adaln(x, VECTORS, VECTORS, OFFSETS),
-    "fp8_matmul": lambda x: jaxops.fp8_matmul(x, MATRICES[0]),
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxops.nn import AmaxHistory
 from models.decoder import Decoder, DecoderConfig, document_positions
 
 DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
@@ -72,3 +73,21 @@ def test_shapes_and_dtypes():
     assert model_of(DENSE)(TOKENS)[1] is None
     first, second = nnx.state(model_of(DENSE))["blocks"]["attention"]["q"]["kernel"][...]
     assert not np.array_equal(first, second)  # each layer has its own start
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_fp8(recipe):
+    """Near what bfloat16 gives, and not the same; delayed scaling writes each layer's histories, in evaluation none."""
+    plain = model_of(dataclasses.replace(SPARSE, dtype="bfloat16", qk_norm=True))
+    graphdef, _, histories = nnx.split(Decoder(dataclasses.replace(plain.config, recipe=recipe), rngs=nnx.Rngs(0)), nnx.Param, ...)
+    model = nnx.merge(graphdef, nnx.state(plain, nnx.Param), histories)
+    logits, wanted = logits_of(model, TOKENS), logits_of(plain, TOKENS)
+    assert 1e-3 < np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < 0.2
+    written = [np.count_nonzero(np.asarray(leaf)[:, 0], axis=1) for leaf in jax.tree.leaves(nnx.state(model, AmaxHistory))]
+    assert len(written) == (4 if recipe == "delayed" else 0)
+    for layers in written:
+        np.testing.assert_array_equal(layers, 1)
+    model.eval()
+    logits_of(model, TOKENS)
+    for leaf, before in zip(jax.tree.leaves(nnx.state(model, AmaxHistory)), written, strict=True):
+        np.testing.assert_array_equal(np.count_nonzero(np.asarray(leaf)[:, 0], axis=1), before)

@@ -46,13 +46,12 @@ def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = 
     return kernel
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_kernel(activation, tmp_path):
+def test_kernel(tmp_path):
     """A consumer multiplies its 128 rows, 64 at a time, by 128 columns, 64 of D in four instructions."""
-    kernel = backward(activation, dynamic=activation == "silu")
-    # A quarter of a tile is activated while the sums of the others wait in registers: a few that do not fit (with gelu, whose slope is the longest formula, 87)
-    # go out and come back once a tile, not in the loop that multiplies.
-    check(kernel, ["m64n128k16.f32.bf16.bf16"] * 16, 2, SHARED_BYTES, tmp_path, spilled=352 if activation == "gelu" else 160)
+    kernel = backward("silu", dynamic=True)
+    # A quarter of a tile is activated while the sums of the others wait in registers: a few that do not fit go out and come back once a tile, not in the loop
+    # that multiplies.
+    check(kernel, ["m64n128k16.f32.bf16.bf16"] * 16, 2, SHARED_BYTES, tmp_path, spilled=160)
     assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole pieces leave by TMA,
     assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
 

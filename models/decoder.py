@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -56,6 +57,10 @@ class DecoderConfig:
     remat: bool = False
 
 
+KeysValues = tuple[jax.Array, jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues | None]]  # of queries, keys and values: what they mix to, and what is kept
+
+
 class Routed(NamedTuple):
     """What the routers did, each [layers]-stacked; None of a dense model. aux_loss and z_loss as in `jaxops.Routing`; load: assignments of each expert."""
 
@@ -81,7 +86,7 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with rotary positions, fewer keys and values than queries, within documents."""
+    """Self-attention with rotary positions, and fewer keys and values than queries. What sees what, and what is kept of it, is the caller's."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
@@ -95,15 +100,14 @@ class Attention(nnx.Module):
         self.q_norm = norm() if c.qk_norm else nnx.data(None)
         self.k_norm = norm() if c.qk_norm else nnx.data(None)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, documents: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, KeysValues | None]:
         c, (B, T, _) = self.config, x.shape
         q, k, v = self.q(x).reshape(B, T, c.heads, -1), self.k(x).reshape(B, T, c.kv_heads, -1), self.v(x).reshape(B, T, c.kv_heads, -1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, positions, c.rope_base), rotate(k, positions, c.rope_base)
-        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
-        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=c.attention)
-        return self.out(mixed.reshape(B, T, -1))
+        mixed, kept = attend(q, k, v)
+        return self.out(mixed.reshape(B, T, -1)), kept
 
 
 class GatedUnit(nnx.Module):
@@ -153,10 +157,11 @@ class Block(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = (Experts if config.experts else GatedUnit)(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, documents: jax.Array | None) -> tuple[jax.Array, Routed | None]:
-        x = x + self.attention(self.attention_norm(x), positions, documents)
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Routed | None, KeysValues | None]:
+        mixed, kept = self.attention(self.attention_norm(x), positions, attend)
+        x = x + mixed
         y, routed = self.mlp(self.mlp_norm(x))
-        return x + y, routed
+        return x + y, routed, kept
 
 
 class Decoder(nnx.Module):
@@ -186,19 +191,59 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
         else:
             positions = document_positions(documents)
+        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=self.config.attention), None
+
         graphdef, params, others = nnx.split(self.blocks, nnx.Param, ...)
 
         def block(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Routed | None, nnx.State]]:
             layer = nnx.merge(graphdef, *state, copy=True)
-            x, routed = layer(x, positions, documents)
+            x, routed, _ = layer(x, positions, attend)
             return x, (routed, nnx.state(layer, nnx.Not(nnx.Param)))
 
         x, (routed, others) = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self.embed(tokens), (params, others))
         if not self.use_running_average:
             nnx.update(self.blocks, others)
+        return self._logits(x), routed
+
+    def empty_cache(self, batch: int, length: int) -> KeysValues:
+        """For `extend`: keys and values of `length` tokens a row, [layers, batch, length, kv_heads, head_dim] in dtype."""
+        c = self.config
+        none = jnp.zeros((c.layers, batch, length, c.kv_heads, c.head_dim), c.dtype)
+        return none, none
+
+    def extend(self, tokens: jax.Array, cache: KeysValues, at: jax.Array, first: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """tokens [B, T] that come after what the cache holds of each row -> (logits [B, T, vocab] float32, the cache with them). For inference.
+
+        Args:
+          cache: as of `empty_cache`; what it holds before `at` counts, [B, first[b]:at] of row b.
+          at: int32, where the first of the tokens is put; all rows' alike.
+          first: [B] int32, where each row begins: before it are tokens that fill up a shorter prompt, which nobody sees.
+        """
+        now = at + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        seen = jnp.arange(cache[0].shape[2], dtype=jnp.int32)
+        mask = (seen[None, None, :] <= now[None, :, None]) & (seen[None, None, :] >= first[:, None, None])
+        graphdef, state = nnx.split(self.blocks)
+
+        def block(x: jax.Array, layer: tuple[nnx.State, KeysValues]) -> tuple[jax.Array, KeysValues]:
+            state, (keys, values) = layer
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KeysValues]:
+                kept = jax.lax.dynamic_update_slice(keys, k, (0, at, 0, 0)), jax.lax.dynamic_update_slice(values, v, (0, at, 0, 0))
+                return jax.nn.dot_product_attention(q, *kept, mask=mask[:, None]), kept
+
+            x, _, kept = nnx.merge(graphdef, state, copy=True)(x, now[None, :] - first[:, None], attend)
+            assert kept is not None
+            return x, kept
+
+        x, cache = jax.lax.scan(block, self.embed(tokens), (state, cache))
+        return self._logits(x), cache
+
+    def _logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
-        logits = self.embed.attend(x) if self.head is None else self.head(x)
-        return logits.astype(jnp.float32), routed
+        return (self.embed.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
 
 
 def loss_fn(model: Decoder, windows: jax.Array) -> tuple[jax.Array, Routed | None]:
@@ -207,14 +252,3 @@ def loss_fn(model: Decoder, windows: jax.Array) -> tuple[jax.Array, Routed | Non
     logits, routed = model(windows[:, :-1])
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), windows[:, 1:, None], axis=-1)
     return -jnp.mean(picked), routed
-
-
-def generate(model: Decoder, prompt: jax.Array, key: jax.Array, length: int, temperature: float = 0.8) -> jax.Array:
-    """Samples `length` tokens after prompt [T]. The whole window is computed again for each token: slow, and simple."""
-
-    def step(window, key):
-        logits, _ = model(window[None])
-        token = jax.random.categorical(key, logits[0, -1] / temperature).astype(window.dtype)
-        return jnp.append(window[1:], token), token
-
-    return jax.lax.scan(step, prompt, jax.random.split(key, length))[1]

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from jaxops.nn import AmaxHistory
 from models.data import Corpus, bigram_nats, even_windows, random_windows, read_corpus
-from models.decoder import Decoder, generate, loss_fn
+from models.decoder import Decoder, loss_fn
+from models.generate import align, sample
 from models.loop import BACKENDS, check_option, make_optimizer, run_steps, with_steps
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import PRESETS, Preset
@@ -114,13 +115,6 @@ def train(preset: Preset, corpus: Corpus, seed: int, console: Console) -> tuple[
     return model, history
 
 
-def sample(model: Decoder, prompt: np.ndarray, seed: int, length: int = 300) -> str:
-    """What the model writes after the prompt."""
-    graphdef, state = nnx.split(model)
-    run = jax.jit(lambda state, prompt, key: generate(nnx.merge(graphdef, state), prompt, key, length))
-    return bytes(np.asarray(run(state, prompt, jax.random.key(seed)))).decode(errors="replace")
-
-
 def main(
     preset: Annotated[str, typer.Option(help=f"Size of the model: {', '.join(PRESETS)}.")] = "demo",
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None,
@@ -150,9 +144,9 @@ def main(
     plot_loss(history, UNIT, out / "loss.png", ("bigram table", bigram))
     plot_expert_load(np.stack([metrics.load for metrics in history.metrics]), out / "expert_load.png")
 
-    prompt = corpus.heldout[: chosen.context]
-    written = sample(model, prompt, seed)
+    prompt = corpus.heldout[: chosen.context // 4]  # with what follows, as long as what the model has seen
+    (written,) = sample(model, align([prompt.tolist()]), jax.random.key(seed), chosen.context - len(prompt), temperature=0.8)
     console.print("\nHeld-out text, and how the model goes on:")
     console.print(bytes(prompt).decode(errors="replace"), style="dim", markup=False, end="")
-    console.print(written, style="bold", markup=False)
+    console.print(bytes(written.tolist()).decode(errors="replace"), style="bold", markup=False)
     console.print(f"\nheld-out {history.heldout[-1][1]:.3f} nats a byte (bigram {bigram:.3f}) after {time.perf_counter() - begin:.0f} s; pictures in {out}/")

@@ -1,7 +1,8 @@
 """Makes the small checkpoints that models.hf is compared with, by transformers itself: `pip install '.[parity]'`, then `python tests/parity.py`.
 
 Of each architecture some sizes, odd ones among them: tests/data/hf/<name>/ gets config.json and model.safetensors as transformers saves them, and
-expected.safetensors: tokens, their logits, the mean cross-entropy of the next tokens and its gradients, by the checkpoint's names.
+expected.safetensors: tokens, their logits, the mean cross-entropy of the next tokens and its gradients by the checkpoint's names, and the likeliest 9 tokens
+after the first 7 of one row and the first 4 of the other.
 """
 
 import pathlib
@@ -41,13 +42,18 @@ def make(name: str, architecture: str, sizes: dict) -> None:
             parameter.copy_(parameter + torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.3))
     tokens = torch.randint(0, config.vocab_size, (2, 11))
     logits = model(tokens).logits
+    with torch.no_grad():
+        greedy = [
+            model.generate(row[None, :length], max_new_tokens=9, do_sample=False, eos_token_id=None)[0, length:]
+            for row, length in zip(tokens, (7, 4), strict=True)
+        ]
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1))
     loss.backward()
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    expected = {"tokens": tokens.int(), "logits": logits.detach().contiguous(), "loss": loss.detach()[None]}
+    expected = {"tokens": tokens.int(), "logits": logits.detach().contiguous(), "loss": loss.detach()[None], "greedy": torch.stack(greedy).int()}
     # The gradients go the checkpoint's way: transformers keeps experts in other shapes than it saves.
     with torch.no_grad():
         for parameter in model.parameters():

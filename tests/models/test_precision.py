@@ -20,9 +20,10 @@ from jaxops.nn import AmaxHistory, Fp8GroupedLinear, Fp8Linear, GroupedLinear
 from models import compare_precision, report, train_dit, train_lm
 from models.data import Corpus
 from models.decoder import Decoder
-from models.decoder import generate as generate_text
 from models.dit import DiT
 from models.dit import generate as generate_images
+from models.generate import Prompts
+from models.generate import generate as generate_text
 from models.images import DATA_SETS, DataSet, Images
 from models.precision import PRECISIONS, for_this_machine, linear_layer
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset, of_bytes
@@ -120,7 +121,8 @@ def test_every_program_in_delayed_scaling(model):
     sampled, whole = nnx.split(made)
     if model == "lm":
         evaluate, batch = train_lm.make_evaluate(graphdef, TINY), (jnp.zeros((8, 33), jnp.uint8),)
-        draw = lambda whole: generate_text(nnx.merge(sampled, whole), jnp.zeros(32, jnp.uint8), jax.random.key(0), 2)
+        prompts = Prompts(jnp.zeros((1, 32), jnp.int32), jnp.zeros(1, jnp.int32))
+        draw = lambda whole: generate_text(nnx.merge(sampled, whole), prompts, jax.random.key(0), 2)[0]
     else:
         images = jax.tree.map(jnp.asarray, workload.inputs(0)[0])
         evaluate, batch = train_dit.make_evaluate(graphdef), (jax.tree.map(lambda x: x[None], images), jax.random.key(0))

@@ -1,0 +1,92 @@
+"""Text from checkpoints: the likeliest tokens are transformers', rows of unequal prompts do not see each other, and the command writes them."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.flax
+import tokenizers
+import typer
+from flax import nnx
+
+from models import generate, hf
+from models.decoder import Decoder, DecoderConfig
+
+DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
+NAMES = sorted(folder.name for folder in DATA.iterdir())
+BYTES = DecoderConfig(vocab=256, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=16, experts=3, top_k=2, tie_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("checkpoint")
+    hf.save(made, "MixtralForCausalLM", Decoder(BYTES, rngs=nnx.Rngs(0)))
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_likeliest_tokens_are_those_of_transformers(name):
+    """Of two prompts of 7 and 4 tokens at once."""
+    expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
+    _, model = hf.load(DATA / name, backend="xla")
+    tokens = np.asarray(expected["tokens"])
+    got = generate.sample(model, generate.align([tokens[0, :7].tolist(), tokens[1, :4].tolist()]), jax.random.key(0), 9)
+    np.testing.assert_array_equal(got, expected["greedy"])
+
+
+def test_what_is_kept_is_what_a_pass_over_all_would_see():
+    model = Decoder(BYTES, rngs=nnx.Rngs(1))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9)), jnp.int32)
+    whole, _ = nnx.jit(lambda model: model(tokens))(model)
+    cache, none = model.empty_cache(2, 12), jnp.zeros(2, jnp.int32)
+    extend = nnx.jit(lambda model, tokens, cache, at: model.extend(tokens, cache, at, none))
+    first, cache = extend(model, tokens[:, :4], cache, jnp.int32(0))
+    second, cache = extend(model, tokens[:, 4:8], cache, jnp.int32(4))
+    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), whole[:, :8], atol=2e-5)
+
+
+def test_draws_are_the_keys_and_a_row_ends():
+    model = Decoder(BYTES, rngs=nnx.Rngs(2))
+    prompts = generate.align([[1, 2, 3], [4]])
+    draw = lambda seed, end=-1: generate.sample(model, prompts, jax.random.key(seed), 12, temperature=1.0, end=end)
+    np.testing.assert_array_equal(draw(0), draw(0))
+    assert (draw(0) != draw(1)).any()
+    end = int(draw(0)[1, 5])
+    ended = draw(0, end)
+    np.testing.assert_array_equal(ended[1, :6], draw(0)[1, :6])
+    assert set(ended[1, 5:].tolist()) == {end}
+
+
+def test_prompts_without_tokens():
+    for prompts in ([], [[1], []]):
+        with pytest.raises(ValueError, match="write one at least"):
+            generate.align(prompts)
+
+
+def test_the_command(folder, capsys):
+    generate.main(folder, ["once upon", "a"], length=5)
+    lines = capsys.readouterr().out
+    assert lines.startswith("once upon")
+    _, model = hf.load(folder)
+    wanted = generate.sample(model, generate.align([list(b"once upon"), list(b"a")]), jax.random.key(0), 5)
+    assert bytes(wanted[0].tolist()).decode(errors="replace") in lines
+
+
+def test_a_tokenizer_beside_the_checkpoint(folder, tmp_path, capsys):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    words = {f"word{i}": i for i in range(256)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))  # no password
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    generate.main(tmp_path, ["word7 word9"], length=3)
+    assert len([word for word in capsys.readouterr().out.split() if "word" in word]) >= 4
+
+
+def test_what_cannot_be_read(tmp_path):
+    with pytest.raises(typer.BadParameter, match=r"config\.json"):
+        generate.main(tmp_path, ["a"])
+    with pytest.raises(typer.BadParameter, match=r"no tokenizer\.json, and with 29 tokens"):
+        generate.main(DATA / "llama", ["a"])

@@ -80,7 +80,7 @@ def align(prompts: Sequence[Sequence[int]]) -> Prompts:
     return Prompts(jnp.asarray(tokens), jnp.asarray([longest - len(prompt) for prompt in prompts], jnp.int32))
 
 
-def generate(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temperature: float | jax.Array = 0.0, end: int = -1) -> jax.Array:
+def generate(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temperature: float | jax.Array = 0.0, end: int | jax.Array = -1) -> jax.Array:
     """How each prompt goes on, [B, length]: the prompts in one pass, then one token of each row at a time, with keys and values kept. To be called under jit,
     with `length` static.
 

@@ -10,12 +10,10 @@ import jaxops
 RNG = np.random.default_rng(0)
 ROWS, MATRICES, BACK = (RNG.normal(size=size).astype(np.float32) for size in ((6, 4), (2, 4, 4), (2, 4, 4)))
 VECTORS, OFFSETS = RNG.normal(size=(2, 4)).astype(np.float32), np.array([0, 2, 6], np.int32)
-ROUTING = jax.tree.map(np.asarray, jaxops.route(RNG.normal(size=(6, 2)).astype(np.float32), 1))
 
 CALLS = {
     "grouped_matmul": lambda x: jaxops.grouped_matmul(x, MATRICES, OFFSETS, bias=VECTORS),
     "grouped_glu": lambda x: jaxops.grouped_glu(x, MATRICES, BACK, OFFSETS),
-    "moe_mlp": lambda x: jaxops.moe_mlp(x, MATRICES, BACK, MATRICES, ROUTING),
 }
 
 

@@ -6,16 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from jaxops.nn import AmaxHistory
 from models.decoder import Decoder, DecoderConfig, document_positions
 
 DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
-SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False)
-CONFIGS = [DENSE, SPARSE]
-IDS = ["dense", "sparse"]
+SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, remat=True)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 17)), jnp.int32)
 
 
@@ -34,8 +31,8 @@ def test_positions_start_again_with_each_document():
     np.testing.assert_array_equal(document_positions(documents), [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_packed_documents_are_as_if_each_came_alone(config):
+def test_packed_documents_are_as_if_each_came_alone():
+    config = SPARSE
     lengths = [5, 1, 8, 3]
     documents = jnp.asarray(np.repeat([3, 0, 9, 4], lengths), jnp.int32)[None]
     packed = logits_of(model_of(config), TOKENS[:1], documents)[0]
@@ -51,14 +48,6 @@ def test_no_token_sees_a_later_one():
     before, after = logits_of(model_of(config), TOKENS), logits_of(model_of(config), changed)
     np.testing.assert_allclose(before[:, :11], after[:, :11], atol=1e-6)
     assert np.abs(before[:, 11:] - after[:, 11:]).max() > 1e-2
-
-
-def test_what_is_computed_again_is_the_same():
-    def gradients(remat: bool):
-        model = model_of(dataclasses.replace(SPARSE, remat=remat))
-        return nnx.jit(nnx.grad(lambda model: jnp.mean(model(TOKENS)[0] ** 2)))(model)
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradients(True), gradients(False))
 
 
 def test_shapes_and_dtypes():

@@ -15,7 +15,7 @@ from models import generate, hf
 from models.decoder import Decoder, DecoderConfig
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
-NAMES = ("llama_odd_tied", "qwen3", "mixtral_odd", "qwen3_moe")  # of each architecture one
+NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")
 BYTES = DecoderConfig(vocab=256, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=16, experts=3, top_k=2, tie_embeddings=True)
 
 

@@ -140,12 +140,8 @@ def measure_case(run: Run, case: Case, programs: dict[str, Program], inputs: Nam
     times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.op, case.pass_name)
     cold = harness.cold(moved)
-    for name, t in times.items():
-        gbps = moved / t.us_p50 / 1e3
-        named = {"op": case.op, "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims}
-        named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": name}
-        facts = ready[name].facts | {"gbps": gbps, "cold": cold}
-        harness.append_row(run.file, harness.make_row(named, t, gbps / run.ceiling, harness.ratios(name, times), ready[name].max_err, **facts))
+    named = {"op": case.op, "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": case.dist}
+    run.write("pallas", named, ready, times, "gbps", moved, cold=cold)
     line = " | ".join(f"{name} {t.us_p50:.0f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items())
     print(f"{case.label:52}{line}{'' if cold else ' | caches not cold'}", flush=True)
 

@@ -133,12 +133,8 @@ def measure_case(run: harness.Run, shape: ModalityShape, pass_name: str, dist: s
     ready = run.ready_sides(OURS, label, ready_side, shape, pass_name, inputs, offsets, want)
     del want
     times = run.times(OURS, ready)
-    for side, t in times.items():
-        tflops = shape.flops / t.us_p50 / 1e6
-        named = {"op": "modality_grouped_matmul", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name}
-        named |= {"dist": dist, "backend": side}
-        facts = ready[side].facts | {"tflops": tflops}
-        harness.append_row(run.file, harness.make_row(named, t, tflops / run.ceiling, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
+    named = {"op": "modality_grouped_matmul", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist}
+    run.write(OURS, named, ready, times, "tflops", shape.flops)
     print(f"{label:36}" + " | ".join(f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
 
 

@@ -33,16 +33,20 @@ Arrays = tuple[jax.Array, ...]
 Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+def router_logits(preferred: jax.Array, tokens: jax.Array, router: jax.Array) -> jax.Array:
+    return tokens.astype(jnp.float32) @ router + preferred
+
+
 def jaxops_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
     gate, up, down = experts
-    routing = jaxops.route(tokens.astype(jnp.float32) @ router + preferred, shape.k, backend=backend)
+    routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
     return jaxops.moe_mlp(tokens, gate, up, down, routing, backend=backend)
 
 
 def unfused_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
     """An op after the other."""
     gate, up, down = experts
-    routing = jaxops.route(tokens.astype(jnp.float32) @ router + preferred, shape.k, backend=backend)
+    routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
     multiply = functools.partial(jaxops.grouped_matmul, group_offsets=routing.group_offsets, backend=backend)
     x = jaxops.permute(tokens, routing, backend=backend)
     y = multiply(jax.nn.silu(multiply(x, gate)) * multiply(x, up), down)
@@ -52,7 +56,7 @@ def unfused_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: j
 def plain_layer(shape: MoeShape, dot: Dot, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
     """What a user writes around a ragged product: top_k, a sort, gathers, and the sum of each token's rows."""
     gate, up, down = experts
-    scores, chosen = jax.lax.top_k(jax.nn.softmax(tokens.astype(jnp.float32) @ router + preferred), shape.k)
+    scores, chosen = jax.lax.top_k(jax.nn.softmax(router_logits(preferred, tokens, router)), shape.k)
     weights = scores / jnp.sum(scores, axis=1, keepdims=True)
     order = jnp.argsort(chosen.ravel(), stable=True)
     sizes = jnp.bincount(chosen.ravel(), length=shape.E).astype(jnp.int32)
@@ -145,11 +149,8 @@ def measure_case(run: harness.Run, shape: MoeShape, pass_name: str, dist: str, p
     del want
     times = run.times(OURS, ready)
     flops = shape.flops(pass_name)
-    for side, t in times.items():
-        tflops = flops / t.us_p50 / 1e6
-        named = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist, "backend": side}
-        facts = ready[side].facts | {"tflops": tflops}
-        harness.append_row(run.file, harness.make_row(named, t, tflops / run.ceiling, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
+    named = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist}
+    run.write(OURS, named, ready, times, "tflops", flops)
     print(f"{label:36}" + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
 
 

@@ -92,11 +92,8 @@ def measure_case(run: harness.Run, case: Case, inputs: Named, routing: jaxops.Ro
     del want
     times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.op, case.pass_name)
-    for name, t in times.items():
-        gbps = moved / t.us_p50 / 1e3
-        named = {"op": case.op, "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": DTYPE, "dist": "", "backend": name}
-        facts = ready[name].facts | {"gbps": gbps, "cold": harness.cold(moved)}
-        harness.append_row(run.file, harness.make_row(named, t, gbps / run.ceiling, harness.ratios(name, times), ready[name].max_err, **facts))
+    named = {"op": case.op, "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": DTYPE, "dist": ""}
+    run.write("pallas", named, ready, times, "gbps", moved, cold=harness.cold(moved))
     print(f"{case.label:32}" + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()), flush=True)
 
 

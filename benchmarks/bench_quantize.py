@@ -146,11 +146,8 @@ def measure_case(run: Run, case: Case, x: jax.Array) -> None:
         except Exception as error:
             harness.print_left_out(f"torch_compile at {case.label}", error)
     times = run.times("pallas", ready)
-    for name, t in times.items():
-        gbps = case.moved / t.us_p50 / 1e3
-        named = {"op": "quantize", "pass": "fwd", "name": case.shape.name, "shape": case.shape.dims, "dtype": "bfloat16", "dist": "", "backend": name}
-        facts = case.facts | ready[name].facts | {"gbps": gbps, "cold": harness.cold(case.moved)}
-        harness.append_row(run.file, harness.make_row(named, t, gbps / run.ceiling, harness.ratios(name, times), ready[name].max_err, **facts))
+    named = {"op": "quantize", "pass": "fwd", "name": case.shape.name, "shape": case.shape.dims, "dtype": "bfloat16", "dist": ""}
+    run.write("pallas", named, ready, times, "gbps", case.moved, cold=harness.cold(case.moved), **case.facts)
     line = " | ".join(f"{name} {t.us_p50:.0f} us {case.moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items())
     own = f" | {case.moved / times['pallas'].us_p50 / 1e3 / run.ceiling:.2f} of copy" if "pallas" in times else ""
     print(f"{case.label:40}{line}{own}", flush=True)

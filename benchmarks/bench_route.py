@@ -116,11 +116,8 @@ def measure_case(run: harness.Run, case: Case, inputs: Named) -> None:
     del want
     times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.pass_name)
-    for name, t in times.items():
-        gbps = moved / t.us_p50 / 1e3
-        named = {"op": "route", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": "float32", "dist": "", "backend": name}
-        facts = ready[name].facts | {"gbps": gbps, "cold": harness.cold(moved)}
-        harness.append_row(run.file, harness.make_row(named, t, gbps / run.ceiling, harness.ratios(name, times), ready[name].max_err, **facts))
+    named = {"op": "route", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": "float32", "dist": ""}
+    run.write("pallas", named, ready, times, "gbps", moved, cold=harness.cold(moved))
     print(f"{case.label:32}" + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()), flush=True)
 
 

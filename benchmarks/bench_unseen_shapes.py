@@ -67,7 +67,9 @@ def ready_side(side: str, shape: GroupedShape, pass_name: str, chosen: dict[str,
     out = compiled(*args)
     max_err, rms_err = checks.grouped_errors(pass_name, shape, out, (inputs.lhs, inputs.rhs, inputs.dout), offsets)
     checks.demand_right(max_err, rms_err, jnp.dtype(DTYPE).name)
-    return harness.ready(side, compiled, args, out.nbytes, max_err)
+    ready = harness.ready(side, compiled, args, out.nbytes, max_err)
+    ready.facts["tiles"] = None if tiles is None else vars(tiles)
+    return ready
 
 
 def measure_case(run: harness.Run, shape: GroupedShape, pass_name: str, inputs: Inputs) -> None:
@@ -81,20 +83,8 @@ def measure_case(run: harness.Run, shape: GroupedShape, pass_name: str, inputs: 
         offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
         ready = run.ready_sides(OURS, f"{shape.name} {pass_name} {dist}", ready_side, shape, pass_name, chosen, inputs, offsets)
         times = run.times(OURS, ready)
-        for side, t in times.items():
-            tiles = chosen[side]
-            named = {
-                "op": "grouped_matmul",
-                "pass": pass_name,
-                "name": shape.name,
-                "shape": shape.dims,
-                "dtype": jnp.dtype(DTYPE).name,
-                "dist": dist,
-                "backend": side,
-            }
-            facts = ready[side].facts | {"tflops": shape.flops / t.us_p50 / 1e6, "tiles": None if tiles is None else vars(tiles), "tuning_s": seconds}
-            ratios = harness.ratios(side, times, OURS)
-            harness.append_row(run.file, harness.make_row(named, t, facts["tflops"] / run.ceiling, ratios, ready[side].max_err, **facts))
+        named = {"op": "grouped_matmul", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist}
+        run.write(OURS, named, ready, times, "tflops", shape.flops, tuning_s=seconds)
         line = " | ".join(f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items())
         print(f"{shape.name} {'x'.join(map(str, shape.dims.values())):24} {dist:9} {pass_name:6} {line}", flush=True)
 

@@ -195,6 +195,20 @@ class Run:
         self.left_out += own in ready and own not in found
         return found
 
+    def write(self, own: str, case: dict, ready: dict[str, Ready], times: dict[str, Times], rate: str, work: float, **facts) -> None:
+        """A row a side.
+
+        Args:
+          case: all that a row says of it but the backend.
+          rate: "tflops" or "gbps".
+          work: operations or bytes in a side's time.
+          facts: whatever else there is to say.
+        """
+        for side, t in times.items():
+            reached = work / t.us_p50 / {"tflops": 1e6, "gbps": 1e3}[rate]
+            said = ready[side].facts | {rate: reached} | facts
+            append_row(self.file, make_row(case | {"backend": side}, t, reached / self.ceiling, ratios(side, times, own), ready[side].max_err, **said))
+
 
 def end(left_out: int) -> None:
     """

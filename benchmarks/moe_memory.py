@@ -4,7 +4,7 @@ python -m benchmarks.moe_memory                       # bench_moe's shapes, forw
 python -m benchmarks.moe_memory --shapes mixtral_t16384
 
 Without a GPU it needs XLA's CUDA compiler (`pip install jax-cuda13-pjrt` beside the plugin), and a ptxas on the PATH that is as new as Triton's (its own
-ptxas-blackwell, say, under that name): PATH=... JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_autotune_level=0 python -m benchmarks.moe_memory
+ptxas-blackwell, say, under that name): PATH=... XLA_FLAGS=--xla_gpu_autotune_level=0 python -m benchmarks.moe_memory
 """
 
 import datetime

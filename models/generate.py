@@ -98,12 +98,13 @@ def generate(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temp
     def step(carry, key):
         token, at, cache = carry
         logits, cache = model.extend(token[:, None], cache, at, prompts.first)
-        following = jnp.where(token == end, end, pick(logits[:, 0], key))
-        return (following, at + 1, cache), token
+        token = jnp.where(token == end, end, pick(logits[:, 0], key))
+        return (token, at + 1, cache), token
 
     keys = jax.random.split(key, length)
-    (_, _, _), tokens = jax.lax.scan(step, (pick(logits[:, -1], keys[0]), jnp.int32(T), cache), jnp.roll(keys, -1))
-    return tokens.T
+    first = pick(logits[:, -1], keys[0])
+    _, others = jax.lax.scan(step, (first, jnp.int32(T), cache), keys[1:])
+    return jnp.concatenate([first[None], others]).T
 
 
 def sample(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temperature: float = 0.0, end: int = -1) -> np.ndarray:

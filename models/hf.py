@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.flax
-from flax import nnx
+from flax import nnx, traverse_util
 
 from models.decoder import Decoder, DecoderConfig
 
@@ -56,17 +56,42 @@ def _experts(folder: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     return (router, *(Entry(("blocks", "mlp", "moe", ours), f"{_LAYER}{folder}.experts.{{expert}}.{theirs}.weight", True) for ours, theirs in named))
 
 
-MODELS = {  # architecture -> what its blocks have
-    "LlamaForCausalLM": DENSE,
-    "Qwen3ForCausalLM": QK_NORM + DENSE,
-    "MixtralForCausalLM": _experts("block_sparse_moe", "w1", "w3", "w2"),
-    "Qwen3MoeForCausalLM": QK_NORM + _experts("mlp", "gate_proj", "up_proj", "down_proj"),
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What tells one from another.
+
+    Attributes:
+      model_type: config.json's name of it.
+      blocks: what its blocks have beside `COMMON`.
+      hidden: config.json's name of the width inside a gated unit or an expert.
+      experts: of how many experts there are; None of a dense model. transformers 5 writes "num_local_experts" for all of them and reads both.
+      normalize: of whether a token's weights of its experts are divided by their sum; None where they are.
+    """
+
+    model_type: str
+    blocks: tuple[Entry, ...]
+    hidden: str = "intermediate_size"
+    experts: str | None = None
+    normalize: str | None = None
+
+    @property
+    def qk_norm(self) -> bool:
+        return QK_NORM[0] in self.blocks
+
+
+MODELS = {
+    "LlamaForCausalLM": Architecture("llama", DENSE),
+    "Qwen3ForCausalLM": Architecture("qwen3", QK_NORM + DENSE),
+    "MixtralForCausalLM": Architecture("mixtral", _experts("block_sparse_moe", "w1", "w3", "w2"), experts="num_local_experts"),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", QK_NORM + _experts("mlp", "gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", "num_experts", "norm_topk_prob"
+    ),
 }
 
 
 def table(architecture: str, config: DecoderConfig) -> tuple[Entry, ...]:
     """Of every parameter."""
-    return COMMON + MODELS[architecture] + (() if config.tie_embeddings else (HEAD,))
+    return COMMON + MODELS[architecture].blocks + (() if config.tie_embeddings else (HEAD,))
 
 
 def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, DecoderConfig]:
@@ -91,8 +116,7 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
     }
     if missing := [name for name, fine in without.items() if not fine]:
         raise ValueError(f"{file}: the decoder does not have this checkpoint's {', '.join(missing)}.")
-    experts = given.get("num_local_experts", given.get("num_experts", 0)) if "expert" in str(MODELS[architecture]) else 0
-    heads = given["num_attention_heads"]
+    kind, heads = MODELS[architecture], given["num_attention_heads"]
     config = DecoderConfig(
         vocab=given["vocab_size"],
         width=given["hidden_size"],
@@ -100,11 +124,11 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
         heads=heads,
         kv_heads=given.get("num_key_value_heads") or heads,
         head_dim=given.get("head_dim") or given["hidden_size"] // heads,
-        hidden=given["moe_intermediate_size" if architecture == "Qwen3MoeForCausalLM" else "intermediate_size"],
-        experts=experts,
-        top_k=given["num_experts_per_tok"] if experts else 0,
-        normalize=given.get("norm_topk_prob", True) if architecture == "Qwen3MoeForCausalLM" else True,
-        qk_norm=architecture.startswith("Qwen3"),
+        hidden=given[kind.hidden],
+        experts=given.get(kind.experts) or given["num_local_experts"] if kind.experts else 0,
+        top_k=given["num_experts_per_tok"] if kind.experts else 0,
+        normalize=given.get(kind.normalize, False) if kind.normalize else True,  # transformers' default, too
+        qk_norm=kind.qk_norm,
         rope_base=float(rope.get("rope_theta", given.get("rope_theta", 10_000.0))),
         norm_eps=given.get("rms_norm_eps", 1e-6),
         tie_embeddings=given.get("tie_word_embeddings", False),
@@ -114,32 +138,28 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
 
 
 def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig) -> None:
-    c = config
-    moe = architecture == "Qwen3MoeForCausalLM"
+    c, kind = config, MODELS[architecture]
     found = {
         "architectures": [architecture],
-        "model_type": {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe"}[
-            architecture
-        ],
+        "model_type": kind.model_type,
         "vocab_size": c.vocab,
         "hidden_size": c.width,
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,
-        "moe_intermediate_size" if moe else "intermediate_size": c.hidden,
+        kind.hidden: c.hidden,
         "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base},
         "tie_word_embeddings": c.tie_embeddings,
         "hidden_act": "silu",
+        "sliding_window": None,
     }
-    if c.experts:
-        found |= {"num_experts" if moe else "num_local_experts": c.experts, "num_experts_per_tok": c.top_k}
-    if moe:
-        found |= {"norm_topk_prob": c.normalize, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    if architecture == "MixtralForCausalLM":
-        found |= {"sliding_window": None}
+    if kind.experts:
+        found |= {kind.experts: c.experts, "num_experts_per_tok": c.top_k}
+    if kind.normalize:
+        found |= {kind.normalize: c.normalize}
     (folder / "config.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
@@ -177,17 +197,17 @@ def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
     architecture, config = read_config(folder, **options)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graphdef, abstract = nnx.split(model)
-    wanted = nnx.to_pure_dict(abstract)
+    wanted: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nnx.to_pure_dict(abstract))
     wrong: list[str] = []
     where: dict[str, tuple[Entry, np.ndarray, tuple[int, ...]]] = {}
     for entry in table(architecture, config):
-        into = np.empty(_at(wanted, entry.path).shape, np.float32)
-        _put(wanted, entry.path, into)
+        into = wanted[entry.path] = np.empty(wanted[entry.path].shape, np.float32)
         where |= {name: (entry, into, index) for name, index in tensors(entry, into.shape)}
     unread = set(where)
     for file in _files(folder):
         with safetensors.safe_open(file, framework="flax") as stored:
-            for name in stored.keys():  # noqa: SIM118  # no dictionary
+            names = stored.keys()
+            for name in names:
                 if name not in where:
                     wrong.append(f"{name} is not a part of the model")
                     continue
@@ -204,7 +224,7 @@ def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
     if wrong:
         shown = "; ".join(wrong[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise ValueError(f"{folder}: {shown}.")
-    nnx.replace_by_pure_dict(abstract, jax.tree.map(jnp.asarray, wanted))
+    nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(jax.tree.map(jnp.asarray, wanted)))
     return architecture, nnx.merge(graphdef, abstract)
 
 
@@ -223,15 +243,14 @@ def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype
     folder = pathlib.Path(folder)
     if architecture not in MODELS:
         raise ValueError(f"architecture={architecture!r}: write one of {', '.join(MODELS)}.")
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     entries = table(architecture, model.config)
-    if {entry.path for entry in entries} != set(_paths(params)):
-        differ = sorted(".".join(path) for path in {entry.path for entry in entries} ^ set(_paths(params)))
+    if differ := sorted(".".join(path) for path in {entry.path for entry in entries} ^ set(params)):
         raise ValueError(f"this model is no {architecture}: they differ in {', '.join(differ)}.")
     shards: list[list[tuple[Entry, str, tuple[int, ...]]]] = [[]]
     held = 0
     for entry in entries:
-        whole = _at(params, entry.path)
+        whole = params[entry.path]
         found = list(tensors(entry, whole.shape))
         each = whole.size // len(found) * jnp.dtype(dtype).itemsize
         for name, index in found:
@@ -247,28 +266,10 @@ def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         written = {}
         for entry, name, index in shard:
-            tensor = _at(params, entry.path)[index].astype(dtype)
+            tensor = params[entry.path][index].astype(dtype)
             written[name] = tensor.T if entry.transposed else tensor
             total += tensor.nbytes
         safetensors.flax.save_file(written, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(written, file)
     if len(shards) > 1:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
-
-
-def _at(tree: dict, path: tuple[str, ...]) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
-def _put(tree: dict, path: tuple[str, ...], value: np.ndarray) -> None:
-    _at(tree, path[:-1])[path[-1]] = value
-
-
-def _paths(tree: dict, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _paths(value, (*before, name))
-        else:
-            yield (*before, name)

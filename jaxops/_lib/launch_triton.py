@@ -153,7 +153,10 @@ def _operands(argument) -> list:
 @functools.partial(jax.jit, static_argnums=range(1, 6), inline=True)
 def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple) -> list[jax.Array]:
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
-    arguments = _materialised(arguments)
+    # XLA may read an operand that is a slice, of layers' stacked weights say, where it lies, and write a result into such a slice (dynamic-slice fusion). What
+    # it makes of the call then no longer says that results lie in operands' memory: what TMA stores, through a descriptor of that, would be lost. It does not
+    # reach through a barrier.
+    arguments = jax.lax.optimization_barrier(arguments)
     for place, argument in enumerate(arguments):
         number = len(_operands(arguments[:place]))
         if isinstance(argument, OutTile):
@@ -174,11 +177,3 @@ def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, const
         cost_estimate=None, has_side_effect=False, metaparams=triton_lib.FrozenDict(dict(constants)),
     )  # fmt: skip
     return list(jax.lax.optimization_barrier(tuple(found[: len(results)])))
-
-
-def _materialised(arguments: list) -> list:
-    """XLA may read an operand that is a slice, of layers' stacked weights say, where it lies, and write a result into such a slice (dynamic-slice fusion). What
-    it makes of the call then no longer says that results lie in operands' memory: what TMA stores, through a descriptor of that, would be lost. It does not
-    reach through a barrier."""
-    arrays, tree = jax.tree.flatten(arguments)
-    return jax.tree.unflatten(tree, jax.lax.optimization_barrier(tuple(arrays)))

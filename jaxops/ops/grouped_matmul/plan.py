@@ -74,8 +74,7 @@ class Tiles:
 
     def shared_bytes(self, dtype) -> int:
         """Shared memory that the load pipeline takes, and what "triton" stores its tiles from, in bytes."""
-        pipeline = self.stages * self.bk * (self.bm + self.bn) * jnp.dtype(dtype).itemsize
-        return pipeline if self.kernel == "pallas" else pipeline + 2 * self.part * self.stored * 2 + 512
+        return self._pipeline(jnp.dtype(dtype).itemsize) if self.kernel == "pallas" else self._hopper_bytes(self.stored)
 
     @property
     def part(self) -> int:
@@ -85,8 +84,13 @@ class Tiles:
     @property
     def stored(self) -> int:
         """Columns of a tile that a consumer of "triton" stores at a time: all of them, or half where the pipeline is so deep that there is no room."""
-        room = _HOPPER_BYTES - 512 - self.stages * self.bk * (self.bm + self.bn) * 2
-        return self.bn if 2 * self.part * self.bn * 2 <= room else self.bn // 2
+        return self.bn if self._hopper_bytes(self.bn) <= _HOPPER_BYTES else self.bn // 2
+
+    def _pipeline(self, itemsize: int) -> int:
+        return self.stages * self.bk * (self.bm + self.bn) * itemsize
+
+    def _hopper_bytes(self, stored: int) -> int:
+        return self._pipeline(2) + 2 * self.part * stored * 2 + 512
 
 
 @dataclasses.dataclass(frozen=True)

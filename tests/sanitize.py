@@ -10,6 +10,7 @@ import os
 import sys
 
 os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}  # before JAX is imported
+os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # it would time XLA's own products for minutes
 
 import jax
 import jax.numpy as jnp

@@ -178,11 +178,10 @@ def test_triton_candidates():
 
 
 def test_candidates_are_those_that_the_chip_suits():
-    """Tiles of 256 rows are left out where groups fill half of one, tiles of 256 columns where a third of them would be none."""
-    wide = Problem(64, 8192, 4096, 4096, "bfloat16")
+    """Tiles of 256 rows are left out where groups fill three quarters of one."""
+    wide = Problem(64, 12288, 4096, 4096, "bfloat16")
     assert {tiles.bm for tiles in candidates("fwd", wide, H200, "triton")} == {128}
     assert {tiles.bm for tiles in candidates("fwd", dataclasses.replace(wide, G=4), H200, "triton")} == {128, 256}
-    assert {tiles.bn for tiles in candidates("fwd", dataclasses.replace(wide, N=384), H200, "triton")} == {128}
     for pass_name, problem in (("fwd", wide), ("wgrad", PROBLEM)):
         assert 0 < len(candidates(pass_name, problem, GPUS[1])) <= 100
 

@@ -25,7 +25,7 @@ from tests.ops.grouped_matmul.cases import make_case, reference_all
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them
 H200 = Device("NVIDIA H200", "gpu")
 # Of each size the deepest pipeline, which may store half of a tile's columns at a time, and the deepest that leaves room for all of them.
-TILES = {(tiles.bm, tiles.bn, tiles.turns, tiles.stored): tiles for tiles in candidates("fwd", Problem(8, 32768, 4096, 4096, "bfloat16"), H200, "triton")}
+TILES = {(tiles.bm, tiles.bn, tiles.turns, tiles.stored): tiles for tiles in candidates("wgrad", Problem(256, 4096, 7168, 2048, "bfloat16"), H200, "triton")}
 NAMED = {"ids": lambda tiles: f"{tiles.bm}x{tiles.bn}-{tiles.stages}{'-turns' if tiles.turns else ''}"}
 
 

@@ -153,7 +153,7 @@ def grouped_glu() -> None:
     rng = np.random.default_rng(0)
     x, w_gate, w_up, dh = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N)))
     blocks = (None, units.Block(16, 256), units.Block(8, 64, 1))
-    plans = [(units.Plan("pallas", block, block, Plan("xla")), joined) for block, joined in itertools.product(blocks, (False, True))]
+    plans = [(units.Plan("pallas", block, block, Plan("pallas")), joined) for block, joined in itertools.product(blocks, (False, True))]
     for plan, joined in plans + ([(units.Plan("triton"), False)] if current_device().is_hopper else []):
 
         @jax.jit

@@ -1,11 +1,12 @@
 """Attention between the rows of one sequence, for sequences that are packed one after another."""
 
-from typing import Literal
+import importlib
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-Way = Literal["dense", "banded"]
+Way = Literal["dense", "banded", "cudnn"]
 
 
 def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -16,39 +17,70 @@ def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Arr
     return jnp.clip(at, 0, B - 1), (at >= 0) & (at < B)
 
 
-def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, way: Way = "dense", longest: int | None = None) -> jax.Array:
-    """Softmax attention in which a row sees all rows of its own sequence and no other.
+def packed_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool = False, way: Way = "dense", longest: int | None = None
+) -> jax.Array:
+    """Softmax attention in which a row sees rows of its own sequence and no other: all of them, or with `causal` those up to itself.
 
     The lengths stay on the device. Rows outside all sequences come out zero.
 
     Args:
-      q, k, v: [T, heads, head_dim].
+      q: [T, heads, head_dim].
+      k, v: [T, kv_heads, head_dim]; each heads / kv_heads queries share a key and a value.
       sequence_offsets: [B + 1] int32; sequence s is the rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`.
       way: "dense" masks all T * T pairs; "banded" compares each block of `longest` rows with itself and its two neighbours only, which is all that a
-        sequence of at most `longest` rows can reach: 3 * T * longest pairs.
+        sequence of at most `longest` rows can reach: 3 * T * longest pairs. "cudnn" compares what sees each other and nothing else: cuDNN's ragged layout,
+        on a GPU, in bfloat16 or float16; of the ways that there are the fastest (packed_attention.jsonl).
       longest: rows of the longest sequence that may come, for "banded". A longer one would lose its far ends.
 
     Returns:
       [T, heads, head_dim].
+
+    Raises:
+      ValueError: an unknown way, "banded" without longest, or "cudnn" of float32.
     """
-    if way not in ("dense", "banded"):
-        raise ValueError(f"way is {way!r}; it must be 'dense' or 'banded'.")
-    T = q.shape[0]
-    sequence, inside = segments(sequence_offsets, T)
+    if way not in get_args(Way):
+        raise ValueError(f"way is {way!r}; it must be one of {', '.join(map(repr, get_args(Way)))}.")
+    sequence, inside = segments(sequence_offsets, q.shape[0])
     q, k, v = (jnp.where(inside[:, None, None], x, 0) for x in (q, k, v))
-    if way == "dense":
+    if way == "cudnn":
+        out = _cudnn(q, k, v, sequence_offsets, causal)
+    elif way == "dense":
         # A row outside sees the rows of the sequence that its index was clipped to: finite, and taken away below.
-        out = jax.nn.dot_product_attention(q[None], k[None], v[None], mask=_may_see(sequence, sequence, inside)[None, None])[0]
-        return jnp.where(inside[:, None, None], out, 0)
-    if longest is None:
+        mask = _may_see(sequence, sequence, inside)
+        out = jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask[None, None], is_causal=causal)[0]
+    elif longest is None:
         raise ValueError("way='banded' needs longest, the rows of the longest sequence that may come.")
+    else:
+        out = _banded(q, k, v, sequence, inside, causal, longest)
+    return jnp.where(inside[:, None, None], out, 0)
+
+
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, causal: bool) -> jax.Array:
+    """JAX has no public name for the ragged layout."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"way='cudnn' has no {q.dtype}: take bfloat16 or float16, or way='dense'.")
+    cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    # One sequence more, and an empty one: of a single one it wants another layout.
+    offsets = jnp.pad(jnp.clip(sequence_offsets, 0, q.shape[0]), (0, 1), mode="edge")[None]
+    lengths = jnp.maximum(jnp.diff(offsets), 0)
+    mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+    where = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets}
+    return cudnn.dot_product_attention(q[None], k[None], v[None], **where, scale=q.shape[-1] ** -0.5, mask_type=mask, qkv_layout="BTNH")[0]
+
+
+def _banded(q: jax.Array, k: jax.Array, v: jax.Array, sequence: jax.Array, inside: jax.Array, causal: bool, longest: int) -> jax.Array:
+    T = q.shape[0]
     more = -T % longest
     sequence, inside = jnp.pad(sequence, (0, more)), jnp.pad(inside, (0, more))
+    row = jnp.arange(T + more, dtype=jnp.int32)
     q, k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (q, k, v))
-    queries = q.reshape(-1, longest, *q.shape[1:])
-    mask = jax.vmap(_may_see)(sequence.reshape(-1, longest), _neighbours(sequence, longest), _neighbours(inside, longest))
-    out = jax.nn.dot_product_attention(queries, _neighbours(k, longest), _neighbours(v, longest), mask=mask[:, None])
-    return jnp.where(inside[:, None, None], out.reshape(q.shape), 0)[:T]
+    blocks = lambda x: x.reshape(-1, longest, *x.shape[1:])
+    mask = jax.vmap(_may_see)(blocks(sequence), _neighbours(sequence, longest), _neighbours(inside, longest))
+    if causal:
+        mask &= _neighbours(row, longest)[:, None, :] <= blocks(row)[:, :, None]
+    out = jax.nn.dot_product_attention(blocks(q), _neighbours(k, longest), _neighbours(v, longest), mask=mask[:, None])
+    return out.reshape(-1, *q.shape[1:])[:T]
 
 
 def _may_see(sequence: jax.Array, others: jax.Array, others_inside: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Attention over packed sequences against attention over one sequence at a time."""
 
+import functools
 import itertools
 
 import jax
@@ -12,54 +13,79 @@ from hypothesis import strategies as st
 from models.packed_attention import packed_attention
 from tests.compare import assert_close
 
-T, HEADS, DIM, B, LONGEST = 21, 2, 4, 5, 6
+T, HEADS, KV_HEADS, DIM, B, LONGEST = 21, 4, 2, 4, 5, 6
 
 
-@jax.jit
-def both_ways(q, k, v, offsets):
+@functools.partial(jax.jit, static_argnames="causal")
+def both_ways(q, k, v, offsets, causal):
     with jax.default_matmul_precision("highest"):
-        return packed_attention(q, k, v, offsets), packed_attention(q, k, v, offsets, way="banded", longest=LONGEST)
+        dense = packed_attention(q, k, v, offsets, causal=causal)
+        return dense, packed_attention(q, k, v, offsets, causal=causal, way="banded", longest=LONGEST)
 
 
-def normal(seed: int) -> list[np.ndarray]:
-    return list(np.random.default_rng(seed).normal(size=(3, T, HEADS, DIM)).astype(np.float32))
+def normal(seed: int, rows: int = T, dim: int = DIM) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(rows, heads, dim)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def one_at_a_time(q, k, v, offsets) -> np.ndarray:
+def one_at_a_time(q, k, v, offsets, causal) -> np.ndarray:
     out = np.zeros(q.shape)
+    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1).astype(np.float64) for x in (k, v))
     for start, end in itertools.pairwise(offsets):
-        score = np.einsum("qhd,khd->hqk", *(x[start:end].astype(np.float64) for x in (q, k))) / np.sqrt(DIM)
-        weight = np.exp(score)
-        out[start:end] = np.einsum("hqk,khd->qhd", weight / weight.sum(axis=-1, keepdims=True), v[start:end].astype(np.float64))
+        score = np.einsum("qhd,khd->hqk", q[start:end].astype(np.float64), k[start:end]) / np.sqrt(q.shape[2])
+        weight = np.exp(score) * (np.tri(end - start) if causal else 1)
+        out[start:end] = np.einsum("hqk,khd->qhd", weight / weight.sum(axis=-1, keepdims=True), v[start:end])
     return out
 
 
-@given(st.integers(0, 3), st.lists(st.integers(0, LONGEST), min_size=B, max_size=B), st.integers(0, 5))
-def test_values(before, lengths, seed):
+@given(st.booleans(), st.integers(0, 3), st.lists(st.integers(0, LONGEST), min_size=B, max_size=B), st.integers(0, 5))
+def test_values(causal, before, lengths, seed):
     ends = np.minimum(np.cumsum([before, *lengths]), T)
     q, k, v = normal(seed)
-    wanted = one_at_a_time(q, k, v, ends)
+    wanted = one_at_a_time(q, k, v, ends, causal)
     outside = np.r_[0 : ends[0], ends[-1] : T]
     for x in (q, k, v):
         x[outside] = np.nan
-    for got in both_ways(q, k, v, jnp.asarray(ends, jnp.int32)):
+    for got in both_ways(q, k, v, jnp.asarray(ends, jnp.int32), causal):
         assert_close(got, wanted, "float32")
+
+
+def gradients(q, k, v, offsets, **way):
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(packed_attention(q, k, v, offsets, **way).astype(jnp.float32)))
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
 
 
 def test_gradients_agree_and_stay_inside():
     q, k, v = normal(0)
     offsets = jnp.array([2, 8, 8, 11, 17, 19], jnp.int32)
-    loss = lambda way: lambda q, k, v: jnp.sum(jnp.sin(packed_attention(q, k, v, offsets, way=way, longest=LONGEST)))
-    with jax.default_matmul_precision("highest"):
-        dense, banded = (jax.jit(jax.grad(loss(way), argnums=(0, 1, 2)))(q, k, v) for way in ("dense", "banded"))
+    dense, banded = (gradients(q, k, v, offsets, way=way, longest=LONGEST) for way in ("dense", "banded"))
     for one, other in zip(dense, banded, strict=True):
         assert_close(one, other, "float32")
         assert not np.asarray(one)[np.r_[0:2, 19:21]].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("offsets", [[0, 700, 700, 701, 1000], [3, 250, 250, 250, 990], [0, 1000]], ids=["whole", "outside", "one"])
+def test_cudnn(offsets, causal):
+    """Values and gradients are the dense way's; NaN outside the sequences."""
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in normal(0, 1000, 64)]
+    ends = jnp.asarray(offsets, jnp.int32)
+    dense = packed_attention(*arrays, ends, causal=causal), *gradients(*arrays, ends, causal=causal)
+    spoilt = [x.at[: offsets[0]].set(jnp.nan).at[offsets[-1] :].set(jnp.nan) for x in arrays]
+    found = packed_attention(*spoilt, ends, causal=causal, way="cudnn"), *gradients(*spoilt, ends, causal=causal, way="cudnn")
+    for got, want in zip(found, dense, strict=True):
+        assert_close(got, want, "bfloat16", scale=4)  # the probabilities are bfloat16, too
+
+
 def test_bad_arguments():
     q, k, v = normal(0)
-    with pytest.raises(ValueError, match="must be 'dense' or 'banded'"):
+    with pytest.raises(ValueError, match="must be one of 'dense', 'banded', 'cudnn'"):
         packed_attention(q, k, v, jnp.array([0, T]), way="flash")
     with pytest.raises(ValueError, match="needs longest"):
         packed_attention(q, k, v, jnp.array([0, T]), way="banded")
+    with pytest.raises(ValueError, match="has no float32"):
+        packed_attention(q, k, v, jnp.array([0, T]), way="cudnn")

@@ -145,12 +145,11 @@ def resolve(preset: AnySchedule, given: Given) -> AnySchedule:
 
 
 def _say(preset: Any, wrong: Any) -> str:
-    *above, name = [*wrong["loc"]] or [""]
     key = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "unexpected_keyword_argument":
-        for part in above:
+        for part in wrong["loc"][:-1]:
             preset = getattr(preset, part)
-        return f"{key} is no setting; {name!r} is not one of {', '.join(field.name for field in dataclasses.fields(preset))}"
+        return f"{key} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
     if wrong["type"] == "value_error":
         return str(wrong["ctx"]["error"])
     return f"{key} is {wrong['input']!r}: {wrong['msg']}"

@@ -53,11 +53,11 @@ def configure(preset: DiTPreset, data: DataSet) -> DiTConfig:
     """The preset's model for a data set.
 
     Raises:
-      ValueError: a micro-batch cannot hold every image, or the attention's blocks do not fill it.
+      ValueError: a micro-batch cannot hold the largest image.
     """
     budget = preset.tokens // preset.accumulate
-    if budget % data.longest:
-        raise ValueError(f"a micro-batch of {budget} tokens is no multiple of {data.longest}, the longest image's; change tokens, accumulate or longest.")
+    if budget < data.longest:
+        raise ValueError(f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or longest.")
     return DiTConfig(
         preset.layers,
         preset.width,

@@ -268,7 +268,7 @@ def image_files(paths: Iterator[Path]) -> list[Path]:
 def fitting_grid(height: int, width: int, patch: int, longest: int) -> tuple[int, int]:
     """Rows and columns of patches of the largest picture, not larger than height by width pixels, with nearly their ratio and at most `longest` tokens."""
     scale = min(1.0, math.sqrt(longest * patch**2 / (height * width)))
-    rows, columns = (max(1, int(side * scale) // patch) for side in (height, width))
+    rows, columns = (max(1, int(side * scale / patch + 1e-6)) for side in (height, width))  # more than rounding, less than a pixel
     return min(rows, longest // columns) or 1, min(columns, longest)
 
 

@@ -1,11 +1,12 @@
 """A run's configuration: a preset, over it what a YAML file says, over that what the command line says; nested like the dataclass that it makes."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,10 +21,10 @@ Given = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-3 as a number, as YAML 1.2 does."""
+    """Reads 1e-3 and 2.5e3 as numbers, as YAML 1.2 does."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,17 +45,23 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Callable[..., None]:
-    """`run` as a command for typer, with an option for each field of a dataclass. What is wrong with a file or a value ends it with the error's words."""
+    """`run` as a command for typer, with an option for each field of a dataclass."""
 
     def main(**given: Any) -> None:
-        try:
-            run(options(**given))
-        except (ValueError, FileNotFoundError) as error:
-            raise typer.BadParameter(str(error)) from error
+        run(options(**given))
 
     main.__doc__, main.__annotations__ = run.__doc__, typing.get_type_hints(options, include_extras=True)
     main.__dict__["__signature__"] = inspect.signature(options)
     return main
+
+
+@contextlib.contextmanager
+def errors_of_options() -> Iterator[None]:
+    """What is wrong with settings or data ends the command with the error's words. Not for the training itself, whose errors need their traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def check_option(option: str, value: str, known: typing.Iterable[str]) -> None:

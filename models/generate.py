@@ -47,7 +47,7 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")  # a model may have more than it was trained on
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]

@@ -141,9 +141,10 @@ def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list
 def run(options: DitOptions) -> None:
     """Trains a diffusion transformer on images of unequal sizes, packed without padding, and draws new ones."""
     begin, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
-    preset = choose(options)
-    images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
-    sizes = configure(preset, images)
+    with config.errors_of_options():
+        preset = choose(options)
+        images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
+        sizes = configure(preset, images)
     out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}") if options.out is None else options.out
     out.mkdir(parents=True, exist_ok=True)
     config.write(preset, out / "config.yaml")

@@ -188,9 +188,10 @@ def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer:
 def run(options: LmOptions) -> None:
     """Trains a decoder language model, by default a mixture of experts on the bytes of the Python standard library's sources."""
     begin, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
-    preset, tokenizer = choose_tokenizer(choose(options))
+    with config.errors_of_options():
+        preset, tokenizer = choose_tokenizer(choose(options))
+        corpus = read_corpus(preset.data, tokenizer)
     out = Path("runs", f"lm-{options.preset}") if options.out is None else options.out
-    corpus = read_corpus(preset.data, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     config.write(preset, out / "config.yaml")
 

@@ -30,8 +30,10 @@ def test_mappings_are_overlaid():
 
 
 def test_assignments():
-    given = assignments(["model.width=64", "learning_rate=1e-3", "model.recipe=null", "data=[a, b]", "model.width=32", "tokenizer=a=b"])
-    assert given == {"model": {"width": 32, "recipe": None}, "learning_rate": 1e-3, "data": ["a", "b"], "tokenizer": "a=b"}
+    given = assignments(
+        ["model.width=64", "learning_rate=1e-3", "model.rope_base=2.5e3", "model.recipe=null", "data=[a, b]", "model.width=32", "tokenizer=a=b"]
+    )
+    assert given == {"model": {"width": 32, "rope_base": 2500.0, "recipe": None}, "learning_rate": 1e-3, "data": ["a", "b"], "tokenizer": "a=b"}
     for wrong in ("width", "=3", "width=[3"):
         with pytest.raises(ValueError, match="--set"):
             assignments([wrong])

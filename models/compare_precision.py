@@ -6,6 +6,7 @@ python -m models.compare_precision dit --preset demo --steps 20 --out /tmp/x   #
 """
 
 import concurrent.futures
+import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -26,11 +27,12 @@ from flax import nnx
 
 from jaxops.nn import AmaxHistory
 from models import train_dit, train_lm
-from models.data import read_corpus
+from models.config import check_option
 from models.decoder import Decoder
 from models.dit import DiT
-from models.images import DATA_SETS, endless_batches
-from models.loop import check_option, with_steps
+from models.generate import Bytes
+from models.images import DATA_SETS
+from models.loop import place, with_steps
 from models.precision import PRECISIONS, Precision
 from models.presets import DIT_PRESETS, PRESETS
 from models.report import plot_precisions
@@ -71,32 +73,38 @@ class Run(NamedTuple):
 def lm_workload(preset: str, steps: int) -> Workload:
     check_option("preset", preset, PRESETS)
     chosen = lambda precision: train_lm.configure(PRESETS[preset], steps, "auto", precision)
-    plain, inputs = chosen(PRECISIONS[BASELINE]), (jax.device_put(read_corpus().train), jax.random.key(BATCH_SEED))
+    plain = dataclasses.replace(chosen(PRECISIONS[BASELINE]), seed=BATCH_SEED)
+    documents = train_lm.read_corpus(plain.data, Bytes()).train
+    batches = on_device(train_lm.make_batches(plain, documents, train_lm.make_rows(plain, documents)), steps)
+    key = jax.random.key(BATCH_SEED)
     return Workload(
         steps,
         start=lambda seed: train_lm.init_state(plain, seed)[1],
         model=lambda precision: Decoder(chosen(precision).model, rngs=nnx.Rngs(0)),
         make_step=lambda precision, graphdef: train_lm.make_step(graphdef, chosen(precision)),
-        inputs=lambda step: inputs,
+        inputs=lambda step: (batches[step], key),
         shape={"T": plain.batch * plain.context, "D": plain.model.width, "layers": plain.model.layers, "experts": plain.model.experts},
     )
 
 
 def dit_workload(preset: str, steps: int) -> Workload:
     check_option("preset", preset, DIT_PRESETS)
-    chosen, data = with_steps(DIT_PRESETS[preset], steps), DATA_SETS["digits"](BATCH_SEED)
-    config = lambda precision: train_dit.configure(chosen, data, "auto", precision)
-    source = endless_batches(data.train, data.patch, chosen.tokens, chosen.images, BATCH_SEED)
-    batches = [jax.device_put(next(source)) for _ in range(steps)]  # on the device before any clock runs
-    key = jax.random.key(BATCH_SEED)
+    chosen, data = dataclasses.replace(with_steps(DIT_PRESETS[preset], steps), seed=BATCH_SEED), DATA_SETS["digits"](BATCH_SEED)
+    sizes = lambda precision: train_dit.configure(train_dit.with_precision(chosen, precision), data)
+    batches, key = on_device(train_dit.make_batches(chosen, data), steps), jax.random.key(BATCH_SEED)
     return Workload(
         steps,
-        start=lambda seed: train_dit.init_state(config(PRECISIONS[BASELINE]), chosen, seed)[1],
-        model=lambda precision: DiT(config(precision), rngs=nnx.Rngs(0)),
+        start=lambda seed: train_dit.init_state(sizes(PRECISIONS[BASELINE]), chosen, seed)[1],
+        model=lambda precision: DiT(sizes(precision), rngs=nnx.Rngs(0)),
         make_step=lambda precision, graphdef: train_dit.make_step(graphdef, chosen),
         inputs=lambda step: (batches[step], key),
         shape={"T": chosen.tokens, "D": chosen.width, "layers": chosen.layers, "images": chosen.images},
     )
+
+
+def on_device(batches: Callable[[int], Any], steps: int) -> list[Any]:
+    """All of them, before any clock runs."""
+    return [place(batches(step)) for step in range(steps)]
 
 
 WORKLOADS = {"lm": lm_workload, "dit": dit_workload}

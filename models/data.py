@@ -1,23 +1,27 @@
-"""The bytes of the Python standard library's own sources: a corpus that every machine already has."""
+"""Text for a language model: files and folders of the user's, or the Python standard library's own sources, which every machine already has."""
 
+import json
 import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
+from models.generate import Tokenizer
+from models.packing import Batch, Documents
+
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-SEPARATOR = b"\0"
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 HELDOUT_EVERY = 10
 
 
 class Corpus(NamedTuple):
-    """Bytes to train on and bytes to evaluate on, from different files; uint8 vectors."""
+    """Documents to train on, and others to evaluate on."""
 
-    train: np.ndarray
-    heldout: np.ndarray
+    train: Documents
+    heldout: Documents
 
 
 def source_files(root: Path) -> list[Path]:
@@ -29,34 +33,101 @@ def source_files(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def read_corpus(root: Path | None = None) -> Corpus:
-    """Reads every file under root (the running Python's standard library by default); each tenth file is held out."""
+def standard_library(root: Path | None = None) -> list[bytes]:
+    """The sources under root, by default those of the running Python.
+
+    Raises:
+      FileNotFoundError: fewer than there are in any Python.
+    """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = source_files(root)
     if len(files) < HELDOUT_EVERY:
         raise FileNotFoundError(
-            f"{root} holds {len(files)} Python files; at least {HELDOUT_EVERY} are needed. A Python without its sources? Install them, or use another Python."
+            f"{root} holds {len(files)} Python files; at least {HELDOUT_EVERY} are needed. A Python without its sources? Install them, or pass --data."
         )
-    texts = [path.read_bytes() + SEPARATOR for path in files]
-    heldout = texts[HELDOUT_EVERY - 1 :: HELDOUT_EVERY]
-    train = [text for i, text in enumerate(texts) if i % HELDOUT_EVERY != HELDOUT_EVERY - 1]
-    return Corpus(np.frombuffer(b"".join(train), np.uint8), np.frombuffer(b"".join(heldout), np.uint8))
+    return [file.read_bytes() for file in files]
 
 
-def random_windows(data: jax.Array, key: jax.Array, count: int, length: int) -> jax.Array:
-    """[count, length] windows at random places of data, cut on the device."""
-    starts = jax.random.randint(key, (count,), 0, data.shape[0] - length + 1)
-    return jax.vmap(lambda start: jax.lax.dynamic_slice(data, (start,), (length,)))(starts)
+def text_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Files as they are named; of folders, and of all folders in them, those of TEXT_SUFFIXES in sorted order, but for hidden ones.
+
+    Raises:
+      FileNotFoundError: a path that does not exist, or a folder without such a file.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            if not path.exists():
+                raise FileNotFoundError(f"{path} does not exist.")
+            files.append(path)
+            continue
+        inside = [file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file()]
+        inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        if not inside:
+            raise FileNotFoundError(f"{path} holds no file of {', '.join(TEXT_SUFFIXES)}; a file of another kind must be named itself.")
+        files += sorted(inside, key=lambda file: file.relative_to(path).as_posix())
+    return files
 
 
-def even_windows(data: np.ndarray, count: int, length: int) -> np.ndarray:
-    """[count, length] windows at evenly spaced places of data: the same for every run."""
-    starts = np.linspace(0, len(data) - length, count).astype(np.int64)
-    return data[starts[:, None] + np.arange(length)]
+def read_texts(paths: Sequence[str | Path]) -> list[bytes]:
+    """All documents of `text_files`: each file is one, of a .jsonl file each line's "text".
+
+    Raises:
+      FileNotFoundError: as of `text_files`.
+      ValueError: a line of a .jsonl file without a text.
+    """
+    texts = []
+    for file in text_files(paths):
+        texts += _json_lines(file) if file.suffix == ".jsonl" else [file.read_bytes()]
+    return texts
 
 
-def bigram_nats(train: np.ndarray, windows: np.ndarray) -> float:
-    """Mean nats a byte that a table of train's byte pairs, each counted once more than seen, needs for windows[:, 1:]."""
+def _json_lines(file: Path) -> list[bytes]:
+    texts = []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            texts.append(text.encode())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f'{file}, line {number}: {line[:80]!r} is no JSON object with a "text" that is a string.') from error
+    return texts
+
+
+def tokenize(texts: Sequence[bytes], tokenizer: Tokenizer) -> Documents:
+    """Each text that is not empty as a document, which ends with the tokenizer's `end` if it has one.
+
+    Raises:
+      ValueError: a text that is not UTF-8, for a tokenizer that needs it.
+    """
+    dtype, end = np.min_scalar_type(tokenizer.vocab - 1), tokenizer.end
+    parts = [np.empty(0, dtype)]
+    for tokens in tokenizer.encode_all([text for text in texts if text]):
+        ended = end is None or (len(tokens) and tokens[-1] == end)
+        parts.append(tokens.astype(dtype) if ended else np.append(tokens.astype(dtype), dtype.type(end)))
+    return Documents(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+
+
+def split(documents: Documents) -> Corpus:
+    """Each tenth document is held out; where there are fewer than ten, each one's last tenth.
+
+    Raises:
+      ValueError: so little text that nothing can be predicted of one of the two parts.
+    """
+    lengths = np.diff(documents.offsets)
+    tenth = np.arange(len(lengths)) % HELDOUT_EVERY == HELDOUT_EVERY - 1
+    held = np.where(tenth, lengths, 0) if tenth.any() else lengths // HELDOUT_EVERY
+    trained = lengths - held
+    is_held = np.repeat(np.tile([False, True], len(lengths)), np.stack([trained, held], axis=1).ravel())
+    parts = [Documents(documents.tokens[which], np.cumsum([0, *some[some > 0]])) for which, some in ((~is_held, trained), (is_held, held))]
+    if not all((np.diff(part.offsets) > 1).any() for part in parts):
+        raise ValueError(f"the data is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and to hold a tenth out of.")
+    return Corpus(*parts)
+
+
+def bigram_nats(train: np.ndarray, batch: Batch) -> float:
+    """Mean nats a byte that a table of train's byte pairs, each counted once more than seen, needs for what a batch counts."""
     pairs = np.bincount(train[:-1].astype(np.int64) * 256 + train[1:], minlength=256 * 256).reshape(256, 256) + 1
     log_probs = np.log(pairs / pairs.sum(axis=1, keepdims=True))
-    return float(-np.mean(log_probs[windows[:, :-1], windows[:, 1:]]))
+    return float(-np.mean(log_probs[batch.tokens, batch.targets][batch.documents >= 0]))

@@ -8,10 +8,12 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import jaxops
 from jaxops.nn import MoE, Router
-from models.precision import linear_layer
+from models.packing import Batch
+from models.precision import Backend, Dtype, Recipe, linear_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +38,33 @@ class DecoderConfig:
       remat: whether a block's inside is computed again in the backward, instead of kept.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    experts: int = 0
-    top_k: int = 0
+    vocab: PositiveInt
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    hidden: PositiveInt
+    experts: NonNegativeInt = 0
+    top_k: NonNegativeInt = 0
     normalize: bool = True
     qk_norm: bool = False
-    rope_base: float = 10_000.0
-    norm_eps: float = 1e-6
+    rope_base: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-6
     tie_embeddings: bool = False
-    dtype: str = "float32"
-    recipe: str | None = None
+    dtype: Dtype = "float32"
+    recipe: Recipe | None = None
     attention: Literal["xla", "cudnn"] = "xla"
-    backend: str = "auto"
+    backend: Backend = "auto"
     remat: bool = False
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; heads must be a multiple of kv_heads.")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one.")
+        if not min(1, self.experts) <= self.top_k <= self.experts:
+            raise ValueError(f"top_k is {self.top_k} of {self.experts} experts; it must be within 1 and experts, and 0 without experts.")
 
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -246,9 +256,12 @@ class Decoder(nnx.Module):
         return (self.embed.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
 
 
-def loss_fn(model: Decoder, windows: jax.Array) -> tuple[jax.Array, Routed | None]:
-    """Mean cross-entropy, in nats a token, of predicting windows[:, 1:] from what stands before; windows is [B, T + 1] integers."""
-    windows = windows.astype(jnp.int32)
-    logits, routed = model(windows[:, :-1])
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), windows[:, 1:, None], axis=-1)
-    return -jnp.mean(picked), routed
+def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Array, Routed | None]:
+    """Mean cross-entropy, in nats a token, of the predictions that a batch of rows [B, T] counts: none of padding, none across a document's end.
+
+    Args:
+      packed: whether a row may hold several documents, which then do not see each other. Without, attention needs no mask: padding comes last.
+    """
+    logits, routed = model(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets.astype(jnp.int32)[..., None], axis=-1)[..., 0]
+    return -jnp.sum(jnp.where(batch.documents >= 0, picked, 0.0)) / jnp.maximum(batch.counted(), 1), routed

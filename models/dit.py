@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
 from models.packed_attention import Way, packed_attention, segments
-from models.precision import linear_layer
+from models.precision import Backend, Dtype, Recipe, linear_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +33,10 @@ class DiTConfig:
     token: int
     classes: int
     longest: int
-    dtype: str = "float32"
-    recipe: str | None = None
+    dtype: Dtype = "float32"
+    recipe: Recipe | None = None
     attention: Way = "banded"
-    backend: str = "auto"
+    backend: Backend = "auto"
 
 
 def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:

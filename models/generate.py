@@ -14,36 +14,91 @@ from flax import nnx
 from models import hf
 from models.decoder import Decoder
 
+TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
+# What tokenizers call the token that ends a text.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+
 
 class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    Attributes:
+      vocab: tokens there are.
+      end: the token that ends a document of training data, or None.
+    """
+
+    vocab: int
+    end: int | None
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]: ...
+
 
 class Bytes:
-    """Each byte of UTF-8 is a token."""
+    """Each byte of UTF-8 is a token; zero, which no text has, ends one."""
+
+    vocab: int = 256
+    end: int | None = 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")  # a model may have more than it was trained on
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
 
 
 class HuggingFace:
-    """What a tokenizer.json says."""
+    """What a tokenizer.json says; texts end with `end`, by default with the first of `ENDS` that it knows.
 
-    def __init__(self, file: pathlib.Path):
+    Raises:
+      ValueError: a file that cannot be read, or is no tokenizer.json.
+    """
+
+    def __init__(self, file: pathlib.Path, end: int | None = None):
         import tokenizers  # only where there is one
 
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{file} is no tokenizer.json: {error}") from error
+        self.vocab = 1 + max(self.tokenizer.get_vocab().values())
+        known = (self.tokenizer.token_to_id(name) for name in ENDS)
+        self.end: int | None = next((token for token in known if token is not None), None) if end is None else end
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens))
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """
+        Raises:
+          ValueError: a text that is not UTF-8.
+        """
+        found = []
+        for some in (texts[at : at + TOGETHER] for at in range(0, len(texts), TOGETHER)):
+            found += [np.array(encoded.ids, np.int64) for encoded in self.tokenizer.encode_batch_fast([_decode(text) for text in some])]
+        return found
+
+
+def _decode(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the document that begins with {text[:60]!r} is not UTF-8: {error}.") from error
+
+
+def end_token(folder: pathlib.Path) -> int | None:
+    """The first token of which a checkpoint's config.json says that it ends a text."""
+    end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
+    return end[0] if isinstance(end, list) else end
 
 
 def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
@@ -53,7 +108,7 @@ def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
     """
     file = folder / "tokenizer.json"
     if file.exists():
-        return HuggingFace(file)
+        return HuggingFace(file, end_token(folder))
     if vocab < 256:
         raise ValueError(f"{folder} has no tokenizer.json, and with {vocab} tokens the model knows no bytes.")
     return Bytes()
@@ -130,8 +185,7 @@ def main(
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
     model.eval()
-    end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
-    end = end if isinstance(end, int) and not isinstance(tokenizer, Bytes) else -1
+    end = -1 if tokenizer.end is None or isinstance(tokenizer, Bytes) else tokenizer.end
     for text, tokens in zip(prompt, sample(model, prompts, jax.random.key(seed), length, temperature, end), strict=True):
         stop = tokens.tolist().index(end) if end in tokens else len(tokens)
         typer.echo(text + tokenizer.decode(tokens[:stop].tolist()))

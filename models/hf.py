@@ -89,6 +89,14 @@ MODELS = {
 }
 
 
+def fitting(config: DecoderConfig) -> str | None:
+    """The architecture that a model of this configuration is saved as; None where there is none."""
+    for name, kind in MODELS.items():
+        if (kind.qk_norm, bool(kind.experts)) == (config.qk_norm, bool(config.experts)) and (config.normalize or kind.normalize or not kind.experts):
+            return name
+    return None
+
+
 def table(architecture: str, config: DecoderConfig) -> tuple[Entry, ...]:
     """Of every parameter."""
     return COMMON + MODELS[architecture].blocks + (() if config.tie_embeddings else (HEAD,))
@@ -137,7 +145,7 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
     return architecture, config
 
 
-def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig) -> None:
+def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig, end: int | None) -> None:
     c, kind = config, MODELS[architecture]
     found = {
         "architectures": [architecture],
@@ -160,6 +168,8 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig)
         found |= {kind.experts: c.experts, "num_experts_per_tok": c.top_k}
     if kind.normalize:
         found |= {kind.normalize: c.normalize}
+    if end is not None:
+        found |= {"eos_token_id": end}
     (folder / "config.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
@@ -228,7 +238,7 @@ def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
     return architecture, nnx.merge(graphdef, abstract)
 
 
-def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype: str = "float32", max_bytes: int = 5 * 10**9) -> None:
+def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype: str = "float32", max_bytes: int = 5 * 10**9, end: int | None = None) -> None:
     """Writes a checkpoint that transformers loads: config.json and model.safetensors, or several files and their index.
 
     Args:
@@ -236,6 +246,7 @@ def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype
       architecture: one of `MODELS`.
       dtype: of the tensors.
       max_bytes: about how much one file holds.
+      end: the token that ends a text, for config.json.
 
     Raises:
       ValueError: an architecture that is not in `MODELS`, or not this model's.
@@ -260,7 +271,7 @@ def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype
             shards[-1].append((entry, name, index))
             held += each
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, architecture, model.config)
+    write_config(folder, architecture, model.config, end)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"

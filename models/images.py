@@ -1,12 +1,16 @@
-"""Images of unequal sizes, and batches of them without padding: scikit-learn's bundled digits and photographs, cut into patches."""
+"""Images of unequal sizes, and batches of them without padding, cut into patches: scikit-learn's bundled digits and photographs, or a folder's."""
 
 import dataclasses
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import functools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 HELDOUT_EVERY = 10
 # Images that may go before the one that no longer fits. With one, a tenth of the budget stays empty; with 32, less than a hundredth.
@@ -50,10 +54,19 @@ class Batch(NamedTuple):
       labels: [B] int32.
     """
 
-    tokens: np.ndarray
-    sequence_offsets: np.ndarray
-    grids: np.ndarray
-    labels: np.ndarray
+    tokens: Any
+    sequence_offsets: Any
+    grids: Any
+    labels: Any
+
+    def counted(self) -> Any:
+        """The rows that are an image's, int32."""
+        return self.sequence_offsets[-1] - self.sequence_offsets[0]
+
+    @property
+    def size(self) -> int:
+        """Rows of all micro-batches."""
+        return math.prod(self.tokens.shape[:-1])
 
 
 def patchify(pixels: np.ndarray, patch: int) -> np.ndarray:
@@ -114,13 +127,34 @@ def every_image_once(images: Images, patch: int, budget: int, count: int) -> Ite
         yield chosen, pack(images, chosen, patch, budget, count)
 
 
-def endless_batches(images: Images, patch: int, budget: int, count: int, seed: int) -> Iterator[Batch]:
-    """Shuffled again in every epoch; what does not fit into an epoch's last batch goes into the next epoch's first."""
-    rng, waiting, lengths = np.random.default_rng(seed), deque(), token_counts(images, patch)
-    while True:
-        while len(waiting) < count + LOOKAHEAD:
-            waiting.extend(rng.permutation(len(images.pixels)).tolist())
-        yield pack(images, next_batch(waiting, lengths, budget, count), patch, budget, count)
+def stack(batches: Sequence[Batch]) -> Batch:
+    return Batch(*(np.stack(parts) for parts in zip(*batches, strict=True)))
+
+
+def image_batches(images: Images, patch: int, budget: int, count: int, accumulate: int, seed: int) -> Callable[[int], Batch]:
+    """The batch of each step, [accumulate, ...] of micro-batches with a part each of the budget and the count: a pure function of seed and step.
+
+    Every epoch packs all images in an order of its own; the few that come after its last full batch wait for the next epoch.
+    """
+    budget, count, lengths = budget // accumulate, count // accumulate, token_counts(images, patch)
+    number = len(lengths)
+    # So many batches has every order: none holds more than the budget, nor more images than count.
+    steps = max(1, max(sum(lengths) // budget, number // count) // accumulate)
+
+    @functools.lru_cache(maxsize=2)
+    def packed(epoch: int) -> list[list[int]]:
+        waiting = deque(np.random.default_rng((seed, epoch)).permutation(number).tolist())
+        found = []
+        while waiting and len(found) < steps * accumulate:
+            found.append(next_batch(waiting, lengths, budget, count))
+        return found
+
+    def batch(step: int) -> Batch:
+        epoch, place = divmod(step, steps)
+        chosen = packed(epoch)
+        return stack([pack(images, chosen[(place * accumulate + micro) % len(chosen)], patch, budget, count) for micro in range(accumulate)])
+
+    return batch
 
 
 def _multiple(rng: np.random.Generator, low: int, high: int, step: int) -> int:
@@ -185,3 +219,68 @@ def read_photos(seed: int) -> DataSet:
 
 
 DATA_SETS = {"digits": read_digits, "photos": read_photos}
+
+
+def read_data(name: str, seed: int, patch: int, longest: int) -> DataSet:
+    """A data set of DATA_SETS, or else the images of a folder; patch and longest are the folder's.
+
+    Raises:
+      ValueError: neither, or as of `read_folder`.
+    """
+    if name in DATA_SETS:
+        return DATA_SETS[name](seed)
+    if not Path(name).is_dir():
+        raise ValueError(f"{name!r} is not one of {', '.join(DATA_SETS)}, and no folder of images.")
+    return read_folder(Path(name), patch, longest)
+
+
+def read_folder(folder: Path, patch: int, longest: int) -> DataSet:
+    """The images below a folder as RGB: each of its sub-folders with images is a class, or all of them are one; each class's tenth image is held out.
+
+    An image keeps its aspect ratio: it is made smaller until it has at most `longest` tokens, and less than a patch is cut from two of its sides.
+
+    Raises:
+      ValueError: no images, fewer than ten of all classes, images beside classes, or a file that Pillow cannot read.
+    """
+    classes = {sub.name: found for sub in sorted(folder.iterdir()) if sub.is_dir() and (found := image_files(sub.rglob("*")))}
+    alone = image_files(folder.iterdir())
+    if alone and classes:
+        raise ValueError(f"{folder} has images, as {alone[0].name}, beside folders of images, as {', '.join(list(classes)[:5])}; write one folder a class.")
+    classes = classes or {folder.name: alone}
+    files = [(file, label) for label, found in enumerate(classes.values()) for file in found]
+    held = np.array([i % HELDOUT_EVERY == HELDOUT_EVERY - 1 for found in classes.values() for i in range(len(found))], bool)
+    if not held.any():
+        raise ValueError(f"{folder} has {len(files)} images; of {HELDOUT_EVERY} in a class, one can be held out.")
+    with ThreadPoolExecutor() as pool:
+        pixels = list(pool.map(lambda file: read_image(file[0], patch, longest), files))
+    labels = np.array([label for _, label in files], np.int32)
+    train, heldout = (Images([pixels[i] for i in np.flatnonzero(which)], labels[which]) for which in (~held, held))
+    sizes = Counter(image.shape[:2] for image in train.pixels).most_common(6)
+    return DataSet(train, heldout, tuple(classes), patch, 3, longest, tuple(sorted((size for size, _ in sizes), reverse=True)))
+
+
+def image_files(paths: Iterator[Path]) -> list[Path]:
+    """Those with a suffix of which Pillow knows how to read it, in sorted order."""
+    known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    return sorted(path for path in paths if path.suffix.lower() in known and not path.name.startswith(".") and path.is_file())
+
+
+def fitting_grid(height: int, width: int, patch: int, longest: int) -> tuple[int, int]:
+    """Rows and columns of patches of the largest picture, not larger than height by width pixels, with nearly their ratio and at most `longest` tokens."""
+    scale = min(1.0, math.sqrt(longest * patch**2 / (height * width)))
+    rows, columns = (max(1, int(side * scale / patch + 1e-6)) for side in (height, width))  # more than rounding, less than a pixel
+    return min(rows, longest // columns) or 1, min(columns, longest)
+
+
+def read_image(file: Path, patch: int, longest: int) -> np.ndarray:
+    """
+    Raises:
+      ValueError: Pillow cannot read it.
+    """
+    try:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{file} cannot be read as an image: {error}") from error
+    rows, columns = fitting_grid(image.height, image.width, patch, longest)
+    return np.asarray(ImageOps.fit(image, (columns * patch, rows * patch), Image.Resampling.LANCZOS))

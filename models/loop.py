@@ -1,25 +1,27 @@
-"""What the training of every model shares: its schedule, its optimizer, and the loop over steps."""
+"""What the training of every model shares: schedule, optimizer, state, the compiled step, and the loop over steps."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import optax
-import typer
+from flax import nnx
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models.report import History
+from jaxops.nn import AmaxHistory
+from models.report import History, MetricsLog
 
-BACKENDS = ("auto", "pallas", "xla")
 READ_EVERY = 10
-
-
-def check_option(option: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}.", param_hint=f"--{option}")
+AHEAD = 2  # batches that are made while a step runs
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,17 +31,70 @@ class Schedule:
     Attributes:
       learning_rate: the peak, after warmup_steps and before the cosine.
       eval_every: steps between evaluations.
+      accumulate: micro-batches of a step, one after the other: the gradient is the whole batch's, and the memory one micro-batch's.
+      ema: how much of the averaged weights a step keeps, once there have been many steps; they are what is evaluated and kept. None for no average.
+      seed: of the parameters, the batches, and what is drawn.
     """
 
-    steps: int
-    learning_rate: float
-    warmup_steps: int
-    eval_every: int
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    steps: PositiveInt
+    learning_rate: PositiveFloat
+    warmup_steps: NonNegativeInt
+    eval_every: PositiveInt
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: PositiveFloat = 1.0
+    accumulate: PositiveInt = 1
+    ema: Share | None = None
+    seed: NonNegativeInt = 0
 
 
 AnySchedule = TypeVar("AnySchedule", bound=Schedule)
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. It is donated: the step writes the new state over the old one.
+
+    Attributes:
+      histories: of delayed scaling, else empty.
+      average: of the parameters, or None.
+      step: steps done, int32.
+    """
+
+    params: nnx.State
+    histories: nnx.State
+    average: nnx.State | None
+    opt_state: optax.OptState
+    step: jax.Array
+
+
+class Measured(NamedTuple):
+    """What an objective tells of a micro-batch: its loss, and where there are experts the routers' balancing loss and each expert's share [layers, experts]."""
+
+    loss: jax.Array
+    balance: jax.Array | None = None
+    load: jax.Array | None = None
+
+
+class Metrics(NamedTuple):
+    """Device values of one step; reading them is the only wait for the device.
+
+    Attributes:
+      loss, balance, load: as of `Measured`, over the whole batch.
+      tokens: those that count, int32.
+      fill: their share of the batch's rows.
+      gradient_norm: before it is clipped.
+    """
+
+    loss: jax.Array
+    balance: jax.Array | None
+    load: jax.Array | None
+    tokens: jax.Array
+    fill: jax.Array
+    learning_rate: jax.Array
+    gradient_norm: jax.Array
+
+
+# (model, micro-batch, key) -> (what is made small, what is measured), means over what the micro-batch counts: each batch has `counted()` and `size`.
+Objective = Callable[[Any, Any, jax.Array], tuple[jax.Array, Measured]]
 
 
 def with_steps(schedule: AnySchedule, steps: int | None) -> AnySchedule:
@@ -48,39 +103,163 @@ def with_steps(schedule: AnySchedule, steps: int | None) -> AnySchedule:
     return dataclasses.replace(schedule, steps=steps, warmup_steps=min(schedule.warmup_steps, max(1, steps // 8)))
 
 
-def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
+def make_learning_rate(schedule: Schedule) -> optax.Schedule:
     end = max(schedule.steps, schedule.warmup_steps + 1)
-    rate = optax.warmup_cosine_decay_schedule(0.0, schedule.learning_rate, schedule.warmup_steps, end, 0.05 * schedule.learning_rate)
-    adamw = optax.adamw(rate, b2=0.98, weight_decay=schedule.weight_decay, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+    return optax.warmup_cosine_decay_schedule(0.0, schedule.learning_rate, schedule.warmup_steps, end, 0.05 * schedule.learning_rate)
+
+
+def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
+    matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    adamw = optax.adamw(make_learning_rate(schedule), b2=0.98, weight_decay=schedule.weight_decay, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(schedule.clip_norm), adamw)
 
 
-def run_steps(schedule: Schedule, advance: Callable[[], Any], evaluate: Callable[[], jax.Array], tokens: int, unit: str, console: Console) -> History:
-    """Runs all steps and evaluations, and shows how they go.
+def place(arrays: Any) -> Any:
+    """Batches, from the host to the device: the one place where they are put there."""
+    return jax.device_put(arrays)
 
-    Args:
-      advance: starts a step of `tokens` tokens and gives its metrics, on the device; reading them is the only wait for the device.
-      evaluate: starts an evaluation of what the last step left and gives the held-out loss, on the device.
+
+def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
+    """Before the first step."""
+    average = None if schedule.ema is None else jax.tree.map(jnp.copy, params)
+    return TrainState(params, histories, average, jax.jit(make_optimizer(schedule).init)(params), jnp.zeros((), jnp.int32))
+
+
+def make_step(graphdef: nnx.GraphDef, schedule: Schedule, objective: Objective) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
+    """The whole training step as one compiled program for each shape of batches: gradient, update, average.
+
+    It takes the state, a batch of micro-batches [schedule.accumulate, ...], and a key that is the same in every step. Each micro-batch's gradient, in float32,
+    counts as much as it counts tokens: with an objective that is a mean over tokens the sum is the gradient of the whole batch.
+    """
+    optimizer, learning_rate = make_optimizer(schedule), make_learning_rate(schedule)
+
+    def scaled_gradient(params: nnx.State, histories: nnx.State, micro: tuple[Any, jax.Array, jax.Array]):
+        batch, share, key = micro
+
+        def value(params: nnx.State):
+            model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
+            loss, measured = objective(model, batch, key)
+            return loss, (measured, nnx.state(model, AmaxHistory))
+
+        grads, (measured, histories) = jax.grad(value, has_aux=True)(params)
+        return jax.tree.map(lambda x: share * x, (grads, measured)), histories
+
+    def gradient(params: nnx.State, histories: nnx.State, micros: tuple[Any, jax.Array, jax.Array]):
+        first = jax.tree.map(lambda x: x[0], micros)
+        if schedule.accumulate == 1:
+            return scaled_gradient(params, histories, first)
+
+        def add(carry, micro):
+            total, histories = carry
+            more, histories = scaled_gradient(params, histories, micro)
+            return (jax.tree.map(jnp.add, total, more), histories), None
+
+        shapes, _ = jax.eval_shape(scaled_gradient, params, histories, first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.scan(add, (zeros, histories), micros)[0]
+
+    def step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Metrics]:
+        counted = jax.vmap(lambda micro: micro.counted())(batch)
+        tokens = jnp.sum(counted)
+        keys = jax.random.split(jax.random.fold_in(key, state.step), schedule.accumulate)
+        micros = (batch, counted / jnp.maximum(tokens, 1), keys)
+        (grads, measured), histories = gradient(state.params, state.histories, micros)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = cast(nnx.State, optax.apply_updates(state.params, updates))
+        average = None
+        if schedule.ema is not None:
+            # Early on a shorter average, or it would still hold the first, random weights.
+            keep = jnp.minimum(schedule.ema, (1 + state.step) / (10 + state.step))
+            average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, params)
+        metrics = Metrics(
+            loss=measured.loss,
+            balance=measured.balance,
+            load=measured.load,
+            tokens=tokens,
+            fill=tokens / batch.size,
+            learning_rate=jnp.asarray(learning_rate(state.step)),
+            gradient_norm=optax.tree.norm(grads),
+        )
+        return TrainState(params, histories, average, opt_state, state.step + 1), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def kept(state: TrainState) -> nnx.State:
+    """The parameters that are evaluated and kept."""
+    return state.params if state.average is None else state.average
+
+
+def make_evaluate(graphdef: nnx.GraphDef, objective: Objective) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
+    """Mean loss over micro-batches [N, ...], with the same draws in every evaluation."""
+
+    @jax.jit
+    def evaluate(params: nnx.State, histories: nnx.State, batches: Any, key: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params, histories)
+        model.eval()
+        counted = jax.vmap(lambda batch: batch.counted())(batches)
+        keys = jax.random.split(key, counted.shape[0])
+        losses = jax.lax.map(lambda given: objective(model, *given)[1].loss, (batches, keys))
+        return jnp.sum(losses * counted) / jnp.maximum(jnp.sum(counted), 1)
+
+    return evaluate
+
+
+def prefetched(batches: Callable[[int], Any], first: int, end: int) -> Iterator[Any]:
+    """batches(first) to batches(end - 1) on the device, made on another thread while steps run."""
+    with ThreadPoolExecutor(1) as pool:
+        start = lambda step: pool.submit(lambda: place(batches(step)))
+        waiting = deque(start(step) for step in range(first, min(first + AHEAD, end)))
+        for step in range(first, end):
+            batch = waiting.popleft().result()
+            if step + AHEAD < end:
+                waiting.append(start(step + AHEAD))
+            yield batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is run.
+
+    Attributes:
+      schedule: of all steps.
+      step: as of `make_step`.
+      evaluate: starts an evaluation of a state and gives the held-out loss, on the device.
+      batches: step -> its batch on the host; of the number alone, so that a training that is taken up again sees the same ones.
+      key: for every step.
       unit: of the loss, as it is written after a number.
     """
-    history, unread = History(), []
+
+    schedule: Schedule
+    step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
+    evaluate: Callable[[TrainState], jax.Array]
+    batches: Callable[[int], Any]
+    key: jax.Array
+    unit: str
+
+
+def run_steps(training: Training, state: TrainState, out: Path, console: Console) -> tuple[TrainState, History]:
+    """Runs the steps that the state has not done, and evaluations; shows how they go, and logs them in `out`. The state is donated."""
+    schedule, first = training.schedule, int(jax.device_get(state.step))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # The guard turns any transfer that was not asked for by name, and so any hidden wait, into an error.
-    with jax.transfer_guard("disallow"), Progress(*columns, console=console) as progress:
-        task = progress.add_task("compiling", total=schedule.steps)
-        last_read = time.perf_counter()
-        for done in range(1, schedule.steps + 1):
-            unread.append(advance())
-            at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
+    with jax.transfer_guard("disallow"), MetricsLog(out, first) as log, Progress(*columns, console=console) as progress:
+        task = progress.add_task("compiling", total=schedule.steps, completed=first)
+        unread, last_read = [], time.perf_counter()
+        for done, batch in enumerate(prefetched(training.batches, first, schedule.steps), first + 1):
+            state, metrics = training.step(state, batch, training.key)
+            unread.append(metrics)
+            at_eval = done % schedule.eval_every == 0 or done in (first + 1, schedule.steps)
             if not at_eval and len(unread) < READ_EVERY:
                 continue
-            history.metrics += jax.device_get(unread)
-            rate = len(unread) * tokens / (time.perf_counter() - last_read)
-            loss = float(history.metrics[-1].loss)
-            progress.update(task, completed=done, description=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-            if at_eval:
-                history.heldout.append((done, float(jax.device_get(evaluate()))))
-                progress.console.print(f"step {done}: held-out {history.heldout[-1][1]:.3f} {unit}" + (f", {rate:,.0f} tokens/s" if done > 1 else ""))
+            read = jax.device_get(unread)
+            rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
+            progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
+            heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
+            log.add(done, read, rate, heldout)
+            if heldout is not None:
+                speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
+                progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")
             unread.clear()
             last_read = time.perf_counter()
-    return history
+    return state, log.history

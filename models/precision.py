@@ -1,20 +1,26 @@
 """What `--precision` says: the dtype that a model computes in, and the layers that its matrix products are made by."""
 
 import functools
+import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
 from jaxops.nn import Fp8GroupedLinear, Fp8Linear, GroupedLinear
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+Recipe = Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "blockwise_with_gw_hp"]
+Backend = Literal["auto", "pallas", "xla"]
+BACKENDS = typing.get_args(Backend)
+
 
 class Precision(NamedTuple):
     """dtype: of everything but parameters, routers, residuals and losses; recipe: of `jaxops.fp8_matmul`, for the linear layers, or None."""
 
-    dtype: str
-    recipe: str | None = None
+    dtype: Dtype
+    recipe: Recipe | None = None
 
 
 PRECISIONS = {

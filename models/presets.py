@@ -2,48 +2,83 @@
 
 import dataclasses
 
+from pydantic import NonNegativeFloat, PositiveInt
+
 from models.decoder import DecoderConfig
-from models.loop import Schedule
+from models.loop import Schedule, Share
+from models.packed_attention import Way
+from models.precision import Backend, Dtype, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset(Schedule):
-    """A language model and how it is trained.
+    """A language model, what it learns from, and how it is trained.
 
     Attributes:
-      context: tokens of a training sequence.
-      batch: sequences a step.
-      eval_windows: held-out sequences of an evaluation, a multiple of batch.
+      context: tokens of a training sequence, the longest that there is.
+      batch: sequences of a step, of all its micro-batches together; shorter ones are as many more.
+      eval_windows: held-out sequences of an evaluation, at most.
+      balance_weight: of the routers' load-balancing loss (`jaxops.Routing.aux_loss`), micro-batch by micro-batch.
+      data: files and folders of text; none for the sources of Python's standard library.
+      tokenizer: a tokenizer.json; None for the one beside the checkpoint of init_from, or for bytes.
+      init_from: folder of a checkpoint to start from, in Hugging Face's format; then `model` has its sizes.
+      pack: whether documents share rows. Else each row is of one document, or of a piece of one, in at most `buckets` lengths.
+      buckets: the most lengths, and so the most compiled steps, without pack.
     """
 
     model: DecoderConfig
-    context: int
-    batch: int
-    eval_windows: int = 256
-    balance_weight: float = 0.01
+    context: PositiveInt
+    batch: PositiveInt
+    eval_windows: PositiveInt = 256
+    balance_weight: NonNegativeFloat = 0.01
+    data: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    init_from: str | None = None
+    pack: bool = True
+    buckets: PositiveInt = 3
+
+    def __post_init__(self):
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch is {self.batch} and accumulate {self.accumulate}; batch must be a multiple of accumulate.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiTPreset(Schedule):
-    """A diffusion transformer and how it is trained; what else the model needs to know, the data set tells.
+    """A diffusion transformer, what it learns from, and how it is trained; what else the model needs to know, the data set tells.
 
     Attributes:
-      tokens: the token budget of a batch.
-      images: the most images of a batch; with more than the budget holds, the budget is what fills up.
-      ema: how much of the averaged weights a step keeps, once there have been many steps.
+      tokens: the token budget of a step, of all its micro-batches together.
+      images: the most images of a step; with more than the budget holds, the budget is what fills up.
+      dtype, recipe, attention, backend: as of `models.dit.DiTConfig`.
+      data: a data set's name, or a folder of images.
+      patch: side of a patch of a folder's images.
+      longest: tokens of the largest of a folder's images.
       sample_steps: Heun steps from noise to image.
       guidance: of the samples; 1 is none.
     """
 
-    layers: int
-    width: int
-    heads: int
-    tokens: int
-    images: int
-    weight_decay: float = 0.01
-    ema: float = 0.995
-    sample_steps: int = 20
-    guidance: float = 2.5
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    tokens: PositiveInt
+    images: PositiveInt
+    dtype: Dtype = "float32"
+    recipe: Recipe | None = None
+    attention: Way = "banded"
+    backend: Backend = "auto"
+    data: str = "digits"
+    patch: PositiveInt = 4
+    longest: PositiveInt = 64
+    weight_decay: NonNegativeFloat = 0.01
+    ema: Share | None = 0.995
+    sample_steps: PositiveInt = 20
+    guidance: NonNegativeFloat = 2.5
+
+    def __post_init__(self):
+        if self.width % self.heads or self.width % 8:
+            raise ValueError(f"width is {self.width} and heads {self.heads}; width must be a multiple of heads, and of 8.")
+        if self.tokens % self.accumulate or self.images % self.accumulate:
+            raise ValueError(f"tokens is {self.tokens}, images {self.images} and accumulate {self.accumulate}; both must be multiples of accumulate.")
 
 
 def of_bytes(*, layers: int, width: int, heads: int, experts: int, hidden: int, top_k: int = 2) -> DecoderConfig:

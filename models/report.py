@@ -1,11 +1,14 @@
-"""Pictures of a training run."""
+"""What a training run leaves behind: its metrics, line by line and for TensorBoard, and pictures."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorboardX
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
@@ -15,30 +18,109 @@ class History:
     """What a run has read from the device so far.
 
     Attributes:
-      metrics: of each step; each has at least `loss`.
-      heldout: (steps done, held-out loss).
+      rows: one of each step, as in metrics.jsonl.
+      loads: each expert's share [layers, experts], of each of the last steps that this process has run; of none without experts.
     """
 
-    metrics: list[Any] = dataclasses.field(default_factory=list)
-    heldout: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    loads: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def loss(self) -> list[float]:
-        return [float(metrics.loss) for metrics in self.metrics]
+        return [row["loss"] for row in self.rows]
+
+    @property
+    def heldout(self) -> list[tuple[int, float]]:
+        """(steps done, held-out loss)."""
+        return [(row["step"], row["heldout"]) for row in self.rows if "heldout" in row]
 
 
-def plot_loss(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
-    """The loss of every step's batch and of the held-out data; a baseline is a dashed line with a name."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(np.arange(1, len(history.metrics) + 1), history.loss, color="tab:blue", alpha=0.4, label="training batch")
-    axes.plot(*zip(*history.heldout, strict=True), color="tab:orange", marker="o", label="held-out")
+class MetricsLog:
+    """Writes OUT/metrics.jsonl, a line a step, and event files for TensorBoard to OUT/tensorboard. To be used in a with statement.
+
+    A line has the step's number (1 for the first), the scalars of its `models.loop.Metrics`, tokens_per_s between two readings, and heldout after an
+    evaluation. Of what stands there already, steps up to `first` are kept: those before the checkpoint from which a run goes on.
+    """
+
+    def __init__(self, out: Path, first: int):
+        out.mkdir(parents=True, exist_ok=True)
+        file = out / "metrics.jsonl"
+        before = [json.loads(line) for line in file.read_text().splitlines()] if first and file.exists() else []
+        self.history = History([row for row in before if row["step"] <= first])
+        self._lines = file.open("w")
+        self._lines.writelines(json.dumps(row) + "\n" for row in self.history.rows)
+        self._events = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        self._events.close()
+
+    def add(self, done: int, read: Sequence[Any], tokens_per_s: float, heldout: float | None) -> None:
+        """The metrics of the steps up to `done`."""
+        for step, metrics in enumerate(read, done + 1 - len(read)):
+            row = {"step": step} | {name: np.asarray(x).item() for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0}
+            row["tokens_per_s"] = round(tokens_per_s)
+            if step == done and heldout is not None:
+                row["heldout"] = heldout
+            self.history.rows.append(row)
+            if metrics.load is not None:
+                self.history.loads.append(metrics.load)
+            self._lines.write(json.dumps(row) + "\n")
+            for name, value in row.items():
+                if name != "step":
+                    self._events.add_scalar(name, value, step)
+        self._lines.flush()
+
+
+def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
+    """Over the steps: the loss of every batch and of the held-out data, learning rate, norm of the gradient, and each layer's load of its experts.
+
+    Args:
+      baseline: name and loss of a dashed line.
+    """
+    layers = history.loads[0].shape[0] if history.loads else 0
+    heights = [4.0, 1.6, 1.6] + layers * [1.4]
+    figure = Figure(figsize=(8, sum(heights) + 1), layout="constrained")
+    loss, rate, norm, *loads = figure.subplots(len(heights), height_ratios=heights, sharex=True)
+    steps = [row["step"] for row in history.rows]
+    loss.plot(steps, history.loss, color="tab:blue", alpha=0.4, label="training batch")
+    loss.plot(*zip(*history.heldout, strict=True), color="tab:orange", marker="o", label="held-out")
     if baseline is not None:
         name, value = baseline
-        axes.axhline(value, color="tab:gray", linestyle="--", label=f"{name} ({value:.2f})")
-    axes.set(xlabel="step", ylabel=unit, ylim=(0, None), title="Loss")
-    axes.legend()
+        loss.axhline(value, color="tab:gray", linestyle="--", label=f"{name} ({value:.2f})")
+    loss.set(ylabel=unit, ylim=(0, None), title="Loss")
+    loss.legend()
+    rate.plot(steps, [row["learning_rate"] for row in history.rows])
+    rate.set(ylabel="learning rate")
+    norm.plot(steps, [row["gradient_norm"] for row in history.rows])
+    norm.set(ylabel="gradient norm", yscale="log")
+    if loads:
+        _plot_expert_load(loads, np.stack(history.loads), steps[-1])
+    figure.get_axes()[len(heights) - 1].set(xlabel="step")
     figure.savefig(path, dpi=120)
+
+
+def _plot_expert_load(rows: list[Axes], load: np.ndarray, last: int) -> None:
+    """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is a fair one."""
+    steps, _, experts = load.shape
+    style = {
+        "aspect": "auto",
+        "interpolation": "nearest",
+        "cmap": "coolwarm",
+        "vmin": 0,
+        "vmax": 2,
+        "extent": (last - steps + 0.5, last + 0.5, experts - 0.5, -0.5),
+    }
+    images = [axes.imshow(load[:, layer].T * experts, **style) for layer, axes in enumerate(rows)]
+    for layer, axes in enumerate(rows):
+        axes.set(ylabel=f"layer {layer}\nexpert")
+        axes.locator_params(axis="y", integer=True)
+    figure = rows[0].get_figure()
+    assert figure is not None
+    figure.colorbar(images[0], ax=rows, label="load (1 = fair share)", extend="max")
 
 
 def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
@@ -70,22 +152,6 @@ def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
         below.grid(alpha=0.3)
         above.legend(fontsize=8)
     figure.savefig(path, dpi=130)
-
-
-def plot_expert_load(load: np.ndarray, path: Path) -> None:
-    """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is a fair one."""
-    load = load * load.shape[-1]
-    steps, layers, experts = load.shape
-    figure = Figure(figsize=(8, 1 + 1.6 * layers), layout="constrained")
-    rows = figure.subplots(layers, squeeze=False)[:, 0]
-    style = {"aspect": "auto", "interpolation": "nearest", "cmap": "coolwarm", "vmin": 0, "vmax": 2, "extent": (0.5, steps + 0.5, experts - 0.5, -0.5)}
-    images = [axes.imshow(load[:, layer].T, **style) for layer, axes in enumerate(rows)]
-    for layer, axes in enumerate(rows):
-        axes.set(ylabel=f"layer {layer}\nexpert")
-        axes.locator_params(axis="y", integer=True)
-    rows[-1].set(xlabel="step")
-    figure.colorbar(images[0], ax=list(rows), label="load (1 = fair share)", extend="max")
-    figure.savefig(path, dpi=120)
 
 
 def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, zoom: int = 6) -> None:

@@ -1,48 +1,63 @@
 """Trains a diffusion transformer on packed images of unequal sizes and draws new ones: `python -m models.train dit`."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import typer
 from flax import nnx
 from rich.console import Console
 
 from jaxops.nn import AmaxHistory
+from models import config, loop
+from models.config import Options, check_option
 from models.dit import DiT, DiTConfig, generate, loss_fn
-from models.images import DATA_SETS, Batch, DataSet, Images, endless_batches, every_image_once, unpatchify
-from models.loop import BACKENDS, check_option, make_optimizer, run_steps, with_steps
+from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, image_batches, read_data, stack, unpatchify
+from models.loop import Measured, Training, TrainState, run_steps, with_steps
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
-from models.report import History, draw_grid, plot_loss
+from models.report import History, draw_grid, plot_report
 
 UNIT = "squared error of the velocity"
+DRAWN = 10  # classes, at most
 
 
-class TrainState(NamedTuple):
-    """Everything that a step changes. It is donated: the step writes the new state over the old one. `histories` is empty but with delayed scaling."""
-
-    params: nnx.State
-    histories: nnx.State
-    average: nnx.State
-    opt_state: optax.OptState
-    step: jax.Array
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DitOptions(Options):
+    data: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DATA_SETS)}, or a folder of images, with a folder for each class if there are any. Default: digits.")
+    ] = None
 
 
-class Metrics(NamedTuple):
-    """Device values of one step; `fill` is the share of the batch's rows that are an image's."""
-
-    loss: jax.Array
-    fill: jax.Array
+def with_precision(preset: DiTPreset, precision: Precision) -> DiTPreset:
+    return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe)
 
 
-def configure(preset: DiTPreset, data: DataSet, backend: str, precision: Precision) -> DiTConfig:
-    """The preset's model for a data set."""
+def choose(options: DitOptions) -> DiTPreset:
+    """The preset, over it this machine's precision, over that what the options say.
+
+    Raises:
+      ValueError: a setting that there is not, or that is not possible; see `models.config`.
+    """
+    check_option("preset", options.preset, DIT_PRESETS)
+    given = config.given_by(options, {"data": options.data}, nested=False)
+    chosen = config.resolve(dataclasses.replace(DIT_PRESETS[options.preset], dtype=PRECISIONS[for_this_machine()].dtype), given)
+    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+
+
+def configure(preset: DiTPreset, data: DataSet) -> DiTConfig:
+    """The preset's model for a data set.
+
+    Raises:
+      ValueError: a micro-batch cannot hold the largest image.
+    """
+    budget = preset.tokens // preset.accumulate
+    if budget < data.longest:
+        raise ValueError(f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or longest.")
     return DiTConfig(
         preset.layers,
         preset.width,
@@ -50,90 +65,65 @@ def configure(preset: DiTPreset, data: DataSet, backend: str, precision: Precisi
         token=data.patch**2 * data.channels,
         classes=len(data.classes),
         longest=data.longest,
-        dtype=precision.dtype,
-        recipe=precision.recipe,
-        backend=backend,
+        dtype=preset.dtype,
+        recipe=preset.recipe,
+        attention=preset.attention,
+        backend=preset.backend,
     )
 
 
-def init_state(config: DiTConfig, preset: DiTPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
-    @nnx.jit
-    def create():
-        return DiT(config, rngs=nnx.Rngs(seed))
-
-    graphdef, params, histories = nnx.split(create(), nnx.Param, AmaxHistory)
-    opt_state = jax.jit(make_optimizer(preset).init)(params)
-    return graphdef, TrainState(params, histories, jax.tree.map(jnp.copy, params), opt_state, jnp.zeros((), jnp.int32))
+def init_state(sizes: DiTConfig, preset: DiTPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
+    model = nnx.jit(lambda: DiT(sizes, rngs=nnx.Rngs(seed)))()
+    graphdef, params, histories = nnx.split(model, nnx.Param, AmaxHistory)
+    return graphdef, loop.init_state(preset, params, histories)
 
 
-def make_step(graphdef: nnx.GraphDef, preset: DiTPreset) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
-    """The whole training step as one compiled program, whatever sizes the images have: gradient, update, average."""
-    optimizer = make_optimizer(preset)
+def objective(model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0.1) -> tuple[jax.Array, Measured]:
+    loss = loss_fn(model, batch, key, label_dropout)
+    return loss, Measured(loss)
 
-    def objective(params: nnx.State, histories: nnx.State, batch: Batch, key: jax.Array):
-        model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
-        return loss_fn(model, batch, key), nnx.state(model, AmaxHistory)
 
-    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(key, state.step)
-        (loss, histories), grads = jax.value_and_grad(objective, has_aux=True)(state.params, state.histories, batch, key)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = state._replace(params=optax.apply_updates(state.params, updates), histories=histories, opt_state=opt_state, step=state.step + 1)
-        # Early on a shorter average, or it would still hold the first, random weights.
-        keep = jnp.minimum(preset.ema, (1 + state.step) / (10 + state.step))
-        average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, new.params)
-        fill = (batch.sequence_offsets[-1] - batch.sequence_offsets[0]) / batch.tokens.shape[0]
-        return new._replace(average=average), Metrics(loss, fill)
-
-    return jax.jit(step, donate_argnums=0)
+def make_step(graphdef: nnx.GraphDef, preset: DiTPreset) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    """One compiled program, whatever sizes the images have."""
+    return loop.make_step(graphdef, preset, objective)
 
 
 def make_evaluate(graphdef: nnx.GraphDef) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
-    """Mean loss over batches (stacked), each with times and noise that are the same in every evaluation; no label is dropped."""
-
-    @jax.jit
-    def evaluate(params: nnx.State, histories: nnx.State, batches: Batch, key: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params, histories)
-        model.eval()
-        keys = jax.random.split(key, batches.labels.shape[0])
-        losses = jax.lax.map(lambda args: loss_fn(model, *args, label_dropout=0.0), (batches, keys))
-        rows = (batches.sequence_offsets[:, -1] - batches.sequence_offsets[:, 0]).astype(jnp.float32)
-        return jnp.sum(losses * rows) / jnp.sum(rows)
-
-    return evaluate
+    """No label is dropped."""
+    return loop.make_evaluate(graphdef, lambda model, batch, key: objective(model, batch, key, label_dropout=0.0))
 
 
-def stack(batches: list[Batch]) -> Batch:
-    return Batch(*(np.stack(parts) for parts in zip(*batches, strict=True)))
+def make_batches(preset: DiTPreset, data: DataSet) -> Callable[[int], Batch]:
+    return image_batches(data.train, data.patch, preset.tokens, preset.images, preset.accumulate, preset.seed)
 
 
-def train(preset: DiTPreset, config: DiTConfig, data: DataSet, seed: int, console: Console) -> tuple[DiT, History]:
+def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, out: Path, console: Console) -> tuple[DiT, History]:
     """Runs all steps and evaluations; the model that comes back has the averaged weights, and is in evaluation mode."""
-    graphdef, state = init_state(config, preset, seed)
-    step, evaluate = make_step(graphdef, preset), make_evaluate(graphdef)
+    graphdef, state = init_state(sizes, preset, preset.seed)
     console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-
-    size = (data.patch, preset.tokens, preset.images)
-    batches = endless_batches(data.train, *size, seed)
-    heldout = jax.device_put(stack([batch for _, batch in every_image_once(data.heldout, *size)]))
-    key, heldout_key = jax.random.split(jax.random.key(seed))
-
-    def advance() -> Metrics:
-        nonlocal state
-        state, metrics = step(state, jax.device_put(next(batches)), key)
-        return metrics
-
-    history = run_steps(preset, advance, lambda: evaluate(state.average, state.histories, heldout, heldout_key), preset.tokens, UNIT, console)
-    model = nnx.merge(graphdef, state.average, state.histories)
+    micro = (data.patch, preset.tokens // preset.accumulate, preset.images // preset.accumulate)
+    heldout = loop.place(stack([batch for _, batch in every_image_once(data.heldout, *micro)]))
+    key, heldout_key = jax.random.split(jax.random.key(preset.seed))
+    evaluate = make_evaluate(graphdef)
+    training = Training(
+        preset,
+        make_step(graphdef, preset),
+        lambda state: evaluate(loop.kept(state), state.histories, heldout, heldout_key),
+        make_batches(preset, data),
+        key,
+        UNIT,
+    )
+    state, history = run_steps(training, state, out, console)
+    model = nnx.merge(graphdef, loop.kept(state), state.histories)
     model.eval()
     return model, history
 
 
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
-    """New images, uint8 [height, width, channels]: a row for each of the data set's sample_sizes, a column for each class."""
+    """New images, uint8 [height, width, channels]: a row for each of the data set's sample_sizes, a column for each class, of many for the first."""
     graphdef, state = nnx.split(model)
     run = jax.jit(lambda state, batch, key: generate(nnx.merge(graphdef, state), batch, key, preset.sample_steps, preset.guidance))
-    labels = range(len(data.classes))
+    labels = range(min(len(data.classes), DRAWN))
     wanted = Images(
         [np.zeros((height, width, data.channels), np.uint8) for height, width in data.sample_sizes for _ in labels],
         np.array([label for _ in data.sample_sizes for label in labels], np.int32),
@@ -148,38 +138,29 @@ def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list
     return [[drawn[len(labels) * row + label] for label in labels] for row in range(len(data.sample_sizes))]
 
 
-def main(
-    data: Annotated[str, typer.Option(help=f"What to learn from: {', '.join(DATA_SETS)}.")] = "digits",
-    preset: Annotated[str, typer.Option(help=f"Size of the model: {', '.join(DIT_PRESETS)}.")] = "demo",
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: runs/dit-DATA-PRESET.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the parameters, the sizes, the batches and the samples.")] = 0,
-    backend: Annotated[str, typer.Option(help="Of the AdaLN ops and of matrix multiplications in FP8: auto, pallas or xla.")] = "auto",
-    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")] = None,
-) -> None:
+def run(options: DitOptions) -> None:
     """Trains a diffusion transformer on images of unequal sizes, packed without padding, and draws new ones."""
-    check_option("data", data, DATA_SETS)
-    check_option("preset", preset, DIT_PRESETS)
-    check_option("backend", backend, BACKENDS)
-    precision = for_this_machine() if precision is None else precision
-    check_option("precision", precision, PRECISIONS)
-    begin = time.perf_counter()
-    console = Console(highlight=False, soft_wrap=True)
-    chosen = with_steps(DIT_PRESETS[preset], steps)
-    out = Path("runs", f"dit-{data}-{preset}") if out is None else out
+    begin, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
+    with config.errors_of_options():
+        preset = choose(options)
+        images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
+        sizes = configure(preset, images)
+    out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}") if options.out is None else options.out
     out.mkdir(parents=True, exist_ok=True)
-
-    images = DATA_SETS[data](seed)
-    config = configure(chosen, images, backend, PRECISIONS[precision])
+    config.write(preset, out / "config.yaml")
     console.print(f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, {len(images.classes)} classes")
-    console.print(f"preset {preset}, {precision} on {jax.devices()[0].device_kind}")
+    console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {jax.devices()[0].device_kind}")
 
-    model, history = train(chosen, config, images, seed, console)
-    plot_loss(history, UNIT, out / "loss.png")
-    draw_grid(sample(model, chosen, images, seed), images.classes, out / "samples.png")
+    model, history = train(preset, sizes, images, out, console)
+    plot_report(history, UNIT, out / "report.png")
+    draw_grid(sample(model, preset, images, preset.seed), images.classes[:DRAWN], out / "samples.png")
 
-    few = min(10, chosen.steps)
+    few = min(10, preset.steps)
     first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
-    fill = np.mean([metrics.fill for metrics in history.metrics])
+    fill = np.mean([row["fill"] for row in history.rows])
     console.print(f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out {history.heldout[-1][1]:.3f}")
-    console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s; pictures in {out}/")
+    console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
+    console.print(f"{out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
+
+
+main = config.command(DitOptions, run)

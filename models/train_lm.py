@@ -1,152 +1,217 @@
-"""Trains a mixture-of-experts language model on the bytes of Python's standard library: `python -m models.train lm`."""
+"""Trains a decoder on text, by default on the bytes of Python's standard library: `python -m models.train lm`."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import typer
 from flax import nnx
 from rich.console import Console
 
 from jaxops.nn import AmaxHistory
-from models.data import Corpus, bigram_nats, even_windows, random_windows, read_corpus
-from models.decoder import Decoder, loss_fn
-from models.generate import align, sample
-from models.loop import BACKENDS, check_option, make_optimizer, run_steps, with_steps
+from models import config, hf, loop
+from models.config import Options, check_option
+from models.data import Corpus, bigram_nats, read_texts, split, standard_library, tokenize
+from models.decoder import Decoder, DecoderConfig, loss_fn
+from models.generate import Bytes, HuggingFace, Tokenizer, align, end_token, sample, tokenizer_of
+from models.loop import Measured, Training, TrainState, run_steps, with_steps
+from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import PRESETS, Preset
-from models.report import History, plot_expert_load, plot_loss
+from models.report import History, plot_report
 
-UNIT = "nats a byte"
-
-
-class TrainState(NamedTuple):
-    """Everything that a step changes. It is donated: the step writes the new state over the old one. `histories` is empty but with delayed scaling."""
-
-    params: nnx.State
-    histories: nnx.State
-    opt_state: optax.OptState
-    step: jax.Array
+RUN_FIELDS = ("dtype", "recipe", "attention", "backend", "remat")  # of a DecoderConfig: what a checkpoint does not say
 
 
-class Metrics(NamedTuple):
-    """Device values of one step; reading them is the only wait for the device."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LmOptions(Options):
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text file, or folder of .txt, .md, .py and .jsonl files; may be repeated. Default: Python's standard library."),
+    ] = None
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json. Default: tokens are bytes.")] = None
+    init_from: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one.")] = None
+    no_pack: Annotated[bool, typer.Option("--no-pack", help="One document a row, in rows of few lengths, instead of rows full of documents.")] = False
 
-    loss: jax.Array
-    balance: jax.Array
-    load: jax.Array
+
+def attention_for(dtype: Any) -> str:
+    """On a GPU cuDNN's, which has no float32."""
+    return "cudnn" if jax.default_backend() == "gpu" and dtype != "float32" else "xla"
 
 
 def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
-    """The preset with the number of steps and the precision asked for; on a GPU with cuDNN's attention, which has no float32."""
-    attention = "cudnn" if jax.default_backend() == "gpu" and precision.dtype != "float32" else "xla"
+    """The preset with the number of steps and the precision asked for, and with this machine's attention."""
+    attention = attention_for(precision.dtype)
     model = dataclasses.replace(preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention)
     return with_steps(dataclasses.replace(preset, model=model), steps)
 
 
+def choose(options: LmOptions) -> Preset:
+    """The preset, over it what suits this machine, over that what the options say.
+
+    Raises:
+      ValueError: a setting that there is not, or that is not possible; see `models.config`.
+    """
+    check_option("preset", options.preset, PRESETS)
+    own = {"data": options.data, "tokenizer": options.tokenizer, "init_from": options.init_from, "pack": False if options.no_pack else None}
+    given = config.given_by(options, own, nested=True)
+    model = given.get("model")
+    dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
+    start = PRESETS[options.preset]
+    stored = hf.read_config(given["init_from"])[1] if isinstance(given.get("init_from"), str) else None
+    start = dataclasses.replace(start, model=dataclasses.replace(stored or start.model, dtype=dtype, attention=attention_for(dtype)))
+    chosen = config.resolve(start, given)
+    if chosen.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError("model.attention is 'cudnn', which needs a GPU; write xla.")
+    if stored is not None:
+        _check_sizes(chosen.model, stored)
+    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+
+
+def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
+    sizes = [field.name for field in dataclasses.fields(stored) if field.name not in RUN_FIELDS]
+    if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
+        said = ", ".join(f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong)
+        raise ValueError(f"{said}: with init_from leave them out.")
+
+
+def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
+    """The tokenizer, and the preset with as many tokens as it has.
+
+    Raises:
+      ValueError: the tokenizer cannot be read, or it has more tokens than the checkpoint to start from.
+    """
+    folder, vocab = preset.init_from, preset.model.vocab
+    if preset.tokenizer is not None:
+        tokenizer = HuggingFace(Path(preset.tokenizer), None if folder is None else end_token(Path(folder)))
+    else:
+        tokenizer = Bytes() if folder is None else tokenizer_of(Path(folder), vocab)
+    if folder is not None and tokenizer.vocab > vocab:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab:,} tokens, and the checkpoint in {folder} {vocab:,}.")
+    return dataclasses.replace(preset, model=dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))), tokenizer
+
+
+def read_corpus(data: Sequence[str], tokenizer: Tokenizer) -> Corpus:
+    """What `Preset.data` names."""
+    return split(tokenize(read_texts(data) if data else standard_library(), tokenizer))
+
+
+def make_model(preset: Preset, seed: int) -> Decoder:
+    if preset.init_from is None:
+        return nnx.jit(lambda: Decoder(preset.model, rngs=nnx.Rngs(seed)))()
+    return hf.load(preset.init_from, **{name: getattr(preset.model, name) for name in RUN_FIELDS})[1]
+
+
 def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
-    @nnx.jit
-    def create():
-        return Decoder(preset.model, rngs=nnx.Rngs(seed))
-
-    graphdef, params, histories = nnx.split(create(), nnx.Param, AmaxHistory)
-    opt_state = jax.jit(make_optimizer(preset).init)(params)
-    return graphdef, TrainState(params, histories, opt_state, jnp.zeros((), jnp.int32))
+    graphdef, params, histories = nnx.split(make_model(preset, seed), nnx.Param, AmaxHistory)
+    histories = jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories)  # a loaded model has only their shapes
+    return graphdef, loop.init_state(preset, params, histories)
 
 
-def make_step(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
-    """The whole training step as one compiled program: cut a batch from data, gradient, update. Nothing in it waits for the host."""
-    optimizer = make_optimizer(preset)
-
-    def objective(params, histories, windows):
-        model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
-        loss, routing = loss_fn(model, windows)
-        assert routing is not None  # a preset's model has experts
-        balance = jnp.mean(routing.aux_loss)
-        load = routing.load / jnp.sum(routing.load, axis=1, keepdims=True)
-        return loss + preset.balance_weight * balance, (Metrics(loss, balance, load), nnx.state(model, AmaxHistory))
-
-    def step(state: TrainState, data: jax.Array, key: jax.Array) -> tuple[TrainState, Metrics]:
-        windows = random_windows(data, jax.random.fold_in(key, state.step), preset.batch, preset.context + 1)
-        grads, (metrics, histories) = jax.grad(objective, has_aux=True)(state.params, state.histories, windows)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, histories=histories, opt_state=opt_state, step=state.step + 1), metrics
-
-    return jax.jit(step, donate_argnums=0)
+def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+    loss, routed = loss_fn(model, batch, packed)
+    if routed is None:
+        return loss, Measured(loss)
+    balance = jnp.mean(routed.aux_loss)
+    load = routed.load / jnp.sum(routed.load, axis=1, keepdims=True)
+    return loss + preset.balance_weight * balance, Measured(loss, balance, load)
 
 
-def make_evaluate(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[nnx.State, nnx.State, jax.Array], jax.Array]:
-    """Mean loss over windows, a batch at a time."""
-
-    @jax.jit
-    def evaluate(params: nnx.State, histories: nnx.State, windows: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params, histories)
-        model.eval()
-        batches = windows.reshape(-1, min(preset.batch, windows.shape[0]), windows.shape[1])
-        return jnp.mean(jax.lax.map(lambda batch: loss_fn(model, batch)[0], batches))
-
-    return evaluate
+def make_step(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    return loop.make_step(graphdef, preset, functools.partial(objective, preset, preset.pack))
 
 
-def train(preset: Preset, corpus: Corpus, seed: int, console: Console) -> tuple[Decoder, History]:
+def make_evaluate(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+    """Of packed rows, however the model is trained: documents do not see each other."""
+    return loop.make_evaluate(graphdef, functools.partial(objective, preset, True))
+
+
+def make_rows(preset: Preset, documents: Documents) -> tuple[Rows, ...]:
+    return (pack(documents, preset.context),) if preset.pack else one_a_row(documents, preset.context, preset.buckets)
+
+
+def make_batches(preset: Preset, documents: Documents, rows: Sequence[Rows]) -> Callable[[int], Batch]:
+    return row_batches(documents.tokens, rows, preset.batch * preset.context, preset.accumulate, preset.seed)
+
+
+def heldout_batches(preset: Preset, documents: Documents) -> Batch:
+    return even_rows(documents.tokens, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate)
+
+
+def train(preset: Preset, corpus: Corpus, unit: str, out: Path, console: Console) -> tuple[Decoder, History]:
     """Runs all steps and evaluations; the model that comes back is trained, and in evaluation mode."""
-    graphdef, state = init_state(preset, seed)
-    step, evaluate = make_step(graphdef, preset), make_evaluate(graphdef, preset)
+    graphdef, state = init_state(preset, preset.seed)
     console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-
-    data, key = jax.device_put(corpus.train), jax.random.key(seed)
-    windows = jax.device_put(even_windows(corpus.heldout, preset.eval_windows, preset.context + 1))
-
-    def advance() -> Metrics:
-        nonlocal state
-        state, metrics = step(state, data, key)
-        return metrics
-
-    history = run_steps(preset, advance, lambda: evaluate(state.params, state.histories, windows), preset.batch * preset.context, UNIT, console)
-    model = nnx.merge(graphdef, state.params, state.histories)
+    rows, key = make_rows(preset, corpus.train), jax.random.key(preset.seed)
+    lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
+    console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
+    evaluate, heldout = make_evaluate(graphdef, preset), loop.place(heldout_batches(preset, corpus.heldout))
+    training = Training(
+        preset,
+        make_step(graphdef, preset),
+        lambda state: evaluate(loop.kept(state), state.histories, heldout, key),
+        make_batches(preset, corpus.train, rows),
+        key,
+        unit,
+    )
+    state, history = run_steps(training, state, out, console)
+    model = nnx.merge(graphdef, loop.kept(state), state.histories)
     model.eval()
     return model, history
 
 
-def main(
-    preset: Annotated[str, typer.Option(help=f"Size of the model: {', '.join(PRESETS)}.")] = "demo",
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: runs/lm-PRESET.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the parameters, the batches and the sample.")] = 0,
-    backend: Annotated[str, typer.Option(help="Of the experts' matrix multiplications and of those in FP8: auto, pallas or xla.")] = "auto",
-    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")] = None,
-) -> None:
-    """Trains a mixture-of-experts language model on the bytes of the Python standard library's sources."""
-    check_option("preset", preset, PRESETS)
-    check_option("backend", backend, BACKENDS)
-    precision = for_this_machine() if precision is None else precision
-    check_option("precision", precision, PRECISIONS)
-    begin = time.perf_counter()
-    console = Console(highlight=False, soft_wrap=True)
-    chosen = configure(PRESETS[preset], steps, backend, PRECISIONS[precision])
-    out = Path("runs", f"lm-{preset}") if out is None else out
-    out.mkdir(parents=True, exist_ok=True)
+def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
+    """For `models.generate`, and for transformers: in the architecture that was started from, or else in one that fits; gives its name, None if none does."""
+    architecture = hf.fitting(model.config) if preset.init_from is None else hf.read_config(preset.init_from)[0]
+    if architecture is not None:
+        hf.save(folder, architecture, model, end=tokenizer.end)
+        if isinstance(tokenizer, HuggingFace):
+            tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    return architecture
 
-    corpus = read_corpus()
-    windows = even_windows(corpus.heldout, chosen.eval_windows, chosen.context + 1)
-    bigram = bigram_nats(corpus.train, windows)
-    console.print(f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out; a bigram table needs {bigram:.3f} nats a held-out byte")
-    console.print(f"preset {preset}, {precision} on {jax.devices()[0].device_kind}")
 
-    model, history = train(chosen, corpus, seed, console)
-    plot_loss(history, UNIT, out / "loss.png", ("bigram table", bigram))
-    plot_expert_load(np.stack([metrics.load for metrics in history.metrics]), out / "expert_load.png")
-
-    prompt = corpus.heldout[: chosen.context // 4]  # with what follows, as long as what the model has seen
-    (written,) = sample(model, align([prompt.tolist()]), jax.random.key(seed), chosen.context - len(prompt), temperature=0.8)
+def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
+    """How the model goes on from the first held-out tokens; together they are as long as what it has seen."""
+    prompt = heldout[: max(1, preset.context // 4)].tolist()
+    (written,) = sample(model, align([prompt]), jax.random.key(preset.seed), max(1, preset.context - len(prompt)), temperature=0.8)
     console.print("\nHeld-out text, and how the model goes on:")
-    console.print(bytes(prompt).decode(errors="replace"), style="dim", markup=False, end="")
-    console.print(bytes(written.tolist()).decode(errors="replace"), style="bold", markup=False)
-    console.print(f"\nheld-out {history.heldout[-1][1]:.3f} nats a byte (bigram {bigram:.3f}) after {time.perf_counter() - begin:.0f} s; pictures in {out}/")
+    console.print(tokenizer.decode(prompt), style="dim", markup=False, end="")
+    console.print(tokenizer.decode(written.tolist()), style="bold", markup=False)
+
+
+def run(options: LmOptions) -> None:
+    """Trains a decoder language model, by default a mixture of experts on the bytes of the Python standard library's sources."""
+    begin, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
+    with config.errors_of_options():
+        preset, tokenizer = choose_tokenizer(choose(options))
+        corpus = read_corpus(preset.data, tokenizer)
+    out = Path("runs", f"lm-{options.preset}") if options.out is None else options.out
+    out.mkdir(parents=True, exist_ok=True)
+    config.write(preset, out / "config.yaml")
+
+    byte = isinstance(tokenizer, Bytes)
+    token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
+    console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
+    baseline = None
+    if byte:
+        bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
+        baseline = ("bigram table", bigram)
+        console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
+    console.print(f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {jax.devices()[0].device_kind}")
+
+    model, history = train(preset, corpus, unit, out, console)
+    plot_report(history, unit, out / "report.png", baseline)
+    architecture = save_checkpoint(out / "checkpoint-hf", preset, model, tokenizer)
+    write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
+    reached = f"held-out {history.heldout[-1][1]:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
+    console.print(f"\n{reached} after {time.perf_counter() - begin:.0f} s; {out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard")
+    console.print("no architecture of Hugging Face fits: no checkpoint" if architecture is None else f"and checkpoint-hf, a {architecture}")
+
+
+main = config.command(LmOptions, run)

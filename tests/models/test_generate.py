@@ -86,6 +86,10 @@ def test_a_tokenizer_beside_the_checkpoint(folder, tmp_path, capsys):
     assert len([word for word in capsys.readouterr().out.split() if "word" in word]) >= 4
 
 
+def test_bytes_of_a_model_with_more_tokens():
+    assert generate.Bytes().decode([97, 300, 98]) == "ab"
+
+
 def test_what_cannot_be_read(tmp_path):
     with pytest.raises(typer.BadParameter, match=r"config\.json"):
         generate.main(tmp_path, ["a"])

@@ -7,8 +7,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image, ImageDraw
 
-from models.images import DATA_SETS, Images, endless_batches, every_image_once, next_batch, pack, patchify, token_counts, unpatchify
+from models.images import (
+    DATA_SETS,
+    Batch,
+    Images,
+    every_image_once,
+    fitting_grid,
+    image_batches,
+    next_batch,
+    pack,
+    patchify,
+    read_data,
+    read_image,
+    token_counts,
+    unpatchify,
+)
 from models.presets import DIT_PRESETS
 
 PATCH, BUDGET, COUNT = 2, 24, 5
@@ -56,13 +71,44 @@ def test_a_batch_takes_the_first_image_and_leaves_the_others_in_order(lengths):
     assert list(waiting) == [i for i in range(len(lengths)) if i not in taken]
 
 
-def test_an_endless_run_fills_its_batches_and_shows_all_images_equally_often():
+def micro_batches(batches, steps) -> list[Batch]:
+    return [Batch(*parts) for step in steps for parts in zip(*batches(step), strict=True)]
+
+
+def test_an_endless_run_fills_its_batches_and_shows_all_images():
     images = images_of(np.random.default_rng(0).integers(1, 5, (100, 2)))
-    batches = list(itertools.islice(endless_batches(images, PATCH, 64, 20, seed=0), 120))
-    assert np.mean([batch.sequence_offsets[-1] / 64 for batch in batches]) > 0.97
+    batches = micro_batches(image_batches(images, PATCH, 128, 40, 2, seed=0), range(60))
+    assert {batch.tokens.shape[0] for batch in batches} == {64}
+    assert np.mean([batch.counted() / 64 for batch in batches]) > 0.97
     seen = Counter(int(label) for batch in batches for label in batch.labels[: len(images_in(batch))])
     assert len(seen) == 100
-    assert max(seen.values()) - min(seen.values()) <= 2
+    assert min(seen.values()) > 0.5 * max(seen.values())  # what comes after an epoch's last full batch waits: other images in each
+
+
+def test_no_image_comes_twice_in_an_epoch():
+    images = images_of(np.random.default_rng(0).integers(1, 5, (100, 2)))
+    steps = sum(token_counts(images, PATCH)) // 64
+    for epoch in range(2):
+        batches = micro_batches(image_batches(images, PATCH, 64, 20, 1, seed=0), range(epoch * steps, (epoch + 1) * steps))
+        seen = [int(label) for batch in batches for label in batch.labels[: len(images_in(batch))]]
+        assert len(seen) == len(set(seen)) > 90
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    images = images_of(np.random.default_rng(0).integers(1, 5, (100, 2)))
+    make = lambda seed: image_batches(images, PATCH, 64, 20, 2, seed)
+    forward, again = [make(1)(step) for step in range(20)], make(1)
+    for step in reversed(range(20)):
+        for one, other in zip(forward[step], again(step), strict=True):
+            np.testing.assert_array_equal(one, other)
+    other = make(2)
+    assert any((one.labels != other(step).labels).any() for step, one in enumerate(forward))
+
+
+def test_fewer_images_than_micro_batches():
+    batch = image_batches(images_of([(1, 1), (2, 2)]), PATCH, 40, 20, 4, seed=0)(5)
+    assert batch.tokens.shape == (4, 10, PATCH**2)
+    assert [int(ends[-1]) for ends in batch.sequence_offsets] == 4 * [5]
 
 
 def test_what_does_not_fit():
@@ -95,3 +141,87 @@ def test_data_sets(name):
     assert max(height * width for height, width in data.sample_sizes) <= data.longest * data.patch**2
     for image, same in zip(data.heldout.pixels, again.heldout.pixels, strict=True):
         np.testing.assert_array_equal(image, same)
+
+
+def save(file, height: int, width: int, color=(250, 10, 10)) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height), color).save(file)
+
+
+def test_a_folder_of_classes(tmp_path):
+    for i in range(12):
+        save(tmp_path / "red" / "deep" / f"{i:02}.png", 40, 20 + i)
+        save(tmp_path / "green" / f"{i:02}.jpg", 9, 300, (10, 250, 10))
+    (tmp_path / "red" / "notes.txt").write_text("no image")
+    (tmp_path / "empty").mkdir()
+    data = read_data(str(tmp_path), 0, patch=4, longest=32)
+    assert (data.classes, data.patch, data.channels, data.longest) == (("green", "red"), 4, 3, 32)
+    np.testing.assert_array_equal(data.train.labels, 11 * [0] + 11 * [1])
+    np.testing.assert_array_equal(data.heldout.labels, [0, 1])
+    for images in (data.train, data.heldout):
+        for image, label in zip(images.pixels, images.labels, strict=True):
+            assert image.dtype == np.uint8
+            assert image.shape[0] % 4 == image.shape[1] % 4 == 0
+            assert image[..., 1 - label].min() > 200 > 60 > image[..., label].max()
+            if label == 0:
+                assert image.shape == (4, 128, 3)  # very wide: a row of patches
+    assert max(token_counts(data.train, 4)) <= 32
+    assert set(data.sample_sizes) <= {image.shape[:2] for image in data.train.pixels}
+    again = read_data(str(tmp_path), 1, patch=4, longest=32)
+    for image, same in zip(data.heldout.pixels, again.heldout.pixels, strict=True):
+        np.testing.assert_array_equal(image, same)
+
+
+def test_a_folder_without_classes(tmp_path):
+    for i in range(10):
+        save(tmp_path / f"{i}.png", 16, 16)
+    data = read_data(str(tmp_path), 0, patch=4, longest=64)
+    assert data.classes == (tmp_path.name,)
+    assert (len(data.train.pixels), len(data.heldout.pixels)) == (9, 1)
+
+
+@given(st.integers(1, 5_000), st.integers(1, 5_000), st.integers(1, 16), st.integers(1, 300))
+def test_grids_fit_and_keep_the_ratio(height, width, patch, longest):
+    rows, columns = fitting_grid(height, width, patch, longest)
+    assert 1 <= rows * columns <= longest
+    assert rows == 1 or rows * patch <= height
+    assert columns == 1 or columns * patch <= width
+    if min(rows, columns) > 1:
+        assert rows / (columns + 1) <= height / width <= (rows + 1) / columns
+
+
+def test_a_square_stays_one():
+    assert {fitting_grid(side, side, 4, 64) for side in range(32, 500)} == {(8, 8)}
+
+
+def test_an_image_keeps_its_ratio(tmp_path):
+    """A circle stays one, where two sides are cut; turned as the camera says."""
+    image = Image.new("L", (200, 150))
+    ImageDraw.Draw(image).ellipse((25, 0, 175, 150), fill=255)
+    image.save(tmp_path / "circle.png")
+    pixels = read_image(tmp_path / "circle.png", 32, 6)
+    assert pixels.shape == (64, 64, 3)
+    assert (pixels[32, :, 0] > 127).sum() >= 62
+    assert (pixels[:, 32, 0] > 127).sum() >= 62
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    image.save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(tmp_path / "turned.jpg", 4, 64).shape == (36, 24, 3)
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    read = lambda: read_data(str(tmp_path), 0, 4, 64)
+    with pytest.raises(ValueError, match="'cats' is not one of digits, photos, and no folder"):
+        read_data("cats", 0, 4, 64)
+    with pytest.raises(ValueError, match="has 0 images"):
+        read()
+    for i in range(9):
+        save(tmp_path / "one" / f"{i}.png", 8, 8)
+    with pytest.raises(ValueError, match="has 9 images; of 10 in a class"):
+        read()
+    (tmp_path / "one" / "9.png").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"9\.png cannot be read as an image"):
+        read()
+    save(tmp_path / "beside.png", 8, 8)
+    with pytest.raises(ValueError, match=r"images, as beside\.png, beside folders of images, as one"):
+        read()

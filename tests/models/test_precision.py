@@ -25,6 +25,7 @@ from models.dit import generate as generate_images
 from models.generate import Prompts
 from models.generate import generate as generate_text
 from models.images import DATA_SETS, DataSet, Images
+from models.packing import Documents
 from models.precision import PRECISIONS, for_this_machine, linear_layer
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset, of_bytes
 
@@ -51,7 +52,7 @@ def tiny(monkeypatch):
 def abstract(model: str, precision: str):
     if model == "lm":
         return nnx.eval_shape(lambda: Decoder(train_lm.configure(TINY, None, "auto", PRECISIONS[precision]).model, rngs=nnx.Rngs(0)))
-    return nnx.eval_shape(lambda: DiT(train_dit.configure(TINY_DIT, few_images(0), "auto", PRECISIONS[precision]), rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: DiT(train_dit.configure(train_dit.with_precision(TINY_DIT, PRECISIONS[precision]), few_images(0)), rngs=nnx.Rngs(0)))
 
 
 @functools.cache
@@ -95,11 +96,11 @@ def test_the_commands_hand_it_on(command, options, precision, monkeypatch, tmp_p
     assert stopped.value.args == PRECISIONS[precision or for_this_machine()]
 
 
-def test_training_in_delayed_scaling():
+def test_training_in_delayed_scaling(tmp_path):
     """Every step puts one value into each history; no evaluation does, and the model that comes back is in evaluation mode."""
-    text = np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64)
+    text = Documents(np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64), np.array([0, 512]))
     preset = train_lm.configure(TINY, None, "auto", PRECISIONS["fp8-delayed"])
-    model, history = train_lm.train(preset, Corpus(text, text), 0, Console(file=io.StringIO()))
+    model, history = train_lm.train(preset, Corpus(text, text), "nats", tmp_path, Console(file=io.StringIO()))
     assert history.heldout[-1][1] < history.heldout[0][1] - 0.5
     histories = jax.tree.leaves(nnx.state(model, AmaxHistory))
     assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for layers in histories for h in layers] == 4 * [((2, 16), TINY.steps, TINY.steps)]
@@ -120,14 +121,14 @@ def test_every_program_in_delayed_scaling(model):
     made.eval()
     sampled, whole = nnx.split(made)
     if model == "lm":
-        evaluate, batch = train_lm.make_evaluate(graphdef, TINY), (jnp.zeros((8, 33), jnp.uint8),)
+        evaluate = train_lm.make_evaluate(graphdef, TINY)
         prompts = Prompts(jnp.zeros((1, 32), jnp.int32), jnp.zeros(1, jnp.int32))
         draw = lambda whole: generate_text(nnx.merge(sampled, whole), prompts, jax.random.key(0), 2)[0]
     else:
-        images = jax.tree.map(jnp.asarray, workload.inputs(0)[0])
-        evaluate, batch = train_dit.make_evaluate(graphdef), (jax.tree.map(lambda x: x[None], images), jax.random.key(0))
+        images = jax.tree.map(lambda x: x[0], workload.inputs(0)[0])
+        evaluate = train_dit.make_evaluate(graphdef)
         draw = lambda whole: generate_images(nnx.merge(sampled, whole), images, jax.random.key(0), 2)
-    assert jax.eval_shape(evaluate, params, histories, *batch).shape == ()
+    assert jax.eval_shape(evaluate, params, histories, *workload.inputs(0)).shape == ()
     assert jax.eval_shape(draw, whole).shape == ((2,) if model == "lm" else images.tokens.shape)
 
 

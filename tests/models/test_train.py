@@ -20,10 +20,10 @@ def test_without_a_command_it_shows_help():
         assert f" {command} " in text
 
 
-BOTH = ("preset", "steps", "out", "seed", "backend", "precision")
+BOTH = ("preset", "config", "set", "steps", "out", "seed", "backend", "precision", "data")
 
 
-@pytest.mark.parametrize(("command", "options"), [("lm", BOTH), ("dit", ("data", *BOTH))])
+@pytest.mark.parametrize(("command", "options"), [("lm", (*BOTH, "tokenizer", "init-from", "no-pack")), ("dit", BOTH)])
 def test_help(command, options):
     shown = CliRunner().invoke(app, [command, "--help"])
     assert shown.exit_code == 0

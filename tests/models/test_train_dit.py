@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
+import yaml
 from flax import nnx
 from PIL import Image
 
 from models.dit import DiT, DiTConfig, generate, loss_fn, position_embedding
 from models.images import DATA_SETS, DataSet, Images, every_image_once, pack
 from models.presets import DIT_PRESETS, DiTPreset
-from models.train_dit import main, make_step, sample
+from models.train_dit import DitOptions, choose, main, make_step, sample
 from tests.compare import assert_close
 
 PATCH, LONGEST = 2, 12
@@ -90,7 +92,7 @@ def test_what_is_printed(command):
 
 
 def test_pictures(command):
-    assert (command.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (command.out / "report.png").read_bytes().startswith(b"\x89PNG")
     with Image.open(command.out / "samples.png") as grid:
         assert grid.width * 3 < grid.height * 2.5, "two classes, three sizes"
 
@@ -199,6 +201,24 @@ def test_samples(model):
     for row, again in zip(rows, sample(model, TINY, data, seed=0), strict=True):
         for image, same in zip(row, again, strict=True):
             np.testing.assert_array_equal(image, same)
+
+
+def test_a_run_from_its_own_configuration_and_images_of_a_folder(tmp_path, capsys):
+    """Micro-batches, classes by folder, and new images in their sizes."""
+    rng = np.random.default_rng(0)
+    for label in ("cats", "dogs"):
+        (tmp_path / label).mkdir()
+        for i in range(10):
+            Image.fromarray(rng.integers(0, 255, (*rng.integers(8, 20, 2), 3), np.uint8)).save(tmp_path / label / f"{i}.png")
+    settings = {"layers": 1, "width": 16, "heads": 2, "tokens": 64, "images": 12, "longest": 16, "accumulate": 2, "eval_every": 2, "sample_steps": 1}
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(settings))
+    main(config=tmp_path / "given.yaml", data=str(tmp_path), steps=2, out=tmp_path / "out")
+    assert "18 images to train on, 2 held out, 2 classes" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], 0.5 < row["fill"] <= 1, row["tokens"] == 64 * row["fill"]) for row in rows] == [(1, True, True), (2, True, True)]
+    assert choose(DitOptions(config=tmp_path / "out" / "config.yaml")).accumulate == 2
+    with pytest.raises(typer.BadParameter, match="a micro-batch has 32 tokens, and an image may have 64"):
+        main(config=tmp_path / "given.yaml")
 
 
 @pytest.mark.parametrize("preset", DIT_PRESETS.values(), ids=DIT_PRESETS)

@@ -1,7 +1,9 @@
 """`python -m models.train lm` on a tiny model: what it learns, what it compiles to, what it writes."""
 
 import contextlib
+import dataclasses
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,22 +11,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import typer
 from flax import nnx
+from PIL import Image
 
-from models.data import bigram_nats, even_windows, read_corpus, source_files
+from models import hf, train_lm
+from models.config import read
 from models.decoder import Decoder
+from models.generate import Bytes, HuggingFace, tokenizer_of
 from models.presets import PRESETS, Preset, of_bytes
-from models.train_lm import main, make_step
+from models.train_lm import LmOptions, choose, choose_tokenizer, main, make_step, read_corpus, save_checkpoint
 
 TINY = Preset(
     of_bytes(layers=1, width=16, heads=2, experts=4, hidden=8), context=32, batch=4, steps=30, learning_rate=2e-2, warmup_steps=3, eval_every=15, eval_windows=8
 )
-
-
-@pytest.fixture(scope="module")
-def corpus():
-    return read_corpus()
 
 
 class Command(NamedTuple):
@@ -44,10 +45,10 @@ def command(tmp_path_factory):
     def guarded_step(graphdef, preset):
         seen.update(graphdef=graphdef, step=make_step(graphdef, preset))
 
-        def run(state, data, key):
-            seen.setdefault("first", (jax.tree.map(np.array, state), data, key))
+        def run(state, batch, key):
+            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
             with jax.transfer_guard("disallow"):
-                return seen["step"](state, data, key)
+                return seen["step"](state, batch, key)
 
         return run
 
@@ -71,9 +72,86 @@ def test_what_is_printed(command):
     assert "tokens/s" in command.printed
 
 
-@pytest.mark.parametrize("name", ["loss.png", "expert_load.png"])
-def test_pictures(command, name):
-    assert (command.out / name).read_bytes().startswith(b"\x89PNG")
+def test_report(command):
+    with Image.open(command.out / "report.png") as picture:
+        assert picture.height > picture.width
+
+
+def test_metrics_are_logged(command):
+    rows = [json.loads(line) for line in (command.out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, TINY.steps + 1))
+    assert set(rows[1]) == {"step", "loss", "balance", "tokens", "fill", "learning_rate", "gradient_norm", "tokens_per_s"}
+    assert [row["step"] for row in rows if "heldout" in row] == [1, 15, 30]
+    assert all(row["tokens"] == 4 * 32 * row["fill"] and row["fill"] > 0.9 for row in rows)
+    assert max(row["learning_rate"] for row in rows) == rows[3]["learning_rate"] == pytest.approx(TINY.learning_rate)
+    assert len(list((command.out / "tensorboard").iterdir())) == 1
+
+
+def test_the_checkpoint_is_the_trained_model(command):
+    architecture, model = hf.load(command.out / "checkpoint-hf")
+    assert architecture == "MixtralForCausalLM"
+    assert isinstance(tokenizer_of(command.out / "checkpoint-hf", model.config.vocab), Bytes)
+    preset = dataclasses.replace(TINY, eval_windows=8)
+    graphdef, params, histories = nnx.split(model, nnx.Param, ...)
+    heldout = train_lm.heldout_batches(preset, read_corpus((), Bytes()).heldout)
+    loss = train_lm.make_evaluate(graphdef, preset)(params, histories, heldout, jax.random.key(0))
+    reached = float(re.findall(r"step \d+: held-out ([0-9.]+)", command.printed)[-1])
+    assert float(loss) == pytest.approx(reached, abs=2e-3)
+
+
+def test_the_configuration_that_is_written_makes_the_same_run(command, tmp_path):
+    given = command.out / "config.yaml"
+    main(config=given, out=tmp_path)
+    one, other = ([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()] for out in (command.out, tmp_path))
+    assert one == other
+    assert (tmp_path / "config.yaml").read_text() == given.read_text()
+
+
+def test_going_on_from_a_checkpoint(command, tmp_path, capsys):
+    """It starts where the checkpoint ended, on other text, and writes the same architecture."""
+    (tmp_path / "text.txt").write_text("all work and no play makes a dull model\n" * 200)
+    start = str(command.out / "checkpoint-hf")
+    settings = ["context=32", "batch=4", "eval_windows=8", "eval_every=10", "accumulate=2"]
+    main(init_from=start, data=[str(tmp_path / "text.txt")], steps=10, out=tmp_path / "out", set=settings, no_pack=True)
+    losses = [float(loss) for loss in re.findall(r"step \d+: held-out ([0-9.]+)", capsys.readouterr().out)]
+    assert losses[0] < np.log(256) - 1 > losses[1]
+    assert losses[1] < losses[0]
+    assert hf.read_config(tmp_path / "out" / "checkpoint-hf") == hf.read_config(start)
+    written = read(tmp_path / "out" / "config.yaml")
+    assert (written["init_from"], written["model"]["width"], written["pack"]) == (start, 16, False)
+    assert choose(LmOptions(config=tmp_path / "out" / "config.yaml")).model.experts == 4
+    with pytest.raises(typer.BadParameter, match=r"model\.width is 32, the checkpoint's is 16: with init_from leave them out"):
+        main(init_from=start, set=["model.width=32"])
+    with pytest.raises(typer.BadParameter, match=r"config\.json"):
+        main(init_from=str(tmp_path))
+
+
+def test_tokenizers(tmp_path):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{i}": i for i in range(300)}, unk_token="word0"))
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    preset = dataclasses.replace(TINY, tokenizer=str(tmp_path / "tokenizer.json"))
+    chosen, tokenizer = choose_tokenizer(preset)
+    assert (chosen.model.vocab, tokenizer.end) == (301, 300)
+    model = Decoder(chosen.model, rngs=nnx.Rngs(0))
+    assert save_checkpoint(tmp_path / "hf", chosen, model, tokenizer) == "MixtralForCausalLM"
+
+    started = dataclasses.replace(TINY, init_from=str(tmp_path / "hf"), model=chosen.model)
+    _, beside = choose_tokenizer(started)
+    assert isinstance(beside, HuggingFace)
+    assert (beside.end, beside.encode("word7")) == (300, [7])
+    made.add_tokens(["one more"])
+    made.save(str(tmp_path / "larger.json"))
+    with pytest.raises(ValueError, match=r"the tokenizer has 302 tokens, and the checkpoint in .* 301"):
+        choose_tokenizer(dataclasses.replace(started, tokenizer=str(tmp_path / "larger.json")))
+
+
+def test_a_dense_model_and_one_that_no_architecture_fits(tmp_path):
+    dense = dataclasses.replace(TINY.model, experts=0, top_k=0)
+    assert save_checkpoint(tmp_path, dataclasses.replace(TINY, model=dense), Decoder(dense, rngs=nnx.Rngs(0)), Bytes()) == "LlamaForCausalLM"
+    odd = dataclasses.replace(TINY.model, normalize=False)
+    assert save_checkpoint(tmp_path, TINY, Decoder(odd, rngs=nnx.Rngs(0)), Bytes()) is None
+    assert {hf.fitting(preset.model) for preset in PRESETS.values()} == {"MixtralForCausalLM"}
 
 
 def test_step_compiles_once(command):
@@ -94,42 +172,16 @@ def test_same_state_same_bits(command):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_held_out_files_are_not_trained_on(tmp_path):
-    texts = {f"{name}.py": f"# {name}\n".encode() for name in "abcdefghijklmnopqrstuvwxyz"}
-    for name, text in texts.items():
-        (tmp_path / name).write_bytes(text)
-    for folder in ("test", "site-packages"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "x.py").write_text("never read")
-    assert [file.name for file in source_files(tmp_path)] == sorted(texts)
-    corpus = read_corpus(tmp_path)
-    train, heldout = (set(bytes(part).split(b"\0")[:-1]) for part in corpus)
-    assert heldout == {b"# j\n", b"# t\n"}
-    assert train == set(texts.values()) - heldout
-
-
-def test_the_corpus_is_the_same_every_time(corpus):
-    for part, again in zip(corpus, read_corpus(), strict=True):
-        np.testing.assert_array_equal(part, again)
-    assert len(corpus.train) > 5 * len(corpus.heldout) > 1_000_000
-
-
-def test_no_python_sources(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds 0 Python files"):
-        read_corpus(tmp_path)
-
-
-def test_bigram():
-    train = np.frombuffer(b"ab" * 50_000, np.uint8)
-    assert bigram_nats(train, even_windows(train, 3, 8)) < 0.01
-    assert bigram_nats(train, np.frombuffer(b"zzzz", np.uint8)[None]) == pytest.approx(np.log(256))
+def test_the_corpus_is_the_same_every_time():
+    corpus, again = (read_corpus((), Bytes()) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, corpus, again)
+    assert len(corpus.train.tokens) > 5 * len(corpus.heldout.tokens) > 1_000_000
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
 def test_presets_fit(preset):
     model = preset.model
     assert model.width % (2 * model.heads) == 0
-    assert preset.eval_windows % preset.batch == 0
     assert preset.steps > preset.warmup_steps
 
 

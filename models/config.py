@@ -1,0 +1,162 @@
+"""A run's configuration: a preset, over it what a YAML file says, over that what the command line says; nested like the dataclass that it makes."""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import pydantic
+import typer
+import yaml
+
+from models.loop import AnySchedule, Schedule
+from models.precision import BACKENDS, PRECISIONS
+
+Given = dict[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-3 and 2.5e3 as numbers, as YAML 1.2 does."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every training command takes from its command line."""
+
+    preset: Annotated[str, typer.Option(help="What the other settings start from.")] = "demo"
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml.")] = None
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of such a file, over the file's: learning_rate=1e-3.")] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None
+    out: Annotated[Path | None, typer.Option(help="Folder of all that the run writes. Default: below runs/.")] = None
+    seed: Annotated[int | None, typer.Option(help="Of the parameters, the batches and the samples. Default: 0.")] = None
+    backend: Annotated[str | None, typer.Option(help="Of jaxops' ops: auto, pallas or xla. Default: auto.")] = None
+    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")] = None
+
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+
+
+def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Callable[..., None]:
+    """`run` as a command for typer, with an option for each field of a dataclass."""
+
+    def main(**given: Any) -> None:
+        run(options(**given))
+
+    main.__doc__, main.__annotations__ = run.__doc__, typing.get_type_hints(options, include_extras=True)
+    main.__dict__["__signature__"] = inspect.signature(options)
+    return main
+
+
+@contextlib.contextmanager
+def errors_of_options() -> Iterator[None]:
+    """What is wrong with settings or data ends the command with the error's words. Not for the training itself, whose errors need their traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def check_option(option: str, value: str, known: typing.Iterable[str]) -> None:
+    if value not in known:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}.", param_hint=f"--{option}")
+
+
+def read(file: Path) -> Given:
+    """
+    Raises:
+      ValueError: no YAML, or no mapping.
+    """
+    try:
+        found = yaml.load(file.read_text(), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read as YAML: {error}") from error
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{file} holds {type(found).__name__}; it must be a mapping, as `learning_rate: 0.001`.")
+    return found or {}
+
+
+def write(config: Schedule, file: Path) -> None:
+    """What `read` gives back."""
+    file.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def overlay(below: Given, above: Given) -> Given:
+    """All of both; of what both have, mappings are overlaid, and other values are the upper one's."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = overlay(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def assignments(texts: Sequence[str]) -> Given:
+    """KEY=VALUE each, with dots in the key for nested ones -> the mapping that a file would hold.
+
+    Raises:
+      ValueError: a text without "=", or a value that is no YAML.
+    """
+    found: Given = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--set {text}: write KEY=VALUE, as learning_rate=1e-3.")
+        try:
+            setting = yaml.load(value, _Loader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {text}: the value cannot be read as YAML: {error}") from error
+        for part in reversed(key.split(".")):
+            setting = {part: setting}
+        found = overlay(found, setting)
+    return found
+
+
+def given_by(options: Options, own: Given, nested: bool) -> Given:
+    """What the file, --set and the other options say, each over those before.
+
+    Args:
+      own: the options that one command alone has, None for those not given.
+      nested: whether what the model computes with stands under "model".
+    """
+    model: Given = {}
+    if options.backend is not None:
+        check_option("backend", options.backend, BACKENDS)
+        model["backend"] = options.backend
+    if options.precision is not None:
+        check_option("precision", options.precision, PRECISIONS)
+        model |= PRECISIONS[options.precision]._asdict()
+    named = {"steps": options.steps, "seed": options.seed, **own}
+    named = {key: value for key, value in named.items() if value is not None} | ({"model": model} if nested and model else model)
+    from_file = {} if options.config is None else read(options.config)
+    return overlay(overlay(from_file, assignments(options.set or ())), named)
+
+
+def resolve(preset: AnySchedule, given: Given) -> AnySchedule:
+    """The preset's dataclass with what is given over it.
+
+    Raises:
+      ValueError: names every key that does not exist, beside those that do, and every value of a wrong type or out of range.
+    """
+    merged = json.dumps(overlay(dataclasses.asdict(preset), given), default=str)  # only of JSON does pydantic read a dataclass strictly
+    try:
+        return pydantic.TypeAdapter(type(preset)).validate_json(merged, strict=True, extra="forbid")
+    except pydantic.ValidationError as error:
+        raise ValueError("; ".join(_say(preset, wrong) for wrong in error.errors())) from None
+
+
+def _say(preset: Any, wrong: Any) -> str:
+    key = ".".join(map(str, wrong["loc"]))
+    if wrong["type"] == "unexpected_keyword_argument":
+        for part in wrong["loc"][:-1]:
+            preset = getattr(preset, part)
+        return f"{key} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
+    if wrong["type"] == "value_error":
+        return str(wrong["ctx"]["error"])
+    return f"{key} is {wrong['input']!r}: {wrong['msg']}"

@@ -1,0 +1,191 @@
+"""Documents of unequal length in rows of few lengths: which pieces lie in which row, and the batch of each step as a function of (seed, step)."""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SHORTEST_BUCKET = 8
+
+
+class Documents(NamedTuple):
+    """tokens: unsigned integers, one document after another; offsets: [D + 1] int64, where each starts, then where the last one ends."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+
+class Rows(NamedTuple):
+    """What lies in each of R rows: pieces of documents.
+
+    Attributes:
+      length: predictions for which a row has room.
+      starts: [P] int64: where each piece's first token is; what it predicts is one further, in the same document.
+      lengths: [P] int64: predictions of each.
+      first: [R + 1] int64: row r is the pieces first[r] to first[r + 1] - 1.
+    """
+
+    length: int
+    starts: np.ndarray
+    lengths: np.ndarray
+    first: np.ndarray
+
+    @property
+    def row_count(self) -> int:
+        return len(self.first) - 1
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, what each of them predicts, and which document of its row it is of: arrays [..., T] alike.
+
+    Attributes:
+      tokens, targets: unsigned integers; a target is the token that follows in the same document. Zero where there is padding.
+      documents: int32, from 0 in each row; -1 for padding, which stands at the end.
+    """
+
+    tokens: Any
+    targets: Any
+    documents: Any
+
+    def counted(self) -> Any:
+        """The predictions that are no padding, int32."""
+        return (self.documents >= 0).sum(dtype=np.int32)
+
+    @property
+    def size(self) -> int:
+        return self.documents.size
+
+
+def cut(offsets: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, lengths) of all documents' pieces, in order: a document of n tokens has n - 1 predictions, in pieces of `longest` and one of what is left."""
+    predictions = np.maximum(np.diff(offsets) - 1, 0)
+    counts = -(-predictions // longest)
+    document = np.repeat(np.arange(len(counts)), counts)
+    before = longest * _ranges(np.zeros_like(counts), counts)
+    return offsets[document] + before, np.minimum(longest, predictions[document] - before)
+
+
+def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+    """A row for each length, int64, so that few rows are needed: from the longest on, each goes where the least room is left over."""
+    rows = np.empty(len(lengths), np.int64)
+    with_room: dict[int, list[int]] = {}  # room left -> the rows that have it
+    rooms: list[int] = []  # its keys, sorted
+    count = 0
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[i])
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            row, left = count, room - length
+            count += 1
+        else:
+            found = rooms[at]
+            row, left = with_room[found].pop(), found - length
+            if not with_room[found]:
+                del with_room[found], rooms[at]
+        rows[i] = row
+        if left:
+            if left not in with_room:
+                bisect.insort(rooms, left)
+                with_room[left] = []
+            with_room[left].append(row)
+    return rows
+
+
+def pack(documents: Documents, length: int) -> Rows:
+    """Rows of `length` predictions with as many documents as fit; longer documents are cut."""
+    starts, lengths = cut(documents.offsets, length)
+    whole = lengths == length
+    rows = np.empty(len(lengths), np.int64)
+    rows[whole] = np.arange(whole.sum())
+    rows[~whole] = whole.sum() + best_fit(lengths[~whole], length)
+    order = np.argsort(rows, kind="stable")
+    first = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
+    return Rows(length, starts[order], lengths[order], first)
+
+
+def overall_fill(rows: Sequence[Rows]) -> float:
+    """The share of all rows that is no padding."""
+    return float(sum(some.lengths.sum() for some in rows) / sum(some.row_count * some.length for some in rows))
+
+
+def choose_buckets(lengths: np.ndarray, longest: int, most: int) -> tuple[int, ...]:
+    """At most `most` of longest, longest / 2, longest / 4, ...: those with which rows of one piece each are padded least."""
+    halves = (longest >> k for k in range(longest.bit_length()) if longest % (1 << k) == 0)
+    known = sorted({longest, *(half for half in halves if half >= SHORTEST_BUCKET)})
+    sizes = np.bincount(np.searchsorted(known, lengths), minlength=len(known))
+    used = known[: int(np.flatnonzero(sizes).max(initial=0)) + 1]
+
+    def padded(chosen: Sequence[int]) -> int:
+        return sum(int(size) * chosen[bisect.bisect_left(chosen, bucket)] for bucket, size in zip(used, sizes, strict=False))
+
+    return min(((*some, used[-1]) for count in range(most) for some in itertools.combinations(used[:-1], count)), key=padded)
+
+
+def one_a_row(documents: Documents, longest: int, buckets: int) -> tuple[Rows, ...]:
+    """Rows of one document, or of a piece of one, in at most `buckets` lengths."""
+    starts, lengths = cut(documents.offsets, longest)
+    chosen = choose_buckets(lengths, longest, buckets)
+    nearest = np.searchsorted(chosen, lengths)
+    found = []
+    for number, length in enumerate(chosen):
+        mine = nearest == number
+        if mine.any():
+            found.append(Rows(length, starts[mine], lengths[mine], np.arange(mine.sum() + 1)))
+    return tuple(found)
+
+
+def build(tokens: np.ndarray, rows: Rows, chosen: np.ndarray) -> Batch:
+    """The chosen rows' numbers [...] -> a batch [..., rows.length]; -1 for a row of padding. Without a loop over rows or tokens."""
+    numbers, shape = chosen.ravel(), (*chosen.shape, rows.length)
+    counts = np.where(numbers >= 0, rows.first[numbers + 1] - rows.first[numbers], 0)
+    pieces = _ranges(rows.first[numbers], counts)
+    lengths = rows.lengths[pieces]
+    filled = np.bincount(np.repeat(np.arange(len(numbers)), counts), lengths, len(numbers)).astype(np.int64)
+    into = _ranges(rows.length * np.arange(len(numbers)), filled)
+    source = _ranges(rows.starts[pieces], lengths)
+    size = chosen.size * rows.length
+    batch = Batch(np.zeros(size, tokens.dtype), np.zeros(size, tokens.dtype), np.full(size, -1, np.int32))
+    batch.tokens[into], batch.targets[into] = tokens[source], tokens[source + 1]
+    batch.documents[into] = np.repeat(_ranges(np.zeros_like(counts), counts), lengths)
+    return Batch(*(part.reshape(shape) for part in batch))
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, ..., counts[0] of them, then those from starts[1]: int64."""
+    return np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+
+
+def row_batches(tokens: np.ndarray, rows: Sequence[Rows], budget: int, accumulate: int, seed: int) -> Callable[[int], Batch]:
+    """The batch of each step, [accumulate, B, length] with accumulate * B * length the budget: a pure function of seed and step.
+
+    Every epoch shows each row in an order of its own, each step's of one length; where a length's last step is not full, with rows for the second time.
+    """
+    each = [budget // some.length for some in rows]
+    steps = [-(-some.row_count // count) for some, count in zip(rows, each, strict=True)]
+    ends = np.cumsum(steps)
+
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        rng = np.random.default_rng((seed, epoch))
+        shuffled = [np.resize(rng.permutation(some.row_count), (count, size)) for some, count, size in zip(rows, steps, each, strict=True)]
+        return rng.permutation(ends[-1]), shuffled
+
+    def batch(step: int) -> Batch:
+        epoch, place = divmod(step, int(ends[-1]))
+        places, shuffled = order(epoch)
+        number = int(places[place])
+        bucket = int(np.searchsorted(ends, number, side="right"))
+        chosen = shuffled[bucket][number - ends[bucket]]  # from the end of the bucket's steps
+        return build(tokens, rows[bucket], chosen.reshape(accumulate, -1))
+
+    return batch
+
+
+def even_rows(tokens: np.ndarray, rows: Rows, count: int, size: int) -> Batch:
+    """At most `count` rows at even distances, [N, size, length], the same for every run; the last of the N is filled up with padding."""
+    have = rows.row_count
+    chosen = np.linspace(0, have - 1, min(count, have)).astype(np.int64)
+    return build(tokens, rows, np.pad(chosen, (0, -len(chosen) % size), constant_values=-1).reshape(-1, size))

@@ -1,0 +1,111 @@
+"""Text of the user's: which files are read, what a document is, what is held out, and what is said of data that cannot be used."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+from models.data import bigram_nats, read_texts, source_files, split, standard_library, text_files, tokenize
+from models.generate import Bytes, HuggingFace
+from models.packing import Documents, even_rows, pack
+
+
+def documents_in(documents: Documents) -> list[bytes]:
+    return [bytes(part.astype(np.uint8)) for part in np.split(documents.tokens, documents.offsets[1:-1])]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A tokenizer.json of words, whose texts end with </s>."""
+    file = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "one": 1, "two": 2, "</s>": 700}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    made.save(str(file))
+    return file
+
+
+def test_which_files_are_read(tmp_path):
+    for name in ("b.txt", "a.md", "deep/c.py", "deep/er/d.jsonl", "no.bin", ".git/e.txt", ".f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert [file.relative_to(tmp_path).as_posix() for file in text_files([tmp_path])] == ["a.md", "b.txt", "deep/c.py", "deep/er/d.jsonl"]
+    assert text_files([tmp_path / "no.bin", tmp_path / "b.txt"]) == [tmp_path / "no.bin", tmp_path / "b.txt"]
+
+
+def test_documents(tmp_path):
+    """A file is one, and each line of a .jsonl file; empty ones are none."""
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9\n")  # bytes are trained on as they are
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 3}\n\n{"text": ""}\n{"text": "é\\n"}')
+    (tmp_path / "c.txt").write_bytes(b"")
+    found = tokenize(read_texts([tmp_path]), Bytes())
+    assert found.tokens.dtype == np.uint8
+    assert documents_in(found) == [b"caf\xe9\n\0", b"two\0", "é\n\0".encode()]
+
+
+def test_a_tokenizer(words):
+    tokenizer = HuggingFace(words)
+    assert (tokenizer.vocab, tokenizer.end) == (701, 700)
+    found = tokenize([b"one two one", b"", b"three", b"two </s>"], tokenizer)
+    assert found.tokens.dtype == np.uint16
+    np.testing.assert_array_equal(found.tokens, [1, 2, 1, 700, 0, 700, 2, 700])
+    np.testing.assert_array_equal(found.offsets, [0, 4, 6, 8])
+    assert HuggingFace(words, end=2).end == 2
+
+
+def test_what_cannot_be_read(tmp_path, words):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        read_texts([tmp_path / "nowhere"])
+    with pytest.raises(FileNotFoundError, match=r"holds no file of \.txt, \.md, \.py, \.jsonl"):
+        read_texts([tmp_path])
+    for line in ('{"txt": "a"}', "{", '"text"', '{"text": 3}', "7"):
+        (tmp_path / "x.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"x\.jsonl, line 2: .* is no JSON object"):
+            read_texts([tmp_path])
+    with pytest.raises(ValueError, match=r"begins with b'\\xff' is not UTF-8"):
+        tokenize([b"one", b"\xff"], HuggingFace(words))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer\.json"):
+        HuggingFace(tmp_path / "tokenizer.json")
+
+
+def test_each_tenth_document_is_held_out():
+    texts = [f"text {i}".encode() for i in range(25)]
+    train, heldout = map(documents_in, split(tokenize(texts, Bytes())))
+    assert heldout == [b"text 9\0", b"text 19\0"]
+    assert train == [text + b"\0" for text in texts if text not in (b"text 9", b"text 19")]
+
+
+def test_the_end_of_few_documents_is_held_out():
+    corpus = split(Documents(np.arange(133, dtype=np.uint8), np.array([0, 100, 103, 133])))
+    np.testing.assert_array_equal(corpus.train.tokens, [*range(90), *range(100, 103), *range(103, 130)])
+    np.testing.assert_array_equal(corpus.train.offsets, [0, 90, 93, 120])
+    np.testing.assert_array_equal(corpus.heldout.tokens, [*range(90, 100), 130, 131, 132])
+    np.testing.assert_array_equal(corpus.heldout.offsets, [0, 10, 13])
+
+
+@pytest.mark.parametrize("texts", [[], [b""], [b"a few"], 9 * [b"a"]])
+def test_too_little(texts):
+    with pytest.raises(ValueError, match=f"tokens in {sum(map(bool, texts))} documents: too little"):
+        split(tokenize(texts, Bytes()))
+
+
+def test_standard_library(tmp_path):
+    for name in "abcdefghijklmnopqrstuvwxyz":
+        (tmp_path / f"{name}.py").write_text(name)
+    for folder in ("test", "site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text("never read")
+    assert [file.stem for file in source_files(tmp_path)] == list("abcdefghijklmnopqrstuvwxyz")
+    assert standard_library(tmp_path)[3] == b"d"
+    with pytest.raises(FileNotFoundError, match=re.escape("holds 0 Python files")):
+        standard_library(tmp_path / "test" / "none")
+
+
+def test_bigram():
+    documents = Documents(np.frombuffer(b"ab" * 50_000, np.uint8), np.array([0, 100_000]))
+    nats = lambda some: bigram_nats(documents.tokens, even_rows(some.tokens, pack(some, 8), 3, 2))
+    assert nats(documents) < 0.01
+    assert nats(Documents(np.frombuffer(b"zzzz", np.uint8), np.array([0, 4]))) == pytest.approx(np.log(256))

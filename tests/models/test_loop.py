@@ -1,0 +1,210 @@
+"""What every training shares: micro-batches add up to the batch, few programs are compiled, a run that is taken up again is the same one."""
+
+import dataclasses
+import io
+import json
+import struct
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
+
+from models import train_lm
+from models.data import split
+from models.loop import Measured, Training, init_state, kept, make_evaluate, make_learning_rate, make_step, place, prefetched, run_steps
+from models.packing import Documents
+from models.presets import Preset, of_bytes
+from models.report import MetricsLog
+
+DENSE = dataclasses.replace(of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla")
+TINY = Preset(DENSE, context=32, batch=4, steps=6, learning_rate=1e-2, warmup_steps=2, eval_every=3, eval_windows=8)
+
+
+def text(lengths) -> Documents:
+    tokens = np.random.default_rng(0).integers(0, 256, sum(lengths), dtype=np.uint8)
+    return Documents(tokens, np.cumsum([0, *lengths]))
+
+
+UNEVEN = text(np.random.default_rng(1).integers(2, 33, 80).tolist())
+
+
+def first_step(preset: Preset, batch, state=None):
+    graphdef, start = train_lm.init_state(preset, 0)
+    return train_lm.make_step(graphdef, preset)(start if state is None else state, place(batch), jax.random.key(0))
+
+
+def test_micro_batches_add_up_to_the_batch():
+    """Rows of unequal fill: each token counts alike, whichever micro-batch it is in."""
+    rows = train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN)
+    whole, parts = (train_lm.make_batches(dataclasses.replace(TINY, accumulate=count), UNEVEN, rows)(0) for count in (1, 4))
+    assert (whole.tokens.shape, parts.tokens.shape) == ((1, 4, 32), (4, 1, 32))
+    assert len({int(micro.counted()) for micro in (parts._replace(documents=documents) for documents in parts.documents)}) > 1
+    (one, metrics), (other, summed) = first_step(TINY, whole), first_step(dataclasses.replace(TINY, accumulate=4), parts)
+    for name in ("loss", "gradient_norm", "fill", "tokens"):
+        np.testing.assert_allclose(getattr(summed, name), getattr(metrics, name), rtol=1e-5, err_msg=name)
+    moments = lambda state: [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert {leaf.dtype for leaf in moments(other)} == {jnp.dtype("float32")}
+    for left, right in zip(moments(one), moments(other), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-9)
+
+
+def test_padding_and_the_ends_of_documents_are_not_learned():
+    """What stands in padding reaches neither loss nor gradient."""
+    batch = train_lm.make_batches(TINY, UNEVEN, train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN))(0)
+    outside = batch.documents < 0
+    assert outside.any()
+    noise = np.random.default_rng(2).integers(0, 256, batch.tokens.shape, dtype=np.uint8)
+    spoiled = batch._replace(tokens=np.where(outside, noise, batch.tokens), targets=np.where(outside, noise, batch.targets))
+    (_, plain), (_, other) = first_step(TINY, batch), first_step(TINY, spoiled)
+    np.testing.assert_allclose(plain.loss, other.loss, rtol=1e-6)
+    np.testing.assert_allclose(plain.gradient_norm, other.gradient_norm, rtol=1e-5)
+
+
+def test_a_row_of_its_own_and_a_packed_one_give_the_same_loss():
+    """Over all data at once: without pack attention has no mask, and documents still see only themselves."""
+    losses = []
+    for pack in (True, False):
+        preset = dataclasses.replace(TINY, pack=pack, buckets=1)
+        (rows,) = train_lm.make_rows(preset, UNEVEN)
+        everything = train_lm.even_rows(UNEVEN.tokens, rows, rows.row_count, rows.row_count)
+        losses.append(first_step(preset, everything)[1].loss)
+    assert losses[0] == pytest.approx(float(losses[1]), rel=1e-5)
+
+
+def test_steps_of_unequal_data_share_three_programs():
+    preset = dataclasses.replace(TINY, pack=False, steps=200)
+    rows = train_lm.make_rows(preset, UNEVEN)
+    graphdef, state = train_lm.init_state(preset, 0)
+    step, lengths, key = train_lm.make_step(graphdef, preset), set(), jax.random.key(0)
+    for batch in prefetched(train_lm.make_batches(preset, UNEVEN, rows), 0, 200):
+        lengths.add(batch.tokens.shape)
+        state, _ = step(state, batch, key)
+    assert int(state.step) == 200
+    assert step._cache_size() == len(lengths) == len(rows) == 3
+
+
+class Line(NamedTuple):
+    """Micro-batches of x [A, N]; y is 3 x."""
+
+    x: Any
+
+    def counted(self):
+        return jnp.int32(self.x.size)
+
+    @property
+    def size(self) -> int:
+        return self.x.size
+
+
+@dataclasses.dataclass
+class Toy:
+    """A model of one parameter, which is trained as any other."""
+
+    training: Training
+    graphdef: Any
+    schedule: Any
+
+    def state(self):
+        _, params, histories = nnx.split(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
+        return init_state(self.schedule, params, histories)
+
+
+def toy_objective(model, batch, key):
+    x = batch.x[:, None]
+    loss = jnp.mean((model(x) - 3 * x) ** 2)
+    return loss, Measured(loss, load=jnp.ones((1, 2)) / 2)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    schedule = dataclasses.replace(TINY, steps=23, learning_rate=0.2, eval_every=10, ema=0.9, weight_decay=0.0)
+    graphdef, _, _ = nnx.split(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    heldout, evaluate, key = place(Line(np.ones((1, 4), np.float32))), make_evaluate(graphdef, toy_objective), jax.random.key(0)
+    batches = lambda step: Line(np.random.default_rng(step).normal(size=(1, 4)).astype(np.float32))
+    training = Training(
+        schedule, make_step(graphdef, schedule, toy_objective), lambda state: evaluate(kept(state), state.histories, heldout, key), batches, key, "nats"
+    )
+    return Toy(training, graphdef, schedule)
+
+
+def lines_of(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_is_taken_up_again_is_the_same(toy, tmp_path):
+    console = Console(file=io.StringIO())
+    whole, history = run_steps(toy.training, toy.state(), tmp_path / "whole", console)
+    early = dataclasses.replace(toy.training, schedule=dataclasses.replace(toy.schedule, steps=14))
+    half, _ = run_steps(early, toy.state(), tmp_path / "half", console)
+    with (tmp_path / "half" / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 15, "loss": 77.0}\n')  # of a step after the last checkpoint, which is done again
+    other, again = run_steps(toy.training, half, tmp_path / "half", console)
+    jax.tree.map(np.testing.assert_array_equal, whole, other)
+    assert [row["loss"] for row in lines_of(tmp_path / "whole")] == [row["loss"] for row in lines_of(tmp_path / "half")] == history.loss == again.loss
+    assert len(history.loss) == 23
+    assert (len(history.loads), len(again.loads)) == (23, 9)
+    assert history.heldout[-1][1] < 0.1 * history.heldout[0][1]
+
+
+def test_a_new_run_begins_a_new_log(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 77.0}\n')
+    with MetricsLog(tmp_path, 0) as log:
+        assert log.history.rows == []
+    assert lines_of(tmp_path) == []
+
+
+def test_what_is_logged(toy, tmp_path):
+    run_steps(toy.training, toy.state(), tmp_path, Console(file=io.StringIO()))
+    rows = lines_of(tmp_path)
+    assert [row["step"] for row in rows if "heldout" in row] == [1, 10, 20, 23]
+    rate = make_learning_rate(toy.schedule)
+    np.testing.assert_allclose([row["learning_rate"] for row in rows], [rate(step) for step in range(23)], rtol=1e-6)
+    assert {row["tokens"] for row in rows} == {4}
+    assert {row["fill"] for row in rows} == {1.0}
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = [(value.tag, event.step, value.simple_value) for event in events_in(file.read_bytes()) for value in event.summary.value]
+    wanted = [(name, row["step"], value) for row in rows for name, value in row.items() if name != "step"]
+    assert [each[:2] for each in found] == [each[:2] for each in wanted]
+    np.testing.assert_allclose([each[2] for each in found], [each[2] for each in wanted], rtol=1e-6)
+
+
+def events_in(records: bytes):
+    """TensorFlow's records: a length, its checksum, the event, its checksum."""
+    while records:
+        (length,) = struct.unpack("<Q", records[:8])
+        yield Event.FromString(records[12 : 12 + length])
+        records = records[16 + length :]
+
+
+def test_the_average_lags_behind(toy):
+    state, kernels = toy.state(), []
+    for number in range(3):
+        before = float(jax.tree.leaves(state.average)[0][0, 0])
+        state, _ = toy.training.step(state, place(toy.training.batches(number)), toy.training.key)
+        keep = (1 + number) / (10 + number)
+        kernels.append((before, *(float(jax.tree.leaves(tree)[0][0, 0]) for tree in (state.params, state.average)), keep))
+    for before, now, average, keep in kernels:
+        assert average == pytest.approx(keep * before + (1 - keep) * now, rel=1e-5)
+
+
+def test_batches_come_in_order_and_a_failure_is_the_callers():
+    def batches(step: int) -> np.ndarray:
+        if step == 5:
+            raise InterruptedError("no such step")
+        return np.int32(step) * np.ones(2, np.int32)
+
+    assert [int(batch[0]) for batch in prefetched(batches, 2, 5)] == [2, 3, 4]
+    with pytest.raises(InterruptedError, match="no such step"):
+        list(prefetched(batches, 3, 9))
+
+
+def test_an_evaluation_has_each_heldout_prediction_once():
+    corpus = split(text([40, 90, 300]))
+    heldout = train_lm.heldout_batches(dataclasses.replace(TINY, eval_windows=100), corpus.heldout)
+    assert heldout.tokens.shape[1:] == (4, 32)
+    assert heldout.counted() == sum(length - 1 for length in np.diff(corpus.heldout.offsets))

@@ -72,10 +72,12 @@ class Run(NamedTuple):
 
 def lm_workload(preset: str, steps: int) -> Workload:
     check_option("preset", preset, PRESETS)
-    chosen = lambda precision: train_lm.configure(PRESETS[preset], steps, "auto", precision)
-    plain = dataclasses.replace(chosen(PRECISIONS[BASELINE]), seed=BATCH_SEED)
-    documents = train_lm.read_corpus(plain.data, Bytes()).train
-    batches = on_device(train_lm.make_batches(plain, documents, train_lm.make_rows(plain, documents)), steps)
+    start = dataclasses.replace(PRESETS[preset], seed=BATCH_SEED)
+    documents = train_lm.read_corpus(start.data, Bytes()).train
+    rows = train_lm.make_rows(start, documents)
+    chosen = lambda precision: train_lm.configure(train_lm.with_room(start, rows), steps, "auto", precision)
+    plain = chosen(PRECISIONS[BASELINE])
+    batches = on_device(train_lm.make_batches(plain, documents, rows), steps)
     key = jax.random.key(BATCH_SEED)
     return Workload(
         steps,

@@ -12,6 +12,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import jaxops
 from jaxops.nn import MoE, Router
+from models.packed_attention import packed_attention
 from models.packing import Batch
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
@@ -33,7 +34,8 @@ class DecoderConfig:
       dtype: of the computation; parameters and logits are float32, and the router's product.
       recipe: of attention's and the gated units' matrix products in FP8 (`jaxops.fp8_matmul`); None leaves them in dtype. Embedding, router and logits are
         never in FP8.
-      attention: implementation of `jax.nn.dot_product_attention`.
+      attention: "xla" or "cudnn" (bfloat16, on a GPU).
+      max_documents: of a row, padding counted as one: what cuDNN has to know where documents share rows. A batch of more than that comes out NaN.
       backend: of the experts' matrix products, and of all those in FP8.
       remat: whether a block's inside is computed again in the backward, instead of kept.
     """
@@ -55,6 +57,7 @@ class DecoderConfig:
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
     attention: Literal["xla", "cudnn"] = "xla"
+    max_documents: PositiveInt | None = None
     backend: Backend = "auto"
     remat: bool = False
 
@@ -79,11 +82,28 @@ class Routed(NamedTuple):
     load: jax.Array
 
 
-def document_positions(documents: jax.Array) -> jax.Array:
-    """documents [B, T]: numbers that change where another document starts -> each token's place in its own, int32 [B, T]."""
-    at = jnp.arange(documents.shape[1], dtype=jnp.int32)[None, :]
-    starts = jnp.concatenate([jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1)
+def document_starts(documents: jax.Array) -> jax.Array:
+    """documents [B, T]: numbers that change where another document starts -> where that is, bool [B, T]; each row starts with one."""
+    return jnp.concatenate([jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1)
+
+
+def positions_in(starts: jax.Array) -> jax.Array:
+    """Each token's place in its own document, int32 [B, T]."""
+    at = jnp.arange(starts.shape[1], dtype=jnp.int32)[None, :]
     return at - jax.lax.cummax(jnp.where(starts, at, 0), axis=1)
+
+
+def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
+    """Causal attention inside documents: all rows are one sequence of them."""
+    offsets = jnp.nonzero(starts.ravel(), size=starts.shape[0] * max_documents + 1, fill_value=starts.size)[0].astype(jnp.int32)
+    all_there = offsets[-1] == starts.size
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+        out = packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn")
+        return jnp.where(all_there, out.reshape(q.shape), jnp.nan), None
+
+    return attend
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
@@ -200,12 +220,8 @@ class Decoder(nnx.Module):
         if documents is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
         else:
-            positions = document_positions(documents)
-        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=self.config.attention), None
-
+            positions = positions_in(document_starts(documents))
+        attend = self._attend(documents)
         graphdef, params, others = nnx.split(self.blocks, nnx.Param, ...)
 
         def block(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Routed | None, nnx.State]]:
@@ -217,6 +233,19 @@ class Decoder(nnx.Module):
         if not self.use_running_average:
             nnx.update(self.blocks, others)
         return self._logits(x), routed
+
+    def _attend(self, documents: jax.Array | None) -> Attend:
+        """
+        Raises:
+          ValueError: documents, cuDNN's attention, and no max_documents.
+        """
+        c = self.config
+        if documents is not None and c.attention == "cudnn":
+            if c.max_documents is None:
+                raise ValueError("attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the most.")
+            return cudnn_documents(document_starts(documents), c.max_documents)
+        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
+        return lambda q, k, v: (jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=c.attention), None)
 
     def empty_cache(self, batch: int, length: int) -> KeysValues:
         """For `extend`: keys and values of `length` tokens a row, [layers, batch, length, kv_heads, head_dim] in dtype."""

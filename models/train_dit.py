@@ -34,7 +34,9 @@ class DitOptions(Options):
 
 
 def with_precision(preset: DiTPreset, precision: Precision) -> DiTPreset:
-    return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe)
+    """And on a GPU with cuDNN's attention, which has no float32."""
+    attention = "cudnn" if jax.default_backend() == "gpu" and precision.dtype != "float32" else preset.attention
+    return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe, attention=attention)
 
 
 def choose(options: DitOptions) -> DiTPreset:
@@ -45,7 +47,8 @@ def choose(options: DitOptions) -> DiTPreset:
     """
     check_option("preset", options.preset, DIT_PRESETS)
     given = config.given_by(options, {"data": options.data}, nested=False)
-    chosen = config.resolve(dataclasses.replace(DIT_PRESETS[options.preset], dtype=PRECISIONS[for_this_machine()].dtype), given)
+    precision = Precision(given.get("dtype", PRECISIONS[for_this_machine()].dtype))
+    chosen = config.resolve(with_precision(DIT_PRESETS[options.preset], precision), given)
     return chosen if "warmup_steps" in given else with_steps(chosen, None)
 
 

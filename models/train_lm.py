@@ -26,7 +26,7 @@ from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
 
-RUN_FIELDS = ("dtype", "recipe", "attention", "backend", "remat")  # of a DecoderConfig: what a checkpoint does not say
+RUN_FIELDS = ("dtype", "recipe", "attention", "max_documents", "backend", "remat")  # of a DecoderConfig: what a checkpoint does not say
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,11 +144,18 @@ def heldout_batches(preset: Preset, documents: Documents) -> Batch:
     return even_rows(documents.tokens, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate)
 
 
+def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
+    """Its model knows how many documents a row holds at the most, padding counted as one."""
+    most = 1 + max(int(np.diff(some.first).max(initial=0)) for some in rows)
+    return dataclasses.replace(preset, model=dataclasses.replace(preset.model, max_documents=most))
+
+
 def train(preset: Preset, corpus: Corpus, unit: str, out: Path, console: Console) -> tuple[Decoder, History]:
     """Runs all steps and evaluations; the model that comes back is trained, and in evaluation mode."""
+    rows, key = make_rows(preset, corpus.train), jax.random.key(preset.seed)
+    preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
     graphdef, state = init_state(preset, preset.seed)
     console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-    rows, key = make_rows(preset, corpus.train), jax.random.key(preset.seed)
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
     evaluate, heldout = make_evaluate(graphdef, preset), loop.place(heldout_batches(preset, corpus.heldout))

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxops.nn import AmaxHistory
-from models.decoder import Decoder, DecoderConfig, document_positions
+from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
 
 DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
 SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, remat=True)
@@ -28,7 +28,7 @@ def logits_of(model: Decoder, tokens: jax.Array, documents: jax.Array | None = N
 
 def test_positions_start_again_with_each_document():
     documents = jnp.array([[4, 4, 4, 1, 1, 7], [0, 0, 0, 0, 0, 0], [1, 2, 1, 2, 2, 2]])
-    np.testing.assert_array_equal(document_positions(documents), [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
+    np.testing.assert_array_equal(positions_in(document_starts(documents)), [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
 
 
 def test_packed_documents_are_as_if_each_came_alone():

@@ -137,6 +137,16 @@ PRESETS = {
         warmup_steps=500,
         eval_every=500,
     ),
+    # Like Qwen3's mixtures of experts: 3.1 billion, 0.6 billion at work; for a GPU of 80 GB and more, and a tokenizer of at most 32,768 tokens.
+    "3b": Preset(
+        DecoderConfig(32_768, 2048, layers=14, heads=16, kv_heads=4, head_dim=128, hidden=512, experts=64, top_k=8, qk_norm=True),
+        context=2048,
+        batch=16,
+        steps=20_000,
+        learning_rate=3e-4,
+        warmup_steps=1_000,
+        eval_every=1_000,
+    ),
 }
 
 DIT_PRESETS = {
@@ -146,4 +156,18 @@ DIT_PRESETS = {
     "small": DiTPreset(layers=12, width=384, heads=6, tokens=16_384, images=576, steps=5_000, learning_rate=5e-4, warmup_steps=500, eval_every=500, ema=0.999),
     # 80 million parameters, in layers whose sides are multiples of 128: for `python -m models.compare_precision`.
     "wide": DiTPreset(layers=4, width=1024, heads=8, tokens=8_192, images=384, steps=500, learning_rate=3e-4, warmup_steps=60, eval_every=250),
+    # 1.0 billion, for images of up to 1,024 tokens.
+    "1b": DiTPreset(
+        layers=24,
+        width=1536,
+        heads=12,
+        tokens=16_384,
+        images=64,
+        longest=1024,
+        steps=50_000,
+        learning_rate=1e-4,
+        warmup_steps=1_000,
+        eval_every=1_000,
+        ema=0.9999,
+    ),
 }

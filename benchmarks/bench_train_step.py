@@ -1,0 +1,226 @@
+"""Whole training steps of the models' large presets: with jaxops, in bfloat16 and FP8, and the same models on plain XLA.
+
+python -m benchmarks.bench_train_step                        # the 3b mixture of experts and the 1b diffusion transformer
+python -m benchmarks.bench_train_step --smoke --out /tmp/x   # tiny models, every code path
+"""
+
+import collections
+import dataclasses
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from benchmarks import harness
+from models import loop, train_dit, train_lm
+from models.dit import DiTConfig
+from models.generate import Bytes
+from models.images import Batch as Images
+from models.precision import PRECISIONS
+from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
+
+OURS, XLA = "jaxops", "xla"
+SIDES = {  # side -> backend, precision
+    OURS: ("auto", "bfloat16"),
+    "jaxops_fp8_tensorwise": ("auto", "fp8-tensorwise"),
+    "jaxops_fp8_blockwise": ("auto", "fp8-blockwise"),
+    XLA: ("xla", "bfloat16"),
+    "xla_fp8_tensorwise": ("xla", "fp8-tensorwise"),
+}
+PEAK_TFLOPS = 989.4  # of an H200 in bfloat16, as its data sheet has it: what MFU is a share of
+APART = 0.02  # losses of the first step, of whatever side, in bfloat16 or FP8
+SHOWN = 25  # kernels of a row
+
+
+class Workload(NamedTuple):
+    """A model in one precision, on one backend.
+
+    Attributes:
+      start: the state before the first step; a function, so that it is made when the one before is gone.
+      step: compiled with `lower`.
+      batches: on the device.
+      tokens, flops: of a step; flops as a training needs them, without what is computed again.
+      shape: what a row says of it.
+    """
+
+    start: Callable[[], Any]
+    step: Any
+    batches: list[Any]
+    tokens: int
+    flops: float
+    shape: dict[str, int]
+
+
+def lm_flops(preset: Preset, batch: Any) -> float:
+    """Six for each parameter at work and token, the embeddings' rows apart; and causal attention within documents."""
+    c = preset.model
+    attention = c.width * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    experts = 3 * c.width * c.hidden * max(1, c.top_k) + c.width * c.experts
+    starts = np.flatnonzero(np.diff(batch.documents.reshape(-1, batch.documents.shape[-1]), axis=1, prepend=-2).ravel())
+    lengths = np.diff(np.append(starts, batch.documents.size)).astype(float)
+    pairs = float(np.sum(lengths**2)) / 2
+    return 6 * batch.documents.size * (c.layers * (attention + experts) + c.width * c.vocab) + 12 * c.layers * c.heads * c.head_dim * pairs
+
+
+def lm(preset: Preset, backend: str, precision: str, steps: int) -> Workload:
+    """On packed sources of Python's standard library, as bytes."""
+    documents = train_lm.read_corpus((), Bytes()).train
+    rows = train_lm.make_rows(preset, documents)
+    preset = train_lm.with_room(train_lm.configure(preset, None, backend, PRECISIONS[precision]), rows)
+    make = train_lm.make_batches(preset, documents, rows)
+    graphdef = jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0]
+    c = preset.model
+    shape = {"T": preset.batch * preset.context, "D": c.width, "layers": c.layers, "experts": c.experts, "top_k": c.top_k}
+    batches = [make(step) for step in range(steps)]
+    flops = float(np.mean([lm_flops(preset, batch) for batch in batches]))
+    step = train_lm.make_step(graphdef, preset)
+    return Workload(lambda: train_lm.init_state(preset, 0)[1], step, [loop.place(batch) for batch in batches], shape["T"], flops, shape)
+
+
+def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
+    """Squares of a quarter of `longest` tokens to all of it, until the budget is full; noise for pixels."""
+    rng, sides = np.random.default_rng(seed), []
+    low, high = int((sizes.longest / 4) ** 0.5), int(sizes.longest**0.5)
+    while sum(side * side for side in sides) + high * high <= preset.tokens and len(sides) < preset.images:
+        sides.append(int(rng.integers(low, high + 1)))
+    grids = np.ones((1, preset.images, 2), np.int32)
+    grids[0, : len(sides)] = np.array(sides, np.int32)[:, None]
+    lengths = np.zeros(preset.images, np.int32)
+    lengths[: len(sides)] = np.square(sides)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)[None]
+    tokens = rng.normal(size=(1, preset.tokens, sizes.token)).astype(np.float32)
+    return Images(tokens, offsets, grids, rng.integers(0, sizes.classes, (1, preset.images)).astype(np.int32))
+
+
+def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload:
+    preset = dataclasses.replace(train_dit.with_precision(preset, PRECISIONS[precision]), backend=backend)
+    sizes = DiTConfig(
+        preset.layers, preset.width, preset.heads, 16, 1000, preset.longest, preset.dtype, preset.recipe, preset.attention, preset.backend
+    )  # fmt: skip
+    batches = [images(preset, sizes, step) for step in range(steps)]
+    square = float(np.mean([np.sum(np.diff(batch.sequence_offsets[0]).astype(float) ** 2) for batch in batches]))
+    each = preset.width**2
+    flops = 6 * each * preset.layers * (12 * preset.tokens + 6 * preset.images) + 12 * preset.layers * preset.width * square
+    graphdef = jax.eval_shape(lambda: train_dit.init_state(sizes, preset, 0))[0]
+    shape = {"T": preset.tokens, "D": preset.width, "layers": preset.layers, "images": preset.images}
+    step = train_dit.make_step(graphdef, preset)
+    return Workload(lambda: train_dit.init_state(sizes, preset, 0)[1], step, [loop.place(batch) for batch in batches], preset.tokens, flops, shape)
+
+
+WORKLOADS = {"moe_3b": (lm, PRESETS["3b"]), "dit_1b": (dit, DIT_PRESETS["1b"])}
+SMOKE = {
+    "moe_smoke": (lm, dataclasses.replace(PRESETS["demo"], context=64, batch=2)),
+    "dit_smoke": (dit, dataclasses.replace(DIT_PRESETS["demo"], layers=1, width=64, heads=2, tokens=64, images=4, longest=16)),
+}
+
+
+class Measured(NamedTuple):
+    """us: of each step; bytes: that the compiled step needs at its peak; kernels: (name, microseconds) of one step, the longest first."""
+
+    us: list[float]
+    losses: list[float]
+    bytes: int
+    compile_s: float
+    kernels: list[tuple[str, float]]
+
+
+def measure(workload: Workload, limit_s: float) -> Measured:
+    """Two steps to warm up, then one after another on the clock, then one under the profiler."""
+    state, key, begin = workload.start(), jax.random.key(0), time.perf_counter()
+    compiled = workload.step.lower(state, workload.batches[0], key).compile()
+    compile_s, us, losses = time.perf_counter() - begin, [], []
+    needed = compiled.memory_analysis()
+    peak = needed.temp_size_in_bytes + needed.argument_size_in_bytes + needed.output_size_in_bytes - needed.alias_size_in_bytes
+    begin = time.perf_counter()
+    for number, batch in enumerate(workload.batches):
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(compiled(state, batch, key))
+        losses.append(float(metrics.loss))
+        if number > 1 or time.perf_counter() - begin > limit_s:
+            us.append(1e6 * (time.perf_counter() - start))
+        if time.perf_counter() - begin > limit_s:
+            break
+    return Measured(us, losses, peak, compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
+
+
+def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Each kernel's time in one call, equal names added up; numbers that XLA gives its fusions are taken off. Empty without a GPU."""
+    if not harness.on_gpu():
+        jax.block_until_ready(run())
+        return []
+    totals: dict[str, float] = collections.defaultdict(float)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                if plane.name.startswith("/device:GPU"):
+                    for line in plane.lines:
+                        if line.name.startswith("Stream"):
+                            for event in line.events:
+                                totals[re.sub(r"[._]\d+", "", event.name)] += event.duration_ns / 1e3
+    return sorted(totals.items(), key=lambda item: -item[1])
+
+
+def measure_case(name: str, make: Callable[..., Workload], preset: Any, sides: list[str], file: pathlib.Path, dense: float, steps: int, limit_s: float) -> int:
+    """All sides of a model, one after another; how often jaxops itself failed."""
+    found: dict[str, tuple[Workload, Measured]] = {}
+    for side in sides:
+        try:
+            workload = make(preset, *SIDES[side], steps)
+            found[side] = workload, measure(workload, limit_s)
+            first = found[side][1].losses[0]
+            if abs(first / found[sides[0]][1].losses[0] - 1) > APART:
+                raise ArithmeticError(f"the first loss is {first}, that of {sides[0]} {found[sides[0]][1].losses[0]}")
+            print(f"{name} {side}: {np.median(found[side][1].us) / 1e3:.1f} ms a step, compiled in {found[side][1].compile_s:.0f} s", flush=True)
+        except Exception as error:
+            found.pop(side, None)
+            harness.print_left_out(f"{side} at {name}", error)
+        jax.clear_caches()
+    times = {side: harness.Times.of(measured.us) for side, (_, measured) in found.items()}
+    for side, (workload, measured) in found.items():
+        backend, precision = SIDES[side]
+        case = {"op": "train_step", "pass": "step", "name": name, "shape": workload.shape, "dtype": "bfloat16", "dist": "", "backend": side}
+        tflops, total = workload.flops / times[side].us_p50 / 1e6, sum(us for _, us in measured.kernels)
+        facts = {
+            "recipe": PRECISIONS[precision].recipe,
+            "tflops": tflops,
+            "mfu": tflops / PEAK_TFLOPS,
+            "tokens_per_s": 1e6 * workload.tokens / times[side].us_p50,
+        }
+        facts |= {"peak_bytes": measured.bytes, "compile_s": measured.compile_s, "loss": measured.losses[-1]}
+        facts |= {"kernels": [[kernel[:80], round(us, 1), round(us / total, 4)] for kernel, us in measured.kernels[:SHOWN]]}
+        own = side if backend == "auto" else OURS
+        vs = {peer: times[peer].us_p50 / times[side].us_p50 for peer in times if SIDES[peer][0] == "xla"} if side == own else {}
+        harness.append_row(file, harness.make_row(case, times[side], tflops / dense, vs, None, **facts))
+        print(f"{name} {side}: {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {measured.bytes / 1e9:.1f} GB", flush=True)
+    return OURS in sides and OURS not in found
+
+
+def main(
+    models: str = typer.Option(",".join(WORKLOADS)),
+    sides: str = typer.Option(",".join(SIDES)),
+    steps: int = typer.Option(12, help="Training steps of each side, two of them to warm up."),
+    limit: float = typer.Option(30.0, help="Seconds of steps after which a side has no further one."),
+    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),
+) -> None:
+    """Appends to <out>/train_step.jsonl; exits with 1 if jaxops itself failed somewhere."""
+    harness.demand_place(out, smoke)
+    file = harness.results_folder(out) / "train_step.jsonl"
+    dense = harness.write_dense(file, jnp.bfloat16, smoke)
+    left_out = 0
+    for name, (make, preset) in (SMOKE if smoke else {name: WORKLOADS[name] for name in models.split(",")}).items():
+        left_out += measure_case(name, make, preset, sides.split(","), file, dense, steps, limit)
+    harness.end(left_out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

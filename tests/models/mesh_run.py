@@ -22,7 +22,7 @@ from models.presets import Preset
 from models.train_lm import init_state
 
 SPARSE = DecoderConfig(32, 16, 2, 2, 2, 8, 24, experts=4, top_k=2, tie_embeddings=True, backend="xla")
-DENSE = dataclasses.replace(SPARSE, layers=1, experts=0, top_k=0, tie_embeddings=False)
+DENSE = dataclasses.replace(SPARSE, experts=0, top_k=0, tie_embeddings=False)
 WINDOWS = np.random.default_rng(0).integers(0, 32, (4, 9)).astype(np.int32)
 
 
@@ -70,6 +70,11 @@ def main(coordinator: str, process_id: str, folder: str) -> None:
     outcome = train(DENSE, make_mesh("fsdp=2"), steps=2)
     with Checkpoints(Path(folder), every=2) as checkpoints:
         checkpoints.save(outcome.state.params, 2)
+    with Checkpoints(Path(folder), every=2) as checkpoints:
+        read, _ = checkpoints.start(outcome.state.params, resume=True)
+    for ours, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(outcome.state.params), strict=True):
+        assert ours.sharding == wanted.sharding
+        np.testing.assert_array_equal(ours.addressable_data(0), wanted.addressable_data(0))
     distributed.make_console().print(*(f"{loss:.6f}" for loss in outcome.loss))
 
 

@@ -1,4 +1,4 @@
-"""Two processes that train one model: what they compute is what one process computes, only the first prints, and what they save one process reads."""
+"""Two processes that train one model: what they compute is what one process computes, only the first prints, and what they save they read, and one process."""
 
 import socket
 import subprocess

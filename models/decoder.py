@@ -3,15 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import jaxops
 from jaxops.nn import MoE, Router
+from models.mesh import AXES, gather
 from models.packed_attention import packed_attention
 from models.packing import Batch
 from models.precision import Backend, Dtype, Recipe, linear_layer
@@ -38,6 +40,8 @@ class DecoderConfig:
       max_documents: of a row, padding counted as one: what cuDNN has to know where documents share rows. A batch of more than that comes out NaN.
       backend: of the experts' matrix products, and of all those in FP8.
       remat: whether a block's inside is computed again in the backward, instead of kept.
+      sharded: whether the model is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch. It is the same model: `Routed`
+        is of all devices' tokens together.
     """
 
     vocab: PositiveInt
@@ -60,6 +64,7 @@ class DecoderConfig:
     max_documents: PositiveInt | None = None
     backend: Backend = "auto"
     remat: bool = False
+    sharded: bool = False
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -70,6 +75,7 @@ class DecoderConfig:
             raise ValueError(f"top_k is {self.top_k} of {self.experts} experts; it must be within 1 and experts, and 0 without experts.")
 
 
+AnyLayer = TypeVar("AnyLayer", nnx.Embed, nnx.Linear)
 KeysValues = tuple[jax.Array, jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues | None]]  # of queries, keys and values: what they mix to, and what is kept
 
@@ -154,27 +160,49 @@ class GatedUnit(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated units of which each token goes through some. No token is dropped, nothing is padded, and no count is read by the host."""
+    """Gated units of which each token goes through some. No token is dropped, nothing is padded, and no count is read by the host.
+
+    Sharded, a device has some of the experts, and its tokens go to all devices of the mesh axis "expert" and back.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         router = Router(c.width, c.experts, c.top_k, normalize=c.normalize, backend=c.backend, rngs=rngs)
-        self.moe = MoE(c.experts, c.width, c.hidden, router=router, dtype=jnp.dtype(c.dtype), backend=c.backend, rngs=rngs)
+        axis = "expert" if c.sharded else None
+        self.moe = MoE(c.experts, c.width, c.hidden, router=router, expert_axis=axis, dtype=jnp.dtype(c.dtype), backend=c.backend, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
-        y, routing = self.moe(x) if self.config.recipe is None else self._in_fp8(x)
-        return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
+        if not self.config.sharded:
+            y, routing = self._mixed(x)
+            return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
+        y, routing = self._mixed(lax.all_gather(x, "expert", tiled=True))
+        own = lax.dynamic_slice_in_dim(y, lax.axis_index("expert") * x.shape[0], x.shape[0])
+        load = lax.psum(routing.load, AXES) // lax.axis_size("expert")  # each device of that axis has counted the same
+        return own, Routed(self._balance(x, load), lax.pmean(routing.z_loss, AXES), load)
+
+    def _balance(self, x: jax.Array, load: jax.Array) -> jax.Array:
+        """aux_loss of all devices' tokens, which is no mean of the devices' own: it multiplies two means over tokens, the load and the scores."""
+        assert isinstance(self.moe.router, Router)
+        scores = jax.nn.softmax(x.reshape(-1, x.shape[-1]).astype(jnp.float32) @ self.moe.router.kernel[...])
+        return self.config.experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(scores, axis=0), AXES))
+
+    def _mixed(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
+        return self.moe(x) if self.config.recipe is None else self._in_fp8(x)
 
     def _in_fp8(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
         """With recipe "delayed" in tensorwise, for groups have no history."""
         c, moe, tokens = self.config, self.moe, x.reshape(-1, x.shape[-1])
         routing = moe.router(tokens)
+        offsets, own = routing.group_offsets, moe.gate.shape[0]
+        if c.sharded:
+            offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index("expert") * own, own + 1)
         assert c.recipe is not None
         recipe = "tensorwise" if c.recipe == "delayed" else c.recipe
-        multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=routing.group_offsets, recipe=recipe, backend=c.backend)
+        multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe=recipe, backend=c.backend)
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, moe.gate[...]), multiply(rows, moe.up[...])
-        return jaxops.combine(multiply(jax.nn.silu(gate) * up, moe.down[...]), routing).reshape(x.shape), routing
+        y = jaxops.combine(multiply(jax.nn.silu(gate) * up, moe.down[...]), routing)
+        return (lax.psum(y, "expert") if c.sharded else y).reshape(x.shape), routing
 
 
 class Block(nnx.Module):
@@ -225,11 +253,12 @@ class Decoder(nnx.Module):
         graphdef, params, others = nnx.split(self.blocks, nnx.Param, ...)
 
         def block(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Routed | None, nnx.State]]:
-            layer = nnx.merge(graphdef, *state, copy=True)
+            params, others = state
+            layer = nnx.merge(graphdef, gather(params) if self.config.sharded else params, others, copy=True)
             x, routed, _ = layer(x, positions, attend)
             return x, (routed, nnx.state(layer, nnx.Not(nnx.Param)))
 
-        x, (routed, others) = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self.embed(tokens), (params, others))
+        x, (routed, others) = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self._whole(self.embed)(tokens), (params, others))
         if not self.use_running_average:
             nnx.update(self.blocks, others)
         return self._logits(x), routed
@@ -282,7 +311,13 @@ class Decoder(nnx.Module):
 
     def _logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
-        return (self.embed.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
+        return (self._whole(self.embed).attend(x) if self.head is None else self._whole(self.head)(x)).astype(jnp.float32)
+
+    def _whole(self, layer: AnyLayer) -> AnyLayer:
+        if not self.config.sharded:
+            return layer
+        graphdef, params = nnx.split(layer)
+        return nnx.merge(graphdef, gather(params))
 
 
 def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Array, Routed | None]:

@@ -1,0 +1,178 @@
+"""One training step over several devices: data parallel, fully sharded and expert parallel, by a mesh whose axes are always the same three.
+
+The batch is split over all devices, whatever the axes. They differ in what each device keeps:
+
+- `data`: everything, as the other devices of the axis do.
+- `fsdp`: a part of each large parameter and of its optimizer state. The whole one is put together where it is used, and its gradient is summed into the parts.
+- `expert`: its own experts. It gets the tokens of all devices of the axis, runs those experts over them, and each device gets its own tokens' sums back.
+
+XLA does not split a kernel that it did not write: over sharded arrays it would bring all rows to each device first. So the whole loss stands in
+`jax.shard_map`, over all three axes, and each device's kernels see ordinary arrays: a part of the batch, and parameters put together by `gather`. JAX's own
+transpose of that makes the gradients' sums. The gradient itself, accumulation, the optimizer and the rest of a step stand outside, where XLA splits elementwise
+work by itself: a step is written as for one device, but for `split_objective` around its objective.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Tree = TypeVar("Tree")
+AXES = ("data", "fsdp", "expert")
+
+# The first pattern that is found in a parameter's path says how its last axes are split; the axes before them, such as the layers', are whole, and so is what
+# no pattern is found in: norms, biases, histories, counts. An optimizer's moments and an average end as their parameter's path does.
+RULES = (
+    (r"\bmoe/(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
+    (r"\b(embedding|enter/kernel)\b", P(None, "fsdp")),  # of tokens, labels or an image's patch: of these there may be any number, so by the width
+    (r"\bkernel\b", P("fsdp", None)),  # [in, out]
+)
+
+
+def make_mesh(shape: str) -> Mesh:
+    """From an option such as "data=2,fsdp=4" the mesh over all devices, of all processes; an axis that is not named has one device.
+
+    Raises:
+      typer.BadParameter: no such axis, no such number, or not as many devices as there are.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    for part in shape.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or not size.isdecimal() or int(size) < 1:
+            raise typer.BadParameter(f"{part!r} in {shape!r} is not one of {', '.join(f'{axis}=N' for axis in AXES)}, with N from 1.", param_hint="--mesh")
+        sizes[name] = int(size)
+    wanted = math.prod(sizes.values())
+    if wanted != jax.device_count():
+        raise typer.BadParameter(
+            f"{shape!r} is for {wanted} devices, and there are {jax.device_count()}: the axes' product must be that, as in data={jax.device_count()}.",
+            param_hint="--mesh",
+        )
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def split_of(path: tuple, rank: int) -> P:
+    """How an array of a training state is split, by its path in it."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    split = next((split for pattern, split in RULES if re.search(pattern, name)), P())
+    return P(*[None] * (rank - len(split)), *split)
+
+
+def shardings(state: Tree, mesh: Mesh) -> Tree:
+    """A `NamedSharding` for each array (or shape) of a training state.
+
+    Raises:
+      typer.BadParameter: an axis of the mesh that does not divide what it splits.
+    """
+
+    def sharding(path: tuple, x: Any) -> NamedSharding:
+        split = split_of(path, x.ndim)
+        for number, axis in enumerate(split):
+            if axis is not None and x.shape[number] % mesh.shape[axis]:
+                raise typer.BadParameter(
+                    f"{axis}={mesh.shape[axis]} does not divide axis {number} of {jax.tree_util.keystr(path, simple=True, separator='/')} {list(x.shape)}: "
+                    f"write a number that divides {x.shape[number]}.",
+                    param_hint="--mesh",
+                )
+        # As XLA names the shardings of a step's results, or the second step, which gets the first one's, would be compiled again.
+        used = [axis if axis is not None and mesh.shape[axis] > 1 else None for axis in split]
+        while used and used[-1] is None:
+            used.pop()
+        return NamedSharding(mesh, P(*used))
+
+    return jax.tree.map_with_path(sharding, state)
+
+
+def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh) -> tuple[Any, Tree]:
+    """What `create` gives, a graphdef and a training state, with the state split from the start: no device ever has all of it."""
+    graphdef, shapes = jax.eval_shape(create)
+    return graphdef, jax.jit(lambda: create()[1], out_shardings=shardings(shapes, mesh))()
+
+
+def shard_state(state: Tree, mesh: Mesh) -> Tree:
+    """A training state, or a part of one, that is there already, split over the devices. All processes pass the same."""
+    return jax.tree.map(_put, state, shardings(state, mesh))
+
+
+def replicate(tree: Tree, mesh: Mesh) -> Tree:
+    """Arrays that each device has whole, such as the key of a step. All processes pass the same."""
+    return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, P())), tree)
+
+
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """By way of the host: `jax.device_put` gives no array of this process to another one's devices."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def own_rows(batch: int, mesh: Mesh) -> slice:
+    """Which rows of a batch this process has to make, for `shard_batch`: all of them if there is no other process.
+
+    Raises:
+      typer.BadParameter: a batch that cannot be split evenly over the devices.
+    """
+    if batch % mesh.size:
+        raise typer.BadParameter(
+            f"a batch of {batch} cannot be split evenly over the {mesh.size} devices of the mesh: take a multiple of {mesh.size}.", param_hint="--mesh"
+        )
+    share = batch // jax.process_count()
+    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+
+
+def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
+    """The whole batch, split along `axis` over all devices, from each process's `own_rows` of it, arrays of numpy."""
+    split = NamedSharding(mesh, P(*[None] * axis, AXES))
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
+
+
+def gather(params: Tree) -> Tree:
+    """Inside `split_objective`: a device's parts of parameters put together along `fsdp`; the experts stay its own.
+
+    The transpose adds up the gradient over the devices and gives each its part. `Decoder` with `sharded` does this itself, a block at a time: with `remat` a
+    block's parameters are put together again in the backward, and no more than one block's are ever whole; without it all blocks' stay whole from the forward
+    to the backward. For another model, all at once: `nnx.update(model, gather(nnx.state(model, nnx.Param)))`.
+    """
+
+    def whole(path: tuple, x: jax.Array) -> jax.Array:
+        split = split_of(path, x.ndim)
+        return lax.all_gather(x, "fsdp", axis=split.index("fsdp"), tiled=True) if "fsdp" in split else x
+
+    return jax.tree.map_with_path(whole, params)
+
+
+Objective = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
+
+
+def split_objective(objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None, check_vma: bool = True) -> Objective:
+    """An objective over all devices, from one over a device's own part of the batch; to be called and differentiated as that one is.
+
+    Args:
+      objective: (params, histories, batch, key) -> (loss, (measured, histories)): params as they lie on one device, to be put together by `gather`; batch any
+        arrays, its part of their first axes; a key of its own. Of histories, which hold largest numbers, the devices' largest are taken.
+      counted: of a part of a batch, how many rows or tokens its loss and measured are means over: what it weighs in those of the whole. None where all
+        devices have as many.
+      check_vma: as of `jax.shard_map`. Only Pallas' interpreter, on a CPU, needs False.
+    """
+
+    def part(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
+        loss, (measured, histories) = objective(params, histories, batch, jax.random.fold_in(key, lax.axis_index(AXES)))
+        count = jnp.asarray(1 if counted is None else counted(batch), jnp.float32)
+        share = count / jnp.maximum(lax.psum(count, AXES), 1)
+        loss, measured = lax.psum(jax.tree.map(lambda x: share * x, (loss, measured)), AXES)
+        return loss, (measured, lax.pmax(lax.stop_gradient(histories), AXES))
+
+    def whole(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
+        splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.ndim), params)
+        specs = (splits, P(), P(AXES), P())
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(params, histories, batch, key)
+
+    return whole

@@ -101,9 +101,8 @@ def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
 
 def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload:
     preset = dataclasses.replace(train_dit.with_precision(preset, PRECISIONS[precision]), backend=backend)
-    sizes = DiTConfig(
-        preset.layers, preset.width, preset.heads, 16, 1000, preset.longest, preset.dtype, preset.recipe, preset.attention, preset.backend
-    )  # fmt: skip
+    how = {"dtype": preset.dtype, "recipe": preset.recipe, "attention": preset.attention, "crowd": 4, "backend": preset.backend}
+    sizes = DiTConfig(preset.layers, preset.width, preset.heads, token=16, classes=1000, longest=preset.longest, **how)
     batches = [images(preset, sizes, step) for step in range(steps)]
     square = float(np.mean([np.sum(np.diff(batch.sequence_offsets[0]).astype(float) ** 2) for batch in batches]))
     each = preset.width**2

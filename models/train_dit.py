@@ -71,6 +71,7 @@ def configure(preset: DiTPreset, data: DataSet) -> DiTConfig:
         dtype=preset.dtype,
         recipe=preset.recipe,
         attention=preset.attention,
+        crowd=data.crowd,
         backend=preset.backend,
     )
 

@@ -6,6 +6,7 @@ python -m benchmarks.bench_train_step --smoke --out /tmp/x   # tiny models, ever
 
 import collections
 import dataclasses
+import os
 import pathlib
 import re
 import tempfile
@@ -212,6 +213,8 @@ def main(
     smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/train_step.jsonl; exits with 1 if jaxops itself failed somewhere."""
+    # Taken at once: of memory that grew with one side, the next one's temporaries find no piece that is large enough.
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     harness.demand_place(out, smoke)
     file = harness.results_folder(out) / "train_step.jsonl"
     dense = harness.write_dense(file, jnp.bfloat16, smoke)

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxops.nn import AmaxHistory
+from models.checkpoints import Checkpoints
 from models.distributed import is_first
 from models.mesh import own_rows, shard_batch, split_objective
 from models.report import History, MetricsLog
@@ -291,8 +292,6 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
     with contextlib.ExitStack() as stack:
         save = None
         if run.save_every is not None:
-            from models.checkpoints import Checkpoints  # orbax takes two seconds to import
-
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
             (state, done), save = checkpoints.start(state), checkpoints.save
             if done:

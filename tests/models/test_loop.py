@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from models import train_lm
 from models.data import split
-from models.loop import Measured, Training, init_state, kept, make_evaluate, make_learning_rate, make_step, place, prefetched, run_steps
+from models.loop import Measured, Run, Training, init_state, kept, make_evaluate, make_learning_rate, make_step, place, prefetched, run_steps
 from models.packing import Documents
 from models.presets import Preset, of_bytes
 from models.report import MetricsLog
@@ -138,12 +138,12 @@ def lines_of(out) -> list[dict]:
 
 def test_a_run_that_is_taken_up_again_is_the_same(toy, tmp_path):
     console = Console(file=io.StringIO())
-    whole, history = run_steps(toy.training, toy.state(), tmp_path / "whole", console)
+    whole, history = run_steps(toy.training, toy.state(), Run(tmp_path / "whole", console))
     early = dataclasses.replace(toy.training, schedule=dataclasses.replace(toy.schedule, steps=14))
-    half, _ = run_steps(early, toy.state(), tmp_path / "half", console)
+    half, _ = run_steps(early, toy.state(), Run(tmp_path / "half", console))
     with (tmp_path / "half" / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 15, "loss": 77.0}\n')  # of a step after the last checkpoint, which is done again
-    other, again = run_steps(toy.training, half, tmp_path / "half", console)
+    other, again = run_steps(toy.training, half, Run(tmp_path / "half", console))
     jax.tree.map(np.testing.assert_array_equal, whole, other)
     assert [row["loss"] for row in lines_of(tmp_path / "whole")] == [row["loss"] for row in lines_of(tmp_path / "half")] == history.loss == again.loss
     assert len(history.loss) == 23
@@ -159,7 +159,7 @@ def test_a_new_run_begins_a_new_log(tmp_path):
 
 
 def test_what_is_logged(toy, tmp_path):
-    run_steps(toy.training, toy.state(), tmp_path, Console(file=io.StringIO()))
+    run_steps(toy.training, toy.state(), Run(tmp_path, Console(file=io.StringIO())))
     rows = lines_of(tmp_path)
     assert [row["step"] for row in rows if "heldout" in row] == [1, 10, 20, 23]
     rate = make_learning_rate(toy.schedule)

@@ -21,12 +21,14 @@ def start_processes(options: Options) -> None:
         initialize(*named)
 
 
-def choose_mesh(options: Options) -> Mesh | None:
+def choose_mesh(options: Options, backend: str) -> Mesh | None:
     """
     Raises:
-      typer.BadParameter: several processes that would each train by itself, or as of `make_mesh`.
+      typer.BadParameter: several processes that would each train by itself, kernels in an interpreter that cannot be split, or as of `make_mesh`.
     """
     if options.mesh is not None:
+        if backend == "pallas" and jax.default_backend() != "gpu":
+            raise typer.BadParameter("over a mesh Pallas' kernels need GPUs: write xla, or leave --mesh out.", param_hint="--backend")
         return make_mesh(options.mesh)
     if jax.process_count() > 1:
         raise typer.BadParameter(

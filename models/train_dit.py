@@ -185,7 +185,8 @@ def run(options: DitOptions) -> None:
     begin = time.perf_counter()
     launch.start_processes(options)
     with config.errors_of_options():
-        preset, mesh = choose(options), launch.choose_mesh(options)
+        preset = choose(options)
+        mesh = launch.choose_mesh(options, preset.backend)
         images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
         sizes = configure(preset, images, mesh)
         run = launch.begin(options, preset, mesh, Path("runs", f"dit-{Path(preset.data).name}-{options.preset}"))

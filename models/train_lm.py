@@ -216,7 +216,7 @@ def run(options: LmOptions) -> None:
     launch.start_processes(options)
     with config.errors_of_options():
         preset, tokenizer = choose_tokenizer(choose(options))
-        mesh = launch.choose_mesh(options)
+        mesh = launch.choose_mesh(options, preset.model.backend)
         if mesh is not None:
             own_rows(preset.batch // preset.accumulate, mesh)
         corpus = read_corpus(preset.data, tokenizer)

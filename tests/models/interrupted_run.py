@@ -18,11 +18,11 @@ MODEL = DecoderConfig(256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden
 TINY = Preset(MODEL, context=16, batch=8, steps=6, learning_rate=1e-2, warmup_steps=1, eval_every=4, eval_windows=4, accumulate=2, ema=0.9)
 
 
-def train(out: Path, **options: Any) -> None:
+def train(out: Path, backend: str = "xla", **options: Any) -> None:
     """The command but for the report and the sample."""
     PRESETS["tiny"] = TINY
     train_lm.plot_report = train_lm.write_sample = lambda *_: None
-    train_lm.main(preset="tiny", data=[str(Path(__file__).parents[2] / "LICENSE")], out=out, backend="xla", **options)
+    train_lm.main(preset="tiny", data=[str(Path(__file__).parents[2] / "LICENSE")], out=out, backend=backend, **options)
 
 
 def main(process_id: str, coordinator: str, folder: str) -> None:

@@ -107,6 +107,7 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
         ),
         ({"mesh": "data=4", "set": ["accumulate=4"]}, "a batch of 2 cannot be split evenly over the 4 devices"),
         ({"mesh": "data=3"}, "is for 3 devices, and there are 4"),
+        ({"mesh": "data=4", "backend": "pallas"}, "over a mesh Pallas' kernels need GPUs"),
     ],
 )
 def test_what_does_not_go_together(options, says, whole):

@@ -6,6 +6,7 @@ python -m benchmarks.bench_train_step --smoke --out /tmp/x   # tiny models, ever
 
 import collections
 import dataclasses
+import os
 import pathlib
 import re
 import tempfile
@@ -101,9 +102,8 @@ def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
 
 def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload:
     preset = dataclasses.replace(train_dit.with_precision(preset, PRECISIONS[precision]), backend=backend)
-    sizes = DiTConfig(
-        preset.layers, preset.width, preset.heads, 16, 1000, preset.longest, preset.dtype, preset.recipe, preset.attention, preset.backend
-    )  # fmt: skip
+    how = {"dtype": preset.dtype, "recipe": preset.recipe, "attention": preset.attention, "crowd": 4, "backend": preset.backend}
+    sizes = DiTConfig(preset.layers, preset.width, preset.heads, token=16, classes=1000, longest=preset.longest, **how)
     batches = [images(preset, sizes, step) for step in range(steps)]
     square = float(np.mean([np.sum(np.diff(batch.sequence_offsets[0]).astype(float) ** 2) for batch in batches]))
     each = preset.width**2
@@ -213,6 +213,8 @@ def main(
     smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/train_step.jsonl; exits with 1 if jaxops itself failed somewhere."""
+    # Taken at once: of memory that grew with one side, the next one's temporaries find no piece that is large enough.
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     harness.demand_place(out, smoke)
     file = harness.results_folder(out) / "train_step.jsonl"
     dense = harness.write_dense(file, jnp.bfloat16, smoke)

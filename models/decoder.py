@@ -103,7 +103,7 @@ def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn")
+        out = packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents)
         return jnp.where(all_there, out.reshape(q.shape), jnp.nan), None
 
     return attend

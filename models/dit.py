@@ -20,6 +20,7 @@ class DiTConfig:
       token: values of a token, patch * patch * channels.
       classes: labels; one more stands for "any class" (Ho & Salimans 2022, arXiv:2207.12598).
       longest: tokens of the largest image that may come.
+      crowd: images that start within `longest` tokens, at the most, for the "cudnn" way of attention; None for any number.
       dtype: dtype of the computation; parameters, residual stream and loss are float32.
       recipe: of the blocks' and modulations' matrix products in FP8; None leaves them in dtype. What turns tokens, times and labels into vectors is
         never in FP8, nor what turns vectors into tokens.
@@ -36,6 +37,7 @@ class DiTConfig:
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
     attention: Way = "banded"
+    crowd: int | None = None
     backend: Backend = "auto"
 
 
@@ -68,7 +70,7 @@ class Attention(nnx.Module):
     def __call__(self, y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
         c = self.config
         q, k, v = jnp.unstack(self.qkv(y).reshape(y.shape[0], 3, c.heads, c.width // c.heads), axis=1)
-        return self.out(packed_attention(q, k, v, sequence_offsets, way=c.attention, longest=c.longest).reshape(y.shape))
+        return self.out(packed_attention(q, k, v, sequence_offsets, way=c.attention, longest=c.longest, crowd=c.crowd).reshape(y.shape))
 
 
 class DiT(nnx.Module):

@@ -43,6 +43,13 @@ class DataSet:
     longest: int
     sample_sizes: tuple[tuple[int, int], ...]
 
+    @functools.cached_property
+    def crowd(self) -> int:
+        """Images that start within `longest` tokens of a batch, at the most."""
+        sizes = [pixels.shape[:2] for images in (self.train, self.heldout) for pixels in images.pixels]
+        shortest = min(height * width for height, width in (*sizes, *self.sample_sizes)) // self.patch**2
+        return -(-self.longest // shortest)
+
 
 class Batch(NamedTuple):
     """Some images' tokens, one image after another.

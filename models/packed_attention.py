@@ -18,7 +18,15 @@ def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Arr
 
 
 def packed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool = False, way: Way = "dense", longest: int | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sequence_offsets: jax.Array,
+    *,
+    causal: bool = False,
+    way: Way = "dense",
+    longest: int | None = None,
+    crowd: int | None = None,
 ) -> jax.Array:
     """Softmax attention in which a row sees rows of its own sequence and no other: all of them, or with `causal` those up to itself.
 
@@ -31,7 +39,11 @@ def packed_attention(
       way: "dense" masks all T * T pairs; "banded" compares each block of `longest` rows with itself and its two neighbours only, which is all that a
         sequence of at most `longest` rows can reach: 3 * T * longest pairs. "cudnn" compares what sees each other and nothing else: cuDNN's ragged layout,
         on a GPU, in bfloat16 or float16; of the ways that there are the fastest (packed_attention.jsonl).
-      longest: rows of the longest sequence that may come, for "banded". A longer one would lose its far ends.
+      longest: rows of the longest sequence that may come: "banded" needs it, for "cudnn" it is all rows by default.
+        A longer one loses its far ends by "banded", and makes everything NaN by "cudnn".
+      crowd: for "cudnn": how many sequences start within rows 0 to longest - 1, or longest to 2 * longest - 1 and so on, at the most; B by default. cuDNN's
+        time and memory grow with it, beside those of what sees each other (a diffusion transformer's step 171 ms with 4, 185 with 64, H200, 2026-11-22). More
+        make everything NaN.
 
     Returns:
       [T, heads, head_dim].
@@ -44,7 +56,7 @@ def packed_attention(
     sequence, inside = segments(sequence_offsets, q.shape[0])
     q, k, v = (jnp.where(inside[:, None, None], x, 0) for x in (q, k, v))
     if way == "cudnn":
-        out = _cudnn(q, k, v, sequence_offsets, causal)
+        out = _cudnn(q, k, v, sequence_offsets, causal, longest or q.shape[0], crowd or sequence_offsets.shape[0] - 1)
     elif way == "dense":
         # A row outside sees the rows of the sequence that its index was clipped to: finite, and taken away below.
         mask = _may_see(sequence, sequence, inside)
@@ -56,17 +68,28 @@ def packed_attention(
     return jnp.where(inside[:, None, None], out, 0)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, causal: bool) -> jax.Array:
-    """JAX has no public name for the ragged layout."""
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, causal: bool, longest: int, crowd: int) -> jax.Array:
+    """JAX has no public name for the ragged layout. It wants sequences by rows of the array, and works as if each row had as many as the fullest and all were
+    as long as a row: so rows of `longest`, which sequences may cross."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"way='cudnn' has no {q.dtype}: take bfloat16 or float16, or way='dense'.")
     cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-    # One sequence more, and an empty one: of a single one it wants another layout.
-    offsets = jnp.pad(jnp.clip(sequence_offsets, 0, q.shape[0]), (0, 1), mode="edge")[None]
-    lengths = jnp.maximum(jnp.diff(offsets), 0)
+    T = q.shape[0]
+    rows, crowd = -(-T // longest), max(2, crowd)  # of a single one a row it wants another layout
+    q, k, v = (jnp.pad(x, ((0, rows * longest - T), (0, 0), (0, 0))).reshape(rows, longest, *x.shape[1:]) for x in (q, k, v))
+    offsets = jnp.clip(sequence_offsets, 0, T)
+    starts, lengths = offsets[:-1], jnp.diff(offsets)
+    # Each sequence's row, and its place among those that start in it; an empty one has none.
+    row = jnp.where(lengths > 0, starts // longest, rows)
+    place = jnp.cumsum(lengths > 0) - 1 - jnp.sum(row[None, :] < row[:, None], axis=1)
+    empty = jnp.full((rows, crowd + 1), -1, jnp.int32)
+    lengths_by_row = empty[:, :-1].at[row, place].set(lengths, mode="drop")
+    starts_by_row = empty.at[row, place].set(starts % longest, mode="drop")
+    fits = jnp.all((row == rows) | ((lengths <= longest) & (place < crowd)))
     mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
-    where = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets}
-    return cudnn.dot_product_attention(q[None], k[None], v[None], **where, scale=q.shape[-1] ** -0.5, mask_type=mask, qkv_layout="BTNH")[0]
+    where = {"q_seqlen": lengths_by_row, "kv_seqlen": lengths_by_row, "q_offsets": starts_by_row, "kv_offsets": starts_by_row}
+    out = cudnn.dot_product_attention(q, k, v, **where, scale=q.shape[-1] ** -0.5, mask_type=mask, qkv_layout="BTNH")
+    return jnp.where(fits, out.reshape(-1, *out.shape[2:])[:T], jnp.nan)
 
 
 def _banded(q: jax.Array, k: jax.Array, v: jax.Array, sequence: jax.Array, inside: jax.Array, causal: bool, longest: int) -> jax.Array:

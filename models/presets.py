@@ -137,11 +137,11 @@ PRESETS = {
         warmup_steps=500,
         eval_every=500,
     ),
-    # Like Qwen3's mixtures of experts: 3.1 billion, 0.6 billion at work; for a GPU of 80 GB and more, and a tokenizer of at most 32,768 tokens.
+    # Like Qwen3's mixtures of experts: 3.1 billion, 0.6 billion at work; for a GPU of 140 GB, and a tokenizer of at most 32,768 tokens.
     "3b": Preset(
         DecoderConfig(32_768, 2048, layers=14, heads=16, kv_heads=4, head_dim=128, hidden=512, experts=64, top_k=8, qk_norm=True),
         context=2048,
-        batch=16,
+        batch=8,
         steps=20_000,
         learning_rate=3e-4,
         warmup_steps=1_000,

@@ -85,6 +85,7 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
         dtype=preset.dtype,
         recipe=preset.recipe,
         attention=preset.attention,
+        crowd=data.crowd,
         backend=preset.backend,
     )
 

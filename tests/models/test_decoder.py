@@ -6,10 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxops.nn import AmaxHistory
 from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
+from tests.compare import assert_close
 
 DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
 SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, remat=True)
@@ -78,3 +80,21 @@ def test_fp8():
     logits_of(model, TOKENS)
     for leaf, before in zip(jax.tree.leaves(nnx.state(model, AmaxHistory)), written, strict=True):
         np.testing.assert_array_equal(np.count_nonzero(np.asarray(leaf)[:, 0], axis=1), before)
+
+
+@pytest.mark.gpu
+def test_documents_by_cudnn():
+    """Logits of documents that share rows are those of XLA's masked attention; of more documents than were said they are NaN."""
+    config = DecoderConfig(64, 128, layers=2, heads=4, kv_heads=2, head_dim=64, hidden=64, dtype="bfloat16")
+    tokens = jax.random.randint(jax.random.key(0), (3, 256), 0, 64)
+    documents = jnp.cumsum(jax.random.bernoulli(jax.random.key(1), 0.02, (3, 256)), axis=1)
+    most = int(jnp.max(documents)) + 1
+
+    def logits(**how):
+        model = Decoder(dataclasses.replace(config, **how), rngs=nnx.Rngs(0))
+        return nnx.jit(lambda model: model(tokens, documents)[0])(model)
+
+    assert_close(logits(attention="cudnn", max_documents=most), logits(), "bfloat16", scale=4)
+    assert jnp.isnan(logits(attention="cudnn", max_documents=1)).any()
+    with pytest.raises(ValueError, match="max_documents must say"):
+        logits(attention="cudnn")

@@ -76,9 +76,18 @@ def test_cudnn(offsets, causal):
     ends = jnp.asarray(offsets, jnp.int32)
     dense = packed_attention(*arrays, ends, causal=causal), *gradients(*arrays, ends, causal=causal)
     spoilt = [x.at[: offsets[0]].set(jnp.nan).at[offsets[-1] :].set(jnp.nan) for x in arrays]
-    found = packed_attention(*spoilt, ends, causal=causal, way="cudnn"), *gradients(*spoilt, ends, causal=causal, way="cudnn")
-    for got, want in zip(found, dense, strict=True):
-        assert_close(got, want, "bfloat16", scale=4)  # the probabilities are bfloat16, too
+    for limits in ({}, {"longest": max(np.diff(offsets)), "crowd": 4}):
+        found = [attend(*spoilt, ends, causal=causal, way="cudnn", **limits) for attend in (packed_attention, gradients)]
+        for got, want in zip((found[0], *found[1]), dense, strict=True):
+            assert_close(got, want, "bfloat16", scale=4)  # the probabilities are bfloat16, too
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("limits", [{"longest": 100}, {"longest": 500, "crowd": 2}], ids=["longer", "more"])
+def test_cudnn_of_more_than_was_said(limits):
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in normal(0, 1000, 64)]
+    out = packed_attention(*arrays, jnp.array([0, 10, 20, 30, 1000], jnp.int32), way="cudnn", **limits)
+    assert np.isnan(np.asarray(out, np.float32)).all()
 
 
 def test_bad_arguments():

@@ -151,7 +151,7 @@ def test_a_dense_model_and_one_that_no_architecture_fits(tmp_path):
     assert save_checkpoint(tmp_path, dataclasses.replace(TINY, model=dense), Decoder(dense, rngs=nnx.Rngs(0)), Bytes()) == "LlamaForCausalLM"
     odd = dataclasses.replace(TINY.model, normalize=False)
     assert save_checkpoint(tmp_path, TINY, Decoder(odd, rngs=nnx.Rngs(0)), Bytes()) is None
-    assert {hf.fitting(preset.model) for preset in PRESETS.values()} == {"MixtralForCausalLM"}
+    assert {hf.fitting(preset.model) for preset in PRESETS.values()} == {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}
 
 
 def test_step_compiles_once(command):
@@ -185,7 +185,7 @@ def test_presets_fit(preset):
     assert preset.steps > preset.warmup_steps
 
 
-@pytest.mark.parametrize(("name", "total"), [("small", 25e6), ("medium", 150e6), ("large", 1e9)])
+@pytest.mark.parametrize(("name", "total"), [("small", 25e6), ("medium", 150e6), ("large", 1e9), ("3b", 3.1e9)])
 def test_preset_sizes(name, total):
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(PRESETS[name].model, rngs=nnx.Rngs(0))))
     assert sum(p.size for p in jax.tree.leaves(shapes)) == pytest.approx(total, rel=0.1)

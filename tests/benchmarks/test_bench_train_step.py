@@ -1,0 +1,67 @@
+"""The benchmark of whole training steps: every code path on tiny models, and how it counts."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+from typer.testing import CliRunner
+
+from benchmarks import bench_train_step, loss_curve
+from models.dit import DiT, DiTConfig
+from models.packing import Batch
+from models.presets import DIT_PRESETS, PRESETS, of_bytes
+
+
+def run(command, *arguments):
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_smoke_run_writes_a_row_a_side(tmp_path):
+    result = run(bench_train_step.main, "--smoke", "--out", str(tmp_path), "--sides", "jaxops,xla", "--steps", "3")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["op"] == "train_step"]
+    assert [(row["name"], row["backend"]) for row in steps] == [(name, side) for name in bench_train_step.SMOKE for side in ("jaxops", "xla")]
+    for row in steps:
+        assert row["tokens_per_s"] == pytest.approx(1e6 * row["shape"]["T"] / row["us_p50"], rel=1e-3)
+        assert row["peak_bytes"] > 4 * 4 * row["shape"]["D"] ** 2
+        assert (set(row["vs"]) == {"xla"}) == (row["backend"] == "jaxops")
+
+
+def test_flops_of_the_language_model():
+    """Six a parameter at work and token, but for embeddings, and the pairs that see each other."""
+    preset = PRESETS["3b"]
+    c = preset.model
+    documents = np.zeros((1, 1, 2048), np.int32)
+    documents[..., 512:] = 1
+    work = 6 * 2048 * (c.layers * (2 * 2048 * 2048 + 2 * 2048 * 512 + 8 * 3 * 2048 * 512 + 2048 * 64) + 2048 * 32768)
+    pairs = (512**2 + 1536**2) / 2
+    assert bench_train_step.lm_flops(preset, Batch(documents, documents, documents)) == pytest.approx(work + 12 * c.layers * 2048 * pairs, rel=1e-6)
+
+
+def test_the_large_diffusion_transformer():
+    preset = DIT_PRESETS["1b"]
+    sizes = DiTConfig(preset.layers, preset.width, preset.heads, token=16, classes=1000, longest=preset.longest)
+    shapes = nnx.state(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))))
+    assert sum(p.size for p in jax.tree.leaves(shapes)) == pytest.approx(1.03e9, rel=0.02)
+    batch = bench_train_step.images(preset, sizes, 0)
+    lengths = np.diff(batch.sequence_offsets[0])
+    assert preset.tokens - preset.longest < lengths.sum() <= preset.tokens
+    assert lengths[lengths > 0].min() >= 256
+    np.testing.assert_array_equal(np.prod(batch.grids[0], axis=1)[lengths > 0], lengths[lengths > 0])
+
+
+def test_loss_curve(tmp_path, monkeypatch):
+    tiny = dataclasses.replace(PRESETS["demo"], model=of_bytes(layers=1, width=16, heads=2, experts=2, hidden=16), context=32, batch=2, eval_windows=2)
+    monkeypatch.setattr(loss_curve, "PRESETS", {"tiny": tiny})
+    result = run(loss_curve.main, "--preset", "tiny", "--steps", "2", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "loss_curve.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(abs(row["apart"]) < 1e-3 and set(row["heldout"]) == {"jaxops", "xla"} for row in rows)

@@ -77,11 +77,12 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
     start = lambda i: subprocess.Popen([*command, str(i), address, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with start(0) as first, start(1) as second:
         assert first.stdout is not None
-        assert any(line == "writing\n" for line in first.stdout)
+        assert second.stdout is not None
+        writing = any(line == "writing\n" for line in first.stdout)
         for process in (first, second):
             process.send_signal(signal.SIGKILL)
-        assert second.stdout is not None
         printed = [line for line in second.stdout if not line.startswith("[Gloo]")]  # XLA's collectives say who has connected
+    assert writing
     assert printed == []
     assert [process.returncode for process in (first, second)] == 2 * [-signal.SIGKILL]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4.orbax-checkpoint-tmp"}

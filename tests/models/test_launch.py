@@ -15,7 +15,7 @@ import pytest
 import typer
 from jax.sharding import SingleDeviceSharding
 
-from models import train_lm
+from models import launch, loop, train_lm
 from models.presets import PRESETS
 from tests.models.interrupted_run import EVERY, TINY, train
 
@@ -66,6 +66,17 @@ def test_a_run_goes_on_to_the_same_bits(whole, tmp_path):
     assert lines_of(out) == lines_of(whole)
     jax.tree.map(np.testing.assert_array_equal, state_of(out, 6), state_of(whole, 6))
     assert (out / "checkpoint-hf" / "model.safetensors").read_bytes() == (whole / "checkpoint-hf" / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_has_ended_and_is_not_the_first_process_writes_nothing(whole, tmp_path, monkeypatch):
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    shutil.rmtree(out / "checkpoint-hf")
+    for module in (launch, loop, train_lm):
+        monkeypatch.setattr(module, "is_first", lambda: False)
+    contents = lambda: {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    before = contents()
+    train(out, save_every=EVERY, resume=True)
+    assert contents() == before
 
 
 def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):

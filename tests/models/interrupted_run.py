@@ -15,7 +15,7 @@ from models.presets import PRESETS, Preset
 EVERY = 2
 TOO_LONG_S = 60  # after which a test that went wrong ends
 MODEL = DecoderConfig(256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16, tie_embeddings=True)  # dense: experts take thrice as long to compile
-TINY = Preset(MODEL, context=16, batch=8, steps=6, learning_rate=1e-2, warmup_steps=1, eval_every=4, eval_windows=4, accumulate=2, ema=0.9)
+TINY = Preset(MODEL, context=16, batch=8, steps=5, learning_rate=1e-2, warmup_steps=1, eval_every=4, eval_windows=4, accumulate=2, ema=0.9)
 
 
 def train(out: Path, backend: str = "xla", **options: Any) -> None:

@@ -53,18 +53,18 @@ def whole(tmp_path_factory):
 
 
 def test_what_stays(whole):
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["2", "4", "6"]
-    assert [row["step"] for row in lines_of(whole) if "heldout" in row] == [1, 4, 6]
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["2", "4", "5"]
+    assert [row["step"] for row in lines_of(whole) if "heldout" in row] == [1, 4, 5]
 
 
 def test_a_run_goes_on_to_the_same_bits(whole, tmp_path):
     out = Path(shutil.copytree(whole, tmp_path / "out"))
-    for step in ("4", "6"):
+    for step in ("4", "5"):
         shutil.rmtree(out / "checkpoints" / step)
     shutil.rmtree(out / "checkpoint-hf")
     train(out, save_every=EVERY, resume=True)
     assert lines_of(out) == lines_of(whole)
-    jax.tree.map(np.testing.assert_array_equal, state_of(out, 6), state_of(whole, 6))
+    jax.tree.map(np.testing.assert_array_equal, state_of(out, 5), state_of(whole, 5))
     assert (out / "checkpoint-hf" / "model.safetensors").read_bytes() == (whole / "checkpoint-hf" / "model.safetensors").read_bytes()
 
 
@@ -101,7 +101,7 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6), state_of(tmp_path, 2), state_of(whole, 2))
 
     train(tmp_path, save_every=EVERY, resume=True, mesh="data=2,fsdp=2")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "6"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "5"]
     for got, want in zip(lines_of(tmp_path), lines_of(whole), strict=True):
         assert got == pytest.approx(want, rel=1e-3)
     assert (tmp_path / "checkpoint-hf" / "model.safetensors").exists()
@@ -110,8 +110,8 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"save_every": 2}, r"has checkpoints up to step 6: write --resume to go on from there"),
-        ({}, r"has checkpoints up to step 6"),
+        ({"save_every": 2}, r"has checkpoints up to step 5: write --resume to go on from there"),
+        ({}, r"has checkpoints up to step 5"),
         ({"resume": True}, "add --save-every N"),
         (
             {"resume": True, "save_every": 2, "set": ["learning_rate=1.0", "model.width=32"]},

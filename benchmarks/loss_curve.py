@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks import harness
 from models import train_lm
 from models.generate import Bytes
-from models.loop import with_steps
+from models.loop import Run, with_steps
 from models.precision import PRECISIONS, for_this_machine
 from models.presets import PRESETS
 
@@ -35,7 +35,7 @@ def main(
     for side, backend in SIDES.items():
         chosen = dataclasses.replace(with_steps(train_lm.configure(PRESETS[preset], steps, backend, precision), steps), eval_every=eval_every)
         with tempfile.TemporaryDirectory() as folder:
-            _, history = train_lm.train(chosen, corpus, "nats a byte", pathlib.Path(folder), Console(quiet=True))
+            _, history = train_lm.train(chosen, corpus, "nats a byte", Run(pathlib.Path(folder), Console(quiet=True)))
         heldout[side] = dict(history.heldout)
     for step, loss in heldout["jaxops"].items():
         apart = loss / heldout["xla"][step] - 1

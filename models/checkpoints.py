@@ -22,13 +22,12 @@ class Checkpoints:
 
     Args:
       folder: made where it is missing.
-      every: steps between checkpoints.
       keep: how many of the newest stay.
       keep_best: whether the one with the lowest held-out loss stays, too, among those that were saved with one.
     """
 
-    def __init__(self, folder: Path, *, every: int, keep: int = 3, keep_best: bool = False):
-        self.folder, self.every = folder.resolve(), every
+    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = False):
+        self.folder = folder.resolve()
         stay: list[Any] = [checkpoint_managers.LatestN(keep)]
         if keep_best:
             lowest = checkpoint_managers.BestN(get_metric_fn=lambda metrics: metrics["heldout"], reverse=True, n=1, keep_checkpoints_without_metrics=False)
@@ -49,38 +48,31 @@ class Checkpoints:
         """Of the whole checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
-    def start(self, state: State, *, resume: bool) -> tuple[State, int]:
-        """What to train from, and how many steps it has done: the newest checkpoint to resume, or `state` and 0 where there is none.
+    def start(self, state: State) -> tuple[State, int]:
+        """What to train from, and how many steps it has done: the newest checkpoint, or `state` and 0 where there is none.
 
         Args:
           state: a pytree of arrays as a new run has it. What is read has its shapes, dtypes and shardings, whatever devices it was saved from.
-          resume: whether to go on from what the folder holds. A job that may be stopped at any time is always started with it.
 
         Raises:
-          typer.BadParameter: checkpoints, and not to be resumed: a second run would write among them; a checkpoint of another model.
+          typer.BadParameter: a checkpoint of another model.
         """
         if not self.steps:
             return state, 0
         newest = self.steps[-1]
-        if not resume:
-            raise typer.BadParameter(
-                f"{self.folder} has checkpoints up to step {newest}: write --resume to go on from there, or take another folder.", param_hint="--resume"
-            )
         wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
         self._check(newest, wanted)
         found = self._manager.restore(newest, args=ocp.args.StandardRestore(wanted))
         return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in wanted]), newest
 
-    def save(self, state: Any, done: int, *, heldout: float | None = None, last: bool = False) -> None:
-        """Begins to write what `done` steps have led to, if that is a multiple of `every` or the last one; `state` may be donated right after.
+    def save(self, state: Any, done: int, *, heldout: float | None = None) -> None:
+        """Begins to write what `done` steps have led to; `state` may be donated right after.
 
         Waits for the devices, and for the write before if that still goes on. An error of a write is raised by the next `save`, or at the end.
 
         Args:
           heldout: the held-out loss of this state, where it was evaluated.
         """
-        if done % self.every and not last:
-            return
         metrics = {"heldout": heldout} if heldout is not None and math.isfinite(heldout) else None
         with jax.transfer_guard("allow"):
             self._manager.save(done, args=ocp.args.StandardSave(_by_name(state)), metrics=metrics, force=True)

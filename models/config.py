@@ -29,7 +29,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every training command takes from its command line."""
+    """What every training command takes from its command line: what is trained, which goes into OUT/config.yaml, and where."""
 
     preset: Annotated[str, typer.Option(help="What the other settings start from.")] = "demo"
     config: Annotated[Path | None, typer.Option(help="YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml.")] = None
@@ -39,6 +39,13 @@ class Options:
     seed: Annotated[int | None, typer.Option(help="Of the parameters, the batches and the samples. Default: 0.")] = None
     backend: Annotated[str | None, typer.Option(help="Of jaxops' ops: auto, pallas or xla. Default: auto.")] = None
     precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")] = None
+    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from OUT's newest checkpoint, if there is one. Needs --save-every.")] = False
+    mesh: Annotated[str | None, typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2 or some of these. Default: on one.")] = None
+    coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of the first of several processes. With --processes and --process-id.")] = None
+    processes: Annotated[int | None, typer.Option(min=1, help="How many there are.")] = None
+    process_id: Annotated[int | None, typer.Option(min=0, help="This one's number, from 0.")] = None
+    distributed: Annotated[bool, typer.Option("--distributed", help="Several processes, of which SLURM, Open MPI or Kubernetes says who they are.")] = False
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -81,6 +88,21 @@ def read(file: Path) -> Given:
     if found is not None and not isinstance(found, dict):
         raise ValueError(f"{file} holds {type(found).__name__}; it must be a mapping, as `learning_rate: 0.001`.")
     return found or {}
+
+
+def check_unchanged(config: Schedule, file: Path) -> None:
+    """
+    Raises:
+      ValueError: a run wrote `file` with other settings, all of which are named.
+    """
+    ours, theirs = (_flat(dataclasses.asdict(of)) for of in (config, resolve(config, read(file))))
+    if differing := [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]:
+        raise ValueError(f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder with --out.")
+
+
+def _flat(given: Given, above: str = "") -> Given:
+    nested = (_flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value} for key, value in given.items())
+    return {key: value for each in nested for key, value in each.items()}
 
 
 def write(config: Schedule, file: Path) -> None:

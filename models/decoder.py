@@ -40,8 +40,6 @@ class DecoderConfig:
       max_documents: of a row, padding counted as one: what cuDNN has to know where documents share rows. A batch of more than that comes out NaN.
       backend: of the experts' matrix products, and of all those in FP8.
       remat: whether a block's inside is computed again in the backward, instead of kept.
-      sharded: whether the model is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch. It is the same model: `Routed`
-        is of all devices' tokens together.
     """
 
     vocab: PositiveInt
@@ -64,7 +62,6 @@ class DecoderConfig:
     max_documents: PositiveInt | None = None
     backend: Backend = "auto"
     remat: bool = False
-    sharded: bool = False
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -165,14 +162,15 @@ class Experts(nnx.Module):
     Sharded, a device has some of the experts, and its tokens go to all devices of the mesh axis "expert" and back.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
+        self.sharded = sharded
         router = Router(c.width, c.experts, c.top_k, normalize=c.normalize, backend=c.backend, rngs=rngs)
-        axis = "expert" if c.sharded else None
+        axis = "expert" if sharded else None
         self.moe = MoE(c.experts, c.width, c.hidden, router=router, expert_axis=axis, dtype=jnp.dtype(c.dtype), backend=c.backend, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
-        if not self.config.sharded:
+        if not self.sharded:
             y, routing = self._mixed(x)
             return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
         y, routing = self._mixed(lax.all_gather(x, "expert", tiled=True))
@@ -194,7 +192,7 @@ class Experts(nnx.Module):
         c, moe, tokens = self.config, self.moe, x.reshape(-1, x.shape[-1])
         routing = moe.router(tokens)
         offsets, own = routing.group_offsets, moe.gate.shape[0]
-        if c.sharded:
+        if self.sharded:
             offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index("expert") * own, own + 1)
         assert c.recipe is not None
         recipe = "tensorwise" if c.recipe == "delayed" else c.recipe
@@ -202,18 +200,18 @@ class Experts(nnx.Module):
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, moe.gate[...]), multiply(rows, moe.up[...])
         y = jaxops.combine(multiply(jax.nn.silu(gate) * up, moe.down[...]), routing)
-        return (lax.psum(y, "expert") if c.sharded else y).reshape(x.shape), routing
+        return (lax.psum(y, "expert") if self.sharded else y).reshape(x.shape), routing
 
 
 class Block(nnx.Module):
     """Pre-norm attention, then a pre-norm gated unit or experts."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.attention_norm = norm()
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = (Experts if config.experts else GatedUnit)(config, rngs=rngs)
+        self.mlp = Experts(config, sharded=sharded, rngs=rngs) if config.experts else GatedUnit(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Routed | None, KeysValues | None]:
         mixed, kept = self.attention(self.attention_norm(x), positions, attend)
@@ -223,16 +221,22 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens in, logits of the next token out. The blocks' parameters are stacked, and one block is compiled, whatever the number of layers."""
+    """Tokens in, logits of the next token out. The blocks' parameters are stacked, and one block is compiled, whatever the number of layers.
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    Args:
+      sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch. It is the same model, with the same
+        parameters: `Routed` is of all devices' tokens together.
+    """
+
+    def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
+        self.sharded = sharded
         dtype = jnp.dtype(c.dtype)
 
         @nnx.split_rngs(splits=c.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(c, rngs=rngs)
+            return Block(c, sharded=sharded, rngs=rngs)
 
         self.embed = nnx.Embed(c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs)
         self.blocks = stacked(rngs)
@@ -254,7 +258,7 @@ class Decoder(nnx.Module):
 
         def block(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Routed | None, nnx.State]]:
             params, others = state
-            layer = nnx.merge(graphdef, gather(params) if self.config.sharded else params, others, copy=True)
+            layer = nnx.merge(graphdef, gather(params) if self.sharded else params, others, copy=True)
             x, routed, _ = layer(x, positions, attend)
             return x, (routed, nnx.state(layer, nnx.Not(nnx.Param)))
 
@@ -314,7 +318,7 @@ class Decoder(nnx.Module):
         return (self._whole(self.embed).attend(x) if self.head is None else self._whole(self.head)(x)).astype(jnp.float32)
 
     def _whole(self, layer: AnyLayer) -> AnyLayer:
-        if not self.config.sharded:
+        if not self.sharded:
             return layer
         graphdef, params = nnx.split(layer)
         return nnx.merge(graphdef, gather(params))

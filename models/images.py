@@ -67,12 +67,12 @@ class Batch(NamedTuple):
     labels: Any
 
     def counted(self) -> Any:
-        """The rows that are an image's, int32."""
-        return self.sequence_offsets[-1] - self.sequence_offsets[0]
+        """The rows that are an image's, of all batches that are stacked, int32."""
+        return (self.sequence_offsets[..., -1] - self.sequence_offsets[..., 0]).sum(dtype=np.int32)
 
     @property
     def size(self) -> int:
-        """Rows of all micro-batches."""
+        """Rows of all batches that are stacked."""
         return math.prod(self.tokens.shape[:-1])
 
 

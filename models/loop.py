@@ -1,6 +1,8 @@
 """What the training of every model shares: schedule, optimizer, state, the compiled step, and the loop over steps."""
 
+import contextlib
 import dataclasses
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,11 +14,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxops.nn import AmaxHistory
+from models.checkpoints import Checkpoints
+from models.distributed import is_first
+from models.mesh import own_rows, shard_batch, split_objective
 from models.report import History, MetricsLog
 
 READ_EVERY = 10
@@ -108,15 +114,22 @@ def make_learning_rate(schedule: Schedule) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, schedule.learning_rate, schedule.warmup_steps, end, 0.05 * schedule.learning_rate)
 
 
+def is_decayed(path: tuple) -> bool:
+    """By a parameter's name: norms' scales and biases are not. Their rank does not tell, where those of all layers are stacked."""
+    return re.search(r"\b(scale|bias)\b", jax.tree_util.keystr(path, simple=True, separator="/")) is None
+
+
 def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    adamw = optax.adamw(make_learning_rate(schedule), b2=0.98, weight_decay=schedule.weight_decay, mask=matrices)
+    decayed = lambda params: jax.tree.map_with_path(lambda path, _: is_decayed(path), params)
+    adamw = optax.adamw(make_learning_rate(schedule), b2=0.98, weight_decay=schedule.weight_decay, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(schedule.clip_norm), adamw)
 
 
-def place(arrays: Any) -> Any:
-    """Batches, from the host to the device: the one place where they are put there."""
-    return jax.device_put(arrays)
+def place(arrays: Any, mesh: Mesh | None = None) -> Any:
+    """Batches [N, B, ...], from the host to the device, or B over all devices: the one place where they are put there."""
+    if mesh is None:
+        return jax.device_put(arrays)
+    return shard_batch(jax.tree.map(lambda x: x[:, own_rows(x.shape[1], mesh)], arrays), mesh, axis=1)
 
 
 def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
@@ -125,23 +138,36 @@ def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> T
     return TrainState(params, histories, average, jax.jit(make_optimizer(schedule).init)(params), jnp.zeros((), jnp.int32))
 
 
-def make_step(graphdef: nnx.GraphDef, schedule: Schedule, objective: Objective) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
+def make_value(
+    graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None, *, training: bool
+) -> Callable[..., tuple[jax.Array, tuple[Measured, nnx.State]]]:
+    """(params, histories, micro-batch, key) -> (loss, (measured, histories)), over all devices of the mesh."""
+
+    def value(params: nnx.State, histories: nnx.State, batch: Any, key: jax.Array):
+        model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
+        if not training:
+            model.eval()
+        loss, measured = objective(model, batch, key)
+        return loss, (measured, nnx.state(model, AmaxHistory))
+
+    return value if mesh is None else split_objective(value, mesh, counted=lambda batch: batch.counted())
+
+
+def make_step(
+    graphdef: nnx.GraphDef, schedule: Schedule, objective: Objective, mesh: Mesh | None = None
+) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
     """The whole training step as one compiled program for each shape of batches: gradient, update, average.
 
     It takes the state, a batch of micro-batches [schedule.accumulate, ...], and a key that is the same in every step. Each micro-batch's gradient, in float32,
-    counts as much as it counts tokens: with an objective that is a mean over tokens the sum is the gradient of the whole batch.
+    counts as much as it counts tokens: with an objective that is a mean over tokens the sum is the gradient of the whole batch. Over a mesh the objective is
+    called with each device's parts, as `models.mesh.split_objective` says.
     """
     optimizer, learning_rate = make_optimizer(schedule), make_learning_rate(schedule)
+    value = make_value(graphdef, objective, mesh, training=True)
 
     def scaled_gradient(params: nnx.State, histories: nnx.State, micro: tuple[Any, jax.Array, jax.Array]):
         batch, share, key = micro
-
-        def value(params: nnx.State):
-            model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
-            loss, measured = objective(model, batch, key)
-            return loss, (measured, nnx.state(model, AmaxHistory))
-
-        grads, (measured, histories) = jax.grad(value, has_aux=True)(params)
+        grads, (measured, histories) = jax.grad(value, has_aux=True)(params, histories, batch, key)
         return jax.tree.map(lambda x: share * x, (grads, measured)), histories
 
     def gradient(params: nnx.State, histories: nnx.State, micros: tuple[Any, jax.Array, jax.Array]):
@@ -190,25 +216,24 @@ def kept(state: TrainState) -> nnx.State:
     return state.params if state.average is None else state.average
 
 
-def make_evaluate(graphdef: nnx.GraphDef, objective: Objective) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
+def make_evaluate(graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
     """Mean loss over micro-batches [N, ...], with the same draws in every evaluation."""
+    value = make_value(graphdef, objective, mesh, training=False)
 
     @jax.jit
     def evaluate(params: nnx.State, histories: nnx.State, batches: Any, key: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params, histories)
-        model.eval()
         counted = jax.vmap(lambda batch: batch.counted())(batches)
         keys = jax.random.split(key, counted.shape[0])
-        losses = jax.lax.map(lambda given: objective(model, *given)[1].loss, (batches, keys))
+        losses = jax.lax.map(lambda given: value(params, histories, *given)[1][0].loss, (batches, keys))
         return jnp.sum(losses * counted) / jnp.maximum(jnp.sum(counted), 1)
 
     return evaluate
 
 
-def prefetched(batches: Callable[[int], Any], first: int, end: int) -> Iterator[Any]:
-    """batches(first) to batches(end - 1) on the device, made on another thread while steps run."""
+def prefetched(batches: Callable[[int], Any], first: int, end: int, mesh: Mesh | None = None) -> Iterator[Any]:
+    """batches(first) to batches(end - 1) as `place` places them, made on another thread while steps run."""
     with ThreadPoolExecutor(1) as pool:
-        start = lambda step: pool.submit(lambda: place(batches(step)))
+        start = lambda step: pool.submit(lambda: place(batches(step), mesh))
         waiting = deque(start(step) for step in range(first, min(first + AHEAD, end)))
         for step in range(first, end):
             batch = waiting.popleft().result()
@@ -238,25 +263,63 @@ class Training:
     unit: str
 
 
-def run_steps(training: Training, state: TrainState, out: Path, console: Console) -> tuple[TrainState, History]:
-    """Runs the steps that the state has not done, and evaluations; shows how they go, and logs them in `out`. The state is donated."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where a training runs, and where it leaves what.
+
+    Attributes:
+      out: the folder of all that it writes.
+      console: where it says how it goes.
+      mesh: of devices; None for one.
+      save_every: steps between checkpoints, in OUT/checkpoints; None for none. It begins with the newest that is there.
+    """
+
+    out: Path
+    console: Console
+    mesh: Mesh | None = None
+    save_every: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    def saves(self, done: int, steps: int) -> bool:
+        return self.save_every is not None and (done % self.save_every == 0 or done == steps)
+
+
+def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainState, History]:
+    """Runs the steps that the state, or the newest checkpoint, has not done, and evaluations; shows how they go, and logs them. The state is donated."""
+    with contextlib.ExitStack() as stack:
+        save = None
+        if run.save_every is not None:
+            checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
+            (state, done), save = checkpoints.start(state), checkpoints.save
+            if done:
+                run.console.print(f"goes on from the checkpoint of step {done}")
+        # The guard turns any transfer that was not asked for by name, and so any hidden wait, into an error.
+        with jax.transfer_guard("disallow"):
+            return _run_steps(training, state, run, save)
+
+
+def _run_steps(training: Training, state: TrainState, run: Run, save: Callable[..., None] | None) -> tuple[TrainState, History]:
     schedule, first = training.schedule, int(jax.device_get(state.step))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # The guard turns any transfer that was not asked for by name, and so any hidden wait, into an error.
-    with jax.transfer_guard("disallow"), MetricsLog(out, first) as log, Progress(*columns, console=console) as progress:
+    with MetricsLog(run.out, first, writes=is_first()) as log, Progress(*columns, console=run.console) as progress:
         task = progress.add_task("compiling", total=schedule.steps, completed=first)
         unread, last_read = [], time.perf_counter()
-        for done, batch in enumerate(prefetched(training.batches, first, schedule.steps), first + 1):
+        for done, batch in enumerate(prefetched(training.batches, first, schedule.steps, run.mesh), first + 1):
             state, metrics = training.step(state, batch, training.key)
             unread.append(metrics)
-            at_eval = done % schedule.eval_every == 0 or done in (first + 1, schedule.steps)
-            if not at_eval and len(unread) < READ_EVERY:
+            at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
+            if not at_eval and not run.saves(done, schedule.steps) and len(unread) < READ_EVERY:
                 continue
             read = jax.device_get(unread)
             rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
             progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
             heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
             log.add(done, read, rate, heldout)
+            if save is not None and run.saves(done, schedule.steps):
+                save(state, done, heldout=heldout)  # what is logged is never behind it
             if heldout is not None:
                 speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
                 progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")

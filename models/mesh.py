@@ -90,20 +90,29 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
     return jax.tree.map_with_path(sharding, state)
 
 
-def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh) -> tuple[Any, Tree]:
-    """What `create` gives, a graphdef and a training state, with the state split from the start: no device ever has all of it."""
+def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh | None) -> tuple[Any, Tree]:
+    """What `create` gives, a graphdef and a training state, with the state split from the start: no device ever has all of it. None for no mesh."""
+    if mesh is None:
+        return create()
     graphdef, shapes = jax.eval_shape(create)
     return graphdef, jax.jit(lambda: create()[1], out_shardings=shardings(shapes, mesh))()
 
 
-def shard_state(state: Tree, mesh: Mesh) -> Tree:
-    """A training state, or a part of one, that is there already, split over the devices. All processes pass the same."""
-    return jax.tree.map(_put, state, shardings(state, mesh))
+def shard_state(state: Tree, mesh: Mesh | None) -> Tree:
+    """A training state, or a part of one, that is there already, split over the devices. All processes pass the same. None for no mesh."""
+    return state if mesh is None else jax.tree.map(_put, state, shardings(state, mesh))
 
 
-def replicate(tree: Tree, mesh: Mesh) -> Tree:
-    """Arrays that each device has whole, such as the key of a step. All processes pass the same."""
-    return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, P())), tree)
+def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
+    """Arrays that each device has whole, such as the key of a step. All processes pass the same. None for no mesh."""
+    return tree if mesh is None else jax.tree.map(lambda x: _put(x, NamedSharding(mesh, P())), tree)
+
+
+def collect(tree: Tree, mesh: Mesh | None) -> Tree:
+    """The whole arrays on one device of each process, for what follows a training. All processes call it; None for no mesh."""
+    if mesh is None:
+        return tree
+    return jax.tree.map(lambda x: x.addressable_data(0), jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree))
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:

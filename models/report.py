@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,19 @@ class MetricsLog:
 
     A line has the step's number (1 for the first), the scalars of its `models.loop.Metrics`, tokens_per_s between two readings, and heldout after an
     evaluation. Of what stands there already, steps up to `first` are kept: those before the checkpoint from which a run goes on.
+
+    Args:
+      writes: False in all processes of a run but one: they keep a history only of the steps after `first`.
     """
 
-    def __init__(self, out: Path, first: int):
+    def __init__(self, out: Path, first: int, writes: bool = True):
         out.mkdir(parents=True, exist_ok=True)
         file = out / "metrics.jsonl"
-        before = [json.loads(line) for line in file.read_text().splitlines()] if first and file.exists() else []
+        before = [json.loads(line) for line in file.read_text().splitlines()] if writes and first and file.exists() else []
         self.history = History([row for row in before if row["step"] <= first])
-        self._lines = file.open("w")
+        self._lines = (file if writes else Path(os.devnull)).open("w")
         self._lines.writelines(json.dumps(row) + "\n" for row in self.history.rows)
-        self._events = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
+        self._events = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=first + 1, write_to_disk=writes)
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -1,6 +1,7 @@
 """Trains a diffusion transformer on packed images of unequal sizes and draws new ones: `python -m models.train dit`."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,16 @@ import jax
 import numpy as np
 import typer
 from flax import nnx
-from rich.console import Console
+from jax.sharding import Mesh
 
 from jaxops.nn import AmaxHistory
-from models import config, loop
+from models import config, launch, loop
 from models.config import Options, check_option
+from models.distributed import is_first
 from models.dit import DiT, DiTConfig, generate, loss_fn
-from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, image_batches, read_data, stack, unpatchify
-from models.loop import Measured, Training, TrainState, run_steps, with_steps
+from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, image_batches, pack, read_data, stack, unpatchify
+from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
+from models.mesh import collect, create_sharded, gather, replicate
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
@@ -52,13 +55,24 @@ def choose(options: DitOptions) -> DiTPreset:
     return chosen if "warmup_steps" in given else with_steps(chosen, None)
 
 
-def configure(preset: DiTPreset, data: DataSet) -> DiTConfig:
+def micro_batches(preset: DiTPreset, mesh: Mesh | None) -> int:
+    """Of a step: over a mesh each device has packed ones of its own."""
+    return preset.accumulate * (1 if mesh is None else mesh.size)
+
+
+def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiTConfig:
     """The preset's model for a data set.
 
     Raises:
-      ValueError: a micro-batch cannot hold the largest image.
+      ValueError: a micro-batch cannot hold the largest image, or the devices cannot have micro-batches of one size.
     """
-    budget = preset.tokens // preset.accumulate
+    parts = micro_batches(preset, mesh)
+    if preset.tokens % parts or preset.images % parts:
+        raise ValueError(
+            f"tokens is {preset.tokens} and images {preset.images}; with {parts // preset.accumulate} devices and accumulate {preset.accumulate} "
+            f"both must be multiples of {parts}."
+        )
+    budget = preset.tokens // parts
     if budget < data.longest:
         raise ValueError(f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or longest.")
     return DiTConfig(
@@ -87,38 +101,63 @@ def objective(model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0
     return loss, Measured(loss)
 
 
-def make_step(graphdef: nnx.GraphDef, preset: DiTPreset) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    """One compiled program, whatever sizes the images have."""
-    return loop.make_step(graphdef, preset, objective)
+def placed(objective: Objective, mesh: Mesh | None) -> Objective:
+    """Over a mesh: of a device's own packed batch [1, ...], with all parameters put together at once."""
+
+    def own(model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        nnx.update(model, gather(nnx.state(model, nnx.Param)))
+        return objective(model, jax.tree.map(lambda x: x[0], batch), key)
+
+    return objective if mesh is None else own
 
 
-def make_evaluate(graphdef: nnx.GraphDef) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+def make_step(graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    """One compiled program, whatever sizes the images have. Of batches [accumulate, ...], over a mesh [accumulate, devices, ...]."""
+    return loop.make_step(graphdef, preset, placed(objective, mesh), mesh)
+
+
+def make_evaluate(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
     """No label is dropped."""
-    return loop.make_evaluate(graphdef, lambda model, batch, key: objective(model, batch, key, label_dropout=0.0))
+    return loop.make_evaluate(graphdef, placed(functools.partial(objective, label_dropout=0.0), mesh), mesh)
 
 
-def make_batches(preset: DiTPreset, data: DataSet) -> Callable[[int], Batch]:
-    return image_batches(data.train, data.patch, preset.tokens, preset.images, preset.accumulate, preset.seed)
+def by_device(batch: Batch, mesh: Mesh | None) -> Batch:
+    """[N * devices, ...] -> [N, devices, ...], over a mesh."""
+    return batch if mesh is None else jax.tree.map(lambda x: x.reshape(-1, mesh.size, *x.shape[1:]), batch)
 
 
-def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, out: Path, console: Console) -> tuple[DiT, History]:
-    """Runs all steps and evaluations; the model that comes back has the averaged weights, and is in evaluation mode."""
-    graphdef, state = init_state(sizes, preset, preset.seed)
-    console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-    micro = (data.patch, preset.tokens // preset.accumulate, preset.images // preset.accumulate)
-    heldout = loop.place(stack([batch for _, batch in every_image_once(data.heldout, *micro)]))
-    key, heldout_key = jax.random.split(jax.random.key(preset.seed))
-    evaluate = make_evaluate(graphdef)
+def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
+    batches = image_batches(data.train, data.patch, preset.tokens, preset.images, micro_batches(preset, mesh), preset.seed)
+    return lambda step: by_device(batches(step), mesh)
+
+
+def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batch:
+    """All held-out images; for the last devices there may be batches of none."""
+    parts = micro_batches(preset, mesh)
+    micro = (data.patch, preset.tokens // parts, preset.images // parts)
+    batches = [batch for _, batch in every_image_once(data.heldout, *micro)]
+    if mesh is not None:
+        batches += -len(batches) % mesh.size * [pack(data.heldout, [], *micro)]
+    return by_device(stack(batches), mesh)
+
+
+def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple[DiT, History]:
+    """Runs all steps and evaluations; the model that comes back has the averaged weights, whole on one device, and is in evaluation mode."""
+    mesh = run.mesh
+    graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
+    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
+    evaluate, heldout = make_evaluate(graphdef, mesh), loop.place(heldout_batches(preset, data, mesh), mesh)
     training = Training(
         preset,
-        make_step(graphdef, preset),
+        make_step(graphdef, preset, mesh),
         lambda state: evaluate(loop.kept(state), state.histories, heldout, heldout_key),
-        make_batches(preset, data),
+        make_batches(preset, data, mesh),
         key,
         UNIT,
     )
-    state, history = run_steps(training, state, out, console)
-    model = nnx.merge(graphdef, loop.kept(state), state.histories)
+    state, history = run_steps(training, state, run)
+    model = nnx.merge(graphdef, *collect((loop.kept(state), state.histories), mesh))
     model.eval()
     return model, history
 
@@ -144,27 +183,30 @@ def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list
 
 def run(options: DitOptions) -> None:
     """Trains a diffusion transformer on images of unequal sizes, packed without padding, and draws new ones."""
-    begin, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
+    begin = time.perf_counter()
+    launch.start_processes(options)
     with config.errors_of_options():
         preset = choose(options)
+        mesh = launch.choose_mesh(options, preset.backend)
         images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
-        sizes = configure(preset, images)
-    out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}") if options.out is None else options.out
-    out.mkdir(parents=True, exist_ok=True)
-    config.write(preset, out / "config.yaml")
+        sizes = configure(preset, images, mesh)
+        run = launch.begin(options, preset, mesh, Path("runs", f"dit-{Path(preset.data).name}-{options.preset}"))
+    console = run.console
     console.print(f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, {len(images.classes)} classes")
-    console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {jax.devices()[0].device_kind}")
+    console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(mesh)}")
 
-    model, history = train(preset, sizes, images, out, console)
-    plot_report(history, UNIT, out / "report.png")
-    draw_grid(sample(model, preset, images, preset.seed), images.classes[:DRAWN], out / "samples.png")
+    model, history = train(preset, sizes, images, run)
+    if not is_first():
+        return
+    plot_report(history, UNIT, run.out / "report.png")
+    draw_grid(sample(model, preset, images, preset.seed), images.classes[:DRAWN], run.out / "samples.png")
 
     few = min(10, preset.steps)
     first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
     fill = np.mean([row["fill"] for row in history.rows])
     console.print(f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out {history.heldout[-1][1]:.3f}")
     console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
-    console.print(f"{out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
+    console.print(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
 
 
 main = config.command(DitOptions, run)

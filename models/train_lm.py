@@ -12,15 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxops.nn import AmaxHistory
-from models import config, hf, loop
+from models import config, hf, launch, loop
 from models.config import Options, check_option
 from models.data import Corpus, bigram_nats, read_texts, split, standard_library, tokenize
 from models.decoder import Decoder, DecoderConfig, loss_fn
+from models.distributed import is_first
 from models.generate import Bytes, HuggingFace, Tokenizer, align, end_token, sample, tokenizer_of
-from models.loop import Measured, Training, TrainState, run_steps, with_steps
+from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
+from models.mesh import collect, create_sharded, own_rows, replicate, shard_state
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import PRESETS, Preset
@@ -108,10 +111,24 @@ def make_model(preset: Preset, seed: int) -> Decoder:
     return hf.load(preset.init_from, **{name: getattr(preset.model, name) for name in RUN_FIELDS})[1]
 
 
+def sharded_graphdef(preset: Preset) -> nnx.GraphDef:
+    """Of the model as it is called over a mesh."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(preset.model, sharded=True, rngs=nnx.Rngs(0))))[0]
+
+
 def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
     graphdef, params, histories = nnx.split(make_model(preset, seed), nnx.Param, AmaxHistory)
     histories = jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories)  # a loaded model has only their shapes
     return graphdef, loop.init_state(preset, params, histories)
+
+
+def start_state(preset: Preset, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
+    """Over a mesh split from the start, or as soon as a checkpoint is read."""
+    create = lambda: init_state(preset, preset.seed)
+    if preset.init_from is None:
+        return create_sharded(create, mesh)
+    graphdef, state = create()
+    return graphdef, shard_state(state, mesh)
 
 
 def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
@@ -123,13 +140,13 @@ def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: j
     return loss + preset.balance_weight * balance, Measured(loss, balance, load)
 
 
-def make_step(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    return loop.make_step(graphdef, preset, functools.partial(objective, preset, preset.pack))
+def make_step(graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    return loop.make_step(graphdef, preset, functools.partial(objective, preset, preset.pack), mesh)
 
 
-def make_evaluate(graphdef: nnx.GraphDef, preset: Preset) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+def make_evaluate(graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
     """Of packed rows, however the model is trained: documents do not see each other."""
-    return loop.make_evaluate(graphdef, functools.partial(objective, preset, True))
+    return loop.make_evaluate(graphdef, functools.partial(objective, preset, True), mesh)
 
 
 def make_rows(preset: Preset, documents: Documents) -> tuple[Rows, ...]:
@@ -150,25 +167,26 @@ def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
     return dataclasses.replace(preset, model=dataclasses.replace(preset.model, max_documents=most))
 
 
-def train(preset: Preset, corpus: Corpus, unit: str, out: Path, console: Console) -> tuple[Decoder, History]:
-    """Runs all steps and evaluations; the model that comes back is trained, and in evaluation mode."""
-    rows, key = make_rows(preset, corpus.train), jax.random.key(preset.seed)
+def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder, History]:
+    """Runs all steps and evaluations; the model that comes back is trained, whole on one device, and in evaluation mode."""
+    mesh, rows = run.mesh, make_rows(preset, corpus.train)
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
-    graphdef, state = init_state(preset, preset.seed)
-    console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    graphdef, state = start_state(preset, mesh)
+    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
-    console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
-    evaluate, heldout = make_evaluate(graphdef, preset), loop.place(heldout_batches(preset, corpus.heldout))
+    run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
+    stepped, key = graphdef if mesh is None else sharded_graphdef(preset), replicate(jax.random.key(preset.seed), mesh)
+    evaluate, heldout = make_evaluate(stepped, preset, mesh), loop.place(heldout_batches(preset, corpus.heldout), mesh)
     training = Training(
         preset,
-        make_step(graphdef, preset),
+        make_step(stepped, preset, mesh),
         lambda state: evaluate(loop.kept(state), state.histories, heldout, key),
         make_batches(preset, corpus.train, rows),
         key,
         unit,
     )
-    state, history = run_steps(training, state, out, console)
-    model = nnx.merge(graphdef, loop.kept(state), state.histories)
+    state, history = run_steps(training, state, run)
+    model = nnx.merge(graphdef, *collect((loop.kept(state), state.histories), mesh))
     model.eval()
     return model, history
 
@@ -194,15 +212,17 @@ def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer:
 
 def run(options: LmOptions) -> None:
     """Trains a decoder language model, by default a mixture of experts on the bytes of the Python standard library's sources."""
-    begin, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
+    begin = time.perf_counter()
+    launch.start_processes(options)
     with config.errors_of_options():
         preset, tokenizer = choose_tokenizer(choose(options))
+        mesh = launch.choose_mesh(options, preset.model.backend)
+        if mesh is not None:
+            own_rows(preset.batch // preset.accumulate, mesh)
         corpus = read_corpus(preset.data, tokenizer)
-    out = Path("runs", f"lm-{options.preset}") if options.out is None else options.out
-    out.mkdir(parents=True, exist_ok=True)
-    config.write(preset, out / "config.yaml")
+        run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"))
 
-    byte = isinstance(tokenizer, Bytes)
+    byte, console = isinstance(tokenizer, Bytes), run.console
     token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
     console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
     baseline = None
@@ -210,14 +230,16 @@ def run(options: LmOptions) -> None:
         bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
         baseline = ("bigram table", bigram)
         console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
-    console.print(f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {jax.devices()[0].device_kind}")
+    console.print(f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(mesh)}")
 
-    model, history = train(preset, corpus, unit, out, console)
-    plot_report(history, unit, out / "report.png", baseline)
-    architecture = save_checkpoint(out / "checkpoint-hf", preset, model, tokenizer)
+    model, history = train(preset, corpus, unit, run)
+    if not is_first():
+        return
+    plot_report(history, unit, run.out / "report.png", baseline)
+    architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
     write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
     reached = f"held-out {history.heldout[-1][1]:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
-    console.print(f"\n{reached} after {time.perf_counter() - begin:.0f} s; {out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard")
+    console.print(f"\n{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard")
     console.print("no architecture of Hugging Face fits: no checkpoint" if architecture is None else f"and checkpoint-hf, a {architecture}")
 
 

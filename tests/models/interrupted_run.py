@@ -1,46 +1,33 @@
-"""A tiny training run for tests/models/test_checkpoints.py, and, as a process of its own, the run that is killed while it writes its second checkpoint."""
+"""A tiny run of the training command for tests/models/test_launch.py, and one of two processes that are killed while they write their second checkpoint."""
 
+import itertools
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from models.checkpoints import Checkpoints
+from models import train_lm
 from models.decoder import DecoderConfig
-from models.presets import Preset
-from models.train_lm import Metrics, TrainState, init_state, make_step
+from models.presets import PRESETS, Preset
 
 EVERY = 2
 TOO_LONG_S = 60  # after which a test that went wrong ends
-MODEL = DecoderConfig(32, 8, 1, 2, 2, 4, 8, experts=2, top_k=1, tie_embeddings=True, backend="xla")
-TINY = Preset(MODEL, context=8, batch=2, steps=6, learning_rate=1e-2, warmup_steps=1, eval_every=6, eval_windows=2)
+MODEL = DecoderConfig(256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16, tie_embeddings=True)  # dense: experts take thrice as long to compile
+TINY = Preset(MODEL, context=16, batch=8, steps=5, learning_rate=1e-2, warmup_steps=1, eval_every=4, eval_windows=4, accumulate=2, ema=0.9)
 
 
-def start() -> tuple[Any, TrainState]:
-    graphdef, state = init_state(TINY, 0)
-    data, key = jnp.asarray(np.random.default_rng(0).integers(0, 32, 200), jnp.int32), jax.random.key(1)
-    step = make_step(graphdef, TINY)
-    return lambda state: step(state, data, key), state
+def train(out: Path, backend: str = "xla", **options: Any) -> None:
+    """The command but for the report and the sample."""
+    PRESETS["tiny"] = TINY
+    train_lm.plot_report = train_lm.write_sample = lambda *_: None
+    train_lm.main(preset="tiny", data=[str(Path(__file__).parents[2] / "LICENSE")], out=out, backend=backend, **options)
 
 
-def train(advance, checkpoints: Checkpoints | None, state: TrainState, done: int, steps: int) -> tuple[TrainState, list[Metrics]]:
-    """The state after `steps` steps, and the metrics of those that it made."""
-    metrics = []
-    for now in range(done + 1, steps + 1):
-        state, new = advance(state)
-        metrics.append(jax.device_get(new))
-        if checkpoints is not None:
-            checkpoints.save(state, now)
-    return state, metrics
-
-
-def main(folder: Path) -> None:
-    """Holds the first write back until later steps have overwritten the state, and the second one, half written, until it is killed."""
-    overwritten = threading.Event()
+def main(process_id: str, coordinator: str, folder: str) -> None:
+    """The first process holds the first write back until later steps have overwritten the state, and the second one, half written, until it is killed."""
+    overwritten, make_step, calls = threading.Event(), train_lm.make_step, itertools.count(1)
 
     def hold(event: str, arguments: tuple) -> None:
         if event == "os.mkdir" and str(arguments[0]).endswith("2.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp"):
@@ -49,14 +36,22 @@ def main(folder: Path) -> None:
             print("writing", flush=True)
             threading.Event().wait(TOO_LONG_S)
 
-    sys.addaudithook(hold)
-    advance, state = start()
-    with Checkpoints(folder, every=EVERY) as checkpoints:
-        state, _ = train(advance, checkpoints, state, 0, 3)
-        overwritten.set()
-        train(advance, checkpoints, state, 3, 4)
-        print("saved", flush=True)
+    def watched(*arguments: Any) -> Any:
+        step = make_step(*arguments)
+
+        def run(*given: Any) -> Any:
+            result = jax.block_until_ready(step(*given))
+            if next(calls) == EVERY + 1:
+                overwritten.set()
+            return result
+
+        return run
+
+    if process_id == "0":
+        sys.addaudithook(hold)
+    train_lm.make_step = watched
+    train(Path(folder), mesh="fsdp=2", save_every=EVERY, coordinator=coordinator, processes=2, process_id=int(process_id))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*sys.argv[1:])

@@ -16,7 +16,9 @@ from tensorboardX.proto.event_pb2 import Event
 
 from models import train_lm
 from models.data import split
-from models.loop import Measured, Training, init_state, kept, make_evaluate, make_learning_rate, make_step, place, prefetched, run_steps
+from models.decoder import Decoder
+from models.dit import DiT, DiTConfig
+from models.loop import Measured, Run, Training, init_state, kept, make_evaluate, make_learning_rate, make_optimizer, make_step, place, prefetched, run_steps
 from models.packing import Documents
 from models.presets import Preset, of_bytes
 from models.report import MetricsLog
@@ -51,6 +53,27 @@ def test_micro_batches_add_up_to_the_batch():
     assert {leaf.dtype for leaf in moments(other)} == {jnp.dtype("float32")}
     for left, right in zip(moments(one), moments(other), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        (lambda: Decoder(dataclasses.replace(TINY.model, qk_norm=True), rngs=nnx.Rngs(0)), {"scale"}),
+        (lambda: Decoder(dataclasses.replace(TINY.model, experts=4, top_k=2), rngs=nnx.Rngs(0)), {"scale"}),
+        (lambda: DiT(DiTConfig(1, 8, 2, 4, 3, 6), rngs=nnx.Rngs(0)), {"bias"}),
+    ],
+    ids=["decoder", "experts", "dit"],
+)
+def test_matrices_are_decayed_and_nothing_else(model, kept):
+    """By what the optimizer does to parameters without a gradient."""
+    params = jax.tree.map(lambda p: np.ones(p.shape, np.float32), nnx.state(nnx.eval_shape(model), nnx.Param))
+    optimizer = make_optimizer(dataclasses.replace(TINY, warmup_steps=0))
+    updates = jax.jit(lambda params: optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0])(params)
+    decayed = {True: set(), False: set()}
+    for path, update in jax.tree.leaves_with_path(updates):
+        decayed[bool(jnp.all(update < 0))].add(jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-2])
+    assert decayed[False] == kept
+    assert {"kernel", "embedding"} <= decayed[True] <= {"kernel", "embedding", "gate", "up", "down"}
 
 
 def test_padding_and_the_ends_of_documents_are_not_learned():
@@ -138,12 +161,12 @@ def lines_of(out) -> list[dict]:
 
 def test_a_run_that_is_taken_up_again_is_the_same(toy, tmp_path):
     console = Console(file=io.StringIO())
-    whole, history = run_steps(toy.training, toy.state(), tmp_path / "whole", console)
+    whole, history = run_steps(toy.training, toy.state(), Run(tmp_path / "whole", console))
     early = dataclasses.replace(toy.training, schedule=dataclasses.replace(toy.schedule, steps=14))
-    half, _ = run_steps(early, toy.state(), tmp_path / "half", console)
+    half, _ = run_steps(early, toy.state(), Run(tmp_path / "half", console))
     with (tmp_path / "half" / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 15, "loss": 77.0}\n')  # of a step after the last checkpoint, which is done again
-    other, again = run_steps(toy.training, half, tmp_path / "half", console)
+    other, again = run_steps(toy.training, half, Run(tmp_path / "half", console))
     jax.tree.map(np.testing.assert_array_equal, whole, other)
     assert [row["loss"] for row in lines_of(tmp_path / "whole")] == [row["loss"] for row in lines_of(tmp_path / "half")] == history.loss == again.loss
     assert len(history.loss) == 23
@@ -159,7 +182,7 @@ def test_a_new_run_begins_a_new_log(tmp_path):
 
 
 def test_what_is_logged(toy, tmp_path):
-    run_steps(toy.training, toy.state(), tmp_path, Console(file=io.StringIO()))
+    run_steps(toy.training, toy.state(), Run(tmp_path, Console(file=io.StringIO())))
     rows = lines_of(tmp_path)
     assert [row["step"] for row in rows if "heldout" in row] == [1, 10, 20, 23]
     rate = make_learning_rate(toy.schedule)

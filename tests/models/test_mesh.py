@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +15,58 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from models import decoder
-from models.decoder import Decoder
+from models import loop, packing, train_dit, train_lm
+from models.data import split
+from models.decoder import Decoder, DecoderConfig
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
-from models.mesh import AXES, gather, make_mesh, own_rows, shard_batch, shard_state, shardings, split_objective
+from models.mesh import AXES, gather, make_mesh, own_rows, replicate, shard_batch, shard_state, shardings, split_objective
+from models.presets import Preset
 from tests.compare import assert_close
 from tests.hopper import H200
-from tests.models.mesh_run import DENSE, SPARSE, train
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
-alone = functools.cache(train)
+SPARSE = DecoderConfig(256, 16, 2, 2, 2, 8, 24, experts=4, top_k=2, tie_embeddings=True, backend="xla")
+DENSE = dataclasses.replace(SPARSE, experts=0, top_k=0, tie_embeddings=False)
+LENGTHS = np.random.default_rng(1).integers(2, 30, 40)
+CORPUS = split(packing.Documents(np.random.default_rng(0).integers(0, 256, LENGTHS.sum(), dtype=np.uint8), np.cumsum([0, *LENGTHS])))
+
+
+class Outcome(NamedTuple):
+    """What the steps gave, and the program that made them; `first` is the state after the first one."""
+
+    first: Any
+    metrics: list[loop.Metrics]
+    heldout: jax.Array
+    program: str
+
+
+def preset_of(config: DecoderConfig, accumulate: int = 1) -> Preset:
+    """With a document a row: the devices count unlike numbers of tokens."""
+    return Preset(config, 8, 8, steps=8, learning_rate=1e-2, warmup_steps=1, eval_every=8, pack=False, buckets=1, balance_weight=0.1, accumulate=accumulate)
+
+
+def batches_of(preset: Preset) -> Callable[[int], packing.Batch]:
+    return train_lm.make_batches(preset, CORPUS.train, train_lm.make_rows(preset, CORPUS.train))
+
+
+@functools.cache
+def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1) -> Outcome:
+    mesh, preset = None if shape is None else make_mesh(shape), preset_of(config, accumulate)
+    graphdef, state = train_lm.start_state(preset, mesh)
+    graphdef = graphdef if mesh is None else train_lm.sharded_graphdef(preset)
+    key = replicate(jax.random.key(0), mesh)
+    batches = [loop.place(batches_of(preset)(step), mesh) for step in range(3)]
+    # Compiled before it is called, it takes no other shardings: each step's state is split as the one before.
+    step = train_lm.make_step(graphdef, preset, mesh).lower(state, batches[0], key).compile()
+    heldout = loop.place(train_lm.heldout_batches(preset, CORPUS.heldout), mesh)
+    before = train_lm.make_evaluate(graphdef, preset, mesh)(state.params, state.histories, heldout, key)
+    state, metrics = step(state, batches[0], key)
+    first, read = jax.tree.map(jnp.copy, state), [metrics]
+    for batch in batches[1:]:
+        state, metrics = step(state, batch, key)
+        read.append(metrics)
+    return Outcome(first, read, before, step.as_text())
 
 
 def fraction(x: jax.Array) -> float:
@@ -41,51 +84,66 @@ def matrices(state) -> list[jax.Array]:
 
 
 def assert_as_alone(config, got):
-    want = alone(config)
-    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got.first), jax.tree.leaves(want.first), strict=True):
-        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
-    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
-    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got.state.params), jax.tree.leaves(want.state.params), strict=True):
+    want = train(config)
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got.first.opt_state), jax.tree.leaves(want.first.opt_state), strict=True):
+        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=10)
+    jax.tree.map(lambda ours, wanted: np.testing.assert_allclose(ours, wanted, rtol=1e-4), got.metrics, want.metrics)
+    np.testing.assert_allclose(got.heldout, want.heldout, rtol=1e-5)
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got.first.params), jax.tree.leaves(want.first.params), strict=True):
         # Adam divides by the gradient's size: where that is nearly zero, its error is not.
         np.testing.assert_allclose(ours, wanted, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(
-    ("shape", "config", "share"), [("data=4", DENSE, 1), ("fsdp=4", DENSE, 1 / 4), ("data=2,fsdp=2", SPARSE, 1 / 2), ("data=2,expert=2", SPARSE, 1)]
-)
+@pytest.mark.parametrize(("shape", "config", "share"), [("fsdp=4", DENSE, 1 / 4), ("fsdp=2,expert=2", SPARSE, 1 / 2)])
 def test_as_on_one_device(shape, config, share):
-    """share: of each matrix of parameters, moments and gradients but the experts', how much a device has. The matrices of FSDP are put together by layers."""
+    """share: of each matrix of parameters and moments but the experts', how much a device has. The matrices of FSDP are put together by layers."""
     remat = shape == "fsdp=4"
-    got = train(dataclasses.replace(config, remat=remat), make_mesh(shape))
+    got = train(dataclasses.replace(config, remat=remat), shape, accumulate=2 if remat else 1)
     assert_as_alone(config, got)
-    for part in (got.state.params, got.state.opt_state, got.first[1]):
+    for part in (got.first.params, got.first.opt_state):
         assert {fraction(x) for x in matrices(part)} == {share}
-        assert {fraction(x) for x in experts(part)} == ({1 / 2} if config.experts else set())
-    if shape == "data=2,expert=2":
-        assert "[2,16,24]" in got.program, "a layer's experts of one device"
+        assert {fraction(x) for x in experts(part)} == ({share / 2} if config.experts else set())
+    if config.experts:
+        assert "[2,16,24]" in got.program, "a layer's experts of one device, put together"
         assert not re.search(r"\[(2,)?4,(16,24|24,16)\]", got.program), "no device ever has all experts"
     if remat:
         assert "[16,24]" in got.program, "a layer's gates or ups, put together"
         assert not re.search(r"\[2,(16,24|24,16)\]", got.program), "no device ever has all layers'"
 
 
+def on_kernels(mesh, **options):
+    """The gradient of a model on Pallas' kernels as a function of (params, histories, batch, key)."""
+    preset = preset_of(dataclasses.replace(SPARSE, backend="pallas"))
+    graphdef = train_lm.sharded_graphdef(preset)
+
+    def objective(params, histories, batch, key):
+        loss, measured = train_lm.objective(preset, preset.pack, nnx.merge(graphdef, params, copy=True), batch, key)
+        return loss, (measured, histories)
+
+    return jax.grad(split_objective(objective, mesh, counted=lambda batch: batch.counted(), **options), has_aux=True)
+
+
 def test_kernels():
     """Pallas' interpreter cannot follow varying axes; below the kernels' own types are checked."""
-    assert_as_alone(SPARSE, train(dataclasses.replace(SPARSE, backend="pallas"), make_mesh("data=2,expert=2"), check_vma=False))
+    mesh, preset = make_mesh("data=2,expert=2"), preset_of(SPARSE)
+    batch = shard_batch(jax.tree.map(lambda x: x[0], batches_of(preset)(0)), mesh)
+    params = train_lm.start_state(preset, mesh)[1].params
+    grads, (measured, _) = jax.jit(on_kernels(mesh, check_vma=False))(params, (), batch, jax.random.key(0))
+    want = train(SPARSE)
+    np.testing.assert_allclose(measured.loss, want.metrics[0].loss, rtol=1e-5)
+    scale = 0.1 / jnp.maximum(1, want.metrics[0].gradient_norm)  # the first moments are a tenth of the first gradient, which was clipped
+    moments = want.first.opt_state[1][0].mu
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(moments), strict=True):
+        assert_close(scale * ours, wanted, "float32", jax.tree_util.keystr(path), scale=10)
 
 
 def test_kernels_say_over_which_axes_their_results_vary():
     """The gradient traced for H200s that are not there: the kernels are in it, and shard_map has checked them."""
     mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3, abstract_device=H200)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(dataclasses.replace(SPARSE, sharded=True, backend="pallas"), rngs=nnx.Rngs(0))))
-
-    def objective(params, histories, windows, key):
-        loss, routed = decoder.loss_fn(nnx.merge(graphdef, params, copy=True), windows)
-        return loss + jnp.mean(routed.aux_loss), ((), histories)
-
+    params = jax.eval_shape(lambda: train_lm.init_state(preset_of(SPARSE), 0)[1].params)
     with jax.sharding.use_abstract_mesh(mesh):
-        windows, key = jax.ShapeDtypeStruct((8, 9), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-        text = str(jax.make_jaxpr(jax.grad(split_objective(objective, mesh), has_aux=True))(params, (), windows, key))
+        rows, key = jax.ShapeDtypeStruct((8, 8), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+        text = str(jax.make_jaxpr(on_kernels(mesh))(params, (), packing.Batch(rows, rows, rows), key))
     assert all(f"name={name}\n" in text for name in ("route_choose", "route_bwd", "permute", "grouped_glu_fwd", "grouped_matmul_wgrad"))
 
 
@@ -125,10 +183,7 @@ def test_dit():
     tokens, labels = rng.normal(size=(4, 10, 4)).astype(np.float32), np.arange(8, dtype=np.int32).reshape(4, 2) % 3
     batch = Batch(tokens=tokens, labels=labels, sequence_offsets=offsets, grids=grids)
 
-    def objective(params, histories, batch, key):
-        model = nnx.merge(graphdef, params, copy=True)
-        nnx.update(model, gather(nnx.state(model, nnx.Param)))
-        return loss_fn(model, jax.tree.map(lambda x: x[0], batch), key), ((), histories)
+    value = loop.make_value(graphdef, train_dit.placed(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True)
 
     def wanted(params, key):
         keys = jax.vmap(lambda part: jax.random.fold_in(key, part))(jnp.arange(4))
@@ -136,7 +191,7 @@ def test_dit():
 
     key, split = jax.random.key(1), shard_state(params, mesh)
     assert min(fraction(x) for x in matrices(split)) == max(fraction(x) for x in matrices(split)) == 1 / 4
-    loss, _ = jax.jit(split_objective(objective, mesh))(split, (), shard_batch(batch, mesh), key)
+    loss, _ = jax.jit(value)(split, nnx.State({}), shard_batch(batch, mesh), key)
     assert_close(loss, jax.jit(wanted)(params, key), "float32", scale=10)
 
 

@@ -25,6 +25,7 @@ from models.dit import generate as generate_images
 from models.generate import Prompts
 from models.generate import generate as generate_text
 from models.images import DATA_SETS, DataSet, Images
+from models.loop import Run
 from models.packing import Documents
 from models.precision import PRECISIONS, for_this_machine, linear_layer
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset, of_bytes
@@ -100,7 +101,7 @@ def test_training_in_delayed_scaling(tmp_path):
     """Every step puts one value into each history; no evaluation does, and the model that comes back is in evaluation mode."""
     text = Documents(np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64), np.array([0, 512]))
     preset = train_lm.configure(TINY, None, "auto", PRECISIONS["fp8-delayed"])
-    model, history = train_lm.train(preset, Corpus(text, text), "nats", tmp_path, Console(file=io.StringIO()))
+    model, history = train_lm.train(preset, Corpus(text, text), "nats", Run(tmp_path, Console(file=io.StringIO())))
     assert history.heldout[-1][1] < history.heldout[0][1] - 0.5
     histories = jax.tree.leaves(nnx.state(model, AmaxHistory))
     assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for layers in histories for h in layers] == 4 * [((2, 16), TINY.steps, TINY.steps)]

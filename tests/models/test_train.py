@@ -20,7 +20,23 @@ def test_without_a_command_it_shows_help():
         assert f" {command} " in text
 
 
-BOTH = ("preset", "config", "set", "steps", "out", "seed", "backend", "precision", "data")
+BOTH = (
+    "preset",
+    "config",
+    "set",
+    "steps",
+    "out",
+    "seed",
+    "backend",
+    "precision",
+    "data",
+    "save-every",
+    "resume",
+    "mesh",
+    "coordinator",
+    "processes",
+    "process-id",
+)
 
 
 @pytest.mark.parametrize(("command", "options"), [("lm", (*BOTH, "tokenizer", "init-from", "no-pack")), ("dit", BOTH)])

@@ -1,9 +1,12 @@
 """`python -m models.train dit` on a tiny model: what it learns, what it compiles to, what it draws, and that images do not see each other."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ import yaml
 from flax import nnx
 from PIL import Image
 
+from models import train_dit
 from models.dit import DiT, DiTConfig, generate, loss_fn, position_embedding
 from models.images import DATA_SETS, DataSet, Images, every_image_once, pack
 from models.presets import DIT_PRESETS, DiTPreset
@@ -59,8 +63,8 @@ class Command(NamedTuple):
 def command(tmp_path_factory):
     out, printed, seen = tmp_path_factory.mktemp("run"), io.StringIO(), {}
 
-    def guarded_step(graphdef, preset):
-        seen.update(graphdef=graphdef, step=make_step(graphdef, preset))
+    def guarded_step(graphdef, preset, mesh):
+        seen.update(graphdef=graphdef, step=make_step(graphdef, preset, mesh))
 
         def run(state, batch, key):
             seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
@@ -219,6 +223,25 @@ def test_a_run_from_its_own_configuration_and_images_of_a_folder(tmp_path, capsy
     assert choose(DitOptions(config=tmp_path / "out" / "config.yaml")).accumulate == 2
     with pytest.raises(typer.BadParameter, match="a micro-batch has 32 tokens, and an image may have 64"):
         main(config=tmp_path / "given.yaml")
+
+
+def test_over_a_mesh_and_from_a_checkpoint(monkeypatch, tmp_path):
+    """Each device packs images of its own; a run that goes on from its first checkpoint is the same one."""
+    monkeypatch.setitem(DIT_PRESETS, "tiny", dataclasses.replace(TINY, tokens=160, images=24, accumulate=2, steps=4, eval_every=4))
+    monkeypatch.setitem(DATA_SETS, "two-kinds", two_kinds_data)
+    for name in ("plot_report", "sample", "draw_grid"):
+        monkeypatch.setattr(train_dit, name, lambda *_: None)
+    run = functools.partial(main, data="two-kinds", preset="tiny", out=tmp_path, mesh="data=2,fsdp=2", save_every=2)
+    logged = lambda: [json.loads(line) | {"tokens_per_s": 0} for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    run()
+    whole = logged()
+    assert all(100 < row["tokens"] <= 160 and row["fill"] == pytest.approx(row["tokens"] / 160) for row in whole)
+    assert whole[0]["heldout"] == pytest.approx(2, abs=0.2)
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    run(resume=True)
+    assert logged() == whole
+    with pytest.raises(typer.BadParameter, match="with 4 devices and accumulate 2 both must be multiples of 8"):
+        run(set=["images=20"])
 
 
 @pytest.mark.parametrize("preset", DIT_PRESETS.values(), ids=DIT_PRESETS)

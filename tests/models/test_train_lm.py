@@ -42,8 +42,8 @@ class Command(NamedTuple):
 def command(tmp_path_factory):
     out, printed, seen = tmp_path_factory.mktemp("run"), io.StringIO(), {}
 
-    def guarded_step(graphdef, preset):
-        seen.update(graphdef=graphdef, step=make_step(graphdef, preset))
+    def guarded_step(graphdef, preset, mesh):
+        seen.update(graphdef=graphdef, step=make_step(graphdef, preset, mesh))
 
         def run(state, batch, key):
             seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))

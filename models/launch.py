@@ -1,0 +1,73 @@
+"""How a training command begins: with its processes, its devices, and a folder that it may write to."""
+
+from pathlib import Path
+
+import jax
+import typer
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from models import config
+from models.config import Options
+from models.distributed import initialize, is_first, make_console
+from models.loop import Run, Schedule
+from models.mesh import make_mesh
+
+
+def start_processes(options: Options) -> None:
+    """Before anything else asks JAX for its devices."""
+    named = (options.coordinator, options.processes, options.process_id)
+    if options.distributed or any(value is not None for value in named):
+        initialize(*named)
+
+
+def choose_mesh(options: Options, backend: str) -> Mesh | None:
+    """
+    Raises:
+      typer.BadParameter: several processes that would each train by itself, kernels in an interpreter that cannot be split, or as of `make_mesh`.
+    """
+    if options.mesh is not None:
+        if backend == "pallas" and jax.default_backend() != "gpu":
+            raise typer.BadParameter("over a mesh Pallas' kernels need GPUs: write xla, or leave --mesh out.", param_hint="--backend")
+        return make_mesh(options.mesh)
+    if jax.process_count() > 1:
+        raise typer.BadParameter(
+            f"{jax.process_count()} processes train together on a mesh: write data={jax.device_count()}, or another one.", param_hint="--mesh"
+        )
+    return None
+
+
+def devices(mesh: Mesh | None) -> str:
+    """What a run says of them."""
+    kind = jax.devices()[0].device_kind
+    return kind if mesh is None else f"{mesh.size} x {kind} ({', '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)})"
+
+
+def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path) -> Run:
+    """The run in its folder, with its config.yaml written.
+
+    Args:
+      chosen: all settings of the run.
+      default: the folder, if --out names none.
+
+    Raises:
+      typer.BadParameter: checkpoints in the folder among which a second run would write, or --resume without --save-every.
+      ValueError: a run to resume had other settings.
+    """
+    out = default if options.out is None else options.out
+    run = Run(out, make_console(), mesh, options.save_every)
+    if options.resume and options.save_every is None:
+        raise typer.BadParameter("a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume")
+    saved = sorted(int(path.name) for path in run.checkpoints.glob("*") if path.name.isdecimal())
+    if saved and not options.resume:
+        raise typer.BadParameter(
+            f"{run.checkpoints} has checkpoints up to step {saved[-1]}: write --resume to go on from there, or take another folder with --out.",
+            param_hint="--resume",
+        )
+    if saved:
+        config.check_unchanged(chosen, out / "config.yaml")
+    multihost_utils.sync_global_devices("all processes have looked at the folder before one writes to it")
+    if is_first():
+        out.mkdir(parents=True, exist_ok=True)
+        config.write(chosen, out / "config.yaml")
+    return run

@@ -1,0 +1,138 @@
+"""The training command that is stopped and goes on: to the same bits, on other devices, after two processes were killed in the middle of a write."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import typer
+from jax.sharding import SingleDeviceSharding
+
+from models import launch, loop, train_lm
+from models.presets import PRESETS
+from tests.models.interrupted_run import EVERY, TINY, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tiny():
+    """What `train` changes is as before after these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", TINY)
+        patch.setattr(train_lm, "plot_report", None)
+        patch.setattr(train_lm, "write_sample", None)
+        yield
+
+
+def lines_of(out: Path) -> list[dict]:
+    return [{key: value for key, value in json.loads(line).items() if key != "tokens_per_s"} for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(out: Path, step: int) -> dict[str, jax.Array]:
+    """On one device, whatever it was saved from."""
+    folder, here = out.resolve() / "checkpoints" / str(step) / "default", SingleDeviceSharding(jax.devices()[0])
+    with ocp.StandardCheckpointer() as reader:
+        saved = reader.metadata(folder).item_metadata.tree
+        return reader.restore(folder, {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in saved.items()})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run on one device that nobody stops."""
+    out = tmp_path_factory.mktemp("whole")
+    train(out, save_every=EVERY)
+    return out
+
+
+def test_what_stays(whole):
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["2", "4", "5"]
+    assert [row["step"] for row in lines_of(whole) if "heldout" in row] == [1, 4, 5]
+
+
+def test_a_run_goes_on_to_the_same_bits(whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    for step in ("4", "5"):
+        shutil.rmtree(out / "checkpoints" / step)
+    shutil.rmtree(out / "checkpoint-hf")
+    train(out, save_every=EVERY, resume=True)
+    assert lines_of(out) == lines_of(whole)
+    jax.tree.map(np.testing.assert_array_equal, state_of(out, 5), state_of(whole, 5))
+    assert (out / "checkpoint-hf" / "model.safetensors").read_bytes() == (whole / "checkpoint-hf" / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_has_ended_and_is_not_the_first_process_writes_nothing(whole, tmp_path, monkeypatch):
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    shutil.rmtree(out / "checkpoint-hf")
+    for module in (launch, loop, train_lm):
+        monkeypatch.setattr(module, "is_first", lambda: False)
+    contents = lambda: {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    before = contents()
+    train(out, save_every=EVERY, resume=True)
+    assert contents() == before
+
+
+def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
+    """Their second checkpoint is half written; the first was written while later steps overwrote the state. What is saved is what one device makes of it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        command = [sys.executable, "-m", "tests.models.interrupted_run"]
+        address = f"localhost:{free.getsockname()[1]}"
+    start = lambda i: subprocess.Popen([*command, str(i), address, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with start(0) as first, start(1) as second:
+        assert first.stdout is not None
+        assert second.stdout is not None
+        writing = any(line == "writing\n" for line in first.stdout)
+        for process in (first, second):
+            process.send_signal(signal.SIGKILL)
+        printed = [line for line in second.stdout if not line.startswith("[Gloo]")]  # XLA's collectives say who has connected
+    assert writing
+    assert printed == []
+    assert [process.returncode for process in (first, second)] == 2 * [-signal.SIGKILL]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4.orbax-checkpoint-tmp"}
+    assert any((tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp").rglob("*.ocdbt")), "the write had begun"
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6), state_of(tmp_path, 2), state_of(whole, 2))
+
+    train(tmp_path, save_every=EVERY, resume=True, mesh="data=2,fsdp=2")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "5"]
+    for got, want in zip(lines_of(tmp_path), lines_of(whole), strict=True):
+        assert got == pytest.approx(want, rel=1e-3)
+    assert (tmp_path / "checkpoint-hf" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"save_every": 2}, r"has checkpoints up to step 5: write --resume to go on from there"),
+        ({}, r"has checkpoints up to step 5"),
+        ({"resume": True}, "add --save-every N"),
+        (
+            {"resume": True, "save_every": 2, "set": ["learning_rate=1.0", "model.width=32"]},
+            r"learning_rate is 0\.01 there and 1\.0 here; model\.width is 16 t",
+        ),
+        ({"mesh": "data=4", "set": ["accumulate=4"]}, "a batch of 2 cannot be split evenly over the 4 devices"),
+        ({"mesh": "data=3"}, "is for 3 devices, and there are 4"),
+        ({"mesh": "data=4", "backend": "pallas"}, "over a mesh Pallas' kernels need GPUs"),
+    ],
+)
+def test_what_does_not_go_together(options, says, whole):
+    before = (whole / "config.yaml").read_text()
+    with pytest.raises(typer.BadParameter, match=says):
+        train(whole, **options)
+    assert (whole / "config.yaml").read_text() == before
+
+
+def test_several_processes_need_a_mesh(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(typer.BadParameter, match="2 processes train together on a mesh: write data=4"):
+        train(tmp_path)
+    monkeypatch.setattr("models.launch.initialize", lambda *given: pytest.fail(str(given)))
+    with pytest.raises(pytest.fail.Exception, match=r"\('host:1', 2, 0\)"):
+        train(tmp_path, coordinator="host:1", processes=2, process_id=0)

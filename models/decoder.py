@@ -287,7 +287,7 @@ class Decoder(nnx.Module):
         return none, none
 
     def extend(self, tokens: jax.Array, cache: KeysValues, at: jax.Array, first: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """tokens [B, T] that come after what the cache holds of each row -> (logits [B, T, vocab] float32, the cache with them). For inference.
+        """tokens [B, T] after what the cache holds of each row -> (logits [B, vocab] float32 of what follows the last, the cache with them). For inference.
 
         Args:
           cache: as of `empty_cache`; what it holds before `at` counts, [B, first[b]:at] of row b.
@@ -311,7 +311,7 @@ class Decoder(nnx.Module):
             return x, kept
 
         x, cache = jax.lax.scan(block, self.embed(tokens), (state, cache))
-        return self._logits(x), cache
+        return self._logits(x[:, -1:])[:, 0], cache
 
     def _logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)

@@ -153,11 +153,11 @@ def generate(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temp
     def step(carry, key):
         token, at, cache = carry
         logits, cache = model.extend(token[:, None], cache, at, prompts.first)
-        token = jnp.where(token == end, end, pick(logits[:, 0], key))
+        token = jnp.where(token == end, end, pick(logits, key))
         return (token, at + 1, cache), token
 
     keys = jax.random.split(key, length)
-    first = pick(logits[:, -1], keys[0])
+    first = pick(logits, keys[0])
     _, others = jax.lax.scan(step, (first, jnp.int32(T), cache), keys[1:])
     return jnp.concatenate([first[None], others]).T
 

@@ -118,6 +118,12 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """norm(x), of which the backward keeps x alone, in its own dtype: computed again it costs less than what is between, in float32, costs to keep."""
+    graphdef, params = nnx.split(norm)
+    return jax.checkpoint(lambda params, x: nnx.merge(graphdef, params)(x), prevent_cse=False)(params, x)
+
+
 class Attention(nnx.Module):
     """Self-attention with rotary positions, and fewer keys and values than queries. What sees what, and what is kept of it, is the caller's."""
 
@@ -137,7 +143,7 @@ class Attention(nnx.Module):
         c, (B, T, _) = self.config, x.shape
         q, k, v = self.q(x).reshape(B, T, c.heads, -1), self.k(x).reshape(B, T, c.kv_heads, -1), self.v(x).reshape(B, T, c.kv_heads, -1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = normalized(self.q_norm, q), normalized(self.k_norm, k)
         q, k = rotate(q, positions, c.rope_base), rotate(k, positions, c.rope_base)
         mixed, kept = attend(q, k, v)
         return self.out(mixed.reshape(B, T, -1)), kept
@@ -214,9 +220,9 @@ class Block(nnx.Module):
         self.mlp = Experts(config, sharded=sharded, rngs=rngs) if config.experts else GatedUnit(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Routed | None, KeysValues | None]:
-        mixed, kept = self.attention(self.attention_norm(x), positions, attend)
+        mixed, kept = self.attention(normalized(self.attention_norm, x), positions, attend)
         x = x + mixed
-        y, routed = self.mlp(self.mlp_norm(x))
+        y, routed = self.mlp(normalized(self.mlp_norm, x))
         return x + y, routed, kept
 
 

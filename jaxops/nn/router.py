@@ -38,6 +38,11 @@ class RouterBias(nnx.Variable[jax.Array]):
         super().__init__(value, **metadata)
 
 
+def _logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Under `jax.checkpoint`, so that the backward keeps x as it came, and no copy in float32."""
+    return x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+
+
 class Router(nnx.Module):
     """Scores the experts for each token by a linear map without bias, in float32, and chooses among them: `jaxops.route` as a layer.
 
@@ -120,7 +125,7 @@ class Router(nnx.Module):
                 f"x has shape {tuple(x.shape)}; it must be [T, in_features={self.in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
             )
         return route(
-            x.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32),
+            jax.checkpoint(_logits)(x, self.kernel[...]),
             self.k,
             score=self.score,
             normalize=self.normalize,

@@ -82,6 +82,18 @@ def test_fp8():
         np.testing.assert_array_equal(np.count_nonzero(np.asarray(leaf)[:, 0], axis=1), before)
 
 
+@pytest.mark.parametrize("config", [DENSE, dataclasses.replace(SPARSE, remat=False)], ids=["dense", "sparse"])
+def test_blocks_keep_no_float32_copies_for_the_backward(config):
+    """Of anything that is a vector a token, or a head's."""
+    config = dataclasses.replace(config, dtype="bfloat16", layers=3)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    backward = jax.eval_shape(lambda state: jax.vjp(lambda state: nnx.merge(graphdef, state)(TOKENS)[0], state)[1], state)
+    stacked = [x for x in jax.tree.leaves(backward) if x.shape[:1] == (3,) and x.shape[-1] in (config.width, config.head_dim)]
+    vectors = [x for x in stacked if x.size % (3 * TOKENS.size) == 0]
+    assert len(vectors) > 5
+    assert {str(x.dtype) for x in vectors} == {"bfloat16"}
+
+
 @pytest.mark.gpu
 def test_documents_by_cudnn():
     """Logits of documents that share rows are those of XLA's masked attention; of more documents than were said they are NaN."""

@@ -6,6 +6,7 @@ python -m benchmarks.bench_train_step --smoke --out /tmp/x   # tiny models, ever
 
 import collections
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ import typer
 
 from benchmarks import harness
 from models import loop, train_dit, train_lm
+from models.data import Corpus
 from models.dit import DiTConfig
 from models.generate import Bytes
 from models.images import Batch as Images
@@ -70,9 +72,14 @@ def lm_flops(preset: Preset, batch: Any) -> float:
     return 6 * batch.documents.size * (c.layers * (attention + experts) + c.width * c.vocab) + 12 * c.layers * c.heads * c.head_dim * pairs
 
 
+@functools.cache
+def corpus() -> Corpus:
+    return train_lm.read_corpus((), Bytes())
+
+
 def lm(preset: Preset, backend: str, precision: str, steps: int) -> Workload:
     """On packed sources of Python's standard library, as bytes."""
-    documents = train_lm.read_corpus((), Bytes()).train
+    documents = corpus().train
     rows = train_lm.make_rows(preset, documents)
     preset = train_lm.with_room(train_lm.configure(preset, None, backend, PRECISIONS[precision]), rows)
     make = train_lm.make_batches(preset, documents, rows)
@@ -151,7 +158,8 @@ def measure(workload: Workload, limit_s: float) -> Measured:
 
 
 def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Each kernel's time in one call, equal names added up; numbers that XLA gives its fusions are taken off. Empty without a GPU."""
+    """Each kernel's time in one call, equal names added up; numbers that XLA gives its fusions are taken off. Empty without a GPU. `harness.kernels` would call
+    twice, and a step's state is donated."""
     if not harness.on_gpu():
         jax.block_until_ready(run())
         return []

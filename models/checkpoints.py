@@ -9,6 +9,8 @@ import orbax.checkpoint as ocp
 import typer
 from orbax.checkpoint import checkpoint_managers
 
+from models.mesh import name_of
+
 State = TypeVar("State")
 NAMED_DIFFERENCES = 3
 
@@ -93,8 +95,8 @@ class Checkpoints:
 
 
 def _by_name(state: Any) -> dict[str, Any]:
-    """The leaves by their paths, such as "params/norm/scale/value": what is on the disk names no Python class."""
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    """The leaves by their paths: what is on the disk names no Python class."""
+    return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 
 def _describe(array: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 import typer
 import yaml
+from flax.traverse_util import flatten_dict
 
 from models.loop import AnySchedule, Schedule
 from models.precision import BACKENDS, PRECISIONS
@@ -95,14 +96,9 @@ def check_unchanged(config: Schedule, file: Path) -> None:
     Raises:
       ValueError: a run wrote `file` with other settings, all of which are named.
     """
-    ours, theirs = (_flat(dataclasses.asdict(of)) for of in (config, resolve(config, read(file))))
+    ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read(file))))
     if differing := [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]:
         raise ValueError(f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder with --out.")
-
-
-def _flat(given: Given, above: str = "") -> Given:
-    nested = (_flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value} for key, value in given.items())
-    return {key: value for each in nested for key, value in each.items()}
 
 
 def write(config: Schedule, file: Path) -> None:

@@ -46,9 +46,8 @@ class DataSet:
     @functools.cached_property
     def crowd(self) -> int:
         """Images that start within `longest` tokens of a batch, at the most."""
-        sizes = [pixels.shape[:2] for images in (self.train, self.heldout) for pixels in images.pixels]
-        shortest = min(height * width for height, width in (*sizes, *self.sample_sizes)) // self.patch**2
-        return -(-self.longest // shortest)
+        drawn = [height * width // self.patch**2 for height, width in self.sample_sizes]
+        return -(-self.longest // min(token_counts(self.train, self.patch) + token_counts(self.heldout, self.patch) + drawn))
 
 
 class Batch(NamedTuple):

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxops.nn import AmaxHistory
 from models.checkpoints import Checkpoints
 from models.distributed import is_first
-from models.mesh import own_rows, shard_batch, split_objective
+from models.mesh import name_of, own_rows, shard_batch, split_objective
 from models.report import History, MetricsLog
 
 READ_EVERY = 10
@@ -116,7 +116,7 @@ def make_learning_rate(schedule: Schedule) -> optax.Schedule:
 
 def is_decayed(path: tuple) -> bool:
     """By a parameter's name: norms' scales and biases are not. Their rank does not tell, where those of all layers are stacked."""
-    return re.search(r"\b(scale|bias)\b", jax.tree_util.keystr(path, simple=True, separator="/")) is None
+    return re.search(r"\b(scale|bias)\b", name_of(path)) is None
 
 
 def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
@@ -311,14 +311,15 @@ def _run_steps(training: Training, state: TrainState, run: Run, save: Callable[.
             state, metrics = training.step(state, batch, training.key)
             unread.append(metrics)
             at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
-            if not at_eval and not run.saves(done, schedule.steps) and len(unread) < READ_EVERY:
+            at_save = run.saves(done, schedule.steps)
+            if not at_eval and not at_save and len(unread) < READ_EVERY:
                 continue
             read = jax.device_get(unread)
             rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
             progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
             heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
             log.add(done, read, rate, heldout)
-            if save is not None and run.saves(done, schedule.steps):
+            if save is not None and at_save:
                 save(state, done, heldout=heldout)  # what is logged is never behind it
             if heldout is not None:
                 speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""

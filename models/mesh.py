@@ -58,10 +58,14 @@ def make_mesh(shape: str) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def name_of(path: tuple) -> str:
+    """Of an array, by its path in a training state, such as "params/norm/scale/value"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def split_of(path: tuple, rank: int) -> P:
     """How an array of a training state is split, by its path in it."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    split = next((split for pattern, split in RULES if re.search(pattern, name)), P())
+    split = next((split for pattern, split in RULES if re.search(pattern, name_of(path))), P())
     return P(*[None] * (rank - len(split)), *split)
 
 
@@ -77,7 +81,7 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
         for number, axis in enumerate(split):
             if axis is not None and x.shape[number] % mesh.shape[axis]:
                 raise typer.BadParameter(
-                    f"{axis}={mesh.shape[axis]} does not divide axis {number} of {jax.tree_util.keystr(path, simple=True, separator='/')} {list(x.shape)}: "
+                    f"{axis}={mesh.shape[axis]} does not divide axis {number} of {name_of(path)} {list(x.shape)}: "
                     f"write a number that divides {x.shape[number]}.",
                     param_hint="--mesh",
                 )

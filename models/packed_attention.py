@@ -77,19 +77,25 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array
     T = q.shape[0]
     rows, crowd = -(-T // longest), max(2, crowd)  # of a single one a row it wants another layout
     q, k, v = (jnp.pad(x, ((0, rows * longest - T), (0, 0), (0, 0))).reshape(rows, longest, *x.shape[1:]) for x in (q, k, v))
-    offsets = jnp.clip(sequence_offsets, 0, T)
-    starts, lengths = offsets[:-1], jnp.diff(offsets)
-    # Each sequence's row, and its place among those that start in it; an empty one has none.
-    row = jnp.where(lengths > 0, starts // longest, rows)
-    place = jnp.cumsum(lengths > 0) - 1 - jnp.sum(row[None, :] < row[:, None], axis=1)
-    empty = jnp.full((rows, crowd + 1), -1, jnp.int32)
-    lengths_by_row = empty[:, :-1].at[row, place].set(lengths, mode="drop")
-    starts_by_row = empty.at[row, place].set(starts % longest, mode="drop")
-    fits = jnp.all((row == rows) | ((lengths <= longest) & (place < crowd)))
+    starts, lengths, fits = sequences_by_row(jnp.clip(sequence_offsets, 0, T), rows, longest, crowd)
     mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
-    where = {"q_seqlen": lengths_by_row, "kv_seqlen": lengths_by_row, "q_offsets": starts_by_row, "kv_offsets": starts_by_row}
+    where = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": starts, "kv_offsets": starts}
     out = cudnn.dot_product_attention(q, k, v, **where, scale=q.shape[-1] ** -0.5, mask_type=mask, qkv_layout="BTNH")
     return jnp.where(fits, out.reshape(-1, *out.shape[2:])[:T], jnp.nan)
+
+
+def sequences_by_row(offsets: jax.Array, rows: int, longest: int, crowd: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of offsets [B + 1] within 0 to rows * longest: where in its row of `longest` each sequence starts that is not empty, [rows, crowd + 1], and its length,
+    [rows, crowd], -1 where there is none; and whether all are there, and none is too long."""
+    starts, lengths = offsets[:-1], jnp.diff(offsets)
+    there = lengths > 0
+    row = jnp.where(there, starts // longest, rows)
+    in_row = jnp.zeros(rows, jnp.int32).at[row].add(1, mode="drop")
+    before = jnp.cumsum(in_row) - in_row
+    place = jnp.cumsum(there) - 1 - before[row]
+    empty = jnp.full((rows, crowd + 1), -1, jnp.int32)
+    fits = jnp.all(~there | ((lengths <= longest) & (place < crowd)))
+    return empty.at[row, place].set(starts % longest, mode="drop"), empty[:, :-1].at[row, place].set(lengths, mode="drop"), fits
 
 
 def _banded(q: jax.Array, k: jax.Array, v: jax.Array, sequence: jax.Array, inside: jax.Array, causal: bool, longest: int) -> jax.Array:

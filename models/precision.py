@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from flax import nnx
 
-from jaxops.nn import Fp8GroupedLinear, Fp8Linear, GroupedLinear
+from jaxops.nn import Fp8Linear
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Recipe = Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "blockwise_with_gw_hp"]
@@ -40,13 +40,11 @@ def for_this_machine() -> str:
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
+def cudnn_attends(dtype: Any) -> bool:
+    """Whether cuDNN's attention is there for numbers of this dtype: on a GPU, and not for float32."""
+    return jax.default_backend() == "gpu" and dtype != "float32"
+
+
 def linear_layer(recipe: str | None, backend: str) -> Callable[..., Any]:
     """`nnx.Linear`, or what makes its like in FP8."""
     return nnx.Linear if recipe is None else functools.partial(Fp8Linear, recipe=recipe, backend=backend)
-
-
-def grouped_linear_layer(recipe: str | None, backend: str) -> Callable[..., Any]:
-    """What makes a `jaxops.nn.GroupedLinear`, or its like in FP8; with recipe "delayed" in tensorwise, for groups have no history."""
-    if recipe is None:
-        return functools.partial(GroupedLinear, backend=backend)
-    return functools.partial(Fp8GroupedLinear, recipe="tensorwise" if recipe == "delayed" else recipe, backend=backend)

@@ -21,7 +21,7 @@ from models.dit import DiT, DiTConfig, generate, loss_fn
 from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, image_batches, pack, read_data, stack, unpatchify
 from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, gather, replicate
-from models.precision import PRECISIONS, Precision, for_this_machine
+from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
 
@@ -37,8 +37,8 @@ class DitOptions(Options):
 
 
 def with_precision(preset: DiTPreset, precision: Precision) -> DiTPreset:
-    """And on a GPU with cuDNN's attention, which has no float32."""
-    attention = "cudnn" if jax.default_backend() == "gpu" and precision.dtype != "float32" else preset.attention
+    """And with cuDNN's attention, where there is one."""
+    attention = "cudnn" if cudnn_attends(precision.dtype) else preset.attention
     return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe, attention=attention)
 
 

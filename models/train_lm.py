@@ -25,7 +25,7 @@ from models.generate import Bytes, HuggingFace, Tokenizer, align, end_token, sam
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, own_rows, replicate, shard_state
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
-from models.precision import PRECISIONS, Precision, for_this_machine
+from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
 
@@ -44,8 +44,7 @@ class LmOptions(Options):
 
 
 def attention_for(dtype: Any) -> str:
-    """On a GPU cuDNN's, which has no float32."""
-    return "cudnn" if jax.default_backend() == "gpu" and dtype != "float32" else "xla"
+    return "cudnn" if cudnn_attends(dtype) else "xla"
 
 
 def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:

@@ -9,8 +9,8 @@ import itertools
 import os
 import sys
 
-os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}  # before JAX is imported
-os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # it would time XLA's own products for minutes
+# Before JAX is imported. The autotuner would time XLA's own products for minutes.
+os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
 
 import jax
 import jax.numpy as jnp

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_adaln, checks, harness, peers_adaln, report, shapes
 from benchmarks.bench_adaln import SMOKE, Case
 from benchmarks.peers_torch import TorchProcess
+from tests.command_line import run
 
 FAKE_TORCH = """
 import json, sys
@@ -114,12 +113,6 @@ def test_the_backward_alone_gives_the_same_gradients():
 def test_an_unknown_peer_is_named():
     with pytest.raises(ValueError, match="write xla"):
         peers_adaln.jax_side("adaln", "liger")
-
-
-def run(command, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture

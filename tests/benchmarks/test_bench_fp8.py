@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_fp8_grouped_matmul, bench_fp8_matmul, bench_quantize, checks, fp8_errors, fp8_machine, fp8_products, harness, peers_fp8, report
 from benchmarks.peers_torch import TorchProcess
 from benchmarks.quantized_bytes import moved_bytes, reads_needed
 from benchmarks.shapes import DENSE, DenseShape
 from jaxops.ops.fp8_matmul import RECIPES
+from tests.command_line import run
 
 FAKE_TORCH = """
 import json, sys
@@ -29,12 +28,6 @@ for line in sys.stdin:
         answer = {"us": 5.0, "recipe": "fake", "max_err": 0.01, "rms_err": 0.002}
     print(json.dumps({"answer": answer}), flush=True)
 """
-
-
-def run(command, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, list(arguments))
 
 
 def rows_of(file):

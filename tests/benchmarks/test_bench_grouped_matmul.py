@@ -4,11 +4,10 @@ import json
 import sys
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_cpu_backend, bench_grouped_matmul, harness, peers_jax, report
 from benchmarks.peers_torch import TorchProcess
+from tests.command_line import run
 
 FAKE_TORCH = """
 import json, sys
@@ -27,12 +26,6 @@ for line in sys.stdin:
         answer = {"us": 5.0, "recipe": "fake", "max_err": 0.01, "rms_err": 0.002}
     print(json.dumps({"answer": answer}), flush=True)
 """
-
-
-def run(command, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, list(arguments))
 
 
 def rows_of(folder):

@@ -5,12 +5,11 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_modality_grouped_matmul as bench
 from benchmarks import checks, harness, shapes
 from benchmarks.shapes_modality import MODALITIES
+from tests.command_line import run
 
 
 def test_a_workload_is_its_modalities():
@@ -37,15 +36,9 @@ def test_the_check_passes_every_side_and_fails_what_is_wrong():
                     assert not checks.within_limits(*bench.errors(tuple(broken), want), "bfloat16")
 
 
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(bench.main)
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     options = ["--passes", "fwd", "--dists", "skewed", "--peers", "one_call_each,padded,nobody"]
-    result = run("--smoke", "--out", str(tmp_path), "--rounds", "1", *options)
+    result = run(bench.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", *options)
     assert result.exit_code == 0, result.output
     assert "left out: nobody at smoke skewed fwd" in result.output
     rows = [json.loads(line) for line in (tmp_path / "modality_grouped_matmul.jsonl").read_text().splitlines()]
@@ -57,4 +50,4 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
 
 
 def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run().exit_code == 2
+    assert run(bench.main).exit_code == 2

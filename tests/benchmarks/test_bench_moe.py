@@ -4,11 +4,10 @@ import json
 
 import jax
 import jax.numpy as jnp
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_moe, harness, shapes
 from benchmarks.bench_moe import SMOKE
+from tests.command_line import run
 
 
 def test_flops_are_those_of_the_routed_rows():
@@ -31,14 +30,8 @@ def test_the_check_sees_a_wrong_result():
         assert not float(bench_moe.errors(tuple(wrong), results["xla"])[1]) < 3e-2
 
 
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(bench_moe.main)
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
-    result = run("--smoke", "--out", str(tmp_path), "--rounds", "1", "--peers", "ragged_dot,nobody")
+    result = run(bench_moe.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", "--peers", "ragged_dot,nobody")
     assert result.exit_code == 0, result.output
     assert "left out: nobody at smoke router fwd" in result.output
     rows = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
@@ -53,4 +46,4 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
 
 
 def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run().exit_code == 2
+    assert run(bench_moe.main).exit_code == 2

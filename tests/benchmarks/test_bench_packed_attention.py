@@ -6,18 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_packed_attention, checks, harness, peers_attention, shapes
 from benchmarks.bench_packed_attention import SMOKE
 from benchmarks.packing import Sequences, to_blocks, to_packed
-
-
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(bench_packed_attention.main)
-    return CliRunner().invoke(app, list(arguments))
+from tests.command_line import run
 
 
 def test_blocks_and_back_are_each_others_transpose():
@@ -54,7 +47,9 @@ def test_flops_are_those_of_the_pairs_within_sequences():
 
 
 def test_smoke_run_writes_a_row_for_each_way_that_works(tmp_path):
-    result = run("--smoke", "--out", str(tmp_path), "--rounds", "1", "--passes", "fwd+bwd", "--ways", "xla_mask,xla_padded,cudnn_ragged")
+    result = run(
+        bench_packed_attention.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", "--passes", "fwd+bwd", "--ways", "xla_mask,xla_padded,cudnn_ragged"
+    )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "packed_attention.jsonl").read_text().splitlines()]
     assert [(row["pass"], row["backend"]) for row in rows] == [("fwd+bwd", "xla_mask"), ("fwd+bwd", "xla_padded")]
@@ -67,4 +62,4 @@ def test_smoke_run_writes_a_row_for_each_way_that_works(tmp_path):
 
 
 def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run().exit_code == 2
+    assert run(bench_packed_attention.main).exit_code == 2

@@ -6,11 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_permute, checks, harness, shapes
 from benchmarks.bench_permute import DTYPE, OPS, PASSES, SMOKE, Case
+from tests.command_line import run
 from tests.hopper import lower_for_h200
 
 CASES = [Case(SMOKE, op, pass_name) for op in OPS for pass_name in PASSES]
@@ -46,14 +45,8 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not():
                 assert not checks.within_limits(*bench_permute.errors(parts | {name: wrong}, parts), DTYPE)
 
 
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(bench_permute.main)
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
-    result = run("--smoke", "--out", str(tmp_path), "--rounds", "1")
+    result = run(bench_permute.main, "--smoke", "--out", str(tmp_path), "--rounds", "1")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "permute.jsonl").read_text().splitlines()]
     assert rows[0]["op"] == "copy"
@@ -65,4 +58,4 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
 
 
 def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run().exit_code == 2
+    assert run(bench_permute.main).exit_code == 2

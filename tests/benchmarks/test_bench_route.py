@@ -5,11 +5,10 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_route, harness, shapes
 from benchmarks.bench_route import SMOKE, Case
+from tests.command_line import run
 
 
 def test_bytes_are_those_of_every_input_and_output():
@@ -33,14 +32,8 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not():
         bench_route.errors(others, parts)
 
 
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(bench_route.main)
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
-    result = run("--smoke", "--out", str(tmp_path), "--rounds", "1")
+    result = run(bench_route.main, "--smoke", "--out", str(tmp_path), "--rounds", "1")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "route.jsonl").read_text().splitlines()]
     assert rows[0]["op"] == "copy"
@@ -52,4 +45,4 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
 
 
 def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run().exit_code == 2
+    assert run(bench_route.main).exit_code == 2

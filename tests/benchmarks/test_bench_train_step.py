@@ -6,20 +6,13 @@ import json
 import jax
 import numpy as np
 import pytest
-import typer
 from flax import nnx
-from typer.testing import CliRunner
 
 from benchmarks import bench_train_step, loss_curve
 from models.dit import DiT, DiTConfig
 from models.packing import Batch
 from models.presets import DIT_PRESETS, PRESETS, of_bytes
-
-
-def run(command, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, list(arguments))
+from tests.command_line import run
 
 
 def test_smoke_run_writes_a_row_a_side(tmp_path):

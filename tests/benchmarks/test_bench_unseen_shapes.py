@@ -3,14 +3,13 @@
 import json
 
 import numpy as np
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import bench_unseen_shapes, harness, shapes
 from benchmarks.bench_unseen_shapes import DISTS, SMOKE, few, unseen
 from jaxops._lib import device
 from jaxops._lib.powers import power_of_2
 from jaxops.ops.grouped_matmul import candidates, make_plan
+from tests.command_line import run
 from tests.hopper import on_h200
 
 
@@ -38,9 +37,7 @@ def test_what_is_tried(monkeypatch):
 
 
 def test_smoke_run_writes_a_row_a_pass_and_side(tmp_path):
-    app = typer.Typer()
-    app.command()(bench_unseen_shapes.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path), "--rounds", "1", "--passes", "fwd,wgrad"])
+    result = run(bench_unseen_shapes.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", "--passes", "fwd,wgrad")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "unseen_shapes.jsonl").read_text().splitlines()]
     want = [(name, dist, side) for name in ("fwd", "wgrad") for dist in DISTS for side in ("jaxops", "tuned")]
@@ -50,4 +47,4 @@ def test_smoke_run_writes_a_row_a_pass_and_side(tmp_path):
         assert row["shape"] == SMOKE.dims
         assert ("tuned" in row["vs"]) == (row["backend"] == "jaxops")
         assert row["tiles"]["kernel"] == "pallas"
-    assert CliRunner().invoke(app, []).exit_code == 2
+    assert run(bench_unseen_shapes.main).exit_code == 2

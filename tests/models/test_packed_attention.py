@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.packed_attention import packed_attention
+from models.packed_attention import packed_attention, sequences_by_row
 from tests.compare import assert_close
 
 T, HEADS, KV_HEADS, DIM, B, LONGEST = 21, 4, 2, 4, 5, 6
@@ -21,6 +21,9 @@ def both_ways(q, k, v, offsets, causal):
     with jax.default_matmul_precision("highest"):
         dense = packed_attention(q, k, v, offsets, causal=causal)
         return dense, packed_attention(q, k, v, offsets, causal=causal, way="banded", longest=LONGEST)
+
+
+by_row = jax.jit(sequences_by_row, static_argnums=(1, 2, 3))
 
 
 def normal(seed: int, rows: int = T, dim: int = DIM) -> list[np.ndarray]:
@@ -65,6 +68,20 @@ def test_gradients_agree_and_stay_inside():
     for one, other in zip(dense, banded, strict=True):
         assert_close(one, other, "float32")
         assert not np.asarray(one)[np.r_[0:2, 19:21]].any()
+
+
+@given(st.lists(st.integers(0, 30), min_size=7, max_size=7), st.integers(0, 3))
+def test_sequences_by_row(lengths, before):
+    """Row by row, from the left, those that are not empty, as cuDNN wants them; and it is said where one is left out, or too long."""
+    rows, longest, crowd = 4, 10, 3
+    offsets = np.minimum(np.cumsum([before, *lengths]), rows * longest).astype(np.int32)
+    wanted = [[(start % longest, end - start) for start, end in itertools.pairwise(offsets) if end > start and start // longest == row] for row in range(rows)]
+    starts, kept, fits = (np.asarray(x) for x in by_row(jnp.asarray(offsets), rows, longest, crowd))
+    assert fits == all(len(some) <= crowd and all(length <= longest for _, length in some) for some in wanted)
+    if fits:
+        assert [[(s, n) for s, n in zip(*both, strict=False) if n >= 0] for both in zip(starts.tolist(), kept.tolist(), strict=True)] == wanted
+        assert all(sorted(row, key=lambda n: n < 0) == row for row in kept.tolist())
+        np.testing.assert_array_equal(starts[:, :-1] < 0, kept < 0)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,166 @@
+"""`jaxops.offload.scan` against `jax.lax.scan`: values, gradients of all that a body may use, and what is kept where."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxops.offload import Policy, scan
+
+LAYERS, T, D = 5, 6, 4
+CHOICES = ("keep", "offload", "recompute")
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = {"in": 0.5 * jax.random.normal(keys[0], (LAYERS, D, 2 * D)), "out": 0.5 * jax.random.normal(keys[1], (LAYERS, 2 * D, D))}
+    return weights, jax.random.normal(keys[2], (T, D)), jnp.float32(0.7)
+
+
+def body(scale, offsets, carry, layer):
+    """Uses arrays from around it, of integers too; a carry and results of which some have no gradient."""
+    x, seen = carry
+    weights, number = layer
+    hidden = jnp.tanh(checkpoint_name(x @ weights["in"], "mlp.hidden"))
+    mixed = checkpoint_name(jnp.take(hidden, offsets, axis=0) * scale, "mixed")
+    return (x + mixed @ weights["out"], seen + number), {"mean": jnp.mean(hidden), "seen": seen}
+
+
+def loss(run, weights, x, scale):
+    offsets = jnp.array([1, 0, 2, 3, 5, 4])
+    init = (x, jnp.int32(0))
+    (x, seen), ys = run(functools.partial(body, scale, offsets), init, (weights, jnp.arange(LAYERS)))
+    return jnp.sum(x**2) + jnp.sum(jnp.sin(ys["mean"])), (seen, ys)
+
+
+def gradients(run):
+    return jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1, 2), has_aux=True))(*inputs())
+
+
+def same(ours, wanted):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return gradients(functools.partial(scan, policy=Policy(keep=("mlp.hidden", "mixed", "carry"))))
+
+
+def test_as_lax_scan(kept):
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(gradients(jax.lax.scan)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("choices", list(itertools.product(CHOICES, repeat=3)), ids="-".join)
+def test_every_choice(choices, kept):
+    """The same bits, wherever the residuals lie."""
+    names = ("mlp", "mixed", "carry")
+    policy = Policy(*(tuple(name for name, of in zip(names, choices, strict=True) if of == choice) for choice in ("keep", "offload")))
+    same(gradients(functools.partial(scan, policy=policy)), kept)
+
+
+def spaces(policy):
+    """(shape, on the host) of all that the forward's loop gives the backward's, one entry a layer."""
+    weights, x, scale = inputs()
+    closed = jax.make_jaxpr(lambda *args: jax.vjp(functools.partial(loss, functools.partial(scan, policy=policy)), *args, has_aux=True)[1])(weights, x, scale)
+    avals = [aval for aval in closed.out_avals if aval.shape[:1] == (LAYERS,) and aval.ndim == 3 and aval.shape[1:] in ((T, D), (T, 2 * D))]
+    return sorted((aval.shape[1:], aval.memory_space == jax.memory.Space.Host) for aval in avals)
+
+
+def test_where_residuals_lie():
+    assert spaces(Policy(offload=("mlp", "carry"))) == [((T, D), True), ((T, 2 * D), True)]
+    assert spaces(Policy(keep=("mlp",), offload=("carry",))) == [((T, D), True), ((T, 2 * D), False)]
+    assert spaces(Policy(offload=("carry",))) == [((T, D), True)]
+    assert spaces(Policy()) == [((T, D), False)]  # a layer's input, which recomputing begins with
+
+
+def test_products(count_dots):
+    """Keeping what the backward needs saves the products that lead to it; offloading it, too."""
+    weights, x, scale = inputs()
+
+    def dots(policy):
+        gradient = jax.grad(lambda *args: loss(functools.partial(scan, policy=policy), *args)[0], argnums=(0, 1, 2))
+        return count_dots(jax.jit(gradient).lower(weights, x, scale).compile().as_text())
+
+    kept, offloaded, recomputed = dots(Policy(keep=("mlp", "mixed", "carry"))), dots(Policy(offload=("mlp", "mixed", "carry"))), dots(Policy(offload=("carry",)))
+    assert kept == offloaded == 6  # two forward, two for the carry, two for the weights
+    assert recomputed == 7  # and once more what `mlp.hidden` comes from; the layer's own result is not needed again
+
+
+@pytest.fixture
+def count_dots():
+    return lambda text: sum(" dot(" in line or "__onednn$matmul" in line for line in text.splitlines())
+
+
+def test_one_layer():
+    weights, x, scale = inputs()
+    first = jax.tree.map(lambda w: w[:1], weights)
+    one = lambda run: jax.grad(lambda w, x: jnp.sum(run(lambda c, w: (jnp.sin(c @ w["in"]) @ w["out"] * scale, None), x, w)[0]), argnums=(0, 1))(first, x)
+    same(one(functools.partial(scan, policy=Policy(offload=("carry",)))), one(jax.lax.scan))
+
+
+def test_bfloat16_carry():
+    weights, x, _ = inputs()
+    w = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)
+    run = lambda scan: jax.jit(jax.grad(lambda w, x: jnp.sum(scan(lambda c, w: (c + jnp.tanh(c @ w["in"]) @ w["out"], None), x, w)[0].astype(jnp.float32))))
+    policy = Policy(offload=("carry",))
+    ours = run(functools.partial(scan, policy=policy))(w, x.astype(jnp.bfloat16))
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(ours))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(run(jax.lax.scan)(w, x.astype(jnp.bfloat16))), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.05, atol=0.05)
+
+
+def test_micro_batches_and_donation(kept):
+    """In a loop over micro-batches, which adds gradients up, with the weights donated."""
+    weights, x, scale = inputs()
+    run = functools.partial(scan, policy=Policy(offload=("carry", "mlp")))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(weights, xs):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(lambda w: loss(run, w, x, scale)[0])(weights)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), xs)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, total)
+
+    wanted = jax.tree.map(lambda w, g: w - 0.1 * 2 * g, weights, kept[1][0])
+    for a, b in zip(jax.tree.leaves(step(weights, jnp.stack([x, x]))), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["by_sharding", "in_shard_map"])
+def test_devices(manual, kept):
+    """Over four devices: rows split, weights whole."""
+    weights, x, scale = inputs()
+    x = jnp.concatenate([x] * 4)
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+    run = functools.partial(scan, policy=Policy(offload=("carry", "mlp")))
+    of = lambda w, x, scale: loss(run, w, x, scale)[0] if manual else loss(run, w, x.reshape(4, T, D).mean(0), scale)[0]
+    if manual:
+        of = jax.shard_map(lambda w, x, scale, inner=of: jax.lax.pmean(inner(w, x, scale), "data"), mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+    placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+    got = jax.jit(jax.grad(of, argnums=0))(weights, placed, scale)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(kept[1][0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_input():
+    weights, x, _ = inputs()
+    policy = Policy()
+    with pytest.raises(ValueError, match="one leading axis"):
+        scan(lambda c, w: (c, None), x, {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, policy=policy)
+    with pytest.raises(ValueError, match="one leading axis"):
+        scan(lambda c, w: (c, None), x, jnp.ones((0, 3)), policy=policy)
+    with pytest.raises(ValueError, match="one leading axis"):
+        scan(lambda c, w: (c, None), x, None, policy=policy)
+    with pytest.raises(TypeError, match="bfloat16"):
+        scan(lambda c, w: (c.astype(jnp.bfloat16), None), x, weights, policy=policy)
+    with pytest.raises(TypeError, match="structure"):
+        scan(lambda c, w: ((c, c), None), x, weights, policy=policy)

@@ -15,6 +15,7 @@ import typer
 import yaml
 from flax.traverse_util import flatten_dict
 
+from models.layers import OFFLOADED
 from models.loop import AnySchedule, Schedule
 from models.precision import BACKENDS, PRECISIONS
 
@@ -40,6 +41,10 @@ class Options:
     seed: Annotated[int | None, typer.Option(help="Of the parameters, the batches and the samples. Default: 0.")] = None
     backend: Annotated[str | None, typer.Option(help="Of jaxops' ops: auto, pallas or xla. Default: auto.")] = None
     precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")] = None
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Activations to the host's memory, on a GPU: layers' inputs and attention; the rest is computed again. Or set policy."),
+    ] = False
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from OUT's newest checkpoint, if there is one. Needs --save-every.")] = False
     mesh: Annotated[str | None, typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2 or some of these. Default: on one.")] = None
@@ -150,6 +155,8 @@ def given_by(options: Options, own: Given, nested: bool) -> Given:
     if options.precision is not None:
         check_option("precision", options.precision, PRECISIONS)
         model |= PRECISIONS[options.precision]._asdict()
+    if options.offload:
+        model["policy"] = dataclasses.asdict(OFFLOADED)
     named = {"steps": options.steps, "seed": options.seed, **own}
     named = {key: value for key, value in named.items() if value is not None} | ({"model": model} if nested and model else model)
     from_file = {} if options.config is None else read(options.config)

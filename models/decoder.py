@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import jaxops
 from jaxops.nn import MoE, Router
+from jaxops.offload import Policy, named
+from models.layers import scan_layers, stacked
 from models.mesh import AXES, gather
 from models.packed_attention import packed_attention
 from models.packing import Batch
@@ -39,7 +42,8 @@ class DecoderConfig:
       attention: "xla" or "cudnn" (bfloat16, on a GPU).
       max_documents: of a row, padding counted as one: what cuDNN has to know where documents share rows. A batch of more than that comes out NaN.
       backend: of the experts' matrix products, and of all those in FP8.
-      remat: whether a block's inside is computed again in the backward, instead of kept.
+      policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
+        "attention" (all that attention's backward needs), "middle" (after attention), "mlp" (of one without experts), and those of jaxops' ops. None keeps all.
     """
 
     vocab: PositiveInt
@@ -61,7 +65,7 @@ class DecoderConfig:
     attention: Literal["xla", "cudnn"] = "xla"
     max_documents: PositiveInt | None = None
     backend: Backend = "auto"
-    remat: bool = False
+    policy: Policy | None = None
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -103,7 +107,8 @@ def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents)
+        attention = functools.partial(packed_attention, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents)
+        out = named(attention, "attention")(flat[0], flat[1], flat[2], offsets)
         return jnp.where(all_there, out.reshape(q.shape), jnp.nan), None
 
     return attend
@@ -159,7 +164,8 @@ class GatedUnit(nnx.Module):
         self.down = linear(config.hidden, config.width)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x)), None
+        gate, up = checkpoint_name(self.gate(x), "mlp.gate"), checkpoint_name(self.up(x), "mlp.up")
+        return self.down(jax.nn.silu(gate) * up), None
 
 
 class Experts(nnx.Module):
@@ -221,7 +227,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Routed | None, KeysValues | None]:
         mixed, kept = self.attention(normalized(self.attention_norm, x), positions, attend)
-        x = x + mixed
+        x = checkpoint_name(x + mixed, "middle")
         y, routed = self.mlp(normalized(self.mlp_norm, x))
         return x + y, routed, kept
 
@@ -239,13 +245,8 @@ class Decoder(nnx.Module):
         self.sharded = sharded
         dtype = jnp.dtype(c.dtype)
 
-        @nnx.split_rngs(splits=c.layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(c, sharded=sharded, rngs=rngs)
-
         self.embed = nnx.Embed(c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs)
-        self.blocks = stacked(rngs)
+        self.blocks = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), c.layers, rngs)
         self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, dtype=dtype, rngs=rngs)
         self.head = nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
         self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
@@ -260,17 +261,14 @@ class Decoder(nnx.Module):
         else:
             positions = positions_in(document_starts(documents))
         attend = self._attend(documents)
-        graphdef, params, others = nnx.split(self.blocks, nnx.Param, ...)
-
-        def block(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Routed | None, nnx.State]]:
-            params, others = state
-            layer = nnx.merge(graphdef, gather(params) if self.sharded else params, others, copy=True)
-            x, routed, _ = layer(x, positions, attend)
-            return x, (routed, nnx.state(layer, nnx.Not(nnx.Param)))
-
-        x, (routed, others) = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self._whole(self.embed)(tokens), (params, others))
-        if not self.use_running_average:
-            nnx.update(self.blocks, others)
+        x, routed = scan_layers(
+            self.blocks,
+            lambda block, x: block(x, positions, attend)[:2],
+            self._whole(self.embed)(tokens),
+            policy=self.config.policy,
+            training=not self.use_running_average,
+            whole=gather if self.sharded else lambda params: params,
+        )
         return self._logits(x), routed
 
     def _attend(self, documents: jax.Array | None) -> Attend:
@@ -284,7 +282,8 @@ class Decoder(nnx.Module):
                 raise ValueError("attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the most.")
             return cudnn_documents(document_starts(documents), c.max_documents)
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
-        return lambda q, k, v: (jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=c.attention), None)
+        attention = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=c.attention)
+        return lambda q, k, v: (named(attention, "attention")(q, k, v), None)
 
     def empty_cache(self, batch: int, length: int) -> KeysValues:
         """For `extend`: keys and values of `length` tokens a row, [layers, batch, length, kv_heads, head_dim] in dtype."""

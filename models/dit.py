@@ -6,8 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
+from jaxops.offload import Policy, named
+from models.layers import scan_layers, stacked
 from models.packed_attention import Way, packed_attention, segments
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
@@ -26,6 +29,8 @@ class DiTConfig:
         never in FP8, nor what turns vectors into tokens.
       attention: way of `models.packed_attention.packed_attention`.
       backend: of the AdaLN ops, and of the matrix products in FP8.
+      policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
+        "attention" (all that attention's backward needs), "mlp", and those of jaxops' ops. None keeps all.
     """
 
     layers: int
@@ -39,6 +44,7 @@ class DiTConfig:
     attention: Way = "banded"
     crowd: int | None = None
     backend: Backend = "auto"
+    policy: Policy | None = None
 
 
 def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
@@ -70,7 +76,8 @@ class Attention(nnx.Module):
     def __call__(self, y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
         c = self.config
         q, k, v = jnp.unstack(self.qkv(y).reshape(y.shape[0], 3, c.heads, c.width // c.heads), axis=1)
-        return self.out(packed_attention(q, k, v, sequence_offsets, way=c.attention, longest=c.longest, crowd=c.crowd).reshape(y.shape))
+        attention = functools.partial(packed_attention, way=c.attention, longest=c.longest, crowd=c.crowd)
+        return self.out(named(attention, "attention")(q, k, v, sequence_offsets).reshape(y.shape))
 
 
 class DiT(nnx.Module):
@@ -82,17 +89,18 @@ class DiT(nnx.Module):
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         inner = linear_layer(c.recipe, c.backend)
 
-        def block() -> AdaLNZeroBlock:
+        def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
             wide, narrow = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs), inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
-            mlp = nnx.Sequential(wide, jax.nn.gelu, narrow)
+            mlp = nnx.Sequential(wide, lambda wide: jax.nn.gelu(checkpoint_name(wide, "mlp")), narrow)
             return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
 
         self.enter = linear(c.token, c.width)
         self.time = nnx.Sequential(linear(c.width, c.width), jax.nn.silu, linear(c.width, c.width))
         self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([block() for _ in range(c.layers)])
+        self.blocks = stacked(block, c.layers, rngs)
         self.norm = AdaLayerNorm(c.width, c.width, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
         self.leave = linear(c.width, c.token, kernel_init=nnx.initializers.zeros_init())
+        self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 
     def __call__(self, tokens: jax.Array, time: jax.Array, labels: jax.Array, sequence_offsets: jax.Array, grids: jax.Array) -> jax.Array:
         """Velocities [T, token] in float32; what stands in rows outside the images means nothing, and reaches no other row.
@@ -107,8 +115,13 @@ class DiT(nnx.Module):
         width = self.config.width
         cond = self.time(waves(1000 * time, width, 60_000.0)) + self.label(labels)
         x = self.enter(tokens).astype(jnp.float32) + position_embedding(sequence_offsets, grids, tokens.shape[0], width)
-        for block in self.blocks:
-            x = block(x, cond, sequence_offsets)
+        x, _ = scan_layers(
+            self.blocks,
+            lambda block, x: (block(x, cond, sequence_offsets), None),
+            x,
+            policy=self.config.policy,
+            training=not self.use_running_average,
+        )
         return self.leave(self.norm(x, cond, sequence_offsets)).astype(jnp.float32)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 from pydantic import NonNegativeFloat, PositiveInt
 
+from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.loop import Schedule, Share
 from models.packed_attention import Way
@@ -49,7 +50,7 @@ class DiTPreset(Schedule):
     Attributes:
       tokens: the token budget of a step, of all its micro-batches together.
       images: the most images of a step; with more than the budget holds, the budget is what fills up.
-      dtype, recipe, attention, backend: as of `models.dit.DiTConfig`.
+      dtype, recipe, attention, backend, policy: as of `models.dit.DiTConfig`.
       data: a data set's name, or a folder of images.
       patch: side of a patch of a folder's images.
       longest: tokens of the largest of a folder's images.
@@ -66,6 +67,7 @@ class DiTPreset(Schedule):
     recipe: Recipe | None = None
     attention: Way = "banded"
     backend: Backend = "auto"
+    policy: Policy | None = None
     data: str = "digits"
     patch: PositiveInt = 4
     longest: PositiveInt = 64

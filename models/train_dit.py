@@ -87,6 +87,7 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
         attention=preset.attention,
         crowd=data.crowd,
         backend=preset.backend,
+        policy=preset.policy,
     )
 
 

@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import AmaxHistory
+from jaxops.offload import Policy
 from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
 from tests.compare import assert_close
 
 DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
-SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, remat=True)
+SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, policy=Policy())
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 17)), jnp.int32)
 
 
@@ -82,7 +83,7 @@ def test_fp8():
         np.testing.assert_array_equal(np.count_nonzero(np.asarray(leaf)[:, 0], axis=1), before)
 
 
-@pytest.mark.parametrize("config", [DENSE, dataclasses.replace(SPARSE, remat=False)], ids=["dense", "sparse"])
+@pytest.mark.parametrize("config", [DENSE, dataclasses.replace(SPARSE, policy=None)], ids=["dense", "sparse"])
 def test_blocks_keep_no_float32_copies_for_the_backward(config):
     """Of anything that is a vector a token, or a head's."""
     config = dataclasses.replace(config, dtype="bfloat16", layers=3)

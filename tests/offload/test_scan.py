@@ -89,7 +89,11 @@ def test_products(count_dots):
         gradient = jax.grad(lambda *args: loss(functools.partial(scan, policy=policy), *args)[0], argnums=(0, 1, 2))
         return count_dots(jax.jit(gradient).lower(weights, x, scale).compile().as_text())
 
-    kept, offloaded, recomputed = dots(Policy(keep=("mlp", "mixed", "carry"))), dots(Policy(offload=("mlp", "mixed", "carry"))), dots(Policy(offload=("carry",)))
+    kept, offloaded, recomputed = (
+        dots(Policy(keep=("mlp", "mixed", "carry"))),
+        dots(Policy(offload=("mlp", "mixed", "carry"))),
+        dots(Policy(offload=("carry",))),
+    )
     assert kept == offloaded == 6  # two forward, two for the carry, two for the weights
     assert recomputed == 7  # and once more what `mlp.hidden` comes from; the layer's own result is not needed again
 

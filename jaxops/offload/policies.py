@@ -1,13 +1,11 @@
 """Which of a function's intermediate values its backward keeps, which it fetches back from the host's memory, and which it computes again."""
 
-import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
-from jax.extend import core
 
 Choice = Literal["keep", "offload", "recompute"]
 
@@ -86,27 +84,3 @@ def policy(names: Mapping[str, Choice], *, budget_bytes: int | None = None, size
                 left -= size
                 offloaded.append(known)
     return Policy(tuple(kept), tuple(offloaded))
-
-
-def residual_bytes(function: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """Bytes of the values by name in `function(*args)` and what its backward needs; of values in a loop, those of all rounds together.
-
-    `args` are arrays or `jax.ShapeDtypeStruct`s; nothing is computed. Values that stand only inside what `jax.checkpoint` computes again are counted, too.
-    """
-    closed = jax.make_jaxpr(lambda *args: jax.vjp(function, *args))(*args)
-    found: dict[str, int] = collections.Counter()
-    _count(closed.jaxpr, 1, found)
-    return dict(found)
-
-
-def _count(jaxpr: core.Jaxpr, times: int, found: dict[str, int]) -> None:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            aval: Any = eqn.outvars[0].aval
-            found[eqn.params["name"]] += times * aval.size * aval.dtype.itemsize
-        rounds = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
-            if isinstance(inner, core.ClosedJaxpr):
-                _count(inner.jaxpr, rounds, found)
-            elif isinstance(inner, core.Jaxpr):
-                _count(inner, rounds, found)

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 from jaxops._lib.manual_axes import vary_as
-from jaxops.offload.policy import Policy
+from jaxops.offload.policies import Policy
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 Arrays = list[jax.Array]
@@ -60,7 +60,7 @@ def _layers(xs: Any) -> int:
     lengths = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(xs)}
     if len(lengths) != 1 or not all(lengths):
         raise ValueError(f"xs has the leading axes {sorted(map(str, lengths))}; all its arrays must have one leading axis, the layers, of at least 1.")
-    return lengths.pop()
+    return int(lengths.pop() or 0)
 
 
 def _check_carry(out: Any, tree: Any, before: list[Any], after: list[Any]) -> None:
@@ -101,7 +101,10 @@ def _smooth(x: Any) -> bool:
 
 def _residuals(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[list[Any], list[bool]]:
     """The types of what a layer keeps, and which of them go to the host."""
-    of = lambda policy: jax.make_jaxpr(lambda *args: layer.vjp(policy, *args)[1].opaque_residuals)(consts, carry, x).out_avals
+
+    def of(policy: Policy) -> list[Any]:
+        return list(jax.make_jaxpr(lambda *args: layer.vjp(policy, *args)[1].opaque_residuals)(consts, carry, x).out_avals)
+
     here, there = of(layer.policy.on_device()), of(layer.policy)
     assert [(a.shape, a.dtype) for a in here] == [(a.shape, a.dtype) for a in there]
     return here, [a.memory_space == HOST for a in there]
@@ -151,7 +154,6 @@ def _backward(residuals: Any, cotangents: tuple[Arrays, Arrays]) -> tuple[list[A
 
     # The forward's round i stored what layer i - 1 keeps, so here it brings what the next round needs; what it brings in round 0 is nobody's.
     (ct_carry, _, totals), ct_xs = jax.lax.scan(step, (ct_carry, last, totals), (xs, ct_ys, gone, rest), reverse=True)
-    carry = rest.args_res[1]
     return _spread(consts, totals), _spread(cotangents[0], ct_carry), _spread(xs, ct_xs)
 
 

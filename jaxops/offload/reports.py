@@ -1,0 +1,183 @@
+"""What a compiled function keeps in the host's memory, and behind what its copies hide: read from the program, not from what was asked for."""
+
+import dataclasses
+import math
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+_HOST = "S(5)"  # the host's memory in XLA's layouts
+_OPCODE = re.compile(r"[)}\]] ([a-z][a-z\-]*)\(([^)]*)\)")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_NO_WORK = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
+_PASSED_ON = _NO_WORK | {"while", "call", "conditional", "custom-call"}
+
+
+class OffloadError(RuntimeError):
+    """A policy offloaded nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One copy of the program between the memories.
+
+    Attributes:
+      to: where its data go.
+      bytes: of one execution; in a loop it is executed once a round.
+      in_loop: whether it stands in a loop's body.
+      behind: instructions that work between its beginning and its end: what may hide it. 0 for one that everything waits for.
+    """
+
+    to: Literal["host", "device"]
+    bytes: int
+    in_loop: bool
+    behind: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `report` found.
+
+    Attributes:
+      platform: "gpu", "cpu" and so on.
+      device_bytes: arguments, results and temporaries at the peak, in the device's memory.
+      host_bytes: the same in the host's.
+      copies: between the two.
+    """
+
+    platform: str
+    device_bytes: int
+    host_bytes: int
+    copies: tuple[Copy, ...]
+
+    def __str__(self) -> str:
+        if self.platform == "cpu":
+            return f"cpu: {_gb(self.device_bytes)}; its memory is the host's, so nothing is offloaded there, whatever a policy says."
+        lines = [f"{self.platform}: {_gb(self.device_bytes)} on the device, {_gb(self.host_bytes)} on the host"]
+        for to in ("host", "device"):
+            own = [copy for copy in self.copies if copy.to == to]
+            waited = sum(not copy.behind for copy in own)
+            lines.append(f"  {len(own)} copies to the {to}, {sum(copy.in_loop for copy in own)} of them in loops; {waited} are waited for where they begin")
+        return "\n".join(lines)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def report(compiled: Any, *, verify: bool = False) -> Report:
+    """Reads a compiled function, as of `jax.jit(f).lower(*args).compile()`.
+
+    Args:
+      verify: whether to fail where nothing is offloaded. On a CPU there is nothing to offload to, and it does not.
+
+    Raises:
+      OffloadError: with verify: no byte of the program lies on the host, or none is copied to it.
+    """
+    used = compiled.memory_analysis()
+    device = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes - used.alias_size_in_bytes
+    host = used.host_argument_size_in_bytes + used.host_output_size_in_bytes + used.host_temp_size_in_bytes - used.host_alias_size_in_bytes
+    platform = _platform(compiled)
+    copies = () if platform == "cpu" else tuple(copies_of(compiled.as_text()))
+    found = Report(platform, device, host, copies)
+    if verify and platform != "cpu":
+        if not host:
+            raise OffloadError(
+                f"nothing is offloaded: no byte lies on the host, {_gb(device)} on the device. Is what the policy names a checkpoint_name inside what is "
+                "checkpointed, and does the backward need it? jaxops.offload.residual_bytes lists the names."
+            )
+        if not any(copy.to == "host" for copy in copies):
+            raise OffloadError(f"nothing is offloaded: {_gb(host)} lie on the host, and nothing is copied there.")
+    return found
+
+
+def _platform(compiled: Any) -> str:
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        return next(iter(sharding.device_set)).platform
+    return jax.default_backend()
+
+
+def copies_of(text: str) -> list[Copy]:
+    """The copies between the memories in a scheduled HLO module's text."""
+    found: list[Copy] = []
+    bodies, fused = (set(re.findall(rf"{key}=%?([\w.\-]+)", text)) for key in ("body", "calls"))
+    computation, lines = "", []
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            computation, lines = header.group(1), []
+        elif line.startswith("}") and computation not in fused:
+            found += _copies_in(lines, computation in bodies)
+        else:
+            lines.append(line)
+    return found
+
+
+def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
+    """Of one computation, in the order of its schedule."""
+    found, on_host, running, work = [], set(), {}, 0
+    for line in lines:
+        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        parsed = _OPCODE.search(rest)
+        if parsed is None:
+            continue
+        opcode, result = parsed.group(1), rest[: parsed.start() + 1]
+        operands = re.findall(r"%[\w.\-]+", parsed.group(2))
+        if opcode.endswith("-start"):
+            if _HOST in result and (moved := _moved(opcode, result)):
+                running[name] = (*moved, work)
+        elif opcode.endswith("-done"):
+            if operands and operands[0] in running:
+                to, size, before = running.pop(operands[0])
+                found.append(Copy(to, size, in_loop, work - before))
+            if _HOST in result:
+                on_host.add(name)
+        else:
+            here, there = _HOST in result, any(operand in on_host for operand in operands)
+            if opcode not in _PASSED_ON and here != there:
+                found.append(Copy("host" if here else "device", _bytes(result)[0], in_loop, 0))
+            elif opcode not in _NO_WORK:
+                work += 1
+            if here:
+                on_host.add(name)
+    return found
+
+
+def _moved(opcode: str, result: str) -> tuple[Literal["host", "device"], int] | None:
+    """Where an asynchronous copy goes, and how much."""
+    arrays = [(size, _HOST in array) for size, array in zip(_bytes(result), (match.group(0) for match in _ARRAY.finditer(result)), strict=True)]
+    if opcode == "copy-start":  # (result, operand, context)
+        return ("host" if arrays[0][1] else "device"), arrays[0][0]
+    done = arrays[-2]  # ((operands), result, context)
+    if done[1]:
+        return "host", max((size for size, host in arrays[:-2] if not host), default=0)
+    return "device", done[0]
+
+
+def _bytes(shapes: str) -> list[int]:
+    sizes = []
+    for kind, dims, _ in _ARRAY.findall(shapes):
+        bits = 8 if kind == "pred" else int((re.findall(r"\d+", kind) or ["32"])[0])
+        sizes.append(math.prod(map(int, filter(None, dims.split(",")))) * bits // 8)
+    return sizes
+
+
+def compiler_options() -> dict[str, bool]:
+    """For `jax.jit(step, compiler_options=jaxops.offload.compiler_options())`: with what XLA puts copies behind work.
+
+    The one that matters is XLA's latency-hiding scheduler. Without it every copy is waited for where it begins; jaxlib 0.11.2 has it on by default, older ones
+    may not. `xla_gpu_enable_pipelined_host_offloading` is not among them: `jaxops.offload.scan` shifts the copies itself, and XLA's pass has read from wrong
+    places (openxla/xla#39302). Empty where there is no GPU.
+
+    Raises:
+      RuntimeError: this jaxlib does not know the option.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    try:
+        jax.jit(lambda x: x, compiler_options=options)(jnp.zeros(()))
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(f"jax {jax.__version__} does not know all of {', '.join(options)}: {error}") from error
+    return options

@@ -1,0 +1,59 @@
+"""The names of residuals: how large they are, and one for those of functions that give them none."""
+
+import collections
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def named(function: Function, name: str) -> Function:
+    """`function`, of which everything that its backward needs is called `name`: arguments, results and what lies between.
+
+    For what is another's, as attention by cuDNN, whose softmax's sums have no name of their own: a policy could save all else, and the kernel would run twice.
+    A policy that keeps or offloads `name` leaves nothing of the function to be computed again.
+
+    Args:
+      function: of arrays alone, all as positional arguments: what it takes from around it has no gradient.
+    """
+
+    @jax.custom_vjp
+    def run(*args):
+        return function(*args)
+
+    def forward(*args):
+        out, vjp = jax.vjp(function, *args)
+        return out, jax.tree.map(lambda residual: checkpoint_name(residual, name), vjp)
+
+    run.defvjp(forward, lambda vjp, cotangents: vjp(cotangents))
+    return run  # pyright: ignore[reportReturnType]
+
+
+def residual_bytes(function: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """Bytes of the values by name in `function(*args)` and what its backward needs; of values in a loop, those of all rounds together.
+
+    `args` are arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
+    """
+    return count_names(jax.make_jaxpr(lambda *args: jax.vjp(function, *args))(*args).jaxpr)
+
+
+def count_names(jaxpr: core.Jaxpr) -> dict[str, int]:
+    """Bytes by name of the values that have one, wherever in a jaxpr they stand."""
+    found: dict[str, int] = collections.Counter()
+    _count(jaxpr, 1, found)
+    return dict(found)
+
+
+def _count(jaxpr: core.Jaxpr, times: int, found: dict[str, int]) -> None:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            aval: Any = eqn.outvars[0].aval
+            found[eqn.params["name"]] += times * aval.size * aval.dtype.itemsize
+        rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
+            if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
+                _count(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner, rounds, found)

@@ -76,6 +76,8 @@ class DecoderConfig:
             raise ValueError(f"top_k is {self.top_k} of {self.experts} experts; it must be within 1 and experts, and 0 without experts.")
 
 
+LOGITS = 1 << 28  # 1 GB, of 8,192 tokens with 32,768 logits each
+
 AnyLayer = TypeVar("AnyLayer", nnx.Embed, nnx.Linear)
 KeysValues = tuple[jax.Array, jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues | None]]  # of queries, keys and values: what they mix to, and what is kept
@@ -256,6 +258,11 @@ class Decoder(nnx.Module):
 
         No document sees another one, and each one's positions start at 0.
         """
+        x, routed = self.hidden(tokens, documents)
+        return self.logits(x), routed
+
+    def hidden(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
+        """What `logits` takes, [B, T, width], from what the model takes."""
         if documents is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
         else:
@@ -269,7 +276,7 @@ class Decoder(nnx.Module):
             training=not self.use_running_average,
             whole=gather if self.sharded else lambda params: params,
         )
-        return self._logits(x), routed
+        return x, routed
 
     def _attend(self, documents: jax.Array | None) -> Attend:
         """
@@ -316,9 +323,10 @@ class Decoder(nnx.Module):
             return x, kept
 
         x, cache = jax.lax.scan(block, self.embed(tokens), (state, cache))
-        return self._logits(x[:, -1:])[:, 0], cache
+        return self.logits(x[:, -1:])[:, 0], cache
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> [..., vocab] float32."""
         x = self.norm(x)
         return (self._whole(self.embed).attend(x) if self.head is None else self._whole(self.head)(x)).astype(jnp.float32)
 
@@ -335,6 +343,22 @@ def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Arra
     Args:
       packed: whether a row may hold several documents, which then do not see each other. Without, attention needs no mask: padding comes last.
     """
-    logits, routed = model(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets.astype(jnp.int32)[..., None], axis=-1)[..., 0]
-    return -jnp.sum(jnp.where(batch.documents >= 0, picked, 0.0)) / jnp.maximum(batch.counted(), 1), routed
+    x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
+    losses = cross_entropies(model, x.reshape(-1, x.shape[-1]), batch.targets.astype(jnp.int32).ravel())
+    return jnp.sum(jnp.where(batch.documents.ravel() >= 0, losses, 0.0)) / jnp.maximum(batch.counted(), 1), routed
+
+
+def cross_entropies(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Of x [N, width] and targets [N], in nats, [N]. Never are more than `LOGITS` logits in memory: those of long batches are computed piece by piece, and
+    again in the backward."""
+    N, rows = x.shape[0], max(1, LOGITS // model.config.vocab)
+
+    def of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, targets = piece
+        return -jnp.take_along_axis(jax.nn.log_softmax(model.logits(x)), targets[:, None], axis=1)[:, 0]
+
+    if rows >= N:
+        return of((x, targets))
+    rows = -(-N // -(-N // rows))  # of as many pieces equal ones
+    pieces = [jnp.pad(a, ((0, -N % rows), *[(0, 0)] * (a.ndim - 1))).reshape(-1, rows, *a.shape[1:]) for a in (x, targets)]
+    return jax.lax.map(jax.checkpoint(of, prevent_cse=False), tuple(pieces)).ravel()[:N]

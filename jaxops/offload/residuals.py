@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
@@ -57,3 +58,31 @@ def _count(jaxpr: core.Jaxpr, times: int, found: dict[str, int]) -> None:
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
             if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
                 _count(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner, rounds, found)
+
+
+def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:
+    """Where a value of a jaxpr was made, behind all calls that it only went through, and its name, if it has one: equal for equal values, one of the jaxpr's
+    `invars` for what is passed on."""
+    producers = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
+    while isinstance(var, core.Var) and var in producers:
+        eqn, index = producers[var]
+        if eqn.primitive.name == "name":
+            return var, eqn.params["name"]
+        if eqn.primitive.name == "reduce_precision" and _changes_nothing(eqn):
+            var = eqn.invars[0]
+            continue
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        inner = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
+        if eqn.primitive.name == "scan" or not isinstance(inner, core.Jaxpr) or len(inner.invars) != len(eqn.invars):
+            return var, None
+        place, name = origin(inner, inner.outvars[index])
+        if place not in inner.invars:
+            return (eqn.outvars[[origin(inner, out)[0] for out in inner.outvars].index(place)] if isinstance(place, core.Var) else var), name
+        var = eqn.invars[inner.invars.index(place)]
+    return var, None
+
+
+def _changes_nothing(eqn: Any) -> bool:
+    """Whether it rounds to the precision that a value has already, as `jax.checkpoint` does with what it keeps."""
+    of = jnp.finfo(eqn.invars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (of.nexp, of.nmant)

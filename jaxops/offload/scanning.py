@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import jaxpr_as_fun
+from jax.extend import core
 
 from jaxops._lib.manual_axes import vary_as
 from jaxops.offload.policies import Policy
+from jaxops.offload.residuals import origin
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 Arrays = list[jax.Array]
@@ -50,8 +51,7 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
     first = [x[0] for x in x_leaves]
     closed, out = jax.make_jaxpr(named, return_shape=True)(carry_leaves, first)
     _check_carry(out[0], carry_tree, [jax.typeof(c) for c in carry_leaves], [v.aval for v in closed.jaxpr.outvars])
-    layer = _Layer(closed, len(carry_leaves), policy)
-    carry, ys = _run(layer, closed.consts, carry_leaves, x_leaves)
+    carry, ys = _run(_Layer(closed, len(carry_leaves), policy.on_device(), policy), closed.consts, carry_leaves, x_leaves)
     assert all(y.shape[0] == layers for y in ys)
     return jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(jax.tree.structure(out[1]), ys)
 
@@ -75,39 +75,80 @@ def _check_carry(out: Any, tree: Any, before: list[Any], after: list[Any]) -> No
 class _Layer:
     """body as a function of flat lists: the arrays around it, the carry, one layer's x."""
 
-    closed: Any
+    closed: core.ClosedJaxpr
     carries: int
+    kept: Policy  # with what is to be offloaded among what is kept: it is moved here
     policy: Policy
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        out = jaxpr_as_fun(self.closed.replace(consts=consts))(*carry, *x)
+        out = core.jaxpr_as_fun(self.closed.replace(consts=consts))(*carry, *x)
         return out[: self.carries], out[self.carries :]
 
-    def vjp(self, policy: Policy, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
-        """((carry, y), vjp): vjp is of the inexact ones alone, and has as opaque_residuals what policy keeps."""
+    def vjp(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Any]:
+        """(carry, y, vjp): vjp is of the smooth ones alone."""
 
-        def inexact(consts: Arrays, carry: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
+        def smooth(consts: Arrays, carry: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
             # prevent_cse's barriers would only hinder: between forward and backward stand two loops.
-            carry, y = jax.checkpoint(self, policy=policy, prevent_cse=False)(consts, carry, x)
+            carry, y = jax.checkpoint(self, policy=self.kept, prevent_cse=False)(consts, carry, x)
             return ([c for c in carry if _smooth(c)], [v for v in y if _smooth(v)]), (carry, y)
 
-        _, vjp, out = jax.vjp(inexact, consts, carry, x, has_aux=True)
-        return out, vjp
+        _, vjp, (carry, y) = jax.vjp(smooth, consts, carry, x, has_aux=True)
+        return carry, y, vjp
 
 
 def _smooth(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _residuals(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[list[Any], list[bool]]:
-    """The types of what a layer keeps, and which of them go to the host."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """Where a layer's backward finds what it needs.
 
-    def of(policy: Policy) -> list[Any]:
-        return list(jax.make_jaxpr(lambda *args: layer.vjp(policy, *args)[1].opaque_residuals)(consts, carry, x).out_avals)
+    Attributes:
+      tree: of the function that `jax.vjp` gives.
+      sources: of each of its leaves: ("const", i) or ("x", i), which are there anyway, or ("own", i), which a layer keeps.
+      away: of each of its own, whether it goes to the host.
+    """
 
-    here, there = of(layer.policy.on_device()), of(layer.policy)
-    assert [(a.shape, a.dtype) for a in here] == [(a.shape, a.dtype) for a in there]
-    return here, [a.memory_space == HOST for a in there]
+    tree: Any
+    sources: tuple[tuple[str, int], ...]
+    away: tuple[bool, ...]
+
+    def vjp(self, consts: Arrays, x: Arrays, own: Arrays) -> Any:
+        arrays = {"const": consts, "x": x, "own": own}
+        return jax.tree.unflatten(self.tree, [arrays[kind][i] for kind, i in self.sources])
+
+    def split(self, own: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Those that go, and those that stay."""
+        pairs = list(zip(own, self.away, strict=True))
+        return [r for r, away in pairs if away], [r for r, away in pairs if not away]
+
+    def join(self, gone: Arrays, stayed: Arrays) -> Arrays:
+        back, here = iter(gone), iter(stayed)
+        return [next(back) if away else next(here) for away in self.away]
+
+
+def _trace(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[core.ClosedJaxpr, _Residuals]:
+    """The forward of one layer as a function of consts, carry and x to carry, y and its own residuals, each of them once: what goes into a `jax.checkpoint` in
+    body comes out of it a second time, weights among it."""
+    closed, (_, y, vjp) = jax.make_jaxpr(layer.vjp, return_shape=True)(consts, carry, x)
+    results = len(carry) + len(y)
+    given = {var: ("const", i) for i, var in enumerate(closed.jaxpr.invars[: len(consts)])}
+    given |= {var: ("x", i) for i, var in enumerate(closed.jaxpr.invars[len(consts) + len(carry) :])}
+    sources, away, own = [], [], {}
+    for var in closed.jaxpr.outvars[results:]:
+        place, name = origin(closed.jaxpr, var)
+        if place in given:
+            sources.append(given[place])
+            continue
+        if place not in own:
+            own[place] = len(own), var
+            away.append(name is not None and layer.policy.choice(name) == "offload")
+        sources.append(("own", own[place][0]))
+    outvars = [*closed.jaxpr.outvars[:results], *(var for _, var in own.values())]
+    debug_info = closed.jaxpr.debug_info._replace(result_paths=None)
+    return closed.replace(jaxpr=closed.jaxpr.replace(outvars=outvars, debug_info=debug_info)), _Residuals(jax.tree.structure(vjp), tuple(sources), tuple(away))
 
 
 def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
@@ -120,54 +161,41 @@ def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Array
 
 
 def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
-    kept, leaves = _residuals(layer, consts, init, [x[0] for x in xs])
-    nothing = [vary_as(aval, jnp.zeros(aval.shape, aval.dtype)) for aval, away in zip(kept, leaves, strict=True) if away]
+    forward, residuals = _trace(layer, consts, init, [x[0] for x in xs])
+    results = len(forward.out_avals) - len(residuals.away)
+    first, _ = residuals.split(list(forward.out_avals[results:]))
 
-    def step(state: tuple[Arrays, Arrays, Arrays], x: Arrays) -> tuple[tuple[Arrays, Arrays, Arrays], Any]:
-        consts, carry, before = state  # consts are carried so that `jax.vjp` knows them as its arguments: it would call an outer trace's arrays residuals
+    def step(state: tuple[Arrays, Arrays], x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
+        carry, before = state
         gone = [jax.device_put(b, HOST) for b in before]
-        (after, y), vjp = layer.vjp(layer.policy.on_device(), consts, carry, x)
-        own = [r for r, away in zip(vjp.opaque_residuals, leaves, strict=True) if away]
-        stay = [r for r, away in zip(vjp.opaque_residuals, leaves, strict=True) if not away]
-        # Of a layer's arguments only the carry has to be kept, if it is needed: consts and x are there in the backward, too.
-        rest = dataclasses.replace(vjp, args_res=[None, vjp.args_res[1], None], opaque_residuals=stay)
-        return (consts, after, own), (y, gone, rest)
+        out = core.jaxpr_as_fun(forward)(*consts, *carry, *x)
+        own, stayed = residuals.split(out[results:])
+        return (out[: len(carry)], own), (out[len(carry) : results], gone, stayed)
 
-    (_, carry, last), (ys, gone, rest) = jax.lax.scan(step, (consts, init, nothing), xs)
-    return (carry, ys), (consts, xs, last, gone, _Static(tuple(leaves)), rest)
+    nothing = [vary_as(aval, jnp.zeros(aval.shape, aval.dtype)) for aval in first]
+    (carry, last), (ys, gone, stayed) = jax.lax.scan(step, (init, nothing), xs)
+    return (carry, ys), (residuals, consts, xs, last, gone, stayed)
 
 
-def _backward(residuals: Any, cotangents: tuple[Arrays, Arrays]) -> tuple[list[Any], list[Any], list[Any]]:
-    consts, xs, last, gone, leaves, rest = residuals
-    ct_carry, ct_ys = ([ct for ct in cts if _is_cotangent(ct)] for cts in cotangents)
+def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+    residuals, consts, xs, last, gone, stayed = saved
+    ct_carry, ct_ys = ([ct for ct in cts if _smooth(ct)] for cts in cotangents)
     totals = [jnp.zeros_like(c) for c in consts if _smooth(c)]
 
     def step(state: tuple[Arrays, Arrays, Arrays], layer: Any) -> tuple[tuple[Arrays, Arrays, Arrays], Arrays]:
         ct_carry, here, totals = state
-        x, ct_y, before, rest = layer
+        x, ct_y, before, stayed = layer
         coming = [jax.device_put(b, DEVICE) for b in before]
-        fetched, stayed = iter(here), iter(rest.opaque_residuals)
-        opaque = [next(fetched) if away else next(stayed) for away in leaves.value]
-        vjp = dataclasses.replace(rest, args_res=[consts, rest.args_res[1], x], opaque_residuals=opaque)
-        ct_consts, ct_carry, ct_x = ([ct for ct in cts if _is_cotangent(ct)] for cts in vjp((ct_carry, ct_y)))
+        vjp = residuals.vjp(consts, x, residuals.join(here, stayed))
+        ct_consts, ct_carry, ct_x = ([ct for ct in cts if _smooth(ct)] for cts in vjp((ct_carry, ct_y)))
         return (ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
     # The forward's round i stored what layer i - 1 keeps, so here it brings what the next round needs; what it brings in round 0 is nobody's.
-    (ct_carry, _, totals), ct_xs = jax.lax.scan(step, (ct_carry, last, totals), (xs, ct_ys, gone, rest), reverse=True)
+    (ct_carry, _, totals), ct_xs = jax.lax.scan(step, (ct_carry, last, totals), (xs, ct_ys, gone, stayed), reverse=True)
     return _spread(consts, totals), _spread(cotangents[0], ct_carry), _spread(xs, ct_xs)
-
-
-def _is_cotangent(ct: Any) -> bool:
-    return ct.dtype != jax.dtypes.float0
 
 
 def _spread(primals: list[Any], cotangents: Arrays) -> list[Any]:
     """One for each primal: None where it has none."""
     left = iter(cotangents)
     return [next(left) if _smooth(p) else None for p in primals]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    value: tuple[bool, ...]

@@ -11,7 +11,9 @@ from flax import nnx
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
-from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
+from models import decoder
+from models.decoder import Decoder, DecoderConfig, document_starts, loss_fn, positions_in
+from models.packing import Batch
 from tests.compare import assert_close
 
 DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
@@ -111,3 +113,18 @@ def test_documents_by_cudnn():
     assert jnp.isnan(logits(attention="cudnn", max_documents=1)).any()
     with pytest.raises(ValueError, match="max_documents must say"):
         logits(attention="cudnn")
+
+
+def test_the_loss_of_long_batches_comes_in_pieces(monkeypatch):
+    """The same loss and gradients from pieces, the last one padded, as at once."""
+    documents = jnp.zeros(TOKENS.shape, jnp.int32).at[:, 9:].set(1).at[1, 15:].set(-1)
+    batch = Batch(TOKENS, jnp.roll(TOKENS, -1, axis=1), documents)
+    graphdef, params = nnx.split(model_of(DENSE))
+
+    def gradients():
+        return jax.jit(jax.value_and_grad(lambda params: loss_fn(nnx.merge(graphdef, params), batch)[0]))(params)
+
+    whole = gradients()
+    monkeypatch.setattr(decoder, "LOGITS", 5 * DENSE.vocab)
+    for ours, wanted in zip(jax.tree.leaves(gradients()), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=2e-5, atol=1e-6)

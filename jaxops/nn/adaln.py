@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.ops.adaln import Plan, adaln, gated_residual, gated_residual_adaln
 
@@ -29,7 +30,7 @@ def _modulation(head, parts: int, x: jax.Array, cond: jax.Array, sequence_offset
             f"cond has shape {tuple(cond.shape)}; it must be [B, cond_features] = ({B}, {head.in_features}), a vector for each sequence, "
             f"or [T, cond_features] = ({x.shape[0]}, {head.in_features}), one for each row of x."
         )
-    return jnp.split(head(jax.nn.silu(cond)), parts, axis=-1)
+    return jnp.split(checkpoint_name(head(jax.nn.silu(cond)), "modulation.out"), parts, axis=-1)
 
 
 class _AdaNorm(nnx.Module):

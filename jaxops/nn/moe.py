@@ -10,6 +10,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.ops.grouped_glu import grouped_glu
@@ -170,4 +171,5 @@ class MoE(nnx.Module):
         y = grouped_matmul(grouped_glu(tokens, gate, up, all_tokens, activation=self.activation, **how), down, all_tokens, **how)
         if shared.token_gate is None:
             return y
-        return y * jax.nn.sigmoid(tokens.astype(jnp.float32) @ shared.token_gate[...].astype(jnp.float32)).astype(y.dtype)
+        token_gate = checkpoint_name(tokens.astype(jnp.float32) @ shared.token_gate[...].astype(jnp.float32), "moe.token_gate")
+        return y * jax.nn.sigmoid(token_gate).astype(y.dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.ops.route import Routing, route, update_router_bias
 
@@ -125,7 +126,7 @@ class Router(nnx.Module):
                 f"x has shape {tuple(x.shape)}; it must be [T, in_features={self.in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
             )
         return route(
-            jax.checkpoint(_logits)(x, self.kernel[...]),
+            checkpoint_name(jax.checkpoint(_logits)(x, self.kernel[...]), "router.logits"),
             self.k,
             score=self.score,
             normalize=self.normalize,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import FLOATS, check_choice, check_float, check_offsets, check_size
 from jaxops._lib.device import current_device, interpret
@@ -70,6 +71,8 @@ def adaln(
       TypeError: dtypes that the kernels do not take; forward-mode differentiation (JAX's own error).
       NotImplementedError: the gradient of an FP8 result.
 
+    Residuals: named "adaln.out", "adaln.stats" (checkpoint names).
+
     Source: adaLN of DiT (Peebles and Xie 2022, arXiv:2212.09748); FP8 with 1x128 scales as in DeepSeek-V3 (arXiv:2412.19437).
     """
     spec, arrays = _prepare({"x": x}, {"scale": scale, "shift": shift}, sequence_offsets, norm, weight, bias, eps, activation, out_dtype)
@@ -119,6 +122,8 @@ def gated_residual_adaln(
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `adaln`.
+
+    Residuals: named "gated_residual_adaln.residual", "gated_residual_adaln.out", "gated_residual_adaln.stats" (checkpoint names).
     """
     modulation = {"gate": gate, "scale": scale, "shift": shift}
     spec, arrays = _prepare({"residual": residual, "h": h}, modulation, sequence_offsets, norm, weight, bias, eps, activation, out_dtype)
@@ -151,6 +156,8 @@ def gated_residual(
 
     Raises:
       ValueError, TypeError: as `adaln`.
+
+    Residuals: named "gated_residual.out" (checkpoint names).
     """
     spec, arrays = _prepare({"residual": residual, "h": h}, {"gate": gate}, sequence_offsets, None, None, None, 0.0, None, None)
     return _run(spec, arrays, backend, plan)[0]
@@ -236,6 +243,9 @@ def _call_fwd(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays):
     # _call, not _forward: a second derivative differentiates what stands here.
     results: Any = _call(spec, plan, bool(plan.save_stats), arrays)
     residual, y, scales, stats = results
+    op = "adaln" if residual is None else "gated_residual" if spec.norm is None else "gated_residual_adaln"
+    residual = checkpoint_name(residual, f"{op}.{'out' if spec.norm is None else 'residual'}")
+    y, stats = checkpoint_name(y, f"{op}.out"), checkpoint_name(stats, f"{op}.stats")
     # The backward reads the rows that were normalised: with a gate these are the new residual, which is alive anyway, and the old one is not kept.
     rows = arrays if residual is None else arrays._replace(x=residual)
     return (residual, y, scales, stats if save_stats else {}), (rows, stats)

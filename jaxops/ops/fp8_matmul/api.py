@@ -79,6 +79,8 @@ def fp8_matmul(
 
     Under `vmap` each example is quantised by itself. In `shard_map` each shard is; scales are not shared over devices.
 
+    Residuals: named "fp8_matmul.x", "fp8_matmul.w", "fp8_matmul.out" (checkpoint names).
+
     Source: torchao's float8 recipes; 1x128 and 128x128 scales of DeepSeek-V3 (arXiv:2412.19437); formats of Micikevicius et al. 2022 (arXiv:2209.05433).
     """
     chosen = find_recipe(recipe)

@@ -58,6 +58,8 @@ def fp8_grouped_matmul(
     Raises:
       ValueError, TypeError, NotImplementedError: as `fp8_matmul`.
 
+    Residuals: named "fp8_grouped_matmul.lhs", "fp8_grouped_matmul.rhs", "fp8_grouped_matmul.out" (checkpoint names).
+
     Source: grouped GEMMs with 1x128 and 128x128 scales as in DeepSeek-V3 (arXiv:2412.19437), whose DeepGEMM needs padded groups.
     """
     chosen = find_recipe(recipe, _RECIPES)

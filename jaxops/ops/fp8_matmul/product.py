@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
@@ -175,7 +176,20 @@ def _gather(tree, x, w, rest) -> Operands:
 def _product_fwd(spec: Spec, tree, *primals):
     # What no gradient is asked of (the first layer's input, frozen weights) is neither cast nor saved for one.
     dx, dw = (primal is not None and primal.perturbed for primal in primals[:2])
-    return _forward(spec, _gather(tree, *jax.tree.map(lambda primal: primal.value, primals, is_leaf=_is_primal)), dx, dw)
+    operands = _gather(tree, *jax.tree.map(lambda primal: primal.value, primals, is_leaf=_is_primal))
+    (y, measured), saved = _forward(spec, operands, dx, dw)
+    op, x, w = ("fp8_matmul", "x", "w") if operands.offsets is None else ("fp8_grouped_matmul", "lhs", "rhs")
+    saved_x = _name(f"{op}.{x}", saved.x, operands.x)
+    saved_w = _name(f"{op}.{w}", saved.w, operands.w if operands.w_quantized is None else operands.w_quantized)
+    return (checkpoint_name(y, f"{op}.out"), measured), _Saved(saved_x, saved_w, saved.offsets)
+
+
+def _name(name: str, saved, given):
+    """Names what was made of a given operand; what is given came with its maker's name."""
+    if isinstance(given, Quantized) or not isinstance(saved, Quantized):
+        return saved if saved is None or saved.dtype == given.dtype else checkpoint_name(saved, name)
+    made = checkpoint_name(dataclasses.replace(saved, group_offsets=None), name)
+    return dataclasses.replace(made, group_offsets=saved.group_offsets)
 
 
 def _is_primal(leaf) -> bool:

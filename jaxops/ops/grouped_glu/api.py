@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
@@ -72,6 +73,8 @@ def grouped_glu(
       ValueError: shapes that do not fit together, an unknown activation, save or backend.
       TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype; forward-mode differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
+
+    Residuals: named "grouped_glu.x", "grouped_glu.gate", "grouped_glu.up", "grouped_glu.gate_up", "grouped_glu.out" (checkpoint names; x: its cast).
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202).
     """
@@ -161,10 +164,14 @@ def _glu(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offs
 def _glu_fwd(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
     # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that this rule can
     # be differentiated once more.
-    x, weights = x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights)
+    if x.dtype != spec.compute_dtype:
+        x = checkpoint_name(x.astype(spec.compute_dtype), "grouped_glu.x")
+    weights = tuple(w.astype(spec.compute_dtype) for w in weights)
     saves = spec.save == "preactivations"
     result: Any = _glu(spec.inner(), plan, keep or saves, x, weights, offsets)
-    h, pre = result
+    h, pre = checkpoint_name(result[0], "grouped_glu.out"), result[1]
+    names = ("gate_up",) if len(weights) == 1 else ("gate", "up")
+    pre = tuple(checkpoint_name(half, f"grouped_glu.{name}") for half, name in zip(pre, names, strict=bool(pre)))
     return (h, pre if keep else ()), (x, weights, pre if saves else (), offsets)
 
 

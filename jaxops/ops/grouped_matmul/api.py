@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
@@ -67,6 +68,8 @@ def grouped_matmul(
         differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
+    Residuals: named "grouped_matmul.lhs", "grouped_matmul.out" (checkpoint names; lhs: its cast).
+
     Source: the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) over ragged rows instead of padded blocks.
     """
     check_float("lhs", lhs, "[M, K]")
@@ -120,6 +123,8 @@ def grouped_wgrad(
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `grouped_matmul`; also an out_dtype that is not accumulate_into's.
+
+    Residuals: named "grouped_wgrad.out" (checkpoint names).
     """
     check_float("lhs", lhs, "[M, K]")
     check_float("dout", dout, "[M, N]")
@@ -255,8 +260,11 @@ def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
 def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
     # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that
     # this rule can be differentiated once more.
-    lhs, rhs = lhs.astype(spec.compute_dtype), rhs.astype(spec.compute_dtype)
-    return _matmul(spec.inner(spec.plan, spec.out_dtype, spec.transpose_rhs), lhs, rhs, bias, offsets), (lhs, rhs, bias, offsets)
+    if lhs.dtype != spec.compute_dtype:
+        lhs = checkpoint_name(lhs.astype(spec.compute_dtype), "grouped_matmul.lhs")
+    rhs = rhs.astype(spec.compute_dtype)
+    out = checkpoint_name(_matmul(spec.inner(spec.plan, spec.out_dtype, spec.transpose_rhs), lhs, rhs, bias, offsets), "grouped_matmul.out")
+    return out, (lhs, rhs, bias, offsets)
 
 
 def _matmul_bwd(spec: _Spec, residuals, dout):
@@ -298,7 +306,7 @@ def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
 
 def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):
     was_there = None if accumulator is None else ()  # all that the backward needs to know of it
-    return _wgrad(spec, lhs, dout, accumulator, offsets), (lhs, dout, was_there, offsets)
+    return checkpoint_name(_wgrad(spec, lhs, dout, accumulator, offsets), "grouped_wgrad.out"), (lhs, dout, was_there, offsets)
 
 
 def _wgrad_bwd(spec: _Spec, residuals, ct):

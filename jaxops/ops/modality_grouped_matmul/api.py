@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.checks import check_float, check_offsets, check_size, compute_dtype_of, float_dtype
@@ -71,6 +72,8 @@ def modality_grouped_matmul(
       TypeError: dtypes that the kernels do not multiply, dtypes of lhs and rhs that differ without compute_dtype, or within rhs, a rhs that is one
         array; forward-mode differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
+
+    Residuals: named "modality_grouped_matmul.lhs", "modality_grouped_matmul.out" (checkpoint names; lhs: its cast).
 
     Source: the experts by modality of MoMa (Lin et al. 2024, arXiv:2407.21770), with the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
     """
@@ -143,8 +146,11 @@ def _matmul(spec: _Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array) -> jax
 
 def _matmul_fwd(spec: _Spec, lhs, rhs, offsets):
     # As in grouped_matmul: the casts are kept for the backward, and the call goes through the custom_vjp, so that this rule can be differentiated once more.
-    lhs, rhs = lhs.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in rhs)
-    return _matmul(spec.inner(spec.out_dtype, spec.transpose_rhs), lhs, rhs, offsets), (lhs, rhs, offsets)
+    if lhs.dtype != spec.compute_dtype:
+        lhs = checkpoint_name(lhs.astype(spec.compute_dtype), "modality_grouped_matmul.lhs")
+    rhs = tuple(w.astype(spec.compute_dtype) for w in rhs)
+    out = checkpoint_name(_matmul(spec.inner(spec.out_dtype, spec.transpose_rhs), lhs, rhs, offsets), "modality_grouped_matmul.out")
+    return out, (lhs, rhs, offsets)
 
 
 def _matmul_bwd(spec: _Spec, residuals, dout):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
@@ -78,6 +79,8 @@ def moe_mlp(
       TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, a routing that is no `Routing`; forward-mode
         differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
+
+    Residuals: named "moe_mlp.x", "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out" (checkpoint names; x: its cast).
 
     Source: the experts of Mixtral (Jiang et al. 2024, arXiv:2401.04088) over the grouped products of MegaBlocks (Gale et al. 2022, arXiv:2211.15841); that the
       router weights' gradient needs no output of the down projection is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).
@@ -165,10 +168,13 @@ def _mlp(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields:
 
 def _mlp_fwd(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields: Fields):
     kinds = tuple(jnp.zeros(0, a.dtype) for a in (x, experts[0]))  # dtypes: all that the backward needs of the operands
+    casts = x.dtype != spec.compute_dtype
     x, experts = _cast(spec, x, experts)
+    x = checkpoint_name(x, "moe_mlp.x") if casts else x
     found: Any = _up(spec, spec.save == "preactivations", x, experts, fields)
     h, pre = found
-    return _down(spec, h, weights, experts[2], Routing(*fields)), (x, weights, experts, pre, fields, kinds)
+    pre = tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in zip(pre, ("gate", "up"), strict=bool(pre)))
+    return checkpoint_name(_down(spec, h, weights, experts[2], Routing(*fields)), "moe_mlp.out"), (x, weights, experts, pre, fields, kinds)
 
 
 def _mlp_bwd(spec: Spec, residuals, dout: jax.Array):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype
 from jaxops._lib.device import current_device, interpret
@@ -48,6 +49,8 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
       ValueError: shapes that do not fit together, an unknown backend.
       TypeError: a routing that is no `Routing`, dtypes that the kernels do not take; forward-mode differentiation (JAX's own error).
 
+    Residuals: named "permute.rows" (checkpoint names).
+
     Source: the permutation of Megatron's and TransformerEngine's MoE layers; MegaBlocks (Gale et al. 2022, arXiv:2211.15841) calls it gather.
     """
     check_float("x", x, "[T, D]")
@@ -86,6 +89,8 @@ def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str =
     Raises:
       ValueError: shapes that do not fit together, an unknown backend.
       TypeError: a routing that is no `Routing`, dtypes that the kernels do not take; forward-mode differentiation (JAX's own error).
+
+    Residuals: named "combine.out" (checkpoint names).
 
     Source: the unpermutation of Megatron's and TransformerEngine's MoE layers, with the weights; MegaBlocks calls it scatter.
     """
@@ -144,7 +149,7 @@ def _permute(plan: Plan, x: jax.Array, places: Places) -> Any:
 
 
 def _permute_fwd(plan: Plan, x: jax.Array, places: Places):
-    return _permute(plan, x, places), places
+    return checkpoint_name(_permute(plan, x, places), "permute.rows"), places
 
 
 def _permute_bwd(plan: Plan, places: Places, drows: jax.Array):
@@ -180,7 +185,7 @@ def _combine(plan: Plan, out_dtype: str, rows: jax.Array, weights: jax.Array, pl
 
 
 def _combine_fwd(plan: Plan, out_dtype: str, rows: jax.Array, weights: jax.Array, places: Places):
-    return _combine(plan, out_dtype, rows, weights, places), (rows, weights, places)
+    return checkpoint_name(_combine(plan, out_dtype, rows, weights, places), "combine.out"), (rows, weights, places)
 
 
 def _combine_bwd(plan: Plan, out_dtype: str, saved, dout: jax.Array):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import check_array, check_float
 from jaxops._lib.device import current_device, interpret
@@ -76,6 +77,8 @@ def route(
     Raises:
       ValueError: logits of another rank, k, groups or capacity that do not fit, a bias of another shape, an unknown score or backend.
       TypeError: dtypes that the kernels do not take, static arguments that are no Python numbers; forward-mode differentiation (JAX's own error).
+
+    Residuals: named "route.routing" (checkpoint names).
 
     Source: aux_loss is equation 4 of the Switch Transformer (Fedus et al. 2021, arXiv:2101.03961), for k > 1 and sigmoid scores as equations 17 to 20 of
     DeepSeek-V3 (arXiv:2412.19437), over this call's tokens instead of each sequence's; z_loss is equation 5 of ST-MoE (Zoph et al. 2022, arXiv:2202.08906);
@@ -169,7 +172,8 @@ def _route(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None) ->
 
 
 def _route_fwd(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None):
-    routing: Any = _route(spec, plan, logits, bias)
+    # One name for all of it: what is left out would take the whole op to make again.
+    routing: Any = checkpoint_name(_route(spec, plan, logits, bias), "route.routing")
     return routing, Saved(logits, routing.experts, routing.row_positions, routing.load)
 
 

@@ -1,0 +1,260 @@
+"""What an op keeps for its backward has names that a `jax.checkpoint` policy sees: all of them are written down, and who keeps them runs no forward again."""
+
+import dataclasses
+import functools
+import importlib
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxops
+import jaxops.nn
+from jaxops.ops.adaln import Plan
+
+policies = jax.checkpoint_policies
+T, K, N, E, D = 12, 4, 6, 3, 8
+OFFSETS = jnp.array([0, 5, 5, 11], jnp.int32)  # one group is empty, one row outside
+SEQUENCES = jnp.array([0, 5, 11], jnp.int32)
+X, KN, NK, EKN, EKN2, ENK, BK = (T, K), (K, N), (N, K), (E, K, N), (E, K, 2 * N), (E, N, K), (2, K)
+DOCUMENT = (pathlib.Path(__file__).parents[1] / "docs/residual_names.md").read_text()
+DOCUMENTED = re.findall(r"^\| `([a-z0-9_]+\.[a-z_]+)` \|", DOCUMENT, re.MULTILINE)
+# The portable backend's passes, where they are called.
+PASSES = (
+    ("adaln.api", "forward_xla"),
+    ("fp8_matmul.product", "multiply_xla"),
+    ("grouped_glu.api", "fwd_xla"),
+    ("grouped_matmul.api", "fwd_xla"),
+    ("grouped_matmul.api", "wgrad_xla"),
+    ("modality_grouped_matmul.api", "fwd_xla"),
+    ("permute.api", "combine_xla"),
+    ("permute.api", "permute_xla"),
+    ("quantize.api", "cast_xla"),
+    ("route.api", "forward_xla"),
+)
+
+
+class Case(NamedTuple):
+    """f of float32 arrays of these shapes, all differentiated; the names that come with it."""
+
+    f: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    names: set[str]
+
+
+def named(op: str, names: str) -> set[str]:
+    return {f"{op}.{name}" for name in names.split()}
+
+
+ROUTING = jaxops.route(jnp.sin(jnp.arange(T * E, dtype=jnp.float32)).reshape(T, E), 2)
+
+
+def with_weights(weights: jax.Array) -> jaxops.Routing:
+    return dataclasses.replace(ROUTING, weights=weights)
+
+
+def layer(make: Callable[[nnx.Rngs], nnx.Module], *others) -> tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]:
+    """A module as a function of its first argument and its parameters, and the parameters' shapes."""
+    graphdef, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+    leaves, tree = jax.tree.flatten(params)
+    return lambda x, *params: nnx.merge(graphdef, jax.tree.unflatten(tree, params), rest)(x, *others), tuple(leaf.shape for leaf in leaves)
+
+
+def layer_case(make: Callable[[nnx.Rngs], nnx.Module], names: set[str], *others) -> Case:
+    f, shapes = layer(make, *others)
+    return Case(f, ((T, K), *shapes), names)
+
+
+def glu(x, gate, up=None, **how):
+    return jaxops.grouped_glu(x, gate, up, OFFSETS, **how)
+
+
+def mlp(x, weights, gate, up, down, **how):
+    return jaxops.moe_mlp(x, gate, up, down, with_weights(weights), **how)
+
+
+def fp8(x, w, **how):
+    return jaxops.fp8_matmul(x, w, **how)
+
+
+def moe(rngs: nnx.Rngs) -> nnx.Module:
+    return jaxops.nn.MoE(E, K, N, router=jaxops.nn.Router(K, E, 2, rngs=rngs), shared_features=N, gate_shared=True, rngs=rngs)
+
+
+def block(rngs: nnx.Rngs) -> nnx.Module:
+    class Mixer(nnx.Module):
+        def __call__(self, y, offsets):
+            return jnp.tanh(y)
+
+    return jaxops.nn.AdaLNZeroBlock(K, K, Mixer(), jnp.tanh, rngs=rngs)
+
+
+QUANTIZED = jaxops.quantize(jnp.ones(KN), scaling="block_128x128", layouts="both")
+HALF = {"compute_dtype": jnp.bfloat16}
+MLP = (X, (T, 2), EKN, EKN, ENK)
+ADALN_BLOCK = named("gated_residual_adaln", "residual out") | {"modulation.out", "adaln.out", "gated_residual.out"}
+CASES = {
+    "adaln": Case(lambda *a: jaxops.adaln(*a, SEQUENCES), (X, BK, BK), {"adaln.out"}),
+    "gated_residual": Case(lambda *a: jaxops.gated_residual(*a, SEQUENCES), (X, X, BK), {"gated_residual.out"}),
+    "gated_residual_adaln": Case(lambda *a: jaxops.gated_residual_adaln(*a, SEQUENCES), (X, X, BK, BK, BK), named("gated_residual_adaln", "residual out")),
+    "grouped_matmul": Case(lambda x, w: jaxops.grouped_matmul(x, w, OFFSETS), (X, EKN), {"grouped_matmul.out"}),
+    "grouped_matmul-cast": Case(lambda x, w: jaxops.grouped_matmul(x, w, OFFSETS, **HALF), (X, EKN), named("grouped_matmul", "lhs out")),
+    "ragged_dot": Case(lambda x, w: jaxops.ragged_dot(x, w, jnp.diff(OFFSETS)), (X, EKN), {"grouped_matmul.out"}),
+    "grouped_wgrad": Case(lambda x, d: jaxops.grouped_wgrad(x, d, OFFSETS), (X, (T, N)), {"grouped_wgrad.out"}),
+    "modality_grouped_matmul-cast": Case(
+        lambda x, *w: jaxops.modality_grouped_matmul(x, w, OFFSETS, **HALF), (X, (1, K, N), (2, K - 1, N)), named("modality_grouped_matmul", "lhs out")
+    ),
+    "grouped_glu": Case(glu, (X, EKN, EKN), named("grouped_glu", "gate up out")),
+    "grouped_glu-cast": Case(functools.partial(glu, **HALF), (X, EKN, EKN), named("grouped_glu", "x gate up out")),
+    "grouped_glu-joint": Case(glu, (X, EKN2), named("grouped_glu", "gate_up out")),
+    "grouped_glu-nothing": Case(functools.partial(glu, save="nothing"), (X, EKN, EKN), {"grouped_glu.out"}),
+    "moe_mlp": Case(mlp, MLP, named("moe_mlp", "gate up out")),
+    "moe_mlp-cast": Case(functools.partial(mlp, **HALF), MLP, named("moe_mlp", "x gate up out")),
+    "moe_mlp-nothing": Case(functools.partial(mlp, save="nothing"), MLP, {"moe_mlp.out"}),
+    "permute": Case(lambda x: jaxops.permute(x, ROUTING), (X,), {"permute.rows"}),
+    "combine": Case(lambda rows, weights: jaxops.combine(rows, with_weights(weights)), ((2 * T, K), (T, 2)), {"combine.out"}),
+    "route": Case(lambda logits: jaxops.route(logits, 2), ((T, E),), {"route.routing"}),
+    "fp8_matmul": Case(functools.partial(fp8, recipe="tensorwise"), (X, KN), named("fp8_matmul", "x w out")),
+    "fp8_matmul-blocks": Case(fp8, (X, KN), named("fp8_matmul", "x w out")),
+    "fp8_matmul-gw_hp": Case(functools.partial(fp8, recipe="rowwise_with_gw_hp"), (X, KN), named("fp8_matmul", "x w out")),
+    "fp8_matmul-quantized_before": Case(lambda x, w: fp8(x, w, w_quantized=QUANTIZED), (X, KN), named("fp8_matmul", "x out")),
+    "fp8_grouped_matmul": Case(lambda x, w: jaxops.fp8_grouped_matmul(x, w, OFFSETS), (X, EKN), named("fp8_grouped_matmul", "lhs rhs out")),
+    "Router": layer_case(lambda rngs: jaxops.nn.Router(K, E, 2, rngs=rngs), {"router.logits", "route.routing"}),
+    "AdaRMSNorm": layer_case(lambda rngs: jaxops.nn.AdaRMSNorm(K, K, rngs=rngs), {"modulation.out", "adaln.out"}, jnp.ones(BK), SEQUENCES),
+    "AdaLNZeroBlock": layer_case(block, ADALN_BLOCK, jnp.ones(BK), SEQUENCES),
+    "MoE": layer_case(
+        moe,
+        {"router.logits", "route.routing", "moe.token_gate", "grouped_matmul.out"} | named("grouped_glu", "gate up out") | named("moe_mlp", "gate up out"),
+    ),
+}
+
+
+def arrays_of(case: Case, layers: tuple[int, ...] = ()) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(case.shapes))
+    return [jax.random.normal(key, (*layers, *shape)) for key, shape in zip(keys, case.shapes, strict=True)]
+
+
+def loss_of(f: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """What comes after the op reads its results in the backward."""
+
+    def loss(*arrays):
+        results = [leaf for leaf in jax.tree.leaves(f(*arrays)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return functools.reduce(jnp.add, [jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in results])
+
+    return loss
+
+
+def names_of(f: Callable[..., Any], arrays: list[jax.Array]) -> set[str]:
+    """Those that the forward rule gives, wherever it stands."""
+    found = set()
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "name":
+                found.add(eqn.params["name"])
+            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    look(getattr(inner, "jaxpr", inner))
+
+    look(jax.make_jaxpr(lambda *arrays: jax.vjp(f, *arrays))(*arrays).jaxpr)
+    return found
+
+
+def stats_case(op: Callable[..., Any], shapes) -> Case:
+    plan = Plan("pallas", save_stats=True)
+    return Case(lambda *a: op(*a, SEQUENCES, plan=plan), shapes, CASES[op.__name__].names | {f"{op.__name__}.stats"})
+
+
+# Traced and not run: what only the kernels save.
+KERNELS = {
+    "adaln-stats": stats_case(jaxops.adaln, (X, BK, BK)),
+    "gated_residual_adaln-stats": stats_case(jaxops.gated_residual_adaln, (X, X, BK, BK, BK)),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *KERNELS])
+def test_names(name):
+    case = (CASES | KERNELS)[name]
+    assert names_of(case.f, arrays_of(case)) == case.names
+
+
+def test_the_table_has_all_names():
+    assert len(DOCUMENTED) == len(set(DOCUMENTED))
+    assert set(DOCUMENTED) == set().union(*(case.names for case in (CASES | KERNELS).values()))
+
+
+@pytest.mark.parametrize("op", sorted({name.split(".")[0] for name in DOCUMENTED} & set(jaxops.__all__)))
+def test_docstrings_have_their_names(op):
+    (line,) = re.findall(r"^ *Residuals: .*$", getattr(jaxops, op).__doc__, re.MULTILINE)
+    assert set(re.findall(r'"([a-z0-9_]+\.[a-z_]+)"', line)) == {name for name in DOCUMENTED if name.split(".")[0] == op}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_gradient_nothing_changes(name):
+    """Names are no instructions: what is compiled of a call is what it was."""
+    case = CASES[name]
+    text = jax.jit(case.f).lower(*arrays_of(case)).as_text()
+    assert "optimization_barrier" not in text
+    assert "annotate_device_placement" not in text
+
+
+def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """With a call around its results that is seen in what XLA has compiled, and that goes where nobody reads them."""
+
+    def run(*args, **options):
+        leaves, tree = jax.tree.flatten(forward(*args, **options))
+        return jax.tree.unflatten(tree, jax.pure_callback(lambda *leaves: leaves, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], *leaves))
+
+    return run
+
+
+def passes_in(case: Case, **how) -> int:
+    """How many passes a layer has, forward and backward, in a scan over two layers whose body is under jit and, with a policy, under checkpoint."""
+    body = jax.jit(loss_of(case.f))
+    body = jax.checkpoint(body, **how) if how else body
+
+    def loss(*arrays):
+        return lax.scan(lambda total, layer: (total + body(*layer), None), jnp.float32(0), arrays)[0]
+
+    text = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(case.shapes))))).lower(*arrays_of(case, (2,))).compile().as_text()
+    return len(re.findall(r'custom_call_target="[^"]*callback', text))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_keeps_the_names_runs_no_forward_again(name, monkeypatch):
+    for module, function in PASSES:
+        module = importlib.import_module(f"jaxops.ops.{module}")
+        monkeypatch.setattr(module, function, marked(getattr(module, function)))
+    case = CASES[name]
+    once, kept = passes_in(case), passes_in(case, policy=policies.save_only_these_names(*case.names))
+    again = passes_in(case, policy=policies.nothing_saveable)
+    assert 0 < once == kept < again, (once, kept, again)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_same(name):
+    """To the bit, whatever is kept. (On a CPU the host's memory is the device's.)"""
+    case = CASES[name]
+    # Some without XLA's fusions, which on a CPU contract products and sums as they come: what both passes compute from an input that is kept anyway, such as a
+    # norm in the portable backward, is rounded as the program around it is.
+    compile_with = {"xla_disable_hlo_passes": "fusion"} if case.names & {"adaln.out", "gated_residual_adaln.out", "moe.token_gate"} else {}
+    places = {"offload_src": "device", "offload_dst": "pinned_host"}
+    ways = {
+        "keep": policies.save_only_these_names(*case.names),
+        "recompute": policies.nothing_saveable,
+        "offload": policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=sorted(case.names), **places),
+    }
+    arrays, wrt = arrays_of(case), tuple(range(len(case.shapes)))
+    want = jax.jit(jax.grad(loss_of(case.f), argnums=wrt), compiler_options=compile_with)(*arrays)
+    assert any(np.asarray(gradient).any() for gradient in want)
+    for way, policy in ways.items():
+        got = jax.jit(jax.grad(jax.checkpoint(loss_of(case.f), policy=policy), argnums=wrt), compiler_options=compile_with)(*arrays)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=way)

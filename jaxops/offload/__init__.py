@@ -1,10 +1,11 @@
-"""Activations and optimizer state in the host's memory."""
+"""Activations and optimizer state in the host's memory: `policy` says which values, `scan` hides their copies, `report` proves it, `propose` finds a policy."""
 
 from jaxops.offload.policies import Policy, policy
 from jaxops.offload.proposals import Proposal, Residual, propose
 from jaxops.offload.reports import Copy, OffloadError, Report, compiler_options, report
 from jaxops.offload.residuals import named, residual_bytes
 from jaxops.offload.scanning import scan
+from jaxops.offload.state import Streamed, offload_state, streamed
 
 __all__ = [
     "Copy",
@@ -13,11 +14,14 @@ __all__ = [
     "Proposal",
     "Report",
     "Residual",
+    "Streamed",
     "compiler_options",
     "named",
+    "offload_state",
     "policy",
     "propose",
     "report",
     "residual_bytes",
     "scan",
+    "streamed",
 ]

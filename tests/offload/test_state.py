@@ -1,0 +1,246 @@
+"""A streamed step is optax's step, to the bit, wherever pieces begin and end; and the state stays on the host."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxops.offload import _fewest_bytes, offload_state, streamed
+
+SHAPES = {"kernel": (6, 8, 4), "scale": (6, 8), "embedding": (7, 3), "temperature": (), "empty": (0, 3), "flat": (6, 0), "head": {"bias": (2,)}}
+
+
+def by_rank(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def by_path(params):
+    return jax.tree.map_with_path(lambda path, _: "bias" not in jax.tree_util.keystr(path), params)
+
+
+HALF = {"b1": 0.5, "b2": 0.5}
+# Products with powers of two are exact: whether a compiler makes one instruction of a product and a sum, as it likes, changes no bit.
+OPTIMIZERS = {
+    "adamw": optax.adamw(optax.piecewise_constant_schedule(0.5, {1: 0.5}), **HALF, weight_decay=0.25, mask=by_rank),
+    "adamw-by-path": optax.adamw(optax.piecewise_interpolate_schedule("linear", 0.5, {2: 0.5}), **HALF, weight_decay=0.25, mask=by_path),
+    "lion": optax.lion(0.25, **HALF, weight_decay=0.25),
+    "momentum": optax.sgd(0.25, momentum=0.5, nesterov=True),
+    "rmsprop": optax.rmsprop(0.25, decay=0.5),
+    "no-state": optax.sgd(0.25),
+    "amsgrad": optax.inject_hyperparams(optax.amsgrad)(0.25, **HALF),
+    "two": optax.partition(
+        {"a": optax.adam(0.25, **HALF), "b": optax.lion(0.25, **HALF)}, lambda params: jax.tree.map(lambda p: "a" if p.ndim > 1 else "b", params)
+    ),
+    "accumulated": optax.MultiSteps(optax.adam(0.25, **HALF), 2),
+}
+
+
+def draw(seed: int, shapes: Any = SHAPES, dtype=jnp.float32) -> Any:
+    shapes, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tree.unflatten([jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)])
+
+
+def kinds(tree: Any) -> list[str]:
+    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
+
+
+def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, steps: int = 3) -> None:
+    """As plain optax, three steps. The state is drawn, not zero: what is fetched is seen from the first step on."""
+
+    @jax.jit
+    def plain(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    shapes = jax.tree.map(lambda p: p.shape, params)
+    step = jax.jit(streamed(tx, pieces=pieces).apply, donate_argnums=(0, 1))
+    state = jax.tree.map(lambda x: jnp.abs(draw(7, x.shape, x.dtype)) if x.ndim and x.dtype != bool else x, tx.init(params))
+    wanted, got = (params, state), (jax.tree.map(jnp.copy, params), offload_state(jax.tree.map(jnp.copy, state), min_bytes=min_bytes))
+    places = kinds(got)
+    for i in range(steps):
+        grads = draw(i, shapes, jax.tree.leaves(params)[0].dtype)
+        wanted, got = plain(grads, wanted[1], wanted[0]), step(*got, grads)
+        assert kinds(got) == places
+    assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 6, 50, None])
+@pytest.mark.parametrize("name", ["adamw", "lion", "momentum"])
+def test_pieces(name, pieces):
+    """Rows that are left over: kernel has 0, 2 or 6 of its 6, embedding 1, 3 or 7 of its 7, bias 0 or 2."""
+    assert_same_steps(OPTIMIZERS[name], draw(9), pieces)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adamw", "lion", "momentum"}))
+def test_optimizers(name):
+    assert_same_steps(OPTIMIZERS[name], draw(9), 3, steps=4)
+
+
+@pytest.mark.parametrize("min_bytes", [0, 100, 1 << 20])
+def test_some_on_the_device(min_bytes):
+    assert_same_steps(OPTIMIZERS["adamw"], draw(9), 3, min_bytes)
+
+
+def test_bfloat16():
+    assert_same_steps(OPTIMIZERS["adamw"], draw(9, dtype=jnp.bfloat16), 3)
+
+
+def test_bfloat16_parameters_with_a_state_in_float32():
+    tx, grads = OPTIMIZERS["adamw"], draw(1)
+    params, state = draw(9, dtype=jnp.bfloat16), tx.init(draw(9))
+    updates, wanted = jax.jit(tx.update)(grads, state, params)
+    got = jax.jit(streamed(tx, pieces=3).apply)(params, offload_state(state, min_bytes=0), grads)
+    assert_equal(got, (jax.jit(optax.apply_updates)(params, updates), wanted))
+
+
+@pytest.mark.parametrize("params", [{"one": (6, 4)}, [(6, 4), (6, 4)], (6, 4), {}, {"a": (6, 4), "none": None}], ids=str)
+def test_trees(params):
+    """Two equal arrays in a list are as many as a chain has states; a single array has a leaf's structure, as a count has."""
+    if params == {}:
+        state = optax.adamw(0.1).init({})
+        assert streamed(optax.adamw(0.1)).apply({}, state, {}) == ({}, optax.adamw(0.1).update({}, state, {})[1])
+        return
+    assert_same_steps(optax.chain(optax.trace(0.5), optax.scale(-0.25)), draw(9, params), 3)
+    assert_same_steps(OPTIMIZERS["adamw"], draw(9, params), 3)
+
+
+def test_nnx():
+    class Layers(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(draw(0, (6, 8, 4)))
+            self.bias = nnx.Param(draw(1, (6, 4)))
+            self.odd = nnx.Param(draw(2, (5, 4)))
+
+    graphdef, params = nnx.split(Layers(), nnx.Param)
+    optimizer, plain = streamed(OPTIMIZERS["adamw"], pieces=3), OPTIMIZERS["adamw"]
+    state, wanted = offload_state(plain.init(params), min_bytes=0), plain.init(params)
+    grads = jax.grad(lambda p: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(nnx.state(nnx.merge(graphdef, p)))))(params)
+    got = jax.jit(optimizer.apply)(params, state, grads)
+    updates, wanted = jax.jit(plain.update)(grads, wanted, params)
+    assert_equal(got, (optax.apply_updates(params, updates), wanted))
+    assert isinstance(got[0], nnx.State)
+
+
+def test_clip_outside():
+    clip, adamw = optax.clip_by_global_norm(0.5), OPTIMIZERS["adamw"]
+    params, grads = draw(9), draw(1)
+    chain = optax.chain(clip, adamw)
+    optimizer = streamed(adamw, pieces=3)
+
+    @jax.jit
+    def step(grads, state, params):
+        grads, _ = clip.update(grads, optax.EmptyState())
+        return optimizer.apply(params, state, grads)
+
+    updates, wanted = jax.jit(chain.update)(grads, chain.init(params), params)
+    got = step(grads, offload_state(adamw.init(params), min_bytes=0), params)
+    assert_equal(got, (jax.jit(optax.apply_updates)(params, updates), wanted[1]))
+
+
+def test_init():
+    """Large arrays are on the host; what init makes of the parameters' values is theirs."""
+    tx = optax.GradientTransformation(lambda params: (jnp.int32(3), params, jax.tree.map(jnp.cos, params)), lambda grads, state, params=None: (grads, state))
+    params = {"large": draw(0, (512, 512)), "small": draw(1, (8,))}
+    state = streamed(tx).init(params)
+    assert_equal(state, tx.init(params))
+    assert kinds(state) == ["device", *2 * ["pinned_host", "device"]]
+    assert kinds(offload_state({"a": draw(0, (512, 511)), "b": 1.0}, min_bytes=512 * 511 * 4)["a"]) == ["pinned_host"]
+    assert kinds(offload_state(jnp.int32(0), min_bytes=0)) == ["device"]
+
+
+def test_donation():
+    """What was donated is gone, on the host too: the new state is written over the old one."""
+    params = draw(0, {"kernel": (6, 8, 4)})
+    state = offload_state(optax.adam(0.1).init(params), min_bytes=0)
+    step = jax.jit(streamed(optax.adam(0.1), pieces=3).apply, donate_argnums=(0, 1))
+    new = step(params, state, draw(1, {"kernel": (6, 8, 4)}))
+    assert all(x.is_deleted() for x in jax.tree.leaves((state[0].mu, state[0].nu, params)))
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(new))
+
+
+@pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+def test_shardings_stay():
+    mesh = Mesh(np.array(jax.devices()), "x")
+    split = NamedSharding(mesh, P(None, "x"))
+    params = jax.device_put(draw(0, {"kernel": (6, 8, 4), "norm": (6, 8)}), split)
+    tx = OPTIMIZERS["adamw"]
+    optimizer = streamed(tx, pieces=3)
+    state = offload_state(tx.init(params), min_bytes=0)
+    for leaf in jax.tree.leaves((state[0].mu, state[0].nu)):
+        assert leaf.sharding == split.with_memory_kind("pinned_host")
+    grads = jax.device_put(draw(1, {"kernel": (6, 8, 4), "norm": (6, 8)}), split)
+    got = jax.jit(optimizer.apply)(params, state, grads)
+    for leaf in jax.tree.leaves((got[1][0].mu, got[1][0].nu)):
+        assert leaf.sharding.is_equivalent_to(split.with_memory_kind("pinned_host"), leaf.ndim)
+    updates, wanted = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert_equal(got, (optax.apply_updates(params, updates), wanted))
+    made = optimizer.init(jax.device_put(draw(0, {"kernel": (6, 512, 512)}), split))[0]
+    assert made.mu["kernel"].sharding == made.nu["kernel"].sharding == split.with_memory_kind("pinned_host")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "pieces"),
+    [([(32, 4, 4)], 32), ([(80, 4, 4)], 40), ([(4096, 4)], 64), ([(6, 4), (35, 1)], 6), ([(1, 4)], 1), ([], 1)],
+    ids=str,
+)
+def test_default_pieces(shapes, pieces):
+    """The layers where they are up to 64, else what divides them; arrays that are not stacked are cut anyway."""
+    assert _fewest_bytes([jnp.zeros(shape) for shape in shapes]) == pieces
+
+
+class Doubling(optax.GradientTransformation):
+    def __new__(cls, of_state: bool):
+        twice = lambda x: jnp.concatenate([x, x])
+        update = lambda grads, state, params=None: (grads, jax.tree.map(twice, state)) if of_state else (jax.tree.map(twice, grads), state)
+        return super().__new__(cls, lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (Doubling(True), r"makes state\['w'\] float32\[12, 8\]; it must be float32\[6, 8\]"),
+        (Doubling(False), r"makes updates\['w'\] float32\[12, 8\]"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "not elementwise: it takes a reduce_sum"),
+        (optax.lamb(0.1), "not elementwise"),
+        (optax.add_noise(0.1, 0.1, 0), r"rng_key is key<fry>\[\], neither a number"),
+    ],
+    ids=["state", "updates", "clip", "lamb", "noise"],
+)
+def test_what_cannot_be_streamed(tx, message):
+    params = draw(0, {"w": (6, 8)})
+    with pytest.raises(ValueError, match=message):
+        streamed(tx, pieces=3).apply(params, tx.init(params), params)
+
+
+def test_errors():
+    params, others = draw(0, {"w": (6, 4)}), draw(0, {"w": (6, 4), "v": (6, 4)})
+    adam = optax.adam(0.1)
+    with pytest.raises(ValueError, match=r"pieces=0; it must be 1 or more"):
+        streamed(adam, pieces=0)
+    with pytest.raises(TypeError, match=r"tx is a function; pass an optax.GradientTransformation"):
+        streamed(adam.update)
+    with pytest.raises(ValueError, match=r"min_bytes=-1"):
+        offload_state(params, min_bytes=-1)
+    with pytest.raises(ValueError, match=r"\.mu\['v'\] is float32\[6, 4\], neither a number nor in a tree"):
+        streamed(adam).apply(params, adam.init(others), params)
+    with pytest.raises(ValueError, match=r"\.mu\['w'\] is float32\[5, 4\]"):
+        streamed(adam).apply(params, adam.init(draw(0, {"w": (5, 4)})), params)
+    with pytest.raises(ValueError, match=r"grads have the structure"):
+        streamed(adam).apply(params, adam.init(params), others)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with pytest.raises(ValueError, match=r"makes state\[0\]\.mu\['w'\] float32\[6, 4\]; it must be bfloat16\[6, 4\]"):
+        streamed(adam).apply(half, adam.init(half), params)

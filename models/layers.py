@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxops.offload import Policy, scan
+from jaxops.offload import Policy, compiler_options, scan
 
 # Attention costs the most to compute again for its bytes, and more so the longer the context; everything else is computed again from the layer's input.
 OFFLOADED = Policy(keep=("route",), offload=("carry", "attention"))
@@ -48,3 +48,8 @@ def scan_layers(
     if training:
         nnx.update(stack, others)
     return x, outs
+
+
+def options_for(policy: Policy | None) -> dict[str, Any] | None:
+    """Of XLA, for a step whose layers have that policy."""
+    return compiler_options() if policy is not None and policy.offload else None

@@ -154,7 +154,7 @@ def make_value(
 
 
 def make_step(
-    graphdef: nnx.GraphDef, schedule: Schedule, objective: Objective, mesh: Mesh | None = None
+    graphdef: nnx.GraphDef, schedule: Schedule, objective: Objective, mesh: Mesh | None = None, compiler_options: dict[str, Any] | None = None
 ) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
     """The whole training step as one compiled program for each shape of batches: gradient, update, average.
 
@@ -208,7 +208,7 @@ def make_step(
         )
         return TrainState(params, histories, average, opt_state, state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
 
 
 def kept(state: TrainState) -> nnx.State:

@@ -19,6 +19,7 @@ from models.config import Options, check_option
 from models.distributed import is_first
 from models.dit import DiT, DiTConfig, generate, loss_fn
 from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, image_batches, pack, read_data, stack, unpatchify
+from models.layers import options_for
 from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, gather, replicate
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
@@ -114,7 +115,7 @@ def placed(objective: Objective, mesh: Mesh | None) -> Objective:
 
 def make_step(graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
     """One compiled program, whatever sizes the images have. Of batches [accumulate, ...], over a mesh [accumulate, devices, ...]."""
-    return loop.make_step(graphdef, preset, placed(objective, mesh), mesh)
+    return loop.make_step(graphdef, preset, placed(objective, mesh), mesh, options_for(preset.policy))
 
 
 def make_evaluate(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:

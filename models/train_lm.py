@@ -22,6 +22,7 @@ from models.data import Corpus, bigram_nats, read_texts, split, standard_library
 from models.decoder import Decoder, DecoderConfig, loss_fn
 from models.distributed import is_first
 from models.generate import Bytes, HuggingFace, Tokenizer, align, end_token, sample, tokenizer_of
+from models.layers import options_for
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, own_rows, replicate, shard_state
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
@@ -140,7 +141,7 @@ def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: j
 
 
 def make_step(graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    return loop.make_step(graphdef, preset, functools.partial(objective, preset, preset.pack), mesh)
+    return loop.make_step(graphdef, preset, functools.partial(objective, preset, preset.pack), mesh, options_for(preset.model.policy))
 
 
 def make_evaluate(graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:

@@ -163,19 +163,22 @@ def _bytes(shapes: str) -> list[int]:
     return sizes
 
 
-def compiler_options() -> dict[str, bool]:
-    """For `jax.jit(step, compiler_options=jaxops.offload.compiler_options())`: with what XLA puts copies behind work.
+def compiler_options() -> dict[str, bool | int]:
+    """For `jax.jit(step, compiler_options=jaxops.offload.compiler_options())`: with what XLA puts copies behind work. Empty where there is no GPU.
 
-    The one that matters is XLA's latency-hiding scheduler. Without it every copy is waited for where it begins; jaxlib 0.11.2 has it on by default, older ones
-    may not. `xla_gpu_enable_pipelined_host_offloading` is not among them: `jaxops.offload.scan` shifts the copies itself, and XLA's pass has read from wrong
-    places (openxla/xla#39302). Empty where there is no GPU.
+    - `xla_gpu_enable_latency_hiding_scheduler`: without it every copy is waited for where it begins. jaxlib 0.11.2 has it on by default, older ones may not.
+    - `xla_gpu_memory_limit_slop_factor`: how many percent of 80 % of the card's memory, less the arguments, that scheduler may fill before it stops to hide
+      anything and only saves memory. A step that fills the card, which is what offloading is for, is beyond the default, 95.
+
+    `xla_gpu_enable_pipelined_host_offloading` is not among them: `jaxops.offload.scan` shifts the copies itself, and XLA's pass has read from wrong places
+    (openxla/xla#39302).
 
     Raises:
       RuntimeError: this jaxlib does not know the option.
     """
     if jax.default_backend() != "gpu":
         return {}
-    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_memory_limit_slop_factor": 200}
     try:
         jax.jit(lambda x: x, compiler_options=options)(jnp.zeros(()))
     except jax.errors.JaxRuntimeError as error:

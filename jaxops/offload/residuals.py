@@ -28,7 +28,8 @@ def named(function: Function, name: str) -> Function:
 
     def forward(*args):
         out, vjp = jax.vjp(function, *args)
-        return out, jax.tree.map(lambda residual: checkpoint_name(residual, name), vjp)
+        once = {id(x): checkpoint_name(x, name) for x in jax.tree.leaves((out, vjp))}  # a result that is also a residual is one value
+        return jax.tree.map(lambda x: once[id(x)], (out, vjp))
 
     run.defvjp(forward, lambda vjp, cotangents: vjp(cotangents))
     return run  # pyright: ignore[reportReturnType]

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops.offload import _fewest_bytes, offload_state, streamed
+from jaxops.offload import offload_state, streamed
+from jaxops.offload.state import _fewest_bytes
 
 SHAPES = {"kernel": (6, 8, 4), "scale": (6, 8), "embedding": (7, 3), "temperature": (), "empty": (0, 3), "flat": (6, 0), "head": {"bias": (2,)}}
 

@@ -1,0 +1,81 @@
+"""What a report reads from programs that were compiled for an H200 (tests/data/offload, by jaxlib 0.11.2), and from those of this machine's CPU."""
+
+import pathlib
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxops.offload import Copy, OffloadError, Policy, compiler_options, report, scan
+from jaxops.offload.reports import copies_of
+
+TEXTS = {file.name.split(".")[0]: file.read_text() for file in (pathlib.Path(__file__).parents[1] / "data" / "offload").glob("*.hlo.txt")}
+SIZE = 256 * 128 * 2
+
+
+def test_copies_of_our_scan():
+    """Two residuals a layer: all four copies have work behind them."""
+    assert copies_of(TEXTS["scan"]) == [Copy("host", SIZE, True, 3), Copy("host", SIZE, True, 5), Copy("device", SIZE, True, 9), Copy("device", SIZE, True, 10)]
+
+
+def test_copies_of_lax_scan():
+    """The same layers with `jax.checkpoint` in `jax.lax.scan`: the backward waits for its residuals."""
+    assert [(copy.to, copy.behind) for copy in copies_of(TEXTS["lax_scan"])] == [("host", 1), ("host", 1), ("device", 0), ("device", 0)]
+
+
+SYNCHRONOUS = """
+%wrapped (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0:S(5)} parameter(0)
+  ROOT %c = f32[4]{0} copy(%p)
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %there = f32[4]{0:S(5)} copy(%a)
+  %start = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%there)
+  %work = f32[4]{0} fusion(%a), kind=kLoop, calls=%wrapped
+  %done = f32[4]{0} copy-done(%start)
+  ROOT %back = f32[4]{0} copy(%there)
+}
+"""
+
+
+def test_copies_that_are_waited_for():
+    assert copies_of(SYNCHRONOUS) == [Copy("host", 16, False, 0), Copy("device", 16, False, 1), Copy("device", 16, False, 0)]
+
+
+def fake(text, host_temp, platform="gpu"):
+    """A compiled function of a machine that is not there."""
+    used = {f"{where}{what}_size_in_bytes": 0 for where in ("", "host_") for what in ("argument", "output", "temp", "alias")}
+    used |= {
+        "argument_size_in_bytes": 500,
+        "output_size_in_bytes": 300,
+        "temp_size_in_bytes": 70,
+        "alias_size_in_bytes": 300,
+        "host_temp_size_in_bytes": host_temp,
+    }
+    sharding = types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=platform)])
+    return types.SimpleNamespace(memory_analysis=lambda: types.SimpleNamespace(**used), input_shardings=[sharding], output_shardings=[], as_text=lambda: text)
+
+
+def test_verify():
+    found = report(fake(TEXTS["scan"], 8 * SIZE), verify=True)
+    assert (found.device_bytes, found.host_bytes, len(found.copies)) == (570, 8 * SIZE, 4)
+    assert "2 copies to the host, 2 of them in loops; 0 are waited for" in str(found)
+    assert "2 copies to the device, 2 of them in loops; 2 are waited for" in str(report(fake(TEXTS["lax_scan"], 8 * SIZE)))
+    with pytest.raises(OffloadError, match="no byte lies on the host"):
+        report(fake(TEXTS["scan"], 0), verify=True)
+    with pytest.raises(OffloadError, match="nothing is copied there"):
+        report(fake("", 8), verify=True)
+    assert report(fake("", 0)).copies == (), "without verify it only reports"
+
+
+def test_on_a_cpu():
+    """Nothing moves, it says so, and verify lets it pass."""
+    step = jax.jit(jax.grad(lambda x: jnp.sum(scan(lambda x, w: (jnp.sin(x) * w, None), x, jnp.ones(3), policy=Policy(offload=("carry",)))[0])))
+    compiled = step.lower(jnp.ones(4)).compile()
+    found = report(compiled, verify=jax.default_backend() == "cpu")
+    if jax.default_backend() == "cpu":
+        assert (found.platform, found.host_bytes, found.copies, compiler_options()) == ("cpu", 0, (), {})
+        assert "nothing is offloaded there" in str(found)

@@ -1,0 +1,68 @@
+"""Names of residuals: how large they are, and one for functions that have none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxops
+from jaxops.offload import Policy, named, residual_bytes, scan
+
+X, W = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.ones((5, 4, 4)) / 4
+
+
+def test_bytes_by_name():
+    def layer(x, w):
+        return jnp.sin(checkpoint_name(jax.jit(lambda x: checkpoint_name(x @ w, "inside"))(x).astype(jnp.bfloat16), "half")).astype(jnp.float32), None
+
+    of = lambda scan: residual_bytes(lambda x: scan(layer, x, W)[0], jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert of(jax.lax.scan) == {"inside": 5 * 48, "half": 5 * 24}
+    ours = of(lambda *args: scan(*args, policy=Policy(keep=("inside", "half", "carry"))))
+    assert ours == {"carry": 5 * 48, "inside": 5 * 48, "half": 5 * 24}
+
+
+def test_names_inside_of_ops():
+    offsets = jnp.array([0, 2, 3])
+    found = residual_bytes(lambda x, w: jaxops.grouped_glu(x, w, w, offsets, backend="xla"), X, W[:2])
+    assert found["grouped_glu.gate"] == found["grouped_glu.up"] == 3 * 4 * 4
+
+
+def softmax_of_products(x, w, number):
+    """With an integer, which has no gradient, and values between that nobody can name from outside."""
+    return jax.nn.softmax(jnp.tanh(x @ w) @ w * number)
+
+
+def test_everything_that_the_backward_needs():
+    """With the name kept nothing of the function is computed again; without it all is. In a loop, where XLA cannot find what was computed already."""
+
+    def dots(policy):
+        layer = lambda x, w: (named(softmax_of_products, "mine")(jnp.sin(x), w, 3) ** 2, None)
+        f = lambda x, w: jnp.sum(scan(layer, x, w, policy=policy)[0])
+        text = jax.jit(jax.value_and_grad(f, argnums=(0, 1))).lower(X, W).compile().as_text()
+        return sum(" dot(" in line or "__onednn$matmul" in line for line in text.splitlines())
+
+    assert dots(Policy(keep=("mine",))) == 6
+    assert dots(Policy()) == 8
+
+
+def test_the_same_function():
+    plain, ours = (jax.jit(jax.value_and_grad(lambda x, w, f=f: jnp.sum(f(x, w, 3) ** 2), argnums=(0, 1)))(X, W[0]) for f in
+                   (softmax_of_products, named(softmax_of_products, "mine")))  # fmt: skip
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ours), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_what_goes_through_a_checkpoint_is_kept_once():
+    """A `jax.checkpoint` inside a layer gives out what went in, weights too: those are there anyway, and the rest is moved once."""
+
+    def layer(x, w):
+        x = jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, w)
+        return x + jnp.cos(x), None
+
+    def kept(policy):
+        closed = jax.make_jaxpr(lambda x, w: jax.vjp(lambda x, w: scan(layer, x, w, policy=policy)[0], x, w)[1])(X, W)
+        return sorted((aval.shape, aval.memory_space.name) for aval in closed.out_avals if aval.shape[:1] == (5,))
+
+    weights = ((5, 4, 4), "Device")
+    assert kept(Policy(offload=("carry",))) == [((5, 3, 4), "Host"), weights]
+    assert kept(Policy(keep=("carry",))) == [((5, 3, 4), "Device"), weights]

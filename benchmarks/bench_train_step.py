@@ -157,23 +157,32 @@ def measure(workload: Workload, limit_s: float) -> Measured:
     return Measured(us, losses, peak, compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
 
 
-def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Each kernel's time in one call, equal names added up; numbers that XLA gives its fusions are taken off. Empty without a GPU. `harness.kernels` would call
-    twice, and a step's state is donated."""
+class Event(NamedTuple):
+    """A kernel or a copy of a device's stream. Numbers that XLA gives its fusions are taken off the name."""
+
+    name: str
+    start_us: float
+    us: float
+
+
+def device_events(run: Callable[[], Any]) -> list[Event]:
+    """Of one call. Empty without a GPU. `harness.kernels` would call twice, and a step's state is donated."""
     if not harness.on_gpu():
         jax.block_until_ready(run())
         return []
-    totals: dict[str, float] = collections.defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
-        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                if plane.name.startswith("/device:GPU"):
-                    for line in plane.lines:
-                        if line.name.startswith("Stream"):
-                            for event in line.events:
-                                totals[re.sub(r"[._]\d+", "", event.name)] += event.duration_ns / 1e3
+        planes = [plane for file in pathlib.Path(folder).rglob("*.xplane.pb") for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
+        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines if line.name.startswith("Stream")]
+        return [Event(re.sub(r"[._]\d+", "", event.name), event.start_ns / 1e3, event.duration_ns / 1e3) for line in lines for event in line.events]
+
+
+def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Each kernel's time in one call, equal names added up."""
+    totals: dict[str, float] = collections.defaultdict(float)
+    for event in device_events(run):
+        totals[event.name] += event.us
     return sorted(totals.items(), key=lambda item: -item[1])
 
 

@@ -17,7 +17,7 @@ from jaxops.nn import MoE, Router
 from jaxops.offload import Policy, named
 from models.layers import scan_layers, stacked
 from models.mesh import AXES, gather
-from models.packed_attention import packed_attention
+from models.packed_attention import NAME, packed_attention
 from models.packing import Batch
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
@@ -109,8 +109,7 @@ def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        attention = functools.partial(packed_attention, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents)
-        out = named(attention, "attention")(flat[0], flat[1], flat[2], offsets)
+        out = packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents)
         return jnp.where(all_there, out.reshape(q.shape), jnp.nan), None
 
     return attend
@@ -290,7 +289,7 @@ class Decoder(nnx.Module):
             return cudnn_documents(document_starts(documents), c.max_documents)
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
         attention = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=c.attention)
-        return lambda q, k, v: (named(attention, "attention")(q, k, v), None)
+        return lambda q, k, v: (named(attention, NAME)(q, k, v), None)
 
     def empty_cache(self, batch: int, length: int) -> KeysValues:
         """For `extend`: keys and values of `length` tokens a row, [layers, batch, length, kv_heads, head_dim] in dtype."""

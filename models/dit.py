@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
-from jaxops.offload import Policy, named
+from jaxops.offload import Policy
 from models.layers import scan_layers, stacked
 from models.packed_attention import Way, packed_attention, segments
 from models.precision import Backend, Dtype, Recipe, linear_layer
@@ -30,7 +30,8 @@ class DiTConfig:
       attention: way of `models.packed_attention.packed_attention`.
       backend: of the AdaLN ops, and of the matrix products in FP8.
       policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
-        "attention" (all that attention's backward needs), "mlp", and those of jaxops' ops. None keeps all.
+        "attention" (all that attention's backward needs), "mlp", "branch" (what attention and the MLP give, which the gates' gradients need), and those of
+        jaxops' ops. None keeps all.
     """
 
     layers: int
@@ -76,8 +77,8 @@ class Attention(nnx.Module):
     def __call__(self, y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
         c = self.config
         q, k, v = jnp.unstack(self.qkv(y).reshape(y.shape[0], 3, c.heads, c.width // c.heads), axis=1)
-        attention = functools.partial(packed_attention, way=c.attention, longest=c.longest, crowd=c.crowd)
-        return self.out(named(attention, "attention")(q, k, v, sequence_offsets).reshape(y.shape))
+        mixed = packed_attention(q, k, v, sequence_offsets, way=c.attention, longest=c.longest, crowd=c.crowd)
+        return checkpoint_name(self.out(mixed.reshape(y.shape)), "branch")
 
 
 class DiT(nnx.Module):
@@ -91,7 +92,7 @@ class DiT(nnx.Module):
 
         def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
             wide, narrow = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs), inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
-            mlp = nnx.Sequential(wide, lambda wide: jax.nn.gelu(checkpoint_name(wide, "mlp")), narrow)
+            mlp = nnx.Sequential(wide, lambda wide: jax.nn.gelu(checkpoint_name(wide, "mlp")), narrow, lambda y: checkpoint_name(y, "branch"))
             return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
 
         self.enter = linear(c.token, c.width)

@@ -6,7 +6,10 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from jaxops.offload import named
+
 Way = Literal["dense", "banded", "cudnn"]
+NAME = "attention"  # of all that its backward needs (`jaxops.offload`)
 
 
 def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -30,7 +33,7 @@ def packed_attention(
 ) -> jax.Array:
     """Softmax attention in which a row sees rows of its own sequence and no other: all of them, or with `causal` those up to itself.
 
-    The lengths stay on the device. Rows outside all sequences come out zero.
+    The lengths stay on the device. Rows outside all sequences come out zero. Residuals: named "attention".
 
     Args:
       q: [T, heads, head_dim].
@@ -60,7 +63,7 @@ def packed_attention(
     elif way == "dense":
         # A row outside sees the rows of the sequence that its index was clipped to: finite, and taken away below.
         mask = _may_see(sequence, sequence, inside)
-        out = jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask[None, None], is_causal=causal)[0]
+        out = _attend(q[None], k[None], v[None], mask[None, None], causal)[0]
     elif longest is None:
         raise ValueError("way='banded' needs longest, the rows of the longest sequence that may come.")
     else:
@@ -78,10 +81,17 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array
     rows, crowd = -(-T // longest), max(2, crowd)  # of a single one a row it wants another layout
     q, k, v = (jnp.pad(x, ((0, rows * longest - T), (0, 0), (0, 0))).reshape(rows, longest, *x.shape[1:]) for x in (q, k, v))
     starts, lengths, fits = sequences_by_row(jnp.clip(sequence_offsets, 0, T), rows, longest, crowd)
-    mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
-    where = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": starts, "kv_offsets": starts}
-    out = cudnn.dot_product_attention(q, k, v, **where, scale=q.shape[-1] ** -0.5, mask_type=mask, qkv_layout="BTNH")
+    how = {"mask_type": cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING, "scale": q.shape[-1] ** -0.5, "qkv_layout": "BTNH"}
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
+        return cudnn.dot_product_attention(q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts, **how)
+
+    out = named(attend, NAME)(q, k, v, starts, lengths)
     return jnp.where(fits, out.reshape(-1, *out.shape[2:])[:T], jnp.nan)
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, causal: bool) -> jax.Array:
+    return named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal), NAME)(q, k, v, mask)
 
 
 def sequences_by_row(offsets: jax.Array, rows: int, longest: int, crowd: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -108,7 +118,7 @@ def _banded(q: jax.Array, k: jax.Array, v: jax.Array, sequence: jax.Array, insid
     mask = jax.vmap(_may_see)(blocks(sequence), _neighbours(sequence, longest), _neighbours(inside, longest))
     if causal:
         mask &= _neighbours(row, longest)[:, None, :] <= blocks(row)[:, :, None]
-    out = jax.nn.dot_product_attention(blocks(q), _neighbours(k, longest), _neighbours(v, longest), mask=mask[:, None])
+    out = _attend(blocks(q), _neighbours(k, longest), _neighbours(v, longest), mask[:, None], False)
     return out.reshape(-1, *q.shape[1:])[:T]
 
 

@@ -1,6 +1,7 @@
 """Which residuals to keep, offload or recompute, from what each was measured to need and to save."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from jaxops.offload.policies import Choice, Policy
 from jaxops.offload.reports import compiler_options, report
 from jaxops.offload.residuals import count_names
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+HOST = jax.memory.Space.Host
 HIDDEN = 0.8  # of the forward's third of a step, what copies are let take: those that all want to leave at once are waited for
 RUNS = 3
+TRIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Proposal:
     Attributes:
       policy: to be used.
       residuals: by name.
-      step_us, device_bytes, host_bytes: expected of the step with that policy.
+      step_us, device_bytes, host_bytes: of the step with that policy: measured by `propose`, estimated by `choose`.
       recompute_us, recompute_bytes: measured of the step that recomputes everything.
     """
 
@@ -59,15 +61,15 @@ class Proposal:
         for name, r in self.residuals.items():
             lines.append(f"{name:28} {r.bytes / 1e6:9.1f} {r.saves_us:10.0f} {r.copy_us:10.0f}  {r.choice}")
         lines.append(f"recomputing everything: {self.recompute_us:,.0f} us, {self.recompute_bytes / 1e9:.2f} GB on the device")
-        lines.append(f"expected: {self.step_us:,.0f} us, {self.device_bytes / 1e9:.2f} GB on the device, {self.host_bytes / 1e9:.2f} GB on the host")
+        lines.append(f"as proposed: {self.step_us:,.0f} us, {self.device_bytes / 1e9:.2f} GB on the device, {self.host_bytes / 1e9:.2f} GB on the host")
         return "\n".join(lines)
 
 
 def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_argnums: Sequence[int] = ()) -> Proposal:
     """A policy for `step(*args, policy=...)`, a whole training step or a gradient, that fits into `device_budget` bytes of the device's memory.
 
-    Compiles and runs the step once for each name, with that one kept and everything else recomputed: `args` are real arrays, and everything recomputed has to
-    fit. What saves most for its bytes is kept, as long as the budget lasts; what comes next is offloaded, as long as its copies fit behind the forward; the
+    Compiles and runs the step once for each name, with that one kept and everything else recomputed, and then as proposed: `args` are real arrays, and
+    everything recomputed has to fit. What saves most for its bytes is kept, as long as the budget lasts; what comes next is offloaded, as long as its copies fit behind the forward; the
     rest is recomputed. A layer's input ("carry" of `jaxops.offload.scan`), with which recomputing begins, is offloaded if not everything can be kept and its
     copies hide. On a CPU nothing is offloaded.
 
@@ -76,7 +78,7 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
       donate_argnums: as of `jax.jit`; those arguments are copied before each run.
 
     Raises:
-      ValueError: the step has no named values.
+      ValueError: the step has no named values, or no policy was found with which it fits.
     """
     traced = lambda policy: jax.make_jaxpr(lambda *args: step(*args, policy=policy))(*args).jaxpr
     names = tuple(count_names(traced(Policy())))
@@ -89,12 +91,21 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
         return _time_us(compiled, args, donate_argnums), report(compiled).device_bytes
 
     base_us, base_bytes = measure(Policy())
-    rate = copy_rate()
+    rate = _copy_rate()
     residuals = {}
     for name in names:
         saves = 0.0 if name == "carry" else max(0.0, base_us - measure(Policy(keep=(name,)))[0])
-        residuals[name] = Residual(sizes[name], saves, 1e6 * sizes[name] / rate, "recompute")
-    return choose(residuals, base_us, base_bytes, device_budget)
+        residuals[name] = Residual(sizes[name], saves, 1e6 * sizes[name] / rate if rate else math.inf, "recompute")
+    room = device_budget
+    for _ in range(TRIES):
+        found = choose(residuals, base_us, base_bytes, room)
+        us, needed = measure(found.policy)
+        if needed <= device_budget:
+            break
+        room -= needed - device_budget
+    else:
+        raise ValueError(f"no policy was found with which the step fits into {device_budget:,} bytes: recomputing everything needs {base_bytes:,}.")
+    return dataclasses.replace(found, step_us=us, device_bytes=needed)
 
 
 def choose(residuals: Mapping[str, Residual], base_us: float, base_bytes: int, device_budget: int) -> Proposal:
@@ -138,9 +149,9 @@ def _time_us(compiled: Any, args: Sequence[Any], donated: Sequence[int]) -> floa
     return float(np.median(times[1:]))
 
 
-def copy_rate(size: int = 1 << 28) -> float:
-    """Bytes a second to the host, of one large copy; 0 bytes are ever copied on a CPU, so there it is as good as none (a rate of 1e-9)."""
+def _copy_rate(size: int = 1 << 28) -> float:
+    """Bytes a second to the host, of one large copy; 0 on a CPU, where there is no copying."""
     if jax.default_backend() == "cpu":
-        return 1e-9
+        return 0.0
     away = jax.jit(lambda x: jax.device_put(x, HOST)).lower(jax.ShapeDtypeStruct((size,), jnp.uint8)).compile()
     return size / (1e-6 * _time_us(away, [jnp.zeros(size, jnp.uint8)], ()))

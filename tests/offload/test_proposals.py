@@ -33,7 +33,7 @@ def test_choices(budget, choices, device, host):
     assert (found.device_bytes, found.host_bytes) == (device, host)
     assert found.step_us == 900 - sum(MEASURED[name].saves_us for name in choices)
     assert all(found.policy.choice(name) == choices.get(name, "recompute") for name in MEASURED)
-    assert "expected: " in str(found)
+    assert "as proposed: " in str(found)
 
 
 def test_a_copy_that_does_not_hide_is_no_choice():
@@ -56,6 +56,11 @@ def test_measures_a_step():
     assert not weights.is_deleted()
     assert found.policy.offload == () or jax.default_backend() == "gpu"
     assert found.recompute_bytes >= weights.nbytes
+
+
+def test_no_policy_fits():
+    with pytest.raises(ValueError, match="fits into 100 bytes"):
+        propose(step, jnp.ones((3, 8, 8)) / 8, jnp.ones((4, 8)), device_budget=100)
 
 
 def test_a_step_without_names():

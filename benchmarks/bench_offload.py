@@ -1,0 +1,216 @@
+"""Steps of models that fill the card, by what becomes of their activations: kept, recomputed, offloaded.
+
+python -m benchmarks.bench_offload                        # a decoder and a diffusion transformer of 7 billion parameters in 24 layers
+python -m benchmarks.bench_offload --smoke --out /tmp/x   # tiny models, every code path
+"""
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import typer
+
+from benchmarks import bench_train_step, harness
+from benchmarks.bench_train_step import PEAK_TFLOPS, Event, Workload
+from jaxops.offload import Policy, Report, report
+from models.decoder import DecoderConfig
+from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
+
+KEEP, RECOMPUTE, OFFLOAD, MOST, INPUTS = "keep", "recompute", "offload", "offload_most", "offload_inputs"
+POLICIES = {
+    KEEP: None,  # as by `jax.lax.scan` alone
+    RECOMPUTE: Policy(),
+    MOST: Policy(offload=("carry", "attention", "middle")),
+    INPUTS: Policy(offload=("carry",)),  # the least on the device
+}
+LONG_US = 5e6  # of steps that are not profiled
+RESERVED = 2e9  # bytes of the device that no program has: the driver's, the libraries' workspaces
+
+
+class Case(NamedTuple):
+    """A model of which batches are a number of rows.
+
+    Attributes:
+      everything: the policy of OFFLOAD, by which no product is computed again: what the device has room for is kept.
+      make: of (preset, backend, precision, steps), as in bench_train_step.
+      resized: the preset with so many rows a batch, and a policy.
+      runs: sides and batches that are run, in this order.
+      compiled: sides and batches that are only compiled, for what they need.
+    """
+
+    everything: Policy
+    make: Callable[..., Workload]
+    resized: Callable[[int, Policy | None], Any]
+    runs: list[tuple[str, int]]
+    compiled: list[tuple[str, int]]
+
+
+def decoder(preset: Preset) -> Callable[[int, Policy | None], Preset]:
+    return lambda rows, policy: dataclasses.replace(preset, batch=rows, model=dataclasses.replace(preset.model, policy=policy))
+
+
+def dit(preset: DiTPreset) -> Callable[[int, Policy | None], DiTPreset]:
+    """A row is as many tokens as the largest image has."""
+    return lambda rows, policy: dataclasses.replace(preset, tokens=rows * preset.longest, policy=policy)
+
+
+DENSE = DecoderConfig(32_768, 5120, layers=24, heads=40, kv_heads=8, head_dim=128, hidden=14_336, tie_embeddings=True)
+CASES = {
+    "decoder_7b": Case(
+        Policy(keep=("mlp",), offload=("carry", "attention", "middle")),
+        bench_train_step.lm,
+        decoder(dataclasses.replace(PRESETS["3b"], model=DENSE, context=2048)),
+        [(KEEP, 1), (RECOMPUTE, 8), (OFFLOAD, 8), (MOST, 24), (INPUTS, 60)],
+        [(RECOMPUTE, 32), (KEEP, 2)],
+    ),
+    "dit_7b": Case(
+        Policy(keep=("mlp", "attention", "branch"), offload=("carry",)),
+        bench_train_step.dit,
+        dit(dataclasses.replace(DIT_PRESETS["1b"], layers=24, width=3968, heads=31, longest=2048, images=128, ema=None)),
+        [(KEEP, 1), (RECOMPUTE, 7), (OFFLOAD, 7), (MOST, 20), (INPUTS, 52)],
+        [(RECOMPUTE, 20), (KEEP, 2)],
+    ),
+}
+TINY = [(KEEP, 2), (OFFLOAD, 2)]
+SMOKE = {
+    "decoder_smoke": Case(
+        Policy(keep=("mlp",), offload=("carry", "attention")),
+        bench_train_step.lm,
+        decoder(dataclasses.replace(PRESETS["demo"], context=64)),
+        TINY,
+        [(OFFLOAD, 4)],
+    ),
+    "dit_smoke": Case(
+        Policy(keep=("mlp",), offload=("carry",)),
+        bench_train_step.dit,
+        dit(dataclasses.replace(DIT_PRESETS["demo"], layers=2, width=64, heads=2, images=4, longest=16)),
+        TINY,
+        [(OFFLOAD, 4)],
+    ),
+}
+
+
+class Measured(NamedTuple):
+    """us: of each step; copies: microseconds of one step to the host and to the device, and the shares of them that lie behind kernels."""
+
+    us: list[float]
+    losses: list[float]
+    compile_s: float
+    report: Report
+    copies: dict[str, list[float]]
+
+
+def measure(workload: Workload, limit_s: float) -> Measured:
+    """One step to warm up, then steps on the clock until `limit_s` is over, then one under the profiler."""
+    begin = time.perf_counter()
+    compiled = compile_step(workload)
+    compile_s, us, losses = time.perf_counter() - begin, [], []
+    state, key = workload.start(), jax.random.key(0)
+    begin = time.perf_counter()
+    for number, batch in enumerate(workload.batches):
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(compiled(state, batch, key))
+        losses.append(float(metrics.loss))
+        if number:
+            us.append(1e6 * (time.perf_counter() - start))
+        if us and time.perf_counter() - begin > limit_s:
+            break
+    profile = us[-1] < LONG_US
+    events = bench_train_step.device_events(lambda: compiled(state, workload.batches[0], key)) if profile else []
+    return Measured(us, losses, compile_s, report(compiled), hidden_copies(events))
+
+
+def compile_step(workload: Workload) -> Any:
+    state = jax.eval_shape(workload.start)
+    return workload.step.lower(state, workload.batches[0], jax.random.key(0)).compile()
+
+
+def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
+    """To "host" and "device": microseconds of copies, and the share of them in which a kernel is at work."""
+    work = np.array(sorted((e.start_us, e.start_us + e.us) for e in events if not e.name.startswith("Memcpy")) or [(0.0, 0.0)])
+    busy_from, busy_to = merged(work)
+    found = {}
+    for to, name in (("host", "MemcpyD2H"), ("device", "MemcpyH2D")):
+        copies = [e for e in events if e.name.startswith(name)]
+        behind = sum(float(np.sum(np.clip(np.minimum(busy_to, e.start_us + e.us) - np.maximum(busy_from, e.start_us), 0, None))) for e in copies)
+        total = sum(e.us for e in copies)
+        found[to] = [round(total, 1), round(behind / total, 4) if total else 0.0]
+    return found
+
+
+def merged(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted spans [N, 2], those that touch put together."""
+    ends = np.maximum.accumulate(spans[:, 1])
+    first = np.concatenate([[True], spans[1:, 0] > ends[:-1]])
+    return spans[first, 0], np.concatenate([ends[:-1][first[1:]], ends[-1:]])
+
+
+def largest(needed: dict[tuple[str, int], int], side: str, budget: float) -> float | None:
+    """Rows of the largest batch that fits, from what two batches need: bytes grow evenly with rows."""
+    points = sorted((rows, bytes_) for (of, rows), bytes_ in needed.items() if of == side)
+    if len(points) < 2 or points[-1][1] == points[0][1]:
+        return None
+    slope = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+    return points[0][0] + (budget - points[0][1]) / slope
+
+
+def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_s: float, smoke: bool) -> int:
+    """How many of the runs failed."""
+    needed: dict[tuple[str, int], int] = {}
+    found: dict[tuple[str, int], tuple[Workload, Measured]] = {}
+    failed = 0
+    for side, rows in case.runs + case.compiled:
+        try:
+            policy = case.everything if side == OFFLOAD else POLICIES[side]
+            workload = case.make(case.resized(rows, policy), "auto", "float32" if smoke else "bfloat16", 6)
+            if (side, rows) in case.compiled:
+                needed[side, rows] = report(compile_step(workload)).device_bytes
+                print(f"{name} {side} of {rows} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
+                continue
+            measured = measure(workload, limit_s)
+            found[side, rows], needed[side, rows] = (workload, measured), measured.report.device_bytes
+            print(f"{name} {side} of {rows} rows: {np.median(measured.us) / 1e3:.1f} ms, compiled in {measured.compile_s:.0f} s", flush=True)
+            print(f"{measured.report}\n  copies {measured.copies}, losses {measured.losses[:3]}", flush=True)
+        except Exception as error:
+            failed += 1
+            harness.print_left_out(f"{side} of {rows} rows at {name}", error)
+        jax.clear_caches()
+    budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
+    per_token = {run: float(np.median(measured.us)) / workload.tokens for run, (workload, measured) in found.items()}
+    for (side, rows), (workload, measured) in found.items():
+        times = harness.Times.of(measured.us)
+        row = {"op": "train_step", "pass": "step", "name": name, "shape": workload.shape, "dtype": "bfloat16", "dist": f"{rows} rows", "backend": side}
+        tflops = workload.flops / times.us_p50 / 1e6
+        vs = {other: per_token[other, n] / per_token[side, rows] for other, n in found if other in (KEEP, RECOMPUTE)} if side.startswith(OFFLOAD) else {}
+        facts = {"tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50, "peak_bytes": needed[side, rows]}
+        facts |= {"host_bytes": measured.report.host_bytes, "copies_us_and_hidden": measured.copies, "largest_rows": largest(needed, side, budget)}
+        facts |= {"needed_bytes": {str(n): size for (of, n), size in needed.items() if of == side}, "compile_s": measured.compile_s, "loss": measured.losses[0]}
+        harness.append_row(file, harness.make_row(row, times, tflops / dense, vs, None, **facts))
+        print(f"{name} {side} of {rows} rows: {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {vs}, fits {facts['largest_rows']}", flush=True)
+    return failed
+
+
+def main(
+    models: str = typer.Option(",".join(CASES)),
+    limit: float = typer.Option(6.0, help="Seconds of steps after which a side has no further one."),
+    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),
+) -> None:
+    """Appends to <out>/offload.jsonl; exits with 1 if a run failed. A row's `vs` is of times a token."""
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112"}
+    harness.demand_place(out, smoke)
+    file = harness.results_folder(out) / "offload.jsonl"
+    dense = harness.write_dense(file, np.float32 if smoke else jax.numpy.bfloat16, smoke)
+    failed = 0
+    for name, case in (SMOKE if smoke else {name: CASES[name] for name in models.split(",")}).items():
+        failed += measure_case(name, case, file, dense, limit, smoke)
+    harness.end(failed)
+
+
+if __name__ == "__main__":
+    typer.run(main)

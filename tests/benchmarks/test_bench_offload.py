@@ -1,0 +1,35 @@
+"""The benchmark of offloading: its smoke run, and what it works out from events and from what batches need."""
+
+import json
+
+import pytest
+
+from benchmarks import bench_offload
+from benchmarks.bench_offload import KEEP, OFFLOAD, hidden_copies, largest
+from benchmarks.bench_train_step import Event
+from tests.command_line import run
+
+
+def test_smoke(tmp_path):
+    result = run(bench_offload.main, "--smoke", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    rows = [row for row in map(json.loads, (tmp_path / "offload.jsonl").read_text().splitlines()) if row["op"] == "train_step"]
+    assert [(row["name"], row["backend"]) for row in rows] == [(name, side) for name in ("decoder_smoke", "dit_smoke") for side in (KEEP, OFFLOAD)]
+    for kept, offloaded in (rows[:2], rows[2:]):
+        assert offloaded["loss"] == kept["loss"]
+        assert offloaded["vs"][KEEP] == pytest.approx(offloaded["tokens_per_s"] / kept["tokens_per_s"], rel=1e-2)
+        assert list(offloaded["needed_bytes"]) == ["2", "4"]
+
+
+def test_hidden_copies():
+    """Kernels from 0 to 10, 5 to 20 and 30 to 40 on two streams."""
+    events = [Event("gemm", 0, 10), Event("gemm", 5, 15), Event("add", 30, 10)]
+    events += [Event("MemcpyD2H", 15, 10), Event("MemcpyD2H", 35, 10), Event("MemcpyH2D", 0, 20), Event("MemcpyD2D", 50, 10)]
+    assert hidden_copies(events) == {"host": [20, 0.5], "device": [20, 1.0]}
+    assert hidden_copies([]) == {"host": [0, 0.0], "device": [0, 0.0]}
+
+
+def test_largest():
+    needed = {(KEEP, 1): 120, (OFFLOAD, 2): 104, (OFFLOAD, 4): 108}
+    assert largest(needed, OFFLOAD, 130) == 15
+    assert largest(needed, KEEP, 130) is None

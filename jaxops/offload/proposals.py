@@ -69,9 +69,9 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
     """A policy for `step(*args, policy=...)`, a whole training step or a gradient, that fits into `device_budget` bytes of the device's memory.
 
     Compiles and runs the step once for each name, with that one kept and everything else recomputed, and then as proposed: `args` are real arrays, and
-    everything recomputed has to fit. What saves most for its bytes is kept, as long as the budget lasts; what comes next is offloaded, as long as its copies fit behind the forward; the
-    rest is recomputed. A layer's input ("carry" of `jaxops.offload.scan`), with which recomputing begins, is offloaded if not everything can be kept and its
-    copies hide. On a CPU nothing is offloaded.
+    everything recomputed has to fit. What saves most for its bytes is kept, as long as the budget lasts; what comes next is offloaded, as long as its copies
+    fit behind the forward; the rest is recomputed. A layer's input ("carry" of `jaxops.offload.scan`), with which recomputing begins, is offloaded if not
+    everything can be kept and its copies hide. On a CPU nothing is offloaded.
 
     Args:
       device_budget: bytes for arguments, results and temporaries.

@@ -17,6 +17,7 @@ from jax import lax
 
 import jaxops
 import jaxops.nn
+from jaxops.offload import residual_bytes
 from jaxops.ops.adaln import Plan
 
 policies = jax.checkpoint_policies
@@ -135,6 +136,22 @@ CASES = {
     ),
 }
 
+# What is compiled several times: one of each op.
+COMPILED = (
+    "gated_residual_adaln",
+    "grouped_matmul-cast",
+    "modality_grouped_matmul-cast",
+    "grouped_glu",
+    "moe_mlp",
+    "permute",
+    "combine",
+    "route",
+    "fp8_matmul-blocks",
+    "fp8_grouped_matmul",
+    "Router",
+    "AdaLNZeroBlock",
+)
+
 
 def arrays_of(case: Case, layers: tuple[int, ...] = ()) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(case.shapes))
@@ -149,22 +166,6 @@ def loss_of(f: Callable[..., Any]) -> Callable[..., jax.Array]:
         return functools.reduce(jnp.add, [jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in results])
 
     return loss
-
-
-def names_of(f: Callable[..., Any], arrays: list[jax.Array]) -> set[str]:
-    """Those that the forward rule gives, wherever it stands."""
-    found = set()
-
-    def look(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "name":
-                found.add(eqn.params["name"])
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    look(getattr(inner, "jaxpr", inner))
-
-    look(jax.make_jaxpr(lambda *arrays: jax.vjp(f, *arrays))(*arrays).jaxpr)
-    return found
 
 
 def stats_case(op: Callable[..., Any], shapes) -> Case:
@@ -182,7 +183,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", [*CASES, *KERNELS])
 def test_names(name):
     case = (CASES | KERNELS)[name]
-    assert names_of(case.f, arrays_of(case)) == case.names
+    assert set(residual_bytes(case.f, *arrays_of(case))) == case.names
 
 
 def test_the_table_has_all_names():
@@ -227,7 +228,7 @@ def passes_in(case: Case, **how) -> int:
     return len(re.findall(r'custom_call_target="[^"]*callback', text))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_who_keeps_the_names_runs_no_forward_again(name, monkeypatch):
     for module, function in PASSES:
         module = importlib.import_module(f"jaxops.ops.{module}")
@@ -238,7 +239,7 @@ def test_who_keeps_the_names_runs_no_forward_again(name, monkeypatch):
     assert 0 < once == kept < again, (once, kept, again)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_gradients_are_the_same(name):
     """To the bit, whatever is kept. (On a CPU the host's memory is the device's.)"""
     case = CASES[name]

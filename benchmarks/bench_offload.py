@@ -95,6 +95,10 @@ SMOKE = {
 }
 
 
+def only(case: Case, sides: list[str]) -> Case:
+    return case._replace(runs=[run for run in case.runs if run[0] in sides], compiled=[run for run in case.compiled if run[0] in sides])
+
+
 class Measured(NamedTuple):
     """us: of each step; copies: microseconds of one step to the host and to the device, and the shares of them that lie behind kernels."""
 
@@ -197,6 +201,7 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
 
 def main(
     models: str = typer.Option(",".join(CASES)),
+    sides: str = typer.Option(",".join((*POLICIES, OFFLOAD))),
     limit: float = typer.Option(6.0, help="Seconds of steps after which a side has no further one."),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),
@@ -208,7 +213,7 @@ def main(
     dense = harness.write_dense(file, np.float32 if smoke else jax.numpy.bfloat16, smoke)
     failed = 0
     for name, case in (SMOKE if smoke else {name: CASES[name] for name in models.split(",")}).items():
-        failed += measure_case(name, case, file, dense, limit, smoke)
+        failed += measure_case(name, only(case, sides.split(",")), file, dense, limit, smoke)
     harness.end(failed)
 
 

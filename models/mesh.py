@@ -150,7 +150,7 @@ def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
 def gather(params: Tree) -> Tree:
     """Inside `split_objective`: a device's parts of parameters put together along `fsdp`; the experts stay its own.
 
-    The transpose adds up the gradient over the devices and gives each its part. `Decoder` with `sharded` does this itself, a block at a time: with `remat` a
+    The transpose adds up the gradient over the devices and gives each its part. `Decoder` with `sharded` does this itself, a block at a time: with a `policy` a
     block's parameters are put together again in the backward, and no more than one block's are ever whole; without it all blocks' stay whole from the forward
     to the backward. For another model, all at once: `nnx.update(model, gather(nnx.state(model, nnx.Param)))`.
     """

@@ -20,10 +20,9 @@ Arrays = list[jax.Array]
 def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, policy: Policy) -> tuple[Any, Any]:
     """`jax.lax.scan(jax.checkpoint(body, policy=policy), init, xs)`, with the copies to the host and back hidden.
 
-    As JAX writes that scan, a layer's backward begins by waiting for its own residuals, and its forward ends when they are gone. Here they are one layer
-    behind: while a layer is computed, the residuals of the one before it leave, and in the backward those of the one that is next come. So two layers'
-    residuals are in the device's memory at a time, and all others in the host's. The last layer's never leave. On a CPU, whose memory is the host's, nothing
-    moves, and the values are the same.
+    As JAX writes that scan, a layer's backward begins by waiting for its own residuals. Here they are fetched one layer ahead: while a layer is computed, those of
+    the one that is next come. In the forward residuals leave behind what is left of their layer. Two layers' residuals are in the device's memory at a time, and
+    all others in the host's. On a CPU, whose memory is the host's, nothing moves, and the values are the same.
 
     The carry as each layer gets it is called "carry": with `policy({"carry": "offload"})` and nothing else, layers are recomputed from inputs that lie on the
     host. Without a choice for it, it is kept, as by `jax.checkpoint`.
@@ -161,38 +160,54 @@ def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Array
 
 
 def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
+    """A layer's residuals begin to leave where they are made, and are gone when the layer is done. A layer's time more would be of no use: they would have to
+    make room, or be copied, before the next layer's are made."""
+    layers = xs[0].shape[0]
     forward, residuals = _trace(layer, consts, init, [x[0] for x in xs])
     results = len(forward.out_avals) - len(residuals.away)
-    first, _ = residuals.split(list(forward.out_avals[results:]))
 
-    def step(state: tuple[Arrays, Arrays], x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
-        carry, before = state
-        gone = [jax.device_put(b, HOST) for b in before]
+    def step(state: tuple[jax.Array, Arrays, Arrays], x: Arrays) -> tuple[tuple[jax.Array, Arrays, Arrays], Any]:
+        i, carry, host = state
         out = core.jaxpr_as_fun(forward)(*consts, *carry, *x)
         own, stayed = residuals.split(out[results:])
-        return (out[: len(carry)], own), (out[len(carry) : results], gone, stayed)
+        host = [_put(h, jax.device_put(r, HOST), i + 1) for h, r in zip(host, own, strict=True)]
+        return (i + 1, out[: len(carry)], host), (out[len(carry) : results], stayed)
 
-    nothing = [vary_as(aval, jnp.zeros(aval.shape, aval.dtype)) for aval in first]
-    (carry, last), (ys, gone, stayed) = jax.lax.scan(step, (init, nothing), xs)
-    return (carry, ys), (residuals, consts, xs, last, gone, stayed)
+    going, _ = residuals.split(list(forward.out_avals[results:]))
+    host = [jax.device_put(vary_as(aval, jnp.zeros((layers + 1, *aval.shape), aval.dtype)), HOST) for aval in going]
+    (_, carry, host), (ys, stayed) = jax.lax.scan(step, (jnp.int32(0), init, host), xs)
+    return (carry, ys), (residuals, consts, xs, host, stayed)
 
 
 def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
-    residuals, consts, xs, last, gone, stayed = saved
+    """While a layer is computed, the residuals of the one before it come. They stand one place further than their layer, so that the first layer, before which
+    there is none, brings what nobody reads instead of what is not there. A place is the loop's counter, times and plus a constant: of anything else XLA asks the
+    device, and waits."""
+    residuals, consts, xs, host, stayed = saved
     ct_carry, ct_ys = ([ct for ct in cts if _smooth(ct)] for cts in cotangents)
     totals = [jnp.zeros_like(c) for c in consts if _smooth(c)]
 
-    def step(state: tuple[Arrays, Arrays, Arrays], layer: Any) -> tuple[tuple[Arrays, Arrays, Arrays], Arrays]:
-        ct_carry, here, totals = state
-        x, ct_y, before, stayed = layer
-        coming = [jax.device_put(b, DEVICE) for b in before]
+    def step(state: tuple[jax.Array, Arrays, Arrays, Arrays], per: Any) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Arrays]:
+        i, ct_carry, here, totals = state
+        x, ct_y, stayed = per
+        coming = [jax.device_put(_take(h, i), DEVICE) for h in host]
         vjp = residuals.vjp(consts, x, residuals.join(here, stayed))
         ct_consts, ct_carry, ct_x = ([ct for ct in cts if _smooth(ct)] for cts in vjp((ct_carry, ct_y)))
-        return (ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
+        return (i - 1, ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
-    # The forward's round i stored what layer i - 1 keeps, so here it brings what the next round needs; what it brings in round 0 is nobody's.
-    (ct_carry, _, totals), ct_xs = jax.lax.scan(step, (ct_carry, last, totals), (xs, ct_ys, gone, stayed), reverse=True)
+    layers = xs[0].shape[0]
+    last = [jax.device_put(_take(h, layers), DEVICE) for h in host]
+    state = (jnp.int32(layers - 1), ct_carry, last, totals)
+    (_, ct_carry, _, totals), ct_xs = jax.lax.scan(step, state, (xs, ct_ys, stayed), reverse=True)
     return _spread(consts, totals), _spread(cotangents[0], ct_carry), _spread(xs, ct_xs)
+
+
+def _put(host: jax.Array, x: jax.Array, i: Any) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(host, x, i, 0, allow_negative_indices=False)
+
+
+def _take(host: jax.Array, i: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(host, i, 0, keepdims=False, allow_negative_indices=False)
 
 
 def _spread(primals: list[Any], cotangents: Arrays) -> list[Any]:

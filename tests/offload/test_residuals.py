@@ -61,8 +61,8 @@ def test_what_goes_through_a_checkpoint_is_kept_once():
 
     def kept(policy):
         closed = jax.make_jaxpr(lambda x, w: jax.vjp(lambda x, w: scan(layer, x, w, policy=policy)[0], x, w)[1])(X, W)
-        return sorted((aval.shape, aval.memory_space.name) for aval in closed.out_avals if aval.shape[:1] == (5,))
+        return sorted((aval.shape, aval.memory_space.name) for aval in closed.out_avals if aval.ndim == 3)
 
     weights = ((5, 4, 4), "Device")
-    assert kept(Policy(offload=("carry",))) == [((5, 3, 4), "Host"), weights]
+    assert kept(Policy(offload=("carry",))) == [weights, ((6, 3, 4), "Host")]
     assert kept(Policy(keep=("carry",))) == [((5, 3, 4), "Device"), weights]

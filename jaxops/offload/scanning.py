@@ -20,9 +20,9 @@ Arrays = list[jax.Array]
 def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, policy: Policy) -> tuple[Any, Any]:
     """`jax.lax.scan(jax.checkpoint(body, policy=policy), init, xs)`, with the copies to the host and back hidden.
 
-    As JAX writes that scan, a layer's backward begins by waiting for its own residuals. Here they are fetched one layer ahead: while a layer is computed, those of
-    the one that is next come. In the forward residuals leave behind what is left of their layer. Two layers' residuals are in the device's memory at a time, and
-    all others in the host's. On a CPU, whose memory is the host's, nothing moves, and the values are the same.
+    As JAX writes that scan, a layer's backward begins by waiting for its own residuals. Here they are fetched one layer ahead: while a layer is computed,
+    those of the one that is next come. In the forward residuals leave behind what is left of their layer. Two layers' residuals are in the device's memory at a
+    time, and all others in the host's. On a CPU, whose memory is the host's, nothing moves, and the values are the same. Compile with `compiler_options`.
 
     The carry as each layer gets it is called "carry": with `policy({"carry": "offload"})` and nothing else, layers are recomputed from inputs that lie on the
     host. Without a choice for it, it is kept, as by `jax.checkpoint`.
@@ -174,15 +174,15 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
         return (i + 1, out[: len(carry)], host), (out[len(carry) : results], stayed)
 
     going, _ = residuals.split(list(forward.out_avals[results:]))
-    host = [jax.device_put(vary_as(aval, jnp.zeros((layers + 1, *aval.shape), aval.dtype)), HOST) for aval in going]
+    host = [_room(number, layers + 1, aval) for number, aval in enumerate(going)]
     (_, carry, host), (ys, stayed) = jax.lax.scan(step, (jnp.int32(0), init, host), xs)
     return (carry, ys), (residuals, consts, xs, host, stayed)
 
 
 def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
     """While a layer is computed, the residuals of the one before it come. They stand one place further than their layer, so that the first layer, before which
-    there is none, brings what nobody reads instead of what is not there. A place is the loop's counter, times and plus a constant: of anything else XLA asks the
-    device, and waits."""
+    there is none, brings what nobody reads instead of what is not there. A place is the loop's counter, times and plus a constant: anything else XLA would ask
+    the device for, and wait."""
     residuals, consts, xs, host, stayed = saved
     ct_carry, ct_ys = ([ct for ct in cts if _smooth(ct)] for cts in cotangents)
     totals = [jnp.zeros_like(c) for c in consts if _smooth(c)]
@@ -200,6 +200,11 @@ def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list
     state = (jnp.int32(layers - 1), ct_carry, last, totals)
     (_, ct_carry, _, totals), ct_xs = jax.lax.scan(step, state, (xs, ct_ys, stayed), reverse=True)
     return _spread(consts, totals), _spread(cotangents[0], ct_carry), _spread(xs, ct_xs)
+
+
+def _room(number: int, rows: int, aval: Any) -> jax.Array:
+    """On the host, filled with a number that no other such array has, which XLA never writes: of two that are equal it makes one, and copies it there."""
+    return jax.device_put(vary_as(aval, jnp.full((rows, *aval.shape), number, aval.dtype)), HOST)
 
 
 def _put(host: jax.Array, x: jax.Array, i: Any) -> jax.Array:

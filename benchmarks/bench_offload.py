@@ -89,8 +89,8 @@ SMOKE = {
         Policy(keep=("mlp",), offload=("carry",)),
         bench_train_step.dit,
         dit(dataclasses.replace(DIT_PRESETS["demo"], layers=2, width=64, heads=2, images=4, longest=16)),
-        TINY,
-        [(OFFLOAD, 4)],
+        [(OFFLOAD, 2)],
+        [],
     ),
 }
 

@@ -46,10 +46,31 @@ MODALITIES, CHAIN, NAN_ROW, DEAD = (
     for name in ("float32", "a_chain_of_two_needs_nothing_in_between", "a_row_that_is_nan_stays_in_its_group_and_columns", "modalities_of_size_zero")
 )
 MODAL_TILES, MODAL_PLAN = "tests/ops/modality_grouped_matmul/test_triton.py", "tests/ops/modality_grouped_matmul/test_plan.py"
+SCAN, CHOICE, WHERE = "tests/offload/test_scan.py", "tests/offload/test_scan.py::test_every_choice", "tests/offload/test_scan.py::test_where_residuals_lie"
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
 MUTATIONS = {
+    "offload index: a layer's residuals stand in its own place": (
+        "offload/scanning.py", "_put(h, jax.device_put(r, HOST), i + 1)", "_put(h, jax.device_put(r, HOST), i)", CHOICE),
+    "offload index: the same residuals come for every layer": (
+        "offload/scanning.py", "return (i - 1, ct_carry, coming", "return (i, ct_carry, coming", CHOICE),
+    "offload sum: the last layer's gradient of what stands around": (
+        "offload/scanning.py", "[t + ct for t, ct in", "[0 * t + ct for t, ct in", f"{SCAN}::test_as_lax_scan"),
+    "offload: nothing goes to the host": (
+        "offload/scanning.py", 'layer.policy.choice(name) == "offload")', 'layer.policy.choice(name) == "")', WHERE),
+    "offload: what goes through a checkpoint is moved twice": (
+        "offload/residuals.py", "var = eqn.invars[inner.invars.index(place)]", "return var, name",
+        "tests/offload/test_residuals.py::test_what_goes_through_a_checkpoint_is_kept_once"),
+    "offload: a result has no name": (
+        "offload/residuals.py", "return jax.tree.map(lambda x: once[id(x)], (out, vjp))", "return out, jax.tree.map(lambda x: once[id(x)], vjp)",
+        "tests/offload/test_residuals.py::test_everything_that_the_backward_needs"),
+    "offload: a name stands for all that begin like it": (
+        "offload/policies.py", 'name.startswith(known + ".")', "name.startswith(known)", "tests/offload/test_policies.py"),
+    "offload: a copy's beginning is forgotten": (
+        "offload/reports.py", "running[name] = (*moved, work)", "running[name] = (*moved, 0)", "tests/offload/test_reports.py"),
+    "offload: any copy is proposed": (
+        "offload/proposals.py", "elif r.copy_us <= copying:", "elif r.copy_us <= copying or r:", "tests/offload/test_proposals.py"),
     "mask: a modality's columns of zeros are multiplied": (
         f"{MODALITY}/fwd_pallas.py", "(j < pl.cdiv(width, bn))", "(j < pl.cdiv(N, bn))", MODALITIES),
     "mask: a modality's last tile of columns is not cut": (

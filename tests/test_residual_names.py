@@ -137,15 +137,7 @@ CASES = {
 }
 
 # What is compiled several times: one of each kind of forward rule.
-COMPILED = (
-    "gated_residual_adaln",
-    "grouped_glu",
-    "moe_mlp",
-    "combine",
-    "route",
-    "fp8_matmul-blocks",
-    "Router",
-)
+COMPILED = ("gated_residual_adaln", "grouped_glu", "moe_mlp", "route", "fp8_matmul-blocks")
 
 
 def arrays_of(case: Case, layers: tuple[int, ...] = ()) -> list[jax.Array]:

@@ -74,7 +74,9 @@ def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         inner = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
-        if eqn.primitive.name == "scan" or not isinstance(inner, core.Jaxpr) or len(inner.invars) != len(eqn.invars):
+        if eqn.primitive.name in ("scan", "shard_map") or not isinstance(inner, core.Jaxpr):  # those two change what they pass on
+            return var, None
+        if (len(inner.invars), len(inner.outvars)) != (len(eqn.invars), len(eqn.outvars)):
             return var, None
         place, name = origin(inner, inner.outvars[index])
         if place not in inner.invars:

@@ -65,8 +65,8 @@ CASES = {
         Policy(keep=("mlp",), offload=("carry", "attention", "middle")),
         bench_train_step.lm,
         decoder(dataclasses.replace(PRESETS["3b"], model=DENSE, context=2048)),
-        [(KEEP, 1), (RECOMPUTE, 8), (OFFLOAD, 8), (MOST, 24), (INPUTS, 60)],
-        [(RECOMPUTE, 32), (KEEP, 2)],
+        [(KEEP, 1), (RECOMPUTE, 8), (OFFLOAD, 8), (MOST, 24), (INPUTS, 48)],
+        [(RECOMPUTE, 20), (KEEP, 2)],
     ),
     "dit_7b": Case(
         Policy(keep=("mlp", "attention", "branch"), offload=("carry",)),

@@ -1,7 +1,7 @@
 """Steps of models that fill the card, by what becomes of their activations: kept, recomputed, offloaded.
 
 python -m benchmarks.bench_offload                        # a decoder and a diffusion transformer of 7 billion parameters in 24 layers
-python -m benchmarks.bench_offload --smoke --out /tmp/x   # tiny models, every code path
+python -m benchmarks.bench_offload --smoke --out /tmp/x   # a tiny decoder, every code path
 """
 
 import dataclasses
@@ -84,13 +84,6 @@ SMOKE = {
         decoder(dataclasses.replace(PRESETS["demo"], context=64)),
         TINY,
         [(OFFLOAD, 4)],
-    ),
-    "dit_smoke": Case(
-        Policy(keep=("mlp",), offload=("carry",)),
-        bench_train_step.dit,
-        dit(dataclasses.replace(DIT_PRESETS["demo"], layers=2, width=64, heads=2, images=4, longest=16)),
-        [(OFFLOAD, 2)],
-        [],
     ),
 }
 
@@ -204,7 +197,7 @@ def main(
     sides: str = typer.Option(",".join((*POLICIES, OFFLOAD))),
     limit: float = typer.Option(6.0, help="Seconds of steps after which a side has no further one."),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
-    smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),
+    smoke: bool = typer.Option(False, help="A tiny decoder, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/offload.jsonl; exits with 1 if a run failed. A row's `vs` is of times a token."""
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112"}

@@ -53,3 +53,11 @@ def scan_layers(
 def options_for(policy: Policy | None) -> dict[str, Any] | None:
     """Of XLA, for a step whose layers have that policy."""
     return compiler_options() if policy is not None and policy.offload else None
+
+
+def remark(policy: Policy | None) -> str:
+    """What a run says of it, with the line's end; nothing of a policy that moves nothing."""
+    if policy is None or not policy.offload:
+        return ""
+    what = f"offload: {', '.join(policy.offload)} to the host's memory"
+    return f"{what}\n" if jax.default_backend() == "gpu" else f"{what}, which is this machine's only one: nothing moves\n"

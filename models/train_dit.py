@@ -19,7 +19,7 @@ from models.config import Options, check_option
 from models.distributed import is_first
 from models.dit import DiT, DiTConfig, generate, loss_fn
 from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, image_batches, pack, read_data, stack, unpatchify
-from models.layers import options_for
+from models.layers import options_for, remark
 from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, gather, replicate
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
@@ -196,6 +196,7 @@ def run(options: DitOptions) -> None:
     console = run.console
     console.print(f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, {len(images.classes)} classes")
     console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(mesh)}")
+    console.print(remark(preset.policy), end="")
 
     model, history = train(preset, sizes, images, run)
     if not is_first():

@@ -22,7 +22,7 @@ from models.data import Corpus, bigram_nats, read_texts, split, standard_library
 from models.decoder import Decoder, DecoderConfig, loss_fn
 from models.distributed import is_first
 from models.generate import Bytes, HuggingFace, Tokenizer, align, end_token, sample, tokenizer_of
-from models.layers import options_for
+from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, own_rows, replicate, shard_state
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
@@ -231,6 +231,7 @@ def run(options: LmOptions) -> None:
         baseline = ("bigram table", bigram)
         console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
     console.print(f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(mesh)}")
+    console.print(remark(preset.model.policy), end="")
 
     model, history = train(preset, corpus, unit, run)
     if not is_first():

@@ -18,6 +18,7 @@ import typer
 from benchmarks import bench_train_step, harness
 from benchmarks.bench_train_step import PEAK_TFLOPS, Event, Workload
 from jaxops.offload import Policy, Report, report
+from jaxops.offload.reports import needed_bytes
 from models.decoder import DecoderConfig
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
@@ -166,7 +167,7 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
             policy = case.everything if side == OFFLOAD else POLICIES[side]
             workload = case.make(case.resized(rows, policy), "auto", "float32" if smoke else "bfloat16", 6)
             if (side, rows) in case.compiled:
-                needed[side, rows] = report(compile_step(workload)).device_bytes
+                needed[side, rows] = needed_bytes(compile_step(workload))[0]
                 print(f"{name} {side} of {rows} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
                 continue
             measured = measure(workload, limit_s)

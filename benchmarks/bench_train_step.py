@@ -21,6 +21,7 @@ import numpy as np
 import typer
 
 from benchmarks import harness
+from jaxops.offload.reports import needed_bytes
 from models import loop, train_dit, train_lm
 from models.data import Corpus
 from models.dit import DiTConfig
@@ -143,8 +144,6 @@ def measure(workload: Workload, limit_s: float) -> Measured:
     state, key, begin = workload.start(), jax.random.key(0), time.perf_counter()
     compiled = workload.step.lower(state, workload.batches[0], key).compile()
     compile_s, us, losses = time.perf_counter() - begin, [], []
-    needed = compiled.memory_analysis()
-    peak = needed.temp_size_in_bytes + needed.argument_size_in_bytes + needed.output_size_in_bytes - needed.alias_size_in_bytes
     begin = time.perf_counter()
     for number, batch in enumerate(workload.batches):
         start = time.perf_counter()
@@ -154,7 +153,7 @@ def measure(workload: Workload, limit_s: float) -> Measured:
             us.append(1e6 * (time.perf_counter() - start))
         if time.perf_counter() - begin > limit_s:
             break
-    return Measured(us, losses, peak, compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
+    return Measured(us, losses, needed_bytes(compiled)[0], compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
 
 
 class Event(NamedTuple):

@@ -14,10 +14,10 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import jaxops
 from jaxops.nn import MoE, Router
-from jaxops.offload import Policy, named
+from jaxops.offload import Policy
 from models.layers import scan_layers, stacked
 from models.mesh import AXES, gather
-from models.packed_attention import NAME, packed_attention
+from models.packed_attention import attend, packed_attention
 from models.packing import Batch
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
@@ -288,8 +288,7 @@ class Decoder(nnx.Module):
                 raise ValueError("attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the most.")
             return cudnn_documents(document_starts(documents), c.max_documents)
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
-        attention = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=c.attention)
-        return lambda q, k, v: (named(attention, NAME)(q, k, v), None)
+        return lambda q, k, v: (attend(q, k, v, mask, True, c.attention), None)
 
     def empty_cache(self, batch: int, length: int) -> KeysValues:
         """For `extend`: keys and values of `length` tokens a row, [layers, batch, length, kv_heads, head_dim] in dtype."""

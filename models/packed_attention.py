@@ -63,7 +63,7 @@ def packed_attention(
     elif way == "dense":
         # A row outside sees the rows of the sequence that its index was clipped to: finite, and taken away below.
         mask = _may_see(sequence, sequence, inside)
-        out = _attend(q[None], k[None], v[None], mask[None, None], causal)[0]
+        out = attend(q[None], k[None], v[None], mask[None, None], causal)[0]
     elif longest is None:
         raise ValueError("way='banded' needs longest, the rows of the longest sequence that may come.")
     else:
@@ -83,15 +83,17 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array
     starts, lengths, fits = sequences_by_row(jnp.clip(sequence_offsets, 0, T), rows, longest, crowd)
     how = {"mask_type": cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING, "scale": q.shape[-1] ** -0.5, "qkv_layout": "BTNH"}
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
+    def ragged(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
         return cudnn.dot_product_attention(q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts, **how)
 
-    out = named(attend, NAME)(q, k, v, starts, lengths)
+    out = named(ragged, NAME)(q, k, v, starts, lengths)
     return jnp.where(fits, out.reshape(-1, *out.shape[2:])[:T], jnp.nan)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, causal: bool) -> jax.Array:
-    return named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal), NAME)(q, k, v, mask)
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, causal: bool, implementation: Literal["xla", "cudnn"] | None = None) -> jax.Array:
+    """`jax.nn.dot_product_attention` with a name for its residuals."""
+    how = {"is_causal": causal, "implementation": implementation}
+    return named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, **how), NAME)(q, k, v, mask)
 
 
 def sequences_by_row(offsets: jax.Array, rows: int, longest: int, crowd: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -118,7 +120,7 @@ def _banded(q: jax.Array, k: jax.Array, v: jax.Array, sequence: jax.Array, insid
     mask = jax.vmap(_may_see)(blocks(sequence), _neighbours(sequence, longest), _neighbours(inside, longest))
     if causal:
         mask &= _neighbours(row, longest)[:, None, :] <= blocks(row)[:, :, None]
-    out = _attend(blocks(q), _neighbours(k, longest), _neighbours(v, longest), mask[:, None], False)
+    out = attend(blocks(q), _neighbours(k, longest), _neighbours(v, longest), mask[:, None], False)
     return out.reshape(-1, *q.shape[1:])[:T]
 
 

@@ -1,7 +1,8 @@
-"""How precisely float32 operands are multiplied."""
+"""How precisely float32 operands are multiplied, and in which dtype others."""
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 _PRESETS = {
     "DEFAULT": lax.Precision.DEFAULT,
@@ -31,3 +32,8 @@ def resolve_precision(precision: lax.PrecisionLike) -> lax.Precision:
             raise NotImplementedError(f"precision={precision} is not among {sorted(_PRESETS)}; pass 'default', 'high' or 'highest' instead.")
         return _PRESETS[precision]
     return lax.Precision(precision)
+
+
+def named_cast(x: jax.Array, dtype, name: str) -> jax.Array:
+    """x in dtype, with that checkpoint name; x itself, as whoever made it named it, where it has that dtype."""
+    return x if x.dtype == dtype else checkpoint_name(x.astype(dtype), name)

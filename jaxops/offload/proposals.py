@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops.offload.policies import Choice, Policy
-from jaxops.offload.reports import compiler_options, report
+from jaxops.offload.reports import compiler_options, needed_bytes
 from jaxops.offload.residuals import count_names
 
 HOST = jax.memory.Space.Host
@@ -86,9 +86,11 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
         raise ValueError("the step has no values with a checkpoint_name, so there is nothing to choose: name some, or use layers that do.")
     sizes = count_names(traced(Policy(keep=names)))
 
+    options = compiler_options()
+
     def measure(policy: Policy) -> tuple[float, int]:
-        compiled = jax.jit(lambda *args: step(*args, policy=policy), donate_argnums=donate_argnums, compiler_options=compiler_options()).lower(*args).compile()
-        return _time_us(compiled, args, donate_argnums), report(compiled).device_bytes
+        compiled = jax.jit(lambda *args: step(*args, policy=policy), donate_argnums=donate_argnums, compiler_options=options).lower(*args).compile()
+        return _time_us(compiled, args, donate_argnums), needed_bytes(compiled)[0]
 
     base_us, base_bytes = measure(Policy())
     rate = _copy_rate()

@@ -77,9 +77,7 @@ def report(compiled: Any, *, verify: bool = False) -> Report:
     Raises:
       OffloadError: with verify: no byte of the program lies on the host, or none is copied to it.
     """
-    used = compiled.memory_analysis()
-    device = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes - used.alias_size_in_bytes
-    host = used.host_argument_size_in_bytes + used.host_output_size_in_bytes + used.host_temp_size_in_bytes - used.host_alias_size_in_bytes
+    device, host = needed_bytes(compiled)
     platform = _platform(compiled)
     copies = () if platform == "cpu" else tuple(copies_of(compiled.as_text()))
     found = Report(platform, device, host, copies)
@@ -92,6 +90,14 @@ def report(compiled: Any, *, verify: bool = False) -> Report:
         if not any(copy.to == "host" for copy in copies):
             raise OffloadError(f"nothing is offloaded: {_gb(host)} lie on the host, and nothing is copied there.")
     return found
+
+
+def needed_bytes(compiled: Any) -> tuple[int, int]:
+    """`Report.device_bytes` and `Report.host_bytes`, without reading the program."""
+    used = compiled.memory_analysis()
+    of = lambda where: [getattr(used, f"{where}{what}_size_in_bytes") for what in ("argument", "output", "temp", "alias")]
+    (device, host) = (arguments + results + temporaries - shared for arguments, results, temporaries, shared in (of(""), of("host_")))
+    return device, host
 
 
 def _platform(compiled: Any) -> str:
@@ -126,8 +132,8 @@ def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
         opcode, result = parsed.group(1), rest[: parsed.start() + 1]
         operands = re.findall(r"%[\w.\-]+", parsed.group(2))
         if opcode.endswith("-start"):
-            if _HOST in result and (moved := _moved(opcode, result)):
-                running[name] = (*moved, work)
+            if _HOST in result:
+                running[name] = (*_moved(opcode, result), work)
         elif opcode.endswith("-done"):
             if operands and operands[0] in running:
                 to, size, before = running.pop(operands[0])
@@ -145,7 +151,7 @@ def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
     return found
 
 
-def _moved(opcode: str, result: str) -> tuple[Literal["host", "device"], int] | None:
+def _moved(opcode: str, result: str) -> tuple[Literal["host", "device"], int]:
     """Where an asynchronous copy goes, and how much."""
     arrays = [(size, _HOST in array) for size, array in zip(_bytes(result), (match.group(0) for match in _ARRAY.finditer(result)), strict=True)]
     if opcode == "copy-start":  # (result, operand, context)

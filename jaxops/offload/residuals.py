@@ -43,22 +43,23 @@ def residual_bytes(function: Callable[..., Any], *args: Any) -> dict[str, int]:
     return count_names(jax.make_jaxpr(lambda *args: jax.vjp(function, *args))(*args).jaxpr)
 
 
-def count_names(jaxpr: core.Jaxpr) -> dict[str, int]:
+def count_names(jaxpr: Any) -> dict[str, int]:
     """Bytes by name of the values that have one, wherever in a jaxpr they stand."""
     found: dict[str, int] = collections.Counter()
-    _count(jaxpr, 1, found)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            aval = eqn.outvars[0].aval
+            found[eqn.params["name"]] += aval.size * aval.dtype.itemsize
+        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in inner_jaxprs(eqn):
+            for name, size in count_names(inner).items():
+                found[name] += rounds * size
     return dict(found)
 
 
-def _count(jaxpr: core.Jaxpr, times: int, found: dict[str, int]) -> None:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            aval: Any = eqn.outvars[0].aval
-            found[eqn.params["name"]] += times * aval.size * aval.dtype.itemsize
-        rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
-            if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
-                _count(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner, rounds, found)
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """What an equation calls, closed or not."""
+    return [x for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
 
 
 def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:

@@ -39,7 +39,7 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
       ValueError: xs without arrays, or with leading axes that differ or are zero.
       TypeError: body returns a carry of other types.
     """
-    layers = _layers(xs)
+    _check_layers(xs)
     carry_leaves, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
     x_leaves, x_tree = jax.tree.flatten(xs)
 
@@ -50,16 +50,14 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
     first = [x[0] for x in x_leaves]
     closed, out = jax.make_jaxpr(named, return_shape=True)(carry_leaves, first)
     _check_carry(out[0], carry_tree, [jax.typeof(c) for c in carry_leaves], [v.aval for v in closed.jaxpr.outvars])
-    carry, ys = _run(_Layer(closed, len(carry_leaves), policy.on_device(), policy), closed.consts, carry_leaves, x_leaves)
-    assert all(y.shape[0] == layers for y in ys)
+    carry, ys = _run(_Layer(closed, len(carry_leaves), policy), closed.consts, carry_leaves, x_leaves)
     return jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(jax.tree.structure(out[1]), ys)
 
 
-def _layers(xs: Any) -> int:
+def _check_layers(xs: Any) -> None:
     lengths = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(xs)}
     if len(lengths) != 1 or not all(lengths):
         raise ValueError(f"xs has the leading axes {sorted(map(str, lengths))}; all its arrays must have one leading axis, the layers, of at least 1.")
-    return int(lengths.pop() or 0)
 
 
 def _check_carry(out: Any, tree: Any, before: list[Any], after: list[Any]) -> None:
@@ -76,7 +74,6 @@ class _Layer:
 
     closed: core.ClosedJaxpr
     carries: int
-    kept: Policy  # with what is to be offloaded among what is kept: it is moved here
     policy: Policy
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
@@ -87,8 +84,8 @@ class _Layer:
         """(carry, y, vjp): vjp is of the smooth ones alone."""
 
         def smooth(consts: Arrays, carry: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
-            # prevent_cse's barriers would only hinder: between forward and backward stand two loops.
-            carry, y = jax.checkpoint(self, policy=self.kept, prevent_cse=False)(consts, carry, x)
+            # What is to be offloaded is kept first: `_forward` moves it. prevent_cse's barriers would only hinder: forward and backward are two loops.
+            carry, y = jax.checkpoint(self, policy=self.policy.on_device(), prevent_cse=False)(consts, carry, x)
             return ([c for c in carry if _smooth(c)], [v for v in y if _smooth(v)]), (carry, y)
 
         _, vjp, (carry, y) = jax.vjp(smooth, consts, carry, x, has_aux=True)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from jaxops.offload.residuals import inner_jaxprs
+
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 64  # where the caller names none: more would be small copies, for memory that no longer counts
 _SCHEDULE_NUMBERS = 32  # a schedule adds and looks up its own few numbers; who adds this many adds a parameter's
@@ -289,7 +291,7 @@ def _check_update(tx: Any, grads: Any, state: Any, params: Any) -> None:
 def _check_elementwise(jaxpr: Any, sizes: set[int]) -> None:
     """Nothing is made smaller that has one of the parameters' sizes."""
     for equation in jaxpr.eqns:
-        inner = [x for x in jax.tree.leaves(equation.params) if hasattr(x, "eqns")]
+        inner = inner_jaxprs(equation)
         for x in inner:
             _check_elementwise(x, sizes)
         largest = max((math.prod(x.aval.shape) for x in equation.invars), default=0)

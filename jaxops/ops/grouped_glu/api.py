@@ -14,7 +14,7 @@ from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.checks import check_choice, check_float, check_offsets, check_size, compute_dtype_of
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import resolve_precision
+from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.grouped_glu.bwd_pallas import bwd_pallas
 from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
@@ -164,8 +164,7 @@ def _glu(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offs
 def _glu_fwd(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
     # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that this rule can
     # be differentiated once more.
-    if x.dtype != spec.compute_dtype:
-        x = checkpoint_name(x.astype(spec.compute_dtype), "grouped_glu.x")
+    x = named_cast(x, spec.compute_dtype, "grouped_glu.x")
     weights = tuple(w.astype(spec.compute_dtype) for w in weights)
     saves = spec.save == "preactivations"
     result: Any = _glu(spec.inner(), plan, keep or saves, x, weights, offsets)

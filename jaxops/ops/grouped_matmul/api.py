@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import resolve_precision
+from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_matmul.plan import Plan, Problem, make_plan
@@ -260,8 +260,7 @@ def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
 def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
     # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that
     # this rule can be differentiated once more.
-    if lhs.dtype != spec.compute_dtype:
-        lhs = checkpoint_name(lhs.astype(spec.compute_dtype), "grouped_matmul.lhs")
+    lhs = named_cast(lhs, spec.compute_dtype, "grouped_matmul.lhs")
     rhs = rhs.astype(spec.compute_dtype)
     out = checkpoint_name(_matmul(spec.inner(spec.plan, spec.out_dtype, spec.transpose_rhs), lhs, rhs, bias, offsets), "grouped_matmul.out")
     return out, (lhs, rhs, bias, offsets)

@@ -12,7 +12,7 @@ from jax.custom_batching import sequential_vmap
 from jaxops._lib.checks import check_float, check_offsets, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import current_device, interpret
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import resolve_precision
+from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.modality_grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.modality_grouped_matmul.parts import Shapes, launches, shapes_of
@@ -146,8 +146,7 @@ def _matmul(spec: _Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array) -> jax
 
 def _matmul_fwd(spec: _Spec, lhs, rhs, offsets):
     # As in grouped_matmul: the casts are kept for the backward, and the call goes through the custom_vjp, so that this rule can be differentiated once more.
-    if lhs.dtype != spec.compute_dtype:
-        lhs = checkpoint_name(lhs.astype(spec.compute_dtype), "modality_grouped_matmul.lhs")
+    lhs = named_cast(lhs, spec.compute_dtype, "modality_grouped_matmul.lhs")
     rhs = tuple(w.astype(spec.compute_dtype) for w in rhs)
     out = checkpoint_name(_matmul(spec.inner(spec.out_dtype, spec.transpose_rhs), lhs, rhs, offsets), "modality_grouped_matmul.out")
     return out, (lhs, rhs, offsets)

@@ -14,7 +14,7 @@ from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.checks import check_choice, check_float, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import current_device
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import resolve_precision
+from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
@@ -168,9 +168,7 @@ def _mlp(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields:
 
 def _mlp_fwd(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields: Fields):
     kinds = tuple(jnp.zeros(0, a.dtype) for a in (x, experts[0]))  # dtypes: all that the backward needs of the operands
-    casts = x.dtype != spec.compute_dtype
-    x, experts = _cast(spec, x, experts)
-    x = checkpoint_name(x, "moe_mlp.x") if casts else x
+    x, experts = _cast(spec, named_cast(x, spec.compute_dtype, "moe_mlp.x"), experts)
     found: Any = _up(spec, spec.save == "preactivations", x, experts, fields)
     h, pre = found
     pre = tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in zip(pre, ("gate", "up"), strict=bool(pre)))

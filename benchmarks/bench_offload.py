@@ -29,7 +29,7 @@ POLICIES = {
     MOST: Policy(offload=("carry", "attention", "middle")),
     INPUTS: Policy(offload=("carry",)),  # the least on the device
 }
-LONG_US = 5e6  # of steps that are not profiled
+LONG_US = 2e7  # of steps that are not profiled
 RESERVED = 2e9  # bytes of the device that no program has: the driver's, the libraries' workspaces
 
 

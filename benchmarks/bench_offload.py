@@ -66,14 +66,14 @@ CASES = {
         Policy(keep=("mlp",), offload=("carry", "attention", "middle")),
         bench_train_step.lm,
         decoder(dataclasses.replace(PRESETS["3b"], model=DENSE, context=2048)),
-        [(KEEP, 1), (RECOMPUTE, 8), (OFFLOAD, 8), (MOST, 24), (INPUTS, 48)],
+        [(KEEP, 1), (RECOMPUTE, 8), (OFFLOAD, 8), (MOST, 32), (INPUTS, 48)],
         [(RECOMPUTE, 20), (KEEP, 2)],
     ),
     "dit_7b": Case(
         Policy(keep=("mlp", "attention", "branch"), offload=("carry",)),
         bench_train_step.dit,
         dit(dataclasses.replace(DIT_PRESETS["1b"], layers=24, width=3968, heads=31, longest=2048, images=128, ema=None)),
-        [(KEEP, 1), (RECOMPUTE, 7), (OFFLOAD, 7), (MOST, 20), (INPUTS, 52)],
+        [(KEEP, 1), (RECOMPUTE, 7), (OFFLOAD, 7), (MOST, 34), (INPUTS, 52)],
         [(RECOMPUTE, 20), (KEEP, 2)],
     ),
 }

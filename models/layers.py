@@ -50,9 +50,9 @@ def scan_layers(
     return x, outs
 
 
-def options_for(policy: Policy | None) -> dict[str, Any] | None:
+def options_for(policy: Policy | None) -> dict[str, Any]:
     """Of XLA, for a step whose layers have that policy."""
-    return compiler_options() if policy is not None and policy.offload else None
+    return compiler_options(offloads=policy is not None and bool(policy.offload))
 
 
 def remark(policy: Policy | None) -> str:

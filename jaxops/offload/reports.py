@@ -170,7 +170,7 @@ def _bytes(shapes: str) -> list[int]:
     return sizes
 
 
-def compiler_options() -> dict[str, bool | int | str]:
+def compiler_options(*, offloads: bool = True) -> dict[str, bool | int | str]:
     """For `jax.jit(step, compiler_options=jaxops.offload.compiler_options())`: with what XLA puts copies behind work. Empty where there is no GPU.
 
     - `xla_gpu_enable_command_buffer`, off: XLA records kernels and copies as CUDA graphs, and those of a loop's body all on one stream. By default every copy
@@ -178,16 +178,23 @@ def compiler_options() -> dict[str, bool | int | str]:
     - `xla_gpu_enable_latency_hiding_scheduler`: without it every copy is waited for where it begins. jaxlib 0.11.2 has it on by default, older ones may not.
     - `xla_gpu_memory_limit_slop_factor`: how many percent of 80 % of the card's memory, less the arguments, that scheduler may fill before it stops to hide
       anything and only saves memory. A step that fills the card, which is what offloading is for, is beyond the default, 95.
+    - `xla_gpu_enable_dynamic_slice_fusion`, off: of a product that a loop keeps and also works with, XLA makes two, one of which writes into what is kept. A
+      layer of a gated perceptron then has five products where it has three.
 
     `xla_gpu_enable_pipelined_host_offloading` is not among them: `jaxops.offload.scan` shifts the copies itself, and XLA's pass has read from wrong places
     (openxla/xla#39302).
+
+    Args:
+      offloads: False for a step that moves nothing: the last option alone, which concerns every scan over layers.
 
     Raises:
       RuntimeError: this jaxlib does not know the option.
     """
     if jax.default_backend() != "gpu":
         return {}
-    options = {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_memory_limit_slop_factor": 200}
+    options: dict[str, bool | int | str] = {"xla_gpu_enable_dynamic_slice_fusion": False}
+    if offloads:
+        options |= {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_memory_limit_slop_factor": 200}
     try:
         jax.jit(lambda x: x, compiler_options=options)(jnp.zeros(()))
     except jax.errors.JaxRuntimeError as error:

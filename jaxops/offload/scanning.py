@@ -167,7 +167,9 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
         i, carry, host = state
         out = core.jaxpr_as_fun(forward)(*consts, *carry, *x)
         own, stayed = residuals.split(out[results:])
-        host = [_put(h, jax.device_put(r, HOST), i + 1) for h, r in zip(host, own, strict=True)]
+        # In another type than the counter's: as i + 1 it would be the loop's next counter, which is made in the place of i, once all that read i are done.
+        place = i.astype(jnp.uint32) + 1
+        host = [_put(h, jax.device_put(r, HOST), place) for h, r in zip(host, own, strict=True)]
         return (i + 1, out[: len(carry)], host), (out[len(carry) : results], stayed)
 
     going, _ = residuals.split(list(forward.out_avals[results:]))

@@ -14,7 +14,7 @@ from jaxops.offload import OffloadError, Policy, compiler_options, named, propos
 
 pytestmark = pytest.mark.gpu
 LAYERS, T, D, EXPERTS, HIDDEN, HEADS = 4, 4096, 1024, 8, 512, 8
-NAMES = ("carry", "attention", "router", "route", "moe_mlp", "adaln", "permute", "combine")
+NAMES = ("carry", "attention", "middle", "router", "route", "moe_mlp", "adaln", "permute", "combine")
 
 
 def weights():
@@ -28,7 +28,7 @@ def layer(x, w):
     half = lambda name: w[name].astype(jnp.bfloat16)
     q, k, v = jnp.unstack((x @ half("qkv")).reshape(2, -1, 3, HEADS, D // HEADS), axis=2)
     attend = named(functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"), "attention")
-    x = x + attend(q, k, v).reshape(x.shape) @ half("out")
+    x = checkpoint_name(x + attend(q, k, v).reshape(x.shape) @ half("out"), "middle")
     zeros = jnp.zeros((1, D), jnp.bfloat16)
     y = jaxops.adaln(x, zeros, zeros, jnp.array([0, T], jnp.int32))
     routing = jaxops.route(checkpoint_name(y.astype(jnp.float32) @ w["router"], "router"), 2)
@@ -48,9 +48,10 @@ def compiled(policy):
 
 
 def kernels(program):
-    """Calls of kernels and of cuDNN in the program; products are cuBLAS' or fusions, as XLA likes."""
+    """Calls of kernels and of cuDNN in the program, and products, which are cuBLAS' or fusions, as XLA likes."""
     text = program.as_text()
-    return sum(text.count(f'custom_call_target="{name}') for name in ("__gpu$xla.gpu.triton", "triton_kernel_call", "__cudnn"))
+    calls = sum(text.count(f'custom_call_target="{name}') for name in ("__gpu$xla.gpu.triton", "triton_kernel_call", "__cudnn", "__cublas"))
+    return calls + text.count(" dot(")
 
 
 def test_the_same_bits():
@@ -73,6 +74,14 @@ def test_report():
     assert found.device_bytes < report(compiled(Policy(keep=NAMES))[0]).device_bytes
     with pytest.raises(OffloadError, match="nothing is offloaded"):
         report(compiled(Policy(keep=NAMES))[0], verify=True)
+
+
+def test_copies_beside_what_is_kept():
+    """The stacks of what is kept are written in the same loop, at the same counter."""
+    found = report(compiled(Policy(keep=("middle", "router", "route", "moe_mlp"), offload=("carry", "attention")))[0], verify=True)
+    leaving = [copy for copy in found.copies if copy.to == "host"]
+    assert len(leaving) > 5
+    assert all(copy.in_loop and copy.behind > 10 for copy in leaving)
 
 
 def test_propose():

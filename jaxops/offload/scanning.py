@@ -158,31 +158,32 @@ def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Array
 
 def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
     """A layer's residuals begin to leave where they are made, and are gone when the layer is done. A layer's time more would be of no use: they would have to
-    make room, or be copied, before the next layer's are made."""
+    make room, or be copied, before the next layer's are made. The last layer's stay as well: they are the first that the backward needs."""
     layers = xs[0].shape[0]
     forward, residuals = _trace(layer, consts, init, [x[0] for x in xs])
     results = len(forward.out_avals) - len(residuals.away)
 
-    def step(state: tuple[jax.Array, Arrays, Arrays], x: Arrays) -> tuple[tuple[jax.Array, Arrays, Arrays], Any]:
-        i, carry, host = state
+    def step(state: tuple[jax.Array, Arrays, Arrays, Arrays], x: Arrays) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Any]:
+        i, carry, _, host = state
         out = core.jaxpr_as_fun(forward)(*consts, *carry, *x)
         own, stayed = residuals.split(out[results:])
         # In another type than the counter's: as i + 1 it would be the loop's next counter, which is made in the place of i, once all that read i are done.
         place = i.astype(jnp.uint32) + 1
         host = [_put(h, jax.device_put(r, HOST), place) for h, r in zip(host, own, strict=True)]
-        return (i + 1, out[: len(carry)], host), (out[len(carry) : results], stayed)
+        return (i + 1, out[: len(carry)], own, host), (out[len(carry) : results], stayed)
 
     going, _ = residuals.split(list(forward.out_avals[results:]))
-    host = [_room(number, layers + 1, aval) for number, aval in enumerate(going)]
-    (_, carry, host), (ys, stayed) = jax.lax.scan(step, (jnp.int32(0), init, host), xs)
-    return (carry, ys), (residuals, consts, xs, host, stayed)
+    host = [jax.device_put(_filled(number, (layers + 1, *aval.shape), aval), HOST) for number, aval in enumerate(going)]
+    here = [_filled(0, aval.shape, aval) for aval in going]
+    (_, carry, last, host), (ys, stayed) = jax.lax.scan(step, (jnp.int32(0), init, here, host), xs)
+    return (carry, ys), (residuals, consts, xs, last, host, stayed)
 
 
 def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
     """While a layer is computed, the residuals of the one before it come. They stand one place further than their layer, so that the first layer, before which
     there is none, brings what nobody reads instead of what is not there. A place is the loop's counter, times and plus a constant: anything else XLA would ask
     the device for, and wait."""
-    residuals, consts, xs, host, stayed = saved
+    residuals, consts, xs, last, host, stayed = saved
     ct_carry, ct_ys = ([ct for ct in cts if _smooth(ct)] for cts in cotangents)
     totals = [jnp.zeros_like(c) for c in consts if _smooth(c)]
 
@@ -194,16 +195,14 @@ def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list
         ct_consts, ct_carry, ct_x = ([ct for ct in cts if _smooth(ct)] for cts in vjp((ct_carry, ct_y)))
         return (i - 1, ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
-    layers = xs[0].shape[0]
-    last = [jax.device_put(_take(h, layers), DEVICE) for h in host]
-    state = (jnp.int32(layers - 1), ct_carry, last, totals)
+    state = (jnp.int32(xs[0].shape[0] - 1), ct_carry, last, totals)
     (_, ct_carry, _, totals), ct_xs = jax.lax.scan(step, state, (xs, ct_ys, stayed), reverse=True)
     return _spread(consts, totals), _spread(cotangents[0], ct_carry), _spread(xs, ct_xs)
 
 
-def _room(number: int, rows: int, aval: Any) -> jax.Array:
-    """On the host, filled with a number that no other such array has, which XLA never writes: of two that are equal it makes one, and copies it there."""
-    return jax.device_put(vary_as(aval, jnp.full((rows, *aval.shape), number, aval.dtype)), HOST)
+def _filled(number: int, shape: tuple[int, ...], aval: Any) -> jax.Array:
+    """Room on the host is filled with a number that no other has, which XLA never writes: of two that are equal it makes one, and copies it there."""
+    return vary_as(aval, jnp.full(shape, number, aval.dtype))
 
 
 def _put(host: jax.Array, x: jax.Array, i: Any) -> jax.Array:

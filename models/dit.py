@@ -30,8 +30,8 @@ class DiTConfig:
       attention: way of `models.packed_attention.packed_attention`.
       backend: of the AdaLN ops, and of the matrix products in FP8.
       policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
-        "attention" (all that attention's backward needs), "mlp", "branch" (what attention and the MLP give, which the gates' gradients need), and those of
-        jaxops' ops. None keeps all.
+        "attention" (all that attention's backward needs), "mlp", "branch.attention" and "branch.mlp" (what the two give, which the gates' gradients need),
+        and those of jaxops' ops. None keeps all.
     """
 
     layers: int
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         c = self.config
         q, k, v = jnp.unstack(self.qkv(y).reshape(y.shape[0], 3, c.heads, c.width // c.heads), axis=1)
         mixed = packed_attention(q, k, v, sequence_offsets, way=c.attention, longest=c.longest, crowd=c.crowd)
-        return checkpoint_name(self.out(mixed.reshape(y.shape)), "branch")
+        return checkpoint_name(self.out(mixed.reshape(y.shape)), "branch.attention")
 
 
 class DiT(nnx.Module):
@@ -92,7 +92,7 @@ class DiT(nnx.Module):
 
         def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
             wide, narrow = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs), inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
-            mlp = nnx.Sequential(wide, lambda wide: jax.nn.gelu(checkpoint_name(wide, "mlp")), narrow, lambda y: checkpoint_name(y, "branch"))
+            mlp = nnx.Sequential(wide, lambda wide: jax.nn.gelu(checkpoint_name(wide, "mlp")), narrow, lambda y: checkpoint_name(y, "branch.mlp"))
             return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
 
         self.enter = linear(c.token, c.width)

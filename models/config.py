@@ -156,7 +156,7 @@ def given_by(options: Options, own: Given, nested: bool) -> Given:
         check_option("precision", options.precision, PRECISIONS)
         model |= PRECISIONS[options.precision]._asdict()
     if options.offload:
-        model["policy"] = dataclasses.asdict(OFFLOADED)
+        model |= {"policy": dataclasses.asdict(OFFLOADED), "unroll": False}
     named = {"steps": options.steps, "seed": options.seed, **own}
     named = {key: value for key, value in named.items() if value is not None} | ({"model": model} if nested and model else model)
     from_file = {} if options.config is None else read(options.config)

@@ -44,6 +44,7 @@ class DecoderConfig:
       backend: of the experts' matrix products, and of all those in FP8.
       policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
         "attention" (all that attention's backward needs), "middle" (after attention), "mlp" (of one without experts), and those of jaxops' ops. None keeps all.
+      unroll: whether the program has a block for each layer, and not one in a loop: faster steps, longer compilation; not with a policy that offloads.
     """
 
     vocab: PositiveInt
@@ -66,6 +67,7 @@ class DecoderConfig:
     max_documents: PositiveInt | None = None
     backend: Backend = "auto"
     policy: Policy | None = None
+    unroll: bool = False
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -234,7 +236,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens in, logits of the next token out. The blocks' parameters are stacked, and one block is compiled, whatever the number of layers.
+    """Tokens in, logits of the next token out. The blocks' parameters are stacked.
 
     Args:
       sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch. It is the same model, with the same
@@ -272,6 +274,7 @@ class Decoder(nnx.Module):
             lambda block, x: block(x, positions, attend)[:2],
             self._whole(self.embed)(tokens),
             policy=self.config.policy,
+            unroll=self.config.unroll,
             training=not self.use_running_average,
             whole=gather if self.sharded else lambda params: params,
         )

@@ -32,6 +32,7 @@ class DiTConfig:
       policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
         "attention" (all that attention's backward needs), "mlp", "branch.attention" and "branch.mlp" (what the two give, which the gates' gradients need),
         and those of jaxops' ops. None keeps all.
+      unroll: whether the program has a block for each layer, and not one in a loop: faster steps, longer compilation; not with a policy that offloads.
     """
 
     layers: int
@@ -46,6 +47,7 @@ class DiTConfig:
     crowd: int | None = None
     backend: Backend = "auto"
     policy: Policy | None = None
+    unroll: bool = False
 
 
 def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
@@ -121,6 +123,7 @@ class DiT(nnx.Module):
             lambda block, x: (block(x, cond, sequence_offsets), None),
             x,
             policy=self.config.policy,
+            unroll=self.config.unroll,
             training=not self.use_running_average,
         )
         return self.leave(self.norm(x, cond, sequence_offsets)).astype(jnp.float32)

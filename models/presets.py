@@ -50,7 +50,7 @@ class DiTPreset(Schedule):
     Attributes:
       tokens: the token budget of a step, of all its micro-batches together.
       images: the most images of a step; with more than the budget holds, the budget is what fills up.
-      dtype, recipe, attention, backend, policy: as of `models.dit.DiTConfig`.
+      dtype, recipe, attention, backend, policy, unroll: as of `models.dit.DiTConfig`.
       data: a data set's name, or a folder of images.
       patch: side of a patch of a folder's images.
       longest: tokens of the largest of a folder's images.
@@ -68,6 +68,7 @@ class DiTPreset(Schedule):
     attention: Way = "banded"
     backend: Backend = "auto"
     policy: Policy | None = None
+    unroll: bool = False
     data: str = "digits"
     patch: PositiveInt = 4
     longest: PositiveInt = 64
@@ -141,7 +142,7 @@ PRESETS = {
     ),
     # Like Qwen3's mixtures of experts: 3.1 billion, 0.6 billion at work; for a GPU of 140 GB, and a tokenizer of at most 32,768 tokens.
     "3b": Preset(
-        DecoderConfig(32_768, 2048, layers=14, heads=16, kv_heads=4, head_dim=128, hidden=512, experts=64, top_k=8, qk_norm=True),
+        DecoderConfig(32_768, 2048, layers=14, heads=16, kv_heads=4, head_dim=128, hidden=512, experts=64, top_k=8, qk_norm=True, unroll=True),
         context=2048,
         batch=8,
         steps=20_000,
@@ -171,5 +172,6 @@ DIT_PRESETS = {
         warmup_steps=1_000,
         eval_every=1_000,
         ema=0.9999,
+        unroll=True,
     ),
 }

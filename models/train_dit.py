@@ -89,6 +89,7 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
         crowd=data.crowd,
         backend=preset.backend,
         policy=preset.policy,
+        unroll=preset.unroll,
     )
 
 

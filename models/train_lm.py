@@ -30,7 +30,7 @@ from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_mach
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
 
-RUN_FIELDS = ("dtype", "recipe", "attention", "max_documents", "backend", "policy")  # of a DecoderConfig: what a checkpoint does not say
+RUN_FIELDS = ("dtype", "recipe", "attention", "max_documents", "backend", "policy", "unroll")  # of a DecoderConfig: what a checkpoint does not say
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

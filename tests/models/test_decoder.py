@@ -68,10 +68,11 @@ def test_shapes_and_dtypes():
     assert not np.array_equal(first, second)  # each layer has its own start
 
 
-def test_fp8():
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+def test_fp8(unroll):
     """Near what bfloat16 gives, and not the same; delayed scaling writes each layer's histories, in evaluation none."""
     plain = model_of(dataclasses.replace(SPARSE, dtype="bfloat16", qk_norm=True))
-    graphdef, _, histories = nnx.split(Decoder(dataclasses.replace(plain.config, recipe="delayed"), rngs=nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, _, histories = nnx.split(Decoder(dataclasses.replace(plain.config, recipe="delayed", unroll=unroll), rngs=nnx.Rngs(0)), nnx.Param, ...)
     model = nnx.merge(graphdef, nnx.state(plain, nnx.Param), histories)
     logits, wanted = logits_of(model, TOKENS), logits_of(plain, TOKENS)
     assert 1e-3 < np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < 0.2

@@ -26,16 +26,30 @@ def test_a_cpu_has_one_memory():
     assert options_for(OFFLOADED) == {}
 
 
-def test_the_diffusion_transformer_by_any_policy():
+def gradients_by(**how):
+    """Of a diffusion transformer of two layers, whose gates do not begin at zero: whether there is a loop over them, loss and gradients."""
     config = DiTConfig(2, 16, 2, token=4, classes=3, longest=9, backend="xla")
     grids = jnp.array([[2, 3], [3, 3], [0, 0]], jnp.int32)
     batch = Batch(jax.random.normal(jax.random.key(1), (18, 4)), jnp.array([0, 6, 15, 15], jnp.int32), grids, jnp.array([0, 2, 1], jnp.int32))
     _, params, rest = nnx.split(DiT(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
-    params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)  # gates begin at zero
+    params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
+    made = nnx.split(nnx.eval_shape(lambda: DiT(dataclasses.replace(config, **how), rngs=nnx.Rngs(0))))[0]
+    traced = jax.jit(jax.value_and_grad(lambda params: loss_fn(nnx.merge(made, params, rest), batch, jax.random.key(2)))).trace(params)
+    return "length=2" in str(traced.jaxpr), jax.tree.leaves(traced.lower().compile()(params))
 
-    def gradients(policy):
-        made = nnx.split(nnx.eval_shape(lambda: DiT(dataclasses.replace(config, policy=policy), rngs=nnx.Rngs(0))))[0]
-        return jax.jit(jax.value_and_grad(lambda params: loss_fn(nnx.merge(made, params, rest), batch, jax.random.key(2))))(params)
 
-    for ours, wanted in zip(jax.tree.leaves(gradients(OFFLOADED)), jax.tree.leaves(gradients(None)), strict=True):
+@pytest.mark.parametrize(
+    ("policy", "unroll", "loops"),
+    [(OFFLOADED, False, True), (None, True, False), (Policy(), True, False)],
+    ids=["offloaded", "unrolled", "recomputed unrolled"],
+)
+def test_the_diffusion_transformer_by_any_policy(policy, unroll, loops):
+    looped, got = gradients_by(policy=policy, unroll=unroll)
+    assert looped == loops
+    for ours, wanted in zip(got, gradients_by()[1], strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_what_goes_to_the_host_needs_a_loop():
+    with pytest.raises(ValueError, match="unroll with a policy that offloads carry, attention"):
+        gradients_by(policy=OFFLOADED, unroll=True)

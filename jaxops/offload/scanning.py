@@ -1,6 +1,7 @@
 """`jax.lax.scan` whose backward finds its residuals in the host's memory, moved there and back behind the layers' own work."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxops._lib.manual_axes import vary_as
+from jaxops.offload.casts import without_casts
 from jaxops.offload.policies import Policy
 from jaxops.offload.residuals import origin
 
@@ -47,10 +49,9 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
         carry = [checkpoint_name(c, "carry") for c in carry]
         return body(jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(x_tree, x))
 
-    first = [x[0] for x in x_leaves]
-    closed, out = jax.make_jaxpr(named, return_shape=True)(carry_leaves, first)
+    closed, out = jax.make_jaxpr(named, return_shape=True)(carry_leaves, [x[0] for x in x_leaves])
     _check_carry(out[0], carry_tree, [jax.typeof(c) for c in carry_leaves], [v.aval for v in closed.jaxpr.outvars])
-    carry, ys = _run(_Layer(closed, len(carry_leaves), policy), closed.consts, carry_leaves, x_leaves)
+    carry, ys = _run(_Layer(without_casts(closed, len(carry_leaves)), len(carry_leaves), policy), closed.consts, carry_leaves, x_leaves)
     return jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(jax.tree.structure(out[1]), ys)
 
 
@@ -70,11 +71,15 @@ def _check_carry(out: Any, tree: Any, before: list[Any], after: list[Any]) -> No
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layer:
-    """body as a function of flat lists: the arrays around it, the carry, one layer's x."""
+    """body as a function of flat lists: the arrays around it, the carry, one layer's x in the types that `cast` gives it."""
 
     closed: core.ClosedJaxpr
     carries: int
     policy: Policy
+
+    def cast(self, x: Arrays) -> Arrays:
+        wanted: list[Any] = self.closed.in_avals[self.carries :]
+        return [v if v.dtype == aval.dtype else v.astype(aval.dtype) for v, aval in zip(x, wanted, strict=True)]
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         out = core.jaxpr_as_fun(self.closed.replace(consts=consts))(*carry, *x)
@@ -150,9 +155,9 @@ def _trace(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[cor
 def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
     @jax.custom_vjp
     def run(consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        return jax.lax.scan(lambda carry, x: layer(consts, carry, x), init, xs)
+        return jax.lax.scan(lambda carry, x: layer(consts, carry, layer.cast(x)), init, xs)
 
-    run.defvjp(lambda *args: _forward(layer, *args), _backward)
+    run.defvjp(lambda *args: _forward(layer, *args), functools.partial(_backward, layer))
     return run(consts, init, xs)
 
 
@@ -160,12 +165,12 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
     """A layer's residuals begin to leave where they are made, and are gone when the layer is done. A layer's time more would be of no use: they would have to
     make room, or be copied, before the next layer's are made. The last layer's stay as well: they are the first that the backward needs."""
     layers = xs[0].shape[0]
-    forward, residuals = _trace(layer, consts, init, [x[0] for x in xs])
+    forward, residuals = _trace(layer, consts, init, layer.cast([x[0] for x in xs]))
     results = len(forward.out_avals) - len(residuals.away)
 
     def step(state: tuple[jax.Array, Arrays, Arrays, Arrays], x: Arrays) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Any]:
         i, carry, _, host = state
-        out = core.jaxpr_as_fun(forward)(*consts, *carry, *x)
+        out = core.jaxpr_as_fun(forward)(*consts, *carry, *layer.cast(x))
         own, stayed = residuals.split(out[results:])
         # In another type than the counter's: as i + 1 it would be the loop's next counter, which is made in the place of i, once all that read i are done.
         place = i.astype(jnp.uint32) + 1
@@ -179,7 +184,7 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
     return (carry, ys), (residuals, consts, xs, last, host, stayed)
 
 
-def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
     """While a layer is computed, the residuals of the one before it come. They stand one place further than their layer, so that the first layer, before which
     there is none, brings what nobody reads instead of what is not there. A place is the loop's counter, times and plus a constant: anything else XLA would ask
     the device for, and wait."""
@@ -191,7 +196,7 @@ def _backward(saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list
         i, ct_carry, here, totals = state
         x, ct_y, stayed = per
         coming = [jax.device_put(_take(h, i), DEVICE) for h in host]
-        vjp = residuals.vjp(consts, x, residuals.join(here, stayed))
+        vjp = residuals.vjp(consts, layer.cast(x), residuals.join(here, stayed))
         ct_consts, ct_carry, ct_x = ([ct for ct in cts if _smooth(ct)] for cts in vjp((ct_carry, ct_y)))
         return (i - 1, ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
@@ -214,6 +219,6 @@ def _take(host: jax.Array, i: Any) -> jax.Array:
 
 
 def _spread(primals: list[Any], cotangents: Arrays) -> list[Any]:
-    """One for each primal: None where it has none."""
+    """One for each primal, in its type: None where it has none."""
     left = iter(cotangents)
-    return [next(left) if _smooth(p) else None for p in primals]
+    return [next(left).astype(p.dtype) if _smooth(p) else None for p in primals]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxops.offload import Policy, scan
+from jaxops.offload.residuals import inner_jaxprs
 
 LAYERS, T, D = 5, 6, 4
 CHOICES = ("keep", "offload", "recompute")
@@ -119,6 +120,34 @@ def test_bfloat16_carry():
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(ours))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(run(jax.lax.scan)(w, x.astype(jnp.bfloat16))), strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.05, atol=0.05)
+
+
+def stacks(jaxpr, shape):
+    """Types of what loops give of that shape, in whatever jaxpr inside."""
+    found = [v.aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "scan" for v in eqn.outvars if v.aval.shape == shape]
+    return found + [dtype for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn) for dtype in stacks(inner, shape)]
+
+
+def test_gradients_of_what_is_cast_are_stacked_in_the_narrower_type():
+    weights, x, _ = inputs()
+    half = lambda w: w.astype(jnp.bfloat16)
+
+    def layer(c, w):
+        """ "in" is cast twice, "out" is used as it is, too."""
+        hidden = jnp.tanh(c @ half(w["in"])) + jnp.sin(c @ half(w["in"]))
+        return c + hidden @ half(w["out"]), (half(w["in"])[0], jnp.sum(w["out"]))
+
+    def loss(run, w, x):
+        c, (rows, sums) = run(layer, half(x), w)
+        return jnp.sum(c.astype(jnp.float32)) + jnp.sum(jnp.sin(rows.astype(jnp.float32))) + jnp.sum(sums**2)
+
+    ours, wanted = (jax.grad(functools.partial(loss, run)) for run in (functools.partial(scan, policy=Policy(keep=("carry",))), jax.lax.scan))
+    traced = jax.make_jaxpr(ours)(weights, x).jaxpr
+    assert stacks(traced, weights["in"].shape) == [jnp.bfloat16]
+    assert stacks(traced, weights["out"].shape) == [jnp.float32]
+    for a, b in zip(jax.tree.leaves(jax.jit(ours)(weights, x)), jax.tree.leaves(jax.jit(wanted)(weights, x)), strict=True):
+        assert a.dtype == b.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
 
 
 def test_micro_batches_and_donation(kept):

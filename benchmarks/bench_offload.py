@@ -67,15 +67,15 @@ CASES = {
         Policy(keep=("mlp", "middle"), offload=("carry", "attention")),
         bench_train_step.lm,
         decoder(dataclasses.replace(PRESETS["3b"], model=DENSE, context=2048)),
-        [(KEEP, 1), (RECOMPUTE, 7), (OFFLOAD, 7), (MOST, 32), (INPUTS, 48)],
-        [(RECOMPUTE, 20), (KEEP, 2)],
+        [(KEEP, 4), (RECOMPUTE, 10), (OFFLOAD, 10), (MOST, 40), (INPUTS, 60)],
+        [(RECOMPUTE, 32), (KEEP, 1)],
     ),
     "dit_7b": Case(
         Policy(keep=("mlp", "attention", "branch.mlp"), offload=("carry", "branch.attention")),
         bench_train_step.dit,
         dit(dataclasses.replace(DIT_PRESETS["1b"], layers=24, width=3968, heads=31, longest=2048, images=128, ema=None)),
-        [(KEEP, 1), (RECOMPUTE, 7), (OFFLOAD, 7), (INPUTS, 52)],
-        [(RECOMPUTE, 20), (KEEP, 2)],
+        [(KEEP, 3), (RECOMPUTE, 10), (OFFLOAD, 10), (INPUTS, 58)],
+        [(RECOMPUTE, 20), (KEEP, 1)],
     ),
 }
 TINY = [(KEEP, 2), (OFFLOAD, 2)]

@@ -15,7 +15,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 import jaxops
 from jaxops.nn import MoE, Router
 from jaxops.offload import Policy
-from models.layers import scan_layers, stacked
+from models.layers import apply_layers, stacked
 from models.mesh import AXES, gather
 from models.packed_attention import attend, packed_attention
 from models.packing import Batch
@@ -269,7 +269,7 @@ class Decoder(nnx.Module):
         else:
             positions = positions_in(document_starts(documents))
         attend = self._attend(documents)
-        x, routed = scan_layers(
+        x, routed = apply_layers(
             self.blocks,
             lambda block, x: block(x, positions, attend)[:2],
             self._whole(self.embed)(tokens),

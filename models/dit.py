@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
 from jaxops.offload import Policy
-from models.layers import scan_layers, stacked
+from models.layers import apply_layers, stacked
 from models.packed_attention import Way, packed_attention, segments
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
@@ -118,7 +118,7 @@ class DiT(nnx.Module):
         width = self.config.width
         cond = self.time(waves(1000 * time, width, 60_000.0)) + self.label(labels)
         x = self.enter(tokens).astype(jnp.float32) + position_embedding(sequence_offsets, grids, tokens.shape[0], width)
-        x, _ = scan_layers(
+        x, _ = apply_layers(
             self.blocks,
             lambda block, x: (block(x, cond, sequence_offsets), None),
             x,

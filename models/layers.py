@@ -20,7 +20,7 @@ def stacked(make: Callable[[nnx.Rngs], Layer], layers: int, rngs: nnx.Rngs) -> L
     return nnx.split_rngs(splits=layers)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
 
 
-def scan_layers(
+def apply_layers(
     stack: Layer,
     call: Callable[[Layer, jax.Array], tuple[jax.Array, Any]],
     x: jax.Array,
@@ -43,8 +43,9 @@ def scan_layers(
       ValueError: unroll, and a policy that offloads.
     """
     if unroll and policy is not None and policy.offload:
+        offloaded = ", ".join(policy.offload)
         raise ValueError(
-            f"unroll with a policy that offloads {', '.join(policy.offload)}: only in a loop are values on the host before the next layer's are made."
+            f"unroll with a policy that offloads {offloaded}: only a loop has moved a layer's before it makes the next one's. Set unroll to false."
         )
     graphdef, params, others = nnx.split(stack, nnx.Param, ...)
 

@@ -46,6 +46,7 @@ MODALITIES, CHAIN, NAN_ROW, DEAD = (
     for name in ("float32", "a_chain_of_two_needs_nothing_in_between", "a_row_that_is_nan_stays_in_its_group_and_columns", "modalities_of_size_zero")
 )
 MODAL_TILES, MODAL_PLAN = "tests/ops/modality_grouped_matmul/test_triton.py", "tests/ops/modality_grouped_matmul/test_plan.py"
+CASTS = "tests/offload/test_scan.py::test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type"
 SCAN, CHOICE, WHERE = "tests/offload/test_scan.py", "tests/offload/test_scan.py::test_every_choice", "tests/offload/test_scan.py::test_where_residuals_lie"
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
@@ -57,6 +58,10 @@ MUTATIONS = {
         "offload/scanning.py", "return (i - 1, ct_carry, coming", "return (i, ct_carry, coming", CHOICE),
     "offload sum: the last layer's gradient of what stands around": (
         "offload/scanning.py", "[t + ct for t, ct in", "[0 * t + ct for t, ct in", f"{SCAN}::test_as_lax_scan"),
+    "offload casts: of two casts' gradients one counts": (
+        "offload/casts.py", "if len(users[var]) == 1 and", "if users[var] and", CASTS),
+    "offload casts: gradients stay as wide as their parameters": (
+        "offload/casts.py", "and after.itemsize < before.itemsize", "and after.itemsize > before.itemsize", CASTS),
     "offload: nothing goes to the host": (
         "offload/scanning.py", 'layer.policy.choice(name) == "offload")', 'layer.policy.choice(name) == "")', WHERE),
     "offload: what goes through a checkpoint is moved twice": (

@@ -128,14 +128,16 @@ def stacks(jaxpr, shape):
     return found + [dtype for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn) for dtype in stacks(inner, shape)]
 
 
-def test_gradients_of_what_is_cast_are_stacked_in_the_narrower_type():
+@pytest.mark.parametrize("whole", [True, False])
+def test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type(whole):
     weights, x, _ = inputs()
     half = lambda w: w.astype(jnp.bfloat16)
 
     def layer(c, w):
-        """ "in" is cast twice, "out" is used as it is, too."""
-        hidden = jnp.tanh(c @ half(w["in"])) + jnp.sin(c @ half(w["in"]))
-        return c + hidden @ half(w["out"]), (half(w["in"])[0], jnp.sum(w["out"]))
+        """Casts "in" once and uses it twice; casts "out" twice, or uses it as it is, too."""
+        inward = half(w["in"])
+        c = c + (jnp.tanh(c @ inward) + jnp.sin(c @ inward)) @ half(w["out"])
+        return c, (inward[0], jnp.sum(w["out"] if whole else half(w["out"])))
 
     def loss(run, w, x):
         c, (rows, sums) = run(layer, half(x), w)

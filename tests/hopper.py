@@ -1,6 +1,8 @@
 """Lowers a function for an NVIDIA H200 without one."""
 
 import contextlib
+import re
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -16,6 +18,23 @@ def on_h200():
 
 
 def lower_for_h200(fn, *shapes) -> str:
-    """The StableHLO of fn for an H200; shapes are jax.ShapeDtypeStruct."""
+    """The StableHLO of fn for an H200, what it calls standing where it is called; shapes are jax.ShapeDtypeStruct."""
     with on_h200():
-        return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        return inlined(jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def inlined(text: str) -> str:
+    """The lines of StableHLO's main function, and for each call those of the function that is called."""
+    functions: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if header := re.match(r"  func\.func \w+ @([\w.]+)\(", line):
+            functions[header[1]] = body = []
+        elif functions and line.startswith("    "):
+            body.append(line)
+
+    def lines(name: str) -> Iterator[str]:
+        for line in functions[name]:
+            call = re.search(r"(?:^|[ =])call @([\w.]+)\(", line)
+            yield from lines(call[1]) if call else [line]
+
+    return "\n".join(lines("main"))

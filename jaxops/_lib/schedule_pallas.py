@@ -13,6 +13,7 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
+from jaxops._lib.traced_once import traced_once
 
 COLUMNS = 6  # of a schedule, one after another in one int32 array
 Spans = tuple[tuple[int, int], ...]  # first run and end of each, ascending
@@ -72,6 +73,7 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, 
     )(offsets)
 
 
+@traced_once("M", "bm", "interpret", "spans")
 def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool, spans: Spans = ()) -> jax.Array:
     """Of each row tile its group (G outside the groups), first row, end, and number among the tiles inside the groups (-1 outside); then, of all alike, how
     many tiles there are, and zeros, for a kernel to count in.
@@ -89,6 +91,7 @@ def schedule_one(M: int, bm: int) -> np.ndarray:
     return np.concatenate([0 * start, start, np.minimum(start + bm, M), start // bm, np.full_like(start, len(start)), 0 * start])
 
 
+@traced_once("M", "interpret", "bm", "parts")
 def schedule_groups(offsets: jax.Array, M: int, interpret: bool, bm: int = BLOCK, parts: tuple[int, ...] = ()) -> jax.Array:
     """The groups, largest first so that no long one is left for the end; of each its first row, its end, and how many tiles of bm rows the groups
     before it (by number) take: where it starts in a copy whose groups are padded to whole tiles; then G, and zeros, for a kernel to count in. int32,

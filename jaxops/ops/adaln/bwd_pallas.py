@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.adaln.plan import STATS, Arrays, Rows, Spec
 from jaxops.ops.adaln.rows_pallas import Chunks, Columns, activate, affine, find_tile, steps_of, tile_count, widen
 from jaxops.ops.adaln.sums_pallas import finish_sums
@@ -81,6 +82,7 @@ def _bwd_kernel(*refs, names: tuple[str, ...], summed: tuple[str, ...], spec: Sp
         plgpu.store(ref["sequences"].at[at], jnp.broadcast_to(tile.sequence, (1,)), mask=in_starts)
 
 
+@traced_once("spec", "tiles", "interpret")
 def backward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array], *, interpret: bool) -> dict[str, jax.Array]:
     """Gradients by name, as far as there are such inputs: x, h, gate, scale, shift, weight, bias. No size is 0.
 

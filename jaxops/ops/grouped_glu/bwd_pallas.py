@@ -8,6 +8,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.activations import unit_gradients
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
 from jaxops.ops.grouped_glu.plan import Block, Halves, Spec
 
@@ -22,6 +23,7 @@ def _bwd_kernel(offsets_ref, dh_ref, *refs, activation: str, block: Block):
         place.store(ref, gradient, first)
 
 
+@traced_once("spec", "block", "interpret")
 def bwd_pallas(spec: Spec, block: Block, pre: Halves, dh: jax.Array, offsets: jax.Array, *, interpret: bool) -> Halves:
     """The gradients of pre, in its shapes and dtype; rows outside the groups are zero. No size is 0."""
     M, F = dh.shape

@@ -8,6 +8,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.activations import unit
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
 from jaxops.ops.grouped_glu.plan import Block, Halves, Spec
 
@@ -20,6 +21,7 @@ def _fwd_kernel(offsets_ref, *refs, activation: str, block: Block):
     place.store(h_ref, unit(activation, gate, up))
 
 
+@traced_once("spec", "block", "interpret")
 def fwd_pallas(spec: Spec, block: Block, pre: Halves, offsets: jax.Array, *, interpret: bool) -> jax.Array:
     """h [M, F] in spec.out_dtype; rows outside the groups are zero. No size is 0."""
     M, F = pre[0].shape[0], pre[0].shape[1] * len(pre) // 2

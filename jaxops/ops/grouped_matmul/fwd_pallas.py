@@ -12,6 +12,7 @@ from jaxops._lib.grouped_gemm_pallas import sum_over_columns
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
@@ -47,6 +48,7 @@ def _fwd_kernel(tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transp
         multiply(bm)
 
 
+@traced_once("tiles", "transpose_rhs", "precision", "out_dtype", "interpret")
 def fwd_pallas(lhs, rhs, bias, offsets, *, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision, out_dtype, interpret: bool) -> jax.Array:
     """lhs[M, K], rhs[G, K, N] ([G, N, K] with transpose_rhs), bias[G, N] or None, offsets[G + 1] -> [M, N] in out_dtype. No size is 0."""
     M = lhs.shape[0]

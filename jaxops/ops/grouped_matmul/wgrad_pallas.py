@@ -12,6 +12,7 @@ from jaxops._lib.grouped_gemm_pallas import sum_over_rows
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups
 from jaxops._lib.tiling import panel_order
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
@@ -38,6 +39,7 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision:
     plgpu.store(out_ref.at[place], acc.astype(out_ref.dtype), mask=mask)
 
 
+@traced_once("tiles", "precision", "out_dtype", "interpret")
 def wgrad_pallas(lhs, dout, accumulator, offsets, *, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool) -> jax.Array:
     """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in out_dtype. No size is 0."""
     (M, K), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1

@@ -12,6 +12,7 @@ from jaxops._lib.grouped_gemm_pallas import sum_over_columns
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_matmul import Tiles
 from jaxops.ops.modality_grouped_matmul.parts import Part
 
@@ -51,6 +52,7 @@ def _fwd_kernel(tiles_ref, lhs_ref, *refs, parts: tuple[Part, ...], bound: int, 
     pl.when(~product)(lambda: store(jnp.zeros((bm, bn), out_ref.dtype)))
 
 
+@traced_once("parts", "out", "tiles", "transpose_rhs", "precision", "interpret")
 def fwd_pallas(
     lhs,
     rhs,

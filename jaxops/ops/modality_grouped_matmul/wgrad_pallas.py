@@ -12,6 +12,7 @@ from jaxops._lib.grouped_gemm_pallas import sum_over_rows
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups
 from jaxops._lib.tiling import panel_order
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_matmul import Tiles
 from jaxops.ops.modality_grouped_matmul.parts import Part, Shapes, first_groups
 
@@ -45,6 +46,7 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *out_refs, parts: tuple[Part, .
         before += count
 
 
+@traced_once("parts", "shapes", "tiles", "precision", "out_dtype", "interpret")
 def wgrad_pallas(
     lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool
 ) -> list[jax.Array]:

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Tokens, each_chunk
 from jaxops.ops.permute.places import Places
 from jaxops.ops.permute.plan import Tile
@@ -39,6 +40,7 @@ def _combine_bwd_kernel(positions_ref, offsets_ref, weights_ref, dout_ref, rows_
     tokens.each_batch(of_choices, 0)
 
 
+@traced_once("tile", "interpret")
 def combine_bwd_pallas(tile: Tile, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
     return pl.pallas_call(

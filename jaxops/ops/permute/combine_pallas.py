@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Columns, Tokens
 from jaxops.ops.permute.places import Places
 from jaxops.ops.permute.plan import Tile
@@ -30,6 +31,7 @@ def _combine_kernel(*refs, tile: Tile):
     columns.store(out_ref, tokens.number, tokens.there, total)
 
 
+@traced_once("tile", "out_dtype", "interpret")
 def combine_pallas(tile: Tile, rows: jax.Array, weights: jax.Array | None, places: Places, out_dtype, *, interpret: bool) -> jax.Array:
     """[T, D]; without weights they are ones. No size is 0."""
     T, D = places.positions.shape[0], rows.shape[1]

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Columns, Tokens
 from jaxops.ops.permute.places import Places
 from jaxops.ops.permute.plan import Tile
@@ -30,6 +31,7 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tile):
     tokens.each_batch(body, 0)
 
 
+@traced_once("tile", "interpret")
 def permute_pallas(tile: Tile, x: jax.Array, places: Places, *, interpret: bool) -> jax.Array:
     """[R, D] in x's dtype. No size is 0."""
     T, D = x.shape

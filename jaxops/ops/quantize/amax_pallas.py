@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import without_nan
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.quantize.plan import Arrays, Tile
 from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, both, largest, load, sizes_of, store
 
@@ -39,6 +40,7 @@ def _tensor_kernel(*refs, grid: Grid, programs: int, M: int, interpret: bool):
     store(out_ref, (jnp.full((1,) * 6, pid, jnp.int32),), without_nan(largest(most, (*COLUMNS, *ROWS, 2))), None)
 
 
+@traced_once("tile", "interpret")
 def tensor_amax_pallas(tile: Tile, arrays: Arrays, *, interpret: bool) -> jax.Array:
     """[G, programs] float32: parts of each tensor's largest magnitude, over the rows inside the groups where there are such."""
     x, offsets = arrays.x, arrays.offsets
@@ -74,6 +76,7 @@ def _lines_kernel(*refs, names: tuple[str, ...], grid: Grid, M: int, interpret: 
         store(ref["columns"], (zero + i, g * K + columns), without_nan(largest(of_groups, ROWS)), columns_in)
 
 
+@traced_once("tile", "row", "col", "interpret")
 def line_amax_pallas(tile: Tile, arrays: Arrays, *, row: bool, col: bool, interpret: bool) -> tuple[jax.Array | None, jax.Array | None]:
     """The largest magnitude of each row [G, M] and of each column [G, K] (over the rows inside the groups), float32, as far as they are wanted."""
     x, offsets = arrays.x, arrays.offsets

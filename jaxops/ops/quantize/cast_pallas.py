@@ -15,6 +15,7 @@ from jaxops._lib.ragged import padded_rows
 from jaxops._lib.schedule_pallas import COLUMNS as SCHEDULED
 from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.quantize.plan import Arrays, Spec, Tile
 from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, both, largest, load, sizes_of, store
 
@@ -137,6 +138,7 @@ def _cast_kernel(*refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tu
         store(ref["values_t"], (p.g * K + p.columns, p.rows_t), cast(factors[1]), both(p.columns_in, p.rows_t_in))
 
 
+@traced_once("spec", "tile", "interpret")
 def cast_pallas(spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool) -> dict[str, jax.Array]:
     """By name, as far as they are wanted: values, scales, values_t, scales_t as in `Quantized`, all with a leading G. No size is 0.
 

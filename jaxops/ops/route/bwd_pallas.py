@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, each, load_column, steps_of
 from jaxops.ops.route.plan import TINY, Spec, Tile
 from jaxops.ops.route.routing import Cotangents, Saved
@@ -52,6 +53,7 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
     steps_of(pl.program_id(0), tile, T, body, 0)
 
 
+@traced_once("spec", "tile", "interpret")
 def backward_pallas(spec: Spec, tile: Tile, saved: Saved, cotangents: Cotangents, *, interpret: bool) -> jax.Array:
     """The gradient of logits [T, E], in their dtype. T is not 0."""
     logits = saved.logits

@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, each, load_column, steps_of
 from jaxops.ops.route.keys import GONE, keys_of
 from jaxops.ops.route.plan import TINY, Spec, Tile
@@ -161,6 +162,7 @@ def _place_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         plgpu.store(ref["z_loss"].at[one], plgpu.load(ref["totals"].at[one + E]) * (1 / T))
 
 
+@traced_once("spec", "tile", "interpret")
 def forward_pallas(spec: Spec, tile: Tile, logits: jax.Array, bias: jax.Array | None, *, interpret: bool) -> Routing:
     """T is not 0."""
     (T, E), k = logits.shape, spec.k

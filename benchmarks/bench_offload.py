@@ -109,20 +109,17 @@ def measure(workload: Workload, limit_s: float) -> Measured:
     begin = time.perf_counter()
     compiled = compile_step(workload)
     compile_s, us, losses = time.perf_counter() - begin, [], []
-    state, key, begin = workload.start(), jax.random.key(0), time.perf_counter()
-    for number, batch in enumerate(itertools.cycle(workload.batches)):
+    state, key = workload.start(), jax.random.key(0)
+    for batch in itertools.cycle(workload.batches):
         start = time.perf_counter()
         state, metrics = jax.block_until_ready(compiled(state, batch, key))
         losses.append(float(metrics.loss))
-        if number == 0:
-            begin = time.perf_counter()
-            continue
         us.append(1e6 * (time.perf_counter() - start))
-        if time.perf_counter() - begin > limit_s:
+        if len(us) > 1 and sum(us[1:]) > 1e6 * limit_s:
             break
     profile = us[-1] < LONG_US
     events = bench_train_step.device_events(lambda: compiled(state, workload.batches[0], key)) if profile else []
-    return Measured(us, losses, compile_s, report(compiled), hidden_copies(events))
+    return Measured(us[1:], losses, compile_s, report(compiled), hidden_copies(events))
 
 
 def compile_step(workload: Workload) -> Any:
@@ -162,7 +159,7 @@ def largest(needed: dict[tuple[str, int], int], side: str, budget: float) -> flo
 def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_s: float, smoke: bool) -> int:
     """How many of the runs failed. What is only compiled comes first, so that a run's row has all it needs, and is written when the run is over."""
     needed: dict[tuple[str, int], int] = {}
-    per_token: dict[tuple[str, int], float] = {}
+    per_token: dict[str, float] = {}
     failed = 0
     for side, rows in case.compiled + case.runs:
         try:
@@ -174,7 +171,7 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
             else:
                 measured = measure(workload, limit_s)
                 needed[side, rows] = measured.report.device_bytes
-                per_token[side, rows] = float(np.median(measured.us)) / workload.tokens
+                per_token[side] = float(np.median(measured.us)) / workload.tokens
                 print(f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  losses {measured.losses[:3]}", flush=True)
                 write(file, {"name": name, "dist": f"{rows} rows", "backend": side}, workload, measured, dense, needed, per_token)
         except Exception as error:
@@ -191,13 +188,12 @@ def write(
     measured: Measured,
     dense: float,
     needed: dict[tuple[str, int], int],
-    per_token: dict[tuple[str, int], float],
+    per_token: dict[str, float],
 ) -> None:
     """A run's row. needed and per_token are of all runs so far, this one's among them."""
     side, times = run["backend"], harness.Times.of(measured.us)
     budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
-    own = float(np.median(measured.us)) / workload.tokens
-    vs = {other: us / own for (other, _), us in per_token.items() if other in (KEEP, RECOMPUTE)} if side.startswith(OFFLOAD) else {}
+    vs = {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE)} if side.startswith(OFFLOAD) else {}
     tflops = workload.flops / times.us_p50 / 1e6
     facts = {"tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50, "peak_bytes": measured.report.device_bytes}
     facts |= {"host_bytes": measured.report.host_bytes, "copies_us_and_hidden": measured.copies, "largest_rows": largest(needed, side, budget)}

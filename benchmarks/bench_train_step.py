@@ -110,10 +110,7 @@ def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
 
 def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload:
     preset = dataclasses.replace(train_dit.with_precision(preset, PRECISIONS[precision]), backend=backend)
-    how = {"dtype": preset.dtype, "recipe": preset.recipe, "attention": preset.attention, "crowd": 4, "backend": preset.backend}
-    sizes = DiTConfig(
-        preset.layers, preset.width, preset.heads, token=16, classes=1000, longest=preset.longest, policy=preset.policy, unroll=preset.unroll, **how
-    )
+    sizes = train_dit.sizes_of(preset, token=16, classes=1000, longest=preset.longest, crowd=4)
     batches = [images(preset, sizes, step) for step in range(steps)]
     square = float(np.mean([np.sum(np.diff(batch.sequence_offsets[0]).astype(float) ** 2) for batch in batches]))
     each = preset.width**2

@@ -42,11 +42,8 @@ def apply_layers(
     Raises:
       ValueError: unroll, and a policy that offloads.
     """
-    if unroll and policy is not None and policy.offload:
-        offloaded = ", ".join(policy.offload)
-        raise ValueError(
-            f"unroll with a policy that offloads {offloaded}: only a loop has moved a layer's before it makes the next one's. Set unroll to false."
-        )
+    if unroll and (names := ", ".join(_offloaded(policy))):
+        raise ValueError(f"unroll with a policy that offloads {names}: only a loop has moved a layer's before it makes the next one's. Set unroll to false.")
     graphdef, params, others = nnx.split(stack, nnx.Param, ...)
 
     def layer(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Any, nnx.State]]:
@@ -75,14 +72,19 @@ def _one_after_another(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, sta
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 
 
+def _offloaded(policy: Policy | None) -> tuple[str, ...]:
+    return () if policy is None else policy.offload
+
+
 def options_for(policy: Policy | None) -> dict[str, Any]:
     """Of XLA, for a step whose layers have that policy."""
-    return compiler_options(offloads=policy is not None and bool(policy.offload))
+    return compiler_options(offloads=bool(_offloaded(policy)))
 
 
 def remark(policy: Policy | None) -> str:
     """What a run says of it, with the line's end; nothing of a policy that moves nothing."""
-    if policy is None or not policy.offload:
+    names = ", ".join(_offloaded(policy))
+    if not names:
         return ""
-    what = f"offload: {', '.join(policy.offload)} to the host's memory"
+    what = f"offload: {names} to the host's memory"
     return f"{what}\n" if jax.default_backend() == "gpu" else f"{what}, which is this machine's only one: nothing moves\n"

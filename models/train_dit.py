@@ -76,21 +76,13 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
     budget = preset.tokens // parts
     if budget < data.longest:
         raise ValueError(f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or longest.")
-    return DiTConfig(
-        preset.layers,
-        preset.width,
-        preset.heads,
-        token=data.patch**2 * data.channels,
-        classes=len(data.classes),
-        longest=data.longest,
-        dtype=preset.dtype,
-        recipe=preset.recipe,
-        attention=preset.attention,
-        crowd=data.crowd,
-        backend=preset.backend,
-        policy=preset.policy,
-        unroll=preset.unroll,
-    )
+    return sizes_of(preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd)
+
+
+def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd: int | None) -> DiTConfig:
+    """The preset's model, for data of those."""
+    named = {name: getattr(preset, name) for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll")}
+    return DiTConfig(token=token, classes=classes, longest=longest, crowd=crowd, **named)
 
 
 def init_state(sizes: DiTConfig, preset: DiTPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:

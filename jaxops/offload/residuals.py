@@ -51,15 +51,10 @@ def count_names(jaxpr: Any) -> dict[str, int]:
             aval = eqn.outvars[0].aval
             found[eqn.params["name"]] += aval.size * aval.dtype.itemsize
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in inner_jaxprs(eqn):
+        for inner in core.jaxprs_in_params(eqn.params):
             for name, size in count_names(inner).items():
                 found[name] += rounds * size
     return dict(found)
-
-
-def inner_jaxprs(eqn: Any) -> list[Any]:
-    """What an equation calls, closed or not."""
-    return [x for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
 
 
 def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:

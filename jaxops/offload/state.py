@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-
-from jaxops.offload.residuals import inner_jaxprs
+from jax.extend.core import jaxprs_in_params
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 64  # where the caller names none: more would be small copies, for memory that no longer counts
@@ -291,7 +290,7 @@ def _check_update(tx: Any, grads: Any, state: Any, params: Any) -> None:
 def _check_elementwise(jaxpr: Any, sizes: set[int]) -> None:
     """Nothing is made smaller that has one of the parameters' sizes."""
     for equation in jaxpr.eqns:
-        inner = inner_jaxprs(equation)
+        inner = list(jaxprs_in_params(equation.params))
         for x in inner:
             _check_elementwise(x, sizes)
         largest = max((math.prod(x.aval.shape) for x in equation.invars), default=0)

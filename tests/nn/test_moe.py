@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._lib.device import has_jax_triton
 from jaxops.nn import MoE, Router, RouterBias
-from jaxops.offload.residuals import inner_jaxprs
 from tests.compare import assert_close
 from tests.hopper import on_h200
+from tests.jaxprs import equations
 
 T, E, D, F, K = 24, 4, 8, 12, 2
 
@@ -93,15 +92,6 @@ def test_remat():
     check(make(), tokens(), wrap=jax.checkpoint)
 
 
-def launches(jaxpr):
-    """The names of kernels that it launches, in whatever function."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("pallas_call", "triton_kernel_call"):
-            yield str(eqn.params["name"])
-        else:
-            yield from itertools.chain(*map(launches, inner_jaxprs(eqn)))
-
-
 def test_backend():
     """Traced, not run: what `moe_mlp` and the shared experts are made of are kernels, and in bfloat16 on an H200 Hopper's own."""
 
@@ -109,7 +99,8 @@ def test_backend():
         graphdef, params = nnx.split(make(shared_features=8, hidden_features=16, dtype=dtype, **options))
         x = tokens(128, D)  # 64 rows an expert: for tiny groups "auto" takes other kernels
         with device():
-            found = collections.Counter(launches(jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x)[0])(params, x).jaxpr))
+            jaxpr = jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x)[0])(params, x).jaxpr
+        found = collections.Counter(eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name in ("pallas_call", "triton_kernel_call"))
         return {name: found[name] for name in ("permute", "grouped_glu_fwd", "grouped_matmul_fwd", "combine")}
 
     pallas = {"permute": 1, "grouped_glu_fwd": 2, "grouped_matmul_fwd": 6, "combine": 1}  # gate's, up's and down's products, twice

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxops.offload import Policy, scan
-from jaxops.offload.residuals import inner_jaxprs
+from tests.jaxprs import equations
 
 LAYERS, T, D = 5, 6, 4
 CHOICES = ("keep", "offload", "recompute")
@@ -124,8 +124,7 @@ def test_bfloat16_carry():
 
 def stacks(jaxpr, shape):
     """Types of what loops give of that shape, in whatever jaxpr inside."""
-    found = [v.aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "scan" for v in eqn.outvars if v.aval.shape == shape]
-    return found + [dtype for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn) for dtype in stacks(inner, shape)]
+    return [v.aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars if v.aval.shape == shape]
 
 
 @pytest.mark.parametrize("whole", [True, False])

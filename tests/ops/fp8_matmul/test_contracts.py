@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from tests.compare import assert_close
 from tests.hopper import H200
+from tests.jaxprs import equations
 from tests.ops.fp8_matmul.cases import FEW, Case, apply, kind_of, make_case, options_of, reference
 
 DENSE = make_case(21, 32, 48)
@@ -106,18 +107,8 @@ def test_two_runs_give_the_same_bits(run):
 
 def casts(function, *args) -> list[tuple]:
     """Shapes of the FP8 arrays that a traced function has from a cast to FP8, in the order in which they come."""
-    found = []
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "convert_element_type" and equation.outvars[0].aval.dtype.itemsize == 1:
-                found.append(equation.outvars[0].aval.shape)
-            for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    visit(getattr(inner, "jaxpr", inner))
-
-    visit(jax.make_jaxpr(function)(*args).jaxpr)
-    return found
+    made = [equation.outvars[0].aval for equation in equations(jax.make_jaxpr(function)(*args).jaxpr) if equation.primitive.name == "convert_element_type"]
+    return [aval.shape for aval in made if aval.dtype.itemsize == 1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +21,7 @@ from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled
 from tests.hopper import H200 as ABSTRACT
 from tests.hopper import on_h200
+from tests.jaxprs import equations
 from tests.ops.moe_mlp.cases import NAMES, Variant, check_values, check_zeros, has_row, make_case, want_of
 from tests.ops.moe_mlp.cases import compiled as jitted
 
@@ -61,17 +61,10 @@ OPERANDS = (shape(500, D), shape(E, D, F), shape(E, D, F), shape(E, F, D))
 
 def launched(call, *shapes) -> list[tuple[str, int]]:
     """The Gluon kernels of a call, in order: name and how many results each writes."""
-
-    def inside(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "triton_kernel_call":
-                results = [var for var in equation.outvars if var.aval.dtype != jnp.int32]  # not the work list, in which programs count
-                yield equation.params["name"], len(results)
-            for sub in jaxprs_in_params(equation.params):
-                yield from inside(sub)
-
     with on_h200():
-        return list(inside(jax.make_jaxpr(call)(*shapes).jaxpr))
+        calls = [equation for equation in equations(jax.make_jaxpr(call)(*shapes).jaxpr) if equation.primitive.name == "triton_kernel_call"]
+    results = lambda call: [var for var in call.outvars if var.aval.dtype != jnp.int32]  # not the work list, in which programs count
+    return [(call.params["name"], len(results(call))) for call in calls]
 
 
 FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in ("fwd", "dgrad", "wgrad"))

@@ -67,7 +67,7 @@ CASES = {
         Policy(keep=("mlp", "middle"), offload=("carry", "attention")),
         bench_train_step.lm,
         decoder(dataclasses.replace(PRESETS["3b"], model=DENSE, context=2048)),
-        [(KEEP, 4), (RECOMPUTE, 10), (OFFLOAD, 10), (MOST, 40), (INPUTS, 60)],
+        [(KEEP, 4), (RECOMPUTE, 10), (OFFLOAD, 10), (MOST, 24), (INPUTS, 60)],
         [(RECOMPUTE, 32), (KEEP, 1)],
     ),
     "dit_7b": Case(

@@ -31,12 +31,12 @@ from models.precision import PRECISIONS
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
 OURS, XLA = "jaxops", "xla"
-SIDES = {  # side -> backend, precision
+SIDES = {  # side -> backend, precision; those that others are compared with come first
+    XLA: ("xla", "bfloat16"),
+    "xla_fp8_tensorwise": ("xla", "fp8-tensorwise"),
     OURS: ("auto", "bfloat16"),
     "jaxops_fp8_tensorwise": ("auto", "fp8-tensorwise"),
     "jaxops_fp8_blockwise": ("auto", "fp8-blockwise"),
-    XLA: ("xla", "bfloat16"),
-    "xla_fp8_tensorwise": ("xla", "fp8-tensorwise"),
 }
 PEAK_TFLOPS = 989.4  # of an H200 in bfloat16, as its data sheet has it: what MFU is a share of
 APART = 0.02  # losses of the first step, of whatever side, in bfloat16 or FP8
@@ -185,38 +185,38 @@ def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def measure_case(name: str, make: Callable[..., Workload], preset: Any, sides: list[str], file: pathlib.Path, dense: float, steps: int, limit_s: float) -> int:
-    """All sides of a model, one after another; how often jaxops itself failed."""
-    found: dict[str, tuple[Workload, Measured]] = {}
+    """All sides of a model, one after another, each one's row written when it is over; how often jaxops itself failed."""
+    losses: dict[str, float] = {}
+    step_us: dict[str, float] = {}
     for side in sides:
         try:
             workload = make(preset, *SIDES[side], steps)
-            found[side] = workload, measure(workload, limit_s)
-            first = found[side][1].losses[0]
-            if abs(first / found[sides[0]][1].losses[0] - 1) > APART:
-                raise ArithmeticError(f"the first loss is {first}, that of {sides[0]} {found[sides[0]][1].losses[0]}")
-            print(f"{name} {side}: {np.median(found[side][1].us) / 1e3:.1f} ms a step, compiled in {found[side][1].compile_s:.0f} s", flush=True)
+            measured = measure(workload, limit_s)
+            losses[side] = measured.losses[0]
+            first = next(iter(losses))
+            if abs(losses[side] / losses[first] - 1) > APART:
+                raise ArithmeticError(f"the first loss is {losses[side]}, that of {first} {losses[first]}")
+            step_us[side] = float(np.median(measured.us))
+            write(file, name, side, workload, measured, dense, step_us)
         except Exception as error:
-            found.pop(side, None)
             harness.print_left_out(f"{side} at {name}", error)
         jax.clear_caches()
-    times = {side: harness.Times.of(measured.us) for side, (_, measured) in found.items()}
-    for side, (workload, measured) in found.items():
-        backend, precision = SIDES[side]
-        case = {"op": "train_step", "pass": "step", "name": name, "shape": workload.shape, "dtype": "bfloat16", "dist": "", "backend": side}
-        tflops, total = workload.flops / times[side].us_p50 / 1e6, sum(us for _, us in measured.kernels)
-        facts = {
-            "recipe": PRECISIONS[precision].recipe,
-            "tflops": tflops,
-            "mfu": tflops / PEAK_TFLOPS,
-            "tokens_per_s": 1e6 * workload.tokens / times[side].us_p50,
-        }
-        facts |= {"peak_bytes": measured.bytes, "compile_s": measured.compile_s, "loss": measured.losses[-1]}
-        facts |= {"kernels": [[kernel[:80], round(us, 1), round(us / total, 4)] for kernel, us in measured.kernels[:SHOWN]]}
-        own = side if backend == "auto" else OURS
-        vs = {peer: times[peer].us_p50 / times[side].us_p50 for peer in times if SIDES[peer][0] == "xla"} if side == own else {}
-        harness.append_row(file, harness.make_row(case, times[side], tflops / dense, vs, None, **facts))
-        print(f"{name} {side}: {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {measured.bytes / 1e9:.1f} GB", flush=True)
-    return OURS in sides and OURS not in found
+    return OURS in sides and OURS not in step_us
+
+
+def write(file: pathlib.Path, name: str, side: str, workload: Workload, measured: Measured, dense: float, step_us: dict[str, float]) -> None:
+    """A side's row. step_us is of all sides so far, this one among them."""
+    backend, precision = SIDES[side]
+    times, total = harness.Times.of(measured.us), sum(us for _, us in measured.kernels)
+    tflops = workload.flops / times.us_p50 / 1e6
+    case = {"op": "train_step", "pass": "step", "name": name, "shape": workload.shape, "dtype": "bfloat16", "dist": "", "backend": side}
+    facts = {"recipe": PRECISIONS[precision].recipe, "tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50}
+    facts |= {"peak_bytes": measured.bytes, "compile_s": measured.compile_s, "loss": measured.losses[-1]}
+    facts |= {"kernels": [[kernel[:80], round(us, 1), round(us / total, 4)] for kernel, us in measured.kernels[:SHOWN]]}
+    vs = {peer: us / step_us[side] for peer, us in step_us.items() if SIDES[peer][0] == XLA} if backend != XLA else {}
+    harness.append_row(file, harness.make_row(case, times, tflops / dense, vs, None, **facts))
+    line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {measured.bytes / 1e9:.1f} GB"
+    print(f"{name} {side}: {line}, compiled in {measured.compile_s:.0f} s, {vs}", flush=True)
 
 
 def main(

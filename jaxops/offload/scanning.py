@@ -198,6 +198,9 @@ def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
         coming = [jax.device_put(_take(h, i), DEVICE) for h in host]
         vjp = residuals.vjp(consts, layer.cast(x), residuals.join(here, stayed))
         ct_consts, ct_carry, ct_x = ([ct for ct in cts if _smooth(ct)] for cts in vjp((ct_carry, ct_y)))
+        # Gradients are copied into their stacks once all has come. XLA takes each copy to be as long as five products, whatever its size, and counts what hides
+        # it from the round's end: there the stacks' copies are, and a copy that came behind those alone would be waited for.
+        ct_x, coming = jax.lax.optimization_barrier((ct_x, coming))
         return (i - 1, ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
     state = (jnp.int32(xs[0].shape[0] - 1), ct_carry, last, totals)

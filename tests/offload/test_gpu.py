@@ -84,6 +84,13 @@ def test_copies_beside_what_is_kept():
     assert all(copy.in_loop and copy.behind > 10 for copy in leaving)
 
 
+def test_a_single_large_copy():
+    """Behind the products of a layer, not behind what its round ends with: the copies of gradients into their stacks, which move as much as it does."""
+    found = report(compiled(Policy(offload=("carry",)))[0], verify=True)
+    assert [copy.to for copy in found.copies if copy.in_loop] == ["host", "device"]
+    assert found.copies[-1].behind > 40
+
+
 def test_propose():
     w, x = weights(), jax.random.normal(jax.random.key(1), (T, D), jnp.bfloat16)
     everything = report(compiled(Policy(keep=NAMES))[0]).device_bytes

@@ -82,6 +82,14 @@ def test_where_residuals_lie():
     assert spaces(Policy()) == [((T, D), False)]  # a layer's input, which recomputing begins with
 
 
+def test_gradients_are_stacked_once_all_has_come():
+    """Only so XLA has a layer's products behind the copy of the next layer's residuals (a GPU test looks at its schedule)."""
+    weights, x, scale = inputs()
+    gradient = jax.grad(lambda w: loss(functools.partial(scan, policy=Policy(offload=("carry",))), w, x, scale)[0])
+    barriers = [equation for equation in equations(jax.make_jaxpr(gradient)(weights).jaxpr) if equation.primitive.name == "optimization_barrier"]
+    assert [{v.aval.shape for v in barrier.invars} for barrier in barriers] == [{(T, D), (D, 2 * D), (2 * D, D)}]
+
+
 def test_products(count_dots):
     """Keeping what the backward needs saves the products that lead to it; offloading it, too."""
     weights, x, scale = inputs()

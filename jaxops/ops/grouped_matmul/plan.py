@@ -254,12 +254,16 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     takes 3 % longer on the mean than the fastest of twelve, 13 % at the most. Panels of 4 row tiles where groups are short, of 8 where they are not
     (mixtral_up: 806 against 782). A pipeline so deep that tiles are stored in halves where groups are short (qwen3_30b: 346, 359 and 402 instead of 360, 386
     and 420 us in the three passes), not where they are not: there the card's power bounds, and three stages draw less (mixtral_up: 10.7 to 11.0 against 11.2 to
-    11.4 ms). 256x128 takes four (18,414 rows by 352 columns: 68 against 77 us), 128x128 in turns as many as leave room for whole tiles (9,697 by 648: 92 with
-    five, 102 with six)."""
+    11.4 ms); nor where wgrad's sums are of a step or two (51 rows a group: 145 against 154 us). 256x128 takes four (18,414 rows by 352 columns: 68 against
+    77 us), 128x128 in turns as many as leave room for whole tiles (9,697 by 648: 92 with five, 102 with six), and takes them as programs get free: it is for
+    few tiles or short sums (11,467 rows by 320 columns in sums of 264: 12.4 against 13.7 us)."""
     rows = -(-problem.M // max(problem.G, 1))
-    how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton", "dynamic": pass_name == "wgrad" or rows <= 128}
-    stages = (4 if rows < 1024 else 3, 4, 5, 6)
-    usual, *others = (Tiles(bm, bn, 64, 8, each, turns=turns, **how) for (bm, bn, turns), each in zip(HOPPER_TILES, stages, strict=True))
+    how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
+    dynamic, short = pass_name == "wgrad" or rows <= 128, pass_name == "wgrad" and rows <= 64
+    stages = (3 if rows >= 1024 or short else 4, 4, 5, 6)
+    usual, *others = (
+        Tiles(bm, bn, 64, 8, each, turns=turns, dynamic=dynamic or bm == bn, **how) for (bm, bn, turns), each in zip(HOPPER_TILES, stages, strict=True)
+    )
     best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model is kind to them: 152 of them (4,779 rows by 792) took 53 us, 266 half as large 35.
     margin = 1.0 if device.cores < _work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06

@@ -177,8 +177,8 @@ def compiler_options(*, offloads: bool = True) -> dict[str, bool | int | str]:
       is waited for: H200, 2026-11-22, jaxlib 0.11.2: of 39 ms of copies each way beside 87 ms of work none was hidden, without graphs all were.
     - `xla_gpu_enable_latency_hiding_scheduler`: without it every copy is waited for where it begins. jaxlib 0.11.2 has it on by default, older ones may not.
     - `xla_gpu_memory_limit_slop_factor`: how many percent of 80 % of the card's memory, less the arguments, XLA may plan with before its scheduler stops to
-      hide anything, and its rematerialization computes again what the policy keeps. Both count what lies on the host as if it lay on the device: a step that
-      fills the card and has 47 GB more on the host hid 4 % of its copies to the device with 200 (H200, 2026-11-22). The default is 95.
+      hide anything, and its rematerialization computes again what the policy keeps. Both count what lies on the host as if it lay on the device: a step of 130
+      GB, and 47 on the host, as 181. The default is 95.
     - `xla_gpu_enable_dynamic_slice_fusion`, off: of a product that a loop keeps and also works with, XLA makes two, one of which writes into what is kept. A
       layer of a gated perceptron then has five products where it has three.
 

@@ -57,7 +57,7 @@ MUTATIONS = {
     "offload index: the same residuals come for every layer": (
         "offload/scanning.py", "return (i - 1, ct_carry, coming", "return (i, ct_carry, coming", CHOICE),
     "offload order: gradients are stacked before the next residuals have come": (
-        "offload/scanning.py", "ct_x, coming = jax.lax.optimization_barrier((ct_x, coming))", "ct_x = jax.lax.optimization_barrier(ct_x)",
+        "offload/scanning.py", "ct_x, coming = _split(barrier(*ct_x, *coming), len(ct_x))", "ct_x = list(barrier(*ct_x))",
         f"{SCAN}::test_gradients_are_stacked_once_all_has_come"),
     "offload sum: the last layer's gradient of what stands around": (
         "offload/scanning.py", "[t + ct for t, ct in", "[0 * t + ct for t, ct in", f"{SCAN}::test_as_lax_scan"),

@@ -22,6 +22,15 @@ def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
     return _mark(x, _axes(like))
 
 
+def barrier(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """`lax.optimization_barrier`, without the arrays that do not vary over all axes that others do: JAX 0.10 would mark them, and the gradient of a replicated
+    weight must stay without the mark."""
+    axes = set().union(*(_axes(jax.typeof(x)) for x in arrays))
+    within = [_axes(jax.typeof(x)) == axes for x in arrays]
+    done = iter(lax.optimization_barrier([x for x, tied in zip(arrays, within, strict=True) if tied]))
+    return tuple(next(done) if tied else x for x, tied in zip(arrays, within, strict=True))
+
+
 def _axes(type_) -> set:
     return set() if type_.manual_axis_type is None else set(type_.manual_axis_type.varying)
 

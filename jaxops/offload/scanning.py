@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jaxops._lib.manual_axes import vary_as
+from jaxops._lib.manual_axes import barrier, vary_as
 from jaxops.offload.casts import without_casts
 from jaxops.offload.policies import Policy
 from jaxops.offload.residuals import origin
@@ -200,7 +200,8 @@ def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
         ct_consts, ct_carry, ct_x = ([ct for ct in cts if _smooth(ct)] for cts in vjp((ct_carry, ct_y)))
         # Gradients are copied into their stacks once all has come. XLA takes each copy to be as long as five products, whatever its size, and counts what hides
         # it from the round's end: there the stacks' copies are, and a copy that came behind those alone would be waited for.
-        ct_x, coming = jax.lax.optimization_barrier((ct_x, coming))
+        if coming:
+            ct_x, coming = _split(barrier(*ct_x, *coming), len(ct_x))
         return (i - 1, ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
     state = (jnp.int32(xs[0].shape[0] - 1), ct_carry, last, totals)
@@ -211,6 +212,10 @@ def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
 def _filled(number: int, shape: tuple[int, ...], aval: Any) -> jax.Array:
     """Room on the host is filled with a number that no other has, which XLA never writes: of two that are equal it makes one, and copies it there."""
     return vary_as(aval, jnp.full(shape, number, aval.dtype))
+
+
+def _split(arrays: tuple[jax.Array, ...], first: int) -> tuple[Arrays, Arrays]:
+    return list(arrays[:first]), list(arrays[first:])
 
 
 def _put(host: jax.Array, x: jax.Array, i: Any) -> jax.Array:

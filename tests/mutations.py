@@ -76,7 +76,7 @@ MUTATIONS = {
     "offload: a name stands for all that begin like it": (
         "offload/policies.py", 'name.startswith(known + ".")', "name.startswith(known)", "tests/offload/test_policies.py"),
     "offload: a copy's beginning is forgotten": (
-        "offload/reports.py", "(*_moved(opcode, result), work)", "(*_moved(opcode, result), 0)", "tests/offload/test_reports.py"),
+        "offload/reports.py", "(*_moved(opcode, result), work, products)", "(*_moved(opcode, result), 0, products)", "tests/offload/test_reports.py"),
     "offload: any copy is proposed": (
         "offload/proposals.py", "elif r.copy_us <= copying:", "elif r.copy_us <= copying or r:", "tests/offload/test_proposals.py"),
     "mask: a modality's columns of zeros are multiplied": (

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 _HOST = "S(5)"  # the host's memory in XLA's layouts
 _OPCODE = re.compile(r"[)}\]] ([a-z][a-z\-]*)\(([^)]*)\)")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_PRODUCT = re.compile(r" (?:custom-call|dot)\(|__triton\w*gemm")
 _NO_WORK = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
 _PASSED_ON = _NO_WORK | {"while", "call", "conditional", "custom-call"}
 
@@ -29,12 +30,14 @@ class Copy:
       in_loop: whether it stands in a loop's body.
       behind: instructions that work between its beginning and its end: what may hide it, if the program was compiled with `compiler_options`. 0 for one that
         everything waits for.
+      products: how many of those are products, attention and kernels of their own, which take the time: what a large copy needs to hide behind.
     """
 
     to: Literal["host", "device"]
     bytes: int
     in_loop: bool
     behind: int
+    products: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Report:
             own = [copy for copy in self.copies if copy.to == to]
             waited = sum(not copy.behind for copy in own)
             lines.append(f"  {len(own)} copies to the {to}, {sum(copy.in_loop for copy in own)} of them in loops; {waited} are waited for where they begin")
+            if own:
+                largest = max(own, key=lambda copy: copy.bytes)
+                lines[-1] += f"; the largest has {_gb(largest.bytes)}, and {largest.products} products beside it"
         return "\n".join(lines)
 
 
@@ -123,7 +129,7 @@ def copies_of(text: str) -> list[Copy]:
 
 def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
     """Of one computation, in the order of its schedule."""
-    found, on_host, running, work = [], set(), {}, 0
+    found, on_host, running, work, products = [], set(), {}, 0, 0
     for line in lines:
         name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
         parsed = _OPCODE.search(rest)
@@ -133,19 +139,20 @@ def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
         operands = re.findall(r"%[\w.\-]+", parsed.group(2))
         if opcode.endswith("-start"):
             if _HOST in result:
-                running[name] = (*_moved(opcode, result), work)
+                running[name] = (*_moved(opcode, result), work, products)
         elif opcode.endswith("-done"):
             if operands and operands[0] in running:
-                to, size, before = running.pop(operands[0])
-                found.append(Copy(to, size, in_loop, work - before))
+                to, size, work_before, products_before = running.pop(operands[0])
+                found.append(Copy(to, size, in_loop, work - work_before, products - products_before))
             if _HOST in result:
                 on_host.add(name)
         else:
             here, there = _HOST in result, any(operand in on_host for operand in operands)
             if opcode not in _PASSED_ON and here != there:
-                found.append(Copy("host" if here else "device", _bytes(result)[0], in_loop, 0))
+                found.append(Copy("host" if here else "device", _bytes(result)[0], in_loop, 0, 0))
             elif opcode not in _NO_WORK:
                 work += 1
+                products += bool(_PRODUCT.search(rest))
             if here:
                 on_host.add(name)
     return found

@@ -16,8 +16,8 @@ SIZE = 256 * 128 * 2
 
 def test_copies_of_our_scan():
     """Two residuals a layer: all copies have work behind them. The last layer's come back before the backward's loop."""
-    copies = [Copy("host", SIZE, True, 3), Copy("host", SIZE, True, 2), Copy("device", SIZE, True, 9), Copy("device", SIZE, True, 10)]
-    assert copies_of(TEXTS["scan"]) == [*copies, Copy("device", SIZE, False, 2), Copy("device", SIZE, False, 2)]
+    copies = [Copy("host", SIZE, True, 3, 0), Copy("host", SIZE, True, 2, 0), Copy("device", SIZE, True, 9, 0), Copy("device", SIZE, True, 10, 0)]
+    assert copies_of(TEXTS["scan"]) == [*copies, Copy("device", SIZE, False, 2, 0), Copy("device", SIZE, False, 2, 0)]
 
 
 def test_copies_of_lax_scan():
@@ -36,6 +36,8 @@ ENTRY %main (a: f32[4]) -> f32[4] {
   %there = f32[4]{0:S(5)} copy(%a)
   %start = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%there)
   %work = f32[4]{0} fusion(%a), kind=kLoop, calls=%wrapped
+  %product = f32[4]{0} custom-call(%a), custom_call_target="__cublas$gemm"
+  %other = f32[4]{0} fusion(%a), kind=kCustom, calls=%wrapped, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
   %done = f32[4]{0} copy-done(%start)
   ROOT %back = f32[4]{0} copy(%there)
 }
@@ -43,7 +45,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 
 def test_copies_that_are_waited_for():
-    assert copies_of(SYNCHRONOUS) == [Copy("host", 16, False, 0), Copy("device", 16, False, 1), Copy("device", 16, False, 0)]
+    assert copies_of(SYNCHRONOUS) == [Copy("host", 16, False, 0, 0), Copy("device", 16, False, 3, 2), Copy("device", 16, False, 0, 0)]
 
 
 def fake(text, host_temp, platform="gpu"):
@@ -64,6 +66,7 @@ def test_verify():
     found = report(fake(TEXTS["scan"], 8 * SIZE), verify=True)
     assert (found.device_bytes, found.host_bytes, len(found.copies)) == (570, 8 * SIZE, 6)
     assert "2 copies to the host, 2 of them in loops; 0 are waited for" in str(found)
+    assert "; the largest has 0.00 GB, and 0 products beside it" in str(found)
     assert "2 copies to the device, 2 of them in loops; 2 are waited for" in str(report(fake(TEXTS["lax_scan"], 8 * SIZE)))
     with pytest.raises(OffloadError, match="no byte lies on the host"):
         report(fake(TEXTS["scan"], 0), verify=True)

@@ -17,7 +17,8 @@ import numpy as np
 import typer
 
 from benchmarks import bench_train_step, harness
-from benchmarks.bench_train_step import PEAK_TFLOPS, Event, Workload
+from benchmarks.bench_train_step import PEAK_TFLOPS, Workload
+from benchmarks.traces import Event, device_events, write_trace
 from jaxops.offload import Policy, Report, report
 from jaxops.offload.reports import needed_bytes
 from models.decoder import DecoderConfig
@@ -95,13 +96,13 @@ def only(case: Case, sides: list[str]) -> Case:
 
 
 class Measured(NamedTuple):
-    """us: of each step; copies: microseconds of one step to the host and to the device, and the shares of them that lie behind kernels."""
+    """us: of each step; events: of one step."""
 
     us: list[float]
     losses: list[float]
     compile_s: float
     report: Report
-    copies: dict[str, list[float]]
+    events: list[Event]
 
 
 def measure(workload: Workload, limit_s: float) -> Measured:
@@ -118,8 +119,8 @@ def measure(workload: Workload, limit_s: float) -> Measured:
         if len(us) > 1 and sum(us[1:]) > 1e6 * limit_s:
             break
     profile = us[-1] < LONG_US
-    events = bench_train_step.device_events(lambda: compiled(state, workload.batches[0], key)) if profile else []
-    return Measured(us[1:], losses, compile_s, report(compiled), hidden_copies(events))
+    events = device_events(lambda: compiled(state, workload.batches[0], key)) if profile else []
+    return Measured(us[1:], losses, compile_s, report(compiled), events)
 
 
 def compile_step(workload: Workload) -> Any:
@@ -190,13 +191,14 @@ def write(
     needed: dict[tuple[str, int], int],
     per_token: dict[str, float],
 ) -> None:
-    """A run's row. needed and per_token are of all runs so far, this one's among them."""
+    """A run's row, and OFFLOAD's trace. needed and per_token are of all runs so far, this one's among them."""
     side, times = run["backend"], harness.Times.of(measured.us)
     budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
     vs = {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE)} if side.startswith(OFFLOAD) else {}
     tflops = workload.flops / times.us_p50 / 1e6
     facts = {"tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50, "peak_bytes": measured.report.device_bytes}
-    facts |= {"host_bytes": measured.report.host_bytes, "copies_us_and_hidden": measured.copies, "largest_rows": largest(needed, side, budget)}
+    copies = hidden_copies(measured.events)
+    facts |= {"host_bytes": measured.report.host_bytes, "copies_us_and_hidden": copies, "largest_rows": largest(needed, side, budget)}
     facts |= {
         "needed_bytes": {str(n): size for (of, n), size in sorted(needed.items()) if of == side},
         "compile_s": measured.compile_s,
@@ -207,7 +209,9 @@ def write(
     print(
         f"{run['name']} {side} of {run['dist']}: {times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {vs}", flush=True
     )
-    print(f"  fits {facts['largest_rows']}, copies {measured.copies}", flush=True)
+    print(f"  fits {facts['largest_rows']}, copies {copies}", flush=True)
+    if side == OFFLOAD and measured.events:
+        write_trace(measured.events, file.with_name(f"offload_{run['name']}.trace.json.gz"))
 
 
 def main(

@@ -9,8 +9,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import re
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks import harness
+from benchmarks.traces import device_events
 from jaxops.offload.reports import needed_bytes
 from models import loop, train_dit, train_lm
 from models.data import Corpus
@@ -153,27 +152,6 @@ def measure(workload: Workload, limit_s: float) -> Measured:
         if time.perf_counter() - begin > limit_s:
             break
     return Measured(us, losses, needed_bytes(compiled)[0], compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
-
-
-class Event(NamedTuple):
-    """A kernel or a copy of a device's stream. Numbers that XLA gives its fusions are taken off the name."""
-
-    name: str
-    start_us: float
-    us: float
-
-
-def device_events(run: Callable[[], Any]) -> list[Event]:
-    """Of one call. Empty without a GPU. `harness.kernels` would call twice, and a step's state is donated."""
-    if not harness.on_gpu():
-        jax.block_until_ready(run())
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        planes = [plane for file in pathlib.Path(folder).rglob("*.xplane.pb") for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
-        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines if line.name.startswith("Stream")]
-        return [Event(re.sub(r"[._]\d+", "", event.name), event.start_ns / 1e3, event.duration_ns / 1e3) for line in lines for event in line.events]
 
 
 def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:

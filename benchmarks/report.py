@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import typer
 
 from benchmarks.harness import ROOT
+from benchmarks.traces import draw_trace
 
 PEERS = (
     "xla",
@@ -155,7 +156,7 @@ def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
 
 def main(
     folders: list[str] | None = typer.Argument(None, help="Folders of rows; every folder of benchmarks/results by default."),  # noqa: B008
-    plots: bool = typer.Option(True, help="Draw <folder>/<op>.png too."),
+    plots: bool = typer.Option(True, help="Draw <folder>/<op>.png too, and a picture of each trace."),
 ) -> None:
     """Prints markdown."""
     results = ROOT / "benchmarks" / "results"
@@ -165,7 +166,7 @@ def main(
         if errors := errors_table(folder):
             print(f"## FP8 against float64: relative Frobenius error (largest error over RMS)\n\n{errors}\n")
         if plots and rows:
-            for file in plot(rows, folder):
+            for file in [*plot(rows, folder), *map(draw_trace, sorted(folder.glob("*.trace.json.gz")))]:
                 print(f"![{file.stem}]({file})\n")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import bench_offload
 from benchmarks.bench_offload import CASES, KEEP, OFFLOAD, hidden_copies, largest
-from benchmarks.bench_train_step import Event
+from benchmarks.traces import Event, draw_trace, read_trace, write_trace
 from jaxops.offload import Policy
 from tests.command_line import run
 
@@ -28,6 +28,21 @@ def test_hidden_copies():
     events += [Event("MemcpyD2H", 15, 10), Event("MemcpyD2H", 35, 10), Event("MemcpyH2D", 0, 20), Event("MemcpyD2D", 50, 10)]
     assert hidden_copies(events) == {"host": [20, 0.5], "device": [20, 1.0]}
     assert hidden_copies([]) == {"host": [0, 0.0], "device": [0, 0.0]}
+
+
+def test_traces(tmp_path):
+    """Each lane's spans come back as they were, from the first event on; the picture shows the step, its forward and its backward."""
+    events = [Event("gemm", 100, 10), Event("MemcpyD2H", 105, 10), Event("MemcpyD2D", 112, 2), Event("MemcpyH2D", 120, 20), Event("gemm", 115, 30)]
+    file = tmp_path / "offload_tiny.trace.json.gz"
+    write_trace(events, file)
+    assert read_trace(file) == sorted((event._replace(start_us=event.start_us - 100) for event in events), key=lambda event: event.start_us)
+    assert [event.lane for event in events] == ["kernels", "to the host", "copies on the device", "to the device", "kernels"]
+    before = file.read_bytes()
+    write_trace(events, file)
+    assert file.read_bytes() == before
+    picture = draw_trace(file)
+    assert picture.name == "offload_tiny.png"
+    assert picture.stat().st_size > 1000
 
 
 def test_largest():

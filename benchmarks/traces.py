@@ -1,0 +1,81 @@
+"""One call's kernels and copies as the profiler saw them: read, kept in a file for https://ui.perfetto.dev, and drawn."""
+
+import gzip
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import harness
+
+LANES = {"MemcpyD2D": "copies on the device", "MemcpyD2H": "to the host", "MemcpyH2D": "to the device"}  # of a kernel: "kernels"
+LAYERS = 2.5  # that a picture's windows show, of a trace's 24
+
+
+class Event(NamedTuple):
+    """A kernel or a copy of a device's stream. Numbers that XLA gives its fusions are taken off the name."""
+
+    name: str
+    start_us: float
+    us: float
+
+    @property
+    def lane(self) -> str:
+        return LANES.get(self.name.split(" ")[0], "kernels")
+
+
+def device_events(run: Callable[[], Any]) -> list[Event]:
+    """Of one call. Empty without a GPU. `harness.kernels` would call twice, and a step's state is donated."""
+    if not harness.on_gpu():
+        jax.block_until_ready(run())
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        planes = [plane for file in pathlib.Path(folder).rglob("*.xplane.pb") for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
+        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines if line.name.startswith("Stream")]
+        return [Event(re.sub(r"[._]\d+", "", event.name), event.start_ns / 1e3, event.duration_ns / 1e3) for line in lines for event in line.events]
+
+
+def write_trace(events: list[Event], file: pathlib.Path) -> None:
+    """In Chrome's trace format, a thread a lane, from the first event on."""
+    begin = min(event.start_us for event in events)
+    found = [
+        {"name": event.name[:60], "ph": "X", "pid": 0, "tid": event.lane, "ts": round(event.start_us - begin, 1), "dur": round(event.us, 1)} for event in events
+    ]
+    # Without the time in its head the same events are the same file.
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": sorted(found, key=lambda event: event["ts"])}).encode(), mtime=0))
+
+
+def read_trace(file: pathlib.Path) -> list[Event]:
+    return [Event(event["name"], event["ts"], event["dur"]) for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+
+
+def draw_trace(file: pathlib.Path, layers: int = 24) -> pathlib.Path:
+    """<name>.png beside <name>.trace.json.gz: the whole step, a few layers of its forward and of its backward. Needs matplotlib (extra `bench`)."""
+    from matplotlib.figure import Figure
+
+    events = read_trace(file)
+    lanes = ["kernels", *LANES.values()]
+    spans = {lane: [(event.start_us / 1e3, event.us / 1e3) for event in events if event.lane == lane] for lane in lanes}
+    windows = {"step": (0.0, max(event.start_us + event.us for event in events) / 1e3)}
+    for part, lane in (("forward", "to the host"), ("backward", "to the device")):
+        if starts := [start for start, _ in spans[lane]]:
+            middle, width = float(np.median(starts)), (max(start + long for start, long in spans[lane]) - min(starts)) * LAYERS / layers
+            windows[part] = (middle - width / 2, middle + width / 2)
+    figure = Figure(figsize=(12, 2 * len(windows)), layout="constrained")
+    for axis, (part, (first, last)) in zip(np.atleast_1d(figure.subplots(len(windows))), windows.items(), strict=True):
+        for row, lane in enumerate(lanes):
+            seen = [(start, long) for start, long in spans[lane] if start < last and start + long > first]
+            axis.broken_barh(seen, (row - 0.4, 0.8), facecolors=f"C{row}", edgecolor="white", linewidth=0 if part == "step" else 0.3)
+        axis.set(xlim=(first, last), ylim=(len(lanes) - 0.5, -0.5), title=part)
+        axis.set_yticks(range(len(lanes)), lanes)
+    figure.supxlabel("milliseconds")
+    path = file.with_name(file.name.removesuffix(".trace.json.gz") + ".png")
+    figure.savefig(path, dpi=110)
+    return path

@@ -94,7 +94,9 @@ class DiT(nnx.Module):
 
         def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
             wide, narrow = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs), inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
-            mlp = nnx.Sequential(wide, lambda wide: jax.nn.gelu(checkpoint_name(wide, "mlp")), narrow, lambda y: checkpoint_name(y, "branch.mlp"))
+            # The backward finds the slope from the input, which it has anyway: otherwise XLA keeps what leads to the value, too, as large as the input.
+            activation = jax.checkpoint(jax.nn.gelu)
+            mlp = nnx.Sequential(wide, lambda wide: activation(checkpoint_name(wide, "mlp")), narrow, lambda y: checkpoint_name(y, "branch.mlp"))
             return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
 
         self.enter = linear(c.token, c.width)

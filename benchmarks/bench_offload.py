@@ -17,8 +17,8 @@ import numpy as np
 import typer
 
 from benchmarks import bench_train_step, harness
-from benchmarks.bench_train_step import PEAK_TFLOPS, Workload
-from benchmarks.traces import Event, device_events, write_trace
+from benchmarks.bench_train_step import Workload, speeds
+from benchmarks.traces import KERNELS, TO_DEVICE, TO_HOST, Event, device_events, write_trace
 from jaxops.offload import Policy, Report, report
 from jaxops.offload.reports import needed_bytes
 from models.decoder import DecoderConfig
@@ -130,11 +130,11 @@ def compile_step(workload: Workload) -> Any:
 
 def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
     """To "host" and "device": microseconds of copies, and the share of them in which a kernel is at work."""
-    work = np.array(sorted((e.start_us, e.start_us + e.us) for e in events if not e.name.startswith("Memcpy")) or [(0.0, 0.0)])
+    work = np.array(sorted((e.start_us, e.start_us + e.us) for e in events if e.lane == KERNELS) or [(0.0, 0.0)])
     busy_from, busy_to = merged(work)
     found = {}
-    for to, name in (("host", "MemcpyD2H"), ("device", "MemcpyH2D")):
-        copies = [e for e in events if e.name.startswith(name)]
+    for to, lane in (("host", TO_HOST), ("device", TO_DEVICE)):
+        copies = [e for e in events if e.lane == lane]
         behind = sum(float(np.sum(np.clip(np.minimum(busy_to, e.start_us + e.us) - np.maximum(busy_from, e.start_us), 0, None))) for e in copies)
         total = sum(e.us for e in copies)
         found[to] = [round(total, 1), round(behind / total, 4) if total else 0.0]
@@ -195,17 +195,17 @@ def write(
     side, times = run["backend"], harness.Times.of(measured.us)
     budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
     vs = {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE)} if side.startswith(OFFLOAD) else {}
-    tflops = workload.flops / times.us_p50 / 1e6
-    facts = {"tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50, "peak_bytes": measured.report.device_bytes}
+    facts: dict[str, Any] = speeds(workload, times)
     copies = hidden_copies(measured.events)
-    facts |= {"host_bytes": measured.report.host_bytes, "copies_us_and_hidden": copies, "largest_rows": largest(needed, side, budget)}
+    facts |= {"peak_bytes": measured.report.device_bytes, "host_bytes": measured.report.host_bytes}
+    facts |= {"copies_us_and_hidden": copies, "largest_rows": largest(needed, side, budget)}
     facts |= {
         "needed_bytes": {str(n): size for (of, n), size in sorted(needed.items()) if of == side},
         "compile_s": measured.compile_s,
         "loss": measured.losses[0],
     }
     row = {"op": "train_step", "pass": "step", "shape": workload.shape, "dtype": "bfloat16"} | run
-    harness.append_row(file, harness.make_row(row, times, tflops / dense, vs, None, **facts))
+    harness.append_row(file, harness.make_row(row, times, facts["tflops"] / dense, vs, None, **facts))
     print(
         f"{run['name']} {side} of {run['dist']}: {times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {vs}", flush=True
     )

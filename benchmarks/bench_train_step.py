@@ -186,15 +186,20 @@ def write(file: pathlib.Path, name: str, side: str, workload: Workload, measured
     """A side's row. step_us is of all sides so far, this one among them."""
     backend, precision = SIDES[side]
     times, total = harness.Times.of(measured.us), sum(us for _, us in measured.kernels)
-    tflops = workload.flops / times.us_p50 / 1e6
     case = {"op": "train_step", "pass": "step", "name": name, "shape": workload.shape, "dtype": "bfloat16", "dist": "", "backend": side}
-    facts = {"recipe": PRECISIONS[precision].recipe, "tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50}
+    facts: dict[str, Any] = {"recipe": PRECISIONS[precision].recipe} | speeds(workload, times)
     facts |= {"peak_bytes": measured.bytes, "compile_s": measured.compile_s, "loss": measured.losses[-1]}
     facts |= {"kernels": [[kernel[:80], round(us, 1), round(us / total, 4)] for kernel, us in measured.kernels[:SHOWN]]}
     vs = {peer: us / step_us[side] for peer, us in step_us.items() if SIDES[peer][0] == XLA} if backend != XLA else {}
-    harness.append_row(file, harness.make_row(case, times, tflops / dense, vs, None, **facts))
+    harness.append_row(file, harness.make_row(case, times, facts["tflops"] / dense, vs, None, **facts))
     line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {measured.bytes / 1e9:.1f} GB"
     print(f"{name} {side}: {line}, compiled in {measured.compile_s:.0f} s, {vs}", flush=True)
+
+
+def speeds(workload: Workload, times: harness.Times) -> dict[str, float]:
+    """What a row says of a step's time."""
+    tflops = workload.flops / times.us_p50 / 1e6
+    return {"tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50}
 
 
 def main(
@@ -210,10 +215,11 @@ def main(
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     harness.demand_place(out, smoke)
     file = harness.results_folder(out) / "train_step.jsonl"
+    chosen = sorted(sides.split(","), key=list(SIDES).index)
     dense = harness.write_dense(file, jnp.bfloat16, smoke)
     left_out = 0
     for name, (make, preset) in (SMOKE if smoke else {name: WORKLOADS[name] for name in models.split(",")}).items():
-        left_out += measure_case(name, make, preset, sides.split(","), file, dense, steps, limit)
+        left_out += measure_case(name, make, preset, chosen, file, dense, steps, limit)
     harness.end(left_out)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks import harness
 
-LANES = {"MemcpyD2D": "copies on the device", "MemcpyD2H": "to the host", "MemcpyH2D": "to the device"}  # of a kernel: "kernels"
-LAYERS = 2.5  # that a picture's windows show, of a trace's 24
+KERNELS, ON_DEVICE, TO_HOST, TO_DEVICE = LANES = ("kernels", "copies on the device", "to the host", "to the device")
+WINDOW = 2.5 / 24  # of the copies' time that a picture shows at large: some layers of as many as the benchmark's models have
 
 
 class Event(NamedTuple):
@@ -26,7 +26,9 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        return LANES.get(self.name.split(" ")[0], "kernels")
+        if not self.name.startswith("Memcpy"):
+            return KERNELS
+        return {"D2H": TO_HOST, "H2D": TO_DEVICE}.get(self.name[6:9], ON_DEVICE)
 
 
 def device_events(run: Callable[[], Any]) -> list[Event]:
@@ -56,25 +58,24 @@ def read_trace(file: pathlib.Path) -> list[Event]:
     return [Event(event["name"], event["ts"], event["dur"]) for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
 
 
-def draw_trace(file: pathlib.Path, layers: int = 24) -> pathlib.Path:
+def draw_trace(file: pathlib.Path) -> pathlib.Path:
     """<name>.png beside <name>.trace.json.gz: the whole step, a few layers of its forward and of its backward. Needs matplotlib (extra `bench`)."""
     from matplotlib.figure import Figure
 
     events = read_trace(file)
-    lanes = ["kernels", *LANES.values()]
-    spans = {lane: [(event.start_us / 1e3, event.us / 1e3) for event in events if event.lane == lane] for lane in lanes}
+    spans = {lane: [(event.start_us / 1e3, event.us / 1e3) for event in events if event.lane == lane] for lane in LANES}
     windows = {"step": (0.0, max(event.start_us + event.us for event in events) / 1e3)}
-    for part, lane in (("forward", "to the host"), ("backward", "to the device")):
+    for part, lane in (("forward", TO_HOST), ("backward", TO_DEVICE)):
         if starts := [start for start, _ in spans[lane]]:
-            middle, width = float(np.median(starts)), (max(start + long for start, long in spans[lane]) - min(starts)) * LAYERS / layers
+            middle, width = float(np.median(starts)), (max(start + long for start, long in spans[lane]) - min(starts)) * WINDOW
             windows[part] = (middle - width / 2, middle + width / 2)
     figure = Figure(figsize=(12, 2 * len(windows)), layout="constrained")
-    for axis, (part, (first, last)) in zip(np.atleast_1d(figure.subplots(len(windows))), windows.items(), strict=True):
-        for row, lane in enumerate(lanes):
+    for axis, (part, (first, last)) in zip(figure.subplots(len(windows), squeeze=False)[:, 0], windows.items(), strict=True):
+        for row, lane in enumerate(LANES):
             seen = [(start, long) for start, long in spans[lane] if start < last and start + long > first]
             axis.broken_barh(seen, (row - 0.4, 0.8), facecolors=f"C{row}", edgecolor="white", linewidth=0 if part == "step" else 0.3)
-        axis.set(xlim=(first, last), ylim=(len(lanes) - 0.5, -0.5), title=part)
-        axis.set_yticks(range(len(lanes)), lanes)
+        axis.set(xlim=(first, last), ylim=(len(LANES) - 0.5, -0.5), title=part)
+        axis.set_yticks(range(len(LANES)), LANES)
     figure.supxlabel("milliseconds")
     path = file.with_name(file.name.removesuffix(".trace.json.gz") + ".png")
     figure.savefig(path, dpi=110)

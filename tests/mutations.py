@@ -57,7 +57,7 @@ MUTATIONS = {
     "offload index: the same residuals come for every layer": (
         "offload/scanning.py", "return (i - 1, ct_carry, coming", "return (i, ct_carry, coming", CHOICE),
     "offload order: gradients are stacked before the next residuals have come": (
-        "offload/scanning.py", "ct_x, coming = _split(barrier(*ct_x, *coming), len(ct_x))", "ct_x = list(barrier(*ct_x))",
+        "offload/scanning.py", "ct_x, coming = barrier((ct_x, coming))", "ct_x = barrier(ct_x)",
         f"{SCAN}::test_gradients_are_stacked_once_all_has_come"),
     "offload sum: the last layer's gradient of what stands around": (
         "offload/scanning.py", "[t + ct for t, ct in", "[0 * t + ct for t, ct in", f"{SCAN}::test_as_lax_scan"),
@@ -76,7 +76,7 @@ MUTATIONS = {
     "offload: a name stands for all that begin like it": (
         "offload/policies.py", 'name.startswith(known + ".")', "name.startswith(known)", "tests/offload/test_policies.py"),
     "offload: a copy's beginning is forgotten": (
-        "offload/reports.py", "(*_moved(opcode, result), work, products)", "(*_moved(opcode, result), 0, products)", "tests/offload/test_reports.py"),
+        "offload/reports.py", "(*_moved(opcode, result), len(work))", "(*_moved(opcode, result), 0)", "tests/offload/test_reports.py"),
     "offload: any copy is proposed": (
         "offload/proposals.py", "elif r.copy_us <= copying:", "elif r.copy_us <= copying or r:", "tests/offload/test_proposals.py"),
     "mask: a modality's columns of zeros are multiplied": (

@@ -1,5 +1,7 @@
 """What shard_map's check_vma=True asks of a kernel's operands and results."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,13 +24,13 @@ def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
     return _mark(x, _axes(like))
 
 
-def barrier(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def barrier(operand: Any) -> Any:
     """`lax.optimization_barrier`, without the arrays that do not vary over all axes that others do: JAX 0.10 would mark them, and the gradient of a replicated
     weight must stay without the mark."""
+    arrays, tree = jax.tree.flatten(operand)
     axes = set().union(*(_axes(jax.typeof(x)) for x in arrays))
-    within = [_axes(jax.typeof(x)) == axes for x in arrays]
-    done = iter(lax.optimization_barrier([x for x, tied in zip(arrays, within, strict=True) if tied]))
-    return tuple(next(done) if tied else x for x, tied in zip(arrays, within, strict=True))
+    tied = lax.optimization_barrier({i: x for i, x in enumerate(arrays) if _axes(jax.typeof(x)) == axes})
+    return tree.unflatten([tied.get(i, x) for i, x in enumerate(arrays)])
 
 
 def _axes(type_) -> set:

@@ -63,10 +63,11 @@ class Report:
         for to in ("host", "device"):
             own = [copy for copy in self.copies if copy.to == to]
             waited = sum(not copy.behind for copy in own)
-            lines.append(f"  {len(own)} copies to the {to}, {sum(copy.in_loop for copy in own)} of them in loops; {waited} are waited for where they begin")
+            line = f"  {len(own)} copies to the {to}, {sum(copy.in_loop for copy in own)} of them in loops; {waited} are waited for where they begin"
             if own:
                 largest = max(own, key=lambda copy: copy.bytes)
-                lines[-1] += f"; the largest has {_gb(largest.bytes)}, and {largest.products} products beside it"
+                line += f"; the largest has {_gb(largest.bytes)}, and {largest.products} products beside it"
+            lines.append(line)
         return "\n".join(lines)
 
 
@@ -129,7 +130,8 @@ def copies_of(text: str) -> list[Copy]:
 
 def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
     """Of one computation, in the order of its schedule."""
-    found, on_host, running, work, products = [], set(), {}, 0, 0
+    found, on_host, running = [], set(), {}
+    work: list[bool] = []  # of each instruction that works, whether it is a product
     for line in lines:
         name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
         parsed = _OPCODE.search(rest)
@@ -139,11 +141,11 @@ def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
         operands = re.findall(r"%[\w.\-]+", parsed.group(2))
         if opcode.endswith("-start"):
             if _HOST in result:
-                running[name] = (*_moved(opcode, result), work, products)
+                running[name] = (*_moved(opcode, result), len(work))
         elif opcode.endswith("-done"):
             if operands and operands[0] in running:
-                to, size, work_before, products_before = running.pop(operands[0])
-                found.append(Copy(to, size, in_loop, work - work_before, products - products_before))
+                to, size, before = running.pop(operands[0])
+                found.append(Copy(to, size, in_loop, len(work) - before, sum(work[before:])))
             if _HOST in result:
                 on_host.add(name)
         else:
@@ -151,8 +153,7 @@ def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
             if opcode not in _PASSED_ON and here != there:
                 found.append(Copy("host" if here else "device", _bytes(result)[0], in_loop, 0, 0))
             elif opcode not in _NO_WORK:
-                work += 1
-                products += bool(_PRODUCT.search(rest))
+                work.append(bool(_PRODUCT.search(rest)))
             if here:
                 on_host.add(name)
     return found

@@ -201,7 +201,7 @@ def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
         # Gradients are copied into their stacks once all has come. XLA takes each copy to be as long as five products, whatever its size, and counts what hides
         # it from the round's end: there the stacks' copies are, and a copy that came behind those alone would be waited for.
         if coming:
-            ct_x, coming = _split(barrier(*ct_x, *coming), len(ct_x))
+            ct_x, coming = barrier((ct_x, coming))
         return (i - 1, ct_carry, coming, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
     state = (jnp.int32(xs[0].shape[0] - 1), ct_carry, last, totals)
@@ -212,10 +212,6 @@ def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
 def _filled(number: int, shape: tuple[int, ...], aval: Any) -> jax.Array:
     """Room on the host is filled with a number that no other has, which XLA never writes: of two that are equal it makes one, and copies it there."""
     return vary_as(aval, jnp.full(shape, number, aval.dtype))
-
-
-def _split(arrays: tuple[jax.Array, ...], first: int) -> tuple[Arrays, Arrays]:
-    return list(arrays[:first]), list(arrays[first:])
 
 
 def _put(host: jax.Array, x: jax.Array, i: Any) -> jax.Array:

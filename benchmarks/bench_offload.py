@@ -1,16 +1,18 @@
-"""Steps of models that fill the card, by what becomes of their activations: kept, recomputed, offloaded.
+"""Steps of models that fill the card, by what becomes of their activations: kept, recomputed (by jaxops and by JAX alone), offloaded.
 
 python -m benchmarks.bench_offload                        # a decoder and a diffusion transformer of 7 billion parameters in 24 layers
 python -m benchmarks.bench_offload --smoke --out /tmp/x   # a tiny decoder, every code path
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -21,13 +23,15 @@ from benchmarks.bench_train_step import Workload, speeds
 from benchmarks.traces import KERNELS, TO_DEVICE, TO_HOST, Event, device_events, write_trace
 from jaxops.offload import Policy, Report, report
 from jaxops.offload.reports import needed_bytes
+from models import layers
 from models.decoder import DecoderConfig
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
-KEEP, RECOMPUTE, OFFLOAD, MOST, INPUTS = "keep", "recompute", "offload", "offload_most", "offload_inputs"
+KEEP, RECOMPUTE, JAX_REMAT, OFFLOAD, MOST, INPUTS = "keep", "recompute", "jax_remat", "offload", "offload_most", "offload_inputs"
 POLICIES = {
     KEEP: None,  # the layers unrolled, which is the fastest and takes the least memory
     RECOMPUTE: Policy(),
+    JAX_REMAT: Policy(),  # the same without jaxops.offload, see `without_jaxops`
     MOST: Policy(offload=("carry", "attention", "middle")),
     INPUTS: Policy(offload=("carry",)),  # the least on the device
 }
@@ -68,18 +72,18 @@ CASES = {
         Policy(keep=("mlp", "middle"), offload=("carry", "attention")),
         bench_train_step.lm,
         decoder(dataclasses.replace(PRESETS["3b"], model=DENSE, context=2048)),
-        [(KEEP, 4), (RECOMPUTE, 10), (OFFLOAD, 10), (MOST, 24), (INPUTS, 60)],
+        [(KEEP, 4), (RECOMPUTE, 10), (JAX_REMAT, 10), (OFFLOAD, 10), (MOST, 24), (INPUTS, 60)],
         [(RECOMPUTE, 32), (KEEP, 1)],
     ),
     "dit_7b": Case(
         Policy(keep=("mlp", "attention", "branch.mlp"), offload=("carry", "branch.attention")),
         bench_train_step.dit,
         dit(dataclasses.replace(DIT_PRESETS["1b"], layers=24, width=3968, heads=31, longest=2048, images=128, ema=None)),
-        [(KEEP, 3), (RECOMPUTE, 10), (OFFLOAD, 10), (INPUTS, 58)],
+        [(KEEP, 3), (RECOMPUTE, 10), (JAX_REMAT, 10), (OFFLOAD, 10), (INPUTS, 58)],
         [(RECOMPUTE, 20), (KEEP, 1)],
     ),
 }
-TINY = [(KEEP, 2), (OFFLOAD, 2)]
+TINY = [(KEEP, 2), (JAX_REMAT, 2), (OFFLOAD, 2)]
 SMOKE = {
     "decoder_smoke": Case(
         Policy(keep=("mlp",), offload=("carry", "attention")),
@@ -89,6 +93,17 @@ SMOKE = {
         [(OFFLOAD, 4)],
     ),
 }
+
+
+@contextlib.contextmanager
+def without_jaxops() -> Iterator[None]:
+    """Layers as JAX's users scan and rematerialise them, by XLA's own options."""
+
+    def scan(layer: Any, x: Any, xs: Any, *, policy: Policy) -> Any:
+        return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, xs)
+
+    with mock.patch.object(layers, "scan", scan), mock.patch.object(layers, "compiler_options", return_value={}):
+        yield
 
 
 def only(case: Case, sides: list[str]) -> Case:
@@ -165,12 +180,13 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
     for side, rows in case.compiled + case.runs:
         try:
             policy = case.everything if side == OFFLOAD else POLICIES[side]
-            workload = case.make(case.resized(rows, policy), "auto", "float32" if smoke else "bfloat16", 6)
-            if (side, rows) in case.compiled:
+            with without_jaxops() if side == JAX_REMAT else contextlib.nullcontext():
+                workload = case.make(case.resized(rows, policy), "auto", "float32" if smoke else "bfloat16", 6)
+                measured = None if (side, rows) in case.compiled else measure(workload, limit_s)
+            if measured is None:
                 needed[side, rows] = needed_bytes(compile_step(workload))[0]
                 print(f"{name} {side} of {rows} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
             else:
-                measured = measure(workload, limit_s)
                 needed[side, rows] = measured.report.device_bytes
                 per_token[side] = float(np.median(measured.us)) / workload.tokens
                 print(f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  losses {measured.losses[:3]}", flush=True)
@@ -194,7 +210,7 @@ def write(
     """A run's row, and OFFLOAD's trace. needed and per_token are of all runs so far, this one's among them."""
     side, times = run["backend"], harness.Times.of(measured.us)
     budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
-    vs = {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE)} if side.startswith(OFFLOAD) else {}
+    vs = {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE, JAX_REMAT)} if side.startswith(OFFLOAD) else {}
     facts: dict[str, Any] = speeds(workload, times)
     copies = hidden_copies(measured.events)
     facts |= {"peak_bytes": measured.report.device_bytes, "host_bytes": measured.report.host_bytes}

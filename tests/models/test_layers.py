@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxops.offload import Policy
+from jaxops.offload import Policy, compiler_options
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.layers import OFFLOADED, options_for, remark
@@ -17,7 +17,7 @@ from models.layers import OFFLOADED, options_for, remark
 @pytest.mark.parametrize("policy", [None, Policy(), Policy(keep=("route",))], ids=str)
 def test_nothing_moves(policy):
     assert remark(policy) == ""
-    assert options_for(policy) == ({} if jax.default_backend() == "cpu" else {"xla_gpu_enable_dynamic_slice_fusion": False})
+    assert options_for(policy) == ({} if jax.default_backend() == "cpu" else compiler_options(offloads=False))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")

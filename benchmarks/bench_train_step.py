@@ -7,6 +7,7 @@ python -m benchmarks.bench_train_step --smoke --out /tmp/x   # tiny models, ever
 import collections
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import time
@@ -40,6 +41,7 @@ SIDES = {  # side -> backend, precision; those that others are compared with com
 PEAK_TFLOPS = 989.4  # of an H200 in bfloat16, as its data sheet has it: what MFU is a share of
 APART = 0.02  # losses of the first step, of whatever side, in bfloat16 or FP8
 SHOWN = 25  # kernels of a row
+WARMUP = 2  # steps
 
 
 class Workload(NamedTuple):
@@ -128,7 +130,7 @@ SMOKE = {
 
 
 class Measured(NamedTuple):
-    """us: of each step; bytes: that the compiled step needs at its peak; kernels: (name, microseconds) of one step, the longest first."""
+    """us: from one step's end to the next one's; bytes: that a step needs at its peak; kernels: (name, microseconds) of one step, the longest first."""
 
     us: list[float]
     losses: list[float]
@@ -138,19 +140,25 @@ class Measured(NamedTuple):
 
 
 def measure(workload: Workload, limit_s: float) -> Measured:
-    """Two steps to warm up, then one after another on the clock, then one under the profiler."""
+    """Steps one after another on the clock, then one under the profiler. As in a training a step is started before the one ahead of it is waited for, so that
+    what the host does for it lies behind that one."""
     state, key, begin = workload.start(), jax.random.key(0), time.perf_counter()
     compiled = workload.step.lower(state, workload.batches[0], key).compile()
-    compile_s, us, losses = time.perf_counter() - begin, [], []
-    begin = time.perf_counter()
-    for number, batch in enumerate(workload.batches):
-        start = time.perf_counter()
-        state, metrics = jax.block_until_ready(compiled(state, batch, key))
+    compile_s, losses, ends = time.perf_counter() - begin, [], []
+    begin, running = time.perf_counter(), None
+
+    def wait(metrics: Any) -> None:
         losses.append(float(metrics.loss))
-        if number > 1 or time.perf_counter() - begin > limit_s:
-            us.append(1e6 * (time.perf_counter() - start))
-        if time.perf_counter() - begin > limit_s:
+        ends.append(time.perf_counter())
+
+    for batch in workload.batches:
+        ahead, (state, running) = running, compiled(state, batch, key)
+        if ahead is not None:
+            wait(ahead)
+        if len(ends) > WARMUP and ends[-1] - begin > limit_s:
             break
+    wait(running)
+    us = [1e6 * (end - start) for start, end in itertools.pairwise(ends[WARMUP - 1 :])]
     return Measured(us, losses, needed_bytes(compiled)[0], compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
 
 

@@ -256,7 +256,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     and 420 us in the three passes), not where they are not: there the card's power bounds, and three stages draw less (mixtral_up: 10.7 to 11.0 against 11.2 to
     11.4 ms); nor where wgrad's sums are of a step or two (51 rows a group: 145 against 154 us). 256x128 takes four (18,414 rows by 352 columns: 68 against
     77 us), 128x128 in turns as many as leave room for whole tiles (9,697 by 648: 92 with five, 102 with six), and takes them as programs get free: it is for
-    few tiles or short sums (11,467 rows by 320 columns in sums of 264: 12.4 against 13.7 us)."""
+    few tiles or short sums (11,467 rows by 320 columns in sums of 264: 12.4 against 13.7 us). Where wgrad's sums are of a step or two it stores more than it
+    multiplies: 128x128 in place of 128x256 that overhang further (24 rows a group by 344 columns: 24.9 against 27.5 us; 52 by 600: 122 against 134)."""
     rows = -(-problem.M // max(problem.G, 1))
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
     dynamic, short = pass_name == "wgrad" or rows <= 128, pass_name == "wgrad" and rows <= 64
@@ -264,6 +265,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     usual, *others = (
         Tiles(bm, bn, 64, 8, each, turns=turns, dynamic=dynamic or bm == bn, **how) for (bm, bn, turns), each in zip(HOPPER_TILES, stages, strict=True)
     )
+    if short and -(-problem.N // 128) % 2:
+        return others[-1]
     best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model is kind to them: 152 of them (4,779 rows by 792) took 53 us, 266 half as large 35.
     margin = 1.0 if device.cores < _work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06

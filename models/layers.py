@@ -35,8 +35,8 @@ def apply_layers(
     Args:
       policy: what of a layer's inside is kept, offloaded or recomputed; None keeps all that the backward needs.
       unroll: whether the program has one layer after another, and not a loop over one. What the backward needs then stays where it is made: a loop puts it into
-        stacks that it fills with zeros before, and takes it out again (H200, 2026-11-22: a step of the diffusion transformer's 1b preset takes 155 ms in 49 GB,
-        in a loop 208 in 64). The program compiles longer.
+        stacks, and takes it out again (H200, 2026-11-22: a step of the diffusion transformer's 1b preset takes 155 ms in 49 GB, in a loop, whose stacks were
+        zeroed then, 208 in 64). The program compiles longer.
       training: whether what the layers write besides parameters, as histories, stays written.
       whole: of a layer's parameters as they are stored, those it computes with.
 

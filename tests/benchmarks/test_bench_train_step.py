@@ -16,7 +16,7 @@ from tests.command_line import run
 
 
 def test_smoke_run_writes_a_row_a_side(tmp_path):
-    result = run(bench_train_step.main, "--smoke", "--out", str(tmp_path), "--sides", "jaxops,xla", "--steps", "3")
+    result = run(bench_train_step.main, "--smoke", "--out", str(tmp_path), "--sides", "jaxops,xla", "--steps", "4")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["op"] == "train_step"]

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks import bench_train_step, harness
-from benchmarks.bench_train_step import Workload, speeds
+from benchmarks.bench_train_step import Workload, compile_step, speeds
 from benchmarks.traces import KERNELS, TO_DEVICE, TO_HOST, Event, device_events, write_trace
 from jaxops.offload import Policy, Report, report
 from jaxops.offload.reports import needed_bytes
@@ -138,11 +138,6 @@ def measure(workload: Workload, limit_s: float) -> Measured:
     return Measured(us[1:], losses, compile_s, report(compiled), events)
 
 
-def compile_step(workload: Workload) -> Any:
-    state = jax.eval_shape(workload.start)
-    return workload.step.lower(state, workload.batches[0], jax.random.key(0)).compile()
-
-
 def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
     """To "host" and "device": microseconds of copies, and the share of them in which a kernel is at work."""
     work = np.array(sorted((e.start_us, e.start_us + e.us) for e in events if e.lane == KERNELS) or [(0.0, 0.0)])
@@ -182,15 +177,17 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
             policy = case.everything if side == OFFLOAD else POLICIES[side]
             with without_jaxops() if side == JAX_REMAT else contextlib.nullcontext():
                 workload = case.make(case.resized(rows, policy), "auto", "float32" if smoke else "bfloat16", 6)
-                measured = None if (side, rows) in case.compiled else measure(workload, limit_s)
-            if measured is None:
-                needed[side, rows] = needed_bytes(compile_step(workload))[0]
-                print(f"{name} {side} of {rows} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
-            else:
-                needed[side, rows] = measured.report.device_bytes
-                per_token[side] = float(np.median(measured.us)) / workload.tokens
-                print(f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  losses {measured.losses[:3]}", flush=True)
-                write(file, {"name": name, "dist": f"{rows} rows", "backend": side}, workload, measured, dense, needed, per_token)
+                if (side, rows) in case.compiled:
+                    needed[side, rows] = needed_bytes(compile_step(workload))[0]
+                    print(f"{name} {side} of {rows} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
+                else:
+                    measured = measure(workload, limit_s)
+                    needed[side, rows] = measured.report.device_bytes
+                    per_token[side] = float(np.median(measured.us)) / workload.tokens
+                    print(
+                        f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  losses {measured.losses[:3]}", flush=True
+                    )
+                    write(file, {"name": name, "dist": f"{rows} rows", "backend": side}, workload, measured, dense, needed, per_token)
         except Exception as error:
             failed += 1
             harness.print_left_out(f"{side} of {rows} rows at {name}", error)

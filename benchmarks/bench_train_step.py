@@ -143,10 +143,11 @@ def measure(workload: Workload, limit_s: float) -> Measured:
     """Steps one after another on the clock, then one under the profiler. As in a training a step is started before the one ahead of it is waited for, so that
     what the host does for it lies behind that one. The last step's end is not among the times: a program that the host waits in is seen to end late, all the
     others alike."""
-    state, key, begin = workload.start(), jax.random.key(0), time.perf_counter()
-    compiled = workload.step.lower(state, workload.batches[0], key).compile()
+    begin = time.perf_counter()
+    compiled = compile_step(workload)
     compile_s, losses, ends = time.perf_counter() - begin, [], []
-    begin, ahead = time.perf_counter(), None
+    state, key, ahead = workload.start(), jax.random.key(0), None
+    begin = time.perf_counter()
     for batch in workload.batches:
         state, metrics = compiled(state, batch, key)
         if ahead is not None:
@@ -155,9 +156,14 @@ def measure(workload: Workload, limit_s: float) -> Measured:
         if len(ends) > WARMUP and ends[-1] - begin > limit_s:
             break
         ahead = metrics
-    jax.block_until_ready(state)
+    jax.block_until_ready(state)  # the profile is of one step alone
     us = [1e6 * (end - start) for start, end in itertools.pairwise(ends[WARMUP - 1 :])]
     return Measured(us, losses, needed_bytes(compiled)[0], compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
+
+
+def compile_step(workload: Workload) -> Any:
+    state = jax.eval_shape(workload.start)
+    return workload.step.lower(state, workload.batches[0], jax.random.key(0)).compile()
 
 
 def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
@@ -211,7 +217,7 @@ def speeds(workload: Workload, times: harness.Times) -> dict[str, float]:
 def main(
     models: str = typer.Option(",".join(WORKLOADS)),
     sides: str = typer.Option(",".join(SIDES)),
-    steps: int = typer.Option(12, help="Training steps of each side: two warm up, and the last is not timed."),
+    steps: int = typer.Option(12, min=WARMUP + 2, help="Training steps of each side: two warm up, and the last is not timed."),
     limit: float = typer.Option(30.0, help="Seconds of steps after which a side has no further one."),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxops.offload import Policy, compiler_options
+from jaxops.offload import Policy
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.layers import OFFLOADED, options_for, remark
+
+LOOPS = {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
 
 
 @pytest.mark.parametrize("policy", [None, Policy(), Policy(keep=("route",))], ids=str)
 def test_nothing_moves(policy):
     assert remark(policy) == ""
-    assert options_for(policy) == ({} if jax.default_backend() == "cpu" else compiler_options(offloads=False))
+    assert options_for(policy) == ({} if jax.default_backend() == "cpu" else LOOPS)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")

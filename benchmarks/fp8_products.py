@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxops
 from benchmarks import quantized_bytes
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import current_device
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
@@ -51,10 +51,10 @@ def multiply(a: Operand, b: Operand, offsets: jax.Array | None = None, *, tiles:
     if tiles is None or tiles.kernel == "xla":
         return multiply_xla(a, b, offsets, **how)
     if tiles.kernel == "pallas":
-        return multiply_pallas(a, b, offsets, tiles=tiles, interpret=interpret(), **how)
+        return multiply_pallas(a, b, offsets, tiles=tiles, interpret=current_device().interpret, **how)
     from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton  # jax-triton needs Python >= 3.12
 
-    return multiply_triton(a, b, offsets, tiles=tiles, **how)
+    return multiply_triton(a, b, offsets, tiles=tiles, cores=current_device().cores, **how)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "name", "layouts"))

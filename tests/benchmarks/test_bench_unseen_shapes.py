@@ -25,7 +25,7 @@ def test_shapes_are_random_and_always_the_same():
 
 def test_what_is_tried(monkeypatch):
     """Every kind of tile that is a candidate, static and dynamic, of the plan's kernel and panel."""
-    monkeypatch.setattr(device, "has_jax_triton", lambda: True)  # on Python 3.11, too
+    monkeypatch.setattr(device, "gluon_missing", lambda: "")  # on Python 3.11, too
     with on_h200():
         for name in shapes.PASSES:
             problem = bench_unseen_shapes.problem_of(unseen(1)[0])
@@ -38,7 +38,7 @@ def test_what_is_tried(monkeypatch):
 
 def test_measured_plans_are_those_of_today(monkeypatch):
     """The newest rows are of the tiles that the shapes get now; the order in which programs take them may have changed."""
-    monkeypatch.setattr(device, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(device, "gluon_missing", lambda: "")
     kind = ("kernel", "bm", "bn", "stages", "turns")
     file = harness.ROOT / "benchmarks" / "results" / "nvidia_h200" / "unseen_shapes.jsonl"
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if row["backend"] == bench_unseen_shapes.OURS]

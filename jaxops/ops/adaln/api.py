@@ -1,6 +1,5 @@
 """The public functions: checks, then the custom_vjp that wires the passes together."""
 
-import functools
 from typing import Any, Literal
 
 import jax
@@ -9,7 +8,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import FLOATS, check_choice, check_float, check_offsets, check_size
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import BLOCK, FP8, Quantized
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.tuned import tuned_rows
@@ -209,7 +209,7 @@ def _prepare(rows: dict, modulation: dict, offsets, norm, weight, bias, eps: flo
 
 
 def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[Any, Any]:
-    (T, D), B, device = arrays.x.shape, arrays.offsets.shape[0] - 1, current_device()
+    (T, D), B, device = arrays.x.shape, arrays.offsets.shape[0] - 1, device_of(arrays)
     problem = Problem(T, D, B, arrays.x.dtype.name, arrays.gate is not None)
     plan = make_plan(problem, device, tuned_rows("adaln", device), backend=backend, plan=plan)
     results: Any = _call(spec, plan, False, arrays)
@@ -225,11 +225,10 @@ def _forward(spec: Spec, plan: Plan, arrays: Arrays, save_stats: bool) -> dict[s
     if plan.backend == "xla":
         return forward_xla(spec, arrays)
     assert plan.fwd is not None  # make_plan fills it
-    return forward_pallas(spec, plan.fwd, arrays, save_stats=save_stats, interpret=interpret())
+    return forward_pallas(spec, plan.fwd, arrays, save_stats=save_stats, interpret=plan.on.interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _call(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays) -> Any:
+def _call_forward(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays) -> Any:
     """(new residual or None, y or None, scales of an FP8 y or None, the statistics that were saved: no gradient comes through them)."""
     found = _forward(spec, plan, arrays, save_stats)
     residual = found["residual"] if arrays.gate is not None else None
@@ -257,7 +256,7 @@ def _call_bwd(spec: Spec, plan: Plan, save_stats: bool, saved, cotangents):
     return (_gradients(spec, plan, arrays, dx_in, dy, stats),)
 
 
-_call.defvjp(_call_fwd, _call_bwd)
+_call = differentiable(_call_forward, _call_fwd, _call_bwd, static=3)
 
 
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array]) -> Any:
@@ -269,13 +268,10 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: di
         found = backward_xla(spec, arrays, dx_in, dy)
     else:
         assert plan.bwd is not None  # make_plan fills it
-        found = backward_pallas(spec, plan.bwd, arrays, dx_in, dy, stats, interpret=interpret())
+        found = backward_pallas(spec, plan.bwd, arrays, dx_in, dy, stats, interpret=plan.on.interpret)
     if dx_in is not None and (spec.norm is None or 0 in (T, D, B)):
         found["x"] = dx_in
     return Arrays(**(dict.fromkeys(Arrays._fields) | found))  # pyright: ignore[reportArgumentType]  # None is what custom_vjp takes for no gradient
-
-
-_gradients = jax.custom_vjp(_find_gradients, nondiff_argnums=(0, 1))
 
 
 def _gradients_fwd(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats):
@@ -293,4 +289,4 @@ def _gradients_bwd(spec: Spec, plan: Plan, saved, cotangents):
     return (*vjp(cotangents), jax.tree.map(jnp.zeros_like, stats))
 
 
-_gradients.defvjp(_gradients_fwd, _gradients_bwd)
+_gradients = differentiable(_find_gradients, _gradients_fwd, _gradients_bwd, static=2)

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device
+from jaxops._lib.plans import BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("fwd", "bwd")
@@ -80,7 +81,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; the xla backend needs none of it.
 
     Attributes:
@@ -126,9 +127,10 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
       plan: used as it is; only what it leaves None is filled.
     """
+    device = plan_device(Plan, plan, device)
     backend = choose_backend(device, backend, plan)
     if backend == "xla":
-        return Plan("xla")
+        return Plan("xla", device=device)
     p, table = problem, {}
     for row in rows:
         table.setdefault(key_of_row(row), row)
@@ -141,7 +143,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     if save_stats is None:
         # H200, 2026-11-21, bfloat16: with a gate 995 -> 925 us (D 4096) and 749 -> 711 (D 3072) backward for 1 % more forward; without, nothing.
         save_stats = problem.gated and problem.D >= 2048
-    return Plan("pallas", **chosen, save_stats=save_stats)
+    return Plan("pallas", **chosen, save_stats=save_stats, device=device)
 
 
 def _spread(pass_name: str, rows: Rows, T: int) -> Rows:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._lib.checks import FLOATS, check_array, check_size
-from jaxops._lib.device import current_device
+from jaxops._lib.device import device_of
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.fp8_matmul.checks import check_amax, check_cache, check_out_dtype, check_tensor
@@ -99,7 +99,7 @@ def fp8_matmul(
     check_cache("w_quantized", w_quantized, "w", w, "[K, N]", chosen)
     check_amax(amax, chosen)
     out = check_out_dtype(out_dtype, x)
-    device = current_device()
+    device = device_of(x, w)
     problem = Problem(math.prod(leading), K, N, recipe, jnp.dtype(x.dtype).name)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
     spec = Spec(chosen, plan, problem.dtype, jnp.dtype(w.dtype).name, out, pow2_scales)

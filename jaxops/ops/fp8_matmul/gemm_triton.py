@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from jaxops._lib.device import current_device
 from jaxops._lib.hopper_triton import advance, panel_order, result_buffers, store, tile_layout, whole_16_bytes
 from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -261,7 +260,7 @@ def fp8_gemm_kernel(
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
-def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length: int = 0, out_dtype, fast: bool, tiles: Tiles) -> jax.Array:
+def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length: int = 0, out_dtype, fast: bool, tiles: Tiles, cores: int) -> jax.Array:
     """A @ B.T on Hopper.
 
     Args:
@@ -302,7 +301,7 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
     out = triton_call(
         *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
         kernel=fp8_gemm_kernel, out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
-        grid=min(current_device().cores, count), name=f"fp8_gemm_{ragged or 'dense'}", tiles=count, entries=entries, G=G, M=M, N=N, K=K,
+        grid=min(cores, count), name=f"fp8_gemm_{ragged or 'dense'}", tiles=count, entries=entries, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,
         ROUND=ROUNDS[bm // 64], ALIGNED=aligned,
     )  # fmt: skip

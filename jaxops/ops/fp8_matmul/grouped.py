@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._lib.checks import check_offsets, check_size
-from jaxops._lib.device import current_device
+from jaxops._lib.device import device_of
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.fp8_matmul.checks import check_cache, check_out_dtype, check_tensor
@@ -70,7 +70,7 @@ def fp8_grouped_matmul(
     check_size("len(group_offsets)", group_offsets.shape[0], "rhs.shape[0] + 1 (G groups have G + 1 offsets)", G + 1)
     check_cache("rhs_quantized", rhs_quantized, "rhs", rhs, "[G, K, N]", chosen)
     out = check_out_dtype(out_dtype, lhs)
-    device = current_device()
+    device = device_of(lhs, rhs, group_offsets)
     problem = Problem(M, K, N, recipe, jnp.dtype(lhs.dtype).name, G)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
     spec = Spec(chosen, plan, problem.dtype, jnp.dtype(rhs.dtype).name, out, pow2_scales)

@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib import fp8
-from jaxops._lib.device import current_device
 from jaxops._lib.hopper_triton import advance, result_buffers, store, store_tile, tile_layout, whole_16_bytes
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -168,7 +167,7 @@ def fp8_gemm_inside_kernel(
     ], [4, 1], [232, 40])  # fmt: skip
 
 
-def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, tiles: Tiles) -> jax.Array:
+def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, tiles: Tiles, cores: int) -> jax.Array:
     """x[M, K], cast in 1x128 blocks, @ B.T with b[N, K] in 128x128 blocks -> [M, N]. Of tiles only the panel counts."""
     (M, K), N = x.shape, b.values.shape[0]
     count = -(-M // 128) * -(-N // 192)
@@ -177,6 +176,6 @@ def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, 
     b_descs = [TensorDescriptor.from_array(values, (rows, 128), layout=tile_layout(values.dtype, (64, 128))) for rows in (128, 64)]
     return triton_call(
         x_desc, *b_descs, b.scales.reshape(-1), kernel=fp8_gemm_inside_kernel, out_type=out_struct((M, N), out_dtype, like=x),
-        grid=min(current_device().cores, count), name="fp8_gemm_inside", tiles=count, M=M, N=N, K=K,
+        grid=min(cores, count), name="fp8_gemm_inside", tiles=count, M=M, N=N, K=K,
         STAGES=3, PANEL=tiles.panel, POW2=pow2, ALIGNED=N % 8 == 0,
     )  # fmt: skip

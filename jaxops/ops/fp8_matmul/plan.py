@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxops._lib.device import Device, check_gluon, choose_backend, runs_gluon
+from jaxops._lib.device import Device, check_gluon, runs_gluon
 from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.plans import ADA, BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import power_of_2
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
@@ -59,7 +60,7 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. A pass left None is filled by `make_plan`; the xla backend needs no tiles.
 
     Attributes:
@@ -114,18 +115,17 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       ValueError: an unknown backend, or one that contradicts the plan; a cast inside where there is none.
       NotImplementedError: a GPU without FP8, the triton backend elsewhere than on Hopper.
     """
+    device = plan_device(Plan, plan, device)
     if backend == "auto" and plan is None and runs_gluon(device):
         backend = "triton"
-    backend = choose_backend(device, backend, plan, BACKENDS)
+    backend = choose_backend(device, backend, plan, BACKENDS, needs=ADA)
     if plan is not None and plan.cast == "inside" and not casts_inside(problem, backend):
         raise ValueError(
             f"cast='inside' has a kernel for backend 'triton', block scales, bfloat16 and no groups; this is {backend!r}, {problem.recipe!r}, "
             f"{problem.dtype}{', grouped' if problem.G else ''}: write cast='before'."
         )
     if backend == "xla":
-        return Plan("xla")
-    if device.platform in ("gpu", "cuda") and not device.has_fp8:
-        raise NotImplementedError(f"{device.kind} has no FP8: the kernels need compute capability 8.9 (Ada) or later. Multiply in bfloat16 there.")
+        return Plan("xla", device=device)
     if backend == "triton":
         check_gluon(device)
     plan = plan or Plan(backend)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
@@ -138,7 +138,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         if tuned is not None and tuned.kernel != backend:
             tuned = None  # measured for the other backend
         chosen[name] = getattr(plan, name) or tuned or heuristic(name, problem, backend, device.cores)
-    return dataclasses.replace(plan, **chosen)
+    return dataclasses.replace(plan, **chosen, device=device)
 
 
 def casts_inside(problem: Problem, backend: str) -> bool:

@@ -1,7 +1,6 @@
 """The differentiable core that the public functions share: which casts and which products each pass takes."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jaxops._lib.device import interpret
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
@@ -71,8 +70,8 @@ def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dt
     if tiles is None or tiles.kernel == "xla":
         return multiply_xla(a, b, offsets, **how)
     if tiles.kernel == "pallas":
-        return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=interpret())
-    return _multiply_triton(a, b, offsets, **how, tiles=tiles)
+        return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=spec.plan.on.interpret)
+    return _multiply_triton(a, b, offsets, **how, tiles=tiles, cores=spec.plan.on.cores)
 
 
 def _multiply_triton(a: Operand, b: Operand, offsets, **how) -> jax.Array:
@@ -91,7 +90,9 @@ def _multiply_inside(spec: Spec, x: jax.Array, w: Operand) -> jax.Array:
     assert tiles is not None  # make_plan fills it
 
     def multiply(x, values, scales):
-        return multiply_inside(x, Operand(values, scales, w.scaling), out_dtype=jnp.dtype(spec.out_dtype), pow2=spec.pow2_scales, tiles=tiles)
+        return multiply_inside(
+            x, Operand(values, scales, w.scaling), out_dtype=jnp.dtype(spec.out_dtype), pow2=spec.pow2_scales, tiles=tiles, cores=spec.plan.on.cores
+        )
 
     return sequential_vmap(multiply)(x, w.values, w.scales)
 
@@ -162,8 +163,7 @@ def product(spec: Spec, operands: Operands) -> Any:
     return _product(spec, jax.tree.structure(others), x, w, rest)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(spec: Spec, tree, x: jax.Array | None, w: jax.Array | None, rest: list[jax.Array]):
+def _product_forward(spec: Spec, tree, x: jax.Array | None, w: jax.Array | None, rest: list[jax.Array]):
     """x and w where they are arrays, and so have gradients; rest: the leaves of the Operands that `tree` describes, but for those two."""
     return _forward(spec, _gather(tree, x, w, rest), dx=False, dw=False)[0]
 
@@ -222,4 +222,4 @@ def _half_precision_dw(spec: Spec, x: jax.Array, dy: jax.Array, offsets) -> jax.
     return lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=accumulated).astype(out)
 
 
-_product.defvjp(_product_fwd, _product_bwd, symbolic_zeros=True)
+_product = differentiable(_product_forward, _product_fwd, _product_bwd, static=2, symbolic_zeros=True)

@@ -12,7 +12,8 @@ from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.checks import check_choice, check_float, check_offsets, check_size, compute_dtype_of
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
@@ -96,7 +97,7 @@ def grouped_glu(
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
-    device = current_device()
+    device = device_of(x, w_gate, group_offsets)
     problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None, x.dtype != compute)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
@@ -135,7 +136,8 @@ def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Arra
     from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
 
     assert plan.fused is not None  # make_plan fills it
-    kernel = functools.partial(fwd_triton, activation=activation, save=save, panel=plan.fused.panel, dynamic=plan.fused.dynamic, stages=plan.fused.stages)
+    how = {"panel": plan.fused.panel, "dynamic": plan.fused.dynamic, "stages": plan.fused.stages, "cores": plan.on.cores}
+    kernel = functools.partial(fwd_triton, activation=activation, save=save, **how)
     h, *pre = sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
     return h, tuple(pre)
 
@@ -151,11 +153,10 @@ def _activated(spec: Spec, plan: Plan, pre: Halves, offsets: jax.Array) -> jax.A
     if plan.backend == "xla":
         return fwd_xla(spec, pre, offsets)
     assert plan.fwd is not None  # make_plan fills it
-    return fwd_pallas(spec, plan.fwd, pre, offsets, interpret=interpret())
+    return fwd_pallas(spec, plan.fwd, pre, offsets, interpret=plan.on.interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _glu(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
+def _glu_forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
     """(h, the pre-activations with keep, else none)."""
     h, pre = _forward(spec, plan, keep, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets)
     return h, pre if keep else ()
@@ -187,7 +188,7 @@ def _glu_bwd(spec: Spec, plan: Plan, keep: bool, residuals, cotangents):
     return _dx(spec, plan, dpre, weights, offsets), _dweights(spec, plan, x, dpre, offsets), None
 
 
-_glu.defvjp(_glu_fwd, _glu_bwd)
+_glu = differentiable(_glu_forward, _glu_fwd, _glu_bwd, static=3)
 
 
 def _dx(spec: Spec, plan: Plan, dpre: Halves, weights: Halves, offsets: jax.Array) -> jax.Array:
@@ -207,10 +208,7 @@ def _find_gradients(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets:
     if plan.backend == "xla":
         return bwd_xla(spec, pre, dh, offsets)
     assert plan.bwd is not None  # make_plan fills it
-    return bwd_pallas(spec, plan.bwd, pre, dh, offsets, interpret=interpret())
-
-
-_gradients = jax.custom_vjp(_find_gradients, nondiff_argnums=(0, 1))
+    return bwd_pallas(spec, plan.bwd, pre, dh, offsets, interpret=plan.on.interpret)
 
 
 def _gradients_fwd(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: jax.Array):
@@ -224,4 +222,4 @@ def _gradients_bwd(spec: Spec, plan: Plan, operands, cotangents):
     return (*vjp(cotangents), None)
 
 
-_gradients.defvjp(_gradients_fwd, _gradients_bwd)
+_gradients = differentiable(_find_gradients, _gradients_fwd, _gradients_bwd, static=2)

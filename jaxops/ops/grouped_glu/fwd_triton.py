@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxops._lib.activations_triton import activate
-from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, next_tile, pass_tile, produce, produce_gathered, sum_steps
 from jaxops._lib.hopper_triton import result_buffers, store, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
@@ -85,6 +84,7 @@ def fwd_triton(
     panel: int,
     dynamic: bool,
     stages: int,
+    cores: int,
 ) -> tuple[jax.Array, ...]:
     """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate and up [M, F]. With indices [M], row m is
     x[indices[m]], K is a multiple of 64. bfloat16 or float16, K and F multiples of 8; no size is 0."""
@@ -103,6 +103,6 @@ def fwd_triton(
     work = Scratch(schedule) if dynamic else schedule
     return triton_call(
         x_desc, x if gathered else None, indices, *descs, work, *outs, **pointers, kernel=grouped_glu_kernel, out_type=results,
-        grid=min(current_device().cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, T=T, STAGES=stages,
+        grid=min(cores, count), name="grouped_glu_fwd", entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K, T=T, STAGES=stages,
         BUFFERS=5 - stages, PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation, GATHERED=gathered,
     )  # fmt: skip

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device
+from jaxops._lib.plans import BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import check_powers_of_2, power_of_2
 from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
@@ -104,7 +105,7 @@ class Fused(Order):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; with the xla backend the activation passes need no blocks.
 
     Attributes:
@@ -158,6 +159,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       NotImplementedError: the triton backend elsewhere than on Hopper, for float32, for sizes that are no multiples of 8, for one array of weights, or for h in
         another dtype than the products'; pallas on a TPU.
     """
+    device = plan_device(Plan, plan, device)
     free = backend == "auto" and plan is None
     products = plan.products if plan is not None else None
     if products is None and free:
@@ -171,16 +173,16 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
             raise NotImplementedError("the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use backend='pallas'.")
         if problem.recast:
             raise NotImplementedError(f"the triton backend gives h in the dtype in which it multiplies, {problem.dtype}: cast x to that, or use 'pallas'.")
-    if products is None:
-        products = make_product_plan(problem.product, device, rows, backend=chosen)
+    products = make_product_plan(problem.product, device, rows, backend=chosen if products is None else "auto", plan=products)
     if chosen == "xla":
-        return Plan("xla", products=products)
+        return Plan("xla", products=products, device=device)
     fwd = plan.fwd if plan is not None and plan.fwd is not None else heuristic("fwd", problem)
     bwd = plan.bwd if plan is not None and plan.bwd is not None else heuristic("bwd", problem)
     if chosen == "pallas":
-        return Plan("pallas", fwd, bwd, products)
+        return Plan("pallas", fwd, bwd, products, device=device)
     usual = Fused(4, dynamic=True, stages=4) if problem.M < 1024 * problem.G else Fused(8)
-    return Plan("triton", fwd, bwd, products, plan.fused if plan is not None and plan.fused is not None else usual)
+    fused = plan.fused if plan is not None and plan.fused is not None else usual
+    return Plan("triton", fwd, bwd, products, fused, device=device)
 
 
 def heuristic(pass_name: Pass, problem: Problem) -> Block:

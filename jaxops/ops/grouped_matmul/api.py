@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import Device, device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
@@ -83,7 +84,7 @@ def grouped_matmul(
         if bias.shape != (G, n):
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [G, N] = {(G, n)}.")
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs, compute_dtype, "the gradient of rhs stays")
-    plan = _plan(Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), backend, plan)
+    plan = _plan(Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), device_of(lhs, rhs, group_offsets), backend, plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
     return _matmul(spec, *vary_together(lhs, rhs, bias, group_offsets))
@@ -139,7 +140,7 @@ def grouped_wgrad(
         if out_dtype is not None and jnp.dtype(out_dtype) != accumulate_into.dtype:
             raise TypeError(f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave out_dtype away.")
         out_dtype = accumulate_into.dtype
-    plan = _plan(Problem(G, M, K, N, compute.name), backend, plan)
+    plan = _plan(Problem(G, M, K, N, compute.name), device_of(lhs, dout, group_offsets), backend, plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, dout.dtype)
     return _wgrad(spec, *vary_together(lhs, dout, accumulate_into, group_offsets))
@@ -232,13 +233,11 @@ class _Spec:
         return dataclasses.replace(self.plan, fwd=self.plan.dgrad, dgrad=self.plan.fwd)
 
 
-def _plan(problem: Problem, backend: str, plan: Plan | None) -> Plan:
-    device = current_device()
+def _plan(problem: Problem, device: Device, backend: str, plan: Plan | None) -> Plan:
     return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
+def _multiply(spec: _Spec, lhs, rhs, bias, offsets):
     lhs, rhs = lhs.astype(spec.compute_dtype), rhs.astype(spec.compute_dtype)
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if spec.transpose_rhs else 2]
     a, b = lhs, rhs
@@ -253,8 +252,10 @@ def _matmul(spec: _Spec, lhs, rhs, bias, offsets):
     if spec.plan.fwd.kernel == "triton":
         from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton  # jax-triton is imported only where it is called
 
-        return sequential_vmap(functools.partial(fwd_triton, **how))(a, b, bias, offsets)  # a call through jax-triton has no batching rule
-    return fwd_pallas(a, b, bias, offsets, precision=spec.precision, interpret=interpret(), **how)
+        return sequential_vmap(functools.partial(fwd_triton, **how, cores=spec.plan.on.cores))(
+            a, b, bias, offsets
+        )  # a call through jax-triton has no batching rule
+    return fwd_pallas(a, b, bias, offsets, precision=spec.precision, interpret=spec.plan.on.interpret, **how)
 
 
 def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
@@ -284,11 +285,10 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
     return dlhs, drhs, dbias, None
 
 
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+_matmul = differentiable(_multiply, _matmul_fwd, _matmul_bwd, static=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
+def _multiply_wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
     shape = (offsets.shape[0] - 1, lhs.shape[1], dout.shape[1])
     if 0 in (*shape, lhs.shape[0]):
         return jnp.zeros(shape, spec.out_dtype) if accumulator is None else accumulator
@@ -299,8 +299,8 @@ def _wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
     if spec.plan.wgrad.kernel == "triton":
         from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
 
-        return sequential_vmap(functools.partial(wgrad_triton, **how))(lhs, dout, accumulator, offsets)
-    return wgrad_pallas(lhs, dout, accumulator, offsets, precision=spec.precision, interpret=interpret(), **how)
+        return sequential_vmap(functools.partial(wgrad_triton, **how, cores=spec.plan.on.cores))(lhs, dout, accumulator, offsets)
+    return wgrad_pallas(lhs, dout, accumulator, offsets, precision=spec.precision, interpret=spec.plan.on.interpret, **how)
 
 
 def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):
@@ -316,7 +316,7 @@ def _wgrad_bwd(spec: _Spec, residuals, ct):
     return dlhs, ddout, None if accumulated is None else ct, None
 
 
-_wgrad.defvjp(_wgrad_fwd, _wgrad_bwd)
+_wgrad = differentiable(_multiply_wgrad, _wgrad_fwd, _wgrad_bwd, static=1)
 
 
 def grouped_matmul_sum(
@@ -335,12 +335,11 @@ def grouped_matmul_sum(
     return functools.reduce(jnp.add, [grouped_matmul(a, b, group_offsets, **how) for a, b in zip(lhs, rhs, strict=True)]).astype(out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_two(spec: _Spec, lhs, rhs, offsets):
+def _sum_of_two_forward(spec: _Spec, lhs, rhs, offsets):
     from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton
 
     assert spec.plan.fwd is not None
-    both = functools.partial(fwd_triton, transpose_rhs=spec.transpose_rhs, tiles=spec.plan.fwd, out_dtype=spec.out_dtype)
+    both = functools.partial(fwd_triton, transpose_rhs=spec.transpose_rhs, tiles=spec.plan.fwd, out_dtype=spec.out_dtype, cores=spec.plan.on.cores)
     return sequential_vmap(lambda lhs, rhs, offsets: both(lhs[0], rhs[0], None, offsets, (lhs[1], rhs[1])))(lhs, rhs, offsets)
 
 
@@ -354,4 +353,4 @@ def _sum_of_two_bwd(spec: _Spec, residuals, dout):
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs], None
 
 
-_sum_of_two.defvjp(_sum_of_two_fwd, _sum_of_two_bwd)
+_sum_of_two = differentiable(_sum_of_two_forward, _sum_of_two_fwd, _sum_of_two_bwd, static=1)

@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import CONTRACTION, ROWS, make_ring, next_tile, pass_tile, produce, sum_steps
 from jaxops._lib.hopper_triton import result_buffers, store_columns, tile_at, tile_layout
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
@@ -79,7 +78,7 @@ def grouped_gemm_kernel(
     ], [4, 1], [224, 56])  # fmt: skip
 
 
-def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype) -> jax.Array:
+def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype, cores: int) -> jax.Array:
     """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8. more: another (lhs, rhs) of the same shapes, whose product is added before rounding."""
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
 
@@ -95,10 +94,10 @@ def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: 
     out = out_struct((M, N), out_dtype, like=lhs)
     sizes = {"G": G, "M": M, "N": N, "K": K}
     name = "fwd" if not transpose_rhs else "dgrad"
-    return _call(operands, bias, schedule, None, out, tile_bound(M, G, tiles.bm), tiles, sizes, name, TRANSPOSED=transpose_rhs)
+    return _call(operands, bias, schedule, None, out, tile_bound(M, G, tiles.bm), tiles, sizes, name, cores, TRANSPOSED=transpose_rhs)
 
 
-def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) -> jax.Array:
+def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype, cores: int) -> jax.Array:
     """As `wgrad_pallas`; bfloat16 or float16, K and N multiples of 8."""
     (length, M), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
     a = row_windows(lhs, (64, tiles.part), tile_layout(lhs.dtype, (1, 64, tiles.part)))
@@ -107,15 +106,17 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype) ->
     out = out_struct((G * M, N), out_dtype, like=lhs)
     accumulator = None if accumulator is None else accumulator.reshape(G * M, N)
     sizes = {"G": G, "M": M, "N": N, "K": 0}
-    return _call((a, b, None, None), None, schedule, accumulator, out, G * -(-M // tiles.bm), tiles, sizes, "wgrad", TRANSPOSED=False).reshape(G, M, N)
+    return _call((a, b, None, None), None, schedule, accumulator, out, G * -(-M // tiles.bm), tiles, sizes, "wgrad", cores, TRANSPOSED=False).reshape(G, M, N)
 
 
-def _call(operands: tuple, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, **constants) -> jax.Array:
+def _call(
+    operands: tuple, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, cores: int, **constants
+) -> jax.Array:
     store_from = OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), accumulator, windows=True)
     count = row_tiles * -(-sizes["N"] // tiles.bn)
     work = Scratch(schedule) if tiles.dynamic else schedule
     return triton_call(
-        *operands, bias, work, store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(current_device().cores, count),
+        *operands, bias, work, store_from, kernel=grouped_gemm_kernel, out_type=out, grid=min(cores, count),
         name=f"grouped_matmul_{name}", entries=schedule.shape[0] // COLUMNS, **sizes, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         KIND=(CONTRACTION if name == "wgrad" else ROWS).value, PARTS=tiles.bm // tiles.part, STORED=tiles.stored, ACCUMULATE=accumulator is not None,
         DYNAMIC=tiles.dynamic, **constants,

@@ -7,7 +7,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxops._lib.device import Device, check_gluon, choose_backend, runs_gluon
+from jaxops._lib.device import Device, check_gluon, runs_gluon
+from jaxops._lib.plans import BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import power_of_2
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -94,7 +95,7 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. A pass left None is filled by `make_plan`; the xla backend needs no tiles.
 
     Attributes:
@@ -178,6 +179,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       ValueError: an unknown backend, or one that contradicts the plan.
       NotImplementedError: the triton backend elsewhere than on Hopper, for float32, or for sizes that are no multiples of 8; pallas on a TPU.
     """
+    device = plan_device(Plan, plan, device)
     kernels = kernels_for(problem, device)
     if backend == "auto" and plan is None and len(kernels) > 1:
         backend, plan = "triton", Plan("triton")
@@ -185,7 +187,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         kernels = ("triton",)
     backend = choose_backend(device, backend, plan, BACKENDS)
     if backend == "xla":
-        return Plan("xla")
+        return Plan("xla", device=device)
     if backend == "triton":
         check_triton(problem, device)
     else:
@@ -208,7 +210,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         kernel = "pallas" if "pallas" in kernels and (few or len(kernels) == 1) else "triton"
         tuned = table.get((*key_of(read[name], p.G, p.M, K, N, p.dtype), kernel))
         chosen[name] = explicit or tuned or heuristic(read[name], dataclasses.replace(p, K=K, N=N), device, kernel)
-    return Plan(backend, **chosen)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
+    return Plan(backend, **chosen, device=device)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:

@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.checks import check_float, check_offsets, check_size, compute_dtype_of, float_dtype
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
@@ -94,7 +95,7 @@ def modality_grouped_matmul(
         if w.dtype != rhs[0].dtype:
             raise TypeError(f"rhs[0] is {rhs[0].dtype} and rhs[{i}] is {w.dtype}: cast one of them; the modalities' matrices have one dtype.")
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs[0], compute_dtype, "the gradients of rhs stay")
-    device = current_device()
+    device = device_of(lhs, tuple(rhs), group_offsets)
     problem = Problem(lhs.shape[0], shapes, compute.name, transpose_rhs)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
@@ -124,8 +125,7 @@ class _Spec:
         return _Spec(plan, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: _Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array) -> jax.Array:
+def _multiply(spec: _Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array) -> jax.Array:
     lhs, rhs = lhs.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in rhs)
     out = jax.ShapeDtypeStruct((lhs.shape[0], max(w.shape[1 if spec.transpose_rhs else 2] for w in rhs)), spec.out_dtype)
     if spec.plan.backend == "xla" or 0 in (*lhs.shape, *out.shape):
@@ -138,9 +138,11 @@ def _matmul(spec: _Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array) -> jax
         if tiles.kernel == "triton":
             from jaxops.ops.modality_grouped_matmul.gemm_triton import fwd_triton  # jax-triton is imported only where it is called
 
-            result = sequential_vmap(functools.partial(fwd_triton, **how))(*operands)  # a call through jax-triton has no batching rule
+            result = sequential_vmap(functools.partial(fwd_triton, **how, cores=spec.plan.on.cores))(
+                *operands
+            )  # a call through jax-triton has no batching rule
         else:
-            result = fwd_pallas(*operands, precision=spec.precision, interpret=interpret(), **how)
+            result = fwd_pallas(*operands, precision=spec.precision, interpret=spec.plan.on.interpret, **how)
     return jnp.zeros(out.shape, out.dtype) if result is None else result
 
 
@@ -160,11 +162,10 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
     return dlhs, _wgrad(spec, shapes_of(rhs), left, right, offsets), None
 
 
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+_matmul = differentiable(_multiply, _matmul_fwd, _matmul_bwd, static=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _wgrad(spec: _Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, offsets: jax.Array) -> Arrays:
+def _multiply_wgrad(spec: _Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, offsets: jax.Array) -> Arrays:
     """Of each modality [G, K, N] as `shapes`, in spec.rhs_dtype: its groups' rows of lhs's first K columns times dout's first N ones."""
     if spec.plan.backend == "xla":
         return tuple(wgrad_xla(lhs, dout, offsets, shapes=shapes, precision=spec.precision, out_dtype=spec.rhs_dtype))
@@ -175,9 +176,9 @@ def _wgrad(spec: _Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, offsets
         if tiles.kernel == "triton":
             from jaxops.ops.modality_grouped_matmul.gemm_triton import wgrad_triton
 
-            results = sequential_vmap(functools.partial(wgrad_triton, **how))(lhs, dout, offsets)
+            results = sequential_vmap(functools.partial(wgrad_triton, **how, cores=spec.plan.on.cores))(lhs, dout, offsets)
         else:
-            results = wgrad_pallas(lhs, dout, offsets, precision=spec.precision, interpret=interpret(), **how)
+            results = wgrad_pallas(lhs, dout, offsets, precision=spec.precision, interpret=spec.plan.on.interpret, **how)
         for part, result in zip(parts, results, strict=True):
             found[part.number] = result
     return tuple(found)
@@ -196,4 +197,4 @@ def _wgrad_bwd(spec: _Spec, shapes: Shapes, residuals, cts):
     return dlhs, ddout, None
 
 
-_wgrad.defvjp(_wgrad_fwd, _wgrad_bwd)
+_wgrad = differentiable(_multiply_wgrad, _wgrad_fwd, _wgrad_bwd, static=2)

@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import BK, CONTRACTION, ROWS, end_tiles, make_ring, mend_step, next_tile, pass_tile, sum_steps, tell
 from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store_columns, take_number, tile_layout, window
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
@@ -223,7 +222,7 @@ def modality_gemm_kernel(
     ], [4, 1], [216, 72])  # fmt: skip
 
 
-def fwd_triton(lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool) -> jax.Array:
+def fwd_triton(lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool, cores: int) -> jax.Array:
     """As `fwd_pallas`; bfloat16 or float16, all widths multiples of 8."""
     (M, width), G, row_bytes = out.shape, offsets.shape[0] - 1, (tiles.part, 64)
     block = (1, tiles.bn, 64) if transpose_rhs else (1, 64, tiles.bn)
@@ -237,10 +236,10 @@ def fwd_triton(lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.S
     count = tile_bound(M, G, tiles.bm) * -(-width // tiles.bn)
     results = (out_struct(out.shape, out.dtype, like=lhs),)
     name = "dgrad" if transpose_rhs else "fwd"
-    return _call(schedule, (c_desc,), (a_descs, b_descs, sizes), results, tiles, count, name, N=width, KIND=ROWS.value, TRANSPOSED=transpose_rhs)[0]
+    return _call(schedule, (c_desc,), (a_descs, b_descs, sizes), results, tiles, count, name, cores, N=width, KIND=ROWS.value, TRANSPOSED=transpose_rhs)[0]
 
 
-def wgrad_triton(lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, out_dtype) -> list[jax.Array]:
+def wgrad_triton(lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, out_dtype, cores: int) -> list[jax.Array]:
     """As `wgrad_pallas`; bfloat16 or float16, all widths multiples of 8."""
     mine = [shapes[part.number] for part in parts]
 
@@ -257,17 +256,17 @@ def wgrad_triton(lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes,
         OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), result=i, windows=True) for i, out in enumerate(results)
     )
     count = sum(G * -(-k // tiles.bm) * -(-n // tiles.bn) for G, k, n in mine)
-    found = _call(schedule, c_descs, (a_descs, b_descs, sizes), results, tiles, count, "wgrad", N=0, KIND=CONTRACTION.value, TRANSPOSED=False)
+    found = _call(schedule, c_descs, (a_descs, b_descs, sizes), results, tiles, count, "wgrad", cores, N=0, KIND=CONTRACTION.value, TRANSPOSED=False)
     return [x.reshape(shape) for x, shape in zip(found, mine, strict=True)]
 
 
-def _call(schedule, c_descs: tuple, operands: tuple, results: tuple, tiles: Tiles, count: int, name: str, **constants) -> tuple[jax.Array, ...]:
+def _call(schedule, c_descs: tuple, operands: tuple, results: tuple, tiles: Tiles, count: int, name: str, cores: int, **constants) -> tuple[jax.Array, ...]:
     # jax-triton takes tuples of descriptors and numbers, but no pointers of results in them.
     work = Scratch(schedule) if tiles.dynamic else schedule
     unused = {f"c_ptr_{i}": None for i in range(len(results), MOST)}
     named = dict(zip(("a_descs", "b_descs", "sizes"), operands, strict=True))
     return triton_call(
-        work, *(*c_descs, *_UNUSED)[:MOST], kernel=modality_gemm_kernel, out_type=results, grid=min(current_device().cores, count),
+        work, *(*c_descs, *_UNUSED)[:MOST], kernel=modality_gemm_kernel, out_type=results, grid=min(cores, count),
         name=f"modality_grouped_matmul_{name}", **unused, **named, entries=schedule.shape[0] // COLUMNS, tiles=count, BM=tiles.bm, BN=tiles.bn,
         STAGES=tiles.stages, PANEL=tiles.panel, PARTS=tiles.bm // tiles.part, DYNAMIC=tiles.dynamic, COUNT=len(operands[0]), STORED=tiles.stored, **constants,
     )  # fmt: skip

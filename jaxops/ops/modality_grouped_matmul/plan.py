@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device
+from jaxops._lib.plans import BasePlan, choose_backend, plan_device
 from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
 from jaxops.ops.grouped_matmul import Tiles, kernels_for
@@ -16,7 +17,7 @@ BACKENDS = ("triton", "pallas", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. A pass left None is filled by `make_plan`; the xla backend needs no tiles.
 
     Modalities of equal tiles share a launch, in which each has its own widths.
@@ -66,6 +67,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       ValueError: an unknown backend, or one that contradicts the plan; tiles for another number of modalities.
       NotImplementedError: the triton backend elsewhere than on Hopper, for float32, or for widths that are no multiples of 8; pallas on a TPU.
     """
+    device = plan_device(Plan, plan, device)
     each, rows = products(problem), tuple(rows)
     for name in PASSES:
         tiles = None if plan is None else getattr(plan, name)
@@ -76,7 +78,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         backend = "triton"
     backend = choose_backend(device, backend, plan, BACKENDS)
     if backend == "xla":
-        return Plan("xla")
+        return Plan("xla", device=device)
     chosen = []
     for i, product in enumerate(each):
         given = {name: None if plan is None or getattr(plan, name) is None else getattr(plan, name)[i] for name in PASSES}
@@ -86,7 +88,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     for name in PASSES:
         tiles = tuple(getattr(found, name) for found in chosen)
         passes[name] = tiles if plan is not None and getattr(plan, name) is not None else _shared(tiles, problem)
-    return Plan(backend, **passes)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
+    return Plan(backend, **passes, device=device)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
 
 
 def _shared(tiles: tuple[Tiles, ...], problem: Problem) -> tuple[Tiles, ...]:

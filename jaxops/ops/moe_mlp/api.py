@@ -12,7 +12,8 @@ from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.checks import check_choice, check_float, check_size, compute_dtype_of, float_dtype
-from jaxops._lib.device import current_device
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
@@ -105,14 +106,13 @@ def moe_mlp(
     out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
-    device = current_device()
+    device = device_of(x, w_gate, routing)
     problem = Problem(T, k, E, D, F, w_down.shape[2], compute.name)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x, w_gate, w_up, w_down, *fields = vary_together(x, w_gate, w_up, w_down, *(getattr(routing, name) for name in _READ))
     routing = dataclasses.replace(routing, **dict(zip(_READ, fields, strict=True)))
     spec = Spec(plan, activation, save, resolve_precision(precision), compute, out)
-    result: Any = _mlp(spec, x, routing.weights, (w_gate, w_up, w_down), tuple(getattr(routing, field.name) for field in dataclasses.fields(Routing)))
-    return result
+    return _mlp(spec, x, routing.weights, (w_gate, w_up, w_down), tuple(getattr(routing, field.name) for field in dataclasses.fields(Routing)))
 
 
 _READ = ("weights", "row_positions", "row_indices", "group_offsets")  # of a Routing
@@ -124,8 +124,7 @@ def _copied_up(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: 
     return glu_of_rows(permute(x, routing, plan=spec.plan.rows), experts[:2], routing.group_offsets, **how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _up(spec: Spec, save: bool, x: jax.Array, experts: Experts, fields: Fields) -> Any:
+def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, fields: Fields) -> Any:
     """(h, with save gate and up) of the rows, from operands in the compute dtype."""
     routing = Routing(*fields)
     if not spec.plan.gather or 0 in (*x.shape, *routing.row_indices.shape, *experts[0].shape):
@@ -145,7 +144,7 @@ def _up_bwd(spec: Spec, save: bool, operands, cotangents):
     return *vjp(cotangents), None
 
 
-_up.defvjp(_up_fwd, _up_bwd)
+_up = differentiable(_up_forward, _up_fwd, _up_bwd, static=2)
 
 
 def _down(spec: Spec, h: jax.Array, weights: jax.Array, w_down: jax.Array, routing: Routing) -> jax.Array:
@@ -158,8 +157,7 @@ def _cast(spec: Spec, x: jax.Array, experts: Experts) -> tuple[jax.Array, Expert
     return x.astype(spec.compute_dtype), (gate, up, down)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields: Fields) -> Any:
+def _mlp_forward(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fields: Fields) -> Any:
     """weights: the router's, instead of the routing's own."""
     x, experts = _cast(spec, x, experts)
     found: Any = _up(spec, False, x, experts, fields)
@@ -184,11 +182,10 @@ def _mlp_bwd(spec: Spec, residuals, dout: jax.Array):
     return dx.astype(x_kind.dtype), dweights, dexperts, None
 
 
-_mlp.defvjp(_mlp_fwd, _mlp_bwd)
+_mlp = differentiable(_mlp_forward, _mlp_fwd, _mlp_bwd, static=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gradients(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: Experts, pre, dout: jax.Array, fields: Fields) -> Any:
+def _gradients_forward(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: Experts, pre, dout: jax.Array, fields: Fields) -> Any:
     """Of x, in the compute dtype, of the router's weights, and of the experts', in w_dtype."""
     routing = Routing(*fields)
     unit, down, offsets = spec.plan.unit, spec.plan.down, routing.group_offsets
@@ -215,7 +212,7 @@ def _through_down(spec: Spec, dy: jax.Array, w_down: jax.Array, gate: jax.Array,
     if fused is not None and 0 not in (*dy.shape, *w_down.shape):
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton  # jax-triton is imported only where it is called
 
-        kernel = functools.partial(bwd_triton, activation=spec.activation, panel=fused.panel, dynamic=fused.dynamic)
+        kernel = functools.partial(bwd_triton, activation=spec.activation, panel=fused.panel, dynamic=fused.dynamic, cores=spec.plan.on.cores)
         return sequential_vmap(kernel)(dy, w_down, gate, up, of_rows, offsets)  # a call through jax-triton has no batching rule
     assert down is not None  # make_plan fills it
     back = dataclasses.replace(down, fwd=down.dgrad, dgrad=down.fwd)
@@ -246,4 +243,4 @@ def _gradients_bwd(spec: Spec, w_dtype, operands, cotangents):
     return dx, dweights, dexperts, jax.tree.map(jnp.zeros_like, pre), ddout, None
 
 
-_gradients.defvjp(_gradients_fwd, _gradients_bwd)
+_gradients = differentiable(_gradients_forward, _gradients_fwd, _gradients_bwd, static=2)

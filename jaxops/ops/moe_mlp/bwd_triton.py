@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from jaxops._lib.activations_triton import activate_and_slope
-from jaxops._lib.device import current_device
 from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, next_tile, pass_tile, produce, sum_steps
 from jaxops._lib.hopper_triton import columns, result_buffers, send, store_tile, tile_layout, window
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
@@ -160,7 +159,17 @@ def moe_mlp_bwd_kernel(
 
 
 def bwd_triton(
-    dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *, activation: str, panel: int, dynamic: bool
+    dy: jax.Array,
+    w_down: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    weights: jax.Array,
+    offsets: jax.Array,
+    *,
+    activation: str,
+    panel: int,
+    dynamic: bool,
+    cores: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the rows; offsets [E + 1] ->
     the gradients of gate and up, in their memory, the weighted unit (all [R, F]), and [cdiv(F, 64), R] float32, whose sums are the weights' gradients. bfloat16
@@ -177,6 +186,6 @@ def bwd_triton(
     outs = (OutTile((high, wide), layout, first, i, windows=True) for i, first in enumerate((gate, up, None)))
     return triton_call(
         describe(dy, high, 64), describe(w_down.reshape(E * F, D), high, 64), weights, Scratch(schedule) if dynamic else schedule, *outs,
-        kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots), grid=min(current_device().cores, tile_bound(R, E, high) * -(-F // high)),
+        kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots), grid=min(cores, tile_bound(R, E, high) * -(-F // high)),
         name="moe_mlp_bwd", entries=schedule.shape[0] // COLUMNS, G=E, R=R, F=F, D=D, PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation,
     )  # fmt: skip

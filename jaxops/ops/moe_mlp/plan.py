@@ -7,7 +7,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device
+from jaxops._lib.plans import BasePlan, choose_backend, plan_device
 from jaxops.ops.grouped_glu import Order
 from jaxops.ops.grouped_glu import Plan as UnitPlan
 from jaxops.ops.grouped_glu import Problem as Unit
@@ -25,7 +26,7 @@ BACKENDS = ("triton", "pallas", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`.
 
     Attributes:
@@ -91,6 +92,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       ValueError: an unknown backend, or one that contradicts the plan.
       NotImplementedError: the triton backend elsewhere than on Hopper, for float32, or for sizes that are no multiples of 8; pallas on a TPU.
     """
+    device = plan_device(Plan, plan, device)
     p, rows = problem, list(rows)
     unit_problem, down_problem = Unit(p.E, p.R, p.D, p.F, p.dtype), Product(p.E, p.R, p.F, p.N, p.dtype)
     unit, down, row_plan, fused, gather = (getattr(plan, name) if plan is not None else None for name in ("unit", "down", "rows", "fused", "gather"))
@@ -112,7 +114,10 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         backend=chosen,  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
         unit=make_unit_plan(unit_problem, device, rows, backend=chosen if unit is None else "auto", plan=unit),
         down=make_product_plan(down_problem, device, rows, backend=chosen if down is None else "auto", plan=down),
-        rows=row_plan or make_rows_plan(Rows(p.T, p.D, p.k, p.dtype), device, backend="pallas" if chosen == "triton" else chosen),
+        rows=make_rows_plan(
+            Rows(p.T, p.D, p.k, p.dtype), device, backend=("pallas" if chosen == "triton" else chosen) if row_plan is None else "auto", plan=row_plan
+        ),
         fused=fused if chosen == "triton" else None,
         gather=gather if chosen == "triton" else None,
+        device=device,
     )

@@ -1,6 +1,5 @@
 """The public functions: checks, then the custom_vjps that wire the passes together. Each gradient is one of these again, so there are some of any order."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,7 +7,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.permute.combine_bwd_pallas import combine_bwd_pallas
 from jaxops.ops.permute.combine_pallas import combine_pallas
@@ -57,10 +57,9 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
     places = _check_places(routing)
     T, k = places.positions.shape
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
-    plan = make_plan(Problem(T, x.shape[1], k, jnp.dtype(x.dtype).name), current_device(), backend=backend, plan=plan)
+    plan = make_plan(Problem(T, x.shape[1], k, jnp.dtype(x.dtype).name), device_of(x, routing), backend=backend, plan=plan)
     x, *fields = vary_together(x, *places)
-    rows: Any = _permute(plan, x, Places(*fields))
-    return rows
+    return _permute(plan, x, Places(*fields))
 
 
 def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str = "auto", plan: Plan | None = None) -> jax.Array:
@@ -99,10 +98,9 @@ def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str =
     T, k = places.positions.shape
     check_size("the number of rows", rows.shape[0], "T * k of routing.row_positions", T * k)
     out = float_dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype).name
-    plan = make_plan(Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name), current_device(), backend=backend, plan=plan)
+    plan = make_plan(Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name), device_of(rows, routing), backend=backend, plan=plan)
     rows, weights, *fields = vary_together(rows, routing.weights, *places)
-    result: Any = _combine(plan, out, rows, weights, Places(*fields))
-    return result
+    return _combine(plan, out, rows, weights, Places(*fields))
 
 
 def check_routing(routing: Routing) -> Places:
@@ -137,15 +135,14 @@ def _check_places(routing: Routing) -> Places:
     return places
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _permute(plan: Plan, x: jax.Array, places: Places) -> Any:
+def _permute_forward(plan: Plan, x: jax.Array, places: Places) -> Any:
     R, D = places.indices.shape[0], x.shape[1]
     if R * D == 0:
         return jnp.zeros((R, D), x.dtype)
     if plan.backend == "xla":
         return permute_xla(x, places)
     assert plan.permute is not None  # make_plan fills it
-    return permute_pallas(plan.permute, x, places, interpret=interpret())
+    return permute_pallas(plan.permute, x, places, interpret=plan.on.interpret)
 
 
 def _permute_fwd(plan: Plan, x: jax.Array, places: Places):
@@ -156,8 +153,7 @@ def _permute_bwd(plan: Plan, places: Places, drows: jax.Array):
     return _add(plan, drows, places), None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add(plan: Plan, rows: jax.Array, places: Places) -> Any:
+def _add_forward(plan: Plan, rows: jax.Array, places: Places) -> Any:
     """`_permute`, transposed."""
     return _sum(plan, rows.dtype, rows, None, places)
 
@@ -176,11 +172,10 @@ def _sum(plan: Plan, out_dtype, rows: jax.Array, weights: jax.Array | None, plac
     if plan.backend == "xla":
         return combine_xla(rows, weights, places, out_dtype)
     assert plan.combine is not None  # make_plan fills it
-    return combine_pallas(plan.combine, rows, weights, places, out_dtype, interpret=interpret())
+    return combine_pallas(plan.combine, rows, weights, places, out_dtype, interpret=plan.on.interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combine(plan: Plan, out_dtype: str, rows: jax.Array, weights: jax.Array, places: Places) -> Any:
+def _combine_forward(plan: Plan, out_dtype: str, rows: jax.Array, weights: jax.Array, places: Places) -> Any:
     return _sum(plan, out_dtype, rows, weights, places)
 
 
@@ -194,15 +189,14 @@ def _combine_bwd(plan: Plan, out_dtype: str, saved, dout: jax.Array):
     return *gradients, None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradient(plan: Plan, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places) -> Any:
+def _gradient_forward(plan: Plan, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places) -> Any:
     """Of `_combine`: drows in rows' dtype, and dweights."""
     if rows.size == 0:
         return jnp.zeros_like(rows), jnp.zeros_like(weights)
     if plan.backend == "xla":
         return combine_gradient_xla(rows, weights, dout, places)
     assert plan.combine_bwd is not None  # make_plan fills it
-    return combine_bwd_pallas(plan.combine_bwd, rows, weights, dout, places, interpret=interpret())
+    return combine_bwd_pallas(plan.combine_bwd, rows, weights, dout, places, interpret=plan.on.interpret)
 
 
 def _gradient_fwd(plan: Plan, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places):
@@ -219,7 +213,7 @@ def _gradient_bwd(plan: Plan, saved, cotangents):
     return *of_factors, (from_drows + from_dweights).astype(dout.dtype), None
 
 
-_permute.defvjp(_permute_fwd, _permute_bwd)
-_add.defvjp(_add_fwd, _add_bwd)
-_combine.defvjp(_combine_fwd, _combine_bwd)
-_gradient.defvjp(_gradient_fwd, _gradient_bwd)
+_permute = differentiable(_permute_forward, _permute_fwd, _permute_bwd, static=1)
+_add = differentiable(_add_forward, _add_fwd, _add_bwd, static=1)
+_combine = differentiable(_combine_forward, _combine_fwd, _combine_bwd, static=2)
+_gradient = differentiable(_gradient_forward, _gradient_fwd, _gradient_bwd, static=1)

@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 from typing import Literal
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device
+from jaxops._lib.plans import BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("permute", "combine", "combine_bwd")
@@ -33,7 +34,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; the xla backend needs none of it.
 
     Attributes:
@@ -73,11 +74,12 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: 
       backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
       plan: used as it is; only what it leaves None is filled.
     """
+    device = plan_device(Plan, plan, device)
     backend = choose_backend(device, backend, plan)
     if backend == "xla":
-        return Plan("xla")
+        return Plan("xla", device=device)
     chosen = {name: (getattr(plan, name) if plan is not None else None) or heuristic(name, problem) for name in PASSES}
-    return Plan("pallas", **chosen)
+    return Plan("pallas", **chosen, device=device)
 
 
 def _block(D: int, most: int) -> int:

@@ -1,7 +1,6 @@
 """The public functions: checks, then the passes, and the error where someone asks for a gradient."""
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
@@ -9,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.checks import check_array, check_choice, check_float, check_offsets
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.ragged import padded_rows
@@ -136,9 +136,9 @@ def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> 
         amax = jnp.broadcast_to(amax, (stack[0] if stack else 1,))
     arrays = Arrays(*vary_together(x if stack else x[None], offsets, amax, words, None))
     problem = Problem(M, K, jnp.dtype(x.dtype).name, spec.scaling, spec.layouts, offsets is not None)
-    device = current_device()
+    device = device_of(arrays)
     plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
-    found: dict = _call(spec, plan, arrays)  # pyright: ignore[reportAssignmentType]
+    found: dict = _call(spec, plan, arrays)
     if not stack:
         found = {name: value[0] for name, value in found.items()}
     if spec.scaling == "tensorwise":  # one scale serves both layouts
@@ -201,20 +201,19 @@ def _kernels(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
     factors, found = {}, {}
     if spec.scaling == "tensorwise":
         given = arrays.amax
-        factors["amax"] = tensor_amax_pallas(plan.amax, arrays, interpret=interpret()) if given is None else given[:, None]
+        factors["amax"] = tensor_amax_pallas(plan.amax, arrays, interpret=plan.on.interpret) if given is None else given[:, None]
     elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.x.shape[2]):
-        lines = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=interpret())
+        lines = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=plan.on.interpret)
         for name, amax in zip(("row", "col"), lines, strict=True):
             if amax is not None:
                 found["scales" if name == "row" else "scales_t"], factors[f"{name}_factors"] = scale_and_factor(amax, spec.fp8, spec.pow2)
-    found |= cast_pallas(spec, plan.cast, arrays, factors, interpret=interpret())
+    found |= cast_pallas(spec, plan.cast, arrays, factors, interpret=plan.on.interpret)
     if spec.measure:
         found["amax"] = jnp.minimum(jnp.max(found.pop("now", factors["amax"]), axis=1), MOST)
     return found
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
+def _call_forward(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
     return _passes(spec, plan, arrays)
 
 
@@ -226,4 +225,4 @@ def _call_bwd(spec: Spec, plan: Plan, saved, cotangents):
     raise NotImplementedError  # _call_fwd has raised
 
 
-_call.defvjp(_call_fwd, _call_bwd)
+_call = differentiable(_call_forward, _call_fwd, _call_bwd, static=2)

@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jaxops._lib.device import Device, choose_backend
+from jaxops._lib.device import Device
 from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.plans import ADA, BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("cast", "amax")
@@ -93,7 +94,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; the xla backend needs none of it.
 
     Attributes:
@@ -159,14 +160,10 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       ValueError: an unknown backend, one that contradicts the plan, or tiles that cannot hold what shares a scale.
       NotImplementedError: pallas on a TPU, or on a GPU older than compute capability 8.9.
     """
-    has_fp8 = device.platform not in ("gpu", "cuda") or device.has_fp8
-    backend = choose_backend(device, "xla" if backend == "auto" and plan is None and not has_fp8 else backend, plan)
+    device = plan_device(Plan, plan, device)
+    backend = choose_backend(device, backend, plan, needs=ADA)
     if backend == "xla":
-        return Plan("xla")
-    if not has_fp8:
-        raise NotImplementedError(
-            f"the pallas backend casts to FP8 by instructions that {device.kind} does not have (they came with compute capability 8.9); use backend='xla'."
-        )
+        return Plan("xla", device=device)
     p, table = problem, {}
     for row in rows:
         table.setdefault(key_of_row(row), row)
@@ -176,7 +173,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         row = table.get(key_of(name, p.K, p.dtype, p.scaling, p.layouts))
         chosen[name] = explicit or (Tile(**row["tile"]) if row else heuristic(name, problem))
         _check(name, chosen[name], problem)
-    return Plan("pallas", **chosen)
+    return Plan("pallas", **chosen, device=device)
 
 
 def _check(name: str, tile: Tile, p: Problem) -> None:

@@ -1,7 +1,6 @@
 """The public functions: checks, then the custom_vjp that wires the passes together."""
 
 import dataclasses
-import functools
 import numbers
 import operator
 from typing import Any, Literal
@@ -11,7 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import check_array, check_float
-from jaxops._lib.device import current_device, interpret
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.route.bwd_pallas import backward_pallas
 from jaxops.ops.route.fwd_pallas import forward_pallas
@@ -96,10 +96,9 @@ def route(
         if bias.dtype != jnp.float32:
             raise TypeError(f"bias is {bias.dtype}; write bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost.")
         bias = jax.lax.stop_gradient(bias)
-    plan = make_plan(Problem(T, E), current_device(), backend=backend, plan=plan)
+    plan = make_plan(Problem(T, E), device_of(logits, bias), backend=backend, plan=plan)
     spec = dataclasses.replace(spec, normalize=bool(normalize), scale=float(scale))
-    routing: Any = _route(spec, plan, *vary_together(logits, bias))
-    return routing
+    return _route(spec, plan, *vary_together(logits, bias))
 
 
 def update_router_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
@@ -159,8 +158,7 @@ def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any,
     return Spec(k, score, True, 1.0, num_groups, top_groups, capacity)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _route(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None) -> Any:
+def _route_forward(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None) -> Any:
     (T, E), k = logits.shape, spec.k
     if T == 0:
         zero, none = jnp.zeros((), jnp.float32), jnp.zeros((0, k), jnp.int32)
@@ -168,7 +166,7 @@ def _route(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None) ->
     if plan.backend == "xla":
         return forward_xla(spec, logits, bias)
     assert plan.fwd is not None  # make_plan fills it
-    return forward_pallas(spec, plan.fwd, logits, bias, interpret=interpret())
+    return forward_pallas(spec, plan.fwd, logits, bias, interpret=plan.on.interpret)
 
 
 def _route_fwd(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None):
@@ -181,7 +179,7 @@ def _route_bwd(spec: Spec, plan: Plan, saved: Saved, cotangents: Routing):
     return _gradient(spec, plan, saved, Cotangents(cotangents.weights, cotangents.aux_loss, cotangents.z_loss)), None
 
 
-_route.defvjp(_route_fwd, _route_bwd)
+_route = differentiable(_route_forward, _route_fwd, _route_bwd, static=2)
 
 
 def _find_gradient(spec: Spec, plan: Plan, saved: Saved, cotangents: Cotangents) -> Any:
@@ -191,10 +189,7 @@ def _find_gradient(spec: Spec, plan: Plan, saved: Saved, cotangents: Cotangents)
     if plan.backend == "xla":
         return backward_xla(spec, saved, cotangents)
     assert plan.bwd is not None  # make_plan fills it
-    return backward_pallas(spec, plan.bwd, saved, cotangents, interpret=interpret())
-
-
-_gradient = jax.custom_vjp(_find_gradient, nondiff_argnums=(0, 1))
+    return backward_pallas(spec, plan.bwd, saved, cotangents, interpret=plan.on.interpret)
 
 
 def _gradient_fwd(spec: Spec, plan: Plan, saved: Saved, cotangents: Cotangents):
@@ -209,4 +204,4 @@ def _gradient_bwd(spec: Spec, plan: Plan, operands, cotangent):
     return Saved(dlogits, None, None, None), dcotangents  # pyright: ignore[reportArgumentType]  # None is what custom_vjp takes for no gradient
 
 
-_gradient.defvjp(_gradient_fwd, _gradient_bwd)
+_gradient = differentiable(_find_gradient, _gradient_fwd, _gradient_bwd, static=2)

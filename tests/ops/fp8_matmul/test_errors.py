@@ -2,7 +2,6 @@
 
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxops
 from jaxops.ops.fp8_matmul import Plan, Tiles
@@ -113,17 +112,6 @@ def test_ragged_x_quantised_without_its_groups():
         jax.eval_shape(
             lambda x, w, offsets: jax.vjp(lambda w: jaxops.fp8_grouped_matmul(x, w, offsets), w)[0], x, s(G, K, N), GROUPED["group_offsets"]
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 3090"])
-@pytest.mark.parametrize("backend", ["auto", "pallas", "triton"])
-def test_before_ada(kind, backend):
-    device = AbstractDevice(device_kind=kind, num_cores=100, platform="gpu")
-    with (
-        jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)),
-        pytest.raises(NotImplementedError, match=rf"{kind}.*8\.9"),
-    ):
-        trace(jaxops.fp8_matmul, DENSE | {"backend": backend})
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_call_raises_it():
 
 
 def test_nobody_takes_it_unasked(monkeypatch):
-    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(device_facts, "gluon_missing", lambda: "")
     assert make_plan(PROBLEM, H200).cast == "before"
     for recipe in ("blockwise", "blockwise_with_gw_hp"):
         plan = make_plan(dataclasses.replace(PROBLEM, recipe=recipe), H200, plan=INSIDE)

@@ -15,9 +15,13 @@ import jaxops
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, make_plan
+from jaxops.ops import grouped_matmul
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, heuristic, hopper_can, key_of_row
 from tests.hopper import lower_for_h200
+from tests.plans import by_choices
+
+make_plan = by_choices(grouped_matmul.make_plan)
 
 H200 = Device("NVIDIA H200", "gpu")
 GPUS = [H200, Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("NVIDIA L4", "gpu")]
@@ -36,7 +40,7 @@ EIGHTS = Problem(8, 1000, 504, 704, "bfloat16")  # what the Hopper kernel can mu
 @pytest.fixture(autouse=True)
 def jax_triton(monkeypatch):
     """As if it were installed, on Python 3.11, too: a plan is made without it."""
-    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(device_facts, "gluon_missing", lambda: "")
 
 
 def mark(panel: int) -> Tiles:
@@ -129,9 +133,12 @@ def test_kernel_by_device_and_problem(monkeypatch):
     few = dataclasses.replace(EIGHTS, M=100)
     assert kernels(few) == ("triton", "pallas", "pallas", "triton")
     assert kernels(few, backend="triton") == ("triton",) * 4
-    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: False)
-    assert kernels(EIGHTS) == pallas
-    with pytest.raises(NotImplementedError, match="needs a Hopper GPU and jax-triton"):
+    monkeypatch.setattr(device_facts, "gluon_missing", lambda: "they are not installed")
+    device_facts._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="jaxops takes its Pallas kernels on this NVIDIA H200.*they are not installed"):
+        make_plan(EIGHTS, H200)
+    assert kernels(EIGHTS) == pallas  # said once
+    with pytest.raises(NotImplementedError, match=r"they are not installed.*backend='pallas'"):
         make_plan(EIGHTS, H200, backend="triton")
 
 
@@ -188,7 +195,7 @@ def test_candidates_are_those_that_the_chip_suits():
 
 @pytest.mark.parametrize("chosen", [{"backend": "pallas"}, {"plan": Plan("pallas")}], ids=["backend", "plan"])
 def test_pallas_on_a_tpu_raises(chosen):
-    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*backend='xla' on a TPU"):
+    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*TPU.*backend='xla'"):
         make_plan(PROBLEM, TPU, **chosen)
 
 

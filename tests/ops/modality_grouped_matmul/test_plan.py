@@ -6,12 +6,16 @@ import pytest
 
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
+from jaxops.ops import modality_grouped_matmul
 from jaxops.ops.grouped_matmul import Problem as Product
 from jaxops.ops.grouped_matmul import Tiles
 from jaxops.ops.grouped_matmul import make_plan as make_product_plan
-from jaxops.ops.modality_grouped_matmul import Plan, Problem, make_plan
+from jaxops.ops.modality_grouped_matmul import Plan, Problem
 from jaxops.ops.modality_grouped_matmul.parts import Part, launches, parts_of
 from jaxops.ops.modality_grouped_matmul.plan import PASSES
+from tests.plans import by_choices
+
+make_plan = by_choices(modality_grouped_matmul.make_plan)
 
 H200, A100 = Device("NVIDIA H200", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu")
 CPU, TPU = Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
@@ -22,7 +26,7 @@ PROBLEM = Problem(32768, (VISION, TEXT, AUDIO), "bfloat16")
 @pytest.fixture(autouse=True)
 def jax_triton(monkeypatch):
     """As if it were installed, on Python 3.11, too: a plan is made without it."""
-    monkeypatch.setattr(device_facts, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(device_facts, "gluon_missing", lambda: "")
 
 
 def mark(panel: int, **change) -> Tiles:

@@ -73,8 +73,8 @@ def test_a_matrix_that_no_kernel_can_address(rows, offsets):
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB"])
 def test_a_gpu_without_fp8(kind):
     problem = Problem(M, K, "bfloat16")
-    assert make_plan(problem, Device(kind, "gpu")) == Plan("xla")
-    with pytest.raises(NotImplementedError, match=rf"{kind} does not have.*8\.9.*backend='xla'"):
+    assert make_plan(problem, Device(kind, "gpu")).backend == "xla"
+    with pytest.raises(NotImplementedError, match=rf"8\.9 or newer.*{kind}.*backend='xla'"):
         make_plan(problem, Device(kind, "gpu"), backend="pallas")
 
 

@@ -14,10 +14,14 @@ import jaxops
 import jaxops.tuning
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.quantize import Plan, Problem, Tile, candidates, make_plan
+from jaxops.ops import quantize
+from jaxops.ops.quantize import Plan, Problem, Tile, candidates
 from jaxops.ops.quantize.plan import LAYOUTS, PASSES, heuristic, key_of_row
 from tests.hopper import lower_for_h200
 from tests.ops.quantize.cases import SCALINGS
+from tests.plans import by_choices
+
+make_plan = by_choices(quantize.make_plan)
 
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(1000, 4096, "bfloat16")

@@ -1,28 +1,26 @@
-"""Gluon kernels called from JAX through jax-triton. Imported only where such a kernel is called: jax-triton needs Python >= 3.12.
+"""Gluon kernels called from JAX through jax-triton. Imported only where such a kernel is called.
 
-Three things that jax-triton 0.4 does otherwise, corrected by private names of it: pyproject.toml holds it to that version. Each goes away when upstream has it.
+jax-triton 0.4 is loaded a second time here, as a module of our own, and corrected in four places. Other users of jax-triton in the process have the library as
+it is. The corrections use private names of it, so `device.gluon_missing` refuses other versions. Each goes away when upstream has it.
 """
 
 import dataclasses
 import functools
+import importlib.util
 import re
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_triton
-from jax_triton import triton_lib
+import jax_triton.triton_lib
+from jax.interpreters import partial_eval
 
 from jaxops._lib.manual_axes import vary_as
 
-if not jax_triton.__version__.startswith("0.4."):
-    raise ImportError(f"jaxops' triton backend needs jax-triton 0.4, this is {jax_triton.__version__}: pip install 'jax-triton>=0.4.1,<0.5'.")
-
-TensorDescriptor = jax_triton.TensorDescriptor
-
 
 class _AllWarps:
-    """It launches the `num_warps` that it was told; `gl.warp_specialize` adds warps, whose total stands in the PTX."""
+    """`gl.warp_specialize` adds warps to the `num_warps` of a launch. jax-triton launches `num_warps`; the total is in the PTX."""
 
     def __init__(self, library):
         self._library = library
@@ -36,7 +34,7 @@ class _AllWarps:
 
 
 class _GluonPasses:
-    """It runs Triton's passes, which choose layouts, over Gluon's kernels, which have chosen theirs: stores then went through shared memory once more."""
+    """jax-triton runs Triton's layout passes on Gluon IR, whose layouts are explicit: stores then go through shared memory once more. This skips them."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -51,14 +49,29 @@ class _GluonPasses:
         return self._backend.gluon_to_ttgir(module, metadata, options, capability)
 
 
-def _compile(module, backend, options, target, upstream=triton_lib.compile_ttir_inplace):
-    if "ttg.num-warps" not in str(module):  # Triton's own language: no layouts yet
-        return upstream(module, backend, options, target)
-    return triton_lib.compile_ttir_to_ptx_inplace(module, _GluonPasses(backend), options, target.arch)
+def _corrected(upstream: ModuleType) -> ModuleType:
+    """A copy of jax-triton's module that launches all warps, compiles Gluon as Gluon, and whose calls JAX may drop where nothing reads their results."""
+    spec = importlib.util.find_spec(upstream.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    compile_ttir = own.compile_ttir_inplace
+
+    def compile_inplace(module, backend, options, target):
+        if "ttg.num-warps" not in str(module):  # Triton's own language: no layouts yet
+            return compile_ttir(module, backend, options, target)
+        return own.compile_ttir_to_ptx_inplace(module, _GluonPasses(backend), options, target.arch)
+
+    own.compile_ttir_inplace = compile_inplace
+    own.triton_kernel_call_lib = _AllWarps(own.triton_kernel_call_lib)
+    # jax-triton's rule keeps calls that nothing reads, and takes two arguments where JAX 0.12 passes three. JAX's default rule serves.
+    del partial_eval.dce_rules[own.triton_kernel_call_p]
+    return own
 
 
-triton_lib.triton_kernel_call_lib = _AllWarps(triton_lib.triton_kernel_call_lib)
-triton_lib.compile_ttir_inplace = _compile
+triton_lib = _corrected(jax_triton.triton_lib)
+TensorDescriptor = triton_lib.TensorDescriptor
 
 
 def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescriptor:

@@ -49,7 +49,7 @@ def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast, b
         plan = make_plan(Problem(*sizes, recipe, "bfloat16", 0 if offsets is None else len(offsets) - 1), current_device(), backend="triton")
         tiles = plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad
         tiles = tiles if bm is None else dataclasses.replace(tiles, bm=bm, bn=128, stages=3)
-        return multiply_triton(a, b, offsets, **how, tiles=tiles)
+        return multiply_triton(a, b, offsets, **how, tiles=tiles, cores=current_device().cores)
     tiles = Tiles("pallas", 16, 32, panel=2) if run == "interpret" else Tiles("pallas", 64, 64, 4, 2, panel=2)
     return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=run == "interpret")
 

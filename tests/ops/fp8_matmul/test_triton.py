@@ -75,7 +75,7 @@ class Product:
         def multiply(a, b, offsets):
             a, b = Operand(*a, a_form.scaling), Operand(*b, b_form.scaling)
             out = "float32" if self.name == "wgrad" else "bfloat16"  # of a float32 master
-            return multiply_triton(a, b, offsets, ragged=ragged, length=M, out_dtype=jnp.dtype(out), fast=self.fast, tiles=self.chosen)
+            return multiply_triton(a, b, offsets, ragged=ragged, length=M, out_dtype=jnp.dtype(out), fast=self.fast, tiles=self.chosen, cores=132)
 
         offsets = jax.ShapeDtypeStruct((G + 1,), "int32") if self.grouped else None
         return compiled(multiply, operand(a_form, *a_shape), operand(b_form, *stack, *b_shape), offsets)[0]
@@ -148,7 +148,7 @@ def test_inside(pow2, out, n, tmp_path):
     tiles = heuristic("fwd", Problem(M, K, n, "blockwise", "bfloat16"), "triton")
 
     def multiply(x, b):
-        return multiply_inside(x, Operand(*b, "block_128x128"), out_dtype=jnp.dtype(out), pow2=pow2, tiles=tiles)
+        return multiply_inside(x, Operand(*b, "block_128x128"), out_dtype=jnp.dtype(out), pow2=pow2, tiles=tiles, cores=132)
 
     (kernel,) = compiled(multiply, jax.ShapeDtypeStruct((M, K), "bfloat16"), b)
     instructions = wgmmas(kernel)

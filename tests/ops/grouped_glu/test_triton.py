@@ -34,7 +34,7 @@ def test_kernel(activation, save, dynamic, stages, tmp_path):
     """A consumer multiplies its 64 rows by 128 columns of both weights at once, 64 of K in four instructions."""
     how = {"activation": activation, "save": save, "panel": 4, "dynamic": dynamic, "stages": stages}
     offsets = shape(G + 1, dtype="int32")
-    (kernel,) = compiled(lambda x, a, b, o: fwd_triton(x, (a, b), o, **how), shape(M, K), shape(G, K, F), shape(G, K, F), offsets)
+    (kernel,) = compiled(lambda x, a, b, o: fwd_triton(x, (a, b), o, **how, cores=132), shape(M, K), shape(G, K, F), shape(G, K, F), offsets)
     check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, SHARED_BYTES, tmp_path)
     assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
     assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
@@ -45,7 +45,7 @@ def test_gathering_kernel(dynamic, stages, tmp_path):
     """A's rows come from where row_indices say, 16 bytes a thread, by four warps instead of one."""
     how = {"activation": "silu", "save": True, "panel": 4, "dynamic": dynamic, "stages": stages}
     arrays = (shape(300, 512), shape(G, 512, F), shape(G, 512, F), shape(G + 1, dtype="int32"), shape(M, dtype="int32"))
-    (kernel,) = compiled(lambda x, a, b, o, i: fwd_triton(x, (a, b), o, i, **how), *arrays)
+    (kernel,) = compiled(lambda x, a, b, o, i: fwd_triton(x, (a, b), o, i, **how, cores=132), *arrays)
     check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, SHARED_BYTES, tmp_path)
     assert kernel.ptx.count("cp.async.cg.shared.global") == 128 * 64 * 2 // (16 * 128)
 

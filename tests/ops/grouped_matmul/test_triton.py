@@ -37,10 +37,10 @@ def kernel_of(name: str, tiles: Tiles, out: str = "bfloat16", bias: bool = False
     offsets, how = shape(G + 1, dtype="int32"), {"tiles": tiles, "out_dtype": jnp.dtype(out)}
     if name == "wgrad":
         accumulator = shape(G, K, N, dtype=out) if accumulate else None
-        (kernel,) = compiled(lambda *arrays: wgrad_triton(*arrays, **how), shape(M, K), shape(M, N), accumulator, offsets)
+        (kernel,) = compiled(lambda *arrays: wgrad_triton(*arrays, **how, cores=132), shape(M, K), shape(M, N), accumulator, offsets)
     else:
         rhs, how["transpose_rhs"] = shape(G, *((N, K) if name == "dgrad" else (K, N))), name == "dgrad"
-        (kernel,) = compiled(lambda *arrays: fwd_triton(*arrays, **how), shape(M, K), rhs, shape(G, N) if bias else None, offsets)
+        (kernel,) = compiled(lambda *arrays: fwd_triton(*arrays, **how, cores=132), shape(M, K), rhs, shape(G, N) if bias else None, offsets)
     return kernel
 
 
@@ -97,7 +97,7 @@ def test_kernel_of_two_products(size, transposed, tmp_path):
     """The same instructions in the same loop: the second product is further steps of a tile, that the producer loads from elsewhere."""
     tiles, a, b = TILES[size], shape(M, K), shape(G, *((N, K) if transposed else (K, N)))
     how = {"transpose_rhs": transposed, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
-    (kernel,) = compiled(lambda a, b, c, d, offsets: fwd_triton(a, b, None, offsets, (c, d), **how), a, b, a, b, shape(G + 1, dtype="int32"))
+    (kernel,) = compiled(lambda a, b, c, d, offsets: fwd_triton(a, b, None, offsets, (c, d), **how, cores=132), a, b, a, b, shape(G + 1, dtype="int32"))
     check(kernel, [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64), 2, tiles.shared_bytes("bfloat16"), tmp_path)
 
 

@@ -42,7 +42,7 @@ def kernel_of(plan: Plan | None, shapes, transpose_rhs: bool = False, **options)
 def wgrad_kernel_of(tiles: Tiles, shapes) -> Kernel:
     K, N, groups = max(s[1] for s in shapes), max(s[2] for s in shapes), sum(s[0] for s in shapes)
     how = {"parts": tuple(parts_of(shapes)), "shapes": shapes, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
-    (kernel,) = compiled(lambda *arrays: gemm_triton.wgrad_triton(*arrays, **how), shape(M, K), shape(M, N), shape(groups + 1, dtype="int32"))
+    (kernel,) = compiled(lambda *arrays: gemm_triton.wgrad_triton(*arrays, **how, cores=132), shape(M, K), shape(M, N), shape(groups + 1, dtype="int32"))
     return kernel
 
 

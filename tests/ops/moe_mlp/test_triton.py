@@ -42,7 +42,7 @@ def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = 
     how = {"activation": activation, "panel": 4, "dynamic": dynamic}
     rows = shape(R, F, dtype=dtype)
     operands = (shape(R, D, dtype=dtype), shape(E, F, D, dtype=dtype), rows, rows, shape(R, dtype="float32"), shape(E + 1, dtype="int32"))
-    (kernel,) = compiled(lambda *operands: bwd_triton(*operands, **how), *operands)
+    (kernel,) = compiled(lambda *operands: bwd_triton(*operands, **how, cores=132), *operands)
     return kernel
 
 

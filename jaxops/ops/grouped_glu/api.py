@@ -95,13 +95,14 @@ def grouped_glu(
         if w_up.dtype != w_gate.dtype:
             raise TypeError(f"w_up is {w_up.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
+    precision, compute = resolve_precision(precision, compute)
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
     device = device_of(x, w_gate, group_offsets)
     problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None, x.dtype != compute)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
-    spec = Spec(activation, save, resolve_precision(precision), compute, x_dtype, w_dtype, x_dtype)
+    spec = Spec(activation, save, precision, compute, x_dtype, w_dtype, x_dtype)
     result: Any = _glu(spec, plan, False, *_vary(x, (w_gate,) if w_up is None else (w_gate, w_up), group_offsets))
     return result[0]
 

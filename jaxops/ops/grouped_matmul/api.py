@@ -10,11 +10,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import FLOATS, check_array, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import Device, device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import named_cast, resolve_precision
+from jaxops._lib.precision import kernels_have, named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_matmul.plan import Plan, Problem, make_plan
@@ -84,9 +84,10 @@ def grouped_matmul(
         if bias.shape != (G, n):
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [G, N] = {(G, n)}.")
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs, compute_dtype, "the gradient of rhs stays")
+    precision, compute = resolve_precision(precision, compute)
     plan = _plan(Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), device_of(lhs, rhs, group_offsets), backend, plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
-    spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
+    spec = _Spec(plan, precision, compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
     return _matmul(spec, *vary_together(lhs, rhs, bias, group_offsets))
 
 
@@ -131,7 +132,7 @@ def grouped_wgrad(
     check_float("dout", dout, "[M, N]")
     check_offsets(group_offsets)
     check_size("M of dout (its rows)", dout.shape[0], "M of lhs", lhs.shape[0])
-    compute = compute_dtype_of("lhs", lhs, "dout", dout, None)
+    precision, compute = resolve_precision(precision, compute_dtype_of("lhs", lhs, "dout", dout, None))
     G, (M, K), N = group_offsets.shape[0] - 1, lhs.shape, dout.shape[1]
     if accumulate_into is not None:
         check_float("accumulate_into", accumulate_into, "[G, K, N]")
@@ -142,7 +143,7 @@ def grouped_wgrad(
         out_dtype = accumulate_into.dtype
     plan = _plan(Problem(G, M, K, N, compute.name), device_of(lhs, dout, group_offsets), backend, plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
-    spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, dout.dtype)
+    spec = _Spec(plan, precision, compute, out, lhs.dtype, dout.dtype)
     return _wgrad(spec, *vary_together(lhs, dout, accumulate_into, group_offsets))
 
 
@@ -167,10 +168,10 @@ def ragged_dot(
     Array([2., 2., 0.], dtype=float32)
 
     Args:
-      lhs: [M, K].
+      lhs: [M, K], any number's dtype. Integers, float64 and the like are multiplied by the xla backend. M may be symbolic (`jax.export`): the xla backend.
       rhs: [G, K, N].
       group_sizes: [G] integers; [H] with H >= G where group_offset is given. Rows past their sum come out zero.
-      precision: as in `grouped_matmul`.
+      precision: as in `jax.lax.dot`, every algorithm; those that `grouped_matmul` has not, by the xla backend.
       preferred_element_type: dtype of the result; that of `jax.lax.dot(lhs, rhs)` by default.
       group_offset: [1] integer: the group in group_sizes where rhs[0] starts, for a shard that holds G of all groups. Rows of other groups come out
         zero. (JAX has the argument, but raises on it.)
@@ -182,20 +183,23 @@ def ragged_dot(
 
     Raises:
       ValueError, TypeError: as `grouped_matmul`.
-      NotImplementedError: out_sharding.
+      NotImplementedError: out_sharding; backend "triton" or "pallas" for what only the xla backend multiplies.
     """
     if out_sharding is not None:
         raise NotImplementedError(
             "out_sharding is not supported: constrain the result with jax.lax.with_sharding_constraint, or call ragged_dot inside jax.shard_map."
         )
-    check_float("lhs", lhs, "[M, K]")
-    check_float("rhs", rhs, "[G, K, N]")
+    for name, x, shape in (("lhs", lhs, "[M, K]"), ("rhs", rhs, "[G, K, N]")):
+        check_array(name, x, f"a JAX array {shape}")
+        if len(x.shape) != shape.count(",") + 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}.")
     for name, x in (("group_sizes", group_sizes), ("group_offset", group_offset)):
         if x is not None:
             check_array(name, x, "an array of integers")
     if len(group_sizes.shape) != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, the rows of each group.")
-    G, H = rhs.shape[0], group_sizes.shape[0]
+    (G, k, _), H = rhs.shape, group_sizes.shape[0]
+    check_size("K of lhs (its columns)", lhs.shape[1], f"K of rhs {tuple(rhs.shape)}", k)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)])
     if group_offset is None:
         check_size("len(group_sizes)", H, "rhs.shape[0]", G)
@@ -208,7 +212,28 @@ def ragged_dot(
     if preferred_element_type is None:  # bfloat16 with float16 multiplies in float32 and gives bfloat16, as in JAX
         one = [jax.ShapeDtypeStruct((1, 1), x.dtype) for x in (lhs, rhs)]
         preferred_element_type = jax.eval_shape(lax.dot, *one).dtype
-    return grouped_matmul(lhs.astype(dtype), rhs.astype(dtype), offsets, precision=precision, out_dtype=preferred_element_type, backend=backend, plan=plan)
+    out = jnp.dtype(preferred_element_type)
+    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    if dtype.name in FLOATS and out.name in FLOATS and kernels_have(precision, dtype):
+        return grouped_matmul(lhs, rhs, offsets, precision=precision, out_dtype=out, backend=backend, plan=plan)
+    return _portable_ragged_dot(lhs, rhs, offsets, precision, out, backend, plan)
+
+
+def _portable_ragged_dot(lhs, rhs, offsets, precision: lax.PrecisionLike, out: jnp.dtype, backend: str, plan: Plan | None) -> jax.Array:
+    """What no kernel multiplies (integers, float64, other algorithms than the kernels'), by the xla backend: as JAX does, without a copy of lhs a group."""
+    problem = Problem(rhs.shape[0], lhs.shape[0], lhs.shape[1], rhs.shape[2], lhs.dtype.name)
+    plan = make_plan(problem, device_of(lhs, rhs, offsets), backend="xla" if backend == "auto" and plan is None else backend, plan=plan)
+    if plan.backend != "xla":
+        raise NotImplementedError(
+            f"the {plan.backend} backend multiplies {', '.join(FLOATS)}; this is {lhs.dtype.name} into {out.name} with precision={precision!r}. "
+            "Use backend='auto' or 'xla'."
+        )
+    if precision is None and jnp.issubdtype(lhs.dtype, jnp.floating):
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if not jnp.issubdtype(lhs.dtype, jnp.floating):
+        precision = None  # of floating-point products
+    spec = _Spec(plan, precision, lhs.dtype, out, lhs.dtype, lhs.dtype)
+    return _matmul(spec, *vary_together(lhs, rhs, None, offsets))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +241,7 @@ class _Spec:
     """What is static in a call. `second` is rhs of grouped_matmul and dout of grouped_wgrad."""
 
     plan: Plan
-    precision: lax.Precision
+    precision: lax.PrecisionLike
     compute_dtype: jnp.dtype
     out_dtype: jnp.dtype
     lhs_dtype: jnp.dtype
@@ -234,6 +259,10 @@ class _Spec:
 
 
 def _plan(problem: Problem, device: Device, backend: str, plan: Plan | None) -> Plan:
+    if not isinstance(problem.M, int):  # a symbolic size of jax.export: kernels have a static grid
+        backend = "xla" if backend == "auto" and plan is None else backend
+        if "xla" not in (backend, plan.backend if plan is not None else None):
+            raise NotImplementedError(f"M={problem.M} is symbolic; kernels need sizes that are known. Export with backend='xla', or once for each length.")
     return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
 
 
@@ -326,9 +355,9 @@ def grouped_matmul_sum(
     build on this one: nothing is checked, and plan.fwd is filled, as `make_plan` leaves it. On Hopper two pairs are one kernel."""
     out = jnp.dtype(lhs[0].dtype if out_dtype is None else out_dtype)
     if len(lhs) > 1 and plan.fwd is not None and plan.fwd.kernel == "triton" and 0 not in (*lhs[0].shape, *rhs[0].shape):
-        c = jnp.dtype(lhs[0].dtype)
+        precision, c = resolve_precision(precision, lhs[0].dtype)
         *operands, group_offsets = vary_together(*lhs, *rhs, group_offsets)
-        result: Any = _sum_of_two(_Spec(plan, resolve_precision(precision), c, out, c, c, transpose_rhs), operands[:2], operands[2:], group_offsets)
+        result: Any = _sum_of_two(_Spec(plan, precision, c, out, c, c, transpose_rhs), operands[:2], operands[2:], group_offsets)
         return result
     wide = out if len(lhs) == 1 else jnp.float32
     how: dict[str, Any] = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": wide, "plan": plan}

@@ -95,11 +95,12 @@ def modality_grouped_matmul(
         if w.dtype != rhs[0].dtype:
             raise TypeError(f"rhs[0] is {rhs[0].dtype} and rhs[{i}] is {w.dtype}: cast one of them; the modalities' matrices have one dtype.")
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs[0], compute_dtype, "the gradients of rhs stay")
+    precision, compute = resolve_precision(precision, compute)
     device = device_of(lhs, tuple(rhs), group_offsets)
     problem = Problem(lhs.shape[0], shapes, compute.name, transpose_rhs)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
-    spec = _Spec(plan, resolve_precision(precision), compute, out, lhs.dtype, rhs[0].dtype, transpose_rhs)
+    spec = _Spec(plan, precision, compute, out, lhs.dtype, rhs[0].dtype, transpose_rhs)
     lhs, group_offsets, *weights = vary_together(lhs, group_offsets, *rhs)
     return _matmul(spec, lhs, tuple(weights), group_offsets)
 

@@ -103,6 +103,7 @@ def moe_mlp(
     check_size("len(routing.group_offsets)", routing.group_offsets.shape[0], "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
+    precision, compute = resolve_precision(precision, compute)
     out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
@@ -111,7 +112,7 @@ def moe_mlp(
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x, w_gate, w_up, w_down, *fields = vary_together(x, w_gate, w_up, w_down, *(getattr(routing, name) for name in _READ))
     routing = dataclasses.replace(routing, **dict(zip(_READ, fields, strict=True)))
-    spec = Spec(plan, activation, save, resolve_precision(precision), compute, out)
+    spec = Spec(plan, activation, save, precision, compute, out)
     return _mlp(spec, x, routing.weights, (w_gate, w_up, w_down), tuple(getattr(routing, field.name) for field in dataclasses.fields(Routing)))
 
 

@@ -13,10 +13,25 @@ def vary_together(*arrays: jax.Array | None) -> tuple:
     A weight that is replicated over an axis whose tokens differ has a gradient that is the sum over that axis: marked outside a custom_vjp,
     JAX's own transpose of the mark makes that sum. Outside shard_map, or with check_vma=False, the arrays come back as they are, but numpy's as JAX's: a
     custom_vjp's rules that are not compiled would get them as they are, and a traced number indexes no array of numpy.
+
+    Raises:
+      ValueError: an array on a mesh with Explicit axes, outside of `jax.shard_map`.
     """
     arrays = tuple(None if x is None else jnp.asarray(x) for x in arrays)
+    for x in arrays:
+        _check_explicit_axes(x)
     axes = set().union(*(_axes(jax.typeof(x)) for x in arrays if x is not None))
     return tuple(None if x is None else _mark(x, axes) for x in arrays)
+
+
+def _check_explicit_axes(x: jax.Array | None) -> None:
+    """The ops have no rule that says how a result is sharded. Explicit axes, the default of `jax.make_mesh`, need one."""
+    sharding: Any = None if x is None else jax.typeof(x).sharding
+    if sharding is not None and sharding.mesh.explicit_axes:
+        raise ValueError(
+            f"an operand of type {jax.typeof(x)} is on a mesh with Explicit axes, {sharding.mesh.explicit_axes}: call inside jax.shard_map, "
+            "or make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * number of axes."
+        )
 
 
 def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:

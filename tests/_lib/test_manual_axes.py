@@ -19,7 +19,7 @@ def test_a_mesh_with_explicit_axes(spec):
     for call in (jaxops.grouped_matmul, jax.jit(jaxops.grouped_matmul)):
         with pytest.raises(ValueError, match=r"float32\[8.*Explicit axes, \('d',\): call inside jax.shard_map, or .*AxisType.Auto"):
             call(x, w, OFFSETS)
-    inside = jax.shard_map(lambda x: jaxops.grouped_matmul(x, w, OFFSETS // 2), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    inside = jax.shard_map(lambda x: jaxops.grouped_matmul(x, w, OFFSETS // 2), mesh=mesh, in_specs=spec, out_specs=spec)
     assert jax.jit(inside)(x).shape == (8, 5)
 
 

@@ -1,5 +1,6 @@
 """The rectified flow against formulas written out here: what a diffusion transformer is trained on, how images are drawn, and the transformer itself."""
 
+import itertools
 import types
 
 import jax
@@ -141,6 +142,6 @@ def test_the_transformer(way):
     with jax.default_matmul_precision("highest"):
         out = run(model, tokens, jnp.array(times), jnp.array(labels, jnp.int32), offsets, jnp.array(grids, jnp.int32))
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    for i, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
         wanted = plain_dit(params, config, tokens[start:end].astype(np.float64), times[i], labels[i], grids[i])
         assert_close(out[start:end], wanted, "float32", f"image {i}", scale=30)  # of an angle of 1000 t float32 has three digits less

@@ -140,10 +140,8 @@ def test_kernels():
 
 def test_a_sum_over_devices_is_rounded_once():
     """FP8's experts on two devices of an axis give the bits of one device with all: scales are a row's or a column's own, and the sums float32."""
-    mesh, config = (
-        jax.make_mesh((1, 1, 2), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 3),
-        dataclasses.replace(SPARSE, recipe="rowwise", dtype="bfloat16"),
-    )
+    mesh = jax.make_mesh((1, 1, 2), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 3)
+    config = dataclasses.replace(SPARSE, recipe="rowwise", dtype="bfloat16")
     (alone, params), (sharded, _) = (nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, config.width)), jnp.bfloat16)
     specs = jax.tree.map_with_path(lambda path, _: P() if "router" in jax.tree_util.keystr(path) else P("expert"), params)

@@ -27,7 +27,7 @@ lint: $(VENV)/.has-test$(with_cuda)  ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-mutate: $(VENV)/.has-test$(with_cuda)  ## break the kernels on purpose: each break must turn a test red
+mutate: $(VENV)/.has-test$(with_cuda)  ## break the code on purpose, each break must turn a test red: ARGS="quantize" for those with that in their names
 	$(BIN)/python tests/mutations.py $(ARGS)
 
 bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer that can be imported: BENCH=adaln ARGS="--shapes t65536_d3072"

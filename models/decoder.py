@@ -214,8 +214,10 @@ class Experts(nnx.Module):
         multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe=recipe, backend=c.backend)
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, moe.gate[...]), multiply(rows, moe.up[...])
-        y = jaxops.combine(multiply(jax.nn.silu(gate) * up, moe.down[...]), routing)
-        return (lax.psum(y, "expert") if self.sharded else y).reshape(x.shape), routing
+        down = multiply(jax.nn.silu(gate) * up, moe.down[...])
+        # The devices' sums are added in float32, and rounded once: as on one device.
+        y = lax.psum(jaxops.combine(down, routing, out_dtype=jnp.float32), "expert").astype(down.dtype) if self.sharded else jaxops.combine(down, routing)
+        return y.reshape(x.shape), routing
 
 
 class Block(nnx.Module):

@@ -51,6 +51,24 @@ def test_groups():
     assert (total, zeros) == ([3] * 3, [0] * 3)
 
 
+@pytest.mark.parametrize("G", [99, 100, 129])
+def test_more_groups_than_a_program_sorts(G):
+    """Of 100 groups a program has 16: the last one's block is cut. All groups are there, largest first, and the tiles before each are counted."""
+    sizes = np.random.default_rng(G).integers(0, 90, G)
+    offsets = np.concatenate([[3], 3 + np.cumsum(sizes)])
+    M = int(offsets[-1]) + 5
+    group, start, end, first, *_ = (x[:G] for x in columns(schedule_groups(jnp.asarray(offsets, jnp.int32), M, True, 64)))
+    np.testing.assert_array_equal(group, np.argsort(-sizes, kind="stable"))
+    np.testing.assert_array_equal([start, end], [offsets[:-1][group], offsets[1:][group]])
+    np.testing.assert_array_equal(first, np.concatenate([[0], np.cumsum(-(-sizes // 64))])[group])
+
+    tiles = -(-sizes // 64)
+    group, start, end, _, total, _ = columns(schedule_rows(jnp.asarray(offsets, jnp.int32), M, 64, True))
+    assert total[0] == tiles.sum() + 2, "and a tile before the groups, and one behind"
+    np.testing.assert_array_equal(group[: total[0]], [G, *np.repeat(np.arange(G), tiles), G])
+    assert (end - start)[: total[0]].sum() == M
+
+
 def test_groups_in_parts():
     """The parts stay in order, an empty one too; each has its largest group first."""
     offsets = jnp.array([0, 3, 10, 10, 50, 52, 99], jnp.int32)

@@ -134,7 +134,15 @@ def test_quantisation_that_is_off_by_a_bit_writes_no_row(tmp_path, monkeypatch):
     assert [row["op"] for row in rows_of(tmp_path / "quantize.jsonl")] == ["copy"]
 
 
-def test_fp8_matmul_smoke_run(tmp_path, fake_torch):
+@pytest.fixture
+def fp8_rate(monkeypatch):
+    """As if this machine had cuBLASLt's FP8, with 0.25 TFLOP/s."""
+    measure = fp8_machine.measure_machine
+    monkeypatch.setattr(fp8_machine, "measure_machine", lambda *args: (measure(*args)[0], 0.25))
+    return 0.25
+
+
+def test_fp8_matmul_smoke_run(tmp_path, fake_torch, fp8_rate):
     options = ["--recipes", "blockwise", "--passes", "fwd,gemm", "--peers", "xla_bf16,torch_compile,deepgemm"]
     result = run(bench_fp8_matmul.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", *options)
     assert result.exit_code == 0, result.output
@@ -147,6 +155,7 @@ def test_fp8_matmul_smoke_run(tmp_path, fake_torch):
     assert own["floor_us"] == pytest.approx(own["gemm_us"] + cast_us, rel=1e-2)
     assert own["of_floor"] == pytest.approx(own["floor_us"] / own["us_p50"], rel=1e-2)
     assert own["tflops"] == pytest.approx(2 * 128 * 256 * 128 / own["us_p50"] / 1e6, rel=1e-2)
+    assert own["of_ceiling"] == pytest.approx(own["tflops"] / fp8_rate, rel=1e-2, abs=1e-4)
     gemms = [row for row in rows if row["pass"] == "gemm"]
     assert [row.get("recipe") for row in gemms] == ["blockwise", "blockwise wgrad", None]
     assert all(0.01 < row["max_err"] < 0.3 for row in gemms[:2])
@@ -170,11 +179,11 @@ def test_a_wrong_linear_writes_no_row_and_fails_the_run(tmp_path, monkeypatch):
     assert {row["op"] for row in rows_of(tmp_path / "fp8_matmul.jsonl")} == {"copy", "matmul"}
 
 
-def test_fp8_grouped_matmul_smoke_run(tmp_path, fake_torch):
+def test_fp8_grouped_matmul_smoke_run(tmp_path, fake_torch, fp8_rate):
     options = ["--passes", "fwd,wgrad", "--peers", "jaxops_bf16,torch_grouped_mm"]
     result = run(bench_fp8_grouped_matmul.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", *options)
     assert result.exit_code == 0, result.output
-    rows = [row for row in rows_of(tmp_path / "fp8_grouped_matmul.jsonl") if row["op"] == "fp8_grouped_matmul"]
+    copy, _, *rows = rows_of(tmp_path / "fp8_grouped_matmul.jsonl")
     sides = {(row["pass"], row["dist"], row["backend"]) for row in rows}
     jax_sides = {(p, d, b) for p in ("fwd", "wgrad") for d in ("balanced", "skewed") for b in ("xla", "jaxops_bf16")}
     assert sides == jax_sides | {("fwd", "balanced", "torch_grouped_mm")}
@@ -183,6 +192,13 @@ def test_fp8_grouped_matmul_smoke_run(tmp_path, fake_torch):
     assert own["recipe"] == "blockwise"
     assert set(own["vs"]) == {"jaxops_bf16"}
     assert 0.01 < own["max_err"] < 0.3
+    for row in rows:
+        G, M, K, N = (row["shape"][name] for name in "GMKN")
+        assert row["tflops"] == pytest.approx(2 * M * K * N / row["us_p50"] / 1e6, rel=1e-2)
+        if row["dist"] == "balanced":  # no group is empty
+            moved = 2 * (M * K + M * N) + {"fwd": 1, "wgrad": 2}[row["pass"]] * G * K * N
+            least_us = max(2 * M * K * N / fp8_rate / 1e6, moved / copy["gbps"] / 1e3)
+            assert row["of_ceiling"] == pytest.approx(least_us / row["us_p50"], rel=1e-2, abs=1e-4)
 
 
 def test_errors_against_float64(tmp_path, monkeypatch):

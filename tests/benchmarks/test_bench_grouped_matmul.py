@@ -1,6 +1,7 @@
 """The grouped matmul benchmark's own path on a CPU, a wrong kernel in it, torch's process, and the report of what it wrote."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -62,6 +63,13 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path, fake_torch):
     peer = next(row for row in rows if row["backend"] == "cublas" and row["pass"] == "fwd" and row["dist"] == "balanced")
     assert own["vs"]["cublas"] == pytest.approx(peer["us_p50"] / own["us_p50"], rel=1e-2, abs=1e-3)
     assert 0 < own["max_err"] < 4e-2
+    copy, dense = next(row["gbps"] for row in rows if row["op"] == "copy"), max(row["tflops"] for row in rows if row["op"] == "matmul")
+    assert {row["of_ceiling"] for row in rows if row["op"] == "matmul" and row["tflops"] == dense} == {1.0}
+    for row in (own, peer):
+        G, M, K, N = (row["shape"][name] for name in "GMKN")
+        assert row["tflops"] == pytest.approx(2 * M * K * N / row["us_p50"] / 1e6, rel=1e-2)
+        least_us = max(2 * M * K * N / dense / 1e6, 2 * (M * K + M * N + G * K * N) / copy / 1e3)
+        assert row["of_ceiling"] == pytest.approx(least_us / row["us_p50"], rel=1e-2, abs=1e-4)
 
 
 def test_a_failed_check_writes_no_row_and_fails_the_run(tmp_path, monkeypatch):
@@ -95,6 +103,10 @@ def test_cpu_backend(tmp_path):
     rows = rows_of(tmp_path)
     assert {(row["pass"], row["backend"]) for row in rows} == {(p, b) for p in ("fwd", "fwd+bwd") for b in ("xla", "ragged_dot", "masked_loop")}
     assert all(set(row["vs"]) == {"ragged_dot", "masked_loop"} for row in rows if row["backend"] == "xla")
+    dense = re.search(r"dense float32 ([0-9.]+) TFLOP/s", result.output)
+    assert dense is not None
+    for row in rows:
+        assert row["of_ceiling"] == pytest.approx(row["tflops"] / float(dense[1]), rel=0.1, abs=1e-3)  # it is printed with four digits
 
 
 def row_of(backend, us, vs, dist="balanced", **more):

@@ -102,6 +102,40 @@ def test_ceilings_take_the_one_that_binds():
     assert min(measured.copy_gbps, measured.dense_tflops) > 0
 
 
+def at(us: float) -> harness.Times:
+    return harness.Times(0.9 * us, us, 1.1 * us)
+
+
+def test_percentiles():
+    assert harness.Times.of([float(us) for us in range(101)]) == harness.Times(20.0, 50.0, 80.0)
+
+
+@pytest.mark.parametrize(("rate", "work", "reached"), [("tflops", 600e9, [300.0, 150.0]), ("gbps", 600e6, [300.0, 150.0])])
+def test_rates_and_their_part_of_the_ceiling(tmp_path, rate, work, reached):
+    """600 GFLOP (or MB) in 2 and 4 ms are 300 and 150 TFLOP/s (GB/s): half and a quarter of 600."""
+    run = harness.Run(file=tmp_path / "rows.jsonl", rounds=1, ceiling=600.0, peers=["peer"])
+    sides = {name: harness.Ready(harness.Variant(name, lambda n: []), 0.01, {}) for name in ("own", "peer")}
+    run.write("own", {key: value for key, value in CASE.items() if key != "backend"}, sides, {"own": at(2000.0), "peer": at(4000.0)}, rate, work)
+    rows = [json.loads(line) for line in run.file.read_text().splitlines()]
+    assert [(row["backend"], row[rate], row["of_ceiling"], row["vs"]) for row in rows] == [
+        ("own", reached[0], 0.5, {"peer": 2.0}),
+        ("peer", reached[1], 0.25, {}),
+    ]
+
+
+def test_what_the_machine_reaches(tmp_path, monkeypatch):
+    """A copy reads and writes: 4 GiB in 1 ms of 2 GiB. A product of M, K and N is 2 M K N operations; the better of the two shapes counts."""
+    times = {"copy": at(1000.0), "dense_square": at(100.0), "dense_wide": at(800.0)}
+    monkeypatch.setattr(harness, "interleave", lambda variants, rounds: {variant.name: times[variant.name] for variant in variants})
+    assert harness.measure_copy(1 << 20)[0] == pytest.approx(2 * (1 << 20) / 1e-3 / 1e9)
+    ceilings, _ = harness.measure_ceilings(32, jnp.float32, 1 << 12, dense=(64, 128, 96))
+    assert ceilings.copy_gbps == pytest.approx(2 * (1 << 12) / 1e-3 / 1e9)
+    assert ceilings.dense_tflops == pytest.approx(2 * 64 * 128 * 96 / 800e-6 / 1e12)
+    assert harness.copy_row(1 << 30, at(1000.0))["gbps"] == pytest.approx(2 * (1 << 30) / 1e-3 / 1e9, rel=1e-4)
+    assert harness.write_copy(tmp_path / "copy.jsonl", smoke=True) == pytest.approx(2 * (1 << 20) / 1e-3 / 1e9)
+    assert harness.write_dense(tmp_path / "dense.jsonl", jnp.float32, smoke=True) == pytest.approx(2 * 64**3 / 100e-6 / 1e12)
+
+
 def test_a_row_has_every_key_and_is_written_at_once(tmp_path):
     times = harness.Times(1.0, 2.0, 3.0)
     row = harness.make_row(CASE, times, 0.912345, {"ragged_dot": 3.14159}, 0.0123456, tflops=612.3456)

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from benchmarks import bench_moe, harness, shapes
 from benchmarks.bench_moe import SMOKE
@@ -43,6 +44,7 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     for row in rows[1:]:
         assert (row["vs"] != {}) == (row["backend"] == "jaxops" and row["dist"] == "router")
         assert row["temp_bytes"] > 0
+        assert row["tflops"] == pytest.approx(SMOKE.flops(row["pass"]) / row["us_p50"] / 1e6, rel=1e-2)
 
 
 def test_without_a_gpu_nothing_lands_among_the_results():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_offload
+from benchmarks import bench_offload, harness
 from benchmarks.bench_offload import CASES, JAX_REMAT, KEEP, OFFLOAD, hidden_copies, largest, without_jaxops
 from benchmarks.traces import Event, draw_trace, read_trace, write_trace
 from jaxops.offload import Policy
@@ -15,7 +15,8 @@ from models import layers
 from tests.command_line import run
 
 
-def test_smoke(tmp_path):
+def test_smoke(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
     result = run(bench_offload.main, "--smoke", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     rows = [row for row in map(json.loads, (tmp_path / "offload.jsonl").read_text().splitlines()) if row["op"] == "train_step"]
@@ -23,6 +24,8 @@ def test_smoke(tmp_path):
     assert [(row["name"], row["backend"]) for row in rows] == [("decoder_smoke", KEEP), ("decoder_smoke", JAX_REMAT), ("decoder_smoke", OFFLOAD)]
     assert offloaded["loss"] == kept["loss"] == jax_remat["loss"]
     assert offloaded["vs"][KEEP] == pytest.approx(offloaded["tokens_per_s"] / kept["tokens_per_s"], rel=1e-2)
+    for row in rows:
+        assert row["of_ceiling"] == pytest.approx(row["tflops"] / 0.125, rel=1e-2, abs=1e-4)
     assert set(offloaded["vs"]) == {KEEP, JAX_REMAT}
     assert list(offloaded["needed_bytes"]) == ["2", "4"]
 

@@ -54,6 +54,8 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
         assert (row["vs"] != {}) == (row["backend"] == "pallas")
+    for row in rows[1:]:
+        assert row["gbps"] == pytest.approx(SMOKE.moved_bytes(row["op"], row["pass"]) / row["us_p50"] / 1e3, rel=1e-2)
     assert rows[1]["shape"] == {"T": 40, "D": 96, "E": 8, "k": 3}
 
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import bench_train_step, loss_curve
+from benchmarks import bench_train_step, harness, loss_curve
 from models.dit import DiT, DiTConfig
 from models.packing import Batch
 from models.presets import DIT_PRESETS, PRESETS, of_bytes
 from tests.command_line import run
 
 
-def test_smoke_run_writes_a_row_a_side(tmp_path):
+def test_smoke_run_writes_a_row_a_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
     result = run(bench_train_step.main, "--smoke", "--out", str(tmp_path), "--sides", "jaxops,xla", "--steps", "4")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines()]
@@ -23,6 +24,8 @@ def test_smoke_run_writes_a_row_a_side(tmp_path):
     assert [(row["name"], row["backend"]) for row in steps] == [(name, side) for name in bench_train_step.SMOKE for side in ("xla", "jaxops")]
     for row in steps:
         assert row["tokens_per_s"] == pytest.approx(1e6 * row["shape"]["T"] / row["us_p50"], rel=1e-3)
+        assert row["of_ceiling"] == pytest.approx(row["tflops"] / 0.125, rel=1e-2, abs=1e-4)
+        assert row["mfu"] == pytest.approx(row["tflops"] / 989, rel=1e-3)
         assert row["peak_bytes"] > 4 * 4 * row["shape"]["D"] ** 2
         assert (set(row["vs"]) == {"xla"}) == (row["backend"] == "jaxops")
 

@@ -60,6 +60,29 @@ def test_draws_are_the_keys_and_a_row_ends():
     assert set(ended[1, 5:].tolist()) == {end}
 
 
+class Coin:
+    """A model whose next token is 0, 1 or 2 with the same logits after any prompt."""
+
+    logits = np.log([0.1, 0.3, 0.6]).astype(np.float32)
+
+    def empty_cache(self, batch, length):
+        return jnp.zeros((batch, length), jnp.int32)
+
+    def extend(self, tokens, cache, at, first):
+        return jnp.broadcast_to(self.logits, (tokens.shape[0], 3)), jax.lax.dynamic_update_slice(cache, tokens, (0, at))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_are_as_likely_as_the_temperature_says(temperature):
+    """A token's chance is exp(logit / temperature), in every place anew."""
+    prompts = generate.Prompts(jnp.zeros((5000, 2), jnp.int32), jnp.zeros(5000, jnp.int32))
+    drawn = np.asarray(jax.jit(lambda: generate.generate(Coin(), prompts, jax.random.key(0), 4, temperature))())
+    chances = np.array([0.1, 0.3, 0.6]) ** (1 / temperature)
+    for place in drawn.T:
+        np.testing.assert_allclose(np.bincount(place, minlength=3) / 5000, chances / chances.sum(), atol=0.03)
+    assert np.abs(np.corrcoef(drawn.T)[np.triu_indices(4, 1)]).max() < 0.05
+
+
 def test_prompts_without_tokens():
     for prompts in ([], [[1], []]):
         with pytest.raises(ValueError, match="write one at least"):

@@ -1,10 +1,12 @@
 """The images and how they are packed: none lost, none cut, none twice."""
 
 import itertools
+import types
 from collections import Counter, deque
 
 import numpy as np
 import pytest
+import sklearn.datasets
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
@@ -141,6 +143,33 @@ def test_data_sets(name):
     assert max(height * width for height, width in data.sample_sizes) <= data.longest * data.patch**2
     for image, same in zip(data.heldout.pixels, again.heldout.pixels, strict=True):
         np.testing.assert_array_equal(image, same)
+
+
+def test_digits_are_held_out_whole(monkeypatch):
+    """Each tenth digit, of which no variant is trained on; twelve of each other one, with its own label. Of the first 100."""
+    digits, labels = (part[:100] for part in sklearn.datasets.load_digits(return_X_y=True))
+    monkeypatch.setattr(sklearn.datasets, "load_digits", lambda return_X_y: (digits, labels))
+    held = np.arange(100) % 10 == 9
+    data, originals = DATA_SETS["digits"](0), digits.reshape(-1, 8, 8)
+    np.testing.assert_array_equal(data.train.labels, np.repeat(labels[~held], 12))
+    np.testing.assert_array_equal(data.heldout.labels, labels[held])
+    for images, of in ((data.train, np.repeat(originals[~held], 12, axis=0)), (data.heldout, originals[held])):
+        small = [np.asarray(Image.fromarray(image[..., 0]).resize((8, 8), Image.Resampling.BOX), float) for image in images.pixels]
+        alike = [np.corrcoef(image.ravel(), original.ravel())[0, 1] for image, original in zip(small, of, strict=True)]
+        assert np.mean(alike) > 0.8
+
+
+def test_photos_are_held_out_by_their_right_hand_fifth(monkeypatch):
+    """Of two photographs that grow brighter from left to right, one of them a little."""
+    ramp = np.linspace(0, 250, 600).astype(np.uint8)
+    photos = [np.broadcast_to(row[None, :, None], (300, 600, 3)) for row in (ramp, ramp // 5)]
+    monkeypatch.setattr(sklearn.datasets, "load_sample_images", lambda: types.SimpleNamespace(images=photos))
+    data = DATA_SETS["photos"](0)
+    for images, low, high in ((data.train, 0.0, 0.8), (data.heldout, 0.8, 1.0)):
+        for label, brightest in ((0, 250), (1, 50)):
+            pixels = np.concatenate([image.ravel() for image, of in zip(images.pixels, images.labels, strict=True) if of == label])
+            assert low * brightest - 2 <= pixels.min() <= (low + 0.05) * brightest
+            assert (high - 0.05) * brightest <= pixels.max() <= high * brightest + 2
 
 
 def save(file, height: int, width: int, color=(250, 10, 10)) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxops.offload import Policy
 from models import loop, packing, train_dit, train_lm
 from models.data import split
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder, DecoderConfig, Experts
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.mesh import AXES, gather, make_mesh, own_rows, replicate, shard_batch, shard_state, shardings, split_objective
@@ -136,6 +136,17 @@ def test_kernels():
     moments = want.first.opt_state[1][0].mu
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(moments), strict=True):
         assert_close(scale * ours, wanted, "float32", jax.tree_util.keystr(path), scale=10)
+
+
+def test_a_sum_over_devices_is_rounded_once():
+    """FP8's experts on two devices of an axis give the bits of one device with all: scales are a row's or a column's own, and the sums float32."""
+    mesh = jax.make_mesh((1, 1, 2), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 3)
+    config = dataclasses.replace(SPARSE, recipe="rowwise", dtype="bfloat16")
+    (alone, params), (sharded, _) = (nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, config.width)), jnp.bfloat16)
+    specs = jax.tree.map_with_path(lambda path, _: P() if "router" in jax.tree_util.keystr(path) else P("expert"), params)
+    run = jax.shard_map(lambda params, x: nnx.merge(sharded, params)(x)[0], mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES))
+    np.testing.assert_array_equal(jax.jit(run)(params, x), jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])(params, x))
 
 
 def test_kernels_say_over_which_axes_their_results_vary():

@@ -131,6 +131,14 @@ def test_a_batch_is_a_function_of_seed_and_step(unpacked):
     assert any((one.tokens.ravel() != other(step).tokens.ravel()).any() for step, one in enumerate(forward))
 
 
+def test_an_evaluation_has_rows_from_everywhere():
+    """At even distances, the first and the last among them; what the last batch lacks is padding."""
+    documents = documents_of([9] * 10)
+    batch = even_rows(documents.tokens, pack(documents, 8), 4, 3)
+    np.testing.assert_array_equal(batch.tokens[..., 0], [[0, 27, 54], [81, 0, 0]])
+    np.testing.assert_array_equal(batch.documents[..., 0], [[0, 0, 0], [0, -1, -1]])
+
+
 def test_less_data_than_a_step():
     documents = documents_of([5, 4])
     batches = row_batches(documents.tokens, (pack(documents, 8),), 64, 2, seed=0)

@@ -173,6 +173,9 @@ def test_comparison(tmp_path, monkeypatch, capsys):
         assert (row["op"], row["model"], row["steps"], row["finite"], row["device"]) == ("train", "toy", 60, True, jax.devices()[0].device_kind)
         assert row["ratio_to_bf16"] == pytest.approx(row["loss_last50"] / plain["loss_last50"], rel=1e-3)
         assert row["tokens_per_s"] == pytest.approx(1e6 * 16 / row["us_p50"], rel=0.01)
+        assert row["vs"] == ({} if row["precision"] == "bfloat16" else {"bfloat16": pytest.approx(plain["us_p50"] / row["us_p50"], rel=1e-2)})
+        parts = [2] * 10 + [1] * 40  # steps of which the curve's 50 numbers are means
+        assert row["loss_last50"] == pytest.approx(np.average(row["curve"][5:], weights=parts[5:]), rel=1e-3)
         assert len(row["curve"]) == 50
         assert row["curve"][-1] < 0.5 * row["curve"][0]
     assert rows[0]["ratio_to_bf16"] == 1

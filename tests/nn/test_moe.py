@@ -175,6 +175,20 @@ def test_shard_map_over_experts():
         assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
 
 
+def test_a_sum_over_devices_is_rounded_once():
+    """Of bfloat16 experts: each device adds float32, so that the same bits come out as of one device with all of them."""
+    if jax.device_count() < 2:
+        pytest.skip("needs several devices")
+    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    (alone, params), (graphdef, _) = (nnx.split(make(expert_axis=axis, dtype=jnp.bfloat16)) for axis in (None, "expert"))
+    x = tokens(dtype=jnp.bfloat16)
+    specs = jax.tree.map_with_path(lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params)
+    split = jax.shard_map(lambda params, x: nnx.merge(graphdef, params)(x)[0], mesh=mesh, in_specs=(specs, P()), out_specs=P())
+    got, want = jax.jit(split)(params, x), jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])(params, x)
+    assert got.dtype == want.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, want)
+
+
 def test_router_bias():
     """It decides who is chosen, gets no gradient, and moves towards equal loads."""
     router = Router(D, E, 1, score="sigmoid", use_bias=True, rngs=nnx.Rngs(0))

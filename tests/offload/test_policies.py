@@ -41,6 +41,19 @@ def test_bad_input(names, options, message):
         policy(names, **options)
 
 
+def test_a_name_that_is_kept_and_offloaded():
+    """It is offloaded, whichever of the two covers it by a longer name."""
+    both = Policy(keep=("moe_mlp.gate", "adaln", "router"), offload=("moe_mlp", "adaln.out", "router"))
+    assert {name: both.choice(name) for name in ("moe_mlp.gate", "moe_mlp.up", "adaln.out", "adaln.in", "router")} == {
+        "moe_mlp.gate": "offload",
+        "moe_mlp.up": "offload",
+        "adaln.out": "offload",
+        "adaln.in": "keep",
+        "router": "offload",
+    }
+    assert {both.on_device().choice(name) for name in ("moe_mlp.up", "adaln.out", "router")} == {"keep"}
+
+
 def test_in_jax_checkpoint():
     """It is a policy of JAX's own."""
 

@@ -75,6 +75,12 @@ def test_random_routings(run, data):
 
 
 @pytest.mark.parametrize("run", KERNELS)
+def test_a_hundred_groups(run):
+    """More than one program of the work list's kernel sorts."""
+    check(make_case(np.random.default_rng(0).integers(0, 4, 100), 8, 16, before=1, after=2), run)
+
+
+@pytest.mark.parametrize("run", KERNELS)
 @hypothesis.settings(max_examples=2)
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5), K=st.integers(1, 70), N=st.integers(1, 70), after=st.integers(0, 9), transpose_rhs=st.booleans()

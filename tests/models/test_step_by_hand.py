@@ -1,0 +1,261 @@
+"""The training step against arithmetic written out here: objective, keys, schedule, clipping, AdamW, averaged weights, evaluation."""
+
+import dataclasses
+import io
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from models import loop, train_dit, train_lm
+from models.data import Corpus
+from models.decoder import Decoder
+from models.images import DataSet, Images
+from models.loop import Measured, Run, Schedule, make_evaluate, make_step
+from models.packing import Documents
+from models.presets import DiTPreset, Preset, of_bytes
+from models.report import History
+
+STEPS, PENALTY = 12, 0.05
+SCHEDULE = Schedule(
+    steps=10, learning_rate=0.1, warmup_steps=3, eval_every=5, weight_decay=0.3, clip_norm=4.0, accumulate=2, ema=0.3, seed=0
+)  # trained past its end; ema is reached after step 3, and some of the gradients are clipped
+
+
+class Points(NamedTuple):
+    """Micro-batches of x [A, N], of which those count that are there."""
+
+    x: Any
+    there: Any
+
+    def counted(self):
+        return jnp.sum(self.there, dtype=jnp.int32)
+
+    @property
+    def size(self) -> int:
+        return self.x.size
+
+
+def line_objective(model: nnx.Linear, batch: Points, key: jax.Array) -> tuple[jax.Array, Measured]:
+    """Squared error from 3 x and a number that is drawn, and a penalty that is not part of the loss."""
+    error = model(batch.x[:, None])[:, 0] - (3 * batch.x + jax.random.normal(key))
+    loss = jnp.sum(jnp.where(batch.there, error**2, 0)) / jnp.sum(batch.there)
+    return loss + PENALTY * jnp.sum(model.kernel[...] ** 2), Measured(loss)
+
+
+def points(seed: int, parts: int = 2) -> Points:
+    """Of each micro-batch other numbers count."""
+    rng = np.random.default_rng(seed)
+    return Points(rng.normal(size=(parts, 6)).astype(np.float32), np.arange(6)[None, :] < np.array([2, 6, 3])[:parts, None])
+
+
+def line() -> tuple[Any, nnx.State, nnx.State]:
+    return nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+
+def numbers(params: nnx.State) -> np.ndarray:
+    """The kernel's and the bias's, float64."""
+    pure: Any = nnx.to_pure_dict(params)
+    return np.array([pure["kernel"][0, 0], pure["bias"][0]], np.float64)
+
+
+def rate_at(step: int) -> float:
+    """Linear from 0 to the peak, then a cosine to a twentieth of it at the last step."""
+    if step < 3:
+        return 0.1 * step / 3
+    return 0.1 * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * min(1, (step - 3) / (10 - 3)))))
+
+
+def test_steps():
+    """Kernel, bias, their average and the metrics of twelve steps of two micro-batches, in numpy and float64."""
+    graphdef, params, rest = line()
+    w = numbers(params)
+    state, step, key = loop.init_state(SCHEDULE, params, rest), make_step(graphdef, SCHEDULE, line_objective), jax.random.key(7)
+    mean, square, average, drawn, clipped = np.zeros(2), np.zeros(2), w.copy(), [], []
+    for number in range(STEPS):
+        batch = points(number)
+        draws = [float(jax.random.normal(k)) for k in jax.random.split(jax.random.fold_in(key, number), 2)]
+        drawn += draws
+        x, target, there = batch.x.astype(np.float64), 3.0 * batch.x + np.array(draws)[:, None], batch.there
+        error = np.where(there, w[0] * x + w[1] - target, 0)
+        gradient = 2 * np.array([(error * x).sum(), error.sum()]) / there.sum() + np.array([2 * PENALTY * w[0], 0])
+        norm, rate = np.linalg.norm(gradient), rate_at(number)
+
+        state, metrics = step(state, jax.tree.map(jnp.asarray, batch), key)
+        wanted = {"loss": (error**2).sum() / there.sum(), "tokens": 8, "fill": 8 / 12, "learning_rate": rate, "gradient_norm": norm}
+        for name, value in wanted.items():
+            np.testing.assert_allclose(getattr(metrics, name), value, rtol=1e-4, err_msg=f"{name} of step {number}")
+
+        clipped.append(norm > 4)
+        gradient *= min(1, 4 / norm)
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.98 * square + 0.02 * gradient**2
+        adam = mean / (1 - 0.9 ** (number + 1)) / (np.sqrt(square / (1 - 0.98 ** (number + 1))) + 1e-8)
+        w = w - rate * (adam + 0.3 * np.array([w[0], 0]))  # the bias is not decayed
+        keep = min(0.3, (1 + number) / (10 + number))
+        average = keep * average + (1 - keep) * w
+        np.testing.assert_allclose(numbers(state.params), w, rtol=1e-4, err_msg=f"step {number}")
+        np.testing.assert_allclose(numbers(state.average), average, rtol=1e-4, err_msg=f"step {number}")
+    assert len({*drawn}) == 2 * STEPS, "every micro-batch of every step has a key of its own"
+    assert {True, False} == {*clipped}
+    assert int(state.step) == STEPS
+
+
+def test_the_average_starts_as_the_parameters():
+    _, params, rest = line()
+    state = loop.init_state(SCHEDULE, params, rest)
+    np.testing.assert_array_equal(numbers(loop.kept(state)), numbers(params))
+
+
+def test_evaluation():
+    """The measured loss, not what is made small, each point counting alike; every micro-batch has its own draw, every evaluation the same ones."""
+    graphdef, params, rest = line()
+    w, key, batches = numbers(params), jax.random.key(3), points(5, parts=3)
+    evaluate = make_evaluate(graphdef, line_objective)
+    draws = np.array([float(jax.random.normal(k)) for k in jax.random.split(key, 3)])[:, None]
+    error = np.where(batches.there, w[0] * batches.x + w[1] - (3 * batches.x + draws), 0)
+    for _ in range(2):
+        np.testing.assert_allclose(evaluate(params, rest, jax.tree.map(jnp.asarray, batches), key), (error**2).sum() / 11, rtol=1e-5)
+
+
+def test_an_evaluation_is_in_evaluation_mode():
+    """Half of what a dropout layer is given is zero in training, none in evaluation."""
+    graphdef, params, rest = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def share_of_zeros(model, batch, key):
+        loss = jnp.mean(model(batch.x, rngs=key) == 0)
+        return loss, Measured(loss)
+
+    batches = Points(jnp.ones((1, 1000)), jnp.ones((1, 1000), bool))
+    assert make_evaluate(graphdef, share_of_zeros)(params, rest, batches, jax.random.key(0)) == 0
+    value = jax.jit(loop.make_value(graphdef, share_of_zeros, None, training=True))
+    assert 0.4 < value(params, rest, jax.tree.map(lambda x: x[0], batches), jax.random.key(0))[0] < 0.6
+
+
+SPARSE = dataclasses.replace(of_bytes(layers=2, width=8, heads=2, experts=4, top_k=2, hidden=8), backend="xla")
+TINY = Preset(
+    SPARSE, context=16, batch=4, steps=3, learning_rate=0.1, warmup_steps=1, eval_every=3, eval_windows=99, ema=0.9, pack=False, buckets=1, balance_weight=0.5
+)
+
+
+def text(start: int, count: int) -> Documents:
+    """Documents of 5 to 16 tokens from `start` to `start + 99`."""
+    rng = np.random.default_rng(start)
+    lengths = rng.integers(5, 17, count)
+    return Documents((start + rng.integers(0, 100, lengths.sum())).astype(np.uint8), np.cumsum([0, *lengths]))
+
+
+CORPUS = Corpus(text(0, 40), text(128, 12))
+
+
+def test_the_objective_of_a_language_model():
+    """optax's cross-entropy over what is no padding, and the routers' balancing loss, layers' mean, times its weight."""
+    batch = train_lm.heldout_batches(TINY, CORPUS.heldout)
+    batch = jax.tree.map(lambda x: jnp.asarray(x[-1]), batch)
+    inside = np.asarray(batch.documents) >= 0
+    assert 0 < inside.sum() < inside.size
+    model = Decoder(SPARSE, rngs=nnx.Rngs(0))
+    logits, routed = nnx.jit(lambda model: model(batch.tokens, batch.documents))(model)
+    wanted = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))[inside].mean()
+    loss, measured = nnx.jit(lambda model: train_lm.objective(TINY, True, model, batch, jax.random.key(0)))(model)
+    np.testing.assert_allclose(measured.loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(measured.balance, np.mean(routed.aux_loss), rtol=1e-5)
+    np.testing.assert_allclose(loss, wanted + 0.5 * np.mean(routed.aux_loss), rtol=1e-5)
+    assert np.mean(routed.aux_loss) > 0.9
+    np.testing.assert_allclose(measured.load, routed.load / (2 * inside.size), rtol=1e-5)
+
+
+class Seen(NamedTuple):
+    """What a command's `train` runs, and the state that it starts from or ends with."""
+
+    training: loop.Training
+    state: loop.TrainState
+    model: Any
+    history: History
+
+
+def train_seen(module: Any, monkeypatch, out, *args, runs: bool = True) -> Seen:
+    """Without runs no step is compiled."""
+    run_steps, seen = module.run_steps, []
+
+    def see(training, state, run):
+        seen[:] = [training, state]
+        if not runs:
+            return state, History()
+        seen[1], history = run_steps(training, state, run)
+        return seen[1], history
+
+    monkeypatch.setattr(module, "run_steps", see)
+    model, history = module.train(*args, Run(out, Console(file=io.StringIO())))
+    monkeypatch.undo()
+    return Seen(*seen, model, history)
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), one, other)))
+
+
+def test_the_averaged_language_model_is_evaluated_and_kept(monkeypatch, tmp_path):
+    """On the documents that are held out, packed into rows in which none sees another."""
+    seen = train_seen(train_lm, monkeypatch, tmp_path, TINY, CORPUS, "nats")
+    params = nnx.state(seen.model, nnx.Param)
+    assert same(params, seen.state.average)
+    assert not same(params, seen.state.params)
+    ends = CORPUS.heldout.offsets
+    alone = np.zeros((len(ends) - 1, 16), np.int32)
+    for row, start, end in zip(alone, ends[:-1], ends[1:], strict=True):
+        row[: end - start] = CORPUS.heldout.tokens[start:end]
+    log_probs = np.asarray(nnx.jit(lambda model: jax.nn.log_softmax(model(alone)[0]))(seen.model))
+    nats = [-log_probs[row, i, alone[row, i + 1]] for row, length in enumerate(np.diff(ends)) for i in range(length - 1)]
+    assert seen.history.heldout[-1][1] == pytest.approx(np.mean(nats), rel=1e-4)
+
+
+def flat(value: int, count: int) -> Images:
+    """Images of one colour and several sizes."""
+    return Images([np.full((2 * (2 + i % 2), 6, 1), value, np.uint8) for i in range(count)], np.arange(count, dtype=np.int32) % 2)
+
+
+DIT = DiTPreset(layers=1, width=16, heads=2, tokens=20, images=3, steps=3, learning_rate=0.1, warmup_steps=1, eval_every=3, ema=0.9, backend="xla")
+DATA = DataSet(flat(0, 8), flat(255, 7), ("one", "other"), 2, 1, 9, ((4, 6),))
+
+
+def test_the_averaged_diffusion_transformer_is_evaluated_and_kept(monkeypatch, tmp_path):
+    """On the images that are held out, none of whose labels is dropped."""
+    losses, real = [], train_dit.loss_fn
+
+    def loss_fn(model, batch, key, label_dropout):
+        losses.append(label_dropout)
+        return real(model, batch, key, label_dropout)
+
+    monkeypatch.setattr(train_dit, "loss_fn", loss_fn)
+    sizes = train_dit.configure(DIT, DATA)
+    seen = train_seen(train_dit, monkeypatch, tmp_path, DIT, sizes, DATA)
+    params = nnx.state(seen.model, nnx.Param)
+    assert same(params, seen.state.average)
+    assert not same(params, seen.state.params)
+    assert set(losses) == {0.1, 0.0}, "of training and evaluation"
+    heldout = train_dit.heldout_batches(DIT, DATA, None)
+    assert heldout.counted() == sum(image.size // 4 for image in DATA.heldout.pixels)
+    keys = jax.random.split(jax.random.split(jax.random.key(0))[1], heldout.tokens.shape[0])
+    loss_of = nnx.jit(lambda model, batch, key: real(model, batch, key, 0.0))
+    each = [(batch.counted(), loss_of(seen.model, batch, key)) for batch, key in zip(map(type(heldout)._make, zip(*heldout, strict=True)), keys, strict=True)]
+    assert seen.history.heldout[-1][1] == pytest.approx(np.average([loss for _, loss in each], weights=[count for count, _ in each]), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "preset", "args"), [(train_lm, TINY, (CORPUS, "nats")), (train_dit, DIT, (train_dit.configure(DIT, DATA), DATA))], ids=["lm", "dit"]
+)
+def test_what_a_run_draws_from_its_seed(module, preset, args, monkeypatch, tmp_path):
+    """Parameters, batches and keys; and it learns from what is not held out. Compiles no step."""
+    zero, again, one = (train_seen(module, monkeypatch, tmp_path, dataclasses.replace(preset, seed=seed), *args, runs=False) for seed in (0, 0, 1))
+    drawn = lambda seen: (seen.state.params, jax.random.key_data(seen.training.key), [seen.training.batches(step) for step in range(4)])
+    assert same(drawn(zero), drawn(again))
+    assert not any(same(mine, other) for mine, other in zip(drawn(zero), drawn(one), strict=True))
+    for step in range(4):
+        batch = zero.training.batches(step)
+        assert batch.tokens.max() < 100 if module is train_lm else batch.tokens.max() <= 0
+        assert batch.counted() > 0

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import without_nan
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.quantize.plan import Arrays, Tile
@@ -47,14 +48,16 @@ def tensor_amax_pallas(tile: Tile, arrays: Arrays, *, interpret: bool) -> jax.Ar
     G, M, K = x.shape
     grid = Grid.of(tile, x.dtype.itemsize, by_blocks=False)
     programs = min(tile.programs, pl.cdiv(M, tile.rows) * pl.cdiv(K, tile.cols))
-    found = pl.pallas_call(
+    found = launch(
         functools.partial(_tensor_kernel, grid=grid, programs=programs, M=M, interpret=interpret),
-        out_shape=out_struct((G * programs,), jnp.float32, like=x),
+        x.reshape(G * M, K),
+        *([] if offsets is None else [offsets]),
+        out=out_struct((G * programs,), jnp.float32, like=x),
         grid=(G * programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="quantize_amax",
-    )(x.reshape(G * M, K), *([] if offsets is None else [offsets]))
+    )
     return found.reshape(G, programs)
 
 
@@ -85,13 +88,14 @@ def line_amax_pallas(tile: Tile, arrays: Arrays, *, row: bool, col: bool, interp
     across, down = pl.cdiv(K, tile.cols), pl.cdiv(M, tile.rows)
     operands = {"x": x.reshape(G * M, K)} | ({} if offsets is None or not col else {"offsets": offsets})
     outs = ({"rows": (across, G * M)} if row else {}) | ({"columns": (down, G * K)} if col else {})
-    parts = pl.pallas_call(
+    parts = launch(
         functools.partial(_lines_kernel, names=(*operands, *outs), grid=grid, M=M, interpret=interpret),
-        out_shape=[out_struct(shape, jnp.float32, like=x) for shape in outs.values()],
+        *operands.values(),
+        out=[out_struct(shape, jnp.float32, like=x) for shape in outs.values()],
         grid=(G * across * down,),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="quantize_amax",
-    )(*operands.values())
+    )
     found = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in zip(outs, parts, strict=True)}
     return found.get("rows"), found.get("columns")

@@ -12,14 +12,11 @@ from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.ragged import padded_rows
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.quantize.amax_pallas import line_amax_pallas, tensor_amax_pallas
 from jaxops.ops.quantize.cast_pallas import cast_pallas
 from jaxops.ops.quantize.plan import LAYOUTS, Arrays, Plan, Problem, Spec, make_plan
 from jaxops.ops.quantize.xla import cast_xla, dequantize_xla
-
-_MOST_ELEMENTS = 2**31  # of one array: offsets in a kernel are int32
 
 
 def quantize(
@@ -76,7 +73,7 @@ def quantize(
     Raises:
       ValueError: x of another rank, an unknown scaling, layout or backend, group_offsets of a stack, amax without tensorwise scaling.
       TypeError: dtypes that the kernels do not take.
-      NotImplementedError: a derivative; 128x128 blocks of ragged groups; a matrix of more than 2**31 elements, or a GPU without FP8, on the pallas backend.
+      NotImplementedError: a derivative; 128x128 blocks of ragged groups; a GPU without FP8, on the pallas backend.
 
     Source: 1x128 and 128x128 blocks: DeepSeek-V3 (arXiv:2412.19437), 3.3.2; formats, scaling to the largest number and delayed scaling: Micikevicius et
     al. 2022 (arXiv:2209.05433); stochastic rounding: Gupta et al. 2015 (arXiv:1502.02551).
@@ -134,7 +131,7 @@ def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> 
     words = None if key is None else lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
     if amax is not None:
         amax = jnp.broadcast_to(amax, (stack[0] if stack else 1,))
-    arrays = Arrays(*vary_together(x if stack else x[None], offsets, amax, words, None))
+    arrays = Arrays(*vary_together(x if stack else x[None], offsets, amax, words))
     problem = Problem(M, K, jnp.dtype(x.dtype).name, spec.scaling, spec.layouts, offsets is not None)
     device = device_of(arrays)
     plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
@@ -177,25 +174,10 @@ def _check(x, scaling, dtype, layouts, offsets, amax) -> Spec:
 
 
 def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
+    """The pass that finds the largest magnitudes, where a program of the cast does not see enough; then the cast."""
     G, M, K = arrays.x.shape
     if plan.backend == "xla" or 0 in (G, M, K):
         return cast_xla(spec, arrays)
-    rows = M if arrays.offsets is None else max(M, padded_rows(M, arrays.offsets.shape[0] - 1))
-    if rows * K > _MOST_ELEMENTS:
-        raise NotImplementedError(f"a matrix of {rows} x {K} elements is more than the 2**31 that a kernel can address: cut it, or use backend='xla'.")
-    if G * M * K <= _MOST_ELEMENTS:
-        return _kernels(spec, plan, arrays)
-
-    def one(operands):
-        x, amax, first_row = operands
-        part = Arrays(x[None], None, None if amax is None else amax[None], arrays.words, first_row)
-        return {name: value[0] for name, value in _kernels(spec, plan, part).items()}
-
-    return lax.map(one, (arrays.x, arrays.amax, M * jnp.arange(G, dtype=jnp.int32)))
-
-
-def _kernels(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
-    """The pass that finds the largest magnitudes, where a program of the cast does not see enough; then the cast."""
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
     factors, found = {}, {}

@@ -11,6 +11,7 @@ import jaxops
 from jaxops.ops.quantize import Plan, Tile, quantize_measured
 from jaxops.ops.quantize.reference import quantize_reference
 from tests.ops.quantize.cases import E4M3, E5M2, KERNELS, RUNS, SCALINGS, Variant, backend_of, bits_of, check_equal, compiled, make_x, np_quantize
+from tests.window import window
 
 SHAPE = (150, 261)  # two tiles and three, neither of them full
 LAYOUTS = ("row", "col", "both")
@@ -121,18 +122,30 @@ def test_stack(run, scaling):
 
 
 @pytest.mark.parametrize("run", KERNELS)
-def test_a_stack_too_large_for_one_kernel(run, monkeypatch):
-    """It goes matrix by matrix, with the same bits: of a stochastic rounding, too."""
-    x = make_x((2, 16, 128), seed=4)
-    variant = Variant("tensorwise", "row", stochastic=True)
-    want = compiled("xla", variant)(x)
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxops.ops.quantize.api._MOST_ELEMENTS", 16 * 128)
-        compiled.cache_clear()
-        got = compiled(run, variant)(x)
-    compiled.cache_clear()
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+@pytest.mark.parametrize("mapped", [False, True], ids=["stack", "vmap"])
+@pytest.mark.parametrize("variant", [Variant("tensorwise", stochastic=True), Variant("block_1x128"), Variant("rowwise", "col")], ids=str)
+def test_more_than_int32_reaches(run, mapped, variant):
+    """A stack as an array of more rows, a batch one matrix after another: the same bits."""
+    x = make_x((2, 30, 140), seed=4)
+
+    def bits(run: str) -> list[np.ndarray]:
+        f = jax.jit(jax.vmap(compiled(run, variant)) if mapped else compiled(run, variant))
+        return [bits_of(leaf) for leaf in jax.tree.leaves(f(x))]
+
+    want = bits("xla")
+    with window(5000):
+        got = bits(run)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_ragged_columns_that_int32_does_not_reach(run):
+    """Of 40 x 256 numbers, and 256 x 512 in the padded layout, which alone is too large."""
+    x, offsets, variant = make_x((40, 256), seed=4), np.array([3, 20, 33], np.int32), Variant(ragged=True)
+    with window(100_000):
+        got = jax.tree.map(np.asarray, compiled(run, variant)(x, offsets))
+    check_equal(got, np_quantize(x, variant, offsets), variant, offsets)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -12,7 +12,7 @@ def window(reached: int) -> Iterator[None]:
     """As if int32 reached that many 1-byte numbers, and arrays of over twice as many bytes were counted in int64."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxops._lib.launch_pallas._REACHED", reached)
-        patch.setattr("jaxops._lib.launch_pallas._WIDENED", 2 * reached)
+        patch.setattr("jaxops._lib.launch_pallas._MOST_INT32", reached)
+        patch.setattr("jaxops._lib.launch_pallas._MOST_BYTES", 2 * reached)
         yield
     jax.clear_caches()

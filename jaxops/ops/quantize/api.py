@@ -34,9 +34,10 @@ def quantize(
 ) -> Quantized:
     """Casts a tensor to FP8 with scales, in the layout that a product over its columns reads, the one that a product over its rows reads, or both.
 
-    `values * scales` is x again, to the rounding; the largest magnitude that shares a scale becomes the largest FP8 number. NaN stays NaN and reaches no
-    scale; an infinity becomes the largest number; zeros come back exactly. Values and scales are the same to the last bit on every device and backend
-    (of a NaN, that it is one). One pass over x writes both layouts with block scales, each quantised by itself: the second is no transpose of the first.
+    `values * scales` is x again, to the rounding; the largest magnitude that shares a scale becomes the largest FP8
+    number. NaN and infinities become NaN and reach no scale; zeros come back exactly. Values and scales are the same to
+    the last bit on every device and backend (of a NaN, that it is one). One pass over x writes both layouts with block
+    scales, each quantised by itself: the second is no transpose of the first.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x = jnp.array([[1., 2., -4.], [0., 300., 100.]])
@@ -61,8 +62,8 @@ def quantize(
         values_t then start at 128 times the number of blocks before it, `sum(cdiv(sizes[:g], 128))`, and zeros fill up its last block; there are
         128 * (cdiv(M, 128) + G) in all, with unspecified columns behind the last group. Rows outside all groups are in no column and in no tensorwise
         scale; the row layout has them as any other. Offsets stay on the device.
-      amax: float32 scalar (or one for each tensor of a stack), with tensorwise scaling: the largest magnitude to scale by, instead of x's own. What is
-        larger saturates. That saves a pass over x; delayed scaling takes it from steps before.
+      amax: float32 scalar (or one for each tensor of a stack), with tensorwise scaling: the largest magnitude to scale by, instead of x's own. Finite
+        numbers that are larger become the largest FP8 number (they saturate). That saves a pass over x; delayed scaling takes it from steps before.
       backend: "auto" takes the Pallas kernels on a GPU (from compute capability 8.9 on) and plain XLA elsewhere; "pallas" (interpreted on a CPU) or
         "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
@@ -92,7 +93,10 @@ def quantize_measured(
     backend: str = "auto",
     plan: Plan | None = None,
 ) -> tuple[Quantized, jax.Array]:
-    """`quantize` with tensorwise scaling, and x's own largest magnitude: float32, [] or, of a stack, [G]. With amax given it is still one pass over x."""
+    """`quantize` with tensorwise scaling, and x's own largest finite magnitude: float32, [] or, of a stack, [G].
+
+    With amax given it is still one pass over x.
+    """
     spec = _check(x, "tensorwise", dtype, layouts, None, amax)
     return _run(dataclasses.replace(spec, pow2=bool(pow2_scales), measure=True), x, None, None, amax, backend, plan)
 

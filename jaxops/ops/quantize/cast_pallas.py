@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.fp8 import BLOCK, cast_saturating, cast_stochastic, random_bits, scale_and_factor, without_nan
+from jaxops._lib.fp8 import BLOCK, cast_saturating, cast_stochastic, infinity_to_nan, random_bits, scale_and_factor, without_nan
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
@@ -118,19 +118,18 @@ def _cast_kernel(*refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tu
     if spec.scaling == "tensorwise":
         pid = G * down * pl.cdiv(K, grid.tile.cols) - 1 - pid  # backwards: what the pass before has read last is still in L2
     p = _find_place(ref, pid, grid, size, down)
-    x = load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in))
+    x = infinity_to_nan(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
     sizes = sizes_of(x, interpret)
     if "now" in ref:
         store(ref["now"], (jnp.zeros_like(p.block) + pid,), without_nan(largest(sizes, (*COLUMNS, *ROWS, 2))), None)
     factors = _find_factors(ref, spec, sizes, p, size)
-    wide = x.astype(jnp.float32)
     random = None
     if "words" in ref:
         row_word, column_word = (plgpu.load(ref["words"].at[jnp.full((1,) * 6, n, jnp.int32)]) for n in range(2))
         random = random_bits(p.g * M + p.rows, p.columns, (row_word, column_word))
 
     def cast(factor):
-        values = wide * factor
+        values = x * factor
         return cast_saturating(values, spec.fp8, saturates=not interpret) if random is None else cast_stochastic(values, spec.fp8, random)
 
     if spec.row:

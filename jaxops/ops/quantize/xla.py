@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import BLOCK, MOST, Quantized, cast_saturating, cast_stochastic, magnitudes, random_bits, scale_and_factor
+from jaxops._lib.fp8 import BLOCK, MOST, Quantized, cast_saturating, cast_stochastic, infinity_to_nan, magnitudes, random_bits, scale_and_factor
 from jaxops._lib.ragged import padded_rows, padded_starts
 from jaxops.ops.quantize.plan import Arrays, Spec
 
@@ -48,7 +48,7 @@ def _quantize_rows(spec: Spec, x: jax.Array, amax: jax.Array | None, random: jax
         scale, factor = scale_and_factor(jnp.max(blocks, axis=(2, 4), initial=0.0), spec.fp8, spec.pow2)  # [G, R / height, C / 128]
         factors = jnp.broadcast_to(factor[:, :, None, :, None], blocks.shape).reshape(G, blocks.shape[1] * height, blocks.shape[3] * BLOCK)[:, :R, :C]
         scale = scale if height > 1 else scale.mT
-    values = x.astype(jnp.float32) * factors
+    values = infinity_to_nan(x) * factors
     return (cast_saturating(values, spec.fp8) if random is None else cast_stochastic(values, spec.fp8, random)), scale
 
 

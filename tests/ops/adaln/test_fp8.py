@@ -109,6 +109,21 @@ def test_a_row_of_zeros_is_exact(run):
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_what_is_not_finite(run):
+    """An infinity in a shift is NaN in the result, and reaches no scale; nor does NaN."""
+    x, options = np.random.default_rng(0).normal(size=(3, 130)).astype(np.float32), {"out_dtype": "float8_e4m3fn", "plan": Variant(plan="wide").plan_for(run)}
+    shift = np.zeros((1, 130), np.float32)
+    x[:, :3] = 0  # under the layer norm's mean and deviation: small beside the others
+    f = jax.jit(functools.partial(jaxops.adaln, **options))
+    want = f(x, np.zeros_like(shift), shift)
+    shift[0, :3] = np.inf, -np.inf, np.nan
+    q = f(x, np.zeros_like(shift), shift)
+    assert np.isnan(dequantised(q)[:, :3]).all()
+    np.testing.assert_array_equal(dequantised(q)[:, 3:], dequantised(want)[:, 3:])
+    np.testing.assert_array_equal(q.scales, want.scales)
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("op", ["adaln", "gated_residual_adaln"])
 def test_no_gradient(run, op):
     case = make_case([4], 8)

@@ -34,7 +34,7 @@ def inlined(text: str) -> str:
 
     def lines(name: str) -> Iterator[str]:
         for line in functions[name]:
-            call = re.search(r"(?:^|[ =])call @([\w.]+)\(", line)
+            call = re.search(r"(?:^|[ =]|func\.)call @([\w.]+)\(", line)
             yield from lines(call[1]) if call else [line]
 
     return "\n".join(lines("main"))

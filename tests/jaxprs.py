@@ -12,3 +12,14 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield equation
         for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
+
+
+def kernel_arrays(jaxpr: Any) -> list[Any]:
+    """The types of all operands and results of the Pallas kernels that a jaxpr launches."""
+    launches = [equation for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"]
+    return [variable.aval for equation in launches for variable in (*equation.invars, *equation.outvars)]
+
+
+def overflow_int32(arrays: list[Any]) -> list[Any]:
+    """Those whose elements JAX's Pallas lowering counts in int32 (at most 2^32 bytes), and of which there are more than int32 counts."""
+    return [x for x in arrays if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32]

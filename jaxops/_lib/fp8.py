@@ -10,7 +10,7 @@ BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (Dee
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 SCALINGS = ("tensorwise", "rowwise", "block_1x128", "block_128x128")
 LEAST = 2.0**-92  # counts as the largest magnitude of what holds nothing larger: finite scales and factors, exact zeros
-MOST = 2.0**128 - 2.0**120  # an infinity counts as this, the largest bfloat16
+MOST = 2.0**128 - 2.0**120  # a larger one counts as this, the largest bfloat16
 _FACTOR_BITS = 15  # of a factor's mantissa
 
 
@@ -75,9 +75,20 @@ def _float(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def infinity_to_nan(x: jax.Array) -> jax.Array:
+    """x in float32, with NaN for infinities: the cast would make the largest FP8 number of them, and a product finite.
+
+    Call it before the multiplication by a factor: a finite number that overflows there, under a small given amax, must
+    saturate.
+    """
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(x) < jnp.inf, x, jnp.nan)
+
+
 def magnitudes(x: jax.Array) -> jax.Array:
-    """|x| in float32 with NaN left out: what the largest magnitude is taken of."""
-    return without_nan(jnp.abs(x.astype(jnp.float32)))
+    """|x| in float32, zero for NaN and infinities: what the largest magnitude is taken of."""
+    size = jnp.abs(x.astype(jnp.float32))
+    return jnp.where(size < jnp.inf, size, 0.0)
 
 
 def without_nan(amax: jax.Array) -> jax.Array:
@@ -106,9 +117,10 @@ def scale_and_factor(amax: jax.Array, dtype, pow2: bool = False) -> tuple[jax.Ar
 
 
 def cast_saturating(values: jax.Array, dtype, saturates: bool = False) -> jax.Array:
-    """Rounds float32 to FP8; what is too large becomes the largest number, NaN stays NaN. XLA on the CPU makes NaN of both, hence the clip.
+    """Rounds float32 to FP8; what is too large, an infinity too, becomes the largest number, NaN stays NaN.
 
-    With `saturates` the cast does that itself, as the instruction that Triton makes of it (cvt.rn.satfinite) does.
+    XLA on the CPU makes NaN of both, hence the clip. With `saturates` the cast does that itself, as the instruction that
+    Triton makes of it (cvt.rn.satfinite) does.
     """
     if saturates:
         return values.astype(dtype)
@@ -157,4 +169,4 @@ def quantize_blocks(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """(values [T, D], scales [T, D / 128]) of float32 x[T, D], D a multiple of 128: one scale for 128 columns of a row."""
     blocks = x.reshape(x.shape[0], -1, BLOCK)
     scale, factor = scale_and_factor(jnp.max(magnitudes(blocks), axis=-1, keepdims=True), dtype)
-    return cast_saturating(blocks * factor, dtype).reshape(x.shape), scale.reshape(x.shape[0], -1)
+    return cast_saturating(infinity_to_nan(blocks) * factor, dtype).reshape(x.shape), scale.reshape(x.shape[0], -1)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
@@ -69,14 +70,15 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, 
     """COLUMNS columns of `count` entries and what fills up the last program's block."""
     block = max(1, min(power_of_2(count), _ELEMENTS // power_of_2(runs)))
     programs = pl.cdiv(count, block)
-    return pl.pallas_call(
+    return launch(
         functools.partial(kernel, block=block),
-        out_shape=out_struct((COLUMNS * programs * block,), jnp.int32, like=offsets),
+        offsets,
+        out=out_struct((COLUMNS * programs * block,), jnp.int32, like=offsets),
         grid=(programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        warps=4,
         interpret=interpret,
         name=name,
-    )(offsets)
+    )
 
 
 @traced_once("M", "bm", "interpret", "spans")

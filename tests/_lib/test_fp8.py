@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxops import dequantize
-from jaxops._lib.fp8 import _FACTOR_BITS, BLOCK, FP8, LEAST, MOST, Quantized, cast_saturating, magnitudes, quantize_blocks, scale_and_factor
+from jaxops._lib.fp8 import _FACTOR_BITS, BLOCK, FP8, LEAST, MOST, Quantized, cast_saturating, infinity_to_nan, magnitudes, quantize_blocks, scale_and_factor
 from tests.ops.quantize.cases import np_cast, np_scale
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -80,8 +80,18 @@ def test_cast_saturates(dtype):
     np.testing.assert_array_equal(np.asarray(cast(values)).view(np.uint8), np_cast(values, dtype).view(np.uint8))
 
 
-def test_magnitudes_leave_nan_out():
-    np.testing.assert_array_equal(magnitudes(jnp.array([np.nan, -2, np.inf, -0.0], jnp.bfloat16)), np.array([0, 2, np.inf, 0], np.float32))
+def test_magnitudes_leave_out_what_is_not_finite():
+    np.testing.assert_array_equal(magnitudes(jnp.array([np.nan, -2, np.inf, -np.inf, -0.0], jnp.bfloat16)), np.array([0, 2, 0, 0, 0], np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_infinity_to_nan(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    x = np.array([np.inf, -np.inf, np.nan, largest, -largest, -0.0, 0.0, -1.5], jnp.dtype(dtype))
+    got = jax.jit(infinity_to_nan)(x)
+    assert got.dtype == jnp.float32
+    assert np.isnan(got[:3]).all()
+    np.testing.assert_array_equal(np.asarray(got[3:]).view(np.int32), x[3:].astype(np.float32).view(np.int32))
 
 
 @pytest.mark.parametrize("dtype", FP8)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.adaln.plan import STATS, Arrays, Rows, Spec
@@ -108,14 +109,15 @@ def backward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: d
     outs |= {f"d{name}": ((B, D), dtype) for name, dtype in sums.items()}
     outs |= {f"parts_{name}": ((count, D), jnp.dtype("float32")) for name in sums}
     outs |= {"sequences": ((pl.cdiv(T, tiles.rows),), jnp.dtype("int32"))} if sums else {}  # of each multiple of tiles.rows
-    found = pl.pallas_call(
+    found = launch(
         functools.partial(_bwd_kernel, names=(*operands, *outs), summed=tuple(sums), spec=spec, tiles=tiles),
-        out_shape=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
+        *operands.values(),
+        out=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
         grid=(count,),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=1),
+        warps=tiles.warps,
         interpret=interpret,
         name="adaln_bwd" if spec.norm is not None else "gated_residual_bwd",
-    )(*operands.values())
+    )
     results = dict(zip(outs, found, strict=True))
     if sums:
         parts, done = ([results[f"{kind}{name}"] for name in sums] for kind in ("parts_", "d"))

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK, FP8, quantize_blocks
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.adaln.plan import STATS, Arrays, Rows, Spec
@@ -68,12 +69,13 @@ def forward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, *, save_stats: bool,
         outs["y_scales"] = ((pl.cdiv(D, BLOCK), T), jnp.dtype("float32"))
     if spec.norm is not None:
         outs |= {"y": ((T, D), jnp.dtype(spec.out_dtype))} | (dict.fromkeys(STATS[spec.norm], ((T,), jnp.dtype("float32"))) if save_stats else {})
-    found = pl.pallas_call(
+    found = launch(
         functools.partial(_fwd_kernel, names=(*operands, *outs), spec=spec, tiles=tiles, save_stats=save_stats),
-        out_shape=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
+        *operands.values(),
+        out=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
         grid=(tile_count(T, offsets.shape[0] - 1, tiles.rows),),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=1),
+        warps=tiles.warps,
         interpret=interpret,
         name="adaln_fwd" if spec.norm is not None else "gated_residual_fwd",
-    )(*operands.values())
+    )
     return dict(zip(outs, found, strict=True))

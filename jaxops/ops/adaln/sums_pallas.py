@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops.ops.adaln.rows_pallas import run_bounds
 
@@ -62,13 +63,17 @@ def finish_sums(
       sequences: [cdiv(T, rows)] int32, the sequence of each row that is a multiple of `rows`.
     """
     n, (B, D) = len(parts), done[0].shape
-    finished = pl.pallas_call(
+    finished = launch(
         functools.partial(_sums_kernel, T=T, rows=rows),
-        out_shape=[out_struct(x.shape, x.dtype, like=x) for x in done],
+        offsets,
+        sequences,
+        *parts,
+        *done,
+        out=[out_struct(x.shape, x.dtype, like=x) for x in done],
         grid=(min(B, sequences.shape[0]), pl.cdiv(D, _COLUMNS)),
-        input_output_aliases={2 + n + i: i for i in range(n)},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        warps=4,
         interpret=interpret,
         name="adaln_sums",
-    )(offsets, sequences, *parts, *done)
+        aliases={2 + n + i: i for i in range(n)},
+    )
     return list(finished)

@@ -15,13 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_one, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
-
-_MOST = 2**31  # elements that an int32 offset reaches in an array of one byte each
 
 
 def _scheduled(schedule_ref, i: jax.Array, count: int) -> list[jax.Array]:
@@ -79,8 +78,8 @@ def _multiply(a: _Side, b: _Side, first: jax.Array, steps: jax.Array) -> jax.Arr
     return acc if blocks else scaled(acc, first)
 
 
-def _rows_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, num_i: int, tiles: Tiles, scalings: tuple[str, str]):
-    (M, K), (G, N, _) = a_ref.shape, b_ref.shape
+def _rows_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, G: int, num_i: int, tiles: Tiles, scalings: tuple[str, str]):
+    (M, N), K = out_ref.shape, a_ref.shape[1]
     t, j = panel_order(pl.program_id(0), num_i, pl.cdiv(N, tiles.bn), tiles.panel)
     group, start, end = _scheduled(schedule_ref, t, 3)
     inside = group < G
@@ -119,11 +118,7 @@ def multiply_pallas(
     tiles: Tiles,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `multiply_xla`; fast makes no difference.
-
-    Raises:
-      NotImplementedError: an operand of over 2^31 numbers, a stack of matrices apart.
-    """
+    """As `multiply_xla`; fast makes no difference."""
     how = {"out_dtype": out_dtype, "tiles": tiles, "interpret": interpret}
     if ragged == "contraction":
         assert offsets is not None
@@ -136,32 +131,27 @@ def multiply_pallas(
         b = Operand(b.values[None], b.scales[None], b.scaling)
         return _launch_rows(jnp.asarray(schedule_one(M, tiles.bm)), -(-M // tiles.bm), a, b, **how)
     assert offsets is not None
-    G, N, K = b.values.shape
-    fit = max(1, _MOST // (N * K))
-    out = None
-    for g in range(0, G, fit):  # nearly always once; a group's rows are zeros in the other parts' results
-        part, ends = Operand(b.values[g : g + fit], b.scales[g : g + fit], b.scaling), offsets[g : g + fit + 1]
-        rows = _launch_rows(schedule_rows(ends, M, tiles.bm, interpret), tile_bound(M, len(ends) - 1, tiles.bm), a, part, **how)
-        out = rows if out is None else out + rows
-    assert out is not None
-    return out
+    return _launch_rows(schedule_rows(offsets, M, tiles.bm, interpret), tile_bound(M, b.values.shape[0], tiles.bm), a, b, **how)
 
 
 def _launch_rows(schedule, num_i: int, a: Operand, b: Operand, *, tiles: Tiles, **how) -> jax.Array:
-    (M, _), (_, N, _) = a.values.shape, b.values.shape
-    return _launch(functools.partial(_rows_kernel, num_i=num_i), schedule, a, b, (M, N), num_i * pl.cdiv(N, tiles.bn), tiles=tiles, **how)
+    M, (G, N, _) = a.values.shape[0], b.values.shape
+    return _launch(functools.partial(_rows_kernel, G=G, num_i=num_i), schedule, a, b, (M, N), num_i * pl.cdiv(N, tiles.bn), tiles=tiles, **how)
 
 
 def _launch(kernel, schedule, a: Operand, b: Operand, shape: tuple, programs: int, *, out_dtype, tiles: Tiles, interpret: bool) -> jax.Array:
-    for operand in (a, b):
-        if operand.values.size > _MOST:
-            raise NotImplementedError(f"{operand.values.size} FP8 numbers are more than the 2^31 of one array that a kernel can address: multiply in parts.")
     scales = [x.scales[..., None] if x.scaling == "tensorwise" else x.scales for x in (a, b)]
-    return pl.pallas_call(
+    return launch(
         functools.partial(kernel, tiles=tiles, scalings=(a.scaling, b.scaling)),
-        out_shape=out_struct(shape, out_dtype, like=a.values),
+        schedule,
+        a.values,
+        scales[0],
+        b.values,
+        scales[1],
+        out=out_struct(shape, out_dtype, like=a.values),
         grid=(programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=interpret,
         name="fp8_matmul_contraction" if len(shape) == 3 else "fp8_matmul_rows",
-    )(schedule, a.values, scales[0], b.values, scales[1])
+    )

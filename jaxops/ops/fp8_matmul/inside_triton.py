@@ -82,6 +82,8 @@ def _cast(x_buf, FIRST: gl.constexpr, A: gl.constexpr, PAIRS: gl.constexpr, POW2
     pair = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_pairs)
     amax = gl.maximum((pair & -0x10000).to(gl.float32, bitcast=True), (pair << 16).to(gl.float32, bitcast=True))
     scale, factor = _scale_and_factor(amax, POW2)
+    # quantize turns an infinity into NaN, which makes its row of C NaN. A NaN scale does the same, once for 128 numbers.
+    scale = gl.where(amax < float("inf"), scale, float("nan"))
     factor = gl.convert_layout(factor, gl.SliceLayout(1, A))
     x = x_buf.slice(FIRST, 64).load(A)
     factors = factor[:, None] + gl.zeros([64, 128], gl.float32, A)

@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import Quantized
+from jaxops._lib.fp8 import MOST, Quantized, magnitudes
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of, shape_of
@@ -131,7 +131,7 @@ def _forward(spec: Spec, operands: Operands, dx: bool, dw: bool):
 
 
 def _largest(x, amax):
-    return amax if isinstance(x, Quantized) else jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+    return amax if isinstance(x, Quantized) else jnp.minimum(jnp.max(magnitudes(x), initial=0.0), MOST)
 
 
 def _saved_x(spec: Spec, x, xq: Quantized, offsets):
@@ -217,7 +217,8 @@ def _product_bwd(spec: Spec, tree, saved: _Saved, cotangents):
 def _half_precision_dw(spec: Spec, x: jax.Array, dy: jax.Array, offsets) -> jax.Array:
     out = jnp.dtype(spec.w_dtype)
     if offsets is not None:
-        return grouped_wgrad(x, dy, offsets, out_dtype=out, backend="xla" if spec.plan.backend == "xla" else "pallas")
+        # "auto" on Hopper: grouped_wgrad's kernel for it, where that takes the shape.
+        return grouped_wgrad(x, dy, offsets, out_dtype=out, backend="auto" if spec.plan.backend == "triton" else spec.plan.backend)
     accumulated = out if out == x.dtype else jnp.dtype("float32")
     return lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=accumulated).astype(out)
 

@@ -3,10 +3,9 @@
 import functools
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.activations import unit_gradients
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
@@ -27,12 +26,15 @@ def _bwd_kernel(offsets_ref, dh_ref, *refs, activation: str, block: Block):
 def bwd_pallas(spec: Spec, block: Block, pre: Halves, dh: jax.Array, offsets: jax.Array, *, interpret: bool) -> Halves:
     """The gradients of pre, in its shapes and dtype; rows outside the groups are zero. No size is 0."""
     M, F = dh.shape
-    found = pl.pallas_call(
+    found = launch(
         functools.partial(_bwd_kernel, activation=spec.activation, block=block),
-        out_shape=[out_struct(half.shape, half.dtype, like=half) for half in pre],
+        offsets,
+        dh,
+        *pre,
+        out=[out_struct(half.shape, half.dtype, like=half) for half in pre],
         grid=(program_count(M, F, block),),
-        compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=1),
+        warps=block.warps,
         interpret=interpret,
         name="grouped_glu_bwd",
-    )(offsets, dh, *pre)
+    )
     return tuple(found)

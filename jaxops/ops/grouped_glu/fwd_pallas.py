@@ -3,10 +3,9 @@
 import functools
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.activations import unit
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
@@ -25,11 +24,13 @@ def _fwd_kernel(offsets_ref, *refs, activation: str, block: Block):
 def fwd_pallas(spec: Spec, block: Block, pre: Halves, offsets: jax.Array, *, interpret: bool) -> jax.Array:
     """h [M, F] in spec.out_dtype; rows outside the groups are zero. No size is 0."""
     M, F = pre[0].shape[0], pre[0].shape[1] * len(pre) // 2
-    return pl.pallas_call(
+    return launch(
         functools.partial(_fwd_kernel, activation=spec.activation, block=block),
-        out_shape=out_struct((M, F), spec.out_dtype, like=pre[0]),
+        offsets,
+        *pre,
+        out=out_struct((M, F), spec.out_dtype, like=pre[0]),
         grid=(program_count(M, F, block),),
-        compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=1),
+        warps=block.warps,
         interpret=interpret,
         name="grouped_glu_fwd",
-    )(offsets, *pre)
+    )

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.grouped_gemm_pallas import sum_over_columns
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
@@ -54,11 +55,16 @@ def fwd_pallas(lhs, rhs, bias, offsets, *, tiles: Tiles, transpose_rhs: bool, pr
     M = lhs.shape[0]
     G, N = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     schedule = schedule_rows(offsets, M, tiles.bm, interpret)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_fwd_kernel, G=G, tiles=tiles, transpose_rhs=transpose_rhs, precision=precision),
-        out_shape=out_struct((M, N), out_dtype, like=lhs),
+        schedule,
+        lhs,
+        rhs,
+        *([] if bias is None else [bias]),
+        out=out_struct((M, N), out_dtype, like=lhs),
         grid=(tile_bound(M, G, tiles.bm) * pl.cdiv(N, tiles.bn),),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=interpret,
         name="grouped_matmul_dgrad" if transpose_rhs else "grouped_matmul_fwd",
-    )(schedule, lhs, rhs, *([] if bias is None else [bias]))
+    )

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.grouped_gemm_pallas import sum_over_rows
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups
 from jaxops._lib.tiling import panel_order
@@ -44,12 +45,17 @@ def wgrad_pallas(lhs, dout, accumulator, offsets, *, tiles: Tiles, precision: la
     """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in out_dtype. No size is 0."""
     (M, K), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
     schedule = schedule_groups(offsets, M, interpret)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_wgrad_kernel, tiles=tiles, precision=precision),
-        out_shape=out_struct((G, K, N), out_dtype, like=lhs),
+        schedule,
+        lhs,
+        dout,
+        *([] if accumulator is None else [accumulator]),
+        out=out_struct((G, K, N), out_dtype, like=lhs),
         grid=(G * pl.cdiv(K, tiles.bm) * pl.cdiv(N, tiles.bn),),
-        input_output_aliases={} if accumulator is None else {3: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=interpret,
         name="grouped_matmul_wgrad",
-    )(schedule, lhs, dout, *([] if accumulator is None else [accumulator]))
+        aliases={} if accumulator is None else {3: 0},
+    )

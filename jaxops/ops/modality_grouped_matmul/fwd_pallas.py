@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.grouped_gemm_pallas import sum_over_columns
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
@@ -72,12 +73,14 @@ def fwd_pallas(
     schedule = schedule_rows(offsets, M, tiles.bm, interpret, tuple(part.runs for part in parts))
     bound = tile_bound(M, G, tiles.bm)
     operands = (schedule, lhs, *rhs, *([] if before is None else [before]))
-    return pl.pallas_call(
+    return launch(
         functools.partial(_fwd_kernel, parts=parts, bound=bound, tiles=tiles, transpose_rhs=transpose_rhs, precision=precision),
-        out_shape=out_struct(out.shape, out.dtype, like=lhs),
+        *operands,
+        out=out_struct(out.shape, out.dtype, like=lhs),
         grid=(bound * pl.cdiv(width, tiles.bn),),
-        input_output_aliases={} if before is None else {len(operands) - 1: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=interpret,
         name="modality_grouped_matmul_dgrad" if transpose_rhs else "modality_grouped_matmul_fwd",
-    )(*operands)
+        aliases={} if before is None else {len(operands) - 1: 0},
+    )

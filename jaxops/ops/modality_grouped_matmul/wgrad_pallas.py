@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.grouped_gemm_pallas import sum_over_rows
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups
 from jaxops._lib.tiling import panel_order
@@ -54,11 +55,15 @@ def wgrad_pallas(
     schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))
     mine = [shapes[part.number] for part in parts]
     across = [_tiles_of(shape, tiles) for shape in mine]
-    return pl.pallas_call(
+    return launch(
         functools.partial(_wgrad_kernel, parts=parts, tiles=tiles, precision=precision),
-        out_shape=[out_struct(shape, out_dtype, like=lhs) for shape in mine],
+        schedule,
+        lhs,
+        dout,
+        out=[out_struct(shape, out_dtype, like=lhs) for shape in mine],
         grid=(sum(shape[0] * num_i * num_j for shape, (num_i, num_j) in zip(mine, across, strict=True)),),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=interpret,
         name="modality_grouped_matmul_wgrad",
-    )(schedule, lhs, dout)
+    )

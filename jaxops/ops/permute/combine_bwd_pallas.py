@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Tokens, each_chunk
@@ -43,11 +43,16 @@ def _combine_bwd_kernel(positions_ref, offsets_ref, weights_ref, dout_ref, rows_
 @traced_once("tile", "interpret")
 def combine_bwd_pallas(tile: Tile, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
-    return pl.pallas_call(
+    return launch(
         functools.partial(_combine_bwd_kernel, tile=tile),
-        out_shape=[out_struct(rows.shape, rows.dtype, like=rows), out_struct(weights.shape, weights.dtype, like=rows)],
+        places.positions,
+        places.offsets,
+        weights,
+        dout,
+        rows,
+        out=[out_struct(rows.shape, rows.dtype, like=rows), out_struct(weights.shape, weights.dtype, like=rows)],
         grid=(pl.cdiv(weights.shape[0], tile.rows),),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="combine_bwd",
-    )(places.positions, places.offsets, weights, dout, rows)
+    )

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Columns, Tokens
@@ -36,11 +36,12 @@ def combine_pallas(tile: Tile, rows: jax.Array, weights: jax.Array | None, place
     """[T, D]; without weights they are ones. No size is 0."""
     T, D = places.positions.shape[0], rows.shape[1]
     operands = [places.positions, places.offsets, *([] if weights is None else [weights]), rows]
-    return pl.pallas_call(
+    return launch(
         functools.partial(_combine_kernel, tile=tile),
-        out_shape=out_struct((T, D), out_dtype, like=rows),
+        *operands,
+        out=out_struct((T, D), out_dtype, like=rows),
         grid=(pl.cdiv(T, tile.rows) * pl.cdiv(D, tile.block),),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="permute_bwd" if weights is None else "combine",
-    )(*operands)
+    )

@@ -7,8 +7,8 @@ import functools
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Columns, Tokens
@@ -35,11 +35,14 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tile):
 def permute_pallas(tile: Tile, x: jax.Array, places: Places, *, interpret: bool) -> jax.Array:
     """[R, D] in x's dtype. No size is 0."""
     T, D = x.shape
-    return pl.pallas_call(
+    return launch(
         functools.partial(_permute_kernel, tile=tile),
-        out_shape=out_struct((places.positions.size, D), x.dtype, like=x),
+        places.positions,
+        places.offsets,
+        x,
+        out=out_struct((places.positions.size, D), x.dtype, like=x),
         grid=(pl.cdiv(T, tile.rows) * pl.cdiv(D, tile.block),),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="permute",
-    )(places.positions, places.offsets, x)
+    )

@@ -8,7 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.fp8 import without_nan
+from jaxops._lib.fp8 import infinity_to_nan, without_nan
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.quantize.plan import Arrays, Tile
@@ -34,7 +35,7 @@ def _tensor_kernel(*refs, grid: Grid, programs: int, M: int, interpret: bool):
         rows, columns = t // across * grid.tile.rows + grid.rows, t % across * grid.tile.cols + grid.columns
         inside = rows < M if len(refs) == 2 else (rows < M) & _inside(refs[1], rows)  # past the last tile there are no rows
         x = load(x_ref, (g * M + rows, columns), both(inside, None if K % grid.tile.cols == 0 else columns < K))
-        return jnp.maximum(most, sizes_of(x, interpret))
+        return jnp.maximum(most, sizes_of(infinity_to_nan(x), interpret))
 
     most = lax.fori_loop(0, pl.cdiv(tiles, programs), step, jnp.zeros(grid.shape, jnp.float32))
     store(out_ref, (jnp.full((1,) * 6, pid, jnp.int32),), without_nan(largest(most, (*COLUMNS, *ROWS, 2))), None)
@@ -47,14 +48,16 @@ def tensor_amax_pallas(tile: Tile, arrays: Arrays, *, interpret: bool) -> jax.Ar
     G, M, K = x.shape
     grid = Grid.of(tile, x.dtype.itemsize, by_blocks=False)
     programs = min(tile.programs, pl.cdiv(M, tile.rows) * pl.cdiv(K, tile.cols))
-    found = pl.pallas_call(
+    found = launch(
         functools.partial(_tensor_kernel, grid=grid, programs=programs, M=M, interpret=interpret),
-        out_shape=out_struct((G * programs,), jnp.float32, like=x),
+        x.reshape(G * M, K),
+        *([] if offsets is None else [offsets]),
+        out=out_struct((G * programs,), jnp.float32, like=x),
         grid=(G * programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="quantize_amax",
-    )(x.reshape(G * M, K), *([] if offsets is None else [offsets]))
+    )
     return found.reshape(G, programs)
 
 
@@ -67,7 +70,8 @@ def _lines_kernel(*refs, names: tuple[str, ...], grid: Grid, M: int, interpret: 
     rows, columns = i * grid.tile.rows + grid.rows, j * grid.tile.cols + grid.columns
     rows_in = None if M % grid.tile.rows == 0 else rows < M
     columns_in = None if K % grid.tile.cols == 0 else columns < K
-    found = sizes_of(load(ref["x"], (g * M + rows, columns), both(rows_in, columns_in)), interpret)
+    x = load(ref["x"], (g * M + rows, columns), both(rows_in, columns_in))
+    found = sizes_of(infinity_to_nan(x), interpret)
     zero = jnp.zeros((1,) * 6, jnp.int32)
     if "rows" in ref:
         store(ref["rows"], (zero + j, g * M + rows), without_nan(largest(found, (*COLUMNS, 2))), rows_in)
@@ -85,13 +89,14 @@ def line_amax_pallas(tile: Tile, arrays: Arrays, *, row: bool, col: bool, interp
     across, down = pl.cdiv(K, tile.cols), pl.cdiv(M, tile.rows)
     operands = {"x": x.reshape(G * M, K)} | ({} if offsets is None or not col else {"offsets": offsets})
     outs = ({"rows": (across, G * M)} if row else {}) | ({"columns": (down, G * K)} if col else {})
-    parts = pl.pallas_call(
+    parts = launch(
         functools.partial(_lines_kernel, names=(*operands, *outs), grid=grid, M=M, interpret=interpret),
-        out_shape=[out_struct(shape, jnp.float32, like=x) for shape in outs.values()],
+        *operands.values(),
+        out=[out_struct(shape, jnp.float32, like=x) for shape in outs.values()],
         grid=(G * across * down,),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="quantize_amax",
-    )(*operands.values())
+    )
     found = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in zip(outs, parts, strict=True)}
     return found.get("rows"), found.get("columns")

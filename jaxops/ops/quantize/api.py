@@ -12,14 +12,11 @@ from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.ragged import padded_rows
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.quantize.amax_pallas import line_amax_pallas, tensor_amax_pallas
 from jaxops.ops.quantize.cast_pallas import cast_pallas
 from jaxops.ops.quantize.plan import LAYOUTS, Arrays, Plan, Problem, Spec, make_plan
 from jaxops.ops.quantize.xla import cast_xla, dequantize_xla
-
-_MOST_ELEMENTS = 2**31  # of one array: offsets in a kernel are int32
 
 
 def quantize(
@@ -37,9 +34,10 @@ def quantize(
 ) -> Quantized:
     """Casts a tensor to FP8 with scales, in the layout that a product over its columns reads, the one that a product over its rows reads, or both.
 
-    `values * scales` is x again, to the rounding; the largest magnitude that shares a scale becomes the largest FP8 number. NaN stays NaN and reaches no
-    scale; an infinity becomes the largest number; zeros come back exactly. Values and scales are the same to the last bit on every device and backend
-    (of a NaN, that it is one). One pass over x writes both layouts with block scales, each quantised by itself: the second is no transpose of the first.
+    `values * scales` is x again, to the rounding; the largest magnitude that shares a scale becomes the largest FP8
+    number. NaN and infinities become NaN and reach no scale; zeros come back exactly. Values and scales are the same to
+    the last bit on every device and backend (of a NaN, that it is one). One pass over x writes both layouts with block
+    scales, each quantised by itself: the second is no transpose of the first.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x = jnp.array([[1., 2., -4.], [0., 300., 100.]])
@@ -64,8 +62,8 @@ def quantize(
         values_t then start at 128 times the number of blocks before it, `sum(cdiv(sizes[:g], 128))`, and zeros fill up its last block; there are
         128 * (cdiv(M, 128) + G) in all, with unspecified columns behind the last group. Rows outside all groups are in no column and in no tensorwise
         scale; the row layout has them as any other. Offsets stay on the device.
-      amax: float32 scalar (or one for each tensor of a stack), with tensorwise scaling: the largest magnitude to scale by, instead of x's own. What is
-        larger saturates. That saves a pass over x; delayed scaling takes it from steps before.
+      amax: float32 scalar (or one for each tensor of a stack), with tensorwise scaling: the largest magnitude to scale by, instead of x's own. Finite
+        numbers that are larger become the largest FP8 number (they saturate). That saves a pass over x; delayed scaling takes it from steps before.
       backend: "auto" takes the Pallas kernels on a GPU (from compute capability 8.9 on) and plain XLA elsewhere; "pallas" (interpreted on a CPU) or
         "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
@@ -76,7 +74,7 @@ def quantize(
     Raises:
       ValueError: x of another rank, an unknown scaling, layout or backend, group_offsets of a stack, amax without tensorwise scaling.
       TypeError: dtypes that the kernels do not take.
-      NotImplementedError: a derivative; 128x128 blocks of ragged groups; a matrix of more than 2**31 elements, or a GPU without FP8, on the pallas backend.
+      NotImplementedError: a derivative; 128x128 blocks of ragged groups; a GPU without FP8, on the pallas backend.
 
     Source: 1x128 and 128x128 blocks: DeepSeek-V3 (arXiv:2412.19437), 3.3.2; formats, scaling to the largest number and delayed scaling: Micikevicius et
     al. 2022 (arXiv:2209.05433); stochastic rounding: Gupta et al. 2015 (arXiv:1502.02551).
@@ -95,7 +93,10 @@ def quantize_measured(
     backend: str = "auto",
     plan: Plan | None = None,
 ) -> tuple[Quantized, jax.Array]:
-    """`quantize` with tensorwise scaling, and x's own largest magnitude: float32, [] or, of a stack, [G]. With amax given it is still one pass over x."""
+    """`quantize` with tensorwise scaling, and x's own largest finite magnitude: float32, [] or, of a stack, [G].
+
+    With amax given it is still one pass over x.
+    """
     spec = _check(x, "tensorwise", dtype, layouts, None, amax)
     return _run(dataclasses.replace(spec, pow2=bool(pow2_scales), measure=True), x, None, None, amax, backend, plan)
 
@@ -134,7 +135,7 @@ def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> 
     words = None if key is None else lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
     if amax is not None:
         amax = jnp.broadcast_to(amax, (stack[0] if stack else 1,))
-    arrays = Arrays(*vary_together(x if stack else x[None], offsets, amax, words, None))
+    arrays = Arrays(*vary_together(x if stack else x[None], offsets, amax, words))
     problem = Problem(M, K, jnp.dtype(x.dtype).name, spec.scaling, spec.layouts, offsets is not None)
     device = device_of(arrays)
     plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
@@ -177,25 +178,10 @@ def _check(x, scaling, dtype, layouts, offsets, amax) -> Spec:
 
 
 def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
+    """The pass that finds the largest magnitudes, where a program of the cast does not see enough; then the cast."""
     G, M, K = arrays.x.shape
     if plan.backend == "xla" or 0 in (G, M, K):
         return cast_xla(spec, arrays)
-    rows = M if arrays.offsets is None else max(M, padded_rows(M, arrays.offsets.shape[0] - 1))
-    if rows * K > _MOST_ELEMENTS:
-        raise NotImplementedError(f"a matrix of {rows} x {K} elements is more than the 2**31 that a kernel can address: cut it, or use backend='xla'.")
-    if G * M * K <= _MOST_ELEMENTS:
-        return _kernels(spec, plan, arrays)
-
-    def one(operands):
-        x, amax, first_row = operands
-        part = Arrays(x[None], None, None if amax is None else amax[None], arrays.words, first_row)
-        return {name: value[0] for name, value in _kernels(spec, plan, part).items()}
-
-    return lax.map(one, (arrays.x, arrays.amax, M * jnp.arange(G, dtype=jnp.int32)))
-
-
-def _kernels(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
-    """The pass that finds the largest magnitudes, where a program of the cast does not see enough; then the cast."""
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
     factors, found = {}, {}

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.fp8 import BLOCK, cast_saturating, cast_stochastic, random_bits, scale_and_factor, without_nan
+from jaxops._lib.fp8 import BLOCK, cast_saturating, cast_stochastic, infinity_to_nan, random_bits, scale_and_factor, without_nan
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import padded_rows
@@ -117,19 +118,18 @@ def _cast_kernel(*refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tu
     if spec.scaling == "tensorwise":
         pid = G * down * pl.cdiv(K, grid.tile.cols) - 1 - pid  # backwards: what the pass before has read last is still in L2
     p = _find_place(ref, pid, grid, size, down)
-    x = load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in))
+    x = infinity_to_nan(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
     sizes = sizes_of(x, interpret)
     if "now" in ref:
         store(ref["now"], (jnp.zeros_like(p.block) + pid,), without_nan(largest(sizes, (*COLUMNS, *ROWS, 2))), None)
     factors = _find_factors(ref, spec, sizes, p, size)
-    wide = x.astype(jnp.float32)
     random = None
     if "words" in ref:
-        row_word, column_word, first_row = (plgpu.load(ref["words"].at[jnp.full((1,) * 6, n, jnp.int32)]) for n in range(3))
-        random = random_bits(first_row + p.g * M + p.rows, p.columns, (row_word, column_word))
+        row_word, column_word = (plgpu.load(ref["words"].at[jnp.full((1,) * 6, n, jnp.int32)]) for n in range(2))
+        random = random_bits(p.g * M + p.rows, p.columns, (row_word, column_word))
 
     def cast(factor):
-        values = wide * factor
+        values = x * factor
         return cast_saturating(values, spec.fp8, saturates=not interpret) if random is None else cast_stochastic(values, spec.fp8, random)
 
     if spec.row:
@@ -146,7 +146,7 @@ def cast_pallas(spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.A
       factors: of the passes before: amax [G, parts] (tensorwise), row_factors [G, M], col_factors [G, K] (rowwise); else {}. What has such a factor gets
         no scales here, but for the tensorwise ones [G].
     """
-    x, offsets, _, words, first_row = arrays
+    x, offsets, _, words = arrays
     G, M, K = x.shape
     across, heights = pl.cdiv(K, BLOCK), pl.cdiv(M, BLOCK)
     down, M_t = pl.cdiv(M, tile.rows), M
@@ -157,7 +157,7 @@ def cast_pallas(spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.A
         heights = M_t // BLOCK
         operands["tiles"] = schedule_rows(offsets, M, tile.rows, interpret)
     if words is not None:
-        operands["words"] = jnp.concatenate([words, jnp.zeros(1, jnp.int32) + (0 if first_row is None else first_row)])
+        operands["words"] = words
     fp8, f32 = jnp.dtype(spec.fp8), jnp.dtype("float32")
     outs = {"values": ((G * M, K), fp8)} if spec.row else {}
     outs |= {"values_t": ((G * K, M_t), fp8)} if spec.col else {}
@@ -172,13 +172,14 @@ def cast_pallas(spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.A
     programs = G * down * pl.cdiv(K, tile.cols)
     outs |= {"now": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
     grid = Grid.of(tile, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
-    found = pl.pallas_call(
+    found = launch(
         functools.partial(_cast_kernel, names=(*operands, *outs), spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret),
-        out_shape=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
+        *operands.values(),
+        out=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
         grid=(programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="quantize_cast",
-    )(*operands.values())
+    )
     results = {name: value.reshape(G, -1, *value.shape[1:]) for name, value in zip(outs, found, strict=True)}
     return results | ({"scales": results["scales"][:, 0]} if spec.scaling == "tensorwise" else {})

@@ -25,14 +25,12 @@ class Arrays(NamedTuple):
       offsets: [groups + 1] int32 or None; then G is 1.
       amax: [G] float32, what a tensorwise scale is made from instead of x; None where it is x's own.
       words: [2] int32, the key of stochastic rounding; None rounds to nearest.
-      first_row: [] int32, the number of x's first row in the tensor that it is a part of; None is 0. Only stochastic rounding asks.
     """
 
     x: jax.Array
     offsets: jax.Array | None = None
     amax: jax.Array | None = None
     words: jax.Array | None = None
-    first_row: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,11 @@ def quantize_reference(x: jax.Array, scaling: str, dtype) -> tuple[jax.Array, ja
     height, width = {"tensorwise": (M, K), "rowwise": (1, K), "block_1x128": (1, BLOCK), "block_128x128": (BLOCK, BLOCK)}[scaling]
     i, j = jnp.arange(M)[:, None] // height, jnp.arange(K)[None, :] // width  # each element's block
     x, most = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
-    amax = jnp.zeros((-(-M // height), -(-K // width))).at[i, j].max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)))
+    amax = jnp.zeros((-(-M // height), -(-K // width))).at[i, j].max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
     # Few mantissas, so that the quotient below is the same number wherever division is only nearly right.
     mantissa, exponent = jnp.frexp(jnp.clip(amax, LEAST, MOST))
     amax = jnp.ldexp(jnp.ceil(mantissa * 2**8) / 2**8, exponent)
     mantissa, exponent = jnp.frexp(most / amax)
     factor = jnp.ldexp(jnp.floor(mantissa * 2**15 + 0.5) / 2**15, exponent)
-    return jnp.clip(x * factor[i, j], -most, most).astype(dtype), amax * (1 / most)
+    values = jnp.where(jnp.isfinite(x), jnp.clip(x * factor[i, j], -most, most), jnp.nan)
+    return values.astype(dtype), amax * (1 / most)

@@ -56,8 +56,11 @@ class Grid:
 
 
 def sizes_of(x: jax.Array, interpret: bool) -> jax.Array:
-    """|x| in float32. On a GPU a maximum passes over NaN by itself, and no instruction is spent on leaving it out; but a maximum of NaN alone is NaN."""
-    return magnitudes(x) if interpret else jnp.abs(x.astype(jnp.float32))
+    """|x| of what `infinity_to_nan` gave.
+
+    On a GPU a maximum ignores NaN, and no instruction is spent on leaving it out; but a maximum of NaN alone is NaN.
+    """
+    return magnitudes(x) if interpret else jnp.abs(x)
 
 
 def largest(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import BLOCK, MOST, Quantized, cast_saturating, cast_stochastic, magnitudes, random_bits, scale_and_factor
+from jaxops._lib.fp8 import BLOCK, MOST, Quantized, cast_saturating, cast_stochastic, infinity_to_nan, magnitudes, random_bits, scale_and_factor
 from jaxops._lib.ragged import padded_rows, padded_starts
 from jaxops.ops.quantize.plan import Arrays, Spec
 
@@ -48,13 +48,13 @@ def _quantize_rows(spec: Spec, x: jax.Array, amax: jax.Array | None, random: jax
         scale, factor = scale_and_factor(jnp.max(blocks, axis=(2, 4), initial=0.0), spec.fp8, spec.pow2)  # [G, R / height, C / 128]
         factors = jnp.broadcast_to(factor[:, :, None, :, None], blocks.shape).reshape(G, blocks.shape[1] * height, blocks.shape[3] * BLOCK)[:, :R, :C]
         scale = scale if height > 1 else scale.mT
-    values = x.astype(jnp.float32) * factors
+    values = infinity_to_nan(x) * factors
     return (cast_saturating(values, spec.fp8) if random is None else cast_stochastic(values, spec.fp8, random)), scale
 
 
 def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     """By name, as far as they are wanted: values [G, M, K], scales, values_t [G, K, M or padded], scales_t, amax [G]."""
-    x, offsets, amax, words, first_row = arrays
+    x, offsets, amax, words = arrays
     G, M, K = x.shape
     found = {}
     if spec.scaling == "tensorwise" and (amax is None or spec.measure):
@@ -62,7 +62,7 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
         now = jnp.max(magnitudes(of_rows), axis=(1, 2), initial=0.0)
         found["amax"] = jnp.minimum(now, MOST)
         amax = now if amax is None else amax
-    rows = jnp.arange(G * M, dtype=jnp.int32).reshape(G, M) + (0 if first_row is None else first_row)
+    rows = jnp.arange(G * M, dtype=jnp.int32).reshape(G, M)
     columns = jnp.arange(K, dtype=jnp.int32)[None, None, :]
 
     def layout(x, rows, swap: bool):
@@ -79,7 +79,7 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
         assert offsets is not None
         held = rows_of_columns(offsets, M)
         padded = jnp.where((held >= 0)[None, :, None], x[:, jnp.maximum(held, 0)], 0) if M else jnp.zeros((G, held.shape[0], K), x.dtype)
-        found["values_t"], found["scales_t"] = layout(padded, held[None] + (0 if first_row is None else first_row), swap=True)
+        found["values_t"], found["scales_t"] = layout(padded, held[None], swap=True)
     if "scales" not in found and spec.scaling == "tensorwise":
         found["scales"] = found["scales_t"]
     return found

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, each, load_column, steps_of
@@ -59,11 +60,12 @@ def backward_pallas(spec: Spec, tile: Tile, saved: Saved, cotangents: Cotangents
     logits = saved.logits
     given = {"logits": logits, "experts": saved.experts, "load": saved.load} | ({} if spec.capacity is None else {"row_positions": saved.row_positions})
     given |= {"dweights": cotangents.weights, "daux": cotangents.aux_loss.reshape(1), "dz": cotangents.z_loss.reshape(1)}
-    return pl.pallas_call(
+    return launch(
         functools.partial(_bwd_kernel, names=(*given, "dlogits"), spec=spec, tile=tile),
-        out_shape=out_struct(logits.shape, logits.dtype, like=logits),
+        *given.values(),
+        out=out_struct(logits.shape, logits.dtype, like=logits),
         grid=(pl.cdiv(logits.shape[0], tile.rows),),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        warps=tile.warps,
         interpret=interpret,
         name="route_bwd",
-    )(*given.values())
+    )

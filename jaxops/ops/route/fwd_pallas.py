@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.traced_once import traced_once
@@ -169,26 +170,27 @@ def forward_pallas(spec: Spec, tile: Tile, logits: jax.Array, bias: jax.Array | 
     tiles = pl.cdiv(T, tile.rows)
     i32, f32 = jnp.dtype("int32"), jnp.dtype("float32")
 
-    def launch(kernel, name: str, programs: int, warps: int, operands: list, outs: list, aliases: dict[int, int]):
-        return pl.pallas_call(
+    def run(kernel, name: str, programs: int, warps: int, operands: list, outs: list, aliases: dict[int, int]):
+        return launch(
             kernel,
-            out_shape=[out_struct(shape, dtype, like=logits) for shape, dtype in outs],
+            *operands,
+            out=[out_struct(shape, dtype, like=logits) for shape, dtype in outs],
             grid=(programs,),
-            input_output_aliases=aliases,
-            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+            warps=warps,
             interpret=interpret,
             name=name,
-        )(*operands)
+            aliases=aliases,
+        )
 
     given = {"logits": logits} | ({} if bias is None else {"bias": bias})
     outs = {"experts": ((T, k), i32), "weights": ((T, k), f32), "counts": ((tiles, E), i32), "sums": ((tiles, E + 1), f32)}
     choose = functools.partial(_choose_kernel, names=(*given, *outs), spec=spec, tile=tile)
-    experts, weights, counts, sums = launch(choose, "route_choose", tiles, tile.warps, [*given.values()], [*outs.values()], {})
+    experts, weights, counts, sums = run(choose, "route_choose", tiles, tile.warps, [*given.values()], [*outs.values()], {})
 
     step = max(16, min(_TILES, power_of_2(tiles)))
     count = functools.partial(_count_kernel, step=step)
     outs = [((tiles, E), i32), ((E,), i32), ((E + 1,), f32)]
-    before, load, totals = launch(count, "route_count", pl.cdiv(E + 1, _COLUMNS), max(1, step // 128), [counts, sums], outs, {})
+    before, load, totals = run(count, "route_count", pl.cdiv(E + 1, _COLUMNS), max(1, step // 128), [counts, sums], outs, {})
 
     given = {"experts": experts, "before": before, "load": load, "totals": totals}
     outs = {"row_positions": ((T, k), i32), "row_indices": ((T * k,), i32), "group_offsets": ((E + 1,), i32), "aux_loss": ((1,), f32), "z_loss": ((1,), f32)}
@@ -197,6 +199,6 @@ def forward_pallas(spec: Spec, tile: Tile, logits: jax.Array, bias: jax.Array | 
         given["chosen_weights"], outs["weights"], names = weights, ((T, k), f32), (*given, "chosen_weights", *outs, "weights")
         aliases = {len(given) - 1: len(outs) - 1}
     place = functools.partial(_place_kernel, names=names, spec=spec, tile=tile)
-    found = dict(zip(outs, launch(place, "route_place", tiles, tile.warps, [*given.values()], [*outs.values()], aliases), strict=True))
+    found = dict(zip(outs, run(place, "route_place", tiles, tile.warps, [*given.values()], [*outs.values()], aliases), strict=True))
     losses = {name: found[name].reshape(()) for name in ("aux_loss", "z_loss")}
     return Routing(**{"weights": weights, "experts": experts, "load": load} | found | losses)

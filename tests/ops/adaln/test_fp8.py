@@ -12,6 +12,7 @@ from jaxops._lib.fp8 import BLOCK, Quantized
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from tests.compare import assert_close
 from tests.ops.adaln.cases import KERNELS, RUNS, Variant, make_case
+from tests.window import window
 
 MOST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # Half an ulp: relative to a normal number (3 and 2 bits of mantissa), and half the least subnormal.
@@ -108,6 +109,21 @@ def test_a_row_of_zeros_is_exact(run):
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_what_is_not_finite(run):
+    """An infinity in a shift is NaN in the result, and reaches no scale; nor does NaN."""
+    x, options = np.random.default_rng(0).normal(size=(3, 130)).astype(np.float32), {"out_dtype": "float8_e4m3fn", "plan": Variant(plan="wide").plan_for(run)}
+    shift = np.zeros((1, 130), np.float32)
+    x[:, :3] = 0  # under the layer norm's mean and deviation: small beside the others
+    f = jax.jit(functools.partial(jaxops.adaln, **options))
+    want = f(x, np.zeros_like(shift), shift)
+    shift[0, :3] = np.inf, -np.inf, np.nan
+    q = f(x, np.zeros_like(shift), shift)
+    assert np.isnan(dequantised(q)[:, :3]).all()
+    np.testing.assert_array_equal(dequantised(q)[:, 3:], dequantised(want)[:, 3:])
+    np.testing.assert_array_equal(q.scales, want.scales)
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("op", ["adaln", "gated_residual_adaln"])
 def test_no_gradient(run, op):
     case = make_case([4], 8)
@@ -137,3 +153,18 @@ def test_vmap(run):
     for i in range(2):
         want = f(case | {"x": xs[i]})
         np.testing.assert_array_equal(dequantised(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], got)), dequantised(want))
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_more_than_int32_reaches(run, batch):
+    """A result of more rows than asked, or a batch one after another: the same bits."""
+    case = make_case([9, 5, 0, 16], 40)
+    f = forward("adaln", Variant(plan="steps"), run, "float8_e4m3fn")
+    xs = np.stack([np.roll(case["x"], i, axis=1) for i in range(batch)])
+    want = [f(case | {"x": x}) for x in xs]
+    with window(1000 if batch == 1 else 2000):  # 1,200 numbers each
+        got = jax.jit(jax.vmap(lambda x: f(case | {"x": x})) if batch > 1 else lambda xs: jax.tree.map(lambda leaf: leaf[None], f(case | {"x": xs[0]})))(xs)
+    for i in range(batch):
+        np.testing.assert_array_equal(np.asarray(got.values[i]).view(np.uint8), np.asarray(want[i].values).view(np.uint8))
+        np.testing.assert_array_equal(got.scales[i], want[i].scales)

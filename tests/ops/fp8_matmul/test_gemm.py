@@ -17,6 +17,7 @@ from jaxops.ops.fp8_matmul.operand import Operand, dequantize_operand
 from jaxops.ops.fp8_matmul.xla import multiply_xla
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import BLOCK, RUNS, kind_of, options_of
+from tests.window import window
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 TENSOR, ROW, BLOCKS, OUTER = "tensorwise-tensorwise", "rowwise-rowwise", "block_1x128-block_128x128", "block_1x128-block_1x128"
@@ -226,15 +227,16 @@ def test_offsets_that_break_the_contract(run):
 
 
 @pytest.mark.parametrize("run", ["interpret"])
-def test_a_large_stack_goes_in_parts(monkeypatch, run):
-    """As if an array of 20,000 numbers were the largest that a kernel can address: two groups at a time."""
-    monkeypatch.setattr("jaxops.ops.fp8_matmul.gemm_pallas._MOST", 20_000)
-    check_rows(run, BLOCKS, (9, 4, 0, 30), 3, 7, 128, 60)
+@pytest.mark.parametrize("reached", [6000, 20_000], ids=["a", "b"])
+def test_rows_that_int32_does_not_reach(run, reached):
+    """Of 75 x 128 numbers by 4 x 60 x 128: one side, or the other, gets more rows."""
+    with window(reached):
+        check_rows(run, BLOCKS, (9, 4, 0, 30), 3, 29, 128, 60)
 
 
+@pytest.mark.parametrize("run", ["interpret"])
 @pytest.mark.parametrize("shapes", [((50, 900), (3, 900)), ((3, 900), (50, 900))], ids=["a", "b"])
-def test_one_matrix_too_large(monkeypatch, shapes):
-    monkeypatch.setattr("jaxops.ops.fp8_matmul.gemm_pallas._MOST", 20_000)
+def test_a_matrix_that_int32_does_not_reach(run, shapes):
     a, b = (operand(np.random.default_rng(0), shape, "rowwise") for shape in shapes)
-    with pytest.raises(NotImplementedError, match=r"45000 FP8 numbers.*2\^31"):
-        multiply(a, b, run="interpret")
+    with window(30_000):
+        check(multiply(a, b, run=run), wide(a) @ wide(b).T, run)

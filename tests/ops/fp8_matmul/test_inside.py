@@ -123,7 +123,7 @@ def test_out_dtype(out):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
 def test_what_is_not_finite(pow2):
-    """NaN makes its row NaN and no other, and reaches no scale; an infinity counts as the largest number; zeros stay; next to nothing becomes zero."""
+    """NaN and infinities make their row NaN and no other, and reach no scale; zeros stay; next to nothing becomes zero."""
     case = make_case(150, 300, 161, dtype="bfloat16")
     x = np.array(case.x.astype(jnp.float32))
     x[3, 5], x[4, 299], x[70] = np.nan, -np.nan, np.nan
@@ -132,11 +132,10 @@ def test_what_is_not_finite(pow2):
     case = dataclasses.replace(case, x=jnp.asarray(x, jnp.bfloat16), w=case.w / 256)  # so that no sum becomes infinite
     inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
     for y in (inside, before):
-        assert set(np.flatnonzero(np.isnan(y).all(axis=1))) == {3, 4, 70}
-        assert np.isfinite(np.delete(y, [3, 4, 70], axis=0)).all()
+        assert set(np.flatnonzero(np.isnan(y).all(axis=1))) == {3, 4, 5, 6, 70, 131}
+        assert np.isfinite(np.delete(y, [3, 4, 5, 6, 70, 131], axis=0)).all()
         assert not y[[8, 10]].any()
-        assert (np.abs(y[[5, 6, 131]]).max(axis=1) > 1e34).all()
-    for row in set(range(150)) - {3, 4, 70}:  # each by itself: some are 1e50 times as large as others
+    for row in set(range(150)) - {3, 4, 5, 6, 70, 131}:  # each by itself: some are 1e50 times as large as others
         scale = 2.0 ** -np.frexp(np.abs(before[row]).max())[1]
         assert_close(inside[row] * scale, before[row] * scale, "fp8_sum", name=f"row {row}")
 
@@ -152,7 +151,9 @@ def test_every_bfloat16_number(pow2):
     x = np.concatenate([rng.permuted(bits, axis=1).view(jnp.bfloat16), smaller])
     case = Case(jnp.asarray(x), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((1024, 128), jnp.bfloat16))
     inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
-    assert set(np.flatnonzero(np.isnan(before).any(axis=1))) == {255, 511}  # where the NaNs are, beside the infinities
+    bad = ~np.isfinite(x.astype(np.float32)).all(axis=1)
+    assert {255, 511} < set(np.flatnonzero(bad))  # where the NaNs are, beside infinities; others have an infinity alone
+    np.testing.assert_array_equal(np.isnan(before).any(axis=1), bad)
     np.testing.assert_array_equal(inside, before)
     assert len(np.unique(np.nan_to_num(before[:512]).max(axis=1))) > 200
 

@@ -27,6 +27,7 @@ from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
 from tests.gluon import Kernel, check, compiled, wgmmas
 from tests.hopper import on_h200
+from tests.jaxprs import equations
 
 H200 = Device("NVIDIA H200", "gpu")
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them but for N % 8
@@ -283,3 +284,19 @@ def test_a_result_in_an_operands_memory_is_none_of_a_slice():
     (accumulator,) = [operand for operand in call.invars if operand.aval.dtype == jnp.float32]
     assert dict(call.params["input_output_aliases"])[call.invars.index(accumulator)] == 0
     assert any(accumulator in barrier.outvars for barrier in barriers)
+
+
+@pytest.mark.parametrize("backend", ["auto", "pallas", "xla"])
+def test_a_half_precision_wgrad_is_grouped_matmuls_own(backend):
+    """In "auto" on Hopper its Gluon kernel; a backend that is named multiplies the weights' gradient, too."""
+
+    def gradient(x, w, dy, offsets):
+        _, vjp = jax.vjp(lambda w: jaxops.fp8_grouped_matmul(x, w, offsets, recipe="blockwise_with_gw_hp", backend=backend), w)
+        return vjp(dy)
+
+    s = jax.ShapeDtypeStruct
+    shapes = s((1024, 512), "bfloat16"), s((G, 512, 256), "float32"), s((1024, 256), "bfloat16"), s((G + 1,), "int32")
+    with on_h200():
+        jaxpr = jax.make_jaxpr(gradient)(*shapes).jaxpr
+    kernels = [equation.primitive.name for equation in equations(jaxpr) if equation.params.get("name") == "grouped_matmul_wgrad"]
+    assert kernels == {"auto": ["triton_kernel_call"], "pallas": ["pallas_call"], "xla": []}[backend]

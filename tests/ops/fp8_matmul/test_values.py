@@ -62,6 +62,33 @@ def test_dtypes(run, recipe, dtype, w_dtype):
     check(make_case(21, 130, 37, dtype=dtype, w_dtype=w_dtype), recipe, run)
 
 
+@pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE, ("blockwise",)))
+def test_an_infinity_stays_not_finite(recipe, run):
+    """As in the product of the matrices themselves: the whole row is NaN or infinite, and no other row; of w the whole column. So it is in the gradients."""
+    case = make_case(21, 130, 37)
+    x, w, dy = (np.array(value) for value in (case.x, case.w, case.dy))
+    x[3, 5], x[4, 129], w[7, 2], dy[6, 8] = np.inf, -np.inf, np.inf, -np.inf
+    # The infinities of x are not in its largest magnitude, nor are w's.
+    largest = tuple(jnp.float32(np.max(np.abs(value[np.isfinite(value)]))) for value in (x, w)) if recipe == "delayed" else None
+
+    @jax.jit
+    def run_all(x, w, dy):
+        def f(x, w):
+            found = jaxops.fp8_matmul(x, w, recipe=recipe, amax=largest, **options_of(run))
+            return found if recipe == "delayed" else (found, None)
+
+        y, vjp, now = jax.vjp(f, x, w, has_aux=True)
+        return y, *vjp(dy), now
+
+    y, dx, dw, now = (jax.tree.map(np.asarray, value) for value in run_all(x, w, dy))
+    rows, columns, depth = np.arange(21)[:, None], np.arange(37)[None, :], np.arange(130)
+    np.testing.assert_array_equal(np.isfinite(y), ~((rows == 3) | (rows == 4) | (columns == 2)))
+    np.testing.assert_array_equal(np.isfinite(dx), ~((rows == 6) | (depth[None, :] == 7)))
+    np.testing.assert_array_equal(np.isfinite(dw), ~((columns == 8) | (depth[:, None] == 5) | (depth[:, None] == 129)))
+    if recipe == "delayed":
+        np.testing.assert_array_equal(now, largest)
+
+
 @pytest.mark.parametrize("run", FEW)
 def test_pow2_scales(run):
     check(make_case(21, 130, 37), "blockwise", run, pow2=True)

@@ -115,7 +115,7 @@ def np_random(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def np_rows(x: np.ndarray, v: Variant, random: np.ndarray | None, amax=None) -> tuple[np.ndarray, np.ndarray]:
     """values and scales of the row layout of float32 x [R, C]."""
     R, C = x.shape
-    size = np.where(np.isnan(x), 0, np.abs(x))
+    size = np.where(np.isfinite(x), np.abs(x), 0)
     if v.scaling == "tensorwise":
         scale, factor = np_scale(size.max(initial=0) if amax is None else amax, v.dtype, v.pow2)
         factors = np.broadcast_to(factor, x.shape)
@@ -134,7 +134,7 @@ def np_rows(x: np.ndarray, v: Variant, random: np.ndarray | None, amax=None) -> 
         scale = scale if height > 1 else scale.T
     with np.errstate(all="ignore"):
         values = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x) * factors  # too small to be seen in any format
-    return np_cast(values, v.dtype, random), scale
+    return np_cast(np.where(np.isinf(x), np.nan, values), v.dtype, random), scale
 
 
 def np_quantize(x, v: Variant, offsets=None, amax=None) -> dict[str, np.ndarray]:
@@ -144,7 +144,7 @@ def np_quantize(x, v: Variant, offsets=None, amax=None) -> dict[str, np.ndarray]
     random = np_random(np.arange(M), np.arange(K)) if v.stochastic else None
     if offsets is not None and v.scaling == "tensorwise" and amax is None:
         inside = x[offsets[0] : offsets[-1]]
-        amax = np.where(np.isnan(inside), 0, np.abs(inside)).max(initial=0)
+        amax = np.where(np.isfinite(inside), np.abs(inside), 0).max(initial=0)
     row = np_rows(x, v, random, amax)
     if offsets is None:
         col = np_rows(x.T, v, None if random is None else random.T, amax)

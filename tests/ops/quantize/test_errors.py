@@ -60,16 +60,6 @@ def test_forward_mode():
         jax.jvp(lambda x: jaxops.quantize(x).scales, (jnp.ones((2, 2)),), (jnp.ones((2, 2)),))
 
 
-@pytest.mark.parametrize(("rows", "offsets"), [(2**20, None), (2**20 - 64, [0, 5])], ids=["dense", "padded"])
-def test_a_matrix_that_no_kernel_can_address(rows, offsets):
-    """Also where only the padding makes it too large; the portable backend takes it."""
-    x = shape(rows, 2**11 + (offsets is None), dtype="bfloat16")
-    options = {"layouts": "both", "group_offsets": None if offsets is None else np.array(offsets, np.int32)}
-    with pytest.raises(NotImplementedError, match=r"more than the 2\*\*31.*backend='xla'"):
-        jax.eval_shape(lambda x: jaxops.quantize(x, backend="pallas", **options), x)
-    assert jax.eval_shape(lambda x: jaxops.quantize(x, backend="xla", **options), x).values.shape == x.shape
-
-
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB"])
 def test_a_gpu_without_fp8(kind):
     problem = Problem(M, K, "bfloat16")

@@ -10,7 +10,8 @@ import pytest
 import jaxops
 from jaxops.ops.quantize import Plan, Tile, quantize_measured
 from jaxops.ops.quantize.reference import quantize_reference
-from tests.ops.quantize.cases import E4M3, E5M2, KERNELS, RUNS, SCALINGS, Variant, backend_of, bits_of, check_equal, compiled, make_x, np_quantize
+from tests.ops.quantize.cases import E4M3, E5M2, KERNELS, KEY, RUNS, SCALINGS, Variant, backend_of, bits_of, check_equal, compiled, make_x, np_quantize
+from tests.window import window
 
 SHAPE = (150, 261)  # two tiles and three, neither of them full
 LAYOUTS = ("row", "col", "both")
@@ -77,15 +78,15 @@ def test_nothing(run, shape, scaling):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_nothing_but_nan_or_zeros(run, scaling):
-    """Finite scales; zeros come back as zeros, NaN as NaN."""
+    """Finite scales; zeros come back as zeros, NaN and infinities as NaN."""
     dequantize = jax.jit(lambda q: jaxops.dequantize(q, jnp.float32))
-    for value in (0.0, np.nan):
+    for value in (0.0, np.nan, -np.inf):
         got = compiled(run, Variant(scaling))(np.full(SHAPE, value, jnp.bfloat16))
         for scales in (got.scales, got.scales_t):
             assert np.isfinite(np.asarray(scales)).all()
             assert (np.asarray(scales) > 0).all()
         for q in (got, got.T):
-            np.testing.assert_array_equal(dequantize(q), np.full(SHAPE if q is got else SHAPE[::-1], value, np.float32))
+            np.testing.assert_array_equal(dequantize(q), np.full(SHAPE if q is got else SHAPE[::-1], 0 * value, np.float32))
 
 
 # What tuning may choose instead of the heuristic's tiles, from one to many warps.
@@ -121,18 +122,30 @@ def test_stack(run, scaling):
 
 
 @pytest.mark.parametrize("run", KERNELS)
-def test_a_stack_too_large_for_one_kernel(run, monkeypatch):
-    """It goes matrix by matrix, with the same bits: of a stochastic rounding, too."""
-    x = make_x((2, 16, 128), seed=4)
-    variant = Variant("tensorwise", "row", stochastic=True)
-    want = compiled("xla", variant)(x)
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxops.ops.quantize.api._MOST_ELEMENTS", 16 * 128)
-        compiled.cache_clear()
-        got = compiled(run, variant)(x)
-    compiled.cache_clear()
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+@pytest.mark.parametrize("mapped", [False, True], ids=["stack", "vmap"])
+@pytest.mark.parametrize("variant", [Variant("tensorwise", stochastic=True), Variant("block_1x128"), Variant("rowwise", "col")], ids=str)
+def test_more_than_int32_reaches(run, mapped, variant):
+    """A stack as an array of more rows, a batch one matrix after another: the same bits."""
+    x = make_x((2, 30, 140), seed=4)
+
+    def bits(run: str) -> list[np.ndarray]:
+        f = jax.jit(jax.vmap(compiled(run, variant)) if mapped else compiled(run, variant))
+        return [bits_of(leaf) for leaf in jax.tree.leaves(f(x))]
+
+    want = bits("xla")
+    with window(5000):
+        got = bits(run)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_ragged_columns_that_int32_does_not_reach(run):
+    """Of 40 x 256 numbers, and 256 x 512 in the padded layout, which alone is too large."""
+    x, offsets, variant = make_x((40, 256), seed=4), np.array([3, 20, 33], np.int32), Variant(ragged=True)
+    with window(100_000):
+        got = jax.tree.map(np.asarray, compiled(run, variant)(x, offsets))
+    check_equal(got, np_quantize(x, variant, offsets), variant, offsets)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -170,8 +183,22 @@ def test_given_amax_of_a_stack(run):
         variant = Variant("tensorwise", "row")
         check_equal(jax.tree.map(lambda leaf, i=i: leaf[i], q), np_quantize(x[i], variant, amax=np.float32(amax)), variant)
     assert now.shape == (2,)
-    assert np.isfinite(np.asarray(now)).all()  # the first one holds infinities, which count as the largest bfloat16
-    assert float(now[0]) == float(jnp.finfo(jnp.bfloat16).max)
+    sizes = np.abs(np.asarray(x, np.float32))
+    assert np.isinf(sizes[0]).any()  # which the largest magnitude leaves out
+    np.testing.assert_array_equal(now, np.max(np.where(np.isfinite(sizes), sizes, 0), axis=(1, 2)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_what_overflows_only_times_the_factor_saturates(run, stochastic):
+    """Under a given amax far below it: finite numbers become the largest, infinities NaN, and -0 stays what it is."""
+    x = np.zeros((3, 130), jnp.bfloat16)
+    x[0, :6] = 3e38, -3e38, np.inf, -np.inf, np.nan, -0.0
+    options = {"scaling": "tensorwise", "layouts": "both", "key": KEY if stochastic else None, "backend": backend_of(run)}
+    q = jax.jit(lambda x: jaxops.quantize(x, amax=jnp.float32(1e-20), **options))(x)
+    for values in (np.asarray(q.values)[0, :6], np.asarray(q.values_t)[:6, 0]):
+        np.testing.assert_array_equal(values.astype(np.float32), np.array([448, -448, np.nan, np.nan, np.nan, 0], np.float32))
+        assert np.signbit(values.astype(np.float32)[5])
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -1,5 +1,6 @@
 """The launch of every Pallas kernel, lowered through Triton, and the rule for FP8 arrays that int32 offsets overflow in."""
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+if jax.__version_info__ >= (0, 11):
+    # JAX imports this module when it lowers the first Pallas kernel. The import adds a value to the key of jit's caches: all that was compiled before
+    # would be compiled again.
+    importlib.import_module("jax.experimental.pallas.fuser")
 
 # JAX's lowering (jax/_src/pallas/triton/lowering.py, _compute_offsets_from_indices, up to 0.12) uses int32 element offsets
 # for arrays of at most 2^32 bytes. They overflow in an array of 1-byte numbers of that size with over 2^31 elements.

@@ -1,7 +1,6 @@
 """Pallas kernels that turn device-side offsets into each program's work list: one small launch, before the pass that reads it."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,6 @@ from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
 from jaxops._lib.traced_once import traced_once
-
-if jax.__version_info__ >= (0, 11):
-    # JAX imports this module when it lowers the first Pallas kernel. The import adds a value to the key of jit's caches: all that was compiled before
-    # would be compiled again.
-    importlib.import_module("jax.experimental.pallas.fuser")
 
 COLUMNS = 6  # of a schedule, one after another in one int32 array
 Spans = tuple[tuple[int, int], ...]  # first run and end of each, ascending

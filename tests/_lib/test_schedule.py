@@ -51,10 +51,10 @@ def test_groups():
     assert (total, zeros) == ([3] * 3, [0] * 3)
 
 
-@pytest.mark.parametrize("G", [99, 100, 129])
-def test_more_groups_than_a_program_sorts(G):
+def test_more_groups_than_a_program_sorts():
     """Of 100 groups a program has 16: the last one's block is cut. All groups are there, largest first, and the tiles before each are counted."""
-    sizes = np.random.default_rng(G).integers(0, 90, G)
+    G = 100
+    sizes = np.random.default_rng(0).integers(0, 90, G)
     offsets = np.concatenate([[3], 3 + np.cumsum(sizes)])
     M = int(offsets[-1]) + 5
     group, start, end, first, *_ = (x[:G] for x in columns(schedule_groups(jnp.asarray(offsets, jnp.int32), M, True, 64)))

@@ -2,6 +2,7 @@
 no CUDA plugin."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -92,10 +93,23 @@ def wgmmas(kernel: Kernel) -> list[str]:
     return re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", kernel.ptx)
 
 
+def check_fences(ptx: str) -> None:
+    """A proxy fence stands between what threads write to shared memory and what TMA or the tensor core reads of it (PTX manual, "Async proxy"). Without one
+    the numbers are nearly always right: no run of the kernel would tell."""
+    events = re.findall(r"stmatrix|st\.shared\.v4|fence\.proxy\.async|cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx)
+    stored = [event for event, after in itertools.pairwise(events) if after.startswith("cp.async.bulk") and not event.startswith("cp.async.bulk")]
+    assert set(stored) <= {"fence.proxy.async"}, "a TMA store reads what no fence has published"
+    if re.search(r"cp\.async\.c[ag]\.shared", ptx):  # rows that threads gather
+        events = re.findall(r"mbarrier\.try_wait|fence\.proxy\.async|wgmma\.mma_async", ptx)
+        read = [event for event, after in itertools.pairwise(events) if after.startswith("wgmma") and not event.startswith("wgmma")]
+        assert set(read) == {"fence.proxy.async"}, "the tensor core reads gathered rows that no fence has published"
+
+
 def check(kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0) -> None:
     """The tensor core's instructions as expected, all warps launched, what is in shared memory no more than said, nothing spilled, nothing serialised."""
     threads = 128 * (consumers + 1)  # four warps each, and the producer's, which come as four, too
     assert wgmmas(kernel) == instructions
+    check_fences(kernel.ptx)
     assert re.findall(r"\.reqntid (\d+)", kernel.ptx) == [str(threads)]
     assert kernel.num_warps == threads // 32
     assert kernel.num_ctas == 1

@@ -29,13 +29,14 @@ TABLES = (
     ("jaxops", offload.MUTATIONS, ON_CPU),
     ("models", models.MUTATIONS, ON_CPU),
     ("benchmarks", benchmarks.MUTATIONS, ON_CPU),
+    ("jaxops", triton.COMPILED, ON_CPU),
     ("jaxops", triton.MUTATIONS, ON_GPU),
 )
 _SECONDS = 300  # of a run; a pipeline that is broken may wait for ever
 
 
-def survives(root: pathlib.Path, file: str, old: str, new: str, tests: str, which: list[str]) -> bool:
-    """Whether the tests pass in a copy of the repository at `root` with one text replaced."""
+def outcome(root: pathlib.Path, file: str, old: str, new: str, tests: str, which: list[str]) -> str:
+    """What the tests make of a copy of the repository at `root` with one text replaced: "SURVIVED", "caught", or "hangs", which is caught, too."""
     path = root / file
     source = path.read_text()
     if source.count(old) != 1:
@@ -46,14 +47,14 @@ def survives(root: pathlib.Path, file: str, old: str, new: str, tests: str, whic
         search = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         run = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=_SECONDS, env=os.environ | {"PYTHONPATH": search})
     except subprocess.TimeoutExpired:
-        return False
+        return "hangs"
     finally:
         path.write_text(source)
     if run.returncode < 0 or "CUDA_ERROR" in run.stdout:  # killed by an access that the card refuses
-        return False
+        return "caught"
     if run.returncode not in (0, 1):
         raise SystemExit(f"{file}, {old!r}:\n{run.stdout}{run.stderr}")
-    return run.returncode == 0
+    return "caught" if run.returncode else "SURVIVED"
 
 
 def main(texts: list[str], jobs: int) -> None:
@@ -73,17 +74,17 @@ def main(texts: list[str], jobs: int) -> None:
             left_out = shutil.ignore_patterns(".git", ".venv*", ".gpu", "__pycache__", "runs", "results")
             copies.put(pathlib.Path(shutil.copytree(ROOT, pathlib.Path(folder) / str(i), ignore=left_out)))
 
-        def try_one(mutation: tuple) -> bool:
+        def try_one(mutation: tuple) -> str:
             root = copies.get()
             try:
-                return survives(root, *mutation)
+                return outcome(root, *mutation)
             finally:
                 copies.put(root)
 
         runs = {pool.submit(try_one, mutation): name for name, *mutation in chosen}
         for run in concurrent.futures.as_completed(runs):
-            print(f"{'SURVIVED' if run.result() else 'caught':9}{runs[run]}", flush=True)
-            holes += [runs[run]] * run.result()
+            print(f"{run.result():9}{runs[run]}", flush=True)
+            holes += [runs[run]] * (run.result() == "SURVIVED")
     sys.exit(f"{len(holes)} mutations survived: the tests cannot see them." if holes else 0)
 
 

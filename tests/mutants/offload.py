@@ -9,6 +9,8 @@ MUTATIONS = {
         "offload/scanning.py", "i.astype(jnp.uint32) + 1", "i.astype(jnp.uint32)", CHOICE),
     "offload index: the same residuals come for every layer": (
         "offload/scanning.py", "return (i - 1, ct_carry, coming", "return (i, ct_carry, coming", CHOICE),
+    "offload rows: an update that mixes them is streamed": (
+        "offload/rowwise.py", "if not _keeps_rows(eqn, known):", "if not eqn:", "tests/offload/test_rowwise.py::test_refused"),
     "offload order: gradients are stacked before the next residuals have come": (
         "offload/scanning.py", "ct_x, coming = barrier((ct_x, coming))", "ct_x = barrier(ct_x)",
         f"{SCAN}::test_gradients_are_stacked_once_all_has_come"),

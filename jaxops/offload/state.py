@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from jaxops._lib.checks import check_integer
 from jaxops.offload.rowwise import check_rows
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -37,9 +38,9 @@ def offload_state(state: Any, *, min_bytes: int = 1 << 20) -> Any:
 
     Raises:
       ValueError: min_bytes < 0.
+      TypeError: min_bytes is no integer.
     """
-    if min_bytes < 0:
-        raise ValueError(f"min_bytes={min_bytes}; it must be 0 or more.")
+    check_integer("min_bytes", min_bytes, 0)
 
     def place(x):
         if not isinstance(x, jax.Array) or x.ndim == 0 or x.size * x.dtype.itemsize < min_bytes:
@@ -129,8 +130,8 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"tx is a {type(tx).__name__}; pass an optax.GradientTransformation, such as optax.adamw(1e-3).")
-    if pieces is not None and pieces < 1:
-        raise ValueError(f"pieces={pieces}; it must be 1 or more: the number of layers that the parameters' first axis stacks.")
+    if pieces is not None:
+        pieces = check_integer("pieces", pieces, 1)
     return Streamed(tx, pieces)
 
 

@@ -17,7 +17,7 @@ import typer
 
 from jaxops._lib.device import Device, current_device
 from jaxops._lib.fp8 import SCALINGS
-from jaxops._lib.tuned import store_rows, tuned_rows
+from jaxops._lib.tuned import store_rows, tuned_rows, use_rows
 from jaxops.ops import adaln, fp8_matmul, quantize
 from jaxops.ops.adaln.plan import PASSES as ADALN_PASSES
 from jaxops.ops.adaln.plan import key_of_row as adaln_key_of_row
@@ -29,7 +29,7 @@ from jaxops.ops.quantize.plan import LAYOUTS
 from jaxops.ops.quantize.plan import key_of_row as quantize_key_of_row
 from jaxops.profiling import device_times_us
 
-__all__ = ["current_device", "store", "tune", "tune_adaln", "tune_fp8_matmul", "tune_quantize", "tuned_rows"]
+__all__ = ["current_device", "store", "tune", "tune_adaln", "tune_fp8_matmul", "tune_quantize", "tuned_rows", "use_rows"]
 
 _ALIVE_BYTES = 2e10  # results that a timed burst may hold at once
 _LIMITS = {1: (1e-1, 6e-3), 2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products

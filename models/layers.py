@@ -41,7 +41,7 @@ def apply_layers(
       whole: of a layer's parameters as they are stored, those it computes with.
 
     Raises:
-      ValueError: unroll, and a policy that offloads.
+      ValueError: unroll, and a policy that offloads; a policy with a name that no value of a layer has.
     """
     if unroll and (names := ", ".join(_offloaded(policy))):
         raise ValueError(f"unroll with a policy that offloads {names}: only a loop has moved a layer's before it makes the next one's. Set unroll to false.")
@@ -53,8 +53,11 @@ def apply_layers(
         x, out = call(module, x)
         return x, (out, nnx.state(module, nnx.Not(nnx.Param)))
 
+    if unroll and policy is not None:
+        policy.check(layer, x, jax.tree.map(lambda leaf: leaf[0], (params, others)))
+        layer = jax.checkpoint(layer, policy=policy)
     if unroll:
-        run = _one_after_another(layer if policy is None else jax.checkpoint(layer, policy=policy), x, (params, others))
+        run = _one_after_another(layer, x, (params, others))
     else:
         run = jax.lax.scan(layer, x, (params, others)) if policy is None else scan(layer, x, (params, others), policy=policy)
     x, (outs, others) = run

@@ -1,7 +1,11 @@
 """Checks of arguments, before anything is launched: what was passed, what is needed, what to write instead."""
 
+import numbers
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -21,12 +25,45 @@ def check_float(name: str, x: jax.Array, shape: str) -> None:
         raise TypeError(f"{name} is {jnp.dtype(x.dtype).name}; the kernels take {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
 
 
+def check_dtype(name: str, dtype, known: tuple[str, ...]) -> jnp.dtype:
+    """The dtype, one of those known by these names."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:  # numpy's own error does not say of which argument
+        raise TypeError(f"{name}={dtype!r}; it must be one of {', '.join(known)}.") from error
+    if found.name not in known:
+        raise TypeError(f"{name}={found.name}; it must be one of {', '.join(known)}.")
+    return found
+
+
 def float_dtype(name: str, dtype) -> jnp.dtype:
     """One of those that the kernels multiply."""
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in FLOATS:
-        raise TypeError(f"{name}={dtype.name}; it must be one of {', '.join(FLOATS)}.")
-    return dtype
+    return check_dtype(name, dtype, FLOATS)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """value is True or False, of Python or numpy: any other would count as one of them, "no" as True."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; write True or False.")
+    return bool(value)
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """value is a Python or numpy integer, known when the call is traced, and at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python integer, known when the call is traced.")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}.")
+    return int(value)
+
+
+def check_number(name: str, value: Any) -> float:
+    """value is a finite Python or numpy number, known when the call is traced."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python number, known when the call is traced.")
+    if not np.isfinite(float(value)):
+        raise ValueError(f"{name} is {value}; it must be finite.")
+    return float(value)
 
 
 def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
@@ -35,7 +72,7 @@ def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
 
 
 def check_choice(name: str, value: str | None, known) -> None:
-    if value not in known:
+    if not isinstance(value, (str, type(None))) or value not in known:
         raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
 
 

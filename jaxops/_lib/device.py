@@ -162,12 +162,12 @@ def runs_gluon(device: Device) -> bool:
     if not device.is_hopper:
         return False
     if gluon_missing():
-        _warn_once(f"jaxops takes its Pallas kernels on this {device.kind}, not the faster Triton ones: {gluon_missing()}.")
+        warn_once(f"jaxops takes its Pallas kernels on this {device.kind}, not the faster Triton ones: {gluon_missing()}.")
     return not gluon_missing()
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 

@@ -2,28 +2,93 @@
 
 import functools
 import json
+import os
 import pathlib
 from importlib import resources
+from typing import Any
 
+import jax
 import platformdirs
 
-from jaxops._lib.device import Device
+from jaxops._lib.device import Device, warn_once
+
+# What `use_rows` says; None where nothing does. JAX keys its caches of traced and compiled functions with it.
+_source = jax.make_user_context(default_value=None)
+
+
+def user_folder() -> pathlib.Path:
+    return platformdirs.user_cache_path("jaxops") / "tuned"
 
 
 def user_file(op: str, device: Device) -> pathlib.Path:
     """Where rows measured on this machine for `op` are stored."""
-    return platformdirs.user_cache_path("jaxops") / "tuned" / op / f"{device.slug}.jsonl"
+    return _file(user_folder(), op, device)
+
+
+def _file(folder: pathlib.Path, op: str, device: Device) -> pathlib.Path:
+    return folder / op / f"{device.slug}.jsonl"
 
 
 def _read(file) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
 
 
-@functools.cache
+def use_rows(source: str | os.PathLike) -> Any:
+    """Which tuned rows plans are made with, inside `with use_rows(source):`, in this thread. What was compiled with other rows is traced again.
+
+    By default your own rows are read before those that come with jaxops. In a job of several processes they are not read, and a warning says so once: each
+    process would read the cache directory of its own machine, and processes that run different programs can wait for each other forever.
+
+    >>> import jax.numpy as jnp, jaxops
+    >>> from jaxops.tuning import use_rows
+    >>> with use_rows("shipped"):
+    ...     jaxops.adaln(jnp.ones((4, 8)), jnp.zeros((1, 8)), jnp.ones((1, 8))).shape
+    (4, 8)
+
+    Args:
+      source: "shipped" leaves your own rows out. "user" reads them in a job of several processes, too: their cache directories must hold the same files, as
+        on a shared file system. A path is that of a folder like `jaxops/tuned` in the cache directory, with a file <op>/<device>.jsonl for each op and
+        device; all processes should read the same one.
+
+    Returns:
+      A context manager.
+
+    Raises:
+      ValueError: no such folder, or no rows in it.
+      TypeError: source is neither a string nor a path.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"source is a {type(source).__name__}; write 'shipped', 'user' or the path of a folder of tuned rows.")
+    if source in ("shipped", "user"):
+        return _source(source)
+    folder = pathlib.Path(source).expanduser().resolve()
+    if not any(folder.glob("*/*.jsonl")):
+        raise ValueError(f"source={str(source)!r}: no folder with rows, <op>/<device>.jsonl. Write 'shipped', 'user' or the path of such a folder.")
+    return _source(folder)
+
+
 def tuned_rows(op: str, device: Device) -> tuple[dict, ...]:
-    """Every tuned row of `op` for the device, best source first; read once a process."""
-    shipped = resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl"
-    return (*_read(user_file(op, device)), *_read(shipped))
+    """Every tuned row of `op` for the device, best source first, from where `use_rows` says; read once a process."""
+    source: Any = _source.value
+    if source is None:
+        # Asked in this order: where no job of several processes was set up, counting them would only start JAX's backend.
+        several = jax.distributed.is_initialized() and jax.process_count() > 1
+        source = "shipped" if several else "user"
+        if several and user_file(op, device).is_file():
+            warn_once(
+                f"jaxops leaves out your own tuned rows ({user_folder()}), because this job has {jax.process_count()} processes, which must all have the same. "
+                "Write `with jaxops.tuning.use_rows(folder):` with a folder that all of them read, or use_rows('shipped') to have no warning."
+            )
+    return read_rows(op, device, source)
+
+
+@functools.cache
+def read_rows(op: str, device: Device, source: str | pathlib.Path) -> tuple[dict, ...]:
+    """The rows of a source: "shipped", "user", or a folder's before the shipped ones."""
+    shipped = _read(resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl")
+    if source == "shipped":
+        return tuple(shipped)
+    return (*_read(_file(user_folder() if isinstance(source, str) else source, op, device)), *shipped)
 
 
 def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
@@ -34,5 +99,5 @@ def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
     part = file.with_suffix(".part")
     part.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]))
     part.replace(file)  # whole or not at all: a killed tuning run leaves the old file
-    tuned_rows.cache_clear()
+    read_rows.cache_clear()
     return file

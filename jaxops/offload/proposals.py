@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxops._lib.checks import check_integer
 from jaxops.offload.policies import Choice, Policy
 from jaxops.offload.reports import compiler_options, needed_bytes
 from jaxops.offload.residuals import count_names
@@ -78,8 +79,10 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
       donate_argnums: as of `jax.jit`; those arguments are copied before each run.
 
     Raises:
-      ValueError: the step has no named values, or no policy was found with which it fits.
+      ValueError: the step has no named values, or no policy was found with which it fits; a negative budget.
+      TypeError: a budget that is no integer.
     """
+    check_integer("device_budget", device_budget, 0)
     traced = lambda policy: jax.make_jaxpr(lambda *args: step(*args, policy=policy))(*args).jaxpr
     names = tuple(count_names(traced(Policy())))
     if not names:

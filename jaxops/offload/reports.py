@@ -8,6 +8,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.checks import check_flag
+
 _HOST = "S(5)"  # the host's memory in XLA's layouts
 _OPCODE = re.compile(r"[)}\]] ([a-z][a-z\-]*)\(([^)]*)\)")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -84,6 +86,7 @@ def report(compiled: Any, *, verify: bool = False) -> Report:
     Raises:
       OffloadError: with verify: no byte of the program lies on the host, or none is copied to it.
     """
+    verify = check_flag("verify", verify)
     device, host = needed_bytes(compiled)
     platform = _platform(compiled)
     copies = () if platform == "cpu" else tuple(copies_of(compiled.as_text()))
@@ -201,6 +204,7 @@ def compiler_options(*, offloads: bool = True) -> dict[str, bool | int | str]:
     Raises:
       RuntimeError: this jaxlib does not know all options.
     """
+    offloads = check_flag("offloads", offloads)
     if jax.default_backend() != "gpu":
         return {}
     options: dict[str, bool | int | str] = {

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from jaxops.offload.names import check_name
+
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -20,7 +22,11 @@ def named(function: Function, name: str) -> Function:
 
     Args:
       function: of arrays alone, all as positional arguments: what it takes from around it has no gradient.
+
+    Raises:
+      TypeError, ValueError: a name that is no string, or empty.
     """
+    check_name(name, "named")
 
     @jax.custom_vjp
     def run(*args):

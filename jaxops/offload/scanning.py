@@ -12,8 +12,9 @@ from jax.extend import core
 
 from jaxops._lib.manual_axes import barrier, vary_as
 from jaxops.offload.casts import without_casts
+from jaxops.offload.names import CARRY, check_known, unknown
 from jaxops.offload.policies import Policy
-from jaxops.offload.residuals import origin
+from jaxops.offload.residuals import count_names, origin, residual_bytes
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 Arrays = list[jax.Array]
@@ -38,15 +39,18 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
       (carry, ys) as of `jax.lax.scan`. Differentiable in reverse mode, once.
 
     Raises:
-      ValueError: xs without arrays, or with leading axes that differ or are zero.
-      TypeError: body returns a carry of other types.
+      ValueError: xs without arrays, or with leading axes that differ or are zero. When it is differentiated: a policy with a name that none of body's values
+        has, nor any that jaxops names (a policy may serve layers that differ).
+      TypeError: body returns a carry of other types; policy is no `Policy`.
     """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy is a {type(policy).__name__}; pass a jaxops.offload.Policy.")
     _check_layers(xs)
     carry_leaves, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
     x_leaves, x_tree = jax.tree.flatten(xs)
 
     def named(carry: Arrays, x: Arrays) -> tuple[Any, Any]:
-        carry = [checkpoint_name(c, "carry") for c in carry]
+        carry = [checkpoint_name(c, CARRY) for c in carry]
         return body(jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(x_tree, x))
 
     closed, out = jax.make_jaxpr(named, return_shape=True)(carry_leaves, [x[0] for x in x_leaves])
@@ -152,6 +156,13 @@ def _trace(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[cor
     return closed.replace(jaxpr=closed.jaxpr.replace(outvars=outvars, debug_info=debug_info)), _Residuals(jax.tree.structure(vjp), tuple(sources), tuple(away))
 
 
+def _check_names(layer: _Layer, seen: dict[str, int], *args: Arrays) -> None:
+    """`seen` is what the policy left in the forward. Only where a name is not among them the layer is traced once more, without the policy."""
+    names = layer.policy.keep + layer.policy.offload
+    if unknown(names, seen):
+        check_known(names, residual_bytes(layer, *args), "body")
+
+
 def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
     @jax.custom_vjp
     def run(consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
@@ -165,7 +176,9 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
     """A layer's residuals begin to leave where they are made, and are gone when the layer is done. A layer's time more would be of no use: they would have to
     make room, or be copied, before the next layer's are made. The last layer's stay as well: they are the first that the backward needs."""
     layers = xs[0].shape[0]
-    forward, residuals = _trace(layer, consts, init, layer.cast([x[0] for x in xs]))
+    x = layer.cast([x[0] for x in xs])
+    forward, residuals = _trace(layer, consts, init, x)
+    _check_names(layer, count_names(forward.jaxpr), consts, init, x)
     results = len(forward.out_avals) - len(residuals.away)
 
     def step(state: tuple[jax.Array, Arrays, Arrays, Arrays], x: Arrays) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Any]:

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import jaxprs_in_params
+
+from jaxops._lib.checks import check_integer
+from jaxops.offload.rowwise import check_rows
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 64  # where the caller names none: more would be small copies, for memory that no longer counts
-_SCHEDULE_NUMBERS = 32  # a schedule adds and looks up its own few numbers; who adds this many adds a parameter's
 
 
 def offload_state(state: Any, *, min_bytes: int = 1 << 20) -> Any:
@@ -37,9 +38,9 @@ def offload_state(state: Any, *, min_bytes: int = 1 << 20) -> Any:
 
     Raises:
       ValueError: min_bytes < 0.
+      TypeError: min_bytes is no integer.
     """
-    if min_bytes < 0:
-        raise ValueError(f"min_bytes={min_bytes}; it must be 0 or more.")
+    check_integer("min_bytes", min_bytes, 0)
 
     def place(x):
         if not isinstance(x, jax.Array) or x.ndim == 0 or x.size * x.dtype.itemsize < min_bytes:
@@ -68,7 +69,7 @@ class Streamed:
     def apply(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """A step: the new (params, state), each array where it was. Call it inside `jax.jit`, with params and state donated."""
         layout = _find_layout(state, params)
-        _check_update(self.tx, grads, state, params)
+        _check_update(self.tx, layout, grads, state, params)
         scalars, moments = layout.split(state)
         grads, params = (layout.params.flatten_up_to(x) for x in (grads, params))
         pieces = self.pieces or _fewest_bytes([x for x in jax.tree.leaves(moments) if _can_be_cut(x)])
@@ -105,8 +106,10 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
     What is donated must come back in the order in which it went in, as here or in one tree that is given and returned: `jax.jit` pairs donated arrays with
     results by shape alone, and would write parameters over moments, on the host.
 
-    There is no `update` that returns updates: they would be one more array for each parameter. tx sees a piece at a time, so it must be elementwise (Adam(W),
-    Lion, momentum, RMSprop; schedules; weight decay, its mask by path or by rank: a piece keeps both). What looks at a whole gradient comes before, outside:
+    There is no `update` that returns updates: they would be one more array for each parameter. tx sees a piece at a time, so it must be elementwise, at
+    least along the first axis (Adam(W), Lion, momentum, RMSprop; schedules; weight decay, its mask by path or by rank: a piece keeps both). apply proves it of
+    tx.update's jaxpr, and refuses what mixes rows or parameters, or counts rows (norms, means, sort, cumsum). What looks at a whole gradient comes before,
+    outside:
 
         grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
 
@@ -121,13 +124,14 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
       `init(params)` gives the state, a tree as tx's own; `apply(params, state, grads)` the new (params, state). grads has the parameters' structure.
 
     Raises:
-      ValueError: pieces < 1. From apply: a state of other parameters, or tx is not elementwise or changes shapes or dtypes.
-      TypeError: tx has no init or no update.
+      ValueError: pieces < 1. From apply: a state of other parameters, or tx.update is not elementwise along the first axis, or
+        changes shapes or dtypes.
+      TypeError: tx has no init or no update; pieces is no integer.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"tx is a {type(tx).__name__}; pass an optax.GradientTransformation, such as optax.adamw(1e-3).")
-    if pieces is not None and pieces < 1:
-        raise ValueError(f"pieces={pieces}; it must be 1 or more: the number of layers that the parameters' first axis stacks.")
+    if pieces is not None:
+        pieces = check_integer("pieces", pieces, 1)
     return Streamed(tx, pieces)
 
 
@@ -268,13 +272,14 @@ def _update(tx: Any, layout: _Layout, scalars: list, grads: list, params: list, 
     return params, moments, scalars
 
 
-def _check_update(tx: Any, grads: Any, state: Any, params: Any) -> None:
-    """tx.update is elementwise, and what it returns has the structure, shapes and, the state, dtypes of what it was given."""
+def _check_update(tx: Any, layout: _Layout, grads: Any, state: Any, params: Any) -> None:
+    """What tx.update returns has the structure, shapes and, the state, dtypes of what it was given; and it is elementwise, at least along the first axis."""
     if jax.tree.structure(grads) != jax.tree.structure(params):
         raise ValueError(f"grads have the structure {jax.tree.structure(grads)}, but params {jax.tree.structure(params)}: they must be equal.")
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type), (grads, state, params))
-    jaxpr, (updates, after) = jax.make_jaxpr(tx.update, return_shape=True)(*types)
-    for name, old, new in (("updates", types[2], updates), ("state", types[1], after)):
+    update = lambda params, state, grads: tx.update(grads, state, params)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type), (params, state, grads))
+    jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*types)
+    for name, old, new in zip(("updates", "state"), types, results, strict=False):
         if jax.tree.structure(old) != jax.tree.structure(new):
             raise ValueError(f"tx.update returns {name} with the structure {jax.tree.structure(new)}; it must be {jax.tree.structure(old)}.")
         for (path, x), y in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True):
@@ -284,18 +289,14 @@ def _check_update(tx: Any, grads: Any, state: Any, params: Any) -> None:
                     f"tx.update makes {name}{jax.tree_util.keystr(path)} {now}; it must be {was}. If only the dtype differs, cast the gradients to the "
                     "parameters', or call init with the parameters in float32."
                 )
-    _check_elementwise(jaxpr.jaxpr, {x.size for x in jax.tree.leaves(types[2]) if x.size > _SCHEDULE_NUMBERS})
+    check_rows(update, jaxpr, types, _stacks(layout, state, params))
 
 
-def _check_elementwise(jaxpr: Any, sizes: set[int]) -> None:
-    """Nothing is made smaller that has one of the parameters' sizes."""
-    for equation in jaxpr.eqns:
-        inner = list(jaxprs_in_params(equation.params))
-        for x in inner:
-            _check_elementwise(x, sizes)
-        largest = max((math.prod(x.aval.shape) for x in equation.invars), default=0)
-        if not inner and largest in sizes and any(math.prod(x.aval.shape) < largest for x in equation.outvars):
-            raise ValueError(
-                f"tx.update is not elementwise: it takes a {equation.primitive.name} of a whole array, and would see only pieces. Call such a transformation "
-                "(optax.clip_by_global_norm) on the gradients before apply, outside streamed."
-            )
+def _stacks(layout: _Layout, state: Any, params: Any) -> tuple[Any, Any, Any]:
+    """Trees like (params, state, grads), with the parameter's path in place of each array that is cut as it is, and "" in place of the others: scalars, and
+    what has no rows to cut."""
+    paths = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(params, is_leaf=_is_empty)]
+    named = lambda path, x: jax.tree.map(lambda leaf: path if _is_stack(leaf) and leaf.shape[0] else "", x)
+    scalars, moments = layout.split(state)
+    of_params = layout.params.unflatten(map(named, paths, layout.params.flatten_up_to(params)))
+    return of_params, layout.join(named("", scalars), list(map(named, paths, moments))), of_params

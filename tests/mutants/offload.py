@@ -9,6 +9,8 @@ MUTATIONS = {
         "offload/scanning.py", "i.astype(jnp.uint32) + 1", "i.astype(jnp.uint32)", CHOICE),
     "offload index: the same residuals come for every layer": (
         "offload/scanning.py", "return (i - 1, ct_carry, coming", "return (i, ct_carry, coming", CHOICE),
+    "offload rows: an update that mixes them is streamed": (
+        "offload/rowwise.py", "if not _keeps_rows(eqn, known):", "if not eqn:", "tests/offload/test_rowwise.py::test_refused"),
     "offload order: gradients are stacked before the next residuals have come": (
         "offload/scanning.py", "ct_x, coming = barrier((ct_x, coming))", "ct_x = barrier(ct_x)",
         f"{SCAN}::test_gradients_are_stacked_once_all_has_come"),
@@ -27,12 +29,14 @@ MUTATIONS = {
         "offload/residuals.py", "return jax.tree.map(lambda x: once[id(x)], (out, vjp))", "return out, jax.tree.map(lambda x: once[id(x)], vjp)",
         "tests/offload/test_residuals.py::test_everything_that_the_backward_needs"),
     "offload: a name that is kept and offloaded is kept": (
-        "offload/policies.py", 'if _covers(self.offload, name):', 'if _covers(self.offload, name) and not _covers(self.keep, name):',
+        "offload/policies.py", 'if covers(self.offload, name):', 'if covers(self.offload, name) and not covers(self.keep, name):',
         "tests/offload/test_policies.py::test_a_name_that_is_kept_and_offloaded"),
+    "offload: an unknown name is taken": (
+        "offload/scanning.py", "if unknown(names, seen):", "if not names:", "tests/offload/test_policies.py::test_a_name_that_no_value_has"),
     "offload: nothing of what is offloaded is kept on a device": (
         "offload/policies.py", "return Policy(self.keep + self.offload)", "return Policy(self.keep)", "tests/offload/test_policies.py"),
     "offload: a name stands for all that begin like it": (
-        "offload/policies.py", 'name.startswith(known + ".")', "name.startswith(known)", "tests/offload/test_policies.py"),
+        "offload/names.py", 'name.startswith(known + ".")', "name.startswith(known)", "tests/offload/test_policies.py"),
     "offload: a copy's beginning is forgotten": (
         "offload/reports.py", "(*_moved(opcode, result), len(work))", "(*_moved(opcode, result), 0)", "tests/offload/test_reports.py"),
     "offload: any copy is proposed": (

@@ -66,3 +66,9 @@ def test_no_policy_fits():
 def test_a_step_without_names():
     with pytest.raises(ValueError, match="no values with a checkpoint_name"):
         propose(functools.partial(lambda x, policy: jnp.sin(x)), jnp.ones(3), device_budget=1)
+
+
+@pytest.mark.parametrize(("budget", "error", "message"), [(-1, ValueError, "device_budget is -1"), (1e9, TypeError, "device_budget is a float")])
+def test_bad_budgets(budget, error, message):
+    with pytest.raises(error, match=message):
+        propose(step, jnp.ones((3, 8, 8)), jnp.ones((4, 8)), device_budget=budget)

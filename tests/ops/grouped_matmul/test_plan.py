@@ -134,7 +134,7 @@ def test_kernel_by_device_and_problem(monkeypatch):
     assert kernels(few) == ("triton", "pallas", "pallas", "triton")
     assert kernels(few, backend="triton") == ("triton",) * 4
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "they are not installed")
-    device_facts._warn_once.cache_clear()
+    device_facts.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="jaxops takes its Pallas kernels on this NVIDIA H200.*they are not installed"):
         make_plan(EIGHTS, H200)
     assert kernels(EIGHTS) == pallas  # said once

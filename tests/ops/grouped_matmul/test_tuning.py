@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import jaxops.tuning
 from jaxops._lib.device import Device
-from jaxops._lib.tuned import store_rows, tuned_rows, user_file
+from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
 from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import key_of_row
 from jaxops.tuning import _LIMITS, _errors, tune
@@ -25,9 +25,9 @@ UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
 def _own_rows(tmp_path, monkeypatch):
     """Each test starts without rows of its own, and leaves none behind in the process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuned_rows.cache_clear()
+    read_rows.cache_clear()
     yield
-    tuned_rows.cache_clear()
+    read_rows.cache_clear()
 
 
 def row(panel: int, pass_name: str = "fwd", **change) -> dict:
@@ -92,7 +92,7 @@ def test_killed_write_leaves_the_old_file(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             put(row(101), row(102, "wgrad"))
     assert file.with_suffix(".part").exists()
-    tuned_rows.cache_clear()  # as a new process
+    read_rows.cache_clear()  # as a new process
     assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(100),)
     put(row(103))  # what the killed run left is no obstacle
     assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(103),)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import jaxops
 import jaxops.tuning
 from jaxops._lib.device import Device
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.tuned import read_rows, tuned_rows
 from jaxops.ops import quantize
 from jaxops.ops.quantize import Plan, Problem, Tile, candidates
 from jaxops.ops.quantize.plan import LAYOUTS, PASSES, heuristic, key_of_row
@@ -162,7 +162,7 @@ def command(*words: str):
 def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
     """On faked times: the second candidate of each pass wins, and is what a later plan takes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuned_rows.cache_clear()
+    read_rows.cache_clear()
     device = Device("NVIDIA Test", "gpu")
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: device)
     monkeypatch.setattr(jaxops.tuning, "_fastest", lambda name, run, routings, tiles, say: (tiles[1], 10.0))
@@ -174,7 +174,7 @@ def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
     problem = Problem(1, 384, "bfloat16", "tensorwise", "both")
     plan = make_plan(problem, device, rows)
     assert (plan.cast, plan.amax) == (candidates("cast", problem)[1], candidates("amax", problem)[1])
-    tuned_rows.cache_clear()
+    read_rows.cache_clear()
 
 
 def test_command_with_a_wrong_shape():

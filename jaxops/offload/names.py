@@ -1,0 +1,67 @@
+"""The names that a policy may have, and what is said of one that no value has."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+CARRY = "carry"  # a layer's input, as `jaxops.offload.scan` names it
+# By which jaxops' ops and layers call what they keep: docs/residual_names.md, of which a test says that it has these.
+OF_JAXOPS = tuple(
+    f"{op}.{name}"
+    for op, names in {
+        "adaln": "out stats",
+        "combine": "out",
+        "fp8_grouped_matmul": "lhs rhs out",
+        "fp8_matmul": "x w out",
+        "gated_residual": "out",
+        "gated_residual_adaln": "residual out stats",
+        "grouped_glu": "x gate up gate_up out",
+        "grouped_matmul": "lhs out",
+        "grouped_wgrad": "out",
+        "modality_grouped_matmul": "lhs out",
+        "modulation": "out",
+        "moe": "token_gate",
+        "moe_mlp": "x gate up out",
+        "permute": "rows",
+        "route": "routing",
+        "router": "logits",
+    }.items()
+    for name in names.split()
+)
+
+
+def covers(names: Iterable[str], name: str) -> bool:
+    """Whether name is one of these, or goes on after one of them with a dot."""
+    return any(name == known or name.startswith(known + ".") for known in names)
+
+
+def check_name(name: Any, where: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{where} has {name!r}, a {type(name).__name__}; names are strings.")
+    if not all(name.split(".")):
+        raise ValueError(f"{where} has the name {name!r}: a name is not empty, nor is what stands before or after a dot.")
+
+
+def unknown(names: Sequence[str], seen: Iterable[str]) -> list[str]:
+    """Those that no value seen has, nor one that jaxops could name in another function: a policy may serve layers that differ."""
+    known = {*seen, *OF_JAXOPS, CARRY}
+    return [name for name in names if not any(covers((name,), other) for other in known)]
+
+
+def check_known(names: Sequence[str], seen: Iterable[str], of: str) -> None:
+    """
+    Raises:
+      ValueError: one of the names is unknown.
+    """
+    seen = sorted(seen)
+    if wrong := unknown(names, seen):
+        raise ValueError(
+            f"the policy names {wrong[0]!r}, but no value of {of} is called so.{did_you_mean(wrong[0], (*seen, *OF_JAXOPS, CARRY))} Its names are "
+            f"{', '.join(seen) or 'none at all'}; {CARRY!r} is a layer's input in jaxops.offload.scan, and jaxops' own are in docs/residual_names.md."
+        )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the closest of the known names and of what stands before their dots; nothing where none is close."""
+    near = difflib.get_close_matches(name, [*known, *(other.partition(".")[0] for other in known)], 1)
+    return f" Did you mean {near[0]!r}?" if near else ""

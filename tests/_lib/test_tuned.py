@@ -1,0 +1,171 @@
+"""Which tuned rows plans are made with: the user's, a folder's, or only those that ship; and the same ones in all processes of a job."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxops._lib.device import Device, warn_once
+from jaxops._lib.tuned import read_rows, store_rows, user_folder
+from jaxops.tuning import tuned_rows, use_rows
+
+H200 = Device("NVIDIA H200", "gpu")
+OP = "grouped_matmul"
+MINE, THEIRS = {"pass": "mine"}, {"pass": "theirs"}
+
+
+@pytest.fixture(autouse=True)
+def _own_rows(tmp_path, monkeypatch):
+    """A row of the user's, in a cache directory of the test's own; in the process nothing read and nothing said."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read_rows.cache_clear()
+    warn_once.cache_clear()
+    store_rows(OP, H200, [MINE], same=lambda row, old: False)
+    yield
+    read_rows.cache_clear()
+    warn_once.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    file = tmp_path / "rows" / OP / "nvidia_h200.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(THEIRS))
+    return tmp_path / "rows"
+
+
+@pytest.fixture
+def several_processes(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+
+def shipped():
+    with use_rows("shipped"):
+        return tuned_rows(OP, H200)
+
+
+def test_sources(folder, monkeypatch):
+    assert len(shipped()) > 10
+    assert MINE not in shipped()
+    assert tuned_rows(OP, H200) == (MINE, *shipped())
+    with use_rows(folder):
+        assert tuned_rows(OP, H200) == (THEIRS, *shipped())
+        with use_rows("user"):
+            assert tuned_rows(OP, H200) == (MINE, *shipped())
+        assert tuned_rows(OP, H200)[0] == THEIRS
+        assert tuned_rows("adaln", H200) != ()  # not in the folder: the shipped ones
+    monkeypatch.chdir(folder.parent)
+    with use_rows("rows"):
+        assert tuned_rows(OP, H200)[0] == THEIRS
+    assert tuned_rows(OP, H200)[0] == MINE
+
+
+def test_other_threads_read_what_they_did():
+    read = []
+    with use_rows("shipped"):
+        thread = threading.Thread(target=lambda: read.append(tuned_rows(OP, H200)[0]))
+        thread.start()
+        thread.join()
+    assert read == [MINE]
+
+
+def test_what_is_compiled_is_traced_again():
+    """As a plan is part of a program, so is where its rows come from."""
+    read = []
+
+    @jax.jit
+    def f(x):
+        read.append(tuned_rows(OP, H200)[0])
+        return x
+
+    for _ in range(2):
+        f(jnp.ones(1))
+        with use_rows("shipped"):
+            f(jnp.ones(1))
+    assert read == [MINE, shipped()[0]]
+
+
+def test_several_processes_leave_the_users_rows_out(several_processes, folder):
+    with pytest.warns(RuntimeWarning, match=r"leaves out your own tuned rows .*2 processes.*use_rows\(folder\)") as said:
+        read = [tuned_rows(op, H200) for op in (OP, OP, "adaln")]  # of adaln the user has none
+    assert len(said) == 1
+    assert read[0] == read[1] == shipped()
+    assert read[2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for source, first in (("user", MINE), (folder, THEIRS), ("shipped", shipped()[0])):
+            warn_once.cache_clear()
+            with use_rows(source):
+                assert tuned_rows(OP, H200)[0] == first
+
+
+def test_nothing_is_said_where_nothing_is_left_out(several_processes):
+    (user_folder() / OP / "nvidia_h200.jsonl").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned_rows(OP, H200) == shipped()
+
+
+def test_one_process_is_not_counted(monkeypatch):
+    """jax.process_count starts a backend, which a program that only traces has no use for."""
+
+    def refuse():
+        raise AssertionError("counted")
+
+    monkeypatch.setattr(jax, "process_count", refuse)
+    assert tuned_rows(OP, H200)[0] == MINE
+
+
+@pytest.mark.parametrize(("source", "error", "message"), [
+    ("nowhere", ValueError, "source='nowhere': no folder with rows"),
+    ("", ValueError, "no folder with rows"),
+    (None, TypeError, "source is a NoneType; write 'shipped', 'user' or the path"),
+    (True, TypeError, "source is a bool"),
+])  # fmt: skip
+def test_bad_sources(source, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        use_rows(source)
+
+
+PROCESS = """
+import sys, warnings
+import jax
+from jaxops._lib.device import Device
+from jaxops.tuning import tuned_rows
+jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+with warnings.catch_warnings(record=True) as said:
+    rows = tuned_rows("grouped_matmul", Device("NVIDIA H200", "gpu"))
+print(jax.process_count(), rows[0]["pass"], len(said))
+"""
+
+
+def run_processes(count: int, tmp_path: pathlib.Path) -> list[list[str]]:
+    """What each prints; process i has a cache directory of its own, with the row {"pass": i}."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    running = []
+    for i in range(count):
+        file = tmp_path / str(i) / "jaxops" / "tuned" / OP / "nvidia_h200.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"pass": str(i)}))
+        env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / str(i)), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+        command = [sys.executable, "-c", PROCESS, address, str(count), str(i)]
+        running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    return [process.communicate(timeout=120)[0].split() for process in running]
+
+
+def test_real_processes(tmp_path):
+    """Two with rows of their own read the same ones; a job of one reads its own."""
+    assert run_processes(2, tmp_path / "two") == 2 * [["2", shipped()[0]["pass"], "1"]]
+    assert run_processes(1, tmp_path / "one") == [["1", "0", "0"]]

@@ -1,0 +1,141 @@
+"""`streamed` takes an update that treats each row by itself, and no other: for each that is taken, pieces give what the whole gives."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from jaxops.offload import streamed
+
+ROWS = 6
+PARAMS = {"a": jnp.sin(jnp.arange(48.0).reshape(ROWS, 8)), "b": jnp.cos(jnp.arange(60.0).reshape(ROWS, 2, 5)), "c": jnp.linspace(-1.0, 1.0, ROWS)}
+PARAMS |= {"t": jnp.float32(2)}
+GRADS = {name: jnp.cos(3 * p) for name, p in PARAMS.items()}
+
+
+def of_each(f: Callable) -> optax.GradientTransformation:
+    """A transformation without a state, of each gradient that is stacked."""
+    return optax.stateless(lambda grads, params: jax.tree.map(lambda g: f(g) if g.ndim else g, grads))
+
+
+def of_tree(f: Callable) -> optax.GradientTransformation:
+    return optax.stateless(lambda grads, params: f(grads))
+
+
+def by_leaf(f: Callable) -> Callable:
+    """f of every example's own row, in what comes beside the first axis."""
+    return lambda g: f(g.reshape(g.shape[0], math.prod(g.shape[1:]))).reshape(g.shape)
+
+
+def wide(mask: Callable) -> Callable:
+    return lambda params: jax.tree.map(mask, params)
+
+
+TAKEN = {
+    "adamw": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 9), mask=wide(lambda p: p.ndim > 1)),
+    "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "lion": optax.lion(0.1, weight_decay=0.1),
+    "adan": optax.adan(0.1),
+    "radam": optax.radam(0.1),
+    "adagrad": optax.adagrad(0.1),
+    "rprop": optax.rprop(0.1),
+    "schedule-free": optax.contrib.schedule_free_adamw(0.1),
+    "amsgrad-injected": optax.inject_hyperparams(optax.amsgrad)(0.1),
+    "accumulated": optax.MultiSteps(optax.adam(0.1), 2),
+    "clip": optax.chain(optax.clip(0.5), optax.sgd(0.1)),
+    "custom-jvp": of_each(jax.nn.relu),
+    "remat-jit": of_each(jax.jit(jax.checkpoint(jnp.sin))),
+    "while": of_each(lambda g: lax.fori_loop(0, 3, lambda i, g: jnp.sin(g), g)),
+    "scan": of_each(lambda g: lax.scan(lambda g, c: (g * c, None), g, jnp.arange(1.0, 4.0))[0]),
+    "row-norms": of_each(by_leaf(lambda g: g / (1 + jnp.linalg.norm(g, axis=1, keepdims=True)))),
+    "row-sort": of_each(by_leaf(lambda g: jnp.sort(jnp.flip(jnp.cumsum(g, 1), 1), 1))),
+    "centralize": optax.centralize(),  # of matrices: each row's mean
+    "products": of_each(by_leaf(lambda g: g @ jnp.eye(g.shape[1])[:, ::-1])),
+    "transposed": of_each(by_leaf(lambda g: (g.T * jnp.arange(1.0, g.shape[1] + 1)[:, None]).T)),
+    "halves": of_each(by_leaf(lambda g: jnp.concatenate([lax.slice_in_dim(g, 1, None, axis=1), lax.slice_in_dim(g, 0, 1, axis=1)], axis=1))),
+}
+
+TAKES = "tx.update is not elementwise: it takes a "
+OF_A = r" of params\['a'\] along the first axis"
+OTHER = "mixes parameters, or uses the length of a first axis"
+REFUSED = {
+    "cumsum": (of_each(lambda g: jnp.cumsum(g, 0)), f"{TAKES}cumsum{OF_A}"),
+    "sort": (of_each(lambda g: jnp.sort(g, 0)), f"{TAKES}sort{OF_A}"),
+    "norm": (of_each(lambda g: g / jnp.linalg.norm(g)), f"{TAKES}reduce_sum{OF_A}"),
+    "reversed": (of_each(lambda g: jnp.flip(g, 0)), f"{TAKES}rev{OF_A}"),
+    "rolled": (of_each(lambda g: jnp.roll(g, 1, 0)), f"{TAKES}(slice|concatenate)"),
+    "gather": (of_each(lambda g: g * g[:1]), f"{TAKES}gather{OF_A}"),
+    "gather-one": (of_each(lambda g: g * g[0][None]), f"{TAKES}dim_as_value of the length of a first axis"),
+    "gather-given": (of_each(lambda g: jnp.take(g, jnp.zeros(g.shape[0], int), 0, mode="clip")), TAKES),
+    "scatter": (of_each(lambda g: g.at[0].set(0.0)), f"{TAKES}scatter{OF_A}"),
+    "reshape": (of_each(lambda g: jnp.sort(g.reshape(-1)).reshape(g.shape)), f"{TAKES}reshape{OF_A}"),
+    "reshape-axes": (of_each(lambda g: g.reshape(*g.shape[1:], g.shape[0]).reshape(g.shape)), f"{TAKES}reshape{OF_A}"),
+    "product": (of_each(lambda g: g * jnp.sum(jnp.tensordot(g, g, (0, 0)))), f"{TAKES}dot_general{OF_A}"),
+    "outer": (of_each(lambda g: g * (g.reshape(-1, 1) @ g.reshape(1, -1))[0, 0]), TAKES),
+    "in-cond": (of_each(lambda g: lax.cond(True, lambda g: jnp.cumsum(g, 0), jnp.sin, g)), f"{TAKES}cumsum{OF_A}"),
+    "in-loop": (of_each(lambda g: lax.fori_loop(0, 2, lambda i, g: g - jnp.mean(g), g)), TAKES),
+    "over-rows": (of_each(lambda g: lax.scan(lambda s, row: (s + jnp.sum(row), row * s), 0.0, g)[1]), f"{TAKES}scan{OF_A}"),
+    "mapped": (of_each(lambda g: jax.vmap(jnp.cumsum, -1, -1)(g) if g.ndim == 2 else g), f"{TAKES}cumsum{OF_A}"),
+    "numbered": (of_each(lambda g: g * jnp.reshape(jnp.arange(g.shape[0]), (-1,) + (1,) * (g.ndim - 1))), "dim_as_value|iota"),
+    "random": (of_each(lambda g: g + jax.random.normal(jax.random.key(0), g.shape)), TAKES),
+    "counted": (of_each(lambda g: g / g.shape[0]), f"{TAKES}dim_as_value"),
+    "counted-on-the-host": (of_each(lambda g: g / math.sqrt(g.shape[0])), OTHER),
+    "counted-by-ones": (of_each(lambda g: g * jnp.sum(jnp.ones_like(g))), f"{TAKES}reduce_sum{OF_A}"),
+    "longer-than": (of_each(lambda g: g if g.shape[0] > 3 else 2 * g), OTHER),
+    "as-long-as": (optax.adamw(0.1, mask=wide(lambda p: p.shape[:1] == (ROWS,))), "one thing for whole arrays and another for pieces"),
+    "its-number": (of_each(lambda g: g * (2.0 if g.shape[0] == ROWS else 3.0)), "one thing for whole arrays and another for pieces"),
+    "constant": (of_each(lambda g: g * jnp.ones((ROWS,) + (1,) * (g.ndim - 1))), OTHER),
+    "other-parameter": (of_tree(lambda grads: grads | {"c": grads["c"] * jnp.sum(grads["a"], 1)}), OTHER),
+    "exchanged": (of_tree(lambda grads: grads | {"c": jnp.sum(grads["a"], 1)}), r"rows of another parameter, or another axis, at \['c'\]"),
+    "through-the-count": (optax.chain(optax.apply_if_finite(optax.sgd(0.1), 3)), f"{TAKES}reduce_and{OF_A}"),
+    "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), f"{TAKES}reduce_sum{OF_A}.*optax.clip_by_global_norm.*offload_state"),
+    "zero_nans": (optax.zero_nans(), f"{TAKES}reduce_or{OF_A}"),
+    "clip_by_block_rms": (optax.clip_by_block_rms(1.0), TAKES),
+    "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), "first axis"),
+    "lamb": (optax.lamb(0.1), f"{TAKES}reduce_sum{OF_A}"),
+    "novograd": (optax.novograd(0.1), f"{TAKES}reduce_sum{OF_A}"),
+    "prodigy": (optax.contrib.prodigy(0.1), TAKES),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_pieces_give_what_the_whole_gives(name):
+    """Two steps, as pieces of two rows. The momentum behind each transformation is what is on the host, and so what is cut."""
+    tx = optax.chain(TAKEN[name], optax.trace(0.5))
+    state = tx.init(PARAMS)
+    step = jax.jit(streamed(tx, pieces=3).apply)
+    on_host = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if x.ndim else x, state)
+    got, wanted = (PARAMS, on_host), (PARAMS, state)
+    for _ in range(2):
+        updates, after = jax.jit(tx.update)(GRADS, wanted[1], wanted[0])
+        wanted, got = (optax.apply_updates(wanted[0], updates), after), step(*got, GRADS)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    tx, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        streamed(tx, pieces=3).apply(PARAMS, tx.init(PARAMS), GRADS)
+
+
+def test_scalars_may_be_mixed():
+    """What is no stack is whole in every piece's update, as a schedule's own numbers are."""
+    params, grads = {"a": jnp.ones((ROWS, 2)), "t": jnp.float32(2)}, {"a": jnp.ones((ROWS, 2)), "t": jnp.float32(3)}
+    tx = of_tree(lambda grads: grads | {"t": jnp.cumsum(jnp.stack([grads["t"], jnp.float32(1)]))[-1]})
+    got, _ = streamed(tx, pieces=3).apply(params, tx.init(params), grads)
+    assert got["t"] == 6
+
+
+def test_of_many_parameters_the_one_is_named():
+    """Each has a symbol of its own, also the eleventh."""
+    params = {f"p{i:02d}": jnp.zeros((4, 2)) for i in range(13)}
+    tx = optax.chain(optax.adam(0.1), of_tree(lambda grads: grads | {"p11": jnp.cumsum(grads["p11"], 0)}))
+    with pytest.raises(ValueError, match=r"cumsum of params\['p11'\] along"):
+        streamed(tx).apply(params, tx.init(params), params)

@@ -43,7 +43,7 @@ MUTATIONS = {
     "adaln offset: one tile too few": (
         f"{ADALN}/rows_pallas.py", "return pl.cdiv(T, rows) + B + 1", "return pl.cdiv(T, rows) + B - 1", LAYOUTS),
     "adaln offset: the last steps of the sums": (
-        f"{ADALN}/sums_pallas.py", "pl.cdiv(tiles - whole * _MANY, _FEW), sums)", "(tiles - whole * _MANY) // _FEW, sums)", MANY),
+        f"{ADALN}/sums_pallas.py", "ceil_div(tiles - whole * _MANY, _FEW), sums)", "(tiles - whole * _MANY) // _FEW, sums)", MANY),
     "adaln offset: the sums' whole steps": (
         f"{ADALN}/sums_pallas.py", "row = begin + i * height + ", "row = begin + i * _FEW + ", MANY),
     "adaln offset: the parts' first tile": (

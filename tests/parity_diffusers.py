@@ -37,7 +37,7 @@ def randomise(module: torch.nn.Module) -> torch.nn.Module:
 
 def save(name: str, inputs: dict, outputs: dict, parameters: dict) -> None:
     sum(torch.sin(value).sum() for value in outputs.values()).backward()
-    stored = {key: value for key, value in parameters.items()}
+    stored = dict(parameters)
     stored |= {f"input:{key}": value for key, value in inputs.items()}
     stored |= {f"output:{key}": value for key, value in outputs.items()}
     learned = {key: value for key, value in {**inputs, **parameters}.items() if value.grad is not None}
@@ -72,9 +72,7 @@ def make_continuous(name: str, **options) -> None:
 def make_latte() -> None:
     """A block with adaLN-single and without cross attention."""
     torch.manual_seed(3)
-    block = BasicTransformerBlock(
-        **BLOCK, norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6, activation_fn="gelu-approximate"
-    )
+    block = BasicTransformerBlock(**BLOCK, norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6, activation_fn="gelu-approximate")
     randomise(block)
     inputs = {"x": leaf(2, 5, WIDTH, scale=SMALL), "cond": leaf(2, 6 * WIDTH)}
     save("latte_block", inputs, {"x": block(inputs["x"], timestep=inputs["cond"])}, dict(block.named_parameters()))
@@ -120,9 +118,7 @@ def make_dit() -> None:
     model(torch.randn(2, 4, 4, 4), timestep=torch.tensor([10, 700]), class_labels=torch.tensor([1, 4]))
     outputs = {"y": watch.seen.pop("y")}
     parameters = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name.startswith(("transformer_blocks", "proj_out_1")) and ".emb." not in name
+        name: parameter for name, parameter in model.named_parameters() if name.startswith(("transformer_blocks", "proj_out_1")) and ".emb." not in name
     }
     save("dit", watch.seen, outputs, parameters)
 
@@ -144,9 +140,7 @@ def make_pixart() -> None:
     )
     outputs = {"y": watch.seen.pop("y")}
     parameters = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name.startswith(("transformer_blocks", "scale_shift_table", "adaln_single.linear"))
+        name: parameter for name, parameter in model.named_parameters() if name.startswith(("transformer_blocks", "scale_shift_table", "adaln_single.linear"))
     }
     save("pixart", watch.seen, outputs, parameters)
 

@@ -4,6 +4,7 @@
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import itertools
 import math
 import os
@@ -241,7 +242,7 @@ def _run_adaln(name: str, backend: str, rows: adaln.Rows | None, arrays, modulat
     plan = adaln.Plan("xla") if backend == "xla" else dataclasses.replace(adaln.Plan(), **{name: rows})
     gated = len(modulation) == 3
     inputs, cotangents = (arrays[:2], tuple(arrays[2:])) if gated else (arrays[:1], arrays[1])
-    op: Callable = adaln.gated_residual_adaln if gated else adaln.adaln
+    op: Callable = functools.partial(adaln.gated_residual_adaln if gated else adaln.adaln, per="sequence")
     if name == "fwd":
         return op(*inputs, *modulation, offsets, plan=plan)
     out, vjp = jax.vjp(lambda *args: op(*args, offsets, plan=plan), *inputs, *modulation)

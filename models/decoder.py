@@ -196,7 +196,10 @@ class Experts(nnx.Module):
     def _balance(self, x: jax.Array, load: jax.Array) -> jax.Array:
         """aux_loss of all devices' tokens, which is no mean of the devices' own: it multiplies two means over tokens, the load and the scores."""
         assert isinstance(self.moe.router, Router)
-        scores = jax.nn.softmax(x.reshape(-1, x.shape[-1]).astype(jnp.float32) @ self.moe.router.kernel[...])
+        tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        # As precisely as the router itself multiplies.
+        logits = jnp.matmul(tokens, self.moe.router.kernel[...], precision=lax.Precision.HIGHEST)
+        scores = jax.nn.softmax(logits)
         return self.config.experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(scores, axis=0), AXES))
 
     def _mixed(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:

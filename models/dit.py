@@ -97,13 +97,23 @@ class DiT(nnx.Module):
             # The backward finds the slope from the input, which it has anyway: otherwise XLA keeps what leads to the value, too, as large as the input.
             activation = jax.checkpoint(jax.nn.gelu)
             mlp = nnx.Sequential(wide, lambda wide: activation(checkpoint_name(wide, "mlp")), narrow, lambda y: checkpoint_name(y, "branch.mlp"))
-            return AdaLNZeroBlock(c.width, c.width, Attention(c, rngs=rngs), mlp, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
+            return AdaLNZeroBlock(
+                c.width,
+                c.width,
+                Attention(c, rngs=rngs),
+                mlp,
+                per="sequence",
+                dtype=dtype,
+                linear=inner,
+                backend=c.backend,
+                rngs=rngs,
+            )
 
         self.enter = linear(c.token, c.width)
         self.time = nnx.Sequential(linear(c.width, c.width), jax.nn.silu, linear(c.width, c.width))
         self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
         self.blocks = stacked(block, c.layers, rngs)
-        self.norm = AdaLayerNorm(c.width, c.width, dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
+        self.norm = AdaLayerNorm(c.width, c.width, per="sequence", dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
         self.leave = linear(c.width, c.token, kernel_init=nnx.initializers.zeros_init())
         self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 

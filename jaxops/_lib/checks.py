@@ -1,5 +1,6 @@
 """Checks of arguments, before anything is launched: what was passed, what is needed, what to write instead."""
 
+import math
 import numbers
 from typing import Any
 
@@ -74,6 +75,17 @@ def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
 def check_choice(name: str, value: str | None, known) -> None:
     if not isinstance(value, (str, type(None))) or value not in known:
         raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
+
+
+def check_eps(name: str, value: Any) -> float:
+    """value as a float: a finite Python number, at least 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kind = type(value).__name__
+        raise TypeError(f"{name} is a {kind}; it must be a Python number, known when the call is traced.")
+    eps = float(value)
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{name}={value} must be a finite number, at least 0, such as 1e-6.")
+    return eps
 
 
 def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = "G") -> None:

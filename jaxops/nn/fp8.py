@@ -8,6 +8,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxops.nn import grouped_linear
+from jaxops.nn.arguments import check_backend, check_sizes
 from jaxops.nn.fp8_product import Fp8Product, check_recipe
 from jaxops.ops.fp8_matmul import Plan, fp8_grouped_matmul
 from jaxops.ops.grouped_matmul import grouped_matmul
@@ -62,6 +63,9 @@ class Fp8Linear(Fp8Product):
       history: steps that recipe "delayed" looks back.
       pow2_scales, backend, plan: as in `jaxops.fp8_matmul`.
       rngs: the stream `params` makes the parameters.
+
+    Raises:
+      ValueError: a size or a history below 1, an unknown recipe or backend.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Fp8Linear(Fp8Product):
         plan: Plan | None = None,
         rngs: nnx.Rngs,
     ):
+        check_sizes(in_features=in_features, out_features=out_features)
         super().__init__(recipe=recipe, history=history, pow2_scales=pow2_scales, backend=backend, plan=plan)
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
         self.bias: nnx.Param[jax.Array] | None
@@ -149,6 +154,7 @@ class Fp8GroupedLinear(nnx.Module):
       rngs: the stream `params` makes the parameters.
 
     Raises:
+      ValueError: a size below 1, an unknown recipe or backend.
       NotImplementedError: recipe "delayed".
     """
 
@@ -174,6 +180,8 @@ class Fp8GroupedLinear(nnx.Module):
                 "recipe is 'delayed', and groups have no delayed scaling: an expert's rows are others in every step. Take 'tensorwise', with current scales."
             )
         check_recipe(recipe)
+        check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
+        check_backend(backend, "triton", "pallas")
         self.kernel = nnx.Param(kernel_init(rngs.params(), (num_groups, in_features, out_features), param_dtype))
         self.bias: nnx.Param[jax.Array] | None
         if use_bias:

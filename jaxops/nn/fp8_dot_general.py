@@ -41,6 +41,9 @@ class Fp8DotGeneral(Fp8Product):
       recipe: as in `Fp8Linear`.
       history: steps that recipe "delayed" looks back.
       pow2_scales, backend, plan: as in `jaxops.fp8_matmul`.
+
+    Raises:
+      ValueError: a history below 1, an unknown recipe or backend.
     """
 
     def __init__(self, recipe: str = "blockwise", *, history: int = 16, pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxops.nn.arguments import check_backend, check_sizes
 from jaxops.ops.fp8_matmul import RECIPES, Plan, fp8_matmul
 
 E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
@@ -69,6 +70,8 @@ class Fp8Product(nnx.Module):
 
     def __init__(self, *, recipe: str, history: int, pow2_scales: bool, backend: str, plan: Plan | None):
         check_recipe(recipe)
+        check_sizes(history=history)
+        check_backend(backend, "triton", "pallas")
         self.amax_history = AmaxHistory(jnp.zeros((2, history), jnp.float32)) if recipe == "delayed" else nnx.data(None)
         self.use_running_average = False
         self.recipe = recipe

@@ -6,6 +6,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from jaxops.nn.arguments import check_backend, check_sizes
 from jaxops.ops.grouped_matmul import Plan, grouped_matmul
 
 # lecun_normal a group: the plain one would count the group axis into the fan-in and start every group too small by sqrt(num_groups).
@@ -47,6 +48,9 @@ class GroupedLinear(nnx.Module):
       bias_init: called with (key, [G, out], param_dtype).
       backend, plan: as in `jaxops.grouped_matmul`.
       rngs: the stream `params` makes the parameters.
+
+    Raises:
+      ValueError: a size below 1, an unknown backend.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class GroupedLinear(nnx.Module):
         plan: Plan | None = None,
         rngs: nnx.Rngs,
     ):
+        check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
+        check_backend(backend, "triton", "pallas")
         self.kernel = nnx.Param(kernel_init(rngs.params(), (num_groups, in_features, out_features), param_dtype))
         self.bias: nnx.Param[jax.Array] | None
         if use_bias:

@@ -1,6 +1,7 @@
 """`MoE`: a mixture-of-experts layer, from tokens to tokens."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxops.nn.arguments import check_backend, check_sizes, make_part
 from jaxops.nn.grouped_linear import default_kernel_init
+from jaxops.nn.router import Router
 from jaxops.ops.grouped_glu import grouped_glu
 from jaxops.ops.grouped_matmul import grouped_matmul
 from jaxops.ops.moe_mlp import moe_mlp
@@ -40,11 +43,12 @@ class MoE(nnx.Module):
     `y[t] = sum_j weights[t, j] * (act(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e]`, e the token's j-th choice; plus, with shared_features, one such unit that
     every token goes through. Nothing is padded, dropped only past the router's capacity, and read by the host never: other routings run the same program.
 
+    >>> import functools
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from jaxops.nn import MoE, Router
     >>> rngs = nnx.Rngs(0)
-    >>> moe = MoE(4, 8, 16, router=Router(8, 4, k=2, rngs=rngs), shared_features=16, dtype=jnp.bfloat16, rngs=rngs)
+    >>> moe = MoE(4, 8, 16, router=functools.partial(Router, k=2), shared_features=16, dtype=jnp.bfloat16, rngs=rngs)
     >>> moe.gate.shape, moe.up.shape, moe.down.shape, moe.shared.down.shape
     ((4, 8, 16), (4, 8, 16), (4, 16, 8), (16, 8))
     >>> y, routing = moe(jnp.ones((2, 3, 8), jnp.bfloat16))
@@ -56,7 +60,7 @@ class MoE(nnx.Module):
     first axis. Each device runs its own experts and the results are added over the axis; router and shared experts are replicated.
 
     Attributes:
-      router: what was given.
+      router: what was given, or made.
       gate, up: [num_experts, in_features, hidden_features] in param_dtype; on a device of expert_axis its share of the experts, as of down.
       down: [num_experts, hidden_features, in_features] in param_dtype.
       shared: None, or what every token goes through, with gate and up [in_features, shared_features], down [shared_features, in_features], and token_gate
@@ -66,10 +70,14 @@ class MoE(nnx.Module):
       num_experts: experts E, on all devices together.
       in_features: columns of x and of the result.
       hidden_features: width inside an expert.
-      router: from tokens [T, in_features] to a `jaxops.Routing` to E experts: a `jaxops.nn.Router`, or any other module or function.
+      router: from tokens [T, in_features] to a `jaxops.Routing` to E experts: a `jaxops.nn.Router`, or any other module or
+        function. A class, or a `functools.partial` of one such as `functools.partial(Router, k=2)`, is called with
+        (in_features, num_experts, rngs=rngs) when the layer is made; so `flax.nnx.bridge.to_linen` makes a new router from
+        each key.
       activation: of the gate, as in `jaxops.grouped_glu`.
       shared_features: width of the shared experts together; 0 for none.
-      gate_shared: whether the shared experts' output is multiplied by `sigmoid(x @ token_gate)`, a number a token (Qwen2-MoE).
+      gate_shared: whether the shared experts' output is multiplied by `sigmoid(x @ token_gate)`, a number a token
+        (Qwen2-MoE); that product is float32, not TF32.
       expert_axis: None, or the name of the mesh axis over which the experts are split.
       dtype: dtype of the products and of the result; promoted from x and the parameters by default. Parameters keep gradients in param_dtype that are never
         rounded to dtype; the sum over a token's experts is float32.
@@ -79,6 +87,9 @@ class MoE(nnx.Module):
         initializer of your own needs `batch_axis=(0,)` for that.
       backend: as in `jaxops.moe_mlp`.
       rngs: the stream `params` makes the parameters.
+
+    Raises:
+      ValueError: a size below 1, a router of other sizes, an unknown activation or backend.
     """
 
     def __init__(
@@ -87,7 +98,7 @@ class MoE(nnx.Module):
         in_features: int,
         hidden_features: int,
         *,
-        router: Callable[[jax.Array], Routing],
+        router: Callable[..., Any],
         activation: Activation = "silu",
         shared_features: int = 0,
         gate_shared: bool = False,
@@ -99,7 +110,17 @@ class MoE(nnx.Module):
         backend: str = "auto",
         rngs: nnx.Rngs,
     ):
-        self.router = router
+        check_sizes(num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
+        if shared_features != 0:
+            check_sizes(shared_features=shared_features)
+        check_backend(backend, "triton", "pallas")
+        x, w, offsets = (jax.ShapeDtypeStruct(*of) for of in (((1, 1), jnp.float32), ((1, 1, 1), jnp.float32), ((2,), jnp.int32)))
+        jax.eval_shape(functools.partial(grouped_glu, activation=activation, backend="xla"), x, w, w, offsets)  # the op's own checks
+        self.router: Callable[[jax.Array], Routing] = make_part(router, in_features, num_experts, rngs=rngs)
+        if isinstance(self.router, Router):
+            sizes = self.router.in_features, self.router.num_experts
+            if sizes != (in_features, num_experts):
+                raise ValueError(f"the router has (in_features, num_experts) = {sizes}; this layer has {(in_features, num_experts)}.")
         self.gate = nnx.Param(kernel_init(rngs.params(), (num_experts, in_features, hidden_features), param_dtype))
         self.up = nnx.Param(kernel_init(rngs.params(), (num_experts, in_features, hidden_features), param_dtype))
         self.down = nnx.Param(kernel_init(rngs.params(), (num_experts, hidden_features, in_features), param_dtype))
@@ -128,19 +149,21 @@ class MoE(nnx.Module):
           its load for `Router.update_bias`).
 
         Raises:
-          ValueError: x of another shape, a router with another number of experts, a share of the experts that does not fit expert_axis, an unknown backend.
+          ValueError: x of another shape, a router with another number of experts, a share of the experts that does not fit
+            expert_axis, a call outside of `jax.shard_map` with expert_axis.
           TypeError: dtypes that the kernels do not multiply.
         """
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., in_features={self.in_features}].")
         gate, up, down = self.gate[...], self.up[...], self.down[...]
+        devices = self._devices()
         dtype = canonicalize_dtype(x, gate, up, down, dtype=self.dtype)
         tokens = x.reshape(-1, self.in_features)
         routing = self.router(tokens)
         if routing.group_offsets.shape[0] != self.num_experts + 1:
             raise ValueError(f"the router chose among {routing.group_offsets.shape[0] - 1} experts; this layer has num_experts={self.num_experts}.")
         tokens = tokens.astype(dtype)
-        own = dataclasses.replace(routing, group_offsets=self._own_offsets(routing, gate.shape[0]))
+        own = dataclasses.replace(routing, group_offsets=self._own_offsets(routing, gate.shape[0], devices))
         out_dtype = dtype if self.expert_axis is None else jnp.float32
         y = moe_mlp(tokens, gate, up, down, own, activation=self.activation, out_dtype=out_dtype, **self._how(dtype))
         if self.expert_axis is not None:
@@ -152,9 +175,20 @@ class MoE(nnx.Module):
     def _how(self, dtype: Dtype) -> dict[str, Any]:
         return {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend}
 
-    def _own_offsets(self, routing: Routing, experts: int) -> jax.Array:
+    def _devices(self) -> int:
+        """Those that share the experts."""
+        if self.expert_axis is None:
+            return 1
+        try:
+            return lax.axis_size(self.expert_axis)
+        except NameError:
+            raise ValueError(
+                f"expert_axis={self.expert_axis!r} is not an axis here: call this layer inside jax.shard_map over a mesh that "
+                "has it, or make it without expert_axis."
+            ) from None
+
+    def _own_offsets(self, routing: Routing, experts: int, devices: int) -> jax.Array:
         """Those of the experts that this device has."""
-        devices = 1 if self.expert_axis is None else lax.axis_size(self.expert_axis)
         if devices * experts != self.num_experts:
             raise ValueError(
                 f"this device has {experts} of num_experts={self.num_experts} experts, and expert_axis={self.expert_axis!r} has {devices} devices: "
@@ -171,5 +205,6 @@ class MoE(nnx.Module):
         y = grouped_matmul(grouped_glu(tokens, gate, up, all_tokens, activation=self.activation, **how), down, all_tokens, **how)
         if shared.token_gate is None:
             return y
-        token_gate = checkpoint_name(tokens.astype(jnp.float32) @ shared.token_gate[...].astype(jnp.float32), "moe.token_gate")
+        wide = (x.astype(jnp.float32) for x in (tokens, shared.token_gate[...]))
+        token_gate = checkpoint_name(jnp.matmul(*wide, precision=lax.Precision.HIGHEST), "moe.token_gate")
         return y * jax.nn.sigmoid(token_gate).astype(y.dtype)

@@ -1,5 +1,6 @@
 """`Router`: the linear layer that scores the experts for each token, and the choice among them."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -9,6 +10,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxops.nn.arguments import check_backend, check_sizes
 from jaxops.ops.route import Routing, route, update_router_bias
 
 
@@ -40,8 +42,11 @@ class RouterBias(nnx.Variable[jax.Array]):
 
 
 def _logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Under `jax.checkpoint`, so that the backward keeps x as it came, and no copy in float32."""
-    return x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+    """In float32, not in TF32, which is a GPU's default; and so are both gradients.
+
+    Under `jax.checkpoint`, so that the backward keeps x as it came, and no copy in float32.
+    """
+    return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 class Router(nnx.Module):
@@ -73,6 +78,10 @@ class Router(nnx.Module):
       param_dtype: dtype of the kernel.
       kernel_init: called with (key, [in_features, num_experts], param_dtype); lecun_normal by default.
       rngs: the stream `params` makes the kernel.
+
+    Raises:
+      ValueError: a size below 1; k, groups or capacity that do not fit num_experts, an unknown score or backend.
+      TypeError: k, groups, capacity or scale that are no Python numbers.
     """
 
     def __init__(
@@ -93,6 +102,11 @@ class Router(nnx.Module):
         backend: str = "auto",
         rngs: nnx.Rngs,
     ):
+        check_sizes(in_features=in_features, num_experts=num_experts)
+        check_backend(backend, "pallas")
+        options = {"score": score, "scale": scale, "num_groups": num_groups, "top_groups": top_groups, "capacity": capacity}
+        no_token = jax.ShapeDtypeStruct((0, num_experts), jnp.float32)
+        jax.eval_shape(functools.partial(route, k=k, backend="xla", **options), no_token)  # the op's own checks
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))
         self.bias: RouterBias | None
         self.bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if use_bias else nnx.data(None)

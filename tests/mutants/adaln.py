@@ -1,4 +1,4 @@
-"""AdaLN's kernels."""
+"""AdaLN: kernels and layers."""
 
 ADALN, ROWS = "ops/adaln", "tests/ops/adaln/test_values.py"
 LAYOUTS, VARIANTS, SEARCH, MANY = (
@@ -7,6 +7,7 @@ LAYOUTS, VARIANTS, SEARCH, MANY = (
     f"{ROWS}::test_every_row_finds_its_sequence",
     f"{ROWS}::test_sequences_of_many_tiles",
 )
+X64 = "tests/ops/adaln/test_contracts.py::test_under_x64"
 
 # fmt: off
 MUTATIONS = {
@@ -43,10 +44,20 @@ MUTATIONS = {
     "adaln offset: one tile too few": (
         f"{ADALN}/rows_pallas.py", "return pl.cdiv(T, rows) + B + 1", "return pl.cdiv(T, rows) + B - 1", LAYOUTS),
     "adaln offset: the last steps of the sums": (
-        f"{ADALN}/sums_pallas.py", "pl.cdiv(tiles - whole * _MANY, _FEW), sums)", "(tiles - whole * _MANY) // _FEW, sums)", MANY),
+        f"{ADALN}/sums_pallas.py", "ceil_div(tiles - whole * _MANY, _FEW), sums)", "(tiles - whole * _MANY) // _FEW, sums)", MANY),
     "adaln offset: the sums' whole steps": (
         f"{ADALN}/sums_pallas.py", "row = begin + i * height + ", "row = begin + i * _FEW + ", MANY),
     "adaln offset: the parts' first tile": (
         f"{ADALN}/sums_pallas.py", "load(ref, first + row, row < tiles)", "load(ref, first + row + 1, row < tiles)", LAYOUTS),
+    "adaln index: per is not asked where B = T": (
+        f"{ADALN}/api.py", "return per == \"row\" or (", "return (", f"{ROWS}::test_as_many_sequences_as_rows"),
+    "adaln x64: the search's sum is int64": (
+        f"{ADALN}/rows_pallas.py", "jnp.sum(passed, dtype=jnp.int32)", "jnp.sum(passed)", X64),
+    "adaln x64: an array of int64": (
+        f"{ADALN}/rows_pallas.py", "lax.full_like(count, size)", "lax.full_like(count, size, dtype=int)", X64),
+    "adaln block: the first epsilon twice": (
+        "nn/adaln.py", "eps=before_mlp", "eps=before_mixer", "tests/nn/test_diffusers.py::test_dit"),
+    "adaln block: a table is not added": (
+        "nn/adaln.py", "made = cond.astype(dtype) + ", "made = cond.astype(dtype) + 0 * ", "tests/nn/test_diffusers.py::test_latte_block"),
 }
 # fmt: on

@@ -5,6 +5,7 @@ ROUTED, PERMUTED, MLP_VALUES = (f"tests/ops/{op}/test_values.py" for op in ("rou
 ROUTES, TIES, BAD = (f"{ROUTED}::test_{name}" for name in ("variants", "ties", "bad_logits"))
 COPIES, WILD = f"{PERMUTED}::test_variants", f"{PERMUTED}::test_wild_positions_and_offsets"
 MLPS, WILD_MLP = (f"{MLP_VALUES}::test_{name}" for name in ("variants", "wild_positions_indices_and_offsets"))
+NO_TF32 = "tests/nn/test_moe.py::test_logits_and_token_gate_are_no_tf32"
 
 # fmt: off
 MUTATIONS = {
@@ -111,5 +112,12 @@ MUTATIONS = {
         f"{PERMUTE}/combine_pallas.py", "return total + jnp.sum(", "return 0 * total + jnp.sum(", COPIES),
     "permute sum: only the last columns": (
         f"{PERMUTE}/combine_bwd_pallas.py", "dots = dots + jnp.sum(", "dots = 0 * dots + jnp.sum(", COPIES),
+    "router: logits in TF32": (
+        "nn/router.py", "precision=jax.lax.Precision.HIGHEST)", "precision=None)", NO_TF32),
+    "moe: the token gate in TF32": (
+        "nn/moe.py", "precision=lax.Precision.HIGHEST)", "precision=None)", NO_TF32),
+    "moe: the router is made with a key of its own": (
+        "nn/moe.py", "make_part(router, in_features, num_experts, rngs=rngs)", "make_part(router, in_features, num_experts, rngs=nnx.Rngs(0))",
+        "tests/nn/test_moe.py::test_to_linen"),
 }
 # fmt: on

@@ -209,6 +209,30 @@ def test_router_bias():
     np.testing.assert_array_equal(router.bias[...], [1.0, 1.0, 99.0, 1.0])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [E, 1], ids=["router", "token-gate"])
+def test_logits_and_token_gate_are_no_tf32(columns, dtype):
+    """A GPU multiplies float32 in TF32 unless the product says HIGHEST: as traced for one, forward and both gradients."""
+    moe = make(shared_features=9, gate_shared=True, dtype=jnp.dtype(dtype), backend="xla", precision=None)
+    graphdef, params = nnx.split(moe)
+
+    def loss(params, x):
+        y, routing = nnx.merge(graphdef, params)(x)
+        return jnp.sum(y.astype(jnp.float32)) + routing.aux_loss
+
+    with on_h200():
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, tokens(25, D, dtype=dtype)).jaxpr
+    results = {(columns, 25), (columns, D), (D, 25)}  # of the logits, the kernel's gradient and x's, in whichever order
+    found = set()
+    for product in (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"):
+        shapes = [tuple(sorted(atom.aval.shape)) for atom in (*product.invars, *product.outvars)]
+        if set(shapes) == results:
+            found.add(shapes[-1])
+            assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+            assert {atom.aval.dtype for atom in (*product.invars, *product.outvars)} == {jnp.dtype("float32")}
+    assert found == results
+
+
 def test_router_is_float32():
     """Whatever the tokens' dtype: its choices are those of an unrounded product."""
     router, x = Router(D, E, K, rngs=nnx.Rngs(0)), tokens(dtype=jnp.bfloat16)
@@ -234,6 +258,71 @@ def test_fan_in_is_one_expert(experts):
         assert jnp.std(kernel[...]) == pytest.approx(fan_in**-0.5, rel=0.05)
 
 
+class Bare(nnx.Module):
+    """A router of another kind."""
+
+    def __init__(self, in_features: int, num_experts: int, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(in_features, num_experts, rngs=rngs)
+
+    def __call__(self, x):
+        return jaxops.route(self.linear(x), 1)
+
+
+@pytest.mark.parametrize(("router", "k"), [(functools.partial(Router, k=K, use_bias=True), K), (Bare, 1)], ids=["partial", "class"])
+def test_to_linen(router, k):
+    """Each key makes a router of its own, and what is applied is what was initialised."""
+    linen, x = nnx.bridge.to_linen(MoE, E, D, F, router=router, shared_features=8), tokens()
+    first, second, again = (jax.jit(linen.init)(jax.random.key(seed), x) for seed in (0, 1, 0))
+    kernels = [nnx.traversals.flatten_mapping(variables["params"]["router"]) for variables in (first, second, again)]
+    for path, kernel in kernels[0].items():
+        np.testing.assert_array_equal(kernel, kernels[2][path])
+        assert path[-1] == "bias" or np.abs(kernel - kernels[1][path]).max() > 1e-2, path
+    moe = MoE(E, D, F, router=router, shared_features=8, rngs=nnx.Rngs(5))
+    for variables in (first, second):
+        nnx.update(moe, nnx.State(variables["params"]))
+        y, routing = jax.jit(linen.apply)(variables, x)
+        assert routing.experts.shape == (T, k)
+        want, _ = apply(moe, x)
+        np.testing.assert_array_equal(y, want)
+
+
+def test_a_router_is_made_with_the_layers_keys():
+    x = tokens()
+    given = make()
+    made = MoE(E, D, F, router=functools.partial(Router, k=K), kernel_init=numbers, precision="highest", rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(made.router.kernel[...], given.router.kernel[...])
+    np.testing.assert_array_equal(apply(made, x)[0], apply(given, x)[0])
+
+
+def test_expert_axis_outside_of_shard_map():
+    with pytest.raises(ValueError, match=r"expert_axis='expert' is not an axis here: call this layer inside jax\.shard_map"):
+        make(expert_axis="expert")(tokens())
+    with pytest.raises(ValueError, match="expert_axis='expert' is not an axis here"):
+        apply(make(expert_axis="expert"), tokens())
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_under_x64(backend):
+    """The same values and gradients in the same dtypes."""
+    options = {"shared_features": 8, "gate_shared": True, "backend": backend, "router": {"use_bias": True, "backend": backend}}
+
+    def run():
+        graphdef, params, rest = nnx.split(make(**options), nnx.Param, ...)
+
+        def loss(params, x):
+            y, routing = nnx.merge(graphdef, params, rest)(x)
+            return jnp.sum(jnp.sin(y)) + routing.aux_loss + routing.z_loss, (y, routing)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, tokens())
+
+    want = run()
+    with jax.enable_x64(True):
+        got = run()
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert ours.dtype == wanted.dtype, jax.tree_util.keystr(path)
+        np.testing.assert_allclose(ours, wanted, atol=1e-5, rtol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
 def test_errors():
     moe = make()
     with pytest.raises(ValueError, match=r"x has shape \(24, 9\); it must be \[\.\.\., in_features=8\]"):
@@ -244,8 +333,6 @@ def test_errors():
         moe.router.update_bias(jnp.ones(E), 0.1)
     with pytest.raises(TypeError, match=r"router's bias is bfloat16; it must be float32"):
         RouterBias(jnp.zeros(E, jnp.bfloat16))
-    with pytest.raises(ValueError, match="backend='cublas'"):
-        make(backend="cublas")(tokens())
     moe.router = lambda x: jaxops.route(x, 1)
     with pytest.raises(ValueError, match="the router chose among 8 experts; this layer has num_experts=4"):
         moe(tokens())

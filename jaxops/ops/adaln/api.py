@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import FLOATS, check_choice, check_float, check_offsets, check_size
+from jaxops._lib.checks import FLOATS, check_choice, check_eps, check_float, check_offsets, check_size
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import BLOCK, FP8, Quantized
@@ -15,8 +15,8 @@ from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.adaln.bwd_pallas import backward_pallas
 from jaxops.ops.adaln.fwd_pallas import forward_pallas
-from jaxops.ops.adaln.plan import STATS, Arrays, Plan, Problem, Spec, make_plan
-from jaxops.ops.adaln.xla import ACTIVATIONS, backward_xla, forward_xla
+from jaxops.ops.adaln.plan import ACTIVATIONS, PER, STATS, Arrays, Plan, Problem, Spec, make_plan
+from jaxops.ops.adaln.xla import backward_xla, forward_xla
 
 
 def adaln(
@@ -29,7 +29,8 @@ def adaln(
     weight: jax.Array | None = None,
     bias: jax.Array | None = None,
     eps: float = 1e-6,
-    activation: Literal["silu", "gelu"] | None = None,
+    activation: Literal["silu", "gelu", "gelu_tanh"] | None = None,
+    per: Literal["sequence", "row"] | None = None,
     out_dtype=None,
     backend: str = "auto",
     plan: Plan | None = None,
@@ -53,11 +54,13 @@ def adaln(
       x: [T, D], bfloat16, float16 or float32. Statistics are taken in float32, the mean first.
       scale, shift: [B, D], a vector a sequence; or [T, D], a vector a row, as for timesteps of single tokens. Any of the dtypes of x.
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access out of bounds. None takes
-        every row: into one sequence (scale [1, D]), or each with its own vector (scale [T, D]). With offsets, and where B = T, scale is read as [B, D].
+        every row: into one sequence (scale [1, D]), or each with its own vector (scale [T, D]).
       norm: "layer", or "rms" (Zhang and Sennrich 2019, arXiv:1910.07467), which takes no mean away.
       weight, bias: [D], a learned affine map after the norm, or None.
-      eps: added to the variance ("layer") or mean square ("rms").
-      activation: "silu", "gelu" (with erf) or None, before the modulation.
+      eps: a Python number, added to the variance ("layer") or mean square ("rms").
+      activation: "silu", "gelu" (with erf), "gelu_tanh" (its approximation) or None, before the modulation.
+      per: "sequence" where scale and shift are [B, D], "row" where they are [T, D]. None reads it from the shapes, and
+        raises where both fit: with offsets and B = T.
       out_dtype: dtype of y; x.dtype by default. float8_e4m3fn or float8_e5m2 give a `Quantized` with block_1x128 scales, as `jaxops.quantize` makes,
         ready for an FP8 product; that has no gradient.
       backend: "auto" takes the Pallas kernels on a GPU and plain XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla" runs or raises.
@@ -67,15 +70,19 @@ def adaln(
       [T, D] in out_dtype; for FP8 a `Quantized` of values [T, D] and float32 scales [cdiv(D, 128), T].
 
     Raises:
-      ValueError: shapes that do not fit together, an unknown norm, activation or backend.
-      TypeError: dtypes that the kernels do not take; forward-mode differentiation (JAX's own error).
+      ValueError: shapes that do not fit together, B = T without `per`, an unknown norm, activation, per or backend, an
+        eps below 0 or not finite.
+      TypeError: dtypes that the kernels do not take, an eps that is no Python number; forward-mode differentiation
+        (JAX's own error).
       NotImplementedError: the gradient of an FP8 result.
 
     Residuals: named "adaln.out", "adaln.stats" (checkpoint names).
 
     Source: adaLN of DiT (Peebles and Xie 2022, arXiv:2212.09748); FP8 with 1x128 scales as in DeepSeek-V3 (arXiv:2412.19437).
     """
-    spec, arrays = _prepare({"x": x}, {"scale": scale, "shift": shift}, sequence_offsets, norm, weight, bias, eps, activation, out_dtype)
+    modulation = {"scale": scale, "shift": shift}
+    affine = {"weight": weight, "bias": bias}
+    spec, arrays = _prepare({"x": x}, modulation, sequence_offsets, per, norm, affine, eps, activation, out_dtype)
     return _run(spec, arrays, backend, plan)[1]
 
 
@@ -91,7 +98,8 @@ def gated_residual_adaln(
     weight: jax.Array | None = None,
     bias: jax.Array | None = None,
     eps: float = 1e-6,
-    activation: Literal["silu", "gelu"] | None = None,
+    activation: Literal["silu", "gelu", "gelu_tanh"] | None = None,
+    per: Literal["sequence", "row"] | None = None,
     out_dtype=None,
     backend: str = "auto",
     plan: Plan | None = None,
@@ -115,7 +123,7 @@ def gated_residual_adaln(
       residual: [T, D], bfloat16, float16 or float32.
       h: [T, D], what a block's half has made of its input.
       gate, scale, shift: [B, D] or [T, D], all three alike, as in `adaln`.
-      sequence_offsets, norm, weight, bias, eps, activation, out_dtype, backend, plan: as in `adaln`.
+      sequence_offsets, norm, weight, bias, eps, activation, per, out_dtype, backend, plan: as in `adaln`.
 
     Returns:
       (the new residual [T, D] in residual.dtype, y [T, D] in out_dtype or as `Quantized`).
@@ -126,7 +134,8 @@ def gated_residual_adaln(
     Residuals: named "gated_residual_adaln.residual", "gated_residual_adaln.out", "gated_residual_adaln.stats" (checkpoint names).
     """
     modulation = {"gate": gate, "scale": scale, "shift": shift}
-    spec, arrays = _prepare({"residual": residual, "h": h}, modulation, sequence_offsets, norm, weight, bias, eps, activation, out_dtype)
+    rows, affine = {"residual": residual, "h": h}, {"weight": weight, "bias": bias}
+    spec, arrays = _prepare(rows, modulation, sequence_offsets, per, norm, affine, eps, activation, out_dtype)
     return _run(spec, arrays, backend, plan)
 
 
@@ -136,6 +145,7 @@ def gated_residual(
     gate: jax.Array,
     sequence_offsets: jax.Array | None = None,
     *,
+    per: Literal["sequence", "row"] | None = None,
     backend: str = "auto",
     plan: Plan | None = None,
 ) -> jax.Array:
@@ -149,7 +159,7 @@ def gated_residual(
       residual: [T, D], bfloat16, float16 or float32.
       h: [T, D].
       gate: [B, D] or [T, D], as scale in `adaln`.
-      sequence_offsets, backend, plan: as in `adaln`.
+      sequence_offsets, per, backend, plan: as in `adaln`.
 
     Returns:
       [T, D] in residual.dtype.
@@ -159,11 +169,12 @@ def gated_residual(
 
     Residuals: named "gated_residual.out" (checkpoint names).
     """
-    spec, arrays = _prepare({"residual": residual, "h": h}, {"gate": gate}, sequence_offsets, None, None, None, 0.0, None, None)
+    rows = {"residual": residual, "h": h}
+    spec, arrays = _prepare(rows, {"gate": gate}, sequence_offsets, per, None, {}, 0.0, None, None)
     return _run(spec, arrays, backend, plan)[0]
 
 
-def _prepare(rows: dict, modulation: dict, offsets, norm, weight, bias, eps: float, activation, out_dtype) -> tuple[Spec, Arrays]:
+def _prepare(rows: dict, modulation: dict, offsets, per, norm, affine: dict, eps: float, activation, out_dtype) -> tuple[Spec, Arrays]:
     """Checks every argument; the arrays of a call, and what is static in it."""
     for name, value in rows.items():
         check_float(name, value, "[T, D]")
@@ -175,25 +186,12 @@ def _prepare(rows: dict, modulation: dict, offsets, norm, weight, bias, eps: flo
     for name, value in modulation.items():
         check_float(name, value, "[B, D]")
         check_size(f"D of {name} (its columns)", value.shape[1], f"D of {first}", D)
-    counts = {name: value.shape[0] for name, value in modulation.items()}
-    if len(set(counts.values())) > 1:
-        found = ", ".join(map(str, counts.values()))
-        raise ValueError(f"{', '.join(counts)} have {found} rows; all must have one for each sequence, or all one for each row of {first}.")
-    count = next(iter(counts.values()))
-    if offsets is None:
-        per_row = count == T
-        if count not in (1, T):
-            raise ValueError(f"{' and '.join(counts)} have {count} rows; without sequence_offsets they must have 1 (one sequence) or T={T} (a row each).")
-        offsets = jnp.asarray(np.array([0, T], np.int32))
-    else:
+    if offsets is not None:
         check_offsets(offsets, "sequence_offsets", "B")
-        B = offsets.shape[0] - 1
-        per_row = count == T and B != T
-        if count not in (B, T):
-            raise ValueError(
-                f"{' and '.join(counts)} have {count} rows; with {B + 1} sequence_offsets they must have B={B} (one a sequence) or T={T} (one a row)."
-            )
-    for name, value in (("weight", weight), ("bias", bias)):
+    per_row = _is_per_row(per, {name: value.shape[0] for name, value in modulation.items()}, T, first, offsets)
+    if offsets is None:
+        offsets = jnp.asarray(np.array([0, T], np.int32))
+    for name, value in affine.items():
         if value is not None:
             check_float(name, value, "[D]")
             check_size(f"len({name})", value.shape[0], f"D of {first}", D)
@@ -203,9 +201,34 @@ def _prepare(rows: dict, modulation: dict, offsets, norm, weight, bias, eps: flo
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
     if out not in (*FLOATS, *FP8):
         raise TypeError(f"out_dtype={out}; it must be one of {', '.join((*FLOATS, *FP8))}.")
-    spec = Spec(norm, float(eps), activation, per_row, out)
-    values: dict[str, Any] = dict.fromkeys(Arrays._fields) | modulation | {"x": x, "h": rows.get("h"), "weight": weight, "bias": bias, "offsets": offsets}
+    spec = Spec(norm, check_eps("eps", eps), activation, per_row, out)
+    values: dict[str, Any] = dict.fromkeys(Arrays._fields) | modulation | affine
+    values |= {"x": x, "h": rows.get("h"), "offsets": offsets}
     return spec, Arrays(*vary_together(*(values[name] for name in Arrays._fields)))
+
+
+def _is_per_row(per: str | None, counts: dict[str, int], T: int, first: str, offsets) -> bool:
+    """Whether the modulation has a vector for each row of `first`, not for each sequence. counts: its rows, by name."""
+    check_choice("per", per, (None, *PER))
+    if len(set(counts.values())) > 1:
+        found = ", ".join(map(str, counts.values()))
+        raise ValueError(f"{', '.join(counts)} have {found} rows; all must have one for each sequence, or all one for each row of {first}.")
+    names, count = " and ".join(counts), next(iter(counts.values()))
+    B = 1 if offsets is None else offsets.shape[0] - 1
+    allowed = {"sequence": B, "row": T} if per is None else {per: {"sequence": B, "row": T}[per]}
+    if count not in allowed.values():
+        said = {"sequence": f"B={B} (one a sequence)", "row": f"T={T} (one a row)"}
+        said |= {"sequence": "1 (one sequence)"} if offsets is None else {}
+        given = "without sequence_offsets" if offsets is None else f"with {B + 1} sequence_offsets"
+        given += "" if per is None else f" and per={per!r}"
+        needed = " or ".join(said[name] for name in allowed)
+        raise ValueError(f"{names} have {count} rows; {given} they must have {needed}.")
+    if per is None and B == T > 1:
+        raise ValueError(
+            f"{names} have {count} rows, and there are as many sequences as rows of {first} (B = T = {T}): "
+            "pass per='sequence' if each sequence has a vector, per='row' if each row has one."
+        )
+    return per == "row" or (per is None and count == T != B)
 
 
 def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[Any, Any]:

@@ -12,6 +12,8 @@ from jaxops._lib.plans import BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("fwd", "bwd")
+ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh")
+PER = ("sequence", "row")
 STATS = {"layer": ("mean", "rstd"), "rms": ("rstd",)}  # of each row, float32
 Pass = Literal["fwd", "bwd"]
 
@@ -51,7 +53,7 @@ class Spec:
 
     norm: Literal["layer", "rms"] | None
     eps: float
-    activation: Literal["silu", "gelu"] | None
+    activation: Literal["silu", "gelu", "gelu_tanh"] | None
     per_row: bool
     out_dtype: str
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.activations import MEANT
+
 
 def _rows_of_sequences(offsets: jax.Array, T: int) -> jax.Array:
     """[T, B] float32: 1 where a row is a sequence's."""
@@ -36,6 +38,6 @@ def adaln_reference(x, scale, shift, sequence_offsets, *, norm="layer", weight=N
         y = y * weight.astype(jnp.float32)[None, :]
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
-    y = {None: lambda y: y, "silu": jax.nn.silu, "gelu": lambda y: jax.nn.gelu(y, approximate=False)}[activation](y)
+    y = y if activation is None else MEANT[activation](y)
     y = y * (1 + _of_rows(scale, None if per_row else mine)) + _of_rows(shift, None if per_row else mine)
     return jnp.where(inside, y, 0)

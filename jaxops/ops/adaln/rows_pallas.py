@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.ragged import runs
 from jaxops.ops.adaln.plan import Rows, Spec
 
@@ -19,6 +20,11 @@ Chunks = list[jax.Array]  # one [step or 1, block] array for each `block` column
 def tile_count(T: int, B: int, rows: int) -> int:
     """Tiles, and so programs: one for each multiple of `rows` among the rows, and one for the head of each run but the first."""
     return pl.cdiv(T, rows) + B + 1
+
+
+def ceil_div(count: jax.Array, size: int) -> jax.Array:
+    """Of a traced int32 count, not negative. `pl.cdiv` makes the divisor int64 under jax_enable_x64."""
+    return lax.div(count + (size - 1), lax.full_like(count, size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +47,7 @@ def find_tile(offsets_ref, t: jax.Array, T: int, rows: int) -> Tile:
     is_head = t >= starts
     run = lax.cond(is_head, lambda: t - starts + 1, lambda: _run_of(offsets_ref, t * rows))
     lo, hi = run_bounds(offsets_ref, run, T)
-    first = pl.cdiv(lo, rows) * rows
+    first = ceil_div(lo, rows) * rows
     start = jnp.where(is_head, lo, t * rows)
     return Tile(run - 1, start, jnp.minimum(hi, jnp.where(is_head, first, start + rows)), lo, hi)
 
@@ -58,7 +64,7 @@ def _run_of(offsets_ref, row: jax.Array) -> jax.Array:
         stride = pl.cdiv(span, _WIDTH)
         i = first + stride * jnp.arange(_WIDTH, dtype=jnp.int32)
         passed = (plgpu.load(offsets_ref.at[jnp.minimum(i, count - 1)]) <= row) & (i < count)
-        found = jnp.sum(passed.astype(jnp.int32))
+        found = jnp.sum(passed, dtype=jnp.int32)
         if stride == 1:
             return first + found
         first, span = first + stride * jnp.maximum(found - 1, 0), stride
@@ -142,20 +148,7 @@ def affine(n: Chunks, weight: Chunks | None, bias: Chunks | None) -> Chunks:
 
 def activate(u: jax.Array, activation: str | None) -> tuple[jax.Array, jax.Array | None]:
     """The activation and its slope at u; None is a slope of one."""
-    if activation is None:
-        return u, None
-    if activation == "silu":
-        gate = jax.nn.sigmoid(u)
-        return u * gate, gate * (1 + u * (1 - gate))
-    cdf = 0.5 + 0.5 * _erf(u * 0.7071067811865476)
-    return u * cdf, cdf + u * jnp.exp(-0.5 * u * u) * 0.3989422804014327
-
-
-def _erf(x: jax.Array) -> jax.Array:
-    """Abramowitz and Stegun 7.1.26: at most 1.5e-7 off. Pallas does not lower erf through Triton."""
-    t = 1 / (1 + 0.3275911 * jnp.abs(x))
-    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    return jnp.where(x < 0, -1.0, 1.0) * (1 - series * jnp.exp(-x * x))
+    return (u, None) if activation is None else ACTIVATIONS[activation](u)
 
 
 def steps_of(tile: Tile, tiles: Rows, load, body, carry):
@@ -175,7 +168,7 @@ def steps_of(tile: Tile, tiles: Rows, load, body, carry):
 
     if tiles.step == tiles.rows:
         return one(0, carry)
-    steps = pl.cdiv(tile.end - tile.start, tiles.step)
+    steps = ceil_div(tile.end - tile.start, tiles.step)
     if tiles.ahead:
         return lax.fori_loop(0, steps, one_ahead, (load(*rows_of(0)), carry))[1]
     return lax.fori_loop(0, steps, one, carry)

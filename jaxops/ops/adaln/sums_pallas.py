@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
-from jaxops.ops.adaln.rows_pallas import run_bounds
+from jaxops.ops.adaln.rows_pallas import ceil_div, run_bounds
 
 # Few columns a program are many programs where one sequence holds all rows; that one's parts go by in steps of _MANY, the last ones in steps of _FEW.
 _COLUMNS, _MANY, _FEW = 64, 64, 16
@@ -25,8 +25,8 @@ def _sums_kernel(offsets_ref, sequences_ref, *refs, T: int, rows: int):
     inside = (sequence >= 0) & (sequence < B)
     sequence = jnp.clip(sequence, 0, B - 1)
     lo, hi = run_bounds(offsets_ref, sequence + 1, T)
-    first = pl.cdiv(lo, rows)
-    tiles = jnp.maximum(pl.cdiv(hi, rows) - first, 0)  # behind the head
+    first = ceil_div(lo, rows)
+    tiles = jnp.maximum(ceil_div(hi, rows) - first, 0)  # behind the head
     has_head = (first * rows > lo).astype(jnp.int32)
     # With more sequences than multiples of `rows`, each sequence that holds one is found through the first.
     mine = inside if by_sequence else inside & (first == program)
@@ -49,7 +49,7 @@ def _sums_kernel(offsets_ref, sequences_ref, *refs, T: int, rows: int):
         head, whole = jnp.broadcast_to(starts + sequence, (1, 1)), tiles // _MANY
         sums = [load(ref, head, jnp.broadcast_to(has_head > 0, (1, 1))) for ref in parts]
         sums = add(0, _MANY, whole, sums)
-        sums = add(whole * _MANY, _FEW, pl.cdiv(tiles - whole * _MANY, _FEW), sums)
+        sums = add(whole * _MANY, _FEW, ceil_div(tiles - whole * _MANY, _FEW), sums)
         for s, ref in zip(sums, out, strict=True):
             plgpu.store(ref.at[jnp.broadcast_to(sequence, (1, 1)), columns], s.astype(ref.dtype), mask=columns_in)
 

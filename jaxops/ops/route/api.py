@@ -141,7 +141,7 @@ def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any,
     if score not in SCORES:
         raise ValueError(f"score={score!r}: write {' or '.join(map(repr, SCORES))}.")
     if not 1 <= k <= E:
-        raise ValueError(f"k={k}; with logits {(T, E)} it must be from 1 to E={E}.")
+        raise ValueError(f"k={k} must be from 1 to E={E}, the number of experts.")
     if num_groups < 1 or E % num_groups:
         raise ValueError(f"num_groups={num_groups} must divide the E={E} experts into equal groups.")
     if not 1 <= top_groups <= num_groups:

@@ -85,7 +85,9 @@ def outside_of(case: dict):
 def apply(variant: Variant, plan: Plan | None, given: dict, offsets) -> dict:
     """The op's results by name: residual, y, or both."""
     affine = {name: given[name] for name in ("weight", "bias") if name in given}
-    found = getattr(jaxops, variant.op)(*(given[name] for name in OPERANDS[variant.op]), offsets, **affine, **variant.options, plan=plan)
+    per = "row" if variant.per_row else "sequence"
+    operands = (given[name] for name in OPERANDS[variant.op])
+    found = getattr(jaxops, variant.op)(*operands, offsets, **affine, **variant.options, per=per, plan=plan)
     return {"adaln": lambda: {"y": found}, "gated_residual": lambda: {"residual": found}}.get(
         variant.op, lambda: dict(zip(("residual", "y"), found, strict=True))
     )()

@@ -1,5 +1,6 @@
 """The contracts of every op: transformations, determinism, no host work, no recompilation."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,9 +12,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops._lib.fp8 import FP8
+from jaxops.ops.adaln import Plan
 from tests.compare import assert_close
-from tests.hopper import H200
-from tests.ops.adaln.cases import KERNELS, RUNS, Variant, apply, apply_reference, make_case, outside_of
+from tests.hopper import H200, lower_for_h200, on_h200
+from tests.jaxprs import equations
+from tests.ops.adaln.cases import KERNELS, MODULATION, RUNS, Variant, apply, apply_reference, check, make_case, outside_of
 
 VARIANT = Variant("gated_residual_adaln", eps=0.1, plan="whole")
 GIVEN = VARIANT.names
@@ -97,13 +101,18 @@ def test_remat_and_scan(run):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_second_order(run):
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_second_order(run, activation):
+    variant = dataclasses.replace(VARIANT, activation=activation)
+
     def directional(loss, given):
         return sum(jnp.sum(value**2) for value in jax.tree.leaves(jax.grad(loss)(given, CASE["offsets"])))
 
-    got = jit(jax.grad(functools.partial(directional, functools.partial(loss, run))))(OPERANDS)
+    got, want = (
+        jit(jax.grad(functools.partial(directional, functools.partial(f, variant=variant))))(OPERANDS) for f in (functools.partial(loss, run), reference_loss)
+    )
     # Twice through the norm, each time with its own differences of nearly equal numbers.
-    assert_trees_close(got, jit(jax.grad(functools.partial(directional, reference_loss)))(OPERANDS), scale=5)
+    assert_trees_close(got, want, scale=5)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -232,6 +241,62 @@ def test_only_one_result_is_wanted(run):
         f = jit(jax.grad(lambda given, name=name: jnp.sum(jnp.sin(apply(VARIANT, plan, given, CASE["offsets"])[name]))))
         want = jit(jax.grad(lambda given, name=name: jnp.sum(jnp.sin(apply_reference(VARIANT, given, CASE["offsets"], "float32")[name]))))
         assert_trees_close(f(OPERANDS), want(OPERANDS))
+
+
+X64 = [
+    Variant("gated_residual_adaln", "layer", "gelu", affine=True, plan="ahead"),
+    Variant("gated_residual_adaln", "rms", "gelu_tanh", affine=True, per_row=True, plan="steps"),
+    Variant("gated_residual", plan="single"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", X64, ids=["layer", "rms", "gate"])
+def test_under_x64(run, variant):
+    """With jax_enable_x64 values and gradients are the same, in the same dtypes."""
+    case = make_case([9, 0, 31, 2, 1], 37, per_row=variant.per_row, before=5, after=13)
+    with jax.enable_x64(True):
+        check(case, variant, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_results_under_x64(run, dtype):
+    variant, case = Variant(), make_case([9, 0, 31, 2, 1], 300, before=5, after=13)
+    operands = (case[name] for name in ("x", "scale", "shift", "offsets"))
+    call = functools.partial(jaxops.adaln, *operands, out_dtype=dtype, plan=variant.plan_for(run))
+    want = jit(call)()
+    with jax.enable_x64(True):
+        got = jit(call)()
+    assert (got.values.dtype, got.scales.dtype) == (jnp.dtype(dtype), jnp.float32)
+    np.testing.assert_array_equal(got.scales, want.scales)
+    np.testing.assert_array_equal(got.values.view(jnp.uint8), want.values.view(jnp.uint8))
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize("variant", X64, ids=["layer", "rms", "gate"])
+def test_no_array_is_64_bits_wide_under_x64(backend, variant):
+    """Traced and lowered as on an H200. Scalars may be: a Python number comes as one, and is cast where it meets an array."""
+    T, D, B = 300, 37, 200  # the search for a row's sequence takes two steps, the sums go by multiples of a tile's rows
+    shapes = dict.fromkeys(MODULATION, (T if variant.per_row else B, D)) | dict.fromkeys(("weight", "bias"), (D,))
+    shapes |= dict.fromkeys(("x", "h"), (T, D))
+    given = {name: jax.ShapeDtypeStruct(shapes[name], "bfloat16") for name in variant.names}
+
+    def gradients(given, offsets):
+        def summed(given):
+            return sum(jnp.sum(y.astype(jnp.float32)) for y in apply(variant, Plan(backend), given, offsets).values())
+
+        return jax.grad(summed)(given)
+
+    operands = given, jax.ShapeDtypeStruct((B + 1,), "int32")
+    with jax.enable_x64(True):
+        with on_h200():
+            jaxpr = jax.make_jaxpr(gradients)(*operands).jaxpr
+        lower_for_h200(gradients, *operands)
+    avals = [atom.aval for equation in equations(jaxpr) for atom in (*equation.invars, *equation.outvars)]
+    assert len(avals) > 200
+    wide = ("int64", "uint64", "float64")
+    assert [str(aval) for aval in avals if getattr(aval, "shape", ()) and aval.dtype in wide] == []
 
 
 def test_the_case_has_rows_outside():

@@ -20,6 +20,8 @@ ADALN = {"x": shape(T, D), "scale": shape(B, D), "shift": shape(B, D), "sequence
 GATED = {"residual": shape(T, D), "h": shape(T, D), "gate": shape(B, D), "sequence_offsets": OFFSETS}
 BOTH = GATED | {"scale": shape(B, D), "shift": shape(B, D)}
 
+SAME = dict.fromkeys(("scale", "shift"), shape(T, D)) | {"sequence_offsets": np.arange(T + 1, dtype=np.int32)}  # B = T
+
 # What differs from the arguments above, the error, and what its message must name. Shapes become arrays.
 ADALN_ERRORS = {
     "x-rank": ({"x": shape(2, T, D)}, ValueError, r"x has shape \(2, 8, 6\).*\[T, D\]"),
@@ -48,7 +50,34 @@ ADALN_ERRORS = {
     "bias-int": ({"bias": shape(D, dtype="int32")}, TypeError, r"bias is int32.*bias\.astype"),
     "norm": ({"norm": "batch"}, ValueError, "norm='batch'.*'layer' or 'rms'"),
     "norm-none": ({"norm": None}, ValueError, "norm=None.*'layer' or 'rms'"),
-    "activation": ({"activation": "relu"}, ValueError, "activation='relu'.*None, 'silu', 'gelu'"),
+    "activation": ({"activation": "relu"}, ValueError, "activation='relu'.*None, 'silu', 'gelu', 'gelu_tanh'"),
+    "eps-negative": ({"eps": -1}, ValueError, r"eps=-1 must be a finite number, at least 0"),
+    "eps-nan": ({"eps": float("nan")}, ValueError, r"eps=nan must be a finite number"),
+    "eps-inf": ({"eps": float("inf")}, ValueError, r"eps=inf must be a finite number"),
+    "eps-array": ({"eps": np.full(1, 1e-6)}, TypeError, r"eps is a ndarray; it must be a Python number"),
+    "eps-none": ({"eps": None}, TypeError, r"eps is a NoneType; it must be a Python number"),
+    "eps-bool": ({"eps": True}, TypeError, r"eps is a bool; it must be a Python number"),
+    "per": ({"per": "token"}, ValueError, r"per='token': write None, 'sequence', 'row'"),
+    "per-missing": (
+        SAME,
+        ValueError,
+        r"scale and shift have 8 rows.*as many sequences as rows of x \(B = T = 8\).*per='sequence'.*per='row'",
+    ),
+    "per-row-of-sequences": (
+        {"per": "row"},
+        ValueError,
+        r"scale and shift have 3 rows; with 4 sequence_offsets and per='row' they must have T=8 \(one a row\)\.",
+    ),
+    "per-sequence-of-rows": (
+        dict.fromkeys(("scale", "shift"), shape(T, D)) | {"per": "sequence"},
+        ValueError,
+        r"scale and shift have 8 rows; with 4 sequence_offsets and per='sequence' they must have B=3 \(one a sequence\)\.",
+    ),
+    "per-row-no-offsets": (
+        dict.fromkeys(("scale", "shift"), shape(1, D)) | {"per": "row", "sequence_offsets": None},
+        ValueError,
+        r"scale and shift have 1 rows; without sequence_offsets and per='row' they must have T=8",
+    ),
     "out_dtype": ({"out_dtype": "int32"}, TypeError, "out_dtype=int32.*bfloat16, float16, float32, float8_e4m3fn, float8_e5m2"),
     "backend": ({"backend": "triton"}, ValueError, "backend='triton'.*'auto', 'pallas' or 'xla'"),
     "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
@@ -63,6 +92,12 @@ GATED_ERRORS = {
     "gate-columns": ({"gate": shape(B, 1)}, ValueError, r"D of gate.* is 1.*D of residual is 6"),
     "gate-int": ({"gate": shape(B, D, dtype="int32")}, TypeError, r"gate is int32.*gate\.astype"),
     "gate-rows": ({"gate": shape(4, D)}, ValueError, r"gate have 4 rows; with 4 sequence_offsets.*B=3.*T=8"),
+    "per": ({"per": 1}, ValueError, r"per=1: write None, 'sequence', 'row'"),
+    "per-missing": (
+        {"gate": shape(T, D), "sequence_offsets": SAME["sequence_offsets"]},
+        ValueError,
+        r"gate have 8 rows.*B = T = 8.*per='row'",
+    ),
     "gate-rows-no-offsets": ({"sequence_offsets": None}, ValueError, r"gate have 3 rows; without sequence_offsets.*T=8"),
     "offsets-int64": ({"sequence_offsets": OFFSETS.astype(np.int64)}, TypeError, r"sequence_offsets is int64.*astype\(jnp\.int32\)"),
     "backend": ({"backend": "cuda"}, ValueError, "backend='cuda'.*'auto', 'pallas' or 'xla'"),
@@ -75,6 +110,9 @@ BOTH_ERRORS = {
     "weight-columns": ({"weight": shape(T)}, ValueError, r"len\(weight\) is 8.*D of residual is 6"),
     "norm": ({"norm": "RMS"}, ValueError, "norm='RMS'.*'layer' or 'rms'"),
     "activation": ({"activation": "tanh"}, ValueError, "activation='tanh'.*'silu'"),
+    "eps": ({"eps": -1e-6}, ValueError, r"eps=-1e-06 must be a finite number"),
+    "per-missing": ({**SAME, "gate": shape(T, D)}, ValueError, r"gate and scale and shift have 8 rows.*per='sequence'"),
+    "per": ({"per": "row"}, ValueError, r"gate and scale and shift have 3 rows.*per='row' they must have T=8"),
     "out_dtype": ({"out_dtype": "float64"}, TypeError, "out_dtype=float64.*float8_e4m3fn"),
     "plan-and-backend": ({"backend": "xla", "plan": Plan("pallas")}, ValueError, r"backend='xla' contradicts plan\.backend='pallas'"),
 }

@@ -1,0 +1,46 @@
+"""The activations against float64 arithmetic written out here."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxops._lib.activations import ACTIVATIONS, MEANT
+
+U = np.linspace(-9, 9, 4001)
+ROOT = math.sqrt(2 / math.pi)
+
+
+def logistic(u: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-u))
+
+
+def slope_of(value, u: np.ndarray) -> np.ndarray:
+    return (value(u + 1e-5) - value(u - 1e-5)) / 2e-5
+
+
+WANTED = {
+    "silu": lambda u: u * logistic(u),
+    "gelu": lambda u: u * np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in u]),
+    "gelu_tanh": lambda u: 0.5 * u * (1 + np.tanh(ROOT * (u + 0.044715 * u**3))),
+    "relu": lambda u: np.maximum(u, 0),
+    "sigmoid": logistic,
+}
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("name", WANTED)
+def test_values_and_slopes(name, x64):
+    assert set(WANTED) == set(ACTIVATIONS) == set(MEANT)
+    u = U[U != 0].astype(np.float32)  # relu has no slope at 0
+    with jax.enable_x64(x64):
+        value, slope = jax.jit(ACTIVATIONS[name])(u)
+        meant, meant_slope = (jax.jit(f)(u) for f in (MEANT[name], jax.vmap(jax.grad(MEANT[name]))))
+    assert {x.dtype for x in (value, slope, meant, meant_slope)} == {jnp.dtype("float32")}
+    wide = u.astype(np.float64)
+    for got in (value, meant):
+        np.testing.assert_allclose(got, WANTED[name](wide), atol=5e-7, rtol=2e-7)
+    for got in (slope, meant_slope):
+        np.testing.assert_allclose(got, slope_of(WANTED[name], wide), atol=3e-6, rtol=0)

@@ -1,0 +1,152 @@
+"""Layers made with what cannot work: an error where they are made, which names the argument."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxops.nn import (
+    AdaLayerNorm,
+    AdaLNZeroBlock,
+    AdaRMSNorm,
+    Fp8DotGeneral,
+    Fp8GroupedLinear,
+    Fp8Linear,
+    GroupedLinear,
+    MoE,
+    Router,
+)
+from jaxops.nn.arguments import make_part
+
+
+def mixer(y, sequence_offsets):
+    return y
+
+
+# A layer and what it is made of; all sizes are positional.
+LAYERS = {
+    "GroupedLinear": (GroupedLinear, {"num_groups": 4, "in_features": 8, "out_features": 8}),
+    "Fp8GroupedLinear": (Fp8GroupedLinear, {"num_groups": 4, "in_features": 8, "out_features": 8}),
+    "Fp8Linear": (Fp8Linear, {"in_features": 8, "out_features": 8}),
+    "Fp8DotGeneral": (Fp8DotGeneral, {}),
+    "AdaLayerNorm": (AdaLayerNorm, {"num_features": 8, "cond_features": 4}),
+    "AdaRMSNorm": (AdaRMSNorm, {"num_features": 8, "cond_features": 4}),
+    "AdaLNZeroBlock": (AdaLNZeroBlock, {"num_features": 8, "cond_features": 4, "mixer": mixer, "mlp": jnp.tanh}),
+    "Router": (Router, {"in_features": 8, "num_experts": 4, "k": 2}),
+    "MoE": (
+        MoE,
+        {"num_experts": 4, "in_features": 8, "hidden_features": 8, "router": functools.partial(Router, k=2)},
+    ),
+}
+
+
+def make(name: str, **change):
+    layer, arguments = LAYERS[name]
+    rngs = {} if layer is Fp8DotGeneral else {"rngs": nnx.Rngs(0)}
+    return layer(**arguments | change, **rngs)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_the_errors_differ_from_is_right(name):
+    make(name)
+
+
+SIZES = [(name, size) for name, (_, arguments) in LAYERS.items() for size, value in arguments.items() if isinstance(value, int)]
+
+
+@pytest.mark.parametrize(("name", "size"), [*SIZES, ("MoE", "shared_features"), ("Fp8Linear", "history"), ("Fp8DotGeneral", "history")])
+def test_sizes(name, size):
+    for wrong in (-1,) if size == "shared_features" else (0, -1):
+        with pytest.raises(ValueError, match=rf"{size}={wrong} must be"):
+            make(name, **{size: wrong})
+    for wrong in (2.0, "2"):
+        with pytest.raises(TypeError, match=rf"{size} is a (float|str); it must be an? .*integer"):
+            make(name, **{size: wrong})
+
+
+def test_sizes_may_be_of_numpy():
+    assert make("GroupedLinear", num_groups=np.int32(3)).kernel.shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_backend(name):
+    takes_triton = name not in ("AdaLayerNorm", "AdaRMSNorm", "AdaLNZeroBlock", "Router")
+    for backend in ("auto", "pallas", "xla", *(("triton",) if takes_triton else ())):
+        make(name, backend=backend)
+    known = "'auto', 'triton', 'pallas' or 'xla'" if takes_triton else "'auto', 'pallas' or 'xla'"
+    for wrong in ("cublas", None, *(() if takes_triton else ("triton",))):
+        with pytest.raises(ValueError, match=f"backend={wrong!r}: write {known}"):
+            make(name, backend=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "says"),
+    [
+        ("Router", {"k": 5}, ValueError, "k=5 must be from 1 to E=4, the number of experts"),
+        ("Router", {"score": "tanh"}, ValueError, "score='tanh': write 'softmax' or 'sigmoid'"),
+        ("Router", {"num_groups": 3}, ValueError, "num_groups=3 must divide the E=4 experts"),
+        ("Router", {"num_groups": 2, "top_groups": 3}, ValueError, "top_groups=3 must be from 1 to num_groups=2"),
+        ("Router", {"num_groups": 4}, ValueError, "k=2 experts cannot come from top_groups=1 groups of 1"),
+        ("Router", {"capacity": 0}, ValueError, "capacity=0 must be at least 1, or None"),
+        ("Router", {"scale": "2"}, TypeError, "scale is a str; it must be a Python number"),
+        ("MoE", {"activation": "swiglu"}, ValueError, "activation='swiglu': write 'silu', 'gelu'"),
+        ("MoE", {"router": functools.partial(Router, k=5)}, ValueError, "k=5 must be from 1 to E=4"),
+        ("MoE", {"router": Router(8, 5, 2, rngs=nnx.Rngs(0))}, ValueError, r"router has .* = \(8, 5\); this layer has \(8, 4\)"),
+        ("MoE", {"router": Router(9, 4, 2, rngs=nnx.Rngs(0))}, ValueError, r"router has .* = \(9, 4\); this layer has \(8, 4\)"),
+        ("Fp8Linear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of 'tensorwise'"),
+        ("Fp8GroupedLinear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
+        ("Fp8DotGeneral", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
+        ("AdaLNZeroBlock", {"norm": "batch"}, ValueError, "norm='batch': write 'layer' or 'rms'"),
+        ("AdaLNZeroBlock", {"per": "token"}, ValueError, "per='token': write None, 'sequence', 'row'"),
+        ("AdaLNZeroBlock", {"epsilon": -1}, ValueError, "eps=-1 must be a finite number, at least 0"),
+        ("AdaLNZeroBlock", {"epsilon": (1e-6, -1)}, ValueError, "eps=-1 must be a finite number"),
+        ("AdaLNZeroBlock", {"epsilon": (1e-6,)}, ValueError, r"epsilon=\(1e-06,\): write one number, or two"),
+        ("AdaLNZeroBlock", {"epsilon": "small"}, TypeError, "eps is a str; it must be a Python number"),
+        ("AdaLayerNorm", {"epsilon": float("nan")}, ValueError, "eps=nan must be a finite number"),
+        ("AdaLayerNorm", {"activation": "relu"}, ValueError, "activation='relu': write None, 'silu', 'gelu', 'gelu_tanh'"),
+        ("AdaRMSNorm", {"per": "sequences"}, ValueError, "per='sequences': write None, 'sequence', 'row'"),
+    ],
+    ids=str,
+)
+def test_options(name, change, error, says):
+    with pytest.raises(error, match=says):
+        make(name, **change)
+
+
+LINEAR = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "takes_no_offsets",
+    [
+        LINEAR,
+        nnx.Sequential(LINEAR, jnp.tanh),
+        nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)),
+        lambda y: y,
+        lambda y, *, scale=1: y,
+    ],
+    ids=["linear", "sequential", "attention", "one-argument", "keyword"],
+)
+def test_a_mixer_that_takes_no_offsets(takes_no_offsets):
+    with pytest.raises(ValueError, match=r"mixer is a .* it is called with \(y, sequence_offsets\)\. Wrap a layer"):
+        make("AdaLNZeroBlock", mixer=takes_no_offsets)
+
+
+@pytest.mark.parametrize(
+    "takes_offsets",
+    [lambda y, o: y, lambda y, sequence_offsets=None: y, lambda *args: args[0], nnx.Sequential(lambda y, offsets: y, LINEAR)],
+    ids=["any-name", "optional", "any-number", "sequential"],
+)
+def test_a_mixer_that_takes_offsets(takes_offsets):
+    make("AdaLNZeroBlock", mixer=takes_offsets)
+
+
+def test_parts_are_made_of_classes():
+    rngs = nnx.Rngs(0)
+    made = make_part(functools.partial(nnx.Linear, use_bias=False), 3, 5, rngs=rngs)
+    assert made.kernel.shape == (3, 5)
+    assert made.bias is None
+    for given in (made, jnp.tanh, functools.partial(jnp.sum, axis=0)):
+        assert make_part(given, 3, 5, rngs=rngs) is given

@@ -1,6 +1,5 @@
 """Checks of arguments, before anything is launched: what was passed, what is needed, what to write instead."""
 
-import math
 import numbers
 from typing import Any
 
@@ -79,12 +78,9 @@ def check_choice(name: str, value: str | None, known) -> None:
 
 def check_eps(name: str, value: Any) -> float:
     """value as a float: a finite Python number, at least 0."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        kind = type(value).__name__
-        raise TypeError(f"{name} is a {kind}; it must be a Python number, known when the call is traced.")
-    eps = float(value)
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{name}={value} must be a finite number, at least 0, such as 1e-6.")
+    eps = check_number(name, value)
+    if eps < 0:
+        raise ValueError(f"{name} is {value}; it must be at least 0, such as 1e-6.")
     return eps
 
 

@@ -78,7 +78,8 @@ MUTATIONS = {
         "ops/fp8_matmul/inside_triton.py", "narrow_scales = sb + min(narrow // 128, last) * steps",
         "narrow_scales = sb + min(wide // 128, last) * steps", FP8_INSIDE),
 }
-# What no run is sure to see (Triton itself puts a fence before most TMA stores, not before those of moe_mlp's backward): a look at the compiled code does, on any machine with Triton.
+# What no run is sure to see: a look at the compiled code does, on any machine with Triton. (Triton itself puts a fence before most TMA stores, but not before
+# those of moe_mlp's backward.)
 COMPILED = {
     "triton fence: after rows are gathered": (
         LIB, "if GATHERED:  # what", "if False:  # what", UNIT),

@@ -48,6 +48,7 @@ MODALITIES, CHAIN, NAN_ROW, DEAD = (
 MODAL_TILES, MODAL_PLAN = "tests/ops/modality_grouped_matmul/test_triton.py", "tests/ops/modality_grouped_matmul/test_plan.py"
 CASTS = "tests/offload/test_scan.py::test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type"
 SCAN, CHOICE, WHERE = "tests/offload/test_scan.py", "tests/offload/test_scan.py::test_every_choice", "tests/offload/test_scan.py::test_where_residuals_lie"
+LAUNCHES = "tests/_lib/test_launch_pallas.py"
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
@@ -214,11 +215,28 @@ MUTATIONS = {
     "fp8_matmul offset: a group's padded columns": (
         f"{FP8_MATMUL}/gemm_pallas.py", "_multiply(a, b, first, ", "_multiply(a, b, first + 1, ", GEMM_CONTRACTION),
     "fp8_matmul offset: a group's last step": (
-        f"{FP8_MATMUL}/gemm_pallas.py", "pl.cdiv(end - start, BLOCK))", "(end - start) // BLOCK)", GEMM_CONTRACTION),
+        f"{FP8_MATMUL}/gemm_pallas.py", "(end - start + BLOCK - 1) // BLOCK)", "(end - start) // BLOCK)", GEMM_CONTRACTION),
     "fp8_matmul offset: the last step of K": (
         f"{FP8_MATMUL}/gemm_pallas.py", "if K % BLOCK:", "if K < BLOCK:", GEMM_DENSE),
-    "fp8_matmul offset: the second part of a large stack": (
-        f"{FP8_MATMUL}/gemm_pallas.py", "offsets[g : g + fit + 1]", "offsets[: fit + 1]", f"{GEMM}::test_a_large_stack_goes_in_parts"),
+    "fp8_matmul offset: groups are counted by a stack that has more rows": (
+        f"{FP8_MATMUL}/gemm_pallas.py", "(M, N), K = out_ref.shape, a_ref.shape[1]", "(M, N), K, G = out_ref.shape, a_ref.shape[1], b_ref.shape[0]",
+        f"{GEMM}::test_rows_that_int32_does_not_reach"),
+    "launch offset: FP8 arrays of over 2^31 numbers get no more rows": (
+        "_lib/launch_pallas.py", "<= _MOST_BYTES", "< _MOST_INT32", f"{LAUNCHES}::test_an_array_in_the_window_gets_more_rows"),
+    "launch offset: one row too few for int64": (
+        "_lib/launch_pallas.py", "_MOST_BYTES // math.prod(x.shape[1:]) + 1", "_MOST_BYTES // math.prod(x.shape[1:])", f"{LAUNCHES}::test_the_windows_ends"),
+    "launch offset: a result keeps the rows that were added": (
+        "_lib/launch_pallas.py", "x[: like.shape[0]] if _overflows(like) else x", "x", f"{LAUNCHES}::test_an_array_in_the_window_gets_more_rows"),
+    "launch vmap: a batch whose arrays overflow is one launch": (
+        "_lib/launch_pallas.py", "if any(map(_overflows, [*moving, *results])):", "if False:", f"{LAUNCHES}::test_batches"),
+    "launch vmap: only operands are looked at": (
+        "_lib/launch_pallas.py", "[*moving, *results]", "moving", f"{LAUNCHES}::test_batched_operands_beside_unbatched_ones"),
+    "launch vmap: a batch of batches is as JAX batches it": (
+        "_lib/launch_pallas.py", "found = _batched_within_reach(every)(*operands)", "found = every(*operands)", f"{LAUNCHES}::test_batches"),
+    "quantize cast: an infinity saturates": (
+        "_lib/fp8.py", "jnp.where(jnp.abs(x) < jnp.inf, x, jnp.nan)", "x", DENSE),
+    "quantize scale: an infinity is the largest magnitude": (
+        "_lib/fp8.py", "jnp.where(size < jnp.inf, size, 0.0)", "without_nan(size)", "tests/ops/adaln/test_fp8.py::test_what_is_not_finite"),
     "quantize mask: a tile's rows go on past M": (
         f"{QUANTIZE}/cast_pallas.py", "else rows < M", "else rows < M + 1", STACKS),
     "quantize mask: the last column is left out": (
@@ -242,14 +260,13 @@ MUTATIONS = {
     "quantize index: patches lie one row apart": (
         f"{QUANTIZE}/tiles_pallas.py", "self._along(5)) * self.tile.patch", "self._along(5)) * 1", DENSE),
     "quantize index: rows and columns of the hash change places": (
-        f"{QUANTIZE}/cast_pallas.py", "+ p.g * M + p.rows, p.columns, (row_word", "+ p.g * M + p.columns, p.rows, (row_word", RANDOM),
+        f"{QUANTIZE}/cast_pallas.py", "random_bits(p.g * M + p.rows, p.columns, (row_word", "random_bits(p.g * M + p.columns, p.rows, (row_word", RANDOM),
     "quantize offset: the amax pass leaves out the last tiles": (
         f"{QUANTIZE}/amax_pallas.py", "lax.fori_loop(0, pl.cdiv(tiles, programs)", "lax.fori_loop(0, tiles // programs", TILES),
     "quantize offset: 128 columns more than a scale has": (
         f"{QUANTIZE}/tiles_pallas.py", "width = min(BLOCK, tile.cols) if by_blocks", "width = min(2 * BLOCK, tile.cols) if by_blocks", DENSE),
     "quantize offset: a matrix's rows are counted from its own first": (
-        f"{QUANTIZE}/api.py", "M * jnp.arange(G, dtype=jnp.int32)", "0 * jnp.arange(G, dtype=jnp.int32)",
-        f"{TENSORS}::test_a_stack_too_large_for_one_kernel"),
+        f"{QUANTIZE}/cast_pallas.py", "random_bits(p.g * M +", "random_bits(0 * M +", f"{TENSORS}::test_more_than_int32_reaches"),
     "glu mask: rows outside are read": (
         f"{GLU}/halves_pallas.py", "mask=self.inside, other=0.0", "mask=self.there, other=0.0", OUTSIDE),
     "glu mask: a row more than the groups have": (

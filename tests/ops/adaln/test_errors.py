@@ -110,7 +110,7 @@ BOTH_ERRORS = {
     "weight-columns": ({"weight": shape(T)}, ValueError, r"len\(weight\) is 8.*D of residual is 6"),
     "norm": ({"norm": "RMS"}, ValueError, "norm='RMS'.*'layer' or 'rms'"),
     "activation": ({"activation": "tanh"}, ValueError, "activation='tanh'.*'silu'"),
-    "eps": ({"eps": -1e-6}, ValueError, r"eps=-1e-06 must be a finite number"),
+    "eps": ({"eps": -1e-6}, ValueError, r"eps is -1e-06; it must be at least 0"),
     "per-missing": ({**SAME, "gate": shape(T, D)}, ValueError, r"gate and scale and shift have 8 rows.*per='sequence'"),
     "per": ({"per": "row"}, ValueError, r"gate and scale and shift have 3 rows.*per='row' they must have T=8"),
     "out_dtype": ({"out_dtype": "float64"}, TypeError, "out_dtype=float64.*float8_e4m3fn"),

@@ -95,8 +95,9 @@ def test_batches(small_window, shape):
 def test_batched_operands_beside_unbatched_ones(small_window):
     """Whichever is batched; and only the result falls into the window."""
     x, biases = x_of(10, WIDTH), jnp.arange(9 * WIDTH, dtype=jnp.float32).reshape(9, WIDTH) % 4
-    got = jax.jit(jax.vmap(double, in_axes=(None, 0)))(x, biases)
-    check(got, jnp.broadcast_to(x, (9, 10, WIDTH)), biases)
+    of_biases = jax.vmap(double, in_axes=(None, 0))
+    check(jax.jit(of_biases)(x, biases), jnp.broadcast_to(x, (9, 10, WIDTH)), biases)
+    assert shapes_of(of_biases, x, biases) == {(10, WIDTH)}
     xs = x_of(9, 10, WIDTH)
     check(jax.jit(jax.vmap(double, in_axes=(0, 0), out_axes=1))(xs, biases).swapaxes(0, 1), xs, biases)
 

@@ -101,7 +101,7 @@ def _contraction_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, 
     a = _Side(a_ref, a_scales_ref, scalings[0], (), jnp.minimum(rows, M - 1))
     b = _Side(b_ref, b_scales_ref, scalings[1], (), jnp.minimum(cols, N - 1))
     # A group's last step ends in zeros, which the quantiser has written: nothing is masked.
-    acc = _multiply(a, b, first, pl.cdiv(end - start, BLOCK))
+    acc = _multiply(a, b, first, (end - start + BLOCK - 1) // BLOCK)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     plgpu.store(out_ref.at[jnp.clip(g, 0, G - 1), rows[:, None], cols[None, :]], acc.astype(out_ref.dtype), mask=mask)
 

@@ -240,3 +240,9 @@ def test_a_matrix_that_int32_does_not_reach(run, shapes):
     a, b = (operand(np.random.default_rng(0), shape, "rowwise") for shape in shapes)
     with window(30_000):
         check(multiply(a, b, run=run), wide(a) @ wide(b).T, run)
+
+
+@pytest.mark.parametrize("run", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_contraction_with_64_bit_numbers(run):
+    with jax.enable_x64(True):
+        check_contraction(run, OUTER, (145, 0, 17), 3, 5, 19, 33)

@@ -1,9 +1,10 @@
-"""FP8: quantize and fp8_matmul."""
+"""FP8: quantize and fp8_matmul, and how arrays of many FP8 numbers are launched."""
 
 FP8_MATMUL, QUANTIZE = "ops/fp8_matmul", "ops/quantize"
 GEMM, TENSORS = "tests/ops/fp8_matmul/test_gemm.py", "tests/ops/quantize/test_values.py"
 GEMM_DENSE, GEMM_ROWS, GEMM_CONTRACTION = f"{GEMM}::test_dense", f"{GEMM}::test_rows", f"{GEMM}::test_contraction"
 DENSE, SHAPES, TILES, STACKS = (f"{TENSORS}::test_{name}" for name in ("bfloat16", "shapes", "tiles", "stack"))
+LAUNCHES = "tests/_lib/test_launch_pallas.py"
 GROUPS, RANDOM = "tests/ops/quantize/test_ragged.py::test_layouts", "tests/ops/quantize/test_stochastic.py::test_values"
 
 # fmt: off
@@ -27,7 +28,10 @@ MUTATIONS = {
     "fp8_matmul offset: a group's padded columns": (
         f"{FP8_MATMUL}/gemm_pallas.py", "_multiply(a, b, first, ", "_multiply(a, b, first + 1, ", GEMM_CONTRACTION),
     "fp8_matmul offset: a group's last step": (
-        f"{FP8_MATMUL}/gemm_pallas.py", "pl.cdiv(end - start, BLOCK))", "(end - start) // BLOCK)", GEMM_CONTRACTION),
+        f"{FP8_MATMUL}/gemm_pallas.py", "(end - start + BLOCK - 1) // BLOCK)", "(end - start) // BLOCK)", GEMM_CONTRACTION),
+    "fp8_matmul offset: groups are counted by a stack that has more rows": (
+        f"{FP8_MATMUL}/gemm_pallas.py", "(M, N), K = out_ref.shape, a_ref.shape[1]", "(M, N), K, G = out_ref.shape, a_ref.shape[1], b_ref.shape[0]",
+        f"{GEMM}::test_rows_that_int32_does_not_reach"),
     "fp8_matmul offset: the last step of K": (
         f"{FP8_MATMUL}/gemm_pallas.py", "if K % BLOCK:", "if K < BLOCK:", GEMM_DENSE),
     "quantize mask: a tile's rows go on past M": (
@@ -38,8 +42,12 @@ MUTATIONS = {
         f"{QUANTIZE}/cast_pallas.py", "rows_in = rows < end", "rows_in = rows < M", GROUPS),
     "quantize mask: rows outside the groups are written to columns": (
         f"{QUANTIZE}/cast_pallas.py", "rows_t_in = (block >= 0) & (", "rows_t_in = (block >= -1) & (", GROUPS),
-    "quantize mask: infinities are not saturated": (
-        "_lib/fp8.py", "jnp.where(values == values, jnp.minimum(jnp.maximum(values, -most), most), values)", "values", DENSE),
+    "quantize mask: what is too large does not saturate": (
+        "_lib/fp8.py", "jnp.where(values == values, jnp.minimum(jnp.maximum(values, -most), most), values)", "values", f"{TENSORS}::test_given_amax"),
+    "quantize mask: an infinity saturates": (
+        "_lib/fp8.py", "jnp.where(jnp.abs(x) < jnp.inf, x, jnp.nan)", "x", DENSE),
+    "quantize mask: an infinity is the largest magnitude": (
+        "_lib/fp8.py", "jnp.where(size < jnp.inf, size, 0.0)", "without_nan(size)", "tests/ops/adaln/test_fp8.py::test_what_is_not_finite"),
     "quantize mask: rows outside reach the tensor's scale": (
         f"{QUANTIZE}/amax_pallas.py", "(rows < M) & _inside(refs[1], rows)", "(rows < M) | _inside(refs[1], rows)", GROUPS),
     "quantize mask: rows behind the groups reach a column's scale": (
@@ -54,9 +62,23 @@ MUTATIONS = {
         f"{QUANTIZE}/tiles_pallas.py", "self._along(5)) * self.tile.patch", "self._along(5)) * 1", DENSE),
     "quantize index: rows and columns of the hash change places": (
         f"{QUANTIZE}/cast_pallas.py", "random_bits(p.g * M + p.rows, p.columns,", "random_bits(p.g * M + p.columns, p.rows,", RANDOM),
+    "quantize offset: a matrix's rows are counted from its own first": (
+        f"{QUANTIZE}/cast_pallas.py", "random_bits(p.g * M +", "random_bits(0 * M +", f"{TENSORS}::test_more_than_int32_reaches"),
     "quantize offset: the amax pass leaves out the last tiles": (
         f"{QUANTIZE}/amax_pallas.py", "lax.fori_loop(0, pl.cdiv(tiles, programs)", "lax.fori_loop(0, tiles // programs", TILES),
     "quantize offset: 128 columns more than a scale has": (
         f"{QUANTIZE}/tiles_pallas.py", "width = min(BLOCK, tile.cols) if by_blocks", "width = min(2 * BLOCK, tile.cols) if by_blocks", DENSE),
+    "launch offset: FP8 arrays of over 2^31 numbers get no more rows": (
+        "_lib/launch_pallas.py", "<= _MOST_BYTES", "< _MOST_INT32", f"{LAUNCHES}::test_an_array_in_the_window_gets_more_rows"),
+    "launch offset: one row too few for int64": (
+        "_lib/launch_pallas.py", "_MOST_BYTES // math.prod(x.shape[1:]) + 1", "_MOST_BYTES // math.prod(x.shape[1:])", f"{LAUNCHES}::test_the_windows_ends"),
+    "launch offset: a result keeps the rows that were added": (
+        "_lib/launch_pallas.py", "x[: like.shape[0]] if _overflows(like) else x", "x", f"{LAUNCHES}::test_an_array_in_the_window_gets_more_rows"),
+    "launch vmap: a batch whose arrays overflow is one launch": (
+        "_lib/launch_pallas.py", "if any(map(_overflows, [*moving, *results])):", "if False:", f"{LAUNCHES}::test_batches"),
+    "launch vmap: only operands are looked at": (
+        "_lib/launch_pallas.py", "[*moving, *results]", "moving", f"{LAUNCHES}::test_batched_operands_beside_unbatched_ones"),
+    "launch vmap: a batch of batches is as JAX batches it": (
+        "_lib/launch_pallas.py", "found = _batched_within_reach(every)(*operands)", "found = every(*operands)", f"{LAUNCHES}::test_batches"),
 }
 # fmt: on

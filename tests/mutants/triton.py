@@ -74,6 +74,8 @@ MUTATIONS = {
         "ops/fp8_matmul/gemm_triton.py", "c_end - row if inside else 0, N - col if inside else 0", "c_end - row, N - col", FP8),
     "triton fp8: a stage is released before its product is done": (
         "ops/fp8_matmul/gemm_triton.py", "acc = warpgroup_mma_wait(1, deps=[acc])", "acc = warpgroup_mma_wait(4, deps=[acc])", FP8),
+    "triton fp8 inside: an infinity saturates": (
+        "ops/fp8_matmul/inside_triton.py", 'scale = gl.where(amax < float("inf"), scale, float("nan"))', "scale = scale", FP8_INSIDE),
     "triton fp8 inside: the second block's scale": (
         "ops/fp8_matmul/inside_triton.py", "narrow_scales = sb + min(narrow // 128, last) * steps",
         "narrow_scales = sb + min(wide // 128, last) * steps", FP8_INSIDE),

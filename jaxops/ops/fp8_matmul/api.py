@@ -61,8 +61,8 @@ def fp8_matmul(
         and x's takes the row layout, or for one scale and 128x128 ones a transposed copy of the column layout.
       recipe: see above.
       w_quantized: `quantize(w, layouts="both")`, kept from an earlier call with the same w (another microbatch): w is not cast again; its gradient is.
-      amax: recipe "delayed" only, and needed there: the largest magnitudes of x and of w in earlier steps, two float32 scalars. Finite numbers larger
-        now saturate.
+      amax: recipe "delayed" only, and needed there: the largest magnitudes of x and of w in earlier steps, two float32 scalars. Finite
+        numbers that are larger now saturate.
       out_dtype: dtype of the result; x.dtype by default.
       pow2_scales: scales are powers of two. Of what is quantised here.
       backend: "auto" takes the fastest kernel there is: "triton" (Hopper, with jax-triton), "pallas" (Ada and later; interpreted on a CPU), and "xla" on

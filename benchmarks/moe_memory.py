@@ -16,7 +16,7 @@ import jax
 import typer
 from jax._src import xla_bridge
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from benchmarks import bench_moe, harness, shapes
 from benchmarks.shapes import MoeShape
@@ -49,7 +49,11 @@ def compiled_for(device: Any, side: str, shape: MoeShape, pass_name: str) -> Any
     # JAX calls the platform "gpu" and then looks for a device of it.
     canonicalize = xla_bridge.canonicalize_platform
     platforms = mock.patch.object(xla_bridge, "canonicalize_platform", lambda name: "cuda" if name in ("gpu", "cuda") else canonicalize(name))
-    with platforms, mock.patch.object(harness, "on_gpu", return_value=True), jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H200)):
+    with (
+        platforms,
+        mock.patch.object(harness, "on_gpu", return_value=True),
+        jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200)),
+    ):
         return jax.jit(bench_moe.program(side, shape, pass_name)).lower(*arguments).compile()
 
 

@@ -15,9 +15,12 @@ def differentiable(forward: Callable, fwd: Callable, bwd: Callable, *, static: i
       forward: the op; its first `static` arguments are static and hashable.
       fwd: takes what forward takes; returns its result and what the backward needs.
       bwd: takes the static arguments, what fwd has saved, and the cotangents of the result.
-      symbolic_zeros: as in `jax.custom_vjp.defvjp`.
+      symbolic_zeros: as in `jax.custom_vjp.defvjp`; then the op is not under `jax.jit`.
     """
     places = tuple(range(static))
     op = jax.custom_vjp(forward, nondiff_argnums=places)
     op.defvjp(fwd, bwd, symbolic_zeros=symbolic_zeros)
+    if symbolic_zeros:
+        # One traced call serves every choice of differentiated arguments under jax.jit, but what fwd saves depends on that choice.
+        return op
     return jax.jit(op, static_argnums=places, inline=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device, device_of
@@ -100,7 +100,7 @@ def test_operands_tell(monkeypatch):
 
 
 def test_the_mesh_tells():
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
     x = jnp.ones(2)
     with jax.sharding.use_abstract_mesh(mesh):
         assert device_of(x) == Device("NVIDIA H200", "gpu", (9, 0), 132)

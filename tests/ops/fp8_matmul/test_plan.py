@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jaxops
 from jaxops._lib import device as device_facts
@@ -109,7 +109,7 @@ def test_what_a_call_is_traced_for(monkeypatch, kind, installed, backend):
     """The abstract device of the enclosing mesh, not the machine that traces."""
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "" if installed else "they are not installed")
     abstract = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)):
         assert make_plan(PROBLEM, current_device()).backend == backend
 
 

@@ -23,6 +23,7 @@ from benchmarks.shapes import MoeShape
 
 SIDES = (bench_moe.OURS, bench_moe.UNFUSED)
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+_MESH = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200)
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048
@@ -52,7 +53,7 @@ def compiled_for(device: Any, side: str, shape: MoeShape, pass_name: str) -> Any
     with (
         platforms,
         mock.patch.object(harness, "on_gpu", return_value=True),
-        jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200)),
+        jax.sharding.use_abstract_mesh(_MESH),
     ):
         return jax.jit(bench_moe.program(side, shape, pass_name)).lower(*arguments).compile()
 

@@ -112,12 +112,17 @@ def gradient(body, policy):
     return jax.eval_shape(jax.grad(lambda x: jnp.sum(scan(body, x, WS, policy=policy)[0])), X)
 
 
-@pytest.mark.parametrize(("body", "names"), [
-    (of_mine, ("carry", "mine", "not_needed")),
-    (of_mine, ("mine.hidden",)),
-    (of_mine, ("moe_mlp", "adaln.stats", "router")),  # of another layer: one policy for both
-    (of_an_op, ("carry", "grouped_glu.gate", "grouped_glu")),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        (of_mine, ("carry", "mine", "not_needed")),
+        (of_mine, ("mine.hidden",)),
+        (of_mine, ("moe_mlp", "adaln.stats", "router")),  # of another layer: one policy for both
+        (of_an_op, ("carry", "grouped_glu.gate", "grouped_glu")),
+    ],
+    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_known_names(body, names):
     for by in (Policy(keep=names), Policy(offload=names)):
         gradient(body, by)

@@ -120,7 +120,6 @@ def gradient(body, policy):
         (of_mine, ("moe_mlp", "adaln.stats", "router")),  # of another layer: one policy for both
         (of_an_op, ("carry", "grouped_glu.gate", "grouped_glu")),
     ],
-    ids=str,
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_known_names(body, names):

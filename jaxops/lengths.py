@@ -1,5 +1,7 @@
 """Lengths that many batches share, so that few programs are compiled."""
 
+from jaxops._lib.checks import check_integer
+
 
 def bucket_length(length: int, *, multiple: int = 128, steps: int = 8) -> int:
     """The length to which `length` rows are padded, so that batches of any length share few compiled programs.
@@ -24,10 +26,9 @@ def bucket_length(length: int, *, multiple: int = 128, steps: int = 8) -> int:
 
     Raises:
       ValueError: a negative length, or a multiple or steps below 1.
+      TypeError: anything but Python and numpy integers. Of an array on a device write int(length), which waits for it.
     """
-    for name, value, least in (("length", length, 0), ("multiple", multiple, 1), ("steps", steps, 1)):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}.")
+    length, multiple, steps = check_integer("length", length, 0), check_integer("multiple", multiple, 1), check_integer("steps", steps, 1)
     step = multiple
     while length > 2 * steps * step:
         step *= 2

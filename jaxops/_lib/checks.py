@@ -25,14 +25,15 @@ def check_float(name: str, x: jax.Array, shape: str) -> None:
         raise TypeError(f"{name} is {jnp.dtype(x.dtype).name}; the kernels take {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
 
 
-def check_dtype(name: str, dtype, known: tuple[str, ...]) -> jnp.dtype:
-    """The dtype, one of those known by these names."""
+def check_dtype(name: str, dtype, known: tuple[str, ...] = ()) -> jnp.dtype:
+    """The dtype, one of those known by these names; any without names."""
+    needed = f"it must be one of {', '.join(known)}." if known else "it must be a dtype, such as jnp.float32."
     try:
         found = jnp.dtype(dtype)
     except TypeError as error:  # numpy's own error does not say of which argument
-        raise TypeError(f"{name}={dtype!r}; it must be one of {', '.join(known)}.") from error
-    if found.name not in known:
-        raise TypeError(f"{name}={found.name}; it must be one of {', '.join(known)}.")
+        raise TypeError(f"{name}={dtype!r}; {needed}") from error
+    if known and found.name not in known:
+        raise TypeError(f"{name}={found.name}; {needed}")
     return found
 
 
@@ -48,11 +49,11 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_integer(name: str, value: Any, least: int) -> int:
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """value is a Python or numpy integer, known when the call is traced, and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python integer, known when the call is traced.")
-    if value < least:
+    if least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}.")
     return int(value)
 

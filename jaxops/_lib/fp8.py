@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.checks import check_array, float_dtype
+
 BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (DeepSeek-V3, arXiv:2412.19437)
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 SCALINGS = ("tensorwise", "rowwise", "block_1x128", "block_128x128")
@@ -54,8 +56,14 @@ class Quantized:
         Args:
           weight: [N, K] float8_e4m3fn, or a stack [G, N, K].
           weight_scale_inv: [cdiv(N, 128), cdiv(K, 128)] float32 (a stack: [G, ...]), what a block is multiplied by.
-          dtype: of w, once dequantised.
+          dtype: of w, once dequantised: bfloat16, float16 or float32.
+
+        Raises:
+          ValueError: scales of another shape.
+          TypeError: other dtypes.
         """
+        check_array("weight", weight, "a float8 array [N, K] or [G, N, K]")
+        check_array("weight_scale_inv", weight_scale_inv, "a float32 array, a scale for each 128 x 128")
         *stack, N, K = weight.shape
         needed = (*stack, -(-N // BLOCK), -(-K // BLOCK))
         if jnp.dtype(weight.dtype).name not in FP8:
@@ -64,7 +72,7 @@ class Quantized:
             raise ValueError(f"weight_scale_inv has shape {weight_scale_inv.shape}; a weight {weight.shape} needs {needed}, a scale for each 128 x 128.")
         if weight_scale_inv.dtype != jnp.float32:
             raise TypeError(f"weight_scale_inv is {weight_scale_inv.dtype}; write weight_scale_inv.astype(jnp.float32).")
-        return cls(None, None, weight, weight_scale_inv, scaling="block_128x128", dtype=dtype)
+        return cls(None, None, weight, weight_scale_inv, scaling="block_128x128", dtype=float_dtype("dtype", dtype).name)
 
 
 def _bits(x: jax.Array) -> jax.Array:

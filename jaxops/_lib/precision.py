@@ -36,6 +36,8 @@ def resolve_precision(precision: lax.PrecisionLike, dtype) -> tuple[lax.Precisio
     if isinstance(precision, lax.DotAlgorithm):  # before tuples: it is one
         raise NotImplementedError(f"precision={precision}: a DotAlgorithm is not supported. Write {_alternatives(dtype)}.")
     if isinstance(precision, (tuple, list)):
+        if len(precision) != 2:
+            raise ValueError(f"precision={precision!r} has {len(precision)} entries; write one precision, or a pair, one for each operand.")
         return max((resolve_precision(p, dtype) for p in precision), key=lambda found: found[0].value)  # pyright: ignore[reportArgumentType]
     if isinstance(precision, lax.DotAlgorithmPreset):
         precision = precision.name
@@ -46,7 +48,12 @@ def resolve_precision(precision: lax.PrecisionLike, dtype) -> tuple[lax.Precisio
             raise NotImplementedError(f"precision={precision} of {dtype.name} operands: no kernel has it. Write {_alternatives(dtype)}.")
         precision, name = _OF_FLOAT32[precision]
         return precision, jnp.dtype(name)
-    return lax.Precision(precision), dtype
+    try:
+        if precision is None or isinstance(precision, (str, lax.Precision)):  # an enumeration takes its numbers, too, and True for one of them
+            return lax.Precision(precision), dtype
+    except ValueError:
+        pass
+    raise ValueError(f"precision={precision!r}: write None, 'default', 'high', 'highest', or the name of a jax.lax.DotAlgorithmPreset.")
 
 
 def kernels_have(precision: lax.PrecisionLike, dtype) -> bool:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import FLOATS, check_choice, check_eps, check_float, check_offsets, check_size
+from jaxops._lib.checks import FLOATS, check_choice, check_dtype, check_eps, check_float, check_offsets, check_size
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import BLOCK, FP8, Quantized
@@ -195,12 +195,9 @@ def _prepare(rows: dict, modulation: dict, offsets, per, norm, affine: dict, eps
         if value is not None:
             check_float(name, value, "[D]")
             check_size(f"len({name})", value.shape[0], f"D of {first}", D)
-    if norm not in (STATS if "scale" in modulation else (None,)):
-        raise ValueError(f"norm={norm!r}: write {' or '.join(map(repr, STATS))}.")
+    check_choice("norm", norm, STATS if "scale" in modulation else (None,))
     check_choice("activation", activation, ACTIVATIONS)
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    if out not in (*FLOATS, *FP8):
-        raise TypeError(f"out_dtype={out}; it must be one of {', '.join((*FLOATS, *FP8))}.")
+    out = check_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype, (*FLOATS, *FP8)).name
     spec = Spec(norm, check_eps("eps", eps), activation, per_row, out)
     values: dict[str, Any] = dict.fromkeys(Arrays._fields) | modulation | affine
     values |= {"x": x, "h": rows.get("h"), "offsets": offsets}

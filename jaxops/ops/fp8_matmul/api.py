@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import FLOATS, check_array, check_size
+from jaxops._lib.checks import FLOATS, check_array, check_flag, check_size
 from jaxops._lib.device import device_of
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.tuned import tuned_rows
@@ -103,7 +103,7 @@ def fp8_matmul(
     device = device_of(x, w)
     problem = Problem(math.prod(leading), K, N, recipe, jnp.dtype(x.dtype).name)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
-    spec = Spec(chosen, plan, problem.dtype, jnp.dtype(w.dtype).name, out, pow2_scales)
+    spec = Spec(chosen, plan, problem.dtype, jnp.dtype(w.dtype).name, out, check_flag("pow2_scales", pow2_scales))
     results: Any = product(spec, Operands(x, w, w_quantized, amax))
     y, measured = results[0].reshape(*leading, N), results[1]
     return (y, measured) if chosen.delayed else y

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import check_offsets, check_size
+from jaxops._lib.checks import check_flag, check_offsets, check_size
 from jaxops._lib.device import device_of
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.tuned import tuned_rows
@@ -73,6 +73,6 @@ def fp8_grouped_matmul(
     device = device_of(lhs, rhs, group_offsets)
     problem = Problem(M, K, N, recipe, jnp.dtype(lhs.dtype).name, G)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
-    spec = Spec(chosen, plan, problem.dtype, jnp.dtype(rhs.dtype).name, out, pow2_scales)
+    spec = Spec(chosen, plan, problem.dtype, jnp.dtype(rhs.dtype).name, out, check_flag("pow2_scales", pow2_scales))
     results: Any = product(spec, Operands(lhs, rhs, rhs_quantized, None, group_offsets))
     return results[0]

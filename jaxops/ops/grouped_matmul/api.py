@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import FLOATS, check_array, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import FLOATS, check_array, check_dtype, check_flag, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import Device, device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
@@ -73,6 +73,7 @@ def grouped_matmul(
 
     Source: the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) over ragged rows instead of padded blocks.
     """
+    transpose_rhs = check_flag("transpose_rhs", transpose_rhs)
     check_float("lhs", lhs, "[M, K]")
     check_float("rhs", rhs, "[G, N, K]" if transpose_rhs else "[G, K, N]")
     check_offsets(group_offsets)
@@ -138,7 +139,7 @@ def grouped_wgrad(
         check_float("accumulate_into", accumulate_into, "[G, K, N]")
         if accumulate_into.shape != (G, K, N):
             raise ValueError(f"accumulate_into has shape {tuple(accumulate_into.shape)}; it must be [G, K, N] = {(G, K, N)}.")
-        if out_dtype is not None and jnp.dtype(out_dtype) != accumulate_into.dtype:
+        if out_dtype is not None and float_dtype("out_dtype", out_dtype) != accumulate_into.dtype:
             raise TypeError(f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave out_dtype away.")
         out_dtype = accumulate_into.dtype
     plan = _plan(Problem(G, M, K, N, compute.name), device_of(lhs, dout, group_offsets), backend, plan)
@@ -212,7 +213,7 @@ def ragged_dot(
     if preferred_element_type is None:  # bfloat16 with float16 multiplies in float32 and gives bfloat16, as in JAX
         one = [jax.ShapeDtypeStruct((1, 1), x.dtype) for x in (lhs, rhs)]
         preferred_element_type = jax.eval_shape(lax.dot, *one).dtype
-    out = jnp.dtype(preferred_element_type)
+    out = check_dtype("preferred_element_type", preferred_element_type)
     lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
     if dtype.name in FLOATS and out.name in FLOATS and kernels_have(precision, dtype):
         return grouped_matmul(lhs, rhs, offsets, precision=precision, out_dtype=out, backend=backend, plan=plan)

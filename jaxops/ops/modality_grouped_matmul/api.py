@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import check_float, check_offsets, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import check_flag, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
@@ -78,6 +78,7 @@ def modality_grouped_matmul(
 
     Source: the experts by modality of MoMa (Lin et al. 2024, arXiv:2407.21770), with the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
     """
+    transpose_rhs = check_flag("transpose_rhs", transpose_rhs)
     needed = "[G, N, K]" if transpose_rhs else "[G, K, N]"
     check_float("lhs", lhs, "[M, K]")
     if not isinstance(rhs, (tuple, list)):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import check_array, check_choice, check_float, check_offsets
+from jaxops._lib.checks import check_array, check_choice, check_dtype, check_flag, check_float, check_offsets, float_dtype
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
@@ -80,7 +80,7 @@ def quantize(
     al. 2022 (arXiv:2209.05433); stochastic rounding: Gupta et al. 2015 (arXiv:1502.02551).
     """
     spec = _check(x, scaling, dtype, layouts, group_offsets, amax)
-    return _run(dataclasses.replace(spec, pow2=bool(pow2_scales)), x, key, group_offsets, amax, backend, plan)[0]
+    return _run(dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales)), x, key, group_offsets, amax, backend, plan)[0]
 
 
 def quantize_measured(
@@ -98,7 +98,7 @@ def quantize_measured(
     With amax given it is still one pass over x.
     """
     spec = _check(x, "tensorwise", dtype, layouts, None, amax)
-    return _run(dataclasses.replace(spec, pow2=bool(pow2_scales), measure=True), x, None, None, amax, backend, plan)
+    return _run(dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales), measure=True), x, None, None, amax, backend, plan)
 
 
 def dequantize(q: Quantized, dtype=None) -> jax.Array:
@@ -110,24 +110,25 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
 
     Args:
       q: from `quantize`, `Quantized.from_deepseek`, or `jaxops.adaln`. `dequantize(q.T).T` takes the column layout where there are both.
-      dtype: of the result; by default the dtype of the tensor before.
+      dtype: of the result: bfloat16, float16 or float32; by default the dtype of the tensor before.
 
     Returns:
       [M, K] or, of a stack, [G, M, K].
 
     Raises:
-      TypeError: q is no `Quantized`.
+      TypeError: q is no `Quantized`; another dtype.
       NotImplementedError: ragged groups of which only the column layout is there: the number of rows is not known any more.
     """
     if not isinstance(q, Quantized):
         raise TypeError(f"q is a {type(q).__name__}; pass what jaxops.quantize gave.")
+    dtype = float_dtype("dtype", q.dtype if dtype is None else dtype)
     if q.values is None and q.group_offsets is not None:
         raise NotImplementedError("the padded columns of ragged groups do not say how many rows there were: quantise with layouts='row' or 'both'.")
     *stack, M, K = q.values.shape if q.values is not None else q.values_t.mT.shape  # pyright: ignore[reportOptionalMemberAccess]  # one is there
     shape = (stack[0] if stack else 1, M, K)
     arrays = q if stack else jax.tree.map(lambda leaf: leaf[None], q)
     out = dequantize_xla(arrays, shape)
-    return out.reshape(*stack, M, K).astype(q.dtype if dtype is None else dtype)
+    return out.reshape(*stack, M, K).astype(dtype)
 
 
 def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> tuple[Quantized, Any]:
@@ -157,9 +158,7 @@ def _check(x, scaling, dtype, layouts, offsets, amax) -> Spec:
     check_float("x", x, "[M, K]" if len(x.shape) == 2 else "[G, M, K]")
     check_choice("scaling", scaling, SCALINGS)
     check_choice("layouts", layouts, LAYOUTS)
-    fp8 = jnp.dtype(dtype).name
-    if fp8 not in FP8:
-        raise TypeError(f"dtype={fp8}; it must be one of {', '.join(FP8)}.")
+    fp8 = check_dtype("dtype", dtype, FP8).name
     if offsets is not None:
         check_offsets(offsets)
         if len(x.shape) == 3:

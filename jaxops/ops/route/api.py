@@ -1,15 +1,14 @@
 """The public functions: checks, then the custom_vjp that wires the passes together."""
 
 import dataclasses
-import numbers
-import operator
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import check_array, check_float
+from jaxops._lib.checks import check_array, check_choice, check_flag, check_float, check_integer, check_number
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
@@ -87,8 +86,6 @@ def route(
     check_float("logits", logits, "[T, E]")
     T, E = logits.shape
     spec = _check(T, E, k, score, num_groups, top_groups, capacity)
-    if isinstance(scale, jax.Array) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a Python number. Multiply the weights by an array instead.")
     if bias is not None:
         check_array("bias", bias, "a float32 array [E]")
         if tuple(bias.shape) != (E,):
@@ -97,11 +94,11 @@ def route(
             raise TypeError(f"bias is {bias.dtype}; write bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost.")
         bias = jax.lax.stop_gradient(bias)
     plan = make_plan(Problem(T, E), device_of(logits, bias), backend=backend, plan=plan)
-    spec = dataclasses.replace(spec, normalize=bool(normalize), scale=float(scale))
+    spec = dataclasses.replace(spec, normalize=check_flag("normalize", normalize), scale=check_number("scale", scale))
     return _route(spec, plan, *vary_together(logits, bias))
 
 
-def update_router_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
+def update_router_bias(bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:
     """The next step's bias: `rate` more for an expert that fewer tokens chose than the mean, `rate` less for one that more did.
 
     Once a training step, outside the gradient; with several devices, of the load's sum over them (`jax.lax.psum`).
@@ -113,13 +110,14 @@ def update_router_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Arr
     Args:
       bias: [E] float32, as `route` takes it.
       load: [E], a number for each expert: `Routing.load`, or its sum over devices or microbatches.
-      rate: the size of the step; DeepSeek-V3 has 0.001, and 0 at the end.
+      rate: the size of the step, a number or a scalar array; DeepSeek-V3 has 0.001, and 0 at the end.
 
     Returns:
       [E] float32.
 
     Raises:
       ValueError: bias and load of different shapes.
+      TypeError: a rate that is no number.
 
     Source: Wang et al. 2024 (arXiv:2408.15664), and DeepSeek-V3 (arXiv:2412.19437), 2.1.2.
     """
@@ -127,19 +125,16 @@ def update_router_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Arr
     check_array("load", load, "the load [E] of a Routing")
     if bias.shape != load.shape or len(bias.shape) != 1:
         raise ValueError(f"bias has shape {tuple(bias.shape)} and load {tuple(load.shape)}; both must be [E].")
+    if not isinstance(rate, (jax.Array, np.ndarray)) or rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.number):
+        rate = check_number("rate", rate)
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(load) - load)
 
 
 def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any, capacity: Any) -> Spec:
     """The static part of a call; normalize and scale are filled in later."""
-    sizes = {"k": k, "num_groups": num_groups, "top_groups": top_groups, "capacity": capacity}
-    for name, value in sizes.items():
-        if isinstance(value, jax.Array) or (not hasattr(value, "__index__") and not (name == "capacity" and value is None)):
-            raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python integer, known when the call is traced.")
-    k, num_groups, top_groups = (operator.index(value) for value in (k, num_groups, top_groups))
-    if score not in SCORES:
-        raise ValueError(f"score={score!r}: write {' or '.join(map(repr, SCORES))}.")
+    k, num_groups, top_groups = check_integer("k", k), check_integer("num_groups", num_groups), check_integer("top_groups", top_groups)
+    check_choice("score", score, SCORES)
     if not 1 <= k <= E:
         raise ValueError(f"k={k} must be from 1 to E={E}, the number of experts.")
     if num_groups < 1 or E % num_groups:
@@ -148,12 +143,12 @@ def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any,
         raise ValueError(f"top_groups={top_groups} must be from 1 to num_groups={num_groups}.")
     if k > top_groups * (E // num_groups):
         raise ValueError(f"k={k} experts cannot come from top_groups={top_groups} groups of {E // num_groups}: at most {top_groups * (E // num_groups)} can.")
-    if capacity is not None and operator.index(capacity) < 1:
+    if capacity is not None and check_integer("capacity", capacity) < 1:
         raise ValueError(f"capacity={capacity} must be at least 1, or None to drop nothing.")
     if T * E >= _MOST_ELEMENTS:
         raise ValueError(f"logits have {T} x {E} elements; row numbers are int32, so fewer than 2**31 are possible: route the tokens in parts.")
     # A token chooses an expert once, so T rows are as many as there can be; and all groups are as good as none.
-    capacity = None if capacity is None or operator.index(capacity) >= T else operator.index(capacity)
+    capacity = None if capacity is None or capacity >= T else int(capacity)
     num_groups, top_groups = (1, 1) if top_groups == num_groups else (num_groups, top_groups)
     return Spec(k, score, True, 1.0, num_groups, top_groups, capacity)
 

@@ -1,0 +1,145 @@
+"""Arguments that are no arrays, of every public function: nonsense is an error that names the argument, before anything is computed."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxops
+
+X, XS, EXPERTS, ONE = jnp.ones((4, 8)), jnp.ones((4, 8), jnp.bfloat16), jnp.ones((2, 8, 8)), jnp.ones((1, 8))
+OFFSETS = jnp.array([0, 2, 4], jnp.int32)
+ROUTING = jaxops.route(jnp.ones((4, 2)), 1)
+FP8 = jaxops.quantize(X)
+# A call of each public function that is right.
+CALLS: dict[str, tuple] = {
+    "adaln": (X, ONE, ONE),
+    "bucket_length": (5,),
+    "combine": (X, ROUTING),
+    "dequantize": (FP8,),
+    "fp8_grouped_matmul": (X, EXPERTS, OFFSETS),
+    "fp8_matmul": (X, EXPERTS[0]),
+    "gated_residual": (X, X, ONE),
+    "gated_residual_adaln": (X, X, ONE, ONE, ONE),
+    "grouped_glu": (X, EXPERTS, EXPERTS, OFFSETS),
+    "grouped_matmul": (X, EXPERTS, OFFSETS),
+    "grouped_wgrad": (X, X, OFFSETS),
+    "modality_grouped_matmul": (X, (EXPERTS[:1], EXPERTS[1:]), OFFSETS),
+    "moe_mlp": (X, EXPERTS, EXPERTS, EXPERTS, ROUTING),
+    "permute": (X, ROUTING),
+    "quantize": (X,),
+    "ragged_dot": (X, EXPERTS, jnp.array([2, 2])),
+    "route": (X, 2),
+    "update_router_bias": (jnp.zeros(8), jnp.ones(8), 0.1),
+}
+ARRAY = jnp.int32(3)
+
+
+class Rule(NamedTuple):
+    """What an argument takes and refuses: values that are right, of a wrong kind (TypeError), and out of range (ValueError)."""
+
+    right: tuple = ()
+    kind: tuple = ()
+    value: tuple = ()
+
+
+FLAG = Rule((True, np.False_), ("no", 1, 0.0, None, ARRAY, np.ones(1, bool)))
+FLOAT = Rule((None, "bfloat16", jnp.float16, np.dtype("float32")), ("foo", int, 3, 1.5, "int8", "float64", True, object()))
+CHOICE = ("foo", "", None, 3, True, ["xla"], b"xla")
+OPTION = tuple(value for value in CHOICE if value is not None)
+COUNT = ("2", 2.0, True, ARRAY, np.float32(2), np.ones(1, int))
+PRECISION = Rule(
+    (None, "highest", "high", lax.Precision.HIGH, ("high", "default"), (None, "highest"), "F32_F32_F32", lax.DotAlgorithmPreset.TF32_TF32_F32),
+    (),
+    ("foo", "", 1, 3, True, 1.5, [], ("high",), ("high", "high", "high"), ("high", "foo"), object()),
+)
+# By argument's name; by function and argument where functions differ.
+RULES = {
+    "activation": Rule((None, "silu"), (), OPTION),
+    "grouped_glu.activation": Rule(("silu",), (), CHOICE),
+    "moe_mlp.activation": Rule(("silu",), (), CHOICE),
+    "per": Rule((None, "sequence"), (), OPTION),
+    "backend": Rule(("auto", "xla"), (), CHOICE),
+    "bucket_length.length": Rule((0, np.int64(7)), (*COUNT, 10.5, None), (-1,)),
+    "capacity": Rule((None, 3, np.int32(3)), COUNT, (0, -1)),
+    "compute_dtype": FLOAT,
+    "dequantize.dtype": FLOAT,
+    "eps": Rule((0, 0.0, 1e-5, np.float32(1e-5)), ("1e-6", None, True, jnp.float32(1e-6)), (-1, -1e-9, float("nan"), float("inf"))),
+    "k": Rule((1, np.int64(2)), COUNT, (0, -1, 9)),
+    "layouts": Rule(("col",), (), CHOICE),
+    "multiple": Rule((1, np.int32(7)), (*COUNT, None), (0, -128)),
+    "norm": Rule(("rms",), (), CHOICE),
+    "normalize": FLAG,
+    "num_groups": Rule((2, np.int64(2)), (*COUNT, None), (0, -1, 3)),
+    "out_dtype": FLOAT,
+    "pow2_scales": FLAG,
+    "precision": PRECISION,
+    "preferred_element_type": Rule((None, "bfloat16", jnp.float32), ("foo", 1.5, object())),
+    "quantize.dtype": Rule((jnp.float8_e5m2, "float8_e4m3fn"), ("foo", float, 3, "float32", "float8", object())),
+    "rate": Rule((0, 0.5, np.float32(0.5), jnp.float32(0.5), np.array(0.5)), ("0.1", None, True, jnp.ones(8), np.ones((2, 8))), (float("nan"),)),
+    "recipe": Rule(("rowwise",), (), CHOICE),
+    "save": Rule(("nothing",), (), CHOICE),
+    "scale": Rule((2, 2.5, np.float32(2.5)), ("1", None, True, ARRAY, np.ones(1)), (float("nan"), float("inf"))),
+    "scaling": Rule(("rowwise",), (), CHOICE),
+    "score": Rule(("sigmoid",), (), CHOICE),
+    "steps": Rule((1, np.int32(3)), (*COUNT, None), (0, -8)),
+    "top_groups": Rule((1, np.int64(1)), (*COUNT, None), (0, -1, 2)),
+    "transpose_rhs": FLAG,
+}
+# Arrays, checked with each op's shapes, in its own tests; and plans, of which all ops keep one rule.
+OTHERS = {
+    *("accumulate_into", "amax", "bias", "dout", "gate", "group_offset", "group_offsets", "group_sizes", "h", "key", "lhs", "load", "logits", "out_sharding"),
+    *("plan", "q", "residual", "rhs", "rhs_quantized", "routing", "rows", "scale", "sequence_offsets", "shift", "w", "w_down", "w_gate", "w_quantized", "w_up"),
+    *("weight", "x"),
+}
+
+
+def rule_of(function: str, argument: str) -> Rule | None:
+    if function in ("adaln", "gated_residual_adaln") and argument == "scale":  # an array there
+        return None
+    return RULES.get(f"{function}.{argument}", RULES.get(argument))
+
+
+def arguments_of(function: str) -> list[str]:
+    return list(inspect.signature(getattr(jaxops, function)).parameters)
+
+
+CHECKED = [(function, argument) for function in CALLS for argument in arguments_of(function) if rule_of(function, argument)]
+
+
+def call(function: str, argument: str, value: Any) -> None:
+    given = dict(zip(arguments_of(function), CALLS[function], strict=False)) | {argument: value}
+    jax.block_until_ready(getattr(jaxops, function)(**given))
+
+
+def test_every_function_and_argument_is_in_the_table():
+    functions = {name for name in jaxops.__all__ if inspect.isfunction(getattr(jaxops, name))}
+    assert set(CALLS) == functions
+    others = {argument for function in CALLS for argument in arguments_of(function) if (function, argument) not in CHECKED}
+    assert others == OTHERS
+    assert {name.split(".")[-1] for name in RULES} == {argument for _, argument in CHECKED}
+
+
+@pytest.mark.parametrize(("function", "argument"), CHECKED, ids=lambda name: name)
+def test_arguments(function, argument):
+    rule = rule_of(function, argument) or Rule()
+    for value in rule.right:
+        call(function, argument, value)
+    for error, values in ((TypeError, rule.kind), (ValueError, rule.value)):
+        for value in values:
+            with pytest.raises(error, match=rf"^{argument}\b"):
+                call(function, argument, value)
+
+
+def test_of_a_checkpoint():
+    right: dict[str, Any] = {"weight": X.astype(jnp.float8_e4m3fn), "weight_scale_inv": jnp.ones((1, 1)), "dtype": "float32"}
+    assert jaxops.Quantized.from_deepseek(**right).dtype == "float32"
+    wrong: dict[str, tuple] = {"weight": ([1], "x"), "weight_scale_inv": (1.0, None), "dtype": ("foo", "int8", 3)}
+    for argument, values in wrong.items():
+        for value in values:
+            with pytest.raises(TypeError, match=rf"^{argument}\b"):
+                jaxops.Quantized.from_deepseek(**(right | {argument: value}))

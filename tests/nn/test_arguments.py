@@ -85,7 +85,7 @@ def test_backend(name):
     ("name", "change", "error", "says"),
     [
         ("Router", {"k": 5}, ValueError, "k=5 must be from 1 to E=4, the number of experts"),
-        ("Router", {"score": "tanh"}, ValueError, "score='tanh': write 'softmax' or 'sigmoid'"),
+        ("Router", {"score": "tanh"}, ValueError, "score='tanh': write 'softmax', 'sigmoid'"),
         ("Router", {"num_groups": 3}, ValueError, "num_groups=3 must divide the E=4 experts"),
         ("Router", {"num_groups": 2, "top_groups": 3}, ValueError, "top_groups=3 must be from 1 to num_groups=2"),
         ("Router", {"num_groups": 4}, ValueError, "k=2 experts cannot come from top_groups=1 groups of 1"),
@@ -98,7 +98,7 @@ def test_backend(name):
         ("Fp8Linear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of 'tensorwise'"),
         ("Fp8GroupedLinear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
         ("Fp8DotGeneral", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
-        ("AdaLNZeroBlock", {"norm": "batch"}, ValueError, "norm='batch': write 'layer' or 'rms'"),
+        ("AdaLNZeroBlock", {"norm": "batch"}, ValueError, "norm='batch': write 'layer', 'rms'"),
         ("AdaLNZeroBlock", {"per": "token"}, ValueError, "per='token': write None, 'sequence', 'row'"),
         ("AdaLNZeroBlock", {"epsilon": -1}, ValueError, "eps is -1; it must be at least 0"),
         ("AdaLNZeroBlock", {"epsilon": (1e-6, -1)}, ValueError, "eps is -1; it must be at least 0"),

@@ -201,14 +201,6 @@ def test_a_block_starts_as_the_identity(norm):
     assert np.abs(gradient.modulation.kernel[...]).max() > 1e-3, "the gates can open"
 
 
-@pytest.mark.parametrize("module", [functools.partial(norm_layer, "layer"), block], ids=["norm", "block"])
-def test_rows_outside_reach_nothing(module):
-    x, cond, _ = inputs()
-    run = lambda x: outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets())[: OFFSETS[-1]], module(), x, cond)
-    for clean, dirty in zip(run(x), run(x.at[OFFSETS[-1] :].set(1e3)), strict=True):
-        np.testing.assert_array_equal(clean, dirty)
-
-
 @pytest.mark.parametrize(
     ("x_dtype", "dtype", "param_dtype", "out"),
     [
@@ -243,23 +235,6 @@ def test_a_block_in_bfloat16():
     assert_close(got, unfused_block(module, x.astype(jnp.float32), cond), "bfloat16")
     gradient = nnx.jit(nnx.grad(lambda module, *args: jnp.sum(module(*args).astype(jnp.float32))))(module, x, cond, offsets())
     assert gradient.modulation.kernel[...].dtype == jnp.float32
-
-
-def test_new_offsets_do_not_recompile():
-    graphdef, state = nnx.split(block())
-    run = jax.jit(lambda state, x, cond, offsets: nnx.merge(graphdef, state)(x, cond, offsets))
-    x, cond, _ = inputs()
-    run(state, x, cond, offsets())
-    run(state, x, cond, jnp.array([2, 3, 3, 9, 13], jnp.int32))
-    assert run._cache_size() == 1
-
-
-def test_remat():
-    x, cond, _ = inputs()
-    plain = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), block(), x, cond)
-    remat = nnx.remat(lambda module, x, cond: module(x, cond, offsets()))
-    for ours, wanted in zip(outputs_and_gradients(remat, block(), x, cond), plain, strict=True):
-        assert_close(ours, wanted, "float32")
 
 
 @pytest.mark.parametrize("norm", NORMS)

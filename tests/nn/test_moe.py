@@ -88,10 +88,6 @@ def test_equals_every_token_by_itself(options):
     check(moe, tokens(), {"relu": jax.nn.relu}.get(options.get("activation"), jax.nn.silu))
 
 
-def test_remat():
-    check(make(), tokens(), wrap=jax.checkpoint)
-
-
 def test_backend():
     """Traced, not run: what `moe_mlp` and the shared experts are made of are kernels, and in bfloat16 on an H200 Hopper's own."""
 
@@ -143,14 +139,6 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
         y, routing = apply(moe, x)
         wide = jax.tree.map(lambda p: p.astype(jnp.float32), nnx.to_pure_dict(nnx.state(moe, nnx.Param)))
         assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
-
-
-def test_other_routings_do_not_recompile():
-    graphdef, params = nnx.split(make())
-    run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(x))
-    for seed in range(3):
-        run(params, jnp.asarray(np.random.default_rng(seed).normal(size=(T, D)), jnp.float32))
-    assert run._cache_size() == 1
 
 
 def test_shard_map_over_experts():

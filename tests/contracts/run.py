@@ -20,15 +20,22 @@ EVERYTHING = {op.name: op for op in [*OPS, *LAYERS]}
 ON_A_GPU = ("gpu", "triton")
 
 
-def cases(ways: tuple[str, ...] = ("xla", "interpret", "gpu", "triton"), where: Callable[[Op, str], bool] = lambda op, way: True) -> list:
+WAYS = ("xla", "interpret", "gpu", "triton")
+
+
+def cases(ways: tuple[str, ...] = WAYS, where: Callable[[Op, str], bool] = lambda op, way: True, every_layer: bool = False) -> list:
     """(name, way) of each op and layer, as a test's parameters; a way that needs a GPU is marked.
 
-    Layers are run on the portable backend alone: they call the ops, whose kernels the ops' own cases run.
+    Layers are run on the portable backend alone: they call the ops, whose kernels the ops' own cases run. every_layer: with the kernels as well.
     """
     return [
         pytest.param(op.name, way, id=f"{op.name}-{way}", marks=pytest.mark.gpu if way in ON_A_GPU else ())
-        for op in EVERYTHING.values() for way in op.ways if way in ways and not (op in LAYERS and way == "interpret") and where(op, way)
+        for op in EVERYTHING.values() for way in op.ways if way in ways and (every_layer or not is_kernel_of_layer(op, way)) and where(op, way)
     ]  # fmt: skip
+
+
+def is_kernel_of_layer(op: Op, way: str) -> bool:
+    return op in LAYERS and way == "interpret"
 
 
 def small(op: Op, seed: int = 0, **sizes: int) -> Arguments:

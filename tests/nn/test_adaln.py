@@ -262,20 +262,6 @@ def test_as_many_sequences_as_rows():
     assert_close(got["sequence"], plain_norm("layer", x) * (1 + scale[2:3]) + shift[2:3], "float32")
 
 
-@pytest.mark.parametrize("module", [functools.partial(norm_layer, "layer"), block], ids=["norm", "block"])
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_under_x64(module, backend):
-    """The same values and gradients in the same dtypes."""
-    call = lambda module, *args: module(*args, offsets())
-    run = lambda: outputs_and_gradients(call, module(backend=backend), *inputs()[:2])
-    want = run()
-    with jax.enable_x64(True):
-        got = run()
-    for ours, wanted in zip(got, want, strict=True):
-        assert ours.dtype == wanted.dtype
-        np.testing.assert_allclose(ours, wanted, atol=1e-5, rtol=1e-5)
-
-
 def test_a_mixture_of_experts_as_mlp():
     """Its routing is handed on."""
     x, cond, _ = inputs()

@@ -289,28 +289,6 @@ def test_expert_axis_outside_of_shard_map():
         apply(make(expert_axis="expert"), tokens())
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_under_x64(backend):
-    """The same values and gradients in the same dtypes."""
-    options = {"shared_features": 8, "gate_shared": True, "backend": backend, "router": {"use_bias": True, "backend": backend}}
-
-    def run():
-        graphdef, params, rest = nnx.split(make(**options), nnx.Param, ...)
-
-        def loss(params, x):
-            y, routing = nnx.merge(graphdef, params, rest)(x)
-            return jnp.sum(jnp.sin(y)) + routing.aux_loss + routing.z_loss, (y, routing)
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, tokens())
-
-    want = run()
-    with jax.enable_x64(True):
-        got = run()
-    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert ours.dtype == wanted.dtype, jax.tree_util.keystr(path)
-        np.testing.assert_allclose(ours, wanted, atol=1e-5, rtol=1e-5, err_msg=jax.tree_util.keystr(path))
-
-
 def test_errors():
     moe = make()
     with pytest.raises(ValueError, match=r"x has shape \(24, 9\); it must be \[\.\.\., in_features=8\]"):

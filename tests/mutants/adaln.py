@@ -7,7 +7,7 @@ LAYOUTS, VARIANTS, SEARCH, MANY = (
     f"{ROWS}::test_every_row_finds_its_sequence",
     f"{ROWS}::test_sequences_of_many_tiles",
 )
-X64 = "tests/ops/adaln/test_contracts.py::test_under_x64"
+X64 = "tests/contracts/test_x64.py::test_x64[gated_residual_adaln-interpret]"
 
 # fmt: off
 MUTATIONS = {

@@ -201,14 +201,6 @@ def test_a_block_starts_as_the_identity(norm):
     assert np.abs(gradient.modulation.kernel[...]).max() > 1e-3, "the gates can open"
 
 
-@pytest.mark.parametrize("module", [functools.partial(norm_layer, "layer"), block], ids=["norm", "block"])
-def test_rows_outside_reach_nothing(module):
-    x, cond, _ = inputs()
-    run = lambda x: outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets())[: OFFSETS[-1]], module(), x, cond)
-    for clean, dirty in zip(run(x), run(x.at[OFFSETS[-1] :].set(1e3)), strict=True):
-        np.testing.assert_array_equal(clean, dirty)
-
-
 @pytest.mark.parametrize(
     ("x_dtype", "dtype", "param_dtype", "out"),
     [
@@ -245,23 +237,6 @@ def test_a_block_in_bfloat16():
     assert gradient.modulation.kernel[...].dtype == jnp.float32
 
 
-def test_new_offsets_do_not_recompile():
-    graphdef, state = nnx.split(block())
-    run = jax.jit(lambda state, x, cond, offsets: nnx.merge(graphdef, state)(x, cond, offsets))
-    x, cond, _ = inputs()
-    run(state, x, cond, offsets())
-    run(state, x, cond, jnp.array([2, 3, 3, 9, 13], jnp.int32))
-    assert run._cache_size() == 1
-
-
-def test_remat():
-    x, cond, _ = inputs()
-    plain = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), block(), x, cond)
-    remat = nnx.remat(lambda module, x, cond: module(x, cond, offsets()))
-    for ours, wanted in zip(outputs_and_gradients(remat, block(), x, cond), plain, strict=True):
-        assert_close(ours, wanted, "float32")
-
-
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_table_starts_as_what_it_is_added_to(norm):
     x, cond, _ = inputs(columns=2 * D)
@@ -285,20 +260,6 @@ def test_as_many_sequences_as_rows():
     scale, shift = jnp.split(norm().modulation(jax.nn.silu(cond)), 2, axis=1)
     assert_close(got["row"], plain_norm("layer", x) * (1 + scale) + shift, "float32")
     assert_close(got["sequence"], plain_norm("layer", x) * (1 + scale[2:3]) + shift[2:3], "float32")
-
-
-@pytest.mark.parametrize("module", [functools.partial(norm_layer, "layer"), block], ids=["norm", "block"])
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_under_x64(module, backend):
-    """The same values and gradients in the same dtypes."""
-    call = lambda module, *args: module(*args, offsets())
-    run = lambda: outputs_and_gradients(call, module(backend=backend), *inputs()[:2])
-    want = run()
-    with jax.enable_x64(True):
-        got = run()
-    for ours, wanted in zip(got, want, strict=True):
-        assert ours.dtype == wanted.dtype
-        np.testing.assert_allclose(ours, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_mixture_of_experts_as_mlp():

@@ -90,15 +90,6 @@ def test_fan_in_is_one_group(num_groups):
     assert not module.bias[...].any()
 
 
-def test_jit_split_merge():
-    module = layer()
-    graphdef, state = nnx.split(module)
-    again = jax.jit(lambda state, x, offsets: nnx.merge(graphdef, state)(x, offsets))
-    assert_close(again(state, rows(), offsets()), one_linear_a_group(module, rows()), "float32")
-    again(state, rows(), jnp.array([0, 1, 2, 3, 4], jnp.int32))
-    assert again._cache_size() == 1, "new offsets recompiled"
-
-
 def test_to_linen():
     linen = nnx.bridge.to_linen(GroupedLinear, G, IN, OUT)
     variables = linen.init(jax.random.key(0), rows(), offsets())

@@ -272,9 +272,9 @@ def _multiply(spec: _Spec, lhs, rhs, bias, offsets):
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if spec.transpose_rhs else 2]
     a, b = lhs, rhs
     if K == 0:  # a sum of nothing, but the bias still counts: one column of zeros says the same
-        a, b = jnp.zeros((M, 1), a.dtype), jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), b.dtype)
+        a, b, _ = vary_together(jnp.zeros((M, 1), a.dtype), jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), b.dtype), offsets)
     if 0 in (M, G, N):
-        return jnp.zeros((M, N), spec.out_dtype)
+        return vary_together(jnp.zeros((M, N), spec.out_dtype), offsets)[0]
     if spec.plan.backend == "xla":
         return fwd_xla(a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype)
     assert spec.plan.fwd is not None  # make_plan fills it
@@ -306,7 +306,7 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
     dbias = None
     if bias is not None:
         # Sums over the rows of each group, as the weight gradient of a column of ones: the same order of summing every time, no atomics.
-        ones = jnp.ones((dout.shape[0], 1), spec.compute_dtype)
+        ones, _ = vary_together(jnp.ones((dout.shape[0], 1), spec.compute_dtype), dout)
         if plan.wgrad is not None:
             narrow = {"kernel": "pallas", "turns": False, "bm": 16, "bn": min(plan.wgrad.bn, 128), "warps": 4, "tail": 0}
             plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, **narrow))
@@ -321,7 +321,7 @@ _matmul = differentiable(_multiply, _matmul_fwd, _matmul_bwd, static=1)
 def _multiply_wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
     shape = (offsets.shape[0] - 1, lhs.shape[1], dout.shape[1])
     if 0 in (*shape, lhs.shape[0]):
-        return jnp.zeros(shape, spec.out_dtype) if accumulator is None else accumulator
+        return vary_together(jnp.zeros(shape, spec.out_dtype), offsets)[0] if accumulator is None else accumulator
     if spec.plan.backend == "xla":
         return wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, out_dtype=spec.out_dtype)
     assert spec.plan.wgrad is not None  # make_plan fills it

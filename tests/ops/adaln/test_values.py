@@ -157,23 +157,6 @@ def test_every_row_finds_its_sequence(run, B):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("shape", [(0, 3, 2), (0, 3, 0), (5, 0, 2), (5, 3, 0)], ids=["no-rows", "no-rows-no-sequences", "no-columns", "no-sequences"])
-def test_size_zero(run, shape):
-    T, D, B = shape
-    x, modulation, vector = np.full((T, D), np.nan, np.float32), np.ones((B, D), np.float32), np.ones(D, np.float32)
-    case = {"x": x, "h": x, "gate": modulation, "scale": modulation, "shift": modulation, "weight": vector, "bias": vector}
-    case |= {"offsets": np.zeros(B + 1, np.int32), "dresidual": np.full((T, D), 3.0, np.float32), "dy": x}
-    variant = Variant("gated_residual_adaln", affine=True)
-    got = run_all(case, variant, run)
-    np.testing.assert_array_equal(got.pop("residual"), x)
-    np.testing.assert_array_equal(got.pop("y"), np.zeros((T, D)))
-    np.testing.assert_array_equal(got.pop("dx"), np.full((T, D), 3.0))
-    assert {name[1:] for name in got} == set(variant.names) - {"x"}
-    for name, value in got.items():
-        np.testing.assert_array_equal(value, np.zeros(case[name[1:]].shape))
-
-
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("rows", [1, 7], ids=["one-sequence", "per-row"])
 def test_no_offsets(run, rows):
     """One vector for all rows, or one for each."""

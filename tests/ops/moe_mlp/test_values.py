@@ -191,17 +191,6 @@ def test_shards_add_up(run):
 
 
 @pytest.mark.parametrize("run", QUICK)
-@pytest.mark.parametrize("size", ["T", "D", "F", "N", "E"])
-def test_nothing_at_all(size, run):
-    """Zeros of the right shapes where a size is 0; of the experts: on a device that has none of them."""
-    variant = Variant(**({"T": 3, "D": 2, "F": 4, "N": 5, "k": 2, "E": 2} | ({"last": 0} if size == "E" else {size: 0})))
-    got, G = compiled(run, variant)(make_case(variant)), variant.experts
-    T, D, F, N = variant.T, variant.D, variant.F, variant.N
-    assert [got[name].shape for name in NAMES] == [(T, N), (T, D), (T, 2), (G, D, F), (G, D, F), (G, F, N)]
-    assert not any(np.asarray(values).any() for values in got.values())
-
-
-@pytest.mark.parametrize("run", QUICK)
 def test_with_route(run):
     """With a capacity: the result and the gradients of tokens, experts and logits are those of each token's experts one by one."""
     v = dataclasses.replace(SHARD, first=0, last=None)

@@ -102,16 +102,6 @@ def test_shards_add_up(run):
     assert not any(np.asarray(values).any() for values in found[-1].values())
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("variant", [Variant(T=0, D=4, k=2), Variant(T=3, D=0, k=2)], ids=["no-tokens", "no-columns"])
-def test_nothing_at_all(run, variant):
-    got = compiled(run, variant)(make_case(variant))
-    R = variant.T * variant.k
-    shapes = {"rows": (R, variant.D), "dx": (variant.T, variant.D), "out": (variant.T, variant.D), "drows": (R, variant.D), "dweights": (variant.T, variant.k)}
-    assert {name: values.shape for name, values in got.items()} == shapes
-    assert not np.asarray(got["dweights"]).any()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("T", "D", "k"), [(4096, 2048, 8), (1000, 2880, 4), (333, 16384, 2), (77, 65, 11), (5000, 96, 1)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

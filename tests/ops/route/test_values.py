@@ -10,7 +10,7 @@ import pytest
 import jaxops
 from jaxops.ops.route import Tile
 from tests.compare import assert_close
-from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, SMOOTH, Variant, apply, check, check_places, compiled, make_case
+from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, apply, check, check_places, compiled, make_case
 
 # T is 37 and a program has 8 tokens, two at a time, or others where a variant says so. Groups of 3 fill up to 4; of 8 have two parts of 4.
 PLAIN = Variant(12, 3)
@@ -155,17 +155,6 @@ def test_more_tiles_than_one_step_counts(run, monkeypatch):
     monkeypatch.setattr("jaxops.ops.route.fwd_pallas._TILES", 16)
     variant = Variant(8, 2, T=70, score="sigmoid", fwd=Tile(2, 2))
     check(make_case(variant), variant, run)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_no_tokens(run):
-    variant = Variant(5, 2, T=0, capacity=3)
-    routing, gradient = compiled(run, variant)(make_case(variant))
-    assert {name: getattr(routing, name).shape for name in ("weights", "experts", "row_indices")} == {"weights": (0, 2), "experts": (0, 2), "row_indices": (0,)}
-    np.testing.assert_array_equal(routing.group_offsets, [0] * 6)
-    np.testing.assert_array_equal(routing.load, [0] * 5)
-    assert [float(getattr(routing, name)) for name in SMOOTH[1:]] == [0, 0]
-    assert gradient.shape == (0, 5)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,51 @@
+"""The table of docs/plans.md: which backend "auto" takes, by op and device. `python -m tests.contracts.devices` writes it."""
+
+import pathlib
+import re
+from unittest import mock
+
+from jaxops._lib import device as device_module
+from jaxops._lib.device import Device
+from tests.contracts.ops import OPS
+
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/plans.md"
+# As JAX names them, in columns by what is there: no GPU of NVIDIA's or an old one, compute capability 8.0, 8.9, 9.0 and 10.0.
+DEVICES = {
+    "CPU": Device("cpu", "cpu"),
+    "TPU": Device("TPU v5e", "tpu"),
+    "MI300X": Device("AMD Instinct MI300X", "gpu"),
+    "V100": Device("Tesla V100-SXM2-16GB", "gpu"),
+    "A100": Device("NVIDIA A100-SXM4-80GB", "gpu"),
+    "L4": Device("NVIDIA L4", "gpu"),
+    "RTX 4090": Device("NVIDIA GeForce RTX 4090", "gpu"),
+    "H100": Device("NVIDIA H100 80GB HBM3", "gpu"),
+    "H200": Device("NVIDIA H200", "gpu"),
+    "B200": Device("NVIDIA B200", "gpu"),
+}
+
+
+def problems() -> dict[str, tuple]:
+    """(module, problem) by what a row is called; the ops that take their plan from the same problem share a row."""
+    found: dict[tuple, list[str]] = {}
+    for op in OPS:
+        if op.module is not None:
+            found.setdefault((op.module, op.problem), []).append(f"`{op.name}`")
+    return {", ".join(names): key for key, names in found.items()}
+
+
+def table() -> str:
+    lines = [f"| op | {' | '.join(DEVICES)} |", "|---" * (len(DEVICES) + 1) + "|"]
+    with mock.patch.object(device_module, "gluon_missing", return_value=""):  # as with Python 3.12 and jax-triton, whatever runs here
+        for name, (module, problem) in problems().items():
+            lines.append(f"| {name} | {' | '.join(module.make_plan(problem, device).backend for device in DEVICES.values())} |")
+    return "\n".join(lines)
+
+
+def written() -> str:
+    """What docs/plans.md has."""
+    found = re.search(r"^\| op \| CPU(?:.*\n)+?(?=\n|\Z)", DOCUMENT.read_text(), re.MULTILINE)
+    return found[0].rstrip() if found else ""
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(DOCUMENT.read_text().replace(written(), table()))

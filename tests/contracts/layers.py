@@ -1,0 +1,165 @@
+"""The list's layers: each as a function of its parameters and inputs."""
+
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxops.nn
+from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
+from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
+from jaxops.ops.moe_mlp.reference import moe_mlp_reference
+from jaxops.ops.route.plan import Spec
+from jaxops.ops.route.reference import route_reference
+from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, rows_outside
+from tests.contracts.ops import fp8_expected, grouped_offsets, without_tokens
+
+IN, OUT, COND, HIDDEN, EXPERTS = 12, 8, 6, 20, 4
+WAYS: dict[str, dict[str, Any]] = {"xla": {"backend": "xla"} | EXACT, "interpret": {"backend": "pallas"} | EXACT}
+
+
+def plainly(precision: str | None) -> contextlib.AbstractContextManager:
+    """Flax's own products in this precision; None as it is set for the process."""
+    return contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
+
+
+class Mixer(nnx.Module):
+    def __call__(self, y, sequence_offsets):
+        return jnp.sin(y)
+
+
+def norm(kind: type, rngs: nnx.Rngs, **how) -> nnx.Module:
+    return kind(IN, COND, epsilon=0.1, use_weight=True, rngs=rngs, **how)
+
+
+def block(rngs: nnx.Rngs, **how) -> nnx.Module:
+    return jaxops.nn.AdaLNZeroBlock(IN, COND, Mixer(), jnp.tanh, epsilon=0.1, rngs=rngs, **how)
+
+
+def moe(rngs: nnx.Rngs, **how) -> nnx.Module:
+    backend = {name: value for name, value in how.items() if name == "backend"}
+    router = jaxops.nn.Router(IN, EXPERTS, 2, rngs=rngs, **backend)
+    return jaxops.nn.MoE(EXPERTS, IN, HIDDEN, router=router, shared_features=8, gate_shared=True, rngs=rngs, **how)
+
+
+MAKERS = {
+    "AdaLayerNorm": functools.partial(norm, jaxops.nn.AdaLayerNorm),
+    "AdaRMSNorm": functools.partial(norm, jaxops.nn.AdaRMSNorm),
+    "AdaLNZeroBlock": block,
+    "Fp8Linear": lambda rngs, **how: jaxops.nn.Fp8Linear(IN, OUT, rngs=rngs, **how),
+    "Fp8GroupedLinear": lambda rngs, **how: jaxops.nn.Fp8GroupedLinear(EXPERTS, IN, OUT, rngs=rngs, **how),
+    "GroupedLinear": lambda rngs, **how: jaxops.nn.GroupedLinear(EXPERTS, IN, OUT, rngs=rngs, **how),
+    "MoE": moe,
+    "Router": lambda rngs, **how: jaxops.nn.Router(IN, EXPERTS, 2, use_bias=True, rngs=rngs, **how),
+}
+
+
+@functools.cache
+def split(name: str, **how) -> tuple[Any, Any]:
+    """(graphdef, shapes of the state)"""
+    return nnx.split(nnx.eval_shape(lambda: MAKERS[name](nnx.Rngs(0), **how)))
+
+
+def layer(name: str, inputs: dict[str, Any], sizes: Dims, reference=None, **more) -> Op:
+    """inputs: shapes by name, of sizes, in the order in which the layer is called with them."""
+
+    def call(a: Arguments, precision: str | None = None, **how):
+        own = {"precision": precision} if name in ("GroupedLinear", "MoE") else {}
+        with plainly(precision):
+            return nnx.merge(split(name, **how, **own)[0], a["params"])(*(a[given] for given in inputs(sizes)))
+
+    return Op(
+        f"nn.{name}", call, lambda d: inputs(d) | {"params": split(name, backend="xla")[1]}, sizes, WAYS,
+        None if reference is None else lambda a: reference(nnx.to_pure_dict(a["params"]), a),
+        wrt=more.pop("wrt", ("x", "params")), local=more.pop("local", tuple(inputs(sizes))), **more,
+    )  # fmt: skip
+
+
+def head(p: dict, cond: jax.Array, parts: int) -> list[jax.Array]:
+    made = jnp.matmul(jax.nn.silu(cond), p["modulation"]["kernel"], precision="highest") + p["modulation"]["bias"][None, :]
+    return jnp.split(made, parts, axis=1)
+
+
+def norm_reference(kind: str, p: dict, a: Arguments) -> jax.Array:
+    scale, shift = head(p, a["cond"], 2)
+    return adaln_reference(a["x"], scale, shift, a["offsets"], norm=kind, weight=p["weight"], eps=0.1)
+
+
+def block_reference(p: dict, a: Arguments) -> jax.Array:
+    scale1, shift1, gate1, scale2, shift2, gate2 = head(p, a["cond"], 6)
+    x = gated_residual_reference(a["x"], jnp.sin(adaln_reference(a["x"], scale1, shift1, a["offsets"], eps=0.1)), gate1, a["offsets"])
+    return gated_residual_reference(x, jnp.tanh(adaln_reference(x, scale2, shift2, a["offsets"], eps=0.1)), gate2, a["offsets"])
+
+
+def router_reference(p: dict, x: jax.Array) -> jaxops.Routing:
+    return without_tokens(route_reference(Spec(2, "softmax", True, 1.0, 1, 1, None), jnp.matmul(x, p["kernel"], precision="highest"), p.get("bias")))
+
+
+def moe_reference(p: dict, a: Arguments) -> tuple[jax.Array, jaxops.Routing]:
+    routing, shared, x = router_reference(p["router"], a["x"]), p["shared"], a["x"]
+    with jax.default_matmul_precision("highest"):
+        common = (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"])) @ shared["down"] * jax.nn.sigmoid(x @ shared["token_gate"])
+    return moe_mlp_reference(x, p["gate"], p["up"], p["down"], routing) + common, routing
+
+
+def fp8_linear_expected(a: Arguments, cotangents: list) -> tuple[Any, Arguments]:
+    p, dy = nnx.to_pure_dict(a["params"]), np.asarray(cotangents[0])
+    given = {"x": a["x"], "w": p["kernel"]} | ({"offsets": a["offsets"]} if "offsets" in a else {})
+    y, gradients = fp8_expected("x", "w")(given, cotangents)
+    if "offsets" in a:
+        o = np.asarray(a["offsets"])
+        of_row = np.stack([(np.arange(len(y)) >= lo) & (np.arange(len(y)) < hi) for lo, hi in itertools.pairwise(o)]).astype(np.float64)
+        dbias, y = of_row @ np.where(of_row.any(axis=0)[:, None], dy, 0), y + of_row.T @ np.asarray(p["bias"])
+    else:
+        dbias, y = dy.sum(axis=0), y + np.asarray(p["bias"])
+    params = jax.tree.unflatten(jax.tree.structure(a["params"]), [dbias, gradients["w"]])  # in the order of their names
+    return y, {"x": gradients["x"], "params": params}
+
+
+def sequences(d: Dims) -> Arguments:
+    return {"x": f32(d["T"], IN), "cond": f32(d["B"], COND), "offsets": i32(d["B"] + 1)}
+
+
+def tokens(d: Dims) -> Arguments:
+    return {"x": f32(d["M"], IN)}
+
+
+def groups(d: Dims) -> Arguments:
+    return tokens(d) | {"offsets": i32(EXPERTS + 1)}
+
+
+ADALN: dict[str, Any] = {
+    "wrt": ("x", "cond", "params"), "integers": lambda rng, d: {"offsets": offsets(rng, d["T"], d["B"])}, "multiplies": True,
+}  # fmt: skip
+IN_GROUPS: dict[str, Any] = {"integers": lambda rng, d: grouped_offsets(rng, d | {"G": EXPERTS}), "outside": rows_outside(("x",), (True,))}
+
+
+def dot_general(a: Arguments, precision: str | None = None, **how) -> jax.Array:
+    return jaxops.nn.Fp8DotGeneral(**how)(a["x"], a["w"], (((1,), (0,)), ((), ())))
+
+
+LAYERS = [
+    layer("AdaLayerNorm", sequences, {"T": 23, "B": 4}, functools.partial(norm_reference, "layer"), outside=rows_outside(("x",), (True,)), **ADALN),
+    layer("AdaRMSNorm", sequences, {"T": 23, "B": 4}, functools.partial(norm_reference, "rms"), outside=rows_outside(("x",), (True,)), **ADALN),
+    layer("AdaLNZeroBlock", sequences, {"T": 23, "B": 4}, block_reference, outside=rows_outside(("x",), (True,)), passes=True, **ADALN),
+    layer("Fp8Linear", tokens, {"M": 21}, expected=fp8_linear_expected, multiplies=True),
+    layer("Fp8GroupedLinear", groups, {"M": 40}, expected=fp8_linear_expected, multiplies=True, **IN_GROUPS),
+    layer(
+        "GroupedLinear", groups, {"M": 40}, lambda p, a: grouped_matmul_reference(a["x"], p["kernel"], a["offsets"], bias=p["bias"]), multiplies=True,
+        **IN_GROUPS,
+    ),
+    layer("MoE", tokens, {"M": 13}, moe_reference, multiplies=True),
+    layer("Router", tokens, {"M": 13}, lambda p, a: router_reference(p, a["x"]), multiplies=True),
+    Op(
+        "nn.Fp8DotGeneral", dot_general, lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])}, {"M": 21, "K": 32, "N": 48}, WAYS,
+        wrt=("x", "w"), local=("x",), expected=fp8_expected("x", "w"), multiplies=True,
+    ),
+]  # fmt: skip
+
+# Public, and no layer: variables that layers keep.
+NO_LAYERS = {"AmaxHistory", "RouterBias"}

@@ -1,0 +1,139 @@
+"""Runs what the list holds: arguments, results and gradients, and what they must be."""
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.compare import assert_close
+from tests.contracts.entry import Arguments, Op
+from tests.contracts.layers import LAYERS
+from tests.contracts.ops import OPS
+from tests.ops.fp8_matmul.cases import kind_of, options_of
+
+EVERYTHING = {op.name: op for op in [*OPS, *LAYERS]}
+ON_A_GPU = ("gpu", "triton")
+
+
+WAYS = ("xla", "interpret", "gpu", "triton")
+
+
+def cases(ways: tuple[str, ...] = WAYS, where: Callable[[Op, str], bool] = lambda op, way: True, every_layer: bool = False) -> list:
+    """(name, way) of each op and layer, as a test's parameters; a way that needs a GPU is marked.
+
+    Layers are run on the portable backend alone: they call the ops, whose kernels the ops' own cases run. every_layer: with the kernels as well.
+    """
+    return [
+        pytest.param(op.name, way, id=f"{op.name}-{way}", marks=pytest.mark.gpu if way in ON_A_GPU else ())
+        for op in EVERYTHING.values() for way in op.ways if way in ways and (every_layer or not is_kernel_of_layer(op, way)) and where(op, way)
+    ]  # fmt: skip
+
+
+def is_kernel_of_layer(op: Op, way: str) -> bool:
+    return op in LAYERS and way == "interpret"
+
+
+def small(op: Op, seed: int = 0, **sizes: int) -> Arguments:
+    """Arguments in numpy: normal numbers, and what says which row is whose."""
+    sizes = op.sizes | sizes
+    rng = np.random.default_rng([seed, zlib.crc32(op.name.encode())])
+    given = op.integers(rng, sizes)
+    made = {name: given.get(name, shapes) for name, shapes in op.shapes(sizes).items()}
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, made)
+
+
+def is_float(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+
+
+@functools.cache
+def _results_of(name: str, sizes: tuple) -> list:
+    op = EVERYTHING[name]
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small(op, **dict(sizes)))
+    return jax.tree.leaves(jax.eval_shape(lambda a: op.call(a, **op.ways["xla"]), given))
+
+
+def cotangents_of(op: Op, seed: int = 0, **sizes: int) -> list:
+    """Of the results that have gradients, in numpy."""
+    if not op.wrt:
+        return []
+    rng = np.random.default_rng([seed, 7])
+    return [rng.normal(size=x.shape).astype(x.dtype) for x in _results_of(op.name, tuple(sizes.items())) if is_float(x)]
+
+
+def spoiled(op: Op, arguments: Arguments, cotangents: list) -> tuple[Arguments, list]:
+    """With NaN in all that must not be read."""
+    if op.outside is None:
+        return arguments, cotangents
+    of_arguments, of_results = op.outside(arguments)
+    bad = {name: np.where(mask, np.nan, arguments[name]).astype(arguments[name].dtype) for name, mask in of_arguments.items()}
+    pairs = zip(cotangents, of_results, strict=True) if cotangents else ()
+    return arguments | bad, [c if mask is None else np.where(mask, np.nan, c).astype(c.dtype) for c, mask in pairs]
+
+
+def parts(op: Op, arguments: Arguments) -> tuple[Arguments, Arguments]:
+    """(those that have gradients, the others)"""
+    return {name: arguments[name] for name in op.wrt}, {name: x for name, x in arguments.items() if name not in op.wrt}
+
+
+def both(f, held: Arguments, others: Arguments, cotangents: list) -> tuple[Any, Arguments]:
+    """(results, gradients by argument) of f of arguments."""
+    if not held:
+        return f(others), {}
+
+    def smooth(held):
+        results = f(held | others)
+        return [x for x in jax.tree.leaves(results) if is_float(x)], results
+
+    _, vjp, results = jax.vjp(smooth, held, has_aux=True)
+    return results, vjp(cotangents)[0]
+
+
+def everything(op: Op, way: str, held: Arguments, others: Arguments, cotangents: list, how: dict | None = None) -> tuple[Any, Arguments]:
+    """how: instead of what the way says."""
+    return both(functools.partial(op.call, **(op.ways[way] if how is None else how)), held, others, cotangents)
+
+
+def run(op: Op, way: str, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:
+    """In numpy; not under jit."""
+    if way == "triton" and "backend" in op.ways[way]:
+        options_of(way)  # skips elsewhere than on Hopper
+    return jax.tree.map(np.asarray, everything(op, way, *parts(op, arguments), cotangents))
+
+
+@functools.cache
+def _reference(name: str):
+    return jax.jit(functools.partial(both, EVERYTHING[name].reference))
+
+
+def wanted(op: Op, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:
+    if op.expected is not None:
+        return op.expected(arguments, cotangents)
+    return _reference(op.name)(*parts(op, arguments), cotangents)
+
+
+def bits(x) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view(f"u{x.itemsize}") if x.size else x
+
+
+def check(op: Op, way: str, got, want, scale: float = 10) -> None:
+    """Integers and FP8 are the same to the bit, the rest to the rounding."""
+    assert jax.tree.structure(got) == jax.tree.structure(want) or len(jax.tree.leaves(got)) == len(jax.tree.leaves(want))
+    limits = kind_of(way, "float32") if op.name.startswith(("fp8", "nn.Fp8")) else {"kind": "bfloat16" if way == "triton" else "float32"}
+    for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        name = f"{op.name}{jax.tree_util.keystr(path)}"
+        if is_float(g):
+            assert_close(g, w, **{"scale": scale} | limits, name=name)
+        else:
+            assert g.dtype == w.dtype, f"{name} is {g.dtype}, wanted {w.dtype}"
+            np.testing.assert_array_equal(bits(g), bits(w), err_msg=name)
+
+
+def stacked(trees: list):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

@@ -1,0 +1,55 @@
+"""Arrays of more than 2**31 elements: no kernel counts their elements in 32 bits."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.contracts.run import EVERYTHING, is_float
+from tests.hopper import on_h200
+from tests.jaxprs import kernel_arrays, overflow_int32
+
+MANY = 2**31
+CASES = [
+    pytest.param(name, i, mapped, id=f"{name}-{i}-{'vmap' if mapped else 'one'}")
+    for name, op in EVERYTHING.items() for i in range(len(op.large)) for mapped in (False, True)
+]  # fmt: skip
+
+
+def half(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Rows and matrices as they are trained: in bfloat16."""
+    return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if is_float(x) and x.ndim > 1 and name not in ("weights", "routing", "sum", "q") else x
+
+
+@pytest.mark.parametrize(("name", "i", "mapped"), CASES)
+@pytest.mark.parametrize("backend", ["auto", "pallas"])
+def test_offsets_of_elements(name, i, mapped, backend):
+    """Pallas counts in 64 bits where an array has more than 2**32 bytes: of one byte an element, 2**31 to 2**32 elements are counted in 32 bits. The launch
+    gives a kernel more rows then (jaxops/_lib/launch_pallas.py)."""
+    op = EVERYTHING[name]
+    sizes, how = op.large[i]
+    how = dict(how) | ({"backend": backend} if op.module is not None else {})
+    given = {key: jax.tree.map(functools.partial(half, key), shapes) for key, shapes in op.shapes(sizes).items()}
+    if mapped:
+        rows = max(op.sizes, key=lambda size: sizes[size])  # a third as many in each of three
+        given = {key: jax.tree.map(functools.partial(half, key), shapes) for key, shapes in op.shapes(sizes | {rows: sizes[rows] // 3}).items()}
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), given)
+    held = {} if "out_dtype" in how else {key: given[key] for key in op.wrt}
+    others = {key: x for key, x in given.items() if key not in held}
+
+    def step(held, others):
+        f = functools.partial(op.call, **how)
+        f = jax.vmap(f) if mapped else f
+        if not held:
+            return f(others)
+        return jax.grad(lambda held: sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(f(held | others)) if is_float(x)))(held)
+
+    largest = max(math.prod(x.shape) for x in jax.tree.leaves(given))
+    with on_h200():
+        jaxpr = jax.make_jaxpr(step)(held, others).jaxpr
+    assert largest > MANY or "out_dtype" in how
+    seen = kernel_arrays(jaxpr)
+    assert not overflow_int32(seen)
+    assert not [x for x in seen if any(size >= MANY for size in x.shape)], "one dimension alone is more than int32 counts"

@@ -1,0 +1,31 @@
+"""The list holds every public name, and its cases are what they are for."""
+
+import numpy as np
+import pytest
+
+import jaxops
+import jaxops.nn
+from tests.contracts.layers import LAYERS, NO_LAYERS
+from tests.contracts.ops import NO_OPS, OPS
+from tests.contracts.run import EVERYTHING, small
+
+
+def test_the_list_has_every_public_name():
+    """A new op or layer goes into tests/contracts/ops.py or layers.py: then every rule is tested for it."""
+    assert sorted(op.name for op in OPS) == sorted(set(jaxops.__all__) - NO_OPS)
+    assert sorted(layer.name for layer in LAYERS) == sorted(f"nn.{name}" for name in set(jaxops.nn.__all__) - NO_LAYERS)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_what_an_entry_says_is_so(name):
+    op = EVERYTHING[name]
+    arguments = small(op)
+    assert set(op.wrt) <= set(arguments)
+    assert set(op.local) <= set(arguments)
+    assert (op.reference is None) != (op.expected is None)
+    if op.name in ("route", "dequantize", "update_router_bias") or name.startswith("nn."):
+        return
+    assert op.module is not None
+    assert op.large
+    if "offsets" in arguments and len(arguments["offsets"]) > 2:
+        assert (np.diff(arguments["offsets"]) == 0).any(), "no group is empty"

@@ -1,0 +1,68 @@
+"""Every op and layer under jax_default_matmul_precision."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contracts.run import EVERYTHING, cases, cotangents_of, everything, is_float, parts, small, wanted
+from tests.hopper import lower_for_h200
+
+
+@pytest.fixture(params=["highest", "BF16_BF16_F32"])
+def precision(request) -> Iterator[str]:
+    """For the whole process, as a user sets it."""
+    was = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", request.param)
+    try:
+        yield request.param
+    finally:
+        jax.config.update("jax_default_matmul_precision", was)
+
+
+def error(got, want) -> float:
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))) if want.any() else float(np.abs(got).max(initial=0))
+
+
+def product_error(precision: str) -> float:
+    """Of x @ w under it. A CPU multiplies float32 as it is; on a GPU BF16_BF16_F32 is the product of what is rounded to bfloat16."""
+    x, w = (np.random.default_rng(seed).normal(size=(64, 64)).astype(np.float32) for seed in (0, 1))
+    kind = jnp.bfloat16 if precision == "BF16_BF16_F32" else jnp.float32
+    return error(x.astype(kind).astype(np.float32) @ w.astype(kind).astype(np.float32), x.astype(np.float64) @ w)
+
+
+@pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret")))
+def test_precision(name, way, precision):
+    """It is as precise as x @ w is under it, but for the few products that one result goes through. What multiplies nothing is the same program. "highest" is
+    what the other tests pass as precision=: the same program as with that."""
+    op = EVERYTHING[name]
+    how = {key: value for key, value in op.ways[way].items() if key != "precision"}
+    arguments, cotangents = small(op), cotangents_of(op)
+    given = *parts(op, arguments), cotangents
+    traced = jax.jit(functools.partial(everything, op, way, how=how)).trace(*given)
+    jax.config.update("jax_default_matmul_precision", "highest" if op.multiplies else None)
+    same = str(traced.jaxpr) == str(jax.jit(functools.partial(everything, op, way)).trace(*given).jaxpr)
+    assert same or (op.multiplies and precision != "highest")
+    if same or way == "interpret":
+        return
+    want = wanted(op, arguments, cotangents)
+    jax.config.update("jax_default_matmul_precision", precision)
+    got = jax.jit(functools.partial(op.call, **how))(arguments)  # the backward's products are the same ones, the other way round
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want[0]), strict=True):
+        if is_float(g):
+            assert error(g, w) <= 8 * product_error(precision)
+
+
+@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if op.module is not None and op.multiplies])
+@pytest.mark.parametrize("precision", ["BF16_BF16_F32"], indirect=True)
+@pytest.mark.usefixtures("precision")
+def test_kernels_are_lowered(name):
+    """For an H200, forward and backward."""
+    op = EVERYTHING[name]
+    how = {key: value for key, value in op.ways["gpu"].items() if key != "precision"}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*parts(op, small(op)), cotangents_of(op)))
+    assert "__gpu$xla.gpu.triton" in lower_for_h200(lambda *given: everything(op, "gpu", *given, how=how), *shapes)

@@ -1,0 +1,204 @@
+"""Every op and layer under JAX's transformations: all of them in one program, which is compiled once; and on devices side by side."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from tests.contracts.entry import Op
+from tests.contracts.run import EVERYTHING, bits, cases, check, cotangents_of, everything, is_float, parts, run, small, stacked
+from tests.hopper import H200
+
+DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
+# Their kernels' backward takes XLA a quarter of a minute to compile for Pallas' interpreter; on a GPU it is run.
+FORWARD_ALONE = {("fp8_matmul", "interpret"), ("fp8_grouped_matmul", "interpret")}
+# What the nested program's axes are over, from the outermost: devices, layers of a scan, a batch in which all is mapped, one in which a device's own rows are.
+AXES = (DEVICES, LAYERS, BATCH, BATCH)
+
+
+def entry(name: str, way: str) -> Op:
+    op = EVERYTHING[name]
+    return dataclasses.replace(op, wrt=()) if (name, way) in FORWARD_ALONE else op
+
+
+def examples(op: Op) -> dict[tuple[int, ...], tuple]:
+    """(arguments, cotangents) of each place in AXES. What is not `local` is the same on all devices and in all of the innermost batch."""
+    found = {}
+    for place in np.ndindex(*AXES):
+        own = int(np.ravel_multi_index(place, AXES))
+        shared = int(np.ravel_multi_index((0, *place[1:3], 0), AXES))
+        mine, same = small(op, own), small(op, shared)
+        found[place] = {name: (mine if name in op.local else same)[name] for name in mine}, cotangents_of(op, own)
+    return found
+
+
+def nest(op: Op, found: dict, which, name: str | None = None):
+    """One tree with a leading axis for each of AXES, those of devices and of the innermost batch only where an argument is `local`, and of cotangents."""
+    local = name is None or name in op.local
+
+    def at(*place):
+        return which(found[place])
+
+    def batch(d, s, b):
+        return stacked([at(d, s, b, i) for i in range(BATCH)]) if local else at(d, s, b, 0)
+
+    of_devices = [stacked([stacked([batch(d, s, b) for b in range(BATCH)]) for s in range(LAYERS)]) for d in range(DEVICES)]
+    return stacked(of_devices) if local else of_devices[0]
+
+
+def nested(op: Op, way: str, held: dict, others: dict, cotangents: list):
+    """grad of shard_map of scan of checkpoint of vmap of vmap."""
+    mesh = jax.make_mesh((DEVICES,), ("d",), devices=jax.devices()[:DEVICES], axis_types=(AxisType.Auto,))
+    how = op.ways[way]
+
+    def first_only(arguments):
+        return jax.vmap(functools.partial(op.call, **how), in_axes=({name: 0 if name in op.local else None for name in arguments},))(arguments)
+
+    @jax.checkpoint
+    def layer(arguments, cotangents):
+        results = jax.vmap(first_only)(arguments)
+        floats = [x for x in jax.tree.leaves(results) if is_float(x)]
+        total = sum((jnp.sum(x * c) for x, c in zip(floats, cotangents, strict=True)), jnp.float32(0)) if op.wrt else jnp.float32(0)
+        return total, results
+
+    def device(local, replicated, cotangents):
+        local, cotangents = jax.tree.map(lambda x: x[0], (local, cotangents))
+
+        def body(total, given):
+            of_layer, results = layer(*given)
+            return total + of_layer, results
+
+        start = jnp.float32(0)
+        start = jax.lax.pcast(start, ("d",), to="varying") if op.wrt and way == "xla" else start
+        total, results = jax.lax.scan(body, start, (local | replicated, cotangents))
+        return total[None], jax.tree.map(lambda x: x[None], results)
+
+    # Pallas' interpreter cannot follow varying axes; the kernels' own types are checked by tracing, below.
+    sharded = jax.shard_map(device, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=P("d"), check_vma=way == "xla")
+
+    def loss(held):
+        given = held | others
+        local, replicated = ({name: x for name, x in given.items() if (name in op.local) == own} for own in (True, False))
+        totals, results = sharded(local, replicated, cotangents)
+        return jnp.sum(totals), results
+
+    if not op.wrt:
+        return loss({})[1], {}
+    gradients, results = jax.grad(loss, has_aux=True)(held)
+    return results, gradients
+
+
+@functools.cache
+def program(name: str, way: str):
+    """The memory of what has gradients may become theirs."""
+    return jax.jit(functools.partial(nested, entry(name, way), way), donate_argnums=0)
+
+
+def kernels_follow(op: Op, way: str) -> bool:
+    """Whether the portable backend is traced alone: it is plain jnp in the rules that the kernels run in, too, which take most of the time here."""
+    return way == "xla" and "interpret" in op.ways
+
+
+def nested_arguments(op: Op, found: dict) -> tuple[dict, dict, list]:
+    arguments = {key: nest(op, found, lambda one, key=key: one[0][key], key) for key in small(op)}
+    return *parts(op, arguments), nest(op, found, lambda one: one[1])
+
+
+@pytest.mark.parametrize(("name", "way"), cases(("xla",), where=kernels_follow))
+def test_is_traced(name, way):
+    """With check_vma=True: results and gradients of the right types."""
+    op = entry(name, way)
+    held, others, cotangents = nested_arguments(op, examples(op))
+    results, gradients = jax.eval_shape(program(name, way), held, others, cotangents)
+    same = lambda x, like: (x.shape, x.dtype) == (like.shape, like.dtype)
+    assert all(jax.tree.leaves(jax.tree.map(same, gradients, held)))
+    assert len(jax.tree.leaves(gradients)) == len(jax.tree.leaves(held))
+    assert all(x.shape[:4] == AXES for x in jax.tree.leaves(results))
+
+
+@pytest.mark.parametrize(("name", "way"), cases(where=lambda op, way: not kernels_follow(op, way)))
+def test_in_one_program(name, way):
+    """What each call gives by itself. The compiled program calls nothing on the host and copies nothing to it, runs where transfers are refused, writes
+    gradients where the donated arguments were, and gives the same bits twice."""
+    op = entry(name, way)
+    found = examples(op)
+    held, others, cotangents = nested_arguments(op, found)
+    step = program(name, way)
+    compiled = step.lower(held, others, cotangents).compile()
+    text = compiled.as_text()
+    assert not re.search(r"callback|outfeed|infeed|send\(|recv\(|copy-start|S\(5\)", text)
+    assert len(re.findall(r"(?:may|must)-alias", text)) == len(jax.tree.leaves(held))
+    places = compiled.input_shardings[0]
+    twice = [jax.device_put(held, places[0]) for _ in range(2)]
+    others, cotangents = jax.device_put((others, cotangents), places[1:])
+    with jax.transfer_guard("disallow"):
+        first, second = (compiled(one, others, cotangents) for one in twice)
+    assert all(x.is_deleted() for x in jax.tree.leaves(twice))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+    results, gradients = jax.tree.map(np.asarray, first)
+    totals = {}
+    for place, (arguments, cotangents) in found.items():
+        want, wanted = run(op, way, arguments, cotangents)
+        check(op, way, jax.tree.map(lambda x, place=place: x[place], results), want)
+        for argument, gradient in wanted.items():
+            at = place if argument in op.local else place[1:3]
+            totals[argument, at] = gradient if (argument, at) not in totals else jax.tree.map(np.add, totals[argument, at], gradient)
+    for (argument, at), want in totals.items():
+        check(op, way, jax.tree.map(lambda x, at=at: x[at], gradients[argument]), want)
+
+
+@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.module is not None])
+def test_the_kernels_axes(name):
+    """Traced for an H200 with check_vma=True, tokens over devices and the rest replicated: the gradients' sums are JAX's own."""
+    op = EVERYTHING[name]
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small(op))
+    local = {key: jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), x) for key, x in given.items() if key in op.local}
+    replicated = {key: x for key, x in given.items() if key not in op.local}
+
+    def shard(local, replicated):
+        def loss(held):
+            floats = [x for x in jax.tree.leaves(op.call(mine | held)) if is_float(x)]
+            return functools.reduce(jnp.add, [jnp.sum(x) for x in floats], jnp.float32(0))
+
+        mine = jax.tree.map(lambda x: x[0], local) | replicated
+        if not op.wrt:
+            return jax.tree.map(lambda x: x[None], op.call(mine)), {}
+        gradients = jax.grad(loss)({key: mine[key] for key in op.wrt})
+        own = {key: jax.tree.map(lambda x: x[None], x) for key, x in gradients.items() if key in op.local}
+        return own, {key: x for key, x in gradients.items() if key not in op.local}
+
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P()))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(sharded)(local, replicated))
+    assert "pallas_call" in text
+    summed = set(op.wrt) - set(op.local) - ({"bias"} if name == "route" else set())  # which has no gradient
+    assert ("psum" in text) == bool(summed)
+
+
+@pytest.mark.parametrize(("name", "way"), cases(("xla",), where=lambda op, way: bool(op.wrt)))
+def test_gradients_of_some_arguments(name, way):
+    """Whichever were asked before: what is cached of one choice must not serve another. Forward mode, asked then, is refused as JAX does."""
+    op = EVERYTHING[name]
+    arguments, cotangents = small(op), cotangents_of(op)
+
+    def traced(wrt: tuple[str, ...]) -> str:
+        some = dataclasses.replace(op, wrt=wrt)
+        return str(jax.make_jaxpr(functools.partial(everything, some, way))(*parts(some, arguments), cotangents))
+
+    choices = [op.wrt, *((argument,) for argument in op.wrt)]
+    first = [traced(wrt) for wrt in choices]
+    assert [traced(wrt) for wrt in choices] == first
+    for argument in op.wrt:
+        if (name, argument) == ("route", "bias"):
+            continue  # has no tangent
+        held, others = parts(dataclasses.replace(op, wrt=(argument,)), arguments)
+        with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
+            jax.jit(lambda held, others: jax.jvp(lambda held: op.call(held | others, **op.ways[way]), (held,), (held,))).lower(held, others)

@@ -230,7 +230,7 @@ def _is_per_row(per: str | None, counts: dict[str, int], T: int, first: str, off
 
 def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[Any, Any]:
     (T, D), B, device = arrays.x.shape, arrays.offsets.shape[0] - 1, device_of(arrays)
-    problem = Problem(T, D, B, arrays.x.dtype.name, arrays.gate is not None)
+    problem = Problem(T, D, B, arrays.x.dtype.name, arrays.gate is not None, spec.out_dtype in FP8)
     plan = make_plan(problem, device, tuned_rows("adaln", device), backend=backend, plan=plan)
     results: Any = _call(spec, plan, False, arrays)
     residual, y, scales, _ = results

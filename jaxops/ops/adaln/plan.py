@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from jaxops._lib.device import Device
-from jaxops._lib.plans import BasePlan, choose_backend, plan_device
+from jaxops._lib.plans import ADA, AMPERE, BasePlan, choose_backend, plan_device
 from jaxops._lib.powers import check_powers_of_2, power_of_2
 
 PASSES = ("fwd", "bwd")
@@ -101,13 +101,15 @@ class Plan(BasePlan):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a plan depends on: the static shape [T, D] in B sequences, its dtype, and whether a gated residual goes before the norm."""
+    """What a plan depends on: the static shape [T, D] in B sequences, its dtype, whether a gated residual goes before the norm, and whether
+    the result is FP8."""
 
     T: int
     D: int
     B: int
     dtype: str
     gated: bool = False
+    fp8: bool = False
 
 
 def key_of(pass_name: str, D: int, dtype: str, gated: bool) -> tuple:
@@ -130,7 +132,7 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
       plan: used as it is; only what it leaves None is filled.
     """
     device = plan_device(Plan, plan, device)
-    backend = choose_backend(device, backend, plan)
+    backend = choose_backend(device, backend, plan, needs=ADA if problem.fp8 else AMPERE)
     if backend == "xla":
         return Plan("xla", device=device)
     p, table = problem, {}

@@ -19,6 +19,7 @@ from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_one, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -125,30 +126,34 @@ def multiply_pallas(
         assert length is not None
         shape = offsets.shape[0] - 1, a.values.shape[0], b.values.shape[0]
         programs = shape[0] * pl.cdiv(shape[1], tiles.bm) * pl.cdiv(shape[2], tiles.bn)
-        return _launch(_contraction_kernel, schedule_groups(offsets, length, interpret), a, b, shape, programs, **how)
-    M = a.values.shape[0]
+        return _launch(schedule_groups(offsets, length, interpret), a, b, shape=shape, programs=programs, **how)
+    M, N = a.values.shape[0], b.values.shape[-2]
     if ragged is None:
+        schedule, num_i = jnp.asarray(schedule_one(M, tiles.bm)), -(-M // tiles.bm)
         b = Operand(b.values[None], b.scales[None], b.scaling)
-        return _launch_rows(jnp.asarray(schedule_one(M, tiles.bm)), -(-M // tiles.bm), a, b, **how)
-    assert offsets is not None
-    return _launch_rows(schedule_rows(offsets, M, tiles.bm, interpret), tile_bound(M, b.values.shape[0], tiles.bm), a, b, **how)
+    else:
+        assert offsets is not None
+        schedule, num_i = schedule_rows(offsets, M, tiles.bm, interpret), tile_bound(M, b.values.shape[0], tiles.bm)
+    return _launch(schedule, a, b, shape=(M, N), programs=num_i * pl.cdiv(N, tiles.bn), **how)
 
 
-def _launch_rows(schedule, num_i: int, a: Operand, b: Operand, *, tiles: Tiles, **how) -> jax.Array:
-    M, (G, N, _) = a.values.shape[0], b.values.shape
-    return _launch(functools.partial(_rows_kernel, G=G, num_i=num_i), schedule, a, b, (M, N), num_i * pl.cdiv(N, tiles.bn), tiles=tiles, **how)
-
-
-def _launch(kernel, schedule, a: Operand, b: Operand, shape: tuple, programs: int, *, out_dtype, tiles: Tiles, interpret: bool) -> jax.Array:
+def _launch(schedule, a: Operand, b: Operand, **how) -> jax.Array:
     scales = [x.scales[..., None] if x.scaling == "tensorwise" else x.scales for x in (a, b)]
+    return _launch_arrays(schedule, a.values, scales[0], b.values, scales[1], scalings=(a.scaling, b.scaling), **how)
+
+
+@traced_once("scalings", "shape", "programs", "out_dtype", "tiles", "interpret")
+def _launch_arrays(*arrays: jax.Array, scalings: tuple[str, str], shape: tuple[int, ...], programs: int, out_dtype, tiles: Tiles, interpret: bool) -> jax.Array:
+    """arrays: the schedule, A, its scales, B, its scales. shape: of the result, [M, N], or [G, M, N] of a ragged contraction."""
+    how: dict[str, Any] = {"tiles": tiles, "scalings": scalings}
+    if len(shape) == 3:
+        kernel = functools.partial(_contraction_kernel, **how)
+    else:
+        kernel = functools.partial(_rows_kernel, G=arrays[3].shape[0], num_i=programs // pl.cdiv(shape[1], tiles.bn), **how)
     return launch(
-        functools.partial(kernel, tiles=tiles, scalings=(a.scaling, b.scaling)),
-        schedule,
-        a.values,
-        scales[0],
-        b.values,
-        scales[1],
-        out=out_struct(shape, out_dtype, like=a.values),
+        kernel,
+        *arrays,
+        out=out_struct(shape, out_dtype, like=arrays[1]),
         grid=(programs,),
         warps=tiles.warps,
         stages=tiles.stages,

@@ -44,7 +44,11 @@ class _Side:
         columns = k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         mask = None if k_in is None else jnp.broadcast_to(k_in[None, :], (self.rows.shape[0], BLOCK))
         at = self.values_ref.at[(*self.stack, self.rows[:, None], columns[None, :])]
-        return plgpu.load(at, mask=mask, other=None if mask is None else 0.0).astype(jnp.bfloat16)
+        values = plgpu.load(at, mask=mask, other=None if mask is None else 0.0)
+        if values.dtype == jnp.float8_e5m2:
+            # Through float16, which is exact: Triton's cast from e5m2 to bfloat16 makes finite numbers of NaN (H200, 2026-11-23, JAX 0.11.2).
+            values = values.astype(jnp.float16).astype(jnp.float32)
+        return values.astype(jnp.bfloat16)
 
     def scales(self, k: jax.Array) -> jax.Array:
         """[rows], or [1] for all of them."""

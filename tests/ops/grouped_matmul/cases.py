@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops._lib.device import current_device
 from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
@@ -107,7 +108,8 @@ def sum_and_gradients(lhs: tuple, rhs: tuple, dout, offsets, run: str, transpose
         if run == "reference":
             return sum(grouped_matmul_reference(a, b, offsets) for a, b in zip(lhs, rhs, strict=True))
         rhs = tuple(jnp.swapaxes(b, 1, 2) for b in rhs) if transpose_rhs else rhs
-        return grouped_matmul_sum(lhs, rhs, offsets, plan=plan_of(run), transpose_rhs=transpose_rhs, precision="highest" if run != "triton" else None)
+        plan = dataclasses.replace(plan_of(run), device=current_device())
+        return grouped_matmul_sum(lhs, rhs, offsets, plan=plan, transpose_rhs=transpose_rhs, precision="highest" if run != "triton" else None)
 
     lhs, rhs = lhs[:pairs], rhs[:pairs]
     if run == "reference":

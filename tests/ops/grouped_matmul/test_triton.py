@@ -178,7 +178,7 @@ def test_products_that_share_a_work_list():
 def test_two_products(tiles, transposed, dynamic):
     """With every tile, and again to the bit: the sum of the products of pairs in either order, NaN outside the groups."""
     case, other = (make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5, seed=seed) for seed in (0, 1))
-    plan = Plan("triton", fwd=dataclasses.replace(tiles, dynamic=dynamic))
+    plan = Plan("triton", fwd=dataclasses.replace(tiles, dynamic=dynamic), device=H200)
 
     @jax.jit
     def both(a, b, c, d):
@@ -196,7 +196,7 @@ def test_two_products(tiles, transposed, dynamic):
 @pytest.mark.gpu
 def test_vmap_of_two_products():
     case, other = (make_case([100, 200, 300], 72, 136, dtype="bfloat16", seed=seed) for seed in (0, 1))
-    plan = Plan("triton", fwd=TILES[128, 256, False, 256])
+    plan = Plan("triton", fwd=TILES[128, 256, False, 256], device=H200)
     stacked = [jnp.stack([a, b]) for a, b in ((case.lhs, other.lhs), (case.rhs, other.rhs))]
     got = jax.jit(jax.vmap(lambda a, w: grouped_matmul_sum((a, a), (w, w), case.offsets, plan=plan)))(*stacked)
     for out, c in zip(got, (case, other), strict=True):

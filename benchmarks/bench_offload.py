@@ -86,7 +86,7 @@ CASES = {
 TINY = [(KEEP, 2), (JAX_REMAT, 2), (OFFLOAD, 2)]
 SMOKE = {
     "decoder_smoke": Case(
-        Policy(keep=("mlp",), offload=("carry", "attention")),
+        Policy(keep=("moe_mlp",), offload=("carry", "attention")),
         bench_train_step.lm,
         decoder(dataclasses.replace(PRESETS["demo"], context=64)),
         TINY,

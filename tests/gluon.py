@@ -105,11 +105,17 @@ def check_fences(ptx: str) -> None:
         assert set(read) == {"fence.proxy.async"}, "the tensor core reads gathered rows that no fence has published"
 
 
+def check_waits(ptx: str) -> None:
+    """Before a stage is released its product is waited for: at most the one after it is in flight."""
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)) <= {"0", "1"}
+
+
 def check(kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0) -> None:
     """The tensor core's instructions as expected, all warps launched, what is in shared memory no more than said, nothing spilled, nothing serialised."""
     threads = 128 * (consumers + 1)  # four warps each, and the producer's, which come as four, too
     assert wgmmas(kernel) == instructions
     check_fences(kernel.ptx)
+    check_waits(kernel.ptx)
     assert re.findall(r"\.reqntid (\d+)", kernel.ptx) == [str(threads)]
     assert kernel.num_warps == threads // 32
     assert kernel.num_ctas == 1

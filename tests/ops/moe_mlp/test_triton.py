@@ -254,6 +254,22 @@ def test_gathered(name):
 
 
 @pytest.mark.gpu
+def test_gathered_rows_are_tokens_whatever_the_indices():
+    """An index past the last token, in a group, reads the last token; a negative one the first: never past the array."""
+    variant = dataclasses.replace(SIZES["ragged"], dtype="bfloat16", D=192)
+    case = make_case(variant)
+    at = int(np.asarray(case["routing"].group_offsets)[0]) + np.arange(3)
+    run = jitted("triton", variant, plan=Plan("triton", gather=True), precision=None, save="nothing")
+
+    def out(*indices: int) -> np.ndarray:
+        changed = dataclasses.replace(case["routing"], row_indices=case["routing"].row_indices.at[at].set(jnp.array(indices, jnp.int32)))
+        return np.asarray(run(case | {"routing": changed})["out"])
+
+    wild = np.iinfo(np.int32)
+    np.testing.assert_array_equal(out(wild.max, wild.min, variant.T), out(variant.T - 1, 0, variant.T - 1))
+
+
+@pytest.mark.gpu
 def test_bad_tokens_stay_with_themselves():
     """NaN in a token and its cotangent, whose row lies among others in its tile: they stay as they were, to the bit."""
     variant = dataclasses.replace(SIZES["few"], dtype="bfloat16")

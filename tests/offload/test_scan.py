@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxops.offload import Policy, scan
+from tests.compare import OPTIMISED
 from tests.jaxprs import equations
 
 LAYERS, T, D = 5, 6, 4
@@ -40,7 +41,7 @@ def loss(run, weights, x, scale):
 
 
 def gradients(run):
-    return jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1, 2), has_aux=True))(*inputs())
+    return jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1, 2), has_aux=True), compiler_options=OPTIMISED)(*inputs())
 
 
 def same(ours, wanted):
@@ -188,7 +189,7 @@ def test_devices(manual, kept):
     if manual:
         of = jax.shard_map(lambda w, x, scale, inner=of: jax.lax.pmean(inner(w, x, scale), "data"), mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
     placed = jax.device_put(x, NamedSharding(mesh, P("data")))
-    got = jax.jit(jax.grad(of, argnums=0))(weights, placed, scale)
+    got = jax.jit(jax.grad(of, argnums=0), compiler_options=OPTIMISED)(weights, placed, scale)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(kept[1][0]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

@@ -1,5 +1,6 @@
 """A streamed step is optax's step, to the bit, wherever pieces begin and end; and the state stays on the host."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxops.offload import offload_state, streamed
 from jaxops.offload.state import _fewest_bytes
+from tests.compare import OPTIMISED
 
 SHAPES = {"kernel": (6, 8, 4), "scale": (6, 8), "embedding": (7, 3), "temperature": (), "empty": (0, 3), "flat": (6, 0), "head": {"bias": (2,)}}
 
@@ -62,13 +64,13 @@ def assert_equal(got: Any, wanted: Any) -> None:
 def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, steps: int = 3) -> None:
     """As plain optax, three steps. The state is drawn, not zero: what is fetched is seen from the first step on."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=OPTIMISED)
     def plain(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     shapes = jax.tree.map(lambda p: p.shape, params)
-    step = jax.jit(streamed(tx, pieces=pieces).apply, donate_argnums=(0, 1))
+    step = jax.jit(streamed(tx, pieces=pieces).apply, donate_argnums=(0, 1), compiler_options=OPTIMISED)
     state = jax.tree.map(lambda x: jnp.abs(draw(7, x.shape, x.dtype)) if x.ndim and x.dtype != bool else x, tx.init(params))
     wanted, got = (params, state), (jax.tree.map(jnp.copy, params), offload_state(jax.tree.map(jnp.copy, state), min_bytes=min_bytes))
     places = kinds(got)

@@ -1,18 +1,28 @@
-"""Checkpoints of a training run: written beside the training, whole or not there at all, read onto any number of devices."""
+"""Checkpoints of a training run: written beside the training, whole or not there at all, verified when they are read, onto any number of devices."""
 
+import json
 import math
+import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import typer
-from orbax.checkpoint import checkpoint_managers
+from jax.experimental import multihost_utils
 
+from models.distributed import is_first
 from models.mesh import name_of
 
 State = TypeVar("State")
 NAMED_DIFFERENCES = 3
+MESSAGE_BYTES = 300
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are being written, or removed
+CHECKSUMS, HELDOUT, OWN = "checksums", "heldout", "crc32"  # what we add to a checkpoint's metadata; the last is of the others
 
 
 class Checkpoints:
@@ -21,6 +31,7 @@ class Checkpoints:
     A checkpoint is the whole training state, so that a run that was stopped goes on to the same bits. It is copied from the devices when `save` is called, and
     written by threads while training goes on. It gets its name when all of it is on the disk: a process that is killed in between leaves the checkpoints
     before as they were, and the next one removes what it left. With several processes all of them call everything here, and the folder is one that all see.
+    A checkpoint holds a checksum of each array, which is verified when it is read.
 
     Args:
       folder: made where it is missing.
@@ -29,69 +40,201 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = False):
-        self.folder = folder.resolve()
-        stay: list[Any] = [checkpoint_managers.LatestN(keep)]
-        if keep_best:
-            lowest = checkpoint_managers.BestN(get_metric_fn=lambda metrics: metrics["heldout"], reverse=True, n=1, keep_checkpoints_without_metrics=False)
-            stay.append(lowest)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(stay), cleanup_tmp_directories=True, enable_async_checkpointing=True
-        )
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=ocp.StandardCheckpointHandler())
+        self.folder, self._keep, self._keep_best = folder.resolve(), keep, keep_best
+        self._newest: int | None = None
+        self._handler = ocp.StandardCheckpointHandler()
+        self._writer = ocp.AsyncCheckpointer(self._handler)
+        if is_first():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(unfinished)
+        multihost_utils.sync_global_devices("the folder of checkpoints is there")
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_) -> None:
-        self._manager.close()
+        self._writer.close()
+        self._remove_others()
 
     @property
     def steps(self) -> list[int]:
         """Of the whole checkpoints, ascending."""
-        return sorted(self._manager.all_steps())
+        return saved_steps(self.folder)
 
-    def start(self, state: State) -> tuple[State, int]:
-        """What to train from, and how many steps it has done: the newest checkpoint, or `state` and 0 where there is none.
+    def start(self, state: State, say: Callable[[str], None] = lambda _: None) -> tuple[State, int]:
+        """What to train from, and how many steps it has done: the newest checkpoint that is whole, or `state` and 0 where there is none.
+
+        Damaged ones that are newer are renamed to STEP.damaged once a whole one has been read.
 
         Args:
           state: a pytree of arrays as a new run has it. What is read has its shapes, dtypes and shardings, whatever devices it was saved from.
+          say: is told of each damaged checkpoint.
 
         Raises:
-          typer.BadParameter: a checkpoint of another model.
+          typer.BadParameter: a checkpoint of another model, or all of them are damaged.
         """
-        if not self.steps:
-            return state, 0
-        newest = self.steps[-1]
         wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
-        self._check(newest, wanted)
-        found = self._manager.restore(newest, args=ocp.args.StandardRestore(wanted))
-        return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in wanted]), newest
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps):
+            found, wrong = self._read(step, wanted)
+            if found is not None:
+                self._set_aside(damaged, say)
+                self._newest = step
+                return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in wanted]), step
+            damaged[step] = wrong
+        if not damaged:
+            return state, 0
+        said = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
+        raise typer.BadParameter(f"all checkpoints are damaged. {said}. Take another folder with --out, or remove them to begin again.", param_hint="--resume")
 
     def save(self, state: Any, done: int, *, heldout: float | None = None) -> None:
-        """Begins to write what `done` steps have led to; `state` may be donated right after.
+        """Begins to write what `done` steps have led to; `state` may be donated right after. Nothing, if that is the newest checkpoint already.
 
         Waits for the devices, and for the write before if that still goes on. An error of a write is raised by the next `save`, or at the end.
 
         Args:
           heldout: the held-out loss of this state, where it was evaluated.
         """
-        metrics = {"heldout": heldout} if heldout is not None and math.isfinite(heldout) else None
+        if done == self._newest:
+            return
+        arrays = _by_name(state)
         with jax.transfer_guard("allow"):
-            self._manager.save(done, args=ocp.args.StandardSave(_by_name(state)), metrics=metrics, force=True)
+            metadata: dict[str, Any] = {CHECKSUMS: checksums(arrays)}
+            if heldout is not None and math.isfinite(heldout):
+                metadata[HELDOUT] = heldout
+            self._writer.wait_until_finished()
+            self._remove_others()
+            metadata[OWN] = _crc(metadata)
+            self._writer.save(self.folder / str(done), args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
+        self._newest = done
 
-    def _check(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-        metadata = self._manager.item_metadata(step)
-        assert metadata is not None
-        theirs, ours = ({name: _describe(array) for name, array in arrays.items()} for arrays in (metadata.tree, wanted))
-        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        if differing:
-            lines = [f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here" for name in differing[:NAMED_DIFFERENCES]]
-            more = f", and {len(differing) - len(lines)} more" if len(differing) > len(lines) else ""
+    def _remove_others(self) -> None:
+        """All but those that stay. Each is renamed before it is removed, so that no part of one ever looks like a whole one."""
+        if not is_first():
+            return
+        stay = set(self.steps[-self._keep :])
+        if self._keep_best:
+            losses = {step: loss for step in self.steps if (loss := self._heldout(step)) is not None}
+            stay |= {min(losses, key=losses.__getitem__)} if losses else set()
+        for step in set(self.steps) - stay:
+            shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}{UNFINISHED}"))
+
+    def _metadata(self, step: int) -> dict[str, Any]:
+        found = json.loads((self.folder / str(step) / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+        if found.pop(OWN) != _crc(found):
+            raise ValueError("its own checksum is not what was saved")
+        return found
+
+    def _heldout(self, step: int) -> float | None:
+        try:
+            return self._metadata(step).get(HELDOUT)
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+            return None
+
+    def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array] | None, str]:
+        """(the arrays, "") or (None, what is wrong with them), the same in all processes."""
+        folder, found, wrong, sums, stored = self.folder / str(step), None, "", {}, {}
+        try:
+            sums = self._metadata(step)[CHECKSUMS]
+            stored = {name: _describe(array) for name, array in self._handler.metadata(folder).tree.items()}
+        except Exception as error:  # of any type: Orbax, TensorStore and JSON have their own
+            wrong = f"its metadata cannot be read: {_first_line(error)}"
+        wrong = _of_all_processes(wrong) or self._compare(step, sums, stored, wanted)
+        if not wrong:
+            try:  # the handler alone: a checkpointer would wait here for a process that cannot read its part
+                found = self._handler.restore(folder, args=ocp.args.StandardRestore(wanted))
+            except Exception as error:
+                wrong = f"its arrays cannot be read: {_first_line(error)}"
+            wrong = _of_all_processes(wrong)
+        if found is not None and not wrong:
+            read = checksums(found)
+            if differing := [name for name in read if read[name] != sums[name]]:
+                wrong = f"the checksum of {_some(differing)} is not what was saved"
+        return (None, wrong) if wrong else (found, "")
+
+    def _compare(self, step: int, sums: dict[str, int], stored: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]) -> str:
+        """What is wrong with the metadata, or "".
+
+        Raises:
+          typer.BadParameter: they are in order, and another model's.
+        """
+        if sums.keys() != stored.keys():
+            return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
+        ours = {name: _describe(array) for name, array in wanted.items()}
+        if differing := [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]:
+            said = [f"{name} is {stored.get(name, 'missing')} there and {ours.get(name, 'missing')} here" for name in differing]
             raise typer.BadParameter(
-                f"step {step} in {self.folder} is of another model or optimizer: {'; '.join(lines)}{more}. "
+                f"step {step} in {self.folder} is of another model or optimizer: {_some(said, '; ')}. "
                 "Resume with the configuration that it was trained with, or take another folder.",
                 param_hint="--resume",
             )
+        return ""
+
+    def _set_aside(self, damaged: dict[int, str], say: Callable[[str], None]) -> None:
+        for step, wrong in damaged.items():
+            folder = self.folder / str(step)
+            aside = folder.with_name(f"{step}.damaged")
+            say(f"{folder} is damaged: {wrong}. It is now {aside.name}, and the checkpoint before it is taken.")
+            if is_first():
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+        if damaged:
+            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Of the whole checkpoints in a folder, ascending."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+
+
+def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
+    """32 bits of each array: the sum of a hash of each of its words and the word's place, so the same however the array is split over devices.
+
+    The hash is MurmurHash3's finalizer, a bijection of 32 bits: one changed element always changes the sum.
+    """
+    return {name: int(value) for name, value in jax.device_get(_checksums(arrays)).items()}
+
+
+@jax.jit
+def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def checksum(array: jax.Array) -> jax.Array:
+        bits = min(8 * array.dtype.itemsize, 32)
+        words = jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)
+        place = jnp.zeros(words.shape, jnp.uint32)
+        for axis, size in enumerate(words.shape):
+            place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        x = words + place * jnp.uint32(0x9E3779B1)
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+
+    return jax.tree.map(checksum, arrays)
+
+
+def _crc(metadata: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
+
+
+def _of_all_processes(wrong: str) -> str:
+    """What is wrong in the first process in which something is."""
+    if jax.process_count() == 1:
+        return wrong
+    padded = np.frombuffer(wrong.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), np.uint8)
+    messages = [bytes(message).rstrip(b"\0").decode(errors="replace") for message in multihost_utils.process_allgather(padded)]
+    return next(filter(None, messages), "")
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what another exception was raised from: the outer ones repeat it."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def _some(names: list[str], between: str = ", ") -> str:
+    more = len(names) - NAMED_DIFFERENCES
+    return between.join(names[:NAMED_DIFFERENCES]) + (f", and {more} more" if more > 0 else "")
 
 
 def _by_name(state: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from models import config
+from models.checkpoints import saved_steps
 from models.config import Options
 from models.distributed import initialize, is_first, make_console
 from models.loop import Run, Schedule
@@ -58,7 +59,7 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path) 
     run = Run(out, make_console(), mesh, options.save_every)
     if options.resume and options.save_every is None:
         raise typer.BadParameter("a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume")
-    saved = sorted(int(path.name) for path in run.checkpoints.glob("*") if path.name.isdecimal())
+    saved = saved_steps(run.checkpoints)
     if saved and not options.resume:
         raise typer.BadParameter(
             f"{run.checkpoints} has checkpoints up to step {saved[-1]}: write --resume to go on from there, or take another folder with --out.",

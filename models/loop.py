@@ -293,7 +293,7 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
         save = None
         if run.save_every is not None:
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
-            (state, done), save = checkpoints.start(state), checkpoints.save
+            (state, done), save = checkpoints.start(state, lambda said: run.console.print(said, markup=False)), checkpoints.save
             if done:
                 run.console.print(f"goes on from the checkpoint of step {done}")
         # The guard turns any transfer that was not asked for by name, and so any hidden wait, into an error.

@@ -30,9 +30,9 @@ def main(process_id: str, coordinator: str, folder: str) -> None:
     overwritten, make_step, calls = threading.Event(), train_lm.make_step, itertools.count(1)
 
     def hold(event: str, arguments: tuple) -> None:
-        if event == "os.mkdir" and str(arguments[0]).endswith("2.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp"):
+        if event == "os.mkdir" and str(arguments[0]).endswith("checkpoints/2.orbax-checkpoint-tmp"):
             overwritten.wait(TOO_LONG_S)
-        if event == "open" and str(arguments[0]).endswith("4.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp/_METADATA"):
+        if event == "open" and str(arguments[0]).endswith("4.orbax-checkpoint-tmp/_METADATA"):
             print("writing", flush=True)
             threading.Event().wait(TOO_LONG_S)
 

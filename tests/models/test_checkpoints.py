@@ -1,6 +1,9 @@
 """Checkpoints: which are written, which stay, what is read from them. Runs that are killed are in tests/models/test_launch.py."""
 
 import dataclasses
+import os
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import typer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.checkpoints import Checkpoints
+from models.checkpoints import Checkpoints, checksums, saved_steps
 from models.train_lm import init_state
 from tests.models.interrupted_run import TINY
 
@@ -66,10 +69,16 @@ def test_which_stay(tmp_path):
     """The newest two, and the best."""
     heldout = {2: 3.0, 4: 1.0, 6: float("nan"), 8: 2.0}
     with Checkpoints(tmp_path, keep=2, keep_best=True) as checkpoints:
-        for done in (2, 4, 6, 8, 10, 11):
+        for done in (2, 4, 6, 8):
             checkpoints.save(arrays(), done, heldout=heldout.get(done))
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.steps == [4, 10, 11]
+    assert saved_steps(tmp_path) == [4, 6, 8]
+    with Checkpoints(tmp_path, keep=2, keep_best=True) as checkpoints:  # another process knows the best, too
+        for done in (10, 11):
+            checkpoints.save(arrays(), done)
+    assert saved_steps(tmp_path) == [4, 10, 11]
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(arrays(), 12)
+    assert saved_steps(tmp_path) == [11, 12]
 
 
 def test_onto_other_devices(tmp_path):
@@ -89,3 +98,83 @@ def test_onto_other_devices(tmp_path):
             read, _ = checkpoints.start(like)
         assert_same_bits(read, saved)
         jax.tree.map(lambda ours, wanted: np.testing.assert_equal(ours.sharding.is_equivalent_to(wanted.sharding, ours.ndim), True), read, like)
+
+
+def saved(folder, *steps: int):
+    with Checkpoints(folder) as checkpoints:
+        for step in steps:
+            checkpoints.save({**arrays(), "step": jnp.int32(step)}, step, heldout=1.5)
+
+
+def data_file(folder) -> Path:
+    """The largest: it holds the arrays."""
+    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    content = file.read_text()
+    assert old in content
+    file.write_text(content.replace(old, new))
+
+
+def remove_all(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+DAMAGES = {
+    "flipped": lambda step: flip(data_file(step)),
+    "truncated": lambda step: os.truncate(data_file(step), 10),
+    "no arrays": lambda step: data_file(step).unlink(),
+    "no metadata": lambda step: (step / "_METADATA").unlink(),
+    "no checksums": lambda step: (step / "_CHECKPOINT_METADATA").unlink(),
+    "damaged checksums": lambda step: replace(step / "_CHECKPOINT_METADATA", '"params/kernel": ', '"params/kernel": 1'),
+    "damaged loss": lambda step: replace(step / "_CHECKPOINT_METADATA", '"heldout": 1', '"heldout": 0'),
+    "truncated metadata": lambda step: os.truncate(step / "_CHECKPOINT_METADATA", 200),
+    "empty": remove_all,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_one_is_named_and_the_one_before_is_taken(damage, tmp_path):
+    saved(tmp_path, 2, 4, 6)
+    damage(tmp_path / "6")
+    said = []
+    with Checkpoints(tmp_path) as checkpoints:
+        state, done = checkpoints.start(arrays(), said.append)
+        assert (done, checkpoints.steps) == (4, [2, 4])
+        assert_same_bits(state, {**arrays(), "step": jnp.int32(4)})
+        (line,) = said
+        assert line.startswith(f"{tmp_path / '6'} is damaged: ")
+        assert line.endswith("It is now 6.damaged, and the checkpoint before it is taken.")
+        assert len(line.splitlines()) == 1
+        checkpoints.save(arrays(), 6)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps == [2, 4, 6]
+
+
+def test_all_are_damaged(tmp_path):
+    saved(tmp_path, 2, 4)
+    flip(data_file(tmp_path / "2"))
+    os.truncate(data_file(tmp_path / "4"), 10)
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(typer.BadParameter, match=r"all checkpoints are damaged\. .*/4: .*; .*/2: .*Take another folder"):
+        checkpoints.start(arrays())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+
+
+def test_every_bit_counts():
+    """In every dtype, at every place: what has one other element has another checksum, and so has what has two in each other's place."""
+    rng = np.random.default_rng(0)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.float8_e4m3fn):
+        bits = rng.integers(0, 256, (3, 5, np.dtype(dtype).itemsize), np.uint8)
+        changed = np.broadcast_to(bits, (bits.size, *bits.shape)).copy()
+        changed.reshape(bits.size, bits.size)[range(bits.size), range(bits.size)] ^= 1 << rng.integers(0, 8, bits.size).astype(np.uint8)
+        whole = [jnp.asarray(each.view(dtype)[..., 0]) for each in (bits, bits[::-1], *changed)]
+        sums = checksums({str(i): array for i, array in enumerate(whole)})
+        assert len(set(sums.values())) == len(whole), dtype

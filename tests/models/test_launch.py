@@ -38,7 +38,7 @@ def lines_of(out: Path) -> list[dict]:
 
 def state_of(out: Path, step: int) -> dict[str, jax.Array]:
     """On one device, whatever it was saved from."""
-    folder, here = out.resolve() / "checkpoints" / str(step) / "default", SingleDeviceSharding(jax.devices()[0])
+    folder, here = out.resolve() / "checkpoints" / str(step), SingleDeviceSharding(jax.devices()[0])
     with ocp.StandardCheckpointer() as reader:
         saved = reader.metadata(folder).item_metadata.tree
         return reader.restore(folder, {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in saved.items()})

@@ -1,6 +1,5 @@
 """Text from a checkpoint: `python -m models.generate FOLDER "once upon a time" "another prompt"`."""
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, Protocol
@@ -13,6 +12,7 @@ from flax import nnx
 
 from models import hf
 from models.decoder import Decoder
+from models.hf_config import end_token
 
 TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
 # What tokenizers call the token that ends a text.
@@ -93,12 +93,6 @@ def _decode(text: bytes) -> str:
         return text.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"the document that begins with {text[:60]!r} is not UTF-8: {error}.") from error
-
-
-def end_token(folder: pathlib.Path) -> int | None:
-    """The first token of which a checkpoint's config.json says that it ends a text."""
-    end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
-    return end[0] if isinstance(end, list) else end
 
 
 def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:

@@ -1,9 +1,12 @@
 """Checkpoints as Hugging Face's transformers has them (safetensors): Llama, Qwen3, Mixtral and Qwen3-MoE, to and from a `models.decoder.Decoder`."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +18,13 @@ import safetensors.flax
 from flax import nnx, traverse_util
 
 from models.decoder import Decoder, DecoderConfig
+from models.hf_config import MODELS, read_config, read_json, write_config
+from models.whole_files import verify, written_whole
 
 INDEX = "model.safetensors.index.json"
+DTYPES = ("F32", "F16", "BF16")
+NAMED = 20  # things that are wrong, in one error
+NOT_LOADED = re.compile(r"\brotary_emb\.inv_freq$")  # older checkpoints hold them; transformers computes them, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,10 @@ class Entry:
     path: tuple[str, ...]
     name: str
     transposed: bool = False
+
+    def sizes(self, shape: tuple[int, ...]) -> list[int]:
+        """Of the axes of a parameter of `shape` along which there are several tensors."""
+        return [shape[i] for i, axis in enumerate(("{layer}", "{expert}")) if axis in self.name]
 
 
 _LAYER = "model.layers.{layer}."
@@ -56,127 +68,23 @@ def _experts(folder: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     return (router, *(Entry(("blocks", "mlp", "moe", ours), f"{_LAYER}{folder}.experts.{{expert}}.{theirs}.weight", True) for ours, theirs in named))
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """What tells one from another.
-
-    Attributes:
-      model_type: config.json's name of it.
-      blocks: what its blocks have beside `COMMON`.
-      hidden: config.json's name of the width inside a gated unit or an expert.
-      experts: of how many experts there are; None of a dense model. transformers 5 writes "num_local_experts" for all of them and reads both.
-      normalize: of whether a token's weights of its experts are divided by their sum; None where they are.
-    """
-
-    model_type: str
-    blocks: tuple[Entry, ...]
-    hidden: str = "intermediate_size"
-    experts: str | None = None
-    normalize: str | None = None
-
-    @property
-    def qk_norm(self) -> bool:
-        return QK_NORM[0] in self.blocks
-
-
-MODELS = {
-    "LlamaForCausalLM": Architecture("llama", DENSE),
-    "Qwen3ForCausalLM": Architecture("qwen3", QK_NORM + DENSE),
-    "MixtralForCausalLM": Architecture("mixtral", _experts("block_sparse_moe", "w1", "w3", "w2"), experts="num_local_experts"),
-    "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe", QK_NORM + _experts("mlp", "gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", "num_experts", "norm_topk_prob"
-    ),
+# What the blocks have beside `COMMON`.
+BLOCKS = {
+    "LlamaForCausalLM": DENSE,
+    "Qwen3ForCausalLM": QK_NORM + DENSE,
+    "MixtralForCausalLM": _experts("block_sparse_moe", "w1", "w3", "w2"),
+    "Qwen3MoeForCausalLM": QK_NORM + _experts("mlp", "gate_proj", "up_proj", "down_proj"),
 }
-
-
-def fitting(config: DecoderConfig) -> str | None:
-    """The architecture that a model of this configuration is saved as; None where there is none."""
-    for name, kind in MODELS.items():
-        if (kind.qk_norm, bool(kind.experts)) == (config.qk_norm, bool(config.experts)) and (config.normalize or kind.normalize or not kind.experts):
-            return name
-    return None
 
 
 def table(architecture: str, config: DecoderConfig) -> tuple[Entry, ...]:
     """Of every parameter."""
-    return COMMON + MODELS[architecture].blocks + (() if config.tie_embeddings else (HEAD,))
-
-
-def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, DecoderConfig]:
-    """(architecture, its configuration) of a checkpoint's config.json. options: what a checkpoint does not say, such as dtype or backend.
-
-    Raises:
-      ValueError: an architecture that is not in `MODELS`, or one with something that the decoder has not.
-    """
-    file = pathlib.Path(folder) / "config.json"
-    given = json.loads(file.read_text())
-    (architecture,) = given.get("architectures") or ("none",)
-    if architecture not in MODELS:
-        raise ValueError(f"{file} is of architecture {architecture}; these are known: {', '.join(MODELS)}.")
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    without = {
-        "rope type": rope.get("rope_type", rope.get("type", "default")) == "default",
-        "hidden_act": given.get("hidden_act", "silu") == "silu",
-        "attention_bias": not given.get("attention_bias"),
-        "mlp_bias": not given.get("mlp_bias"),
-        "sliding window": not (given.get("sliding_window") and given.get("use_sliding_window", True)),
-        "dense layers among experts": not given.get("mlp_only_layers") and given.get("decoder_sparse_step", 1) == 1,
-    }
-    if missing := [name for name, fine in without.items() if not fine]:
-        raise ValueError(f"{file}: the decoder does not have this checkpoint's {', '.join(missing)}.")
-    kind, heads = MODELS[architecture], given["num_attention_heads"]
-    config = DecoderConfig(
-        vocab=given["vocab_size"],
-        width=given["hidden_size"],
-        layers=given["num_hidden_layers"],
-        heads=heads,
-        kv_heads=given.get("num_key_value_heads") or heads,
-        head_dim=given.get("head_dim") or given["hidden_size"] // heads,
-        hidden=given[kind.hidden],
-        experts=given.get(kind.experts) or given["num_local_experts"] if kind.experts else 0,
-        top_k=given["num_experts_per_tok"] if kind.experts else 0,
-        normalize=given.get(kind.normalize, False) if kind.normalize else True,  # transformers' default, too
-        qk_norm=kind.qk_norm,
-        rope_base=float(rope.get("rope_theta", given.get("rope_theta", 10_000.0))),
-        norm_eps=given.get("rms_norm_eps", 1e-6),
-        tie_embeddings=given.get("tie_word_embeddings", False),
-        **options,
-    )
-    return architecture, config
-
-
-def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig, end: int | None) -> None:
-    c, kind = config, MODELS[architecture]
-    found = {
-        "architectures": [architecture],
-        "model_type": kind.model_type,
-        "vocab_size": c.vocab,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        kind.hidden: c.hidden,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base},
-        "tie_word_embeddings": c.tie_embeddings,
-        "hidden_act": "silu",
-        "sliding_window": None,
-    }
-    if kind.experts:
-        found |= {kind.experts: c.experts, "num_experts_per_tok": c.top_k}
-    if kind.normalize:
-        found |= {kind.normalize: c.normalize}
-    if end is not None:
-        found |= {"eos_token_id": end}
-    (folder / "config.json").write_text(json.dumps(found, indent=2) + "\n")
+    return COMMON + BLOCKS[architecture] + (() if config.tie_embeddings else (HEAD,))
 
 
 def tensors(entry: Entry, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, index into the parameter) of each tensor that a parameter of `shape` is made of."""
-    sizes = [shape[i] for i, axis in enumerate(("{layer}", "{expert}")) if axis in entry.name]
-    for index in itertools.product(*map(range, sizes)):
+    for index in itertools.product(*map(range, entry.sizes(shape))):
         yield entry.name.format(**dict(zip(("layer", "expert"), index, strict=False))), index
 
 
@@ -184,62 +92,125 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     """
     Raises:
       FileNotFoundError: there is no checkpoint, or it lacks a file that its index names.
+      ValueError: an index that says no files.
     """
-    index = folder / INDEX
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    index, names = folder / INDEX, ["model.safetensors"]
+    if index.exists():
+        named = read_json(index).get("weight_map")
+        names = sorted(set(named.values())) if isinstance(named, dict) and all(isinstance(name, str) for name in named.values()) else []
+        if not names or any(pathlib.Path(name).name != name for name in names):
+            raise ValueError(f'{index}: "weight_map" must say for each tensor the name of a file in this folder. Copy the file again.')
     if missing := [name for name in names if not (folder / name).exists()]:
-        raise FileNotFoundError(f"{folder} has no {', '.join(missing)}.")
+        raise FileNotFoundError(f"{folder} has no {', '.join(missing)}. Copy what is missing.")
     return [folder / name for name in names]
+
+
+@contextlib.contextmanager
+def _opened(file: pathlib.Path) -> Iterator[Any]:
+    """
+    Raises:
+      ValueError: no safetensors file.
+    """
+    try:
+        with safetensors.safe_open(file, framework="flax") as stored:
+            yield stored
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {error}. Copy the file again.") from error
+
+
+def _headers(files: list[pathlib.Path], wrong: list[str]) -> dict[str, tuple[pathlib.Path, tuple[int, ...]]]:
+    """Where each tensor is, and its shape, of those that are to be loaded; `wrong` gets what cannot be."""
+    found = {}
+    for file in files:
+        with _opened(file) as stored:
+            for name in stored.keys():  # noqa: SIM118 - it is no mapping
+                header = stored.get_slice(name)
+                if NOT_LOADED.search(name):
+                    continue
+                if name in found:
+                    wrong.append(f"{name} is in {found[name][0].name} and in {file.name}")
+                if header.get_dtype() not in DTYPES:
+                    wrong.append(f"{name} in {file.name} is {header.get_dtype()}; only {', '.join(DTYPES)} are read")
+                found[name] = file, tuple(header.get_shape())
+    return found
+
+
+def _raise(folder: pathlib.Path, wrong: list[str]) -> None:
+    if wrong:
+        more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        raise ValueError(f"{folder}: {'; '.join(wrong[:NAMED])}{more}.")
 
 
 def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
     """(architecture, the model) of a checkpoint: one tensor at a time is read, into the parameters' memory, as float32.
 
     Args:
-      folder: with config.json and model.safetensors, or the files that model.safetensors.index.json names.
+      folder: with config.json and model.safetensors, or the files that model.safetensors.index.json names. Where there is a SHA256SUMS, as `save` writes it,
+        it is verified first.
       options: what a checkpoint does not say, such as dtype, attention or backend of `DecoderConfig`.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: another architecture, tensors that are missing, that nobody asked for, or of another shape than config.json says: all of them are named.
+      ValueError: another architecture; a damaged file; tensors that are missing, that nobody asked for, of another shape than config.json says, of a dtype
+        that is not read, or not finite: all of them are named.
     """
     folder = pathlib.Path(folder)
+    verify(folder)
     architecture, config = read_config(folder, **options)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    graphdef, abstract = nnx.split(model)
-    wanted: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nnx.to_pure_dict(abstract))
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    params: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nnx.to_pure_dict(abstract))
     wrong: list[str] = []
-    where: dict[str, tuple[Entry, np.ndarray, tuple[int, ...]]] = {}
-    for entry in table(architecture, config):
-        into = wanted[entry.path] = np.empty(wanted[entry.path].shape, np.float32)
-        where |= {name: (entry, into, index) for name, index in tensors(entry, into.shape)}
-    unread = set(where)
-    for file in _files(folder):
-        with safetensors.safe_open(file, framework="flax") as stored:
-            names = stored.keys()
-            for name in names:
-                if name not in where:
-                    wrong.append(f"{name} is not a part of the model")
-                    continue
-                entry, into, index = where[name]
-                unread.discard(name)
+    headers = _headers(_files(folder), wrong)
+    entries = table(architecture, config)
+    if (count := sum(math.prod(entry.sizes(params[entry.path].shape)) for entry in entries)) > 2 * len(headers) + NAMED:
+        wrong.append(f"it has {len(headers)} tensors, and with config.json there would be {count}")
+        _raise(folder, wrong)
+    where = {name: (entry, index) for entry in entries for name, index in tensors(entry, params[entry.path].shape)}
+    tied_head = config.tie_embeddings and HEAD.name in headers
+    for name, (_, shape) in headers.items():
+        if name in where:
+            entry, index = where[name]
+            said = params[entry.path].shape[len(index) :]
+            said = said[::-1] if entry.transposed else said
+            if shape != said:
+                wrong.append(f"{name} is {list(shape)}, and config.json says {list(said)}")
+        elif not (tied_head and name == HEAD.name):
+            wrong.append(f"{name} is not a part of the model")
+    wrong += [f"{name} is missing" for name in sorted(where.keys() - headers.keys())]
+    _raise(folder, wrong)
+
+    params |= {entry.path: np.empty(params[entry.path].shape, np.float32) for entry in entries}
+    for file in sorted({file for file, _ in headers.values()}):
+        with _opened(file) as stored:
+            for name in (name for name, (found_in, _) in headers.items() if found_in == file):
                 tensor = np.asarray(stored.get_tensor(name).astype(jnp.float32))
-                tensor = tensor.T if entry.transposed else tensor
-                if tensor.shape != into[index].shape:
-                    said = into[index].T.shape if entry.transposed else into[index].shape
-                    wrong.append(f"{name} is {list(stored.get_tensor(name).shape)}, and config.json says {list(said)}")
-                    continue
-                into[index] = tensor
-    wrong += [f"{name} is missing" for name in sorted(unread)]
-    if wrong:
-        shown = "; ".join(wrong[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise ValueError(f"{folder}: {shown}.")
-    nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(jax.tree.map(jnp.asarray, wanted)))
+                if not np.isfinite(tensor).all():
+                    wrong.append(f"{name} in {file.name} has a NaN or an infinity")
+                if name in where:
+                    entry, index = where[name]
+                    params[entry.path][index] = tensor.T if entry.transposed else tensor
+                else:
+                    second_head = tensor
+    if tied_head and not np.array_equal(second_head, params[COMMON[0].path]):
+        wrong.append(f"{HEAD.name} is not {COMMON[0].name}, and config.json ties them")
+    _raise(folder, wrong)
+    nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(jax.tree.map(jnp.asarray, params)))
     return architecture, nnx.merge(graphdef, abstract)
 
 
-def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype: str = "float32", max_bytes: int = 5 * 10**9, end: int | None = None) -> None:
-    """Writes a checkpoint that transformers loads: config.json and model.safetensors, or several files and their index.
+def save(
+    folder: str | pathlib.Path,
+    architecture: str,
+    model: Decoder,
+    *,
+    dtype: str = "float32",
+    max_bytes: int = 5 * 10**9,
+    end: int | None = None,
+    beside: dict[str, str] | None = None,
+) -> None:
+    """Writes a checkpoint that transformers loads: config.json and model.safetensors, or several files and their index; and SHA256SUMS of all of them.
+
+    The files get their names when all of them are written.
 
     Args:
       folder: made if it is not there.
@@ -247,17 +218,25 @@ def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype
       dtype: of the tensors.
       max_bytes: about how much one file holds.
       end: the token that ends a text, for config.json.
+      beside: further text files by their names, such as tokenizer.json.
 
     Raises:
       ValueError: an architecture that is not in `MODELS`, or not this model's.
     """
-    folder = pathlib.Path(folder)
     if architecture not in MODELS:
         raise ValueError(f"architecture={architecture!r}: write one of {', '.join(MODELS)}.")
     params: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     entries = table(architecture, model.config)
     if differ := sorted(".".join(path) for path in {entry.path for entry in entries} ^ set(params)):
         raise ValueError(f"this model is no {architecture}: they differ in {', '.join(differ)}.")
+    with written_whole(pathlib.Path(folder)) as new:
+        write_config(new, architecture, model.config, end)
+        _save_tensors(new, entries, params, dtype, max_bytes)
+        for name, text in (beside or {}).items():
+            (new / name).write_text(text)
+
+
+def _save_tensors(folder: pathlib.Path, entries: tuple[Entry, ...], params: dict[tuple[str, ...], Any], dtype: str, max_bytes: int) -> None:
     shards: list[list[tuple[Entry, str, tuple[int, ...]]]] = [[]]
     held = 0
     for entry in entries:
@@ -270,8 +249,6 @@ def save(folder: str | pathlib.Path, architecture: str, model: Decoder, *, dtype
                 held = 0
             shards[-1].append((entry, name, index))
             held += each
-    folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, architecture, model.config, end)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"

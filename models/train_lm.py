@@ -21,7 +21,8 @@ from models.config import Options, check_option
 from models.data import Corpus, bigram_nats, read_texts, split, standard_library, tokenize
 from models.decoder import Decoder, DecoderConfig, loss_fn
 from models.distributed import is_first
-from models.generate import Bytes, HuggingFace, Tokenizer, align, end_token, sample, tokenizer_of
+from models.generate import Bytes, HuggingFace, Tokenizer, align, sample, tokenizer_of
+from models.hf_config import end_token, fitting, read_config
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, own_rows, replicate, shard_state
@@ -67,7 +68,7 @@ def choose(options: LmOptions) -> Preset:
     model = given.get("model")
     dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
     start = PRESETS[options.preset]
-    stored = hf.read_config(given["init_from"])[1] if isinstance(given.get("init_from"), str) else None
+    stored = read_config(given["init_from"])[1] if isinstance(given.get("init_from"), str) else None
     start = dataclasses.replace(start, model=dataclasses.replace(stored or start.model, dtype=dtype, attention=attention_for(dtype)))
     chosen = config.resolve(start, given)
     if chosen.model.attention == "cudnn" and jax.default_backend() != "gpu":
@@ -193,11 +194,10 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
 
 def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
     """For `models.generate`, and for transformers: in the architecture that was started from, or else in one that fits; gives its name, None if none does."""
-    architecture = hf.fitting(model.config) if preset.init_from is None else hf.read_config(preset.init_from)[0]
+    architecture = fitting(model.config) if preset.init_from is None else read_config(preset.init_from)[0]
     if architecture is not None:
-        hf.save(folder, architecture, model, end=tokenizer.end)
-        if isinstance(tokenizer, HuggingFace):
-            tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+        beside = {"tokenizer.json": tokenizer.tokenizer.to_str(pretty=True)} if isinstance(tokenizer, HuggingFace) else {}
+        hf.save(folder, architecture, model, end=tokenizer.end, beside=beside)
     return architecture
 
 

@@ -1,4 +1,4 @@
-"""Makes the small checkpoints that models.hf is compared with, by transformers itself: `pip install '.[parity]'`, then `python tests/parity.py`.
+"""Makes the small checkpoints that models.hf is compared with, by transformers itself: `pip install -r tests/parity.txt`, then `python tests/parity.py`.
 
 Of each architecture some sizes, odd ones among them: tests/data/hf/<name>/ gets config.json and model.safetensors as transformers saves them, and
 expected.safetensors: tokens, their logits, the mean cross-entropy of the next tokens and its gradients by the checkpoint's names, and the likeliest 9 tokens

@@ -1,4 +1,4 @@
-"""Makes the numbers that jaxops' AdaLN is compared with, by diffusers itself: `pip install '.[parity]'`, then
+"""Makes the numbers that jaxops' AdaLN is compared with, by diffusers itself: `pip install -r tests/parity.txt`, then
 `python tests/parity_diffusers.py`.
 
 tests/data/diffusers/<name>.safetensors gets, of a module with random weights: its parameters by their own names, what

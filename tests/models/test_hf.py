@@ -1,8 +1,11 @@
 """Checkpoints that transformers made (tests/parity.py): the same logits and gradients, the same tensors when saved again, and what is wrong is named."""
 
 import json
+import os
 import pathlib
+import re
 import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +14,13 @@ import pytest
 import safetensors.flax
 from flax import nnx, traverse_util
 
-from models import hf
+from models import hf, hf_config
 from models.decoder import Decoder
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
+CONFIGS = DATA.parent / "hf_configs.json"
 NAMES = sorted(folder.name for folder in DATA.iterdir())
+NOT_HERE = ("the decoder does not have this checkpoint's", "architectures is")  # transformers has other models, and looks at model_type alone
 
 
 @nnx.jit
@@ -61,6 +66,7 @@ def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_
     architecture, model = hf.load(DATA / name)
     hf.save(tmp_path, architecture, model, max_bytes=max_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
+    assert subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, capture_output=True, check=False).returncode == 0
     assert (len(files) > 3) == (max_bytes == 4000)
     before, after = stored(DATA / name), stored(tmp_path)
     assert set(before) == set(after)
@@ -87,14 +93,16 @@ def test_bfloat16(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16).astype(jnp.float32)), nnx.state(rounded), nnx.state(model))
 
 
-def changed(tmp_path: pathlib.Path, name: str = "mixtral", tensors=lambda found: None, **config) -> pathlib.Path:
+def changed(tmp_path: pathlib.Path, name: str = "mixtral", tensors=None, **config) -> pathlib.Path:
+    """A copy with other tensors, or other keys of config.json: None leaves one out."""
     folder = tmp_path / name
-    shutil.copytree(DATA / name, folder)
-    found = stored(folder)
-    tensors(found)
-    safetensors.flax.save_file(found, folder / "model.safetensors")
+    shutil.copytree(DATA / name, folder, ignore=lambda *_: ["expected.safetensors"])
+    if tensors is not None:
+        found = stored(folder)
+        tensors(found)
+        safetensors.flax.save_file(found, folder / "model.safetensors")
     said = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(said))
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if config.get(key, value) is not None}))
     return folder
 
 
@@ -115,20 +123,47 @@ def test_tensors_that_are_missing_extra_or_misshapen_are_all_named(tmp_path):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; these are known: LlamaForCausalLM"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"sliding_window": 4096}, "sliding window"),
-        ({"attention_bias": True}, "attention_bias"),
-    ],
-    ids=["architecture", "rope", "activation", "window", "bias"],
-)
-def test_what_the_decoder_has_not(config, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        hf.load(changed(tmp_path, **config))
+def refusal(folder: pathlib.Path) -> str | None:
+    try:
+        hf.load(folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_key_left_out_and_odd_ones(name, tmp_path):
+    """What transformers made of them (tests/parity_config.py) is computed here, too, or refused in one line that names the folder or the file."""
+    whole = hf.read_config(DATA / name)
+    tokens = safetensors.flax.load_file(DATA / name / "expected.safetensors")["tokens"]
+    found = json.loads((DATA / name / "config.json").read_text())
+    computed = 0
+    for number, (said, expected) in enumerate(json.loads(CONFIGS.read_text())[name].items()):
+        folder = changed(tmp_path / str(number), name, **json.loads(said))
+        refused = refusal(folder)
+        if refused is not None:
+            assert expected == "refused" or any(part in refused for part in NOT_HERE), f"{said}: {refused}"
+            assert str(folder) in refused
+            assert len(refused.splitlines()) == 1
+        elif (read := hf.read_config(folder)) == whole:  # and so is what it computes
+            assert expected == "same", said
+        else:
+            assert isinstance(expected, list), f"{said} is {expected} in transformers, and read here as {read}"
+            model = hf.load(folder, backend="xla")[1]
+            np.testing.assert_allclose(model(tokens)[0][0, -1], expected, atol=1e-4, rtol=0, err_msg=said)
+            computed += 1
+    assert computed >= 2
+    assert set(found) <= {key for said in json.loads(CONFIGS.read_text())[name] for key in json.loads(said)}
+
+
+def test_defaults_are_of_the_model_type():
+    """Those that the small checkpoints' shapes do not let through."""
+    assert (hf_config.Qwen3().head_dim, hf_config.Qwen3().vocab_size, hf_config.Mixtral().num_experts, hf_config.Qwen3Moe().num_experts) == (
+        128,
+        151_936,
+        8,
+        128,
+    )
 
 
 def test_missing_files(tmp_path):
@@ -150,3 +185,118 @@ def test_saving_as_another_architecture(tmp_path):
     with pytest.raises(ValueError, match="write one of LlamaForCausalLM"):
         hf.save(tmp_path, "Llama", model)
     assert not list(tmp_path.iterdir())
+
+
+def lie(file: pathlib.Path) -> None:
+    """A header whose length says that it goes past the end of the file."""
+    content = file.read_bytes()
+    file.write_bytes((len(content) * 2).to_bytes(8, "little") + content[8:])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("model.safetensors", lie),
+        ("model.safetensors", lambda file: os.truncate(file, file.stat().st_size - 1)),
+        ("model.safetensors", lambda file: os.truncate(file, 0)),
+        ("config.json", lambda file: os.truncate(file, 0)),
+        ("config.json", lambda file: file.write_text("[]")),
+        ("config.json", lambda file: file.write_text("{}")),
+        ("config.json", lambda file: file.write_bytes(b"\xff\xfe{}")),
+        (hf.INDEX, lambda file: file.write_text("{")),
+        (hf.INDEX, lambda file: file.write_text("{}")),
+        (hf.INDEX, lambda file: file.write_text('{"weight_map": {"a": "../model.safetensors"}}')),
+        (hf.INDEX, lambda file: file.write_text('{"weight_map": {"a": 3}}')),
+    ],
+)
+def test_a_damaged_file_is_named(file, damage, tmp_path):
+    folder = changed(tmp_path)
+    damage(folder / file)
+    with pytest.raises(ValueError, match=re.escape(str(folder / file))) as caught:
+        hf.load(folder)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def put(name: str, value):
+    return lambda found: found.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (put("model.norm.weight", jnp.full(16, jnp.nan)), "model.norm.weight in model.safetensors has a NaN or an infinity"),
+        (put("model.norm.weight", jnp.ones(16).at[3].set(-jnp.inf)), "model.norm.weight in model.safetensors has a NaN or an infinity"),
+        (put("model.norm.weight", jnp.ones(16, jnp.float8_e4m3fn)), "model.norm.weight in model.safetensors is F8_E4M3; only F32, F16, BF16 are read"),
+        (put("model.norm.weight", jnp.ones(16, jnp.int8)), "model.norm.weight in model.safetensors is I8; only"),
+    ],
+    ids=["nan", "infinity", "float8", "int8"],
+)
+def test_weights_that_are_not_read(tensors, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        hf.load(changed(tmp_path, tensors=tensors))
+    with pytest.raises(ValueError, match="quantization_config"):
+        hf.read_config(changed(tmp_path / "again", quantization_config={"quant_method": "fp8"}))
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    folder = changed(tmp_path)
+    shutil.copy(folder / "model.safetensors", folder / "b.safetensors")
+    (folder / hf.INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "model.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is in b\.safetensors and in model\.safetensors"):
+        hf.load(folder)
+
+
+def test_what_transformers_reads_beside_the_parameters(tmp_path):
+    """Buffers of the rotary positions, and the head of a tied model, if it is the embedding."""
+    wanted = nnx.state(hf.load(DATA / "llama_odd_tied")[1])
+    frequencies = put("model.layers.0.self_attn.rotary_emb.inv_freq", jnp.ones(3))
+    head = lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"]})
+    for number, change in enumerate((frequencies, head)):
+        _, model = hf.load(changed(tmp_path / str(number), "llama_odd_tied", change))
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(model), wanted)
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight, and config\.json ties them"):
+        hf.load(changed(tmp_path / "other", "llama_odd_tied", put("lm_head.weight", jnp.ones((29, 15)))))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "SHA256SUMS"])
+def test_what_we_wrote_is_verified(name, tmp_path):
+    """One bit, wherever it is."""
+    architecture, model = hf.load(DATA / "llama")
+    hf.save(tmp_path, architecture, model, beside={"tokenizer.json": "{}"})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors", "tokenizer.json"]
+    content = bytearray((tmp_path / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/")) as caught:
+        hf.load(tmp_path)
+    assert name in str(caught.value)
+    assert "Copy the folder again" in str(caught.value)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json is missing|is no checksum"):
+        hf.load(tmp_path)
+
+
+def test_a_save_that_is_killed_leaves_the_files_before_or_what_is_refused(tmp_path, monkeypatch):
+    architecture, model = hf.load(DATA / "llama")
+    hf.save(tmp_path, architecture, model)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    moved, replace = [], pathlib.Path.replace
+
+    def fails_later(file, to):
+        if len(moved) == stop:
+            raise KeyboardInterrupt
+        moved.append(to)
+        return replace(file, to)
+
+    other = jax.tree.map(lambda x: x + 1, nnx.state(model))
+    nnx.update(model, other)
+    monkeypatch.setattr(pathlib.Path, "replace", fails_later)
+    for stop in (0, 1, 2):
+        moved.clear()
+        with pytest.raises(KeyboardInterrupt):
+            hf.save(tmp_path, architecture, model)
+        if stop == 0:
+            assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+        else:
+            with pytest.raises(ValueError, match="is not what was written"):
+                hf.load(tmp_path)

@@ -1,0 +1,58 @@
+"""Folders of files that are written whole, with their checksums in SHA256SUMS, as `sha256sum --check` reads it."""
+
+import contextlib
+import hashlib
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+NAME = "SHA256SUMS"
+LINE = re.compile(r"([0-9a-f]{64})  ([^/\\]+)")
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into. At the end its files move to `folder`, which is made if need be, over those of the same names.
+
+    SHA256SUMS moves first: of a process that is killed in between, `verify` finds files that are not those that were written.
+    """
+    new = folder / ".unfinished"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        files = sorted(new.iterdir())
+        (new / NAME).write_text("".join(f"{_sum(file)}  {file.name}\n" for file in files))
+        for file in (new / NAME, *files):
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def verify(folder: Path) -> None:
+    """Nothing, where there is no SHA256SUMS.
+
+    Raises:
+      ValueError: a file is missing, or not what was written; all of them are named.
+    """
+    sums = folder / NAME
+    if not sums.exists():
+        return
+    wrong = []
+    for number, line in enumerate(sums.read_text(errors="replace").splitlines(), 1):
+        said = LINE.fullmatch(line)
+        if said is None:
+            raise ValueError(f"{sums}, line {number}: {line[:80]!r} is no checksum and file name. Copy the folder again.")
+        file = folder / said[2]
+        if not file.exists():
+            wrong.append(f"{file} is missing")
+        elif _sum(file) != said[1]:
+            wrong.append(f"{file} is not what was written: its SHA-256 is another")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}. Copy the folder again; or, if files were changed on purpose, remove {sums}.")

@@ -69,17 +69,37 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def read_texts(paths: Sequence[str | Path]) -> list[bytes]:
+def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes]:
     """All documents of `text_files`: each file is one, of a .jsonl file each line's "text".
+
+    Args:
+      raw: files are taken as they are. Else they must be UTF-8, without zero bytes, one of which ends a document.
 
     Raises:
       FileNotFoundError: as of `text_files`.
-      ValueError: a line of a .jsonl file without a text.
+      ValueError: a file that is no text, or a line of a .jsonl file without one.
     """
     texts = []
     for file in text_files(paths):
-        texts += _json_lines(file) if file.suffix == ".jsonl" else [file.read_bytes()]
+        if file.suffix == ".jsonl":
+            texts += _json_lines(file)
+            continue
+        content = file.read_bytes()
+        if not raw and (wrong := _not_text(content)):
+            raise ValueError(f"{file} is no text: {wrong}. Convert it to UTF-8, leave it out, or pass --raw-bytes.")
+        texts.append(content)
     return texts
+
+
+def _not_text(content: bytes) -> str | None:
+    """What is wrong with it."""
+    if 0 in content:
+        return f"byte {content.index(0):,} is zero"
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start:,}, {content[error.start]:#04x}, is not UTF-8"
+    return None
 
 
 def _json_lines(file: Path) -> list[bytes]:
@@ -90,8 +110,10 @@ def _json_lines(file: Path) -> list[bytes]:
         try:
             text = json.loads(line)["text"]
             texts.append(text.encode())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f'{file}, line {number}: {line[:80]!r} is no JSON object with a "text" that is a string.') from error
+        if 0 in texts[-1]:
+            raise ValueError(f"{file}, line {number}: the text has a zero byte, which ends a document.")
     return texts
 
 

@@ -12,7 +12,8 @@ from flax import nnx
 
 from models import hf
 from models.decoder import Decoder
-from models.hf_config import end_token
+from models.hf_config import end_token, read_config
+from models.precision import DTYPES
 
 TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
 # What tokenizers call the token that ends a text.
@@ -92,7 +93,22 @@ def _decode(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"the document that begins with {text[:60]!r} is not UTF-8: {error}.") from error
+        raise ValueError(f"the document that begins with {text[:60]!r} is not UTF-8, and --tokenizer needs text: {error}.") from error
+
+
+def check_length(prompts: Sequence[Sequence[int]], length: int, heads: int, limit: int) -> None:
+    """Attention over a prompt keeps a number for each head and each pair of a token of the prompt and one of the whole row.
+
+    Raises:
+      ValueError: rows of more than `limit` tokens.
+    """
+    longest = max(map(len, prompts), default=0)
+    if longest + length > limit:
+        gigabytes = 4 * len(prompts) * heads * longest * (longest + length) / 1e9
+        raise ValueError(
+            f"the longest prompt has {longest:,} tokens and --length is {length:,}: more than the limit of {limit:,} together. "
+            f"Shorten it, or pass --limit {longest + length}: attention would take {gigabytes:,.1f} GB and more."
+        )
 
 
 def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
@@ -169,14 +185,22 @@ def main(
     length: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of the computation.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"Of the computation: {', '.join(DTYPES)}.")] = "float32",
+    limit: Annotated[int, typer.Option(min=1, help="The most tokens of a prompt and what is added to it.")] = 8192,
 ) -> None:
     """Goes on from each prompt."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
     try:
+        _, config = read_config(folder)
+        tokenizer = tokenizer_of(folder, config.vocab)
+        encoded = [tokenizer.encode(text) for text in prompt]
+        check_length(encoded, length, config.heads, limit)
+        prompts = align(encoded)
+        if (highest := int(prompts.tokens.max())) >= config.vocab:
+            raise ValueError(f"{folder}: the tokenizer's token {highest:,} is none of the model's {config.vocab:,}.")
         _, model = hf.load(folder, dtype=dtype)
-        tokenizer = tokenizer_of(folder, model.config.vocab)
-        prompts = align([tokenizer.encode(text) for text in prompt])
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     model.eval()
     end = -1 if tokenizer.end is None or isinstance(tokenizer, Bytes) else tokenizer.end

@@ -41,11 +41,14 @@ def make_mesh(shape: str) -> Mesh:
     """From an option such as "data=2,fsdp=4" the mesh over all devices, of all processes; an axis that is not named has one device.
 
     Raises:
-      typer.BadParameter: no such axis, no such number, or not as many devices as there are.
+      typer.BadParameter: no such axis, or one that is named twice, no such number, or not as many devices as there are.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes, named = dict.fromkeys(AXES, 1), set()
     for part in shape.split(","):
         name, _, size = part.partition("=")
+        if name in named:
+            raise typer.BadParameter(f"{shape!r} names {name} twice.", param_hint="--mesh")
+        named.add(name)
         if name not in AXES or not size.isdecimal() or int(size) < 1:
             raise typer.BadParameter(f"{part!r} in {shape!r} is not one of {', '.join(f'{axis}=N' for axis in AXES)}, with N from 1.", param_hint="--mesh")
         sizes[name] = int(size)

@@ -21,6 +21,7 @@ class Preset(Schedule):
       eval_windows: held-out sequences of an evaluation, at most.
       balance_weight: of the routers' load-balancing loss (`jaxops.Routing.aux_loss`), micro-batch by micro-batch.
       data: files and folders of text; none for the sources of Python's standard library.
+      raw_bytes: whether files that are no text are taken as they are, byte by byte.
       tokenizer: a tokenizer.json; None for the one beside the checkpoint of init_from, or for bytes.
       init_from: folder of a checkpoint to start from, in Hugging Face's format; then `model` has its sizes.
       pack: whether documents share rows. Else each row is of one document, or of a piece of one, in at most `buckets` lengths.
@@ -33,6 +34,7 @@ class Preset(Schedule):
     eval_windows: PositiveInt = 256
     balance_weight: NonNegativeFloat = 0.01
     data: tuple[str, ...] = ()
+    raw_bytes: bool = False
     tokenizer: str | None = None
     init_from: str | None = None
     pack: bool = True

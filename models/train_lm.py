@@ -40,6 +40,7 @@ class LmOptions(Options):
         list[str] | None,
         typer.Option(help="Text file, or folder of .txt, .md, .py and .jsonl files; may be repeated. Default: Python's standard library."),
     ] = None
+    raw_bytes: Annotated[bool, typer.Option("--raw-bytes", help="Take files of data that are no text as they are, byte by byte.")] = False
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json. Default: tokens are bytes.")] = None
     init_from: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one.")] = None
     no_pack: Annotated[bool, typer.Option("--no-pack", help="One document a row, in rows of few lengths, instead of rows full of documents.")] = False
@@ -63,7 +64,13 @@ def choose(options: LmOptions) -> Preset:
       ValueError: a setting that there is not, or that is not possible; see `models.config`.
     """
     check_option("preset", options.preset, PRESETS)
-    own = {"data": options.data, "tokenizer": options.tokenizer, "init_from": options.init_from, "pack": False if options.no_pack else None}
+    own = {
+        "data": options.data,
+        "raw_bytes": options.raw_bytes or None,
+        "tokenizer": options.tokenizer,
+        "init_from": options.init_from,
+        "pack": False if options.no_pack else None,
+    }
     given = config.given_by(options, own, nested=True)
     model = given.get("model")
     dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
@@ -101,15 +108,16 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
     return dataclasses.replace(preset, model=dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))), tokenizer
 
 
-def read_corpus(data: Sequence[str], tokenizer: Tokenizer) -> Corpus:
+def read_corpus(data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False) -> Corpus:
     """What `Preset.data` names."""
-    return split(tokenize(read_texts(data) if data else standard_library(), tokenizer))
+    return split(tokenize(read_texts(data, raw=raw) if data else standard_library(), tokenizer))
 
 
 def make_model(preset: Preset, seed: int) -> Decoder:
     if preset.init_from is None:
         return nnx.jit(lambda: Decoder(preset.model, rngs=nnx.Rngs(seed)))()
-    return hf.load(preset.init_from, **{name: getattr(preset.model, name) for name in RUN_FIELDS})[1]
+    with config.errors_of_options():
+        return hf.load(preset.init_from, **{name: getattr(preset.model, name) for name in RUN_FIELDS})[1]
 
 
 def sharded_graphdef(preset: Preset) -> nnx.GraphDef:
@@ -219,7 +227,7 @@ def run(options: LmOptions) -> None:
         mesh = launch.choose_mesh(options, preset.model.backend)
         if mesh is not None:
             own_rows(preset.batch // preset.accumulate, mesh)
-        corpus = read_corpus(preset.data, tokenizer)
+        corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes)
         run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"))
 
     byte, console = isinstance(tokenizer, Bytes), run.console

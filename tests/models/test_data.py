@@ -37,12 +37,33 @@ def test_which_files_are_read(tmp_path):
 
 def test_documents(tmp_path):
     """A file is one, and each line of a .jsonl file; empty ones are none."""
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9\n")  # bytes are trained on as they are
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 3}\n\n{"text": ""}\n{"text": "é\\n"}')
     (tmp_path / "c.txt").write_bytes(b"")
-    found = tokenize(read_texts([tmp_path]), Bytes())
+    found = tokenize(read_texts([tmp_path], raw=True), Bytes())
     assert found.tokens.dtype == np.uint8
     assert documents_in(found) == [b"caf\xe9\n\0", b"two\0", "é\n\0".encode()]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"caf\xe9\n", "byte 3, 0xe9, is not UTF-8"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "byte 8 is zero"),
+        (b"text, then\0 more", "byte 10 is zero"),
+        (bytes(np.random.default_rng(0).integers(1, 256, 1000, np.uint8)), "is not UTF-8"),
+    ],
+    ids=["latin-1", "png", "zero", "random"],
+)
+def test_what_is_no_text(content, says, tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "b.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"b\.txt is no text: .*{says}\. Convert it to UTF-8, leave it out, or pass --raw-bytes"):
+        read_texts([tmp_path])
+    assert read_texts([tmp_path], raw=True) == [b"fine", content]
+    (tmp_path / "c.jsonl").write_text('{"text": "a\\u0000b"}')
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 1: the text has a zero byte"):
+        read_texts([tmp_path / "c.jsonl"])
 
 
 def test_a_tokenizer(words):
@@ -64,7 +85,7 @@ def test_what_cannot_be_read(tmp_path, words):
         (tmp_path / "x.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
         with pytest.raises(ValueError, match=r"x\.jsonl, line 2: .* is no JSON object"):
             read_texts([tmp_path])
-    with pytest.raises(ValueError, match=r"begins with b'\\xff' is not UTF-8"):
+    with pytest.raises(ValueError, match=r"begins with b'\\xff' is not UTF-8, and --tokenizer needs text"):
         tokenize([b"one", b"\xff"], HuggingFace(words))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer\.json"):

@@ -118,3 +118,25 @@ def test_what_cannot_be_read(tmp_path):
         generate.main(tmp_path, ["a"])
     with pytest.raises(typer.BadParameter, match=r"no tokenizer\.json, and with 29 tokens"):
         generate.main(DATA / "llama", ["a"])
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(typer.BadParameter, match=r"file/config\.json"):
+        generate.main(tmp_path / "file", ["a"])
+
+
+def test_what_is_said_before_anything_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(generate.hf, "load", lambda *_, **__: pytest.fail("it is loaded"))
+    with pytest.raises(typer.BadParameter, match="'foo' is not one of float32, bfloat16, float16"):
+        generate.main(folder, ["a"], dtype="foo")
+    with pytest.raises(typer.BadParameter, match=r"20,000 tokens and --length is 64: more than the limit of 8,192 together.*pass --limit 20064: .* \d+\.\d GB"):
+        generate.main(folder, ["a", "a" * 20_000])
+    with pytest.raises(typer.BadParameter, match="a prompt has no tokens"):
+        generate.main(folder, [""])
+
+
+def test_a_tokenizer_with_tokens_that_the_model_has_not(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"high": 300, "?": 0}, unk_token="?"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(typer.BadParameter, match="the tokenizer's token 300 is none of the model's"):
+        generate.main(tmp_path, ["high"])

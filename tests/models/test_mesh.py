@@ -225,6 +225,8 @@ def test_a_mesh_that_is_none(shape):
 
 
 def test_what_does_not_fit():
+    with pytest.raises(typer.BadParameter, match="'data=1,data=4' names data twice"):
+        make_mesh("data=1,data=4")
     with pytest.raises(typer.BadParameter, match="is for 2 devices, and there are 4"):
         make_mesh("data=2")
     mesh = make_mesh("expert=4")

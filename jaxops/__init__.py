@@ -9,16 +9,20 @@
 Array([3., 0., 4., 1.], dtype=float32)
 """
 
-from jaxops.lengths import bucket_length
-from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
-from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
-from jaxops.ops.grouped_glu import grouped_glu
-from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
-from jaxops.ops.modality_grouped_matmul import modality_grouped_matmul
-from jaxops.ops.moe_mlp import moe_mlp
-from jaxops.ops.permute import combine, permute
-from jaxops.ops.quantize import Quantized, dequantize, quantize
-from jaxops.ops.route import Routing, route, update_router_bias
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors read; at run time a name is imported when it is first used
+    from jaxops.lengths import bucket_length
+    from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
+    from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
+    from jaxops.ops.grouped_glu import grouped_glu
+    from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
+    from jaxops.ops.modality_grouped_matmul import modality_grouped_matmul
+    from jaxops.ops.moe_mlp import moe_mlp
+    from jaxops.ops.permute import combine, permute
+    from jaxops.ops.quantize import Quantized, dequantize, quantize
+    from jaxops.ops.route import Routing, route, update_router_bias
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,3 +47,31 @@ __all__ = [
     "route",
     "update_router_bias",
 ]
+_MODULES = {
+    "jaxops.lengths": ("bucket_length",),
+    "jaxops.ops.adaln": ("adaln", "gated_residual", "gated_residual_adaln"),
+    "jaxops.ops.fp8_matmul": ("fp8_grouped_matmul", "fp8_matmul"),
+    "jaxops.ops.grouped_glu": ("grouped_glu",),
+    "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "ragged_dot"),
+    "jaxops.ops.modality_grouped_matmul": ("modality_grouped_matmul",),
+    "jaxops.ops.moe_mlp": ("moe_mlp",),
+    "jaxops.ops.permute": ("combine", "permute"),
+    "jaxops.ops.quantize": ("Quantized", "dequantize", "quantize"),
+    "jaxops.ops.route": ("Routing", "route", "update_router_bias"),
+}
+_SUBPACKAGES = ("nn", "offload", "ops", "profiling", "tuning")
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            found = getattr(importlib.import_module(module), name)
+            globals()[name] = found  # so that this is called once a name
+            return found
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"jaxops.{name}")
+    raise AttributeError(f"module 'jaxops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

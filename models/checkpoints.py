@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import typer
+from etils import epath
 from jax.experimental import multihost_utils
 
 from models.distributed import is_first
@@ -137,13 +138,13 @@ class Checkpoints:
         folder, found, wrong, sums, stored = self.folder / str(step), None, "", {}, {}
         try:
             sums = self._metadata(step)[CHECKSUMS]
-            stored = {name: _describe(array) for name, array in self._handler.metadata(folder).tree.items()}
+            stored = {name: _describe(array) for name, array in self._handler.metadata(epath.Path(folder)).tree.items()}
         except Exception as error:  # of any type: Orbax, TensorStore and JSON have their own
             wrong = f"its metadata cannot be read: {_first_line(error)}"
         wrong = _of_all_processes(wrong) or self._compare(step, sums, stored, wanted)
         if not wrong:
             try:  # the handler alone: a checkpointer would wait here for a process that cannot read its part
-                found = self._handler.restore(folder, args=ocp.args.StandardRestore(wanted))
+                found = self._handler.restore(epath.Path(folder), args=ocp.args.StandardRestore(wanted))
             except Exception as error:
                 wrong = f"its arrays cannot be read: {_first_line(error)}"
             wrong = _of_all_processes(wrong)

@@ -166,6 +166,7 @@ def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
         wrong.append(f"it has {len(headers)} tensors, and with config.json there would be {count}")
         _raise(folder, wrong)
     where = {name: (entry, index) for entry in entries for name, index in tensors(entry, params[entry.path].shape)}
+    second_head: np.ndarray | None = None
     tied_head = config.tie_embeddings and HEAD.name in headers
     for name, (_, shape) in headers.items():
         if name in where:
@@ -191,7 +192,7 @@ def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
                     params[entry.path][index] = tensor.T if entry.transposed else tensor
                 else:
                     second_head = tensor
-    if tied_head and not np.array_equal(second_head, params[COMMON[0].path]):
+    if second_head is not None and not np.array_equal(second_head, params[COMMON[0].path]):
         wrong.append(f"{HEAD.name} is not {COMMON[0].name}, and config.json ties them")
     _raise(folder, wrong)
     nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(jax.tree.map(jnp.asarray, params)))

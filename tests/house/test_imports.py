@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import jaxops
+
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = sorted(file for folder in ("jaxops", "models", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
 PUBLIC = {"jaxops", "jaxops.nn", "jaxops.parallel", "jaxops.tuning", "jaxops.profiling", "jaxops.offload"}
@@ -99,7 +101,27 @@ def test_a_wrong_arrow_is_seen(module, source):
 
 @pytest.mark.parametrize("call", ["pass", "jax.eval_shape(jaxops.fp8_matmul, jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5)))"], ids=["import", "fp8-on-a-cpu"])
 def test_import_jaxops_is_light(call):
-    """Triton and jax-triton are loaded where a Hopper kernel is called, and only there."""
-    code = f"import sys, jax, jaxops; {call}; print([name for name in ('flax', 'jax_triton', 'triton', 'typer', 'optax') if name in sys.modules])"
+    """Triton and jax-triton are loaded where a Hopper kernel is called, and only there; an op and Pallas where the op is first used."""
+    heavy = ["flax", "jax_triton", "triton", "typer", "optax", *(["jax.experimental.pallas", "jaxops.ops"] if call == "pass" else [])]
+    assert printed(f"import sys, jax, jaxops; {call}; print([name for name in {heavy} if name in sys.modules])") == "[]"
+
+
+def test_public_names_are_found():
+    """In a fresh process, by each way to ask for them; one that is not there is an AttributeError."""
+    code = "import jaxops; from jaxops import *; print(sorted(n for n in jaxops.__all__ if globals()[n] is not getattr(jaxops, n)), "
+    code += "set(jaxops.__all__) <= set(dir(jaxops)), jaxops.nn.MoE.__name__, hasattr(jaxops, 'nothing'))"
+    assert printed(code) == "[] True MoE False"
+
+
+def test_public_names_are_listed_once_for_people_and_once_for_python():
+    """What type checkers see is what is imported."""
+    tree = ast.parse((ROOT / "jaxops" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {node.module: tuple(alias.name for alias in node.names) for node in block.body if isinstance(node, ast.ImportFrom)}
+    assert seen == jaxops._MODULES
+    assert sorted(name for names in seen.values() for name in names) == sorted(jaxops.__all__)
+
+
+def printed(code: str) -> str:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()

@@ -16,6 +16,7 @@ from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
 from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import key_of_row
 from jaxops.tuning import _LIMITS, _errors, tune
+from jaxops.tuning.__main__ import app
 
 H200 = Device("NVIDIA H200", "gpu")
 UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
@@ -100,7 +101,7 @@ def test_killed_write_leaves_the_old_file(monkeypatch):
 
 
 def command(*words: str):
-    result = CliRunner().invoke(jaxops.tuning.app, ["grouped-matmul", *words], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["grouped-matmul", *words], env={"COLUMNS": "200"})
     return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)  # colours where a CI forces them
 
 
@@ -116,6 +117,33 @@ def test_command_without_a_shape():
     code, output = command()
     assert code == 2
     assert "--shape" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("grouped-matmul", "--shape", "8,64,32,16", "--dtype", "foo"), "'foo' is not one of bfloat16, float16, float32"),
+        (("grouped-matmul", "--shape", "8,64,32,16", "--passes", "fwd,bwd"), "'bwd' is not one of fwd, dgrad, wgrad"),
+        (("adaln", "--shape", "8,64,2", "--passes", "dgrad"), "'dgrad' is not one of fwd, bwd"),
+        (("adaln", "--shape", "8,64,2", "--dtype", "int8"), "'int8' is not one of"),
+        (("quantize", "--shape", "8,64", "--scaling", "rows"), "'rows' is not one of tensorwise"),
+        (("quantize", "--shape", "8,64", "--layouts", "rows"), "'rows' is not one of"),
+        (("fp8-matmul", "--shape", "0,64,64,64", "--recipes", "fast"), "'fast' is not one of tensorwise"),
+    ],
+)
+def test_a_command_with_a_wrong_option(words, says):
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert says in re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+@pytest.mark.parametrize("words", [("grouped-matmul", "8,64,32,16"), ("adaln", "8,64,2"), ("quantize", "8,64"), ("fp8-matmul", "0,64,64,64")])
+def test_a_command_on_a_cpu(words):
+    """One line, and no traceback."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        result = CliRunner().invoke(app, [words[0], "--shape", words[1]])
+    assert result.exit_code == 1
+    assert result.output == "Error: tuning measures GPU kernels, but the default device is cpu.\n"
 
 
 def test_command_stores_unless_dry(monkeypatch):

@@ -17,6 +17,7 @@ from jaxops._lib.tuned import read_rows, tuned_rows
 from jaxops.ops import quantize
 from jaxops.ops.quantize import Plan, Problem, Tile, candidates
 from jaxops.ops.quantize.plan import LAYOUTS, PASSES, heuristic, key_of_row
+from jaxops.tuning.__main__ import app
 from tests.hopper import lower_for_h200
 from tests.ops.quantize.cases import SCALINGS
 from tests.plans import by_choices
@@ -155,7 +156,7 @@ def test_candidates_lower_for_an_h200(scaling, layouts):
 
 
 def command(*words: str):
-    result = CliRunner().invoke(jaxops.tuning.app, ["quantize", *words], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["quantize", *words], env={"COLUMNS": "200"})
     return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 

@@ -9,15 +9,13 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 
 from jaxops._lib.device import Device, current_device
-from jaxops._lib.fp8 import SCALINGS
 from jaxops._lib.tuned import store_rows, tuned_rows, use_rows
 from jaxops.ops import adaln, fp8_matmul, quantize
 from jaxops.ops.adaln.plan import PASSES as ADALN_PASSES
@@ -26,14 +24,17 @@ from jaxops.ops.fp8_matmul import product as fp8_product
 from jaxops.ops.fp8_matmul.plan import key_of_row as fp8_key_of_row
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul, grouped_wgrad
 from jaxops.ops.grouped_matmul.plan import PASSES, kernels_for, key_of_row
-from jaxops.ops.quantize.plan import LAYOUTS
 from jaxops.ops.quantize.plan import key_of_row as quantize_key_of_row
 from jaxops.profiling import device_times_us
 
-__all__ = ["current_device", "store", "tune", "tune_adaln", "tune_fp8_matmul", "tune_quantize", "tuned_rows", "use_rows"]
+__all__ = ["TuningError", "current_device", "store", "tune", "tune_adaln", "tune_fp8_matmul", "tune_quantize", "tuned_rows", "use_rows"]
 
 _ALIVE_BYTES = 2e10  # results that a timed burst may hold at once
 _LIMITS = {1: (1e-1, 6e-3), 2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
+
+
+class TuningError(RuntimeError):
+    """Nothing was measured; says why."""
 
 
 def tune(
@@ -57,7 +58,7 @@ def tune(
       One row a pass and kernel, as `store` takes them.
 
     Raises:
-      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
+      TuningError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
     """
     device = _gpu()
     routings = [np.asarray(sizes) for sizes in (group_sizes if group_sizes is not None else default_group_sizes(problem))]
@@ -94,7 +95,7 @@ def tune_adaln(problem: adaln.Problem, passes: Sequence[str] = ADALN_PASSES, row
       One row a pass, as `store` takes them.
 
     Raises:
-      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
+      TuningError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
     """
     device = _gpu()
     T, D, B = problem.T, problem.D, problem.B
@@ -127,7 +128,7 @@ def tune_quantize(problem: quantize.Problem, tiles: Sequence[quantize.Tile] | No
       One row a pass, as `store` takes them.
 
     Raises:
-      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
+      TuningError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
     """
     device = _gpu()
     x = jax.random.normal(jax.random.key(0), (problem.M, problem.K), problem.dtype)
@@ -170,7 +171,7 @@ def tune_fp8_matmul(
       One row a pass, as `store` takes them.
 
     Raises:
-      RuntimeError: every candidate of a pass failed to compile, was wrong, or the default device is no Hopper GPU.
+      TuningError: every candidate of a pass failed to compile, was wrong, or the default device is no Hopper GPU.
     """
     device = _gpu()
     recipe, (M, K, N, G) = fp8_matmul.RECIPES[problem.recipe], (problem.M, problem.K, problem.N, problem.G)
@@ -215,7 +216,7 @@ def tune_fp8_matmul(
 def _gpu() -> Device:
     device = current_device()
     if device.platform != "gpu":
-        raise RuntimeError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
+        raise TuningError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
     return device
 
 
@@ -299,7 +300,7 @@ def _fastest(name: str, run: Callable, routings: list[tuple], tiles: list, say: 
                 del programs[t]
         del want
     if not programs:
-        raise RuntimeError(f"no candidate for {name} compiled and was right.")
+        raise TuningError(f"no candidate for {name} compiled and was right.")
 
     def total_us(t, iterations: int) -> float:
         return float(sum(np.median(device_times_us(programs[t], *operands, iterations=iterations)) for operands in routings))
@@ -312,78 +313,3 @@ def _fastest(name: str, run: Callable, routings: list[tuple], tiles: list, say: 
         say(f"  {t}: {final.get(t, first[t]):.1f} us")
     best = min(leaders, key=final.__getitem__)
     return best, final[best]
-
-
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measures plans on this machine's GPU and stores the fastest in your cache directory.")
-
-
-@app.command("grouped-matmul")
-def grouped_matmul_command(
-    shape: Annotated[list[str], typer.Option(help="G,M,K,N of the forward pass; may be repeated.")],
-    dtype: str = "bfloat16",
-    passes: Annotated[str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.")] = ",".join(PASSES),
-    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
-) -> None:
-    """The three passes of `jaxops.grouped_matmul`."""
-    for G, M, K, N in [_numbers(text, 4, "four numbers, G,M,K,N") for text in shape]:
-        rows = tune(Problem(G, M, K, N, jnp.dtype(dtype).name), passes.split(","))
-        if not dry_run:
-            print(f"stored in {store(rows)}")
-
-
-@app.command("adaln")
-def adaln_command(
-    shape: Annotated[list[str], typer.Option(help="T,D,B: rows, their width, sequences; may be repeated.")],
-    dtype: str = "bfloat16",
-    passes: Annotated[str, typer.Option(help="comma-separated, among fwd and bwd.")] = ",".join(ADALN_PASSES),
-    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
-) -> None:
-    """Both passes of `jaxops.adaln` and of `jaxops.gated_residual_adaln`."""
-    for T, D, B in [_numbers(text, 3, "three numbers, T,D,B") for text in shape]:
-        for gated in (False, True):
-            rows = tune_adaln(adaln.Problem(T, D, B, jnp.dtype(dtype).name, gated), passes.split(","))
-            if not dry_run:
-                print(f"stored in {store(rows, 'adaln')}")
-
-
-@app.command("quantize")
-def quantize_command(
-    shape: Annotated[list[str], typer.Option(help="M,K of the tensor; may be repeated.")],
-    scaling: Annotated[str, typer.Option(help="comma-separated.")] = ",".join(SCALINGS),
-    layouts: Annotated[str, typer.Option(help="comma-separated, among row, col and both.")] = ",".join(LAYOUTS),
-    dtype: str = "bfloat16",
-    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
-) -> None:
-    """`jaxops.quantize`, each scaling in each layout."""
-    shapes = [_numbers(text, 2, "two numbers, M,K") for text in shape]
-    for (M, K), scaled, layout in itertools.product(shapes, scaling.split(","), layouts.split(",")):
-        rows = tune_quantize(quantize.Problem(M, K, jnp.dtype(dtype).name, scaled, layout))
-        if not dry_run:
-            print(f"stored in {store(rows, 'quantize')}")
-
-
-@app.command("fp8-matmul")
-def fp8_matmul_command(
-    shape: Annotated[list[str], typer.Option(help="G,M,K,N of the forward pass, G = 0 for a dense one; may be repeated.")],
-    recipes: Annotated[str, typer.Option(help="comma-separated.")] = "tensorwise,rowwise,blockwise",
-    passes: Annotated[str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.")] = ",".join(PASSES),
-    dtype: str = "bfloat16",
-    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
-) -> None:
-    """The products of `jaxops.fp8_matmul` and `jaxops.fp8_grouped_matmul`."""
-    shapes = [_numbers(text, 4, "four numbers, G,M,K,N") for text in shape]
-    for (G, M, K, N), recipe in itertools.product(shapes, recipes.split(",")):
-        rows = tune_fp8_matmul(fp8_matmul.Problem(M, K, N, recipe, jnp.dtype(dtype).name, G), passes.split(","))
-        if not dry_run:
-            print(f"stored in {store(rows, 'fp8_matmul')}")
-
-
-def _numbers(text: str, count: int, wanted: str) -> list[int]:
-    words = text.split(",")
-    if len(words) != count or not all(word.strip().isdecimal() for word in words):
-        raise typer.BadParameter(f"{text!r}: write {wanted}.")
-    return [int(word) for word in words]
-
-
-if __name__ == "__main__":
-    app()

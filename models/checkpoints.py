@@ -110,6 +110,10 @@ class Checkpoints:
             self._writer.save(self.folder / str(done), args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
         self._newest = done
 
+    def check(self) -> None:
+        """Raises the error of a write that goes on, if it has failed."""
+        self._writer.check_for_errors()
+
     def _remove_others(self) -> None:
         """All but those that stay. Each is renamed before it is removed, so that no part of one ever looks like a whole one."""
         if not is_first():

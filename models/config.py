@@ -47,6 +47,7 @@ class Options:
     ] = False
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from OUT's newest checkpoint, if there is one. Needs --save-every.")] = False
+    stop_within: Annotated[float, typer.Option(min=1, help="Seconds for saving, after SIGTERM or Ctrl-C. Clusters kill a job about 30 s after SIGTERM.")] = 25.0
     mesh: Annotated[str | None, typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2 or some of these. Default: on one.")] = None
     coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of the first of several processes. With --processes and --process-id.")] = None
     processes: Annotated[int | None, typer.Option(min=1, help="How many there are.")] = None

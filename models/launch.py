@@ -1,5 +1,7 @@
 """How a training command begins: with its processes, its devices, and a folder that it may write to."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ from models import config
 from models.checkpoints import saved_steps
 from models.config import Options
 from models.distributed import initialize, is_first, make_console
+from models.ending import in_one_line
 from models.loop import Run, Schedule
 from models.mesh import make_mesh
 
@@ -44,6 +47,13 @@ def devices(mesh: Mesh | None) -> str:
     return kind if mesh is None else f"{mesh.size} x {kind} ({', '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)})"
 
 
+@contextlib.contextmanager
+def ended_in_one_line(run: Run) -> Iterator[None]:
+    """A signal or a full disk inside ends the command, and says which checkpoint is kept."""
+    with in_one_line(run.finished, lambda said: run.console.print(said, markup=False)):
+        yield
+
+
 def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path) -> Run:
     """The run in its folder, with its config.yaml written.
 
@@ -56,7 +66,7 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path) 
       ValueError: a run to resume had other settings.
     """
     out = default if options.out is None else options.out
-    run = Run(out, make_console(), mesh, options.save_every)
+    run = Run(out, make_console(), mesh, options.save_every, options.stop_within)
     if options.resume and options.save_every is None:
         raise typer.BadParameter("a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume")
     saved = saved_steps(run.checkpoints)

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxops.nn import AmaxHistory
-from models.checkpoints import Checkpoints
+from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
+from models.ending import Stopped, StopSignals, stopped_line
 from models.mesh import name_of, own_rows, shard_batch, split_objective
 from models.report import History, MetricsLog
 
@@ -272,36 +273,47 @@ class Run:
       console: where it says how it goes.
       mesh: of devices; None for one.
       save_every: steps between checkpoints, in OUT/checkpoints; None for none. It begins with the newest that is there.
+      stop_within: seconds for saving, after SIGTERM or Ctrl-C.
     """
 
     out: Path
     console: Console
     mesh: Mesh | None = None
     save_every: int | None = None
+    stop_within: float = 25.0
 
     @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
+
+    def finished(self) -> list[int] | None:
+        """The checkpoints that there are; None of a run that writes none."""
+        return None if self.save_every is None else saved_steps(self.checkpoints)
 
     def saves(self, done: int, steps: int) -> bool:
         return self.save_every is not None and (done % self.save_every == 0 or done == steps)
 
 
 def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainState, History]:
-    """Runs the steps that the state, or the newest checkpoint, has not done, and evaluations; shows how they go, and logs them. The state is donated."""
+    """Runs the steps that the state, or the newest checkpoint, has not done, and evaluations; shows how they go, and logs them. The state is donated.
+
+    Raises:
+      Stopped: after SIGTERM or Ctrl-C, with the steps that were done saved.
+    """
     with contextlib.ExitStack() as stack:
-        save = None
+        signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.finished())))
+        checkpoints = None
         if run.save_every is not None:
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
-            (state, done), save = checkpoints.start(state, lambda said: run.console.print(said, markup=False)), checkpoints.save
+            state, done = checkpoints.start(state, lambda said: run.console.print(said, markup=False))
             if done:
                 run.console.print(f"goes on from the checkpoint of step {done}")
         # The guard turns any transfer that was not asked for by name, and so any hidden wait, into an error.
         with jax.transfer_guard("disallow"):
-            return _run_steps(training, state, run, save)
+            return _run_steps(training, state, run, checkpoints, signals)
 
 
-def _run_steps(training: Training, state: TrainState, run: Run, save: Callable[..., None] | None) -> tuple[TrainState, History]:
+def _run_steps(training: Training, state: TrainState, run: Run, checkpoints: Checkpoints | None, signals: StopSignals) -> tuple[TrainState, History]:
     schedule, first = training.schedule, int(jax.device_get(state.step))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with MetricsLog(run.out, first, writes=is_first()) as log, Progress(*columns, console=run.console) as progress:
@@ -310,17 +322,22 @@ def _run_steps(training: Training, state: TrainState, run: Run, save: Callable[.
         for done, batch in enumerate(prefetched(training.batches, first, schedule.steps, run.mesh), first + 1):
             state, metrics = training.step(state, batch, training.key)
             unread.append(metrics)
+            stop = signals.asked(done)
             at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
-            at_save = run.saves(done, schedule.steps)
-            if not at_eval and not at_save and len(unread) < READ_EVERY:
+            at_save = run.saves(done, schedule.steps) or (stop is not None and run.save_every is not None)
+            if not at_eval and not at_save and stop is None and len(unread) < READ_EVERY:
                 continue
             read = jax.device_get(unread)
             rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
             progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
             heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
             log.add(done, read, rate, heldout)
-            if save is not None and at_save:
-                save(state, done, heldout=heldout)  # what is logged is never behind it
+            if checkpoints is not None:
+                checkpoints.check()
+                if at_save:
+                    checkpoints.save(state, done, heldout=heldout)  # what is logged is never behind it
+            if stop is not None:
+                raise Stopped(stop)
             if heldout is not None:
                 speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
                 progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")

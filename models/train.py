@@ -1,5 +1,9 @@
 """The training command: `python -m models.train lm` and `python -m models.train dit`."""
 
+import os
+import sys
+
+import jax
 import typer
 
 from models import train_dit, train_lm
@@ -8,5 +12,17 @@ app = typer.Typer(help="Trains one of the models; each COMMAND --help has its op
 app.command("lm")(train_lm.main)
 app.command("dit")(train_dit.main)
 
+
+def main() -> None:
+    try:
+        app()
+    except SystemExit as ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if ended.code and jax.process_count() == 1:
+            os._exit(ended.code if isinstance(ended.code, int) else 1)  # what a failed write has left behind would print as Python ends
+        raise
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -186,9 +186,14 @@ def run(options: DitOptions) -> None:
         images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
         sizes = configure(preset, images, mesh)
         run = launch.begin(options, preset, mesh, Path("runs", f"dit-{Path(preset.data).name}-{options.preset}"))
+    with launch.ended_in_one_line(run):
+        _train_and_report(options, preset, sizes, images, run, begin)
+
+
+def _train_and_report(options: DitOptions, preset: DiTPreset, sizes: DiTConfig, images: DataSet, run: Run, begin: float) -> None:
     console = run.console
     console.print(f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, {len(images.classes)} classes")
-    console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(mesh)}")
+    console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(run.mesh)}")
     console.print(remark(preset.policy), end="")
 
     model, history = train(preset, sizes, images, run)

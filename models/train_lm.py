@@ -230,6 +230,11 @@ def run(options: LmOptions) -> None:
         corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes)
         run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"))
 
+    with launch.ended_in_one_line(run):
+        _train_and_report(options, preset, tokenizer, corpus, run, begin)
+
+
+def _train_and_report(options: LmOptions, preset: Preset, tokenizer: Tokenizer, corpus: Corpus, run: Run, begin: float) -> None:
     byte, console = isinstance(tokenizer, Bytes), run.console
     token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
     console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
@@ -238,7 +243,7 @@ def run(options: LmOptions) -> None:
         bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
         baseline = ("bigram table", bigram)
         console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
-    console.print(f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(mesh)}")
+    console.print(f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(run.mesh)}")
     console.print(remark(preset.model.policy), end="")
 
     model, history = train(preset, corpus, unit, run)

@@ -1,0 +1,184 @@
+"""How a run ends before its last step, in one line: SIGTERM or Ctrl-C, which save first, and a full disk."""
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import shlex
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import jax
+import typer
+from jax.experimental import multihost_utils
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_WORDS = ("No space left", "Disk quota exceeded")  # of TensorStore, whose errors have no errno
+
+
+class Stopped(BaseException):
+    """By a signal, whose number it has."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+class StopSignals:
+    """Inside its with statement SIGTERM and Ctrl-C are noted, for a loop that asks after each step.
+
+    The second signal, or the end of the time since the first one, ends the process at once, whatever it waits for.
+
+    Args:
+      seconds: for all that comes after the first signal.
+      last_words: signal number -> what is printed where the process is ended.
+    """
+
+    def __init__(self, seconds: float, last_words: Callable[[int], str]):
+        self._seconds, self._last_words = seconds, last_words
+        self._number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():  # which alone can have handlers
+            return self
+        several = jax.process_count() > 1
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        # The wake-up descriptor is written to at once, even while the main thread compiles or waits for the device.
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if not (several and number == signal.SIGTERM):  # JAX's own handler lets all processes stop at one step
+                self._before[number] = signal.signal(number, self._forward if several else self._note)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._pipe[1])  # the watching thread reads the end, and closes the other one
+
+    def asked(self, done: int) -> int | None:
+        """The signal after which to stop now, with `done` steps; the same answer in all processes."""
+        if jax.process_count() == 1:
+            return self._number
+        if not multihost_utils.reached_preemption_sync_point(done):
+            return None
+        if self._before:
+            os.write(self._pipe[1], bytes([signal.SIGTERM]))
+        return signal.SIGTERM
+
+    def _note(self, number: int, _: Any) -> None:
+        self._number = self._number or number
+
+    def _forward(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _watch(self) -> None:
+        number = os.read(self._pipe[0], 1)
+        ended = not number
+        if number:
+            select.select([self._pipe[0]], [], [], self._seconds)
+            ready, _, _ = select.select([self._pipe[0]], [], [], 0)
+            ended = bool(ready) and not os.read(self._pipe[0], 1)
+        if not ended:
+            print(self._last_words(number[0]), file=sys.stderr, flush=True)
+            os._exit(128 + number[0])
+        os.close(self._pipe[0])
+
+
+def command_to_go_on() -> str:
+    """This process's own, with --resume."""
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    return f"python -m models.train {shlex.join(words)} --resume"
+
+
+def kept(steps: list[int] | None) -> str:
+    """What is said of the finished checkpoints, None of a run that writes none."""
+    if steps is None:
+        return "Nothing was saved: with --save-every N a run writes checkpoints."
+    if not steps:
+        return "No checkpoint was finished."
+    return f"The checkpoint of step {steps[-1]} is kept; go on with: {command_to_go_on()}"
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether the disk being full is what it was raised from."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in FULL) or any(words in str(error) for words in FULL_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextlib.contextmanager
+def in_one_line(steps: Callable[[], list[int] | None], say: Callable[[str], None]) -> Iterator[None]:
+    """A signal or a full disk inside ends the command with a line and an exit code; other errors keep their traceback.
+
+    Args:
+      steps: gives the finished checkpoints, None of a run that writes none.
+      say: prints the line.
+    """
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(number)
+
+    main = threading.current_thread() is threading.main_thread() and jax.process_count() == 1
+    before = signal.signal(signal.SIGTERM, stop) if main else None
+    try:
+        with _quiet_writers():
+            yield
+    except (Stopped, KeyboardInterrupt) as stopped:
+        number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
+        say(stopped_line(number, steps()))
+        raise typer.Exit(128 + number) from None
+    except Exception as error:
+        if not is_full(error):
+            raise
+        say(f"No space is left on the disk: free some. {kept(steps())}")
+        raise typer.Exit(1) from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def stopped_line(number: int, steps: list[int] | None) -> str:
+    return f"Stopped by {signal.Signals(number).name}. {kept(steps)}"
+
+
+@contextlib.contextmanager
+def _quiet_writers() -> Iterator[None]:
+    """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads: the first two raise the same in the main thread."""
+    logger, hooks = logging.getLogger("absl"), (threading.excepthook, sys.unraisablehook)
+    level = logger.level
+
+    def is_known(error: BaseException | None, where: TracebackType | None) -> bool:
+        files = {frame.filename for frame in traceback.extract_tb(where)}
+        theirs = any(f"{os.sep}{name}{os.sep}" in file for file in files for name in ("orbax", "tensorstore", "tensorboardX"))
+        return theirs or is_full(error) or str(error) == "Event loop is closed"
+
+    def of_thread(args: threading.ExceptHookArgs) -> None:
+        if not is_known(args.exc_value, args.exc_traceback):
+            hooks[0](args)
+
+    def unraisable(args: Any) -> None:
+        if not is_known(args.exc_value, args.exc_traceback):
+            hooks[1](args)
+
+    logger.setLevel(logging.CRITICAL)
+    threading.excepthook, sys.unraisablehook = of_thread, unraisable
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        threading.excepthook, sys.unraisablehook = hooks

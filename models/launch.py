@@ -50,7 +50,7 @@ def devices(mesh: Mesh | None) -> str:
 @contextlib.contextmanager
 def ended_in_one_line(run: Run) -> Iterator[None]:
     """A signal or a full disk inside ends the command, and says which checkpoint is kept."""
-    with in_one_line(run.finished, lambda said: run.console.print(said, markup=False)):
+    with in_one_line(run.finished, run.say):
         yield
 
 

@@ -286,6 +286,10 @@ class Run:
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
 
+    def say(self, line: str) -> None:
+        """As it is: brackets are no markup."""
+        self.console.print(line, markup=False)
+
     def finished(self) -> list[int] | None:
         """The checkpoints that there are; None of a run that writes none."""
         return None if self.save_every is None else saved_steps(self.checkpoints)
@@ -305,7 +309,7 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
         checkpoints = None
         if run.save_every is not None:
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
-            state, done = checkpoints.start(state, lambda said: run.console.print(said, markup=False))
+            state, done = checkpoints.start(state, run.say)
             if done:
                 run.console.print(f"goes on from the checkpoint of step {done}")
         # The guard turns any transfer that was not asked for by name, and so any hidden wait, into an error.
@@ -316,7 +320,8 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
 def _run_steps(training: Training, state: TrainState, run: Run, checkpoints: Checkpoints | None, signals: StopSignals) -> tuple[TrainState, History]:
     schedule, first = training.schedule, int(jax.device_get(state.step))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with MetricsLog(run.out, first, writes=is_first()) as log, Progress(*columns, console=run.console) as progress:
+    log_to = MetricsLog(run.out, first, is_first(), run.say)
+    with log_to as log, Progress(*columns, console=run.console) as progress:
         task = progress.add_task("compiling", total=schedule.steps, completed=first)
         unread, last_read = [], time.perf_counter()
         for done, batch in enumerate(prefetched(training.batches, first, schedule.steps, run.mesh), first + 1):

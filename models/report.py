@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import tensorboardX
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
+
+ALWAYS = ("step", "loss", "tokens", "fill", "learning_rate", "gradient_norm")  # numbers in each line of metrics.jsonl
 
 
 @dataclasses.dataclass
@@ -35,6 +38,11 @@ class History:
         """(steps done, held-out loss)."""
         return [(row["step"], row["heldout"]) for row in self.rows if "heldout" in row]
 
+    @property
+    def last_heldout(self) -> float:
+        """NaN where there is none."""
+        return self.heldout[-1][1] if self.heldout else math.nan
+
 
 class MetricsLog:
     """Writes OUT/metrics.jsonl, a line a step, and event files for TensorBoard to OUT/tensorboard. To be used in a with statement.
@@ -44,13 +52,16 @@ class MetricsLog:
 
     Args:
       writes: False in all processes of a run but one: they keep a history only of the steps after `first`.
+      say: is told where lines up to `first` are missing, or cannot be read.
     """
 
-    def __init__(self, out: Path, first: int, writes: bool = True):
+    def __init__(self, out: Path, first: int, writes: bool = True, say: Callable[[str], None] = print):
         out.mkdir(parents=True, exist_ok=True)
         file = out / "metrics.jsonl"
-        before = [json.loads(line) for line in file.read_text().splitlines()] if writes and first and file.exists() else []
-        self.history = History([row for row in before if row["step"] <= first])
+        rows = _rows(file, first) if writes and first else []
+        if writes and len(rows) < first:
+            say(f"{file} lacks {first - len(rows)} of the {first} steps before this one, or they cannot be read: its curves have a gap.")
+        self.history = History(rows)
         self._lines = (file if writes else Path(os.devnull)).open("w")
         self._lines.writelines(json.dumps(row) + "\n" for row in self.history.rows)
         self._events = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=first + 1, write_to_disk=writes)
@@ -77,6 +88,19 @@ class MetricsLog:
                 if name != "step":
                     self._events.add_scalar(name, value, step)
         self._lines.flush()
+
+
+def _rows(file: Path, last: int) -> list[dict[str, Any]]:
+    """Those up to step `last` that can be read; a process that was killed may have left half a line."""
+    found = {}
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and all(isinstance(row.get(name), int | float) for name in ALWAYS) and row["step"] <= last:
+            found[row["step"]] = row
+    return [found[step] for step in sorted(found)]
 
 
 def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:

@@ -205,7 +205,7 @@ def _train_and_report(options: DitOptions, preset: DiTPreset, sizes: DiTConfig, 
     few = min(10, preset.steps)
     first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
     fill = np.mean([row["fill"] for row in history.rows])
-    console.print(f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out {history.heldout[-1][1]:.3f}")
+    console.print(f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out {history.last_heldout:.3f}")
     console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
     console.print(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
 

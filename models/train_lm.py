@@ -249,10 +249,10 @@ def _train_and_report(options: LmOptions, preset: Preset, tokenizer: Tokenizer, 
     model, history = train(preset, corpus, unit, run)
     if not is_first():
         return
-    plot_report(history, unit, run.out / "report.png", baseline)
     architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
+    plot_report(history, unit, run.out / "report.png", baseline)
     write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
-    reached = f"held-out {history.heldout[-1][1]:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
+    reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
     console.print(f"\n{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard")
     console.print("no architecture of Hugging Face fits: no checkpoint" if architecture is None else f"and checkpoint-hf, a {architecture}")
 

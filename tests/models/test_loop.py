@@ -21,7 +21,7 @@ from models.dit import DiT, DiTConfig
 from models.loop import Measured, Run, Training, init_state, kept, make_evaluate, make_learning_rate, make_optimizer, make_step, place, prefetched, run_steps
 from models.packing import Documents
 from models.presets import Preset, of_bytes
-from models.report import MetricsLog
+from models.report import MetricsLog, plot_report
 
 DENSE = dataclasses.replace(of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla")
 TINY = Preset(DENSE, context=32, batch=4, steps=6, learning_rate=1e-2, warmup_steps=2, eval_every=3, eval_windows=8)
@@ -179,6 +179,22 @@ def test_a_new_run_begins_a_new_log(tmp_path):
     with MetricsLog(tmp_path, 0) as log:
         assert log.history.rows == []
     assert lines_of(tmp_path) == []
+
+
+def test_a_damaged_log(toy, tmp_path):
+    """Half a line, one that is no JSON, one that lacks a number: the others stay, and the gap is said."""
+    row = {"step": 1, "loss": 1.0, "tokens": 4, "fill": 1.0, "learning_rate": 0.1, "gradient_norm": 1.0}
+    lines = [json.dumps(row | {"step": step}) for step in range(1, 7)]
+    lines[1], lines[3], lines[5] = "{\x00\xff", json.dumps({"step": 4}), lines[5][:9]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    said = []
+    with MetricsLog(tmp_path, 5, say=said.append) as log:
+        assert [row["step"] for row in log.history.rows] == [1, 3, 5]
+    assert [row["step"] for row in lines_of(tmp_path)] == [1, 3, 5]
+    (line,) = said
+    assert line.startswith(f"{tmp_path / 'metrics.jsonl'} lacks 2 of the 5 steps")
+    assert np.isnan(log.history.last_heldout)
+    plot_report(log.history, "nats", tmp_path / "report.png")
 
 
 def test_what_is_logged(toy, tmp_path):

@@ -20,6 +20,7 @@ from models import hf, train_lm
 from models.config import read
 from models.decoder import Decoder
 from models.generate import Bytes, HuggingFace, tokenizer_of
+from models.hf_config import fitting
 from models.presets import PRESETS, Preset, of_bytes
 from models.train_lm import LmOptions, choose, choose_tokenizer, main, make_step, read_corpus, save_checkpoint
 
@@ -151,7 +152,7 @@ def test_a_dense_model_and_one_that_no_architecture_fits(tmp_path):
     assert save_checkpoint(tmp_path, dataclasses.replace(TINY, model=dense), Decoder(dense, rngs=nnx.Rngs(0)), Bytes()) == "LlamaForCausalLM"
     odd = dataclasses.replace(TINY.model, normalize=False)
     assert save_checkpoint(tmp_path, TINY, Decoder(odd, rngs=nnx.Rngs(0)), Bytes()) is None
-    assert {hf.fitting(preset.model) for preset in PRESETS.values()} == {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}
+    assert {fitting(preset.model) for preset in PRESETS.values()} == {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}
 
 
 def test_step_compiles_once(command):

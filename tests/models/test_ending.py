@@ -1,0 +1,137 @@
+"""Runs that end early: by a signal, which saves first, and by a full disk. Each says in one line what is kept."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from models import ending, train_lm
+from models.presets import PRESETS
+from models.report import MetricsLog
+from tests.models.interrupted_run import EVERY, TINY, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tiny():
+    """What `train` changes is as before after these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", TINY)
+        patch.setattr(train_lm, "plot_report", None)
+        patch.setattr(train_lm, "write_sample", None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody stops."""
+    out = tmp_path_factory.mktemp("whole")
+    train(out, save_every=EVERY)
+    return out
+
+
+def at_step(number: int, do) -> object:
+    """A `make_step` whose step does something before it runs as that one of a run."""
+    make_step, calls = train_lm.make_step, iter(range(1, 100))
+
+    def watched(*arguments):
+        step = make_step(*arguments)
+
+        def run(*given):
+            if next(calls) == number:
+                do()
+            return step(*given)
+
+        return run
+
+    return watched
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm, "make_step", at_step(3, lambda: os.kill(os.getpid(), number)))
+        patch.setattr(sys, "argv", ["train", "lm", "--out", "a folder"])
+        with pytest.raises(typer.Exit) as caught:
+            train(tmp_path, save_every=EVERY)
+    assert caught.value.exit_code == 128 + number
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == (f"Stopped by {number.name}. The checkpoint of step 3 is kept; go on with: python -m models.train lm --out 'a folder' --resume")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    train(tmp_path, save_every=EVERY, resume=True)
+    model = lambda out: (out / "checkpoint-hf" / "model.safetensors").read_bytes()
+    assert model(tmp_path) == model(whole)
+
+
+def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_lm, "make_step", at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    with pytest.raises(typer.Exit):
+        train(tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == "Stopped by SIGTERM. Nothing was saved: with --save-every N a run writes checkpoints."
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["time is up", "a second signal"])
+def test_a_process_that_does_not_stop_is_ended(second):
+    """Not even Python's own handlers run while the main thread is in compiled code."""
+    code = f"""
+import os, signal, threading
+from models.ending import StopSignals
+with StopSignals({60 if second else 0.1}, lambda number: f"last words of {{number}}"):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    for _ in range({2 if second else 1}):
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(60)
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "last words of 15\n")
+
+
+def test_a_full_disk(tmp_path, monkeypatch, capsys):
+    """From step 4 on the log is written to one that is always full."""
+    add = MetricsLog.add
+
+    def add_to_full(log, done, *given):
+        if done == 4:
+            log._lines.close()
+            log._lines = Path("/dev/full").open("w")  # noqa: SIM115 - the log closes it
+        add(log, done, *given)
+
+    monkeypatch.setattr(MetricsLog, "add", add_to_full)
+    with pytest.raises(typer.Exit) as caught:
+        train(tmp_path, save_every=EVERY)
+    assert caught.value.exit_code == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("No space is left on the disk: free some. The checkpoint of step 2 is kept; go on with: ")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+
+
+def test_what_is_a_full_disk():
+    assert ending.is_full(OSError(errno.ENOSPC, "x"))
+    assert ending.is_full(ValueError('RESOURCE_EXHAUSTED: Error writing "a": Failed writing: [OS error 28: No space left on device]'))
+    assert not ending.is_full(OSError(errno.ENOENT, "x"))
+    try:
+        try:
+            raise OSError(errno.EDQUOT, "x")
+        except OSError as error:
+            raise RuntimeError("of a writer") from error
+    except RuntimeError as error:
+        chained = error
+    assert ending.is_full(chained)
+
+
+def test_other_errors_keep_their_traceback(tmp_path, monkeypatch):
+    def fail():
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(train_lm, "make_step", at_step(2, fail))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        train(tmp_path)

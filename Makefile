@@ -11,7 +11,10 @@ BIN := $(VENV)/bin
 comma := ,
 with_cuda := $(if $(CUDA),$(comma)$(CUDA))
 
-.PHONY: demo demo-dit test lint mutate bench tune clean
+.PHONY: help demo demo-dit test lint mutate bench tune clean
+
+help:  ## print these lines
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.has-models$(with_cuda)  ## train a small mixture-of-experts language model
 	$(BIN)/python -m models.train lm $(ARGS)
@@ -36,7 +39,7 @@ bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer 
 tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="grouped-matmul --shape 8,32768,4096,14336"
 	$(BIN)/python -m jaxops.tuning $(ARGS)
 
-clean:
+clean:  ## remove $(VENV)
 	rm -rf $(VENV)
 
 # --no-compile: Python compiles what it imports, a small part of what is installed; that saves half a minute. It must then be allowed to keep it, or

@@ -110,6 +110,10 @@ class Checkpoints:
             self._writer.save(self.folder / str(done), args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
         self._newest = done
 
+    def wait(self) -> None:
+        """Until what `save` began is written."""
+        self._writer.wait_until_finished()
+
     def check(self) -> None:
         """Raises the error of a write that goes on, if it has failed."""
         self._writer.check_for_errors()

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import typing
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,8 +19,10 @@ from flax.traverse_util import flatten_dict
 from models.layers import OFFLOADED
 from models.loop import AnySchedule, Schedule
 from models.precision import BACKENDS, PRECISIONS
+from models.whole_files import replace
 
 Given = dict[str, Any]
+CHECKSUM = "# crc32 of these lines:"
 
 
 class _Loader(yaml.SafeLoader):
@@ -100,16 +103,24 @@ def read(file: Path) -> Given:
 def check_unchanged(config: Schedule, file: Path) -> None:
     """
     Raises:
-      ValueError: a run wrote `file` with other settings, all of which are named.
+      ValueError: a run wrote `file` with other settings, all of which are named; or it is not as a run wrote it.
     """
+    text, _, said = file.read_text(errors="replace").rpartition(CHECKSUM)
+    if said.strip() != _crc(text):
+        raise ValueError(f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with --out.")
     ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read(file))))
     if differing := [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]:
         raise ValueError(f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder with --out.")
 
 
 def write(config: Schedule, file: Path) -> None:
-    """What `read` gives back."""
-    file.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    """What `read` gives back, and a checksum of it in a comment."""
+    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    replace(file, f"{text}{CHECKSUM} {_crc(text)}\n")
+
+
+def _crc(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def overlay(below: Given, above: Given) -> Given:

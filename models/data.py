@@ -69,6 +69,14 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
+def files_read(paths: Sequence[str | Path]) -> dict[str, Path]:
+    """By name what `read_texts` reads, or `standard_library` where there are no paths."""
+    if paths:
+        return {str(file): file for file in text_files(paths)}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return {f"Python's {file.relative_to(root)}": file for file in source_files(root)}
+
+
 def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes]:
     """All documents of `text_files`: each file is one, of a .jsonl file each line's "text".
 

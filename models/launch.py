@@ -1,7 +1,9 @@
 """How a training command begins: with its processes, its devices, and a folder that it may write to."""
 
 import contextlib
-from collections.abc import Iterator
+import json
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -14,8 +16,12 @@ from models.checkpoints import saved_steps
 from models.config import Options
 from models.distributed import initialize, is_first, make_console
 from models.ending import in_one_line
+from models.hf_config import read_json
 from models.loop import Run, Schedule
 from models.mesh import make_mesh
+from models.whole_files import replace
+
+NAMED = 5  # files, in one error
 
 
 def start_processes(options: Options) -> None:
@@ -54,16 +60,17 @@ def ended_in_one_line(run: Run) -> Iterator[None]:
         yield
 
 
-def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path) -> Run:
-    """The run in its folder, with its config.yaml written.
+def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:
+    """The run in its folder, with its config.yaml written, and data.json if it writes checkpoints.
 
     Args:
       chosen: all settings of the run.
       default: the folder, if --out names none.
+      data: by name all files that are trained on.
 
     Raises:
       typer.BadParameter: checkpoints in the folder among which a second run would write, or --resume without --save-every.
-      ValueError: a run to resume had other settings.
+      ValueError: a run to resume had other settings, or other data.
     """
     out = default if options.out is None else options.out
     run = Run(out, make_console(), mesh, options.save_every, options.stop_within)
@@ -75,10 +82,32 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path) 
             f"{run.checkpoints} has checkpoints up to step {saved[-1]}: write --resume to go on from there, or take another folder with --out.",
             param_hint="--resume",
         )
+    sums = {} if options.save_every is None else {name: zlib.crc32(file.read_bytes()) for name, file in data.items()}
     if saved:
         config.check_unchanged(chosen, out / "config.yaml")
+        check_data(sums, out / "data.json")
     multihost_utils.sync_global_devices("all processes have looked at the folder before one writes to it")
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         config.write(chosen, out / "config.yaml")
+        if options.save_every is not None:
+            replace(out / "data.json", json.dumps(sums, indent=0) + "\n")
     return run
+
+
+def check_data(sums: dict[str, int], file: Path) -> None:
+    """
+    Raises:
+      ValueError: a run wrote `file` of other data; the first of the files that differ are named.
+    """
+    if not file.exists():
+        return
+    before = read_json(file)
+    differing = [f"{name} {'has changed' if name in sums and name in before else 'is new' if name in sums else 'is missing'}"
+                 for name in {**sums, **before} if sums.get(name) != before.get(name)]  # fmt: skip
+    if differing:
+        more = f", and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+        raise ValueError(
+            f"the data is not what the run began with: {', '.join(differing[:NAMED])}{more}. Put it back, take another folder with --out, "
+            f"or remove {file} to go on with this data."
+        )

@@ -18,7 +18,7 @@ from models import config, launch, loop
 from models.config import Options, check_option
 from models.distributed import is_first
 from models.dit import DiT, DiTConfig, generate, loss_fn
-from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, image_batches, pack, read_data, stack, unpatchify
+from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, files_read, image_batches, pack, read_data, stack, unpatchify
 from models.layers import options_for, remark
 from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, gather, replicate
@@ -185,7 +185,8 @@ def run(options: DitOptions) -> None:
         mesh = launch.choose_mesh(options, preset.backend)
         images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
         sizes = configure(preset, images, mesh)
-        run = launch.begin(options, preset, mesh, Path("runs", f"dit-{Path(preset.data).name}-{options.preset}"))
+        out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}")
+        run = launch.begin(options, preset, mesh, out, files_read(preset.data))
     with launch.ended_in_one_line(run):
         _train_and_report(options, preset, sizes, images, run, begin)
 

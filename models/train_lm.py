@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxops.nn import AmaxHistory
 from models import config, hf, launch, loop
 from models.config import Options, check_option
-from models.data import Corpus, bigram_nats, read_texts, split, standard_library, tokenize
+from models.data import Corpus, bigram_nats, files_read, read_texts, split, standard_library, tokenize
 from models.decoder import Decoder, DecoderConfig, loss_fn
 from models.distributed import is_first
 from models.generate import Bytes, HuggingFace, Tokenizer, align, sample, tokenizer_of
@@ -106,6 +106,14 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
     if folder is not None and tokenizer.vocab > vocab:
         raise ValueError(f"the tokenizer has {tokenizer.vocab:,} tokens, and the checkpoint in {folder} {vocab:,}.")
     return dataclasses.replace(preset, model=dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))), tokenizer
+
+
+def tokenizer_files(preset: Preset) -> list[Path]:
+    """The one that `choose_tokenizer` reads, or none for bytes."""
+    if preset.tokenizer is not None:
+        return [Path(preset.tokenizer)]
+    beside = [] if preset.init_from is None else [Path(preset.init_from, "tokenizer.json")]
+    return [file for file in beside if file.exists()]
 
 
 def read_corpus(data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False) -> Corpus:
@@ -228,7 +236,8 @@ def run(options: LmOptions) -> None:
         if mesh is not None:
             own_rows(preset.batch // preset.accumulate, mesh)
         corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes)
-        run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"))
+        files = files_read(preset.data) | {str(file): file for file in tokenizer_files(preset)}
+        run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"), files)
 
     with launch.ended_in_one_line(run):
         _train_and_report(options, preset, tokenizer, corpus, run, begin)

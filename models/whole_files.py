@@ -16,6 +16,13 @@ def _sum(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def replace(file: Path, text: str) -> None:
+    """Writes a file that is the one before or the new one, whenever the process is killed."""
+    new = file.with_name(f".{file.name}.unfinished")
+    new.write_text(text)
+    new.replace(file)
+
+
 @contextlib.contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
     """A new folder to write into. At the end its files move to `folder`, which is made if need be, over those of the same names.

@@ -22,7 +22,7 @@ def train(out: Path, backend: str = "xla", **options: Any) -> None:
     """The command but for the report and the sample."""
     PRESETS["tiny"] = TINY
     train_lm.plot_report = train_lm.write_sample = lambda *_: None
-    train_lm.main(preset="tiny", data=[str(Path(__file__).parents[2] / "LICENSE")], out=out, backend=backend, **options)
+    train_lm.main(**{"preset": "tiny", "data": [str(Path(__file__).parents[2] / "LICENSE")], "out": out, "backend": backend} | options)
 
 
 def main(process_id: str, coordinator: str, folder: str) -> None:

@@ -1,6 +1,7 @@
 """The training command that is stopped and goes on: to the same bits, on other devices, after two processes were killed in the middle of a write."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -127,6 +128,20 @@ def test_what_does_not_go_together(options, says, whole):
     with pytest.raises(typer.BadParameter, match=says):
         train(whole, **options)
     assert (whole / "config.yaml").read_text() == before
+
+
+def test_other_data(whole, tmp_path):
+    """A run goes on with the data that it began with, or names what is not."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    sums = json.loads((out / "data.json").read_text())
+    (name,) = sums
+    for changed, says in (({name: 1}, f"{name} has changed"), ({}, f"{name} is new"), ({**sums, "gone.txt": 7}, "gone.txt is missing")):
+        (out / "data.json").write_text(json.dumps(changed))
+        with pytest.raises(typer.BadParameter, match=f"not what the run began with: {re.escape(says)}.*or remove"):
+            train(out, save_every=EVERY, resume=True)
+    (out / "data.json").write_text("{")
+    with pytest.raises(typer.BadParameter, match=r"data\.json is not JSON"):
+        train(out, save_every=EVERY, resume=True)
 
 
 def test_several_processes_need_a_mesh(monkeypatch, tmp_path):

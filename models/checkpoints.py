@@ -1,5 +1,6 @@
 """Checkpoints of a training run: written beside the training, whole or not there at all, verified when they are read, onto any number of devices."""
 
+import gc
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from models.distributed import is_first
+from models.ending import quiet_writers
 from models.mesh import name_of
 
 State = TypeVar("State")
@@ -78,7 +80,10 @@ class Checkpoints:
         wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
         damaged: dict[int, str] = {}
         for step in reversed(self.steps):
-            found, wrong = self._read(step, wanted)
+            with quiet_writers():
+                found, wrong = self._read(step, wanted)
+                if found is None:
+                    gc.collect()  # of coroutines that were not awaited Python would print the errors later
             if found is not None:
                 self._set_aside(damaged, say)
                 self._newest = step
@@ -238,7 +243,7 @@ def _first_line(error: BaseException) -> str:
     """Of what another exception was raised from: the outer ones repeat it."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200].rstrip(".")
 
 
 def _some(names: list[str], between: str = ", ") -> str:

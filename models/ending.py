@@ -136,7 +136,7 @@ def in_one_line(steps: Callable[[], list[int] | None], say: Callable[[str], None
     main = threading.current_thread() is threading.main_thread() and jax.process_count() == 1
     before = signal.signal(signal.SIGTERM, stop) if main else None
     try:
-        with _quiet_writers():
+        with quiet_writers():
             yield
     except (Stopped, KeyboardInterrupt) as stopped:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
@@ -157,8 +157,8 @@ def stopped_line(number: int, steps: list[int] | None) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_writers() -> Iterator[None]:
-    """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads: the first two raise the same in the main thread."""
+def quiet_writers() -> Iterator[None]:
+    """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads and coroutines: the first two raise the same in the main thread."""
     logger, hooks = logging.getLogger("absl"), (threading.excepthook, sys.unraisablehook)
     level = logger.level
 

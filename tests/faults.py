@@ -33,8 +33,7 @@ from tests.models.interrupted_run import EVERY, train
 ROOT = Path(__file__).parents[1]
 DENSE = dataclasses.replace(of_bytes(layers=2, width=16, heads=2, experts=1, top_k=1, hidden=16), experts=0, top_k=0)
 STEPS = (2, 4, 6)
-# Of every hundred cases.
-SHARES = {"checkpoint": 66, "hf": 26, "run": 6, "kill": 2}
+SHARES = {"checkpoint": 670, "hf": 300, "run": 20, "kill": 10}  # of a thousand cases
 
 
 class WrongError(Exception):
@@ -60,9 +59,10 @@ def bits(tree) -> list[bytes]:
 
 
 def damage(root: Path, rng: np.random.Generator) -> Path:
-    """Does one thing to one of the files below a folder, or to one of the folders; gives its path."""
+    """Does one thing to one of the files below a folder, large ones more often, or to one of the folders; gives its path."""
     paths = sorted(root.rglob("*"))
-    file = paths[rng.integers(len(paths))]
+    weights = np.array([4 + path.is_file() * path.stat().st_size ** 0.5 for path in paths])
+    file = paths[rng.choice(len(paths), p=weights / weights.sum())]
     if file.is_dir():
         shutil.rmtree(file)
         if rng.integers(2):
@@ -130,7 +130,7 @@ def read_checkpoints(folder: Path, finished: set[int], hit: set[int]) -> str:
 
 def checkpoint_case(whole: Path, folder: Path, rng: np.random.Generator) -> str:
     shutil.copytree(whole / "checkpoints", folder)
-    file = damage(folder, rng)
+    file = damage(folder / str(rng.choice([*STEPS, max(STEPS), max(STEPS)])) if rng.integers(4) else folder, rng)
     hit = {int(part) for part in file.relative_to(folder).parts[:1]}
     return read_checkpoints(folder, set(STEPS), hit)
 
@@ -248,7 +248,7 @@ def prepare(folder: Path) -> None:
 
 def kinds(cases: int) -> list[str]:
     """By their shares, each at least once."""
-    counts = {kind: max(1, cases * share // 100) for kind, share in SHARES.items()}
+    counts = {kind: max(1, cases * share // 1000) for kind, share in SHARES.items()}
     counts["checkpoint"] += cases - sum(counts.values())
     return [kind for kind, count in counts.items() for _ in range(count)]
 

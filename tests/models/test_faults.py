@@ -1,0 +1,44 @@
+"""Faults on purpose (tests/faults.py): 200 of them, and a check that looks at nothing would be seen."""
+
+import numpy as np
+import pytest
+import typer
+
+from models import checkpoints, train_lm
+from models.presets import PRESETS
+from tests import faults
+from tests.models.interrupted_run import TINY
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", TINY)
+        patch.setattr(train_lm, "plot_report", None)
+        patch.setattr(train_lm, "write_sample", None)
+        folder = tmp_path_factory.mktemp("faults")
+        faults.prepare(folder)
+        yield folder
+
+
+def test_two_hundred(whole):
+    wrong: list[str] = []
+    counts = faults.run_cases(200, 0, whole, wrong.append)
+    assert not wrong
+    assert counts.total() == 200
+    assert {outcome.split(":")[0] for outcome in counts} == set(faults.SHARES)
+    assert counts["checkpoint: the one before"] >= 10
+    assert counts["hf: named"] >= 10
+    assert counts["run: named"] >= 1
+
+
+def test_a_checksum_that_says_always_the_same_is_seen(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "checksums", lambda arrays: dict.fromkeys(arrays, 0))
+    monkeypatch.setattr(checkpoints.Checkpoints, "_metadata", lambda self, step: {checkpoints.CHECKSUMS: dict.fromkeys(faults.state_of(0), 0)})
+    wrong = 0
+    for number in range(40):
+        try:
+            faults.checkpoint_case(whole, tmp_path / str(number), np.random.default_rng([0, number]))
+        except (faults.WrongError, typer.BadParameter):
+            wrong += 1
+    assert wrong >= 3

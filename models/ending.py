@@ -159,8 +159,8 @@ def stopped_line(number: int, steps: list[int] | None) -> str:
 @contextlib.contextmanager
 def quiet_writers() -> Iterator[None]:
     """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads and coroutines: the first two raise the same in the main thread."""
-    logger, hooks = logging.getLogger("absl"), (threading.excepthook, sys.unraisablehook)
-    level = logger.level
+    loggers, hooks = [logging.getLogger(name) for name in ("absl", "asyncio")], (threading.excepthook, sys.unraisablehook)
+    levels = [logger.level for logger in loggers]
 
     def is_known(error: BaseException | None, where: TracebackType | None) -> bool:
         files = {frame.filename for frame in traceback.extract_tb(where)}
@@ -175,10 +175,12 @@ def quiet_writers() -> Iterator[None]:
         if not is_known(args.exc_value, args.exc_traceback):
             hooks[1](args)
 
-    logger.setLevel(logging.CRITICAL)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     threading.excepthook, sys.unraisablehook = of_thread, unraisable
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         threading.excepthook, sys.unraisablehook = hooks

@@ -74,14 +74,15 @@ class StopSignals:
             return self._number
         if not multihost_utils.reached_preemption_sync_point(done):
             return None
-        if self._before:
+        if self._before and self._number is None:  # else the time has begun with Ctrl-C, and one more would be the second signal
             os.write(self._pipe[1], bytes([signal.SIGTERM]))
-        return signal.SIGTERM
+        return self._number or signal.SIGTERM
 
     def _note(self, number: int, _: Any) -> None:
         self._number = self._number or number
 
-    def _forward(self, *_: Any) -> None:
+    def _forward(self, number: int, _: Any) -> None:
+        self._number = number
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _watch(self) -> None:

@@ -139,8 +139,11 @@ def tokenize(texts: Sequence[bytes], tokenizer: Tokenizer) -> Documents:
     return Documents(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
 
 
-def split(documents: Documents) -> Corpus:
+def split(documents: Documents, source: str = "the data") -> Corpus:
     """Each tenth document is held out; where there are fewer than ten, each one's last tenth.
+
+    Args:
+      source: what an error calls it.
 
     Raises:
       ValueError: so little text that nothing can be predicted of one of the two parts.
@@ -152,7 +155,7 @@ def split(documents: Documents) -> Corpus:
     is_held = np.repeat(np.tile([False, True], len(lengths)), np.stack([trained, held], axis=1).ravel())
     parts = [Documents(documents.tokens[which], np.cumsum([0, *some[some > 0]])) for which, some in ((~is_held, trained), (is_held, held))]
     if not all((np.diff(part.offsets) > 1).any() for part in parts):
-        raise ValueError(f"the data is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and to hold a tenth out of.")
+        raise ValueError(f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and to hold a tenth out of.")
     return Corpus(*parts)
 
 

@@ -118,7 +118,8 @@ def tokenizer_files(preset: Preset) -> list[Path]:
 
 def read_corpus(data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False) -> Corpus:
     """What `Preset.data` names."""
-    return split(tokenize(read_texts(data, raw=raw) if data else standard_library(), tokenizer))
+    texts = read_texts(data, raw=raw) if data else standard_library()
+    return split(tokenize(texts, tokenizer), f"the data of {', '.join(data)}" if data else "the data")
 
 
 def make_model(preset: Preset, seed: int) -> Decoder:

@@ -159,6 +159,19 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(damage, tmp_path):
         assert checkpoints.steps == [2, 4, 6]
 
 
+def test_one_number_is_another(tmp_path):
+    """Of an array of random bits, which is stored as it is: nothing but the checksum sees that."""
+    kernel = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32)
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (2, 4):
+            checkpoints.save({"kernel": kernel}, step)
+    flip(data_file(tmp_path / "4"))
+    said = []
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.start({"kernel": jnp.zeros_like(kernel)}, said.append)[1] == 2
+    assert "4 is damaged: the checksum of kernel is not what was saved" in said[0]
+
+
 def test_all_are_damaged(tmp_path):
     saved(tmp_path, 2, 4)
     flip(data_file(tmp_path / "2"))

@@ -20,7 +20,6 @@ from models.decoder import Decoder
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 CONFIGS = DATA.parent / "hf_configs.json"
 NAMES = sorted(folder.name for folder in DATA.iterdir())
-NOT_HERE = ("the decoder does not have this checkpoint's", "architectures is")  # transformers has other models, and looks at model_type alone
 
 
 @nnx.jit
@@ -142,7 +141,9 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
         folder = changed(tmp_path / str(number), name, **json.loads(said))
         refused = refusal(folder)
         if refused is not None:
-            assert expected == "refused" or any(part in refused for part in NOT_HERE), f"{said}: {refused}"
+            lacking = "the decoder does not have this checkpoint's" in refused
+            lacking &= expected != "same" or "rope type" in refused  # dynamic rope differs only in long texts
+            assert expected == "refused" or lacking or "architectures is" in refused, f"{said}: {refused}"
             assert str(folder) in refused
             assert len(refused.splitlines()) == 1
         elif (read := hf.read_config(folder)) == whole:  # and so is what it computes

@@ -144,6 +144,16 @@ def test_other_data(whole, tmp_path):
         train(out, save_every=EVERY, resume=True)
 
 
+@pytest.mark.parametrize("damage", [lambda text: text.replace("0.01", "0.02"), lambda text: text[:100], lambda text: ""], ids=["changed", "cut", "empty"])
+def test_a_damaged_config(damage, whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    text = (out / "config.yaml").read_text()
+    assert damage(text) != text
+    (out / "config.yaml").write_text(damage(text))
+    with pytest.raises(typer.BadParameter, match=r"config\.yaml is not as the run wrote it"):
+        train(out, save_every=EVERY, resume=True)
+
+
 def test_several_processes_need_a_mesh(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(typer.BadParameter, match="2 processes train together on a mesh: write data=4"):

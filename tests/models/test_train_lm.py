@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +127,11 @@ def test_going_on_from_a_checkpoint(command, tmp_path, capsys):
         main(init_from=start, set=["model.width=32"])
     with pytest.raises(typer.BadParameter, match=r"config\.json"):
         main(init_from=str(tmp_path))
+    damaged = shutil.copytree(start, tmp_path / "damaged")
+    os.truncate(damaged / "model.safetensors", 99)
+    (damaged / "SHA256SUMS").unlink()
+    with pytest.raises(typer.BadParameter, match=r"damaged/model\.safetensors cannot be read: .*Copy the file again"):
+        main(init_from=str(damaged), data=[str(tmp_path / "text.txt")], out=tmp_path / "another", set=settings)
 
 
 def test_tokenizers(tmp_path):

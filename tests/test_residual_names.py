@@ -20,6 +20,7 @@ import jaxops.nn
 from jaxops.offload import residual_bytes
 from jaxops.offload.names import OF_JAXOPS
 from jaxops.ops.adaln import Plan
+from tests.anew import traced_anew
 
 policies = jax.checkpoint_policies
 T, K, N, E, D = 12, 4, 6, 3, 8
@@ -216,23 +217,15 @@ def passes_in(case: Case, **how) -> int:
     return len(re.findall(r'custom_call_target="[^"]*callback', text))
 
 
-@pytest.fixture
-def traced_anew():
-    """JAX keeps what an op's forward was traced to: before this test without its marks, and after it with them."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.usefixtures("traced_anew")
 def test_who_keeps_the_names_runs_no_forward_again(name, monkeypatch):
     for module, function in PASSES:
         module = importlib.import_module(f"jaxops.ops.{module}")
         monkeypatch.setattr(module, function, marked(getattr(module, function)))
     case = CASES[name]
-    once, kept = passes_in(case), passes_in(case, policy=policies.save_only_these_names(*case.names))
-    again = passes_in(case, policy=policies.nothing_saveable)
+    with traced_anew():
+        once, kept = passes_in(case), passes_in(case, policy=policies.save_only_these_names(*case.names))
+        again = passes_in(case, policy=policies.nothing_saveable)
     assert 0 < once == kept < again, (once, kept, again)
 
 

@@ -65,7 +65,7 @@ def with_weights(weights: jax.Array) -> jaxops.Routing:
 
 def layer(make: Callable[[nnx.Rngs], nnx.Module], *others) -> tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]:
     """A module as a function of its first argument and its parameters, and the parameters' shapes."""
-    graphdef, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     leaves, tree = jax.tree.flatten(params)
     return lambda x, *params: nnx.merge(graphdef, jax.tree.unflatten(tree, params), rest)(x, *others), tuple(leaf.shape for leaf in leaves)
 

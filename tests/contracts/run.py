@@ -23,14 +23,14 @@ ON_A_GPU = ("gpu", "triton")
 WAYS = ("xla", "interpret", "gpu", "triton")
 
 
-def cases(ways: tuple[str, ...] = WAYS, where: Callable[[Op, str], bool] = lambda op, way: True, every_layer: bool = False) -> list:
+def cases(ways: tuple[str, ...] = WAYS, where: Callable[[Op, str], bool] = lambda op, way: True) -> list:
     """(name, way) of each op and layer, as a test's parameters; a way that needs a GPU is marked.
 
-    What calls ops is run on the portable backend alone: the ops' own cases run their kernels. every_layer: with the kernels as well.
+    What calls ops is run on the portable backend alone: the ops' own cases run their kernels.
     """
     return [
         pytest.param(op.name, way, id=f"{op.name}-{way}", marks=pytest.mark.gpu if way in ON_A_GPU else ())
-        for op in EVERYTHING.values() for way in op.ways if way in ways and (every_layer or not is_kernel_of_layer(op, way)) and where(op, way)
+        for op in EVERYTHING.values() for way in op.ways if way in ways and not is_kernel_of_layer(op, way) and where(op, way)
     ]  # fmt: skip
 
 

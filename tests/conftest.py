@@ -36,7 +36,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # One example is one compilation, so few; in CI the same ones every time.
 hypothesis.settings.register_profile("jaxops", deadline=None, max_examples=8, derandomize="CI" in os.environ)
-hypothesis.settings.register_profile("again", hypothesis.settings.get_profile("jaxops"), max_examples=3)  # where another interpreter has seen all
+# Where another interpreter has seen all.
+hypothesis.settings.register_profile("again", hypothesis.settings.get_profile("jaxops"), max_examples=3)
 hypothesis.settings.load_profile("jaxops")
 
 

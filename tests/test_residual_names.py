@@ -236,11 +236,13 @@ def test_gradients_are_the_same(name):
     # Some without XLA's fusions, which on a CPU contract products and sums as they come: what both passes compute from an input that is kept anyway, such as a
     # norm in the portable backward, is rounded as the program around it is.
     compile_with = {"xla_disable_hlo_passes": "fusion"} if case.names & {"adaln.out", "gated_residual_adaln.out", "moe.token_gate"} else {}
-    places = {"offload_src": "device", "offload_dst": "pinned_host"}
-    ways = {
-        "recompute": policies.nothing_saveable,
-        "keep on the host": policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=sorted(case.names), **places),
-    }
+    on_host = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=sorted(case.names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    ways = {"recompute": policies.nothing_saveable, "keep on the host": on_host}
     arrays, wrt = arrays_of(case), tuple(range(len(case.shapes)))
     want = jax.jit(jax.grad(loss_of(case.f), argnums=wrt), compiler_options=compile_with)(*arrays)
     assert any(np.asarray(gradient).any() for gradient in want)

@@ -30,7 +30,8 @@ def cases(ways: tuple[str, ...] = WAYS, where: Callable[[Op, str], bool] = lambd
     """
     return [
         pytest.param(op.name, way, id=f"{op.name}-{way}", marks=pytest.mark.gpu if way in ON_A_GPU else ())
-        for op in EVERYTHING.values() for way in op.ways if way in ways and not is_kernel_of_layer(op, way) and where(op, way)
+        for op in EVERYTHING.values() for way in op.ways
+        if way in ways and not is_kernel_of_layer(op, way) and where(op, way)
     ]  # fmt: skip
 
 
@@ -122,7 +123,8 @@ def wanted_of_each(op: Op, every: list[tuple[Arguments, list]]) -> list:
     """`wanted`, of all (arguments, cotangents) in one program."""
     if op.expected is not None:
         return [op.expected(*given) for given in every]
-    return jax.jit(lambda every: [both(op.reference, *given) for given in every])([(*parts(op, arguments), cotangents) for arguments, cotangents in every])
+    given = [(*parts(op, arguments), cotangents) for arguments, cotangents in every]
+    return jax.jit(lambda given: [both(op.reference, *one) for one in given])(given)
 
 
 def wanted(op: Op, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:

@@ -39,13 +39,15 @@ def multiplies(op: Op, way: str) -> bool:
     return op.multiplies
 
 
+CASES = {
+    "BF16_BF16_F32": cases(("xla", "interpret")),
+    "highest": cases(("xla", "interpret"), where=multiplies),
+}
+
+
 @pytest.mark.parametrize(
     ("precision", "name", "way"),
-    [
-        pytest.param(precision, *case.values, id=f"{precision}-{case.id}")
-        for precision, some in (("BF16_BF16_F32", cases(("xla", "interpret"))), ("highest", cases(("xla", "interpret"), where=multiplies)))
-        for case in some
-    ],
+    [pytest.param(how, *case.values, id=f"{how}-{case.id}") for how in CASES for case in CASES[how]],
 )
 def test_precision(precision, name, way, set_precision):
     """It is as precise as x @ w is under it, but for the few products that one result goes through. What multiplies nothing is the same program. "highest" is

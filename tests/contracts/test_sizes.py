@@ -18,7 +18,8 @@ def changes(op: Op) -> list[dict[str, int]]:
 @functools.cache
 def wants(name: str) -> list:
     op = EVERYTHING[name]
-    return jax.tree.map(np.asarray, wanted_of_each(op, [(small(op, **sizes), cotangents_of(op, **sizes)) for sizes in changes(op)]))
+    every = [(small(op, **sizes), cotangents_of(op, **sizes)) for sizes in changes(op)]
+    return jax.tree.map(np.asarray, wanted_of_each(op, every))
 
 
 @pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret", "gpu")))

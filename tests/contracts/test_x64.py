@@ -22,7 +22,8 @@ def x64() -> Iterator[None]:
 @pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret", "gpu")))
 @pytest.mark.usefixtures("x64")
 def test_x64(name, way):
-    """Where a program is traced to the same operations as without, it computes the same; otherwise it is compiled and compared with the reference."""
+    """Where a program is traced to the same operations as without, it computes the same; otherwise it is compiled and
+    compared with the reference."""
     op = EVERYTHING[name]
     arguments, cotangents = small(op), cotangents_of(op)
     given = *parts(op, arguments), cotangents

@@ -182,7 +182,8 @@ def train_seen(module: Any, monkeypatch, out, *args) -> Seen:
     seen = []
 
     def run_steps(training, state, run):
-        other = jax.tree.map(lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape), state.params)
+        moved = lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape)
+        other = jax.tree.map(moved, state.params)
         seen[:] = [training, state._replace(average=other)]
         return seen[1], History()
 

@@ -18,7 +18,7 @@ DATA = pathlib.Path(__file__).parents[1] / "data" / "diffusers"
 NAMES = sorted(file.stem for file in DATA.iterdir())
 WIDTH, HEADS = 16, 2
 
-# Every file by XLA; by the kernels those whose options the others do not have. (tests/ops/adaln compares the kernels themselves.)
+# Every file by XLA; by the kernels those whose options the others do not have. (tests/ops/adaln compares the kernels.)
 BY_KERNELS = ("AdaLayerNormContinuous", "AdaLayerNormContinuous_rms", "SD35AdaLayerNormZeroX")
 
 

@@ -48,7 +48,10 @@ class Bare(nnx.Module):
         return jaxops.route(self.linear(x), 1)
 
 
-@pytest.mark.parametrize(("router", "k"), [(functools.partial(Router, k=K, use_bias=True), K), (Bare, 1)], ids=["partial", "class"])
+ROUTERS = {"partial": (functools.partial(Router, k=K, use_bias=True), K), "class": (Bare, 1)}
+
+
+@pytest.mark.parametrize(("router", "k"), ROUTERS.values(), ids=ROUTERS)
 def test_moe(router, k):
     make = functools.partial(MoE, E, D, F, router=router, shared_features=8)
     layer, x = nnx.bridge.to_linen(MoE, E, D, F, router=router, shared_features=8), normal(0, T, D)
@@ -67,7 +70,8 @@ def test_moe(router, k):
 def test_norms(norm):
     layer = nnx.bridge.to_linen(norm, D, C, modulation_init=modulation_init, use_weight=True)
     variables = jax.jit(layer.init)(jax.random.key(0), *inputs())
-    assert jax.tree.map(jnp.shape, variables["params"]) == {"modulation": {"kernel": (C, 2 * D), "bias": (2 * D,)}, "weight": (D,)}
+    shapes = {"modulation": {"kernel": (C, 2 * D), "bias": (2 * D,)}, "weight": (D,)}
+    assert jax.tree.map(jnp.shape, variables["params"]) == shapes
     make = functools.partial(norm, D, C, modulation_init=modulation_init, use_weight=True)
     np.testing.assert_array_equal(jax.jit(layer.apply)(variables, *inputs()), result_of_nnx(make, variables, *inputs()))
 
@@ -96,11 +100,12 @@ class OwnBlock(AdaLNZeroBlock):
 
 
 OPTIONS = {"modulation_init": modulation_init, "epsilon": (1e-6, 1e-5)}
-BLOCKS = {
-    "own": nnx.bridge.to_linen(OwnBlock),
-    "class": nnx.bridge.to_linen(AdaLNZeroBlock, D, C, mixer=Mixer, mlp=Mlp, **OPTIONS),
-    "partial": nnx.bridge.to_linen(AdaLNZeroBlock, D, C, mixer=functools.partial(Mixer), mlp=functools.partial(Mlp), **OPTIONS),
+PARTS = {
+    "class": {"mixer": Mixer, "mlp": Mlp},
+    "partial": {"mixer": functools.partial(Mixer), "mlp": functools.partial(Mlp)},
 }
+BLOCKS = {"own": nnx.bridge.to_linen(OwnBlock)}
+BLOCKS |= {name: nnx.bridge.to_linen(AdaLNZeroBlock, D, C, **parts, **OPTIONS) for name, parts in PARTS.items()}
 
 
 @pytest.mark.parametrize("layer", BLOCKS.values(), ids=BLOCKS)

@@ -62,7 +62,14 @@ X64 = [
 ]
 
 
-@pytest.mark.parametrize(("run", "dtype"), [("xla", FP8[1]), ("interpret", FP8[0])] + [pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in FP8])
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [
+        ("xla", FP8[1]),
+        ("interpret", FP8[0]),
+        *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in FP8),
+    ],
+)
 def test_fp8_results_under_x64(run, dtype):
     variant, case = Variant(), make_case([9, 0, 31, 2, 1], 300, before=5, after=13)
     operands = (case[name] for name in ("x", "scale", "shift", "offsets"))

@@ -14,7 +14,7 @@ import jaxops
 from tests.compare import assert_close
 from tests.ops.adaln.cases import KERNELS, PLANS, RUNS, Variant, apply, check, compiled_forward, make_case, run_all
 
-# Every norm with every activation, every op with every value of its options, and every way to walk with both kinds of vectors or norms.
+# Every norm with every activation, every op with every value of its options, and every way to walk over rows.
 VARIANTS = [
     Variant("adaln", "layer", plan="ahead"),
     Variant("adaln", "rms", "silu", affine=True, plan="steps"),
@@ -116,7 +116,8 @@ def test_sizes(run, sizes, D, variant):
 @hypothesis.given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), D=st.integers(2, 40), after=st.integers(0, 9), variant=st.sampled_from(VARIANTS))
 def test_random_shapes(run, sizes, D, after, variant):
     hypothesis.assume(sum(sizes) + after > 0)
-    # As large as the variance where a row has few columns: without it the gradient of such a row is a difference of nearly equal numbers.
+    # As large as the variance where a row has few columns: without it the gradient of such a row is a difference of
+    # nearly equal numbers.
     variant = dataclasses.replace(variant, eps=0.5)
     check(make_case(sizes, D, per_row=variant.per_row, after=after), variant, run)
 

@@ -124,7 +124,9 @@ def test_compute_dtype(run):
     def gradient_of_x(x, wide, dh):
         pre = [grouped_matmul_reference(x, w.astype(jnp.bfloat16), case.offsets).astype(jnp.bfloat16) for w in wide]
         dpre = [d.astype(jnp.bfloat16) for d in unit_gradients("silu", *pre, dh)]
-        return sum(grouped_matmul_reference(d, w.astype(jnp.bfloat16), case.offsets, transpose_rhs=True) for d, w in zip(dpre, wide, strict=True))
+        narrow = [w.astype(jnp.bfloat16) for w in wide]
+        parts = zip(dpre, narrow, strict=True)
+        return sum(grouped_matmul_reference(d, w, case.offsets, transpose_rhs=True) for d, w in parts)
 
     want = gradient_of_x(case.x, wide, jnp.where(case.outside, 0, case.dh))
     # A few of gate, up and their gradients round the other way than the reference's; results rounded before they are added would be 10 times as far off.

@@ -114,8 +114,12 @@ def test_compute_dtype(run):
     out, dx, drhs = results(case.lhs.astype(jnp.bfloat16), case.rhs, case.dout)
     assert (out.dtype, dx.dtype, [d.dtype for d in drhs]) == (jnp.float32, jnp.bfloat16, [jnp.float32] * 3)
     rounded = [np.where(case.there(axis), x, 0).astype(jnp.bfloat16).astype(np.float32) for axis, x in ((1, case.lhs), (2, case.dout))]
-    gradient = lambda x, rhs, dout: jax.vjp(lambda rhs: modality_grouped_matmul_reference(x, rhs, case.offsets), rhs)[1](dout)
-    (want,) = jax.jit(gradient)(rounded[0], case.rhs, rounded[1])
+
+    @jax.jit
+    def gradient(x, rhs, dout):
+        return jax.vjp(lambda rhs: modality_grouped_matmul_reference(x, rhs, case.offsets), rhs)[1](dout)
+
+    (want,) = gradient(rounded[0], case.rhs, rounded[1])
     for got, wanted in zip(drhs, want, strict=True):
         assert_close(got, wanted, "float32", "drhs")
     assert np.any(np.asarray(drhs[0]) != np.asarray(drhs[0]).astype(jnp.bfloat16).astype(np.float32))

@@ -59,7 +59,11 @@ def test_the_cases_are_what_they_are_for():
 
 @pytest.mark.parametrize(
     ("run", "activation"),
-    [("xla", "gelu"), ("xla", "relu")] + [pytest.param("gpu", activation, marks=pytest.mark.gpu) for activation in sorted(set(ACTIVATIONS) - {"silu"})],
+    [
+        ("xla", "gelu"),
+        ("xla", "relu"),
+        *(pytest.param("gpu", name, marks=pytest.mark.gpu) for name in sorted(set(ACTIVATIONS) - {"silu"})),
+    ],
 )
 def test_activations(run, activation):
     """And, on the way, what is multiplied again in the backward."""

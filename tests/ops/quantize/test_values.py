@@ -1,6 +1,7 @@
 """Values and scales, to the last bit, of every scaling, layout and dtype."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,17 @@ def check(run: str, variant: Variant, x: jax.Array) -> None:
     check_equal(compiled(run, variant)(x), np_quantize(x, variant), variant)
 
 
-# XLA's two layouts are the same computation, together or alone; of the kernels one layout alone is another tile in two scalings.
+# XLA's two layouts are the same computation, together or alone. The kernels' loops are other ones for one layout.
 @pytest.mark.parametrize(
     ("run", "layouts", "scaling"),
-    [(run, "both", scaling) for run in ("xla", "interpret") for scaling in SCALINGS]
-    + [("interpret", "row", "rowwise"), ("interpret", "row", "block_1x128"), ("interpret", "col", "block_1x128"), ("interpret", "col", "tensorwise")]
-    + [pytest.param(run, layouts, scaling, marks=pytest.mark.gpu) for run in ("gpu", "gpu-xla") for layouts in LAYOUTS for scaling in SCALINGS],
+    [
+        *itertools.product(("xla", "interpret"), ["both"], SCALINGS),
+        ("interpret", "row", "rowwise"),
+        ("interpret", "row", "block_1x128"),
+        ("interpret", "col", "block_1x128"),
+        ("interpret", "col", "tensorwise"),
+        *(pytest.param(*all_, marks=pytest.mark.gpu) for all_ in itertools.product(("gpu", "gpu-xla"), LAYOUTS, SCALINGS)),
+    ],
 )
 def test_bfloat16(run, layouts, scaling):
     check(run, Variant(scaling, layouts), make_x(SHAPE))
@@ -70,7 +76,8 @@ def test_nothing(run, scaling):
     quantize, arrays = compiled(run, Variant(scaling)), [np.zeros(shape, np.float32) for shape in shapes]
     found = jax.jit(lambda arrays: [(q, jaxops.dequantize(q)) for q in map(quantize, arrays)])(arrays)
     for (M, K), (q, x) in zip(shapes, found, strict=True):
-        blocks = {"tensorwise": (), "rowwise": (M,), "block_1x128": (-(-K // 128), M), "block_128x128": (-(-M // 128), -(-K // 128))}
+        down, across = -(-M // 128), -(-K // 128)
+        blocks = {"tensorwise": (), "rowwise": (M,), "block_1x128": (across, M), "block_128x128": (down, across)}
         assert (q.values.shape, q.values_t.shape, q.scales.shape, x.shape) == ((M, K), (K, M), blocks[scaling], (M, K))
         assert np.isfinite(np.asarray(q.scales)).all()
 
@@ -125,9 +132,11 @@ def test_stack(run, scaling):
 @pytest.mark.parametrize(
     ("variant", "mapped"),
     [
-        pytest.param(variant, mapped, id=f"{variant}-{'vmap' if mapped else 'stack'}")
-        for variant, mapped in [(Variant("tensorwise", "row", stochastic=True), False), (Variant("block_1x128"), True), (Variant("rowwise", "col"), False)]
+        (Variant("tensorwise", "row", stochastic=True), False),
+        (Variant("block_1x128"), True),
+        (Variant("rowwise", "col"), False),
     ],
+    ids=str,
 )
 def test_more_than_int32_reaches(run, variant, mapped):
     """A stack as an array of more rows, a batch one matrix after another: the same bits."""

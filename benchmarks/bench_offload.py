@@ -83,12 +83,13 @@ CASES = {
         [(RECOMPUTE, 20), (KEEP, 1)],
     ),
 }
+TINY_DENSE = DecoderConfig(256, 64, layers=2, heads=2, kv_heads=2, head_dim=32, hidden=96, tie_embeddings=True)
 TINY = [(KEEP, 2), (JAX_REMAT, 2), (OFFLOAD, 2)]
 SMOKE = {
     "decoder_smoke": Case(
-        Policy(keep=("moe_mlp",), offload=("carry", "attention")),
+        Policy(keep=("mlp", "middle"), offload=("carry", "attention")),
         bench_train_step.lm,
-        decoder(dataclasses.replace(PRESETS["demo"], context=64)),
+        decoder(dataclasses.replace(PRESETS["demo"], model=TINY_DENSE, context=64)),
         TINY,
         [(OFFLOAD, 4)],
     ),

@@ -35,8 +35,9 @@ jax.config.update("jax_num_cpu_devices", 4)  # for shard_map; must come before J
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # One example is one compilation, so few; in CI the same ones every time.
-hypothesis.settings.register_profile("jaxops", deadline=None, max_examples=15, derandomize="CI" in os.environ)
-hypothesis.settings.register_profile("again", hypothesis.settings.get_profile("jaxops"), max_examples=5)  # where another interpreter has seen all
+hypothesis.settings.register_profile("jaxops", deadline=None, max_examples=8, derandomize="CI" in os.environ)
+# Where another interpreter has seen all.
+hypothesis.settings.register_profile("again", hypothesis.settings.get_profile("jaxops"), max_examples=3)
 hypothesis.settings.load_profile("jaxops")
 
 

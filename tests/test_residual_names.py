@@ -20,6 +20,7 @@ import jaxops.nn
 from jaxops.offload import residual_bytes
 from jaxops.offload.names import OF_JAXOPS
 from jaxops.ops.adaln import Plan
+from tests.anew import traced_anew
 
 policies = jax.checkpoint_policies
 T, K, N, E, D = 12, 4, 6, 3, 8
@@ -64,7 +65,7 @@ def with_weights(weights: jax.Array) -> jaxops.Routing:
 
 def layer(make: Callable[[nnx.Rngs], nnx.Module], *others) -> tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]:
     """A module as a function of its first argument and its parameters, and the parameters' shapes."""
-    graphdef, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     leaves, tree = jax.tree.flatten(params)
     return lambda x, *params: nnx.merge(graphdef, jax.tree.unflatten(tree, params), rest)(x, *others), tuple(leaf.shape for leaf in leaves)
 
@@ -216,23 +217,15 @@ def passes_in(case: Case, **how) -> int:
     return len(re.findall(r'custom_call_target="[^"]*callback', text))
 
 
-@pytest.fixture
-def traced_anew():
-    """JAX keeps what an op's forward was traced to: before this test without its marks, and after it with them."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.usefixtures("traced_anew")
 def test_who_keeps_the_names_runs_no_forward_again(name, monkeypatch):
     for module, function in PASSES:
         module = importlib.import_module(f"jaxops.ops.{module}")
         monkeypatch.setattr(module, function, marked(getattr(module, function)))
     case = CASES[name]
-    once, kept = passes_in(case), passes_in(case, policy=policies.save_only_these_names(*case.names))
-    again = passes_in(case, policy=policies.nothing_saveable)
+    with traced_anew():
+        once, kept = passes_in(case), passes_in(case, policy=policies.save_only_these_names(*case.names))
+        again = passes_in(case, policy=policies.nothing_saveable)
     assert 0 < once == kept < again, (once, kept, again)
 
 
@@ -243,12 +236,13 @@ def test_gradients_are_the_same(name):
     # Some without XLA's fusions, which on a CPU contract products and sums as they come: what both passes compute from an input that is kept anyway, such as a
     # norm in the portable backward, is rounded as the program around it is.
     compile_with = {"xla_disable_hlo_passes": "fusion"} if case.names & {"adaln.out", "gated_residual_adaln.out", "moe.token_gate"} else {}
-    places = {"offload_src": "device", "offload_dst": "pinned_host"}
-    ways = {
-        "keep": policies.save_only_these_names(*case.names),
-        "recompute": policies.nothing_saveable,
-        "offload": policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=sorted(case.names), **places),
-    }
+    on_host = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=sorted(case.names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    ways = {"recompute": policies.nothing_saveable, "keep on the host": on_host}
     arrays, wrt = arrays_of(case), tuple(range(len(case.shapes)))
     want = jax.jit(jax.grad(loss_of(case.f), argnums=wrt), compiler_options=compile_with)(*arrays)
     assert any(np.asarray(gradient).any() for gradient in want)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxops
 from jaxops.ops.adaln import Plan, Rows
+from tests.anew import traced_anew
 from tests.hopper import lower_for_h200, on_h200
 from tests.jaxprs import kernel_arrays, overflow_int32
 
@@ -72,11 +73,9 @@ def test_without_the_rule_they_would():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxops._lib.launch_pallas._overflows", lambda x: False)
         for name in ("adaln", "vmap-quantize"):
-            jax.clear_caches()
             fn, *shapes = CASES[name]
-            with on_h200():
+            with on_h200(), traced_anew():
                 assert overflow_int32(kernel_arrays(jax.make_jaxpr(fn)(*shapes).jaxpr))
-    jax.clear_caches()
 
 
 # On a GPU of 80 GB. Where int32 ends, before it, behind it, and the last rows.

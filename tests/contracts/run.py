@@ -23,19 +23,21 @@ ON_A_GPU = ("gpu", "triton")
 WAYS = ("xla", "interpret", "gpu", "triton")
 
 
-def cases(ways: tuple[str, ...] = WAYS, where: Callable[[Op, str], bool] = lambda op, way: True, every_layer: bool = False) -> list:
+def cases(ways: tuple[str, ...] = WAYS, where: Callable[[Op, str], bool] = lambda op, way: True) -> list:
     """(name, way) of each op and layer, as a test's parameters; a way that needs a GPU is marked.
 
-    Layers are run on the portable backend alone: they call the ops, whose kernels the ops' own cases run. every_layer: with the kernels as well.
+    What calls ops is run on the portable backend alone: the ops' own cases run their kernels.
     """
     return [
         pytest.param(op.name, way, id=f"{op.name}-{way}", marks=pytest.mark.gpu if way in ON_A_GPU else ())
-        for op in EVERYTHING.values() for way in op.ways if way in ways and (every_layer or not is_kernel_of_layer(op, way)) and where(op, way)
+        for op in EVERYTHING.values() for way in op.ways
+        if way in ways and not is_kernel_of_layer(op, way) and where(op, way)
     ]  # fmt: skip
 
 
 def is_kernel_of_layer(op: Op, way: str) -> bool:
-    return op in LAYERS and way == "interpret"
+    """ragged_dot is grouped_matmul's kernels under another name."""
+    return (op in LAYERS or op.name == "ragged_dot") and way == "interpret"
 
 
 def small(op: Op, seed: int = 0, **sizes: int) -> Arguments:
@@ -99,16 +101,30 @@ def everything(op: Op, way: str, held: Arguments, others: Arguments, cotangents:
     return both(functools.partial(op.call, **(op.ways[way] if how is None else how)), held, others, cotangents)
 
 
+@functools.cache
+def _compiled(name: str, way: str):
+    return jax.jit(functools.partial(everything, EVERYTHING[name], way))
+
+
 def run(op: Op, way: str, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:
-    """In numpy; not under jit."""
+    """In numpy; ops not under jit. Layers are, or else JAX would compile each of Flax's operations by itself."""
     if way == "triton" and "backend" in op.ways[way]:
         options_of(way)  # skips elsewhere than on Hopper
-    return jax.tree.map(np.asarray, everything(op, way, *parts(op, arguments), cotangents))
+    f = _compiled(op.name, way) if op in LAYERS else functools.partial(everything, op, way)
+    return jax.tree.map(np.asarray, f(*parts(op, arguments), cotangents))
 
 
 @functools.cache
 def _reference(name: str):
     return jax.jit(functools.partial(both, EVERYTHING[name].reference))
+
+
+def wanted_of_each(op: Op, every: list[tuple[Arguments, list]]) -> list:
+    """`wanted`, of all (arguments, cotangents) in one program."""
+    if op.expected is not None:
+        return [op.expected(*given) for given in every]
+    given = [(*parts(op, arguments), cotangents) for arguments, cotangents in every]
+    return jax.jit(lambda given: [both(op.reference, *one) for one in given])(given)
 
 
 def wanted(op: Op, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:

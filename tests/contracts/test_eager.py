@@ -1,4 +1,5 @@
-"""Every op and layer called with arrays of numpy and not under jit: its results and all gradients, what stands outside, and what a second call compiles."""
+"""Every op called with arrays of numpy and not under jit, layers under it: results and all gradients, what stands
+outside, what a second call compiles."""
 
 import contextlib
 from collections.abc import Iterator

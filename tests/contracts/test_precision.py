@@ -1,24 +1,24 @@
 """Every op and layer under jax_default_matmul_precision."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.contracts.entry import Op
 from tests.contracts.run import EVERYTHING, cases, cotangents_of, everything, is_float, parts, small, wanted
 from tests.hopper import lower_for_h200
 
 
-@pytest.fixture(params=["highest", "BF16_BF16_F32"])
-def precision(request) -> Iterator[str]:
+@pytest.fixture
+def set_precision() -> Iterator[Callable[[str | None], None]]:
     """For the whole process, as a user sets it."""
     was = jax.config.jax_default_matmul_precision
-    jax.config.update("jax_default_matmul_precision", request.param)
     try:
-        yield request.param
+        yield functools.partial(jax.config.update, "jax_default_matmul_precision")
     finally:
         jax.config.update("jax_default_matmul_precision", was)
 
@@ -35,22 +35,38 @@ def product_error(precision: str) -> float:
     return error(x.astype(kind).astype(np.float32) @ w.astype(kind).astype(np.float32), x.astype(np.float64) @ w)
 
 
-@pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret")))
-def test_precision(name, way, precision):
+def multiplies(op: Op, way: str) -> bool:
+    return op.multiplies
+
+
+CASES = {
+    "BF16_BF16_F32": cases(("xla", "interpret")),
+    "highest": cases(("xla", "interpret"), where=multiplies),
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "way"),
+    [pytest.param(how, *case.values, id=f"{how}-{case.id}") for how in CASES for case in CASES[how]],
+)
+def test_precision(precision, name, way, set_precision):
     """It is as precise as x @ w is under it, but for the few products that one result goes through. What multiplies nothing is the same program. "highest" is
     what the other tests pass as precision=: the same program as with that."""
     op = EVERYTHING[name]
+    set_precision(precision)
     how = {key: value for key, value in op.ways[way].items() if key != "precision"}
     arguments, cotangents = small(op), cotangents_of(op)
     given = *parts(op, arguments), cotangents
     traced = jax.jit(functools.partial(everything, op, way, how=how)).trace(*given)
-    jax.config.update("jax_default_matmul_precision", "highest" if op.multiplies else None)
+    if way == "interpret" and op.multiplies and precision != "highest":
+        return
+    set_precision("highest" if op.multiplies else None)
     same = str(traced.jaxpr) == str(jax.jit(functools.partial(everything, op, way)).trace(*given).jaxpr)
     assert same or (op.multiplies and precision != "highest")
     if same or way == "interpret":
         return
     want = wanted(op, arguments, cotangents)
-    jax.config.update("jax_default_matmul_precision", precision)
+    set_precision(precision)
     got = jax.jit(functools.partial(op.call, **how))(arguments)  # the backward's products are the same ones, the other way round
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want[0]), strict=True):
         if is_float(g):
@@ -58,11 +74,10 @@ def test_precision(name, way, precision):
 
 
 @pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if op.module is not None and op.multiplies])
-@pytest.mark.parametrize("precision", ["BF16_BF16_F32"], indirect=True)
-@pytest.mark.usefixtures("precision")
-def test_kernels_are_lowered(name):
+def test_kernels_are_lowered(name, set_precision):
     """For an H200, forward and backward."""
     op = EVERYTHING[name]
+    set_precision("BF16_BF16_F32")
     how = {key: value for key, value in op.ways["gpu"].items() if key != "precision"}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*parts(op, small(op)), cotangents_of(op)))
     assert "__gpu$xla.gpu.triton" in lower_for_h200(lambda *given: everything(op, "gpu", *given, how=how), *shapes)

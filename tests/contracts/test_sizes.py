@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.contracts.entry import Op
-from tests.contracts.run import EVERYTHING, cases, check, cotangents_of, everything, parts, small, wanted
+from tests.contracts.run import EVERYTHING, cases, check, cotangents_of, everything, parts, small, wanted_of_each
 
 
 def changes(op: Op) -> list[dict[str, int]]:
@@ -18,7 +18,8 @@ def changes(op: Op) -> list[dict[str, int]]:
 @functools.cache
 def wants(name: str) -> list:
     op = EVERYTHING[name]
-    return [jax.tree.map(np.asarray, wanted(op, small(op, **sizes), cotangents_of(op, **sizes))) for sizes in changes(op)]
+    every = [(small(op, **sizes), cotangents_of(op, **sizes)) for sizes in changes(op)]
+    return jax.tree.map(np.asarray, wanted_of_each(op, every))
 
 
 @pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret", "gpu")))

@@ -202,3 +202,29 @@ def test_gradients_of_some_arguments(name, way):
         held, others = parts(dataclasses.replace(op, wrt=(argument,)), arguments)
         with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
             jax.jit(lambda held, others: jax.jvp(lambda held: op.call(held | others, **op.ways[way]), (held,), (held,))).lower(held, others)
+
+
+def has_second_order(op: Op, way: str) -> bool:
+    """FP8 products are differentiated once; layers are made of ops."""
+    return bool(op.wrt) and op.reference is not None and not op.name.startswith("nn.")
+
+
+@pytest.mark.parametrize(("name", "way"), cases(where=has_second_order))
+def test_second_order(name, way):
+    """A gradient's gradient, through everything that has one. The kernels' has the same rules: where they are
+    interpreted it is traced alone."""
+    op = EVERYTHING[name]
+    held, others = parts(op, small(op))
+    held = jax.tree.map(lambda x: np.float32(0.3) * x, held)  # the sine of large results would be noise
+
+    def curvature(f):
+        def loss(held, others):
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(f(held | others)) if is_float(x))
+
+        return jax.jit(jax.grad(lambda *given: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(*given)))))
+
+    ours = curvature(functools.partial(op.call, **op.ways[way]))
+    if way == "interpret":
+        assert jax.tree.map(jnp.shape, jax.eval_shape(ours, held, others)) == jax.tree.map(jnp.shape, held)
+    else:
+        check(op, way, ours(held, others), curvature(op.reference)(held, others), scale=20)

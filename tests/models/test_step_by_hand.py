@@ -158,7 +158,7 @@ def test_the_objective_of_a_language_model():
     batch = jax.tree.map(lambda x: jnp.asarray(x[-1]), batch)
     inside = np.asarray(batch.documents) >= 0
     assert 0 < inside.sum() < inside.size
-    model = Decoder(SPARSE, rngs=nnx.Rngs(0))
+    model = nnx.jit(lambda: Decoder(SPARSE, rngs=nnx.Rngs(0)))()
     logits, routed = nnx.jit(lambda model: model(batch.tokens, batch.documents))(model)
     wanted = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))[inside].mean()
     loss, measured = nnx.jit(lambda model: train_lm.objective(TINY, True, model, batch, jax.random.key(0)))(model)
@@ -182,7 +182,8 @@ def train_seen(module: Any, monkeypatch, out, *args) -> Seen:
     seen = []
 
     def run_steps(training, state, run):
-        other = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), state.params)
+        moved = lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape)
+        other = jax.tree.map(moved, state.params)
         seen[:] = [training, state._replace(average=other)]
         return seen[1], History()
 

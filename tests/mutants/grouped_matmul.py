@@ -68,7 +68,7 @@ MUTATIONS = {
         "tests/ops/modality_grouped_matmul/test_contracts.py::test_dgrad_has_tiles_of_its_own"),
     "gradient: of a wgrad, the operands change places": (
         f"{MODALITY}/api.py", "return dlhs, ddout, None", "return ddout, dlhs, None",
-        "tests/ops/modality_grouped_matmul/test_contracts.py::test_second_order[xla]"),
+        "tests/contracts/test_transforms.py::test_second_order[modality_grouped_matmul-xla]"),
     "index: a Hopper tile's first row tile": (
         f"{MODALITY}/gemm_triton.py", "first = gl.where(here, start, first)", "first = gl.where(here, 0, first)", MODAL_TILES),
     "index: a Hopper tile of zeros starts at the first column": (

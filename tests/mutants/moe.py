@@ -118,6 +118,6 @@ MUTATIONS = {
         "nn/moe.py", "precision=lax.Precision.HIGHEST)", "precision=None)", NO_TF32),
     "moe: the router is made with a key of its own": (
         "nn/moe.py", "make_part(router, in_features, num_experts, rngs=rngs)", "make_part(router, in_features, num_experts, rngs=nnx.Rngs(0))",
-        "tests/nn/test_moe.py::test_to_linen"),
+        "tests/nn/test_linen.py::test_moe"),
 }
 # fmt: on

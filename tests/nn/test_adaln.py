@@ -63,14 +63,6 @@ def mlp(*, rngs: nnx.Rngs) -> nnx.Sequential:
     return nnx.Sequential(nnx.Linear(D, 2 * D, rngs=rngs), jax.nn.gelu, nnx.Linear(2 * D, D, rngs=rngs))
 
 
-class Mlp(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.inside = mlp(rngs=rngs)
-
-    def __call__(self, y):
-        return self.inside(y)
-
-
 def block(**options) -> AdaLNZeroBlock:
     rngs = nnx.Rngs(0)
     options = {"cond_features": C, "mlp": mlp(rngs=rngs), "modulation_init": init} | options
@@ -270,45 +262,6 @@ def test_a_mixture_of_experts_as_mlp():
     assert routing.load.sum() == 2 * T
     alone = block(mlp=lambda y: experts(y)[0])
     assert_close(got, nnx.jit(unfused_block)(alone, x, cond), "float32")
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_norm_to_linen(norm):
-    x, cond, _ = inputs()
-    linen = nnx.bridge.to_linen(NORMS[norm], D, C, modulation_init=init, use_weight=True)
-    variables = linen.init(jax.random.key(0), x, cond, offsets())
-    assert jax.tree.map(jnp.shape, variables["params"]) == {"modulation": {"kernel": (C, 2 * D), "bias": (2 * D,)}, "weight": (D,)}
-    module = NORMS[norm](D, C, modulation_init=init, use_weight=True, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(linen.apply(variables, x, cond, offsets()), module(x, cond, offsets()))
-
-
-class OwnBlock(AdaLNZeroBlock):
-    """A block that makes its own mixer and mlp, as Linen's lazy initialisation needs."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        super().__init__(D, C, Mixer(rngs=rngs), mlp(rngs=rngs), modulation_init=init, rngs=rngs)
-
-
-@pytest.mark.parametrize("wrap", [lambda part: part, functools.partial], ids=["class", "partial"])
-def test_each_key_makes_a_block_of_its_own(wrap):
-    x, cond, _ = inputs()
-    options = {"mixer": wrap(Mixer), "mlp": wrap(Mlp), "modulation_init": init, "epsilon": (1e-6, 1e-5)}
-    linen = nnx.bridge.to_linen(AdaLNZeroBlock, D, C, **options)
-    first, second = (linen.init(jax.random.key(seed), x, cond, offsets())["params"] for seed in (0, 1))
-    assert set(first) == {"modulation", "mixer", "mlp"}
-    for part in ("mixer", "mlp"):
-        kernels = [nnx.traversals.flatten_mapping(params[part]) for params in (first, second)]
-        for path in kernels[0]:
-            assert path[-1] == "bias" or np.abs(kernels[0][path] - kernels[1][path]).max() > 1e-2, path
-    assert linen.apply({"params": second}, x, cond, offsets()).shape == (T, D)
-
-
-def test_block_to_linen():
-    x, cond, _ = inputs()
-    linen = nnx.bridge.to_linen(OwnBlock)
-    variables = linen.init(jax.random.key(0), x, cond, offsets())
-    assert set(variables["params"]) == {"modulation", "mixer", "mlp"}
-    assert_close(linen.apply(variables, x, cond, offsets())[-2:], x[-2:], "float32", "rows outside")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 from jaxops.nn import AdaLNZeroBlock, AmaxHistory, Fp8DotGeneral, Fp8GroupedLinear, Fp8Linear, GroupedLinear
 
@@ -232,25 +232,6 @@ def test_dot_general_in_attention():
     fp8 = {"qkv_dot_general": Fp8DotGeneral("rowwise"), "out_dot_general": Fp8DotGeneral("rowwise")}
     ours, plain = (nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0), **options) for options in (fp8, {}))
     assert 0.01 < rms_error(apply(ours, x), apply(plain, x)) < 0.15
-
-
-def test_dot_general_in_linen():
-    x = normal(0, M, IN)
-    dense = linen.Dense(OUT, dot_general=Fp8DotGeneral())
-    variables = jax.jit(dense.init)(jax.random.key(0), x)
-    ours = Fp8Linear(IN, OUT, rngs=nnx.Rngs(0))
-    ours.kernel[...], ours.bias[...] = variables["params"]["kernel"], variables["params"]["bias"]
-    np.testing.assert_array_equal(jax.jit(dense.apply)(variables, x), apply(ours, x))
-
-
-def test_to_linen():
-    """Linen's collection of the history has its type's name, and changes where it is mutable."""
-    layer, x = nnx.bridge.to_linen(Fp8Linear, IN, OUT, recipe="delayed", history=2), jnp.full((M, IN), 3.0)
-    variables = jax.jit(layer.init)(jax.random.key(0), x)
-    assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (IN, OUT), "bias": (OUT,)}
-    y, changed = jax.jit(functools.partial(layer.apply, mutable=["AmaxHistory"]))(variables, x)
-    np.testing.assert_array_equal(changed["AmaxHistory"]["amax_history"][0], [3, 0])
-    assert rms_error(y, x @ variables["params"]["kernel"]) < 0.07
 
 
 def test_modulation_in_fp8():

@@ -90,15 +90,6 @@ def test_fan_in_is_one_group(num_groups):
     assert not module.bias[...].any()
 
 
-def test_to_linen():
-    linen = nnx.bridge.to_linen(GroupedLinear, G, IN, OUT)
-    variables = linen.init(jax.random.key(0), rows(), offsets())
-    assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (G, IN, OUT), "bias": (G, OUT)}
-    module = layer()
-    module.kernel[...], module.bias[...] = variables["params"]["kernel"], variables["params"]["bias"]
-    np.testing.assert_array_equal(linen.apply(variables, rows(), offsets()), module(rows(), offsets()))
-
-
 @pytest.mark.parametrize(
     ("x", "group_offsets", "error", "says"),
     [

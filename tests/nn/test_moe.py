@@ -246,34 +246,6 @@ def test_fan_in_is_one_expert(experts):
         assert jnp.std(kernel[...]) == pytest.approx(fan_in**-0.5, rel=0.05)
 
 
-class Bare(nnx.Module):
-    """A router of another kind."""
-
-    def __init__(self, in_features: int, num_experts: int, *, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(in_features, num_experts, rngs=rngs)
-
-    def __call__(self, x):
-        return jaxops.route(self.linear(x), 1)
-
-
-@pytest.mark.parametrize(("router", "k"), [(functools.partial(Router, k=K, use_bias=True), K), (Bare, 1)], ids=["partial", "class"])
-def test_to_linen(router, k):
-    """Each key makes a router of its own, and what is applied is what was initialised."""
-    linen, x = nnx.bridge.to_linen(MoE, E, D, F, router=router, shared_features=8), tokens()
-    first, second, again = (jax.jit(linen.init)(jax.random.key(seed), x) for seed in (0, 1, 0))
-    kernels = [nnx.traversals.flatten_mapping(variables["params"]["router"]) for variables in (first, second, again)]
-    for path, kernel in kernels[0].items():
-        np.testing.assert_array_equal(kernel, kernels[2][path])
-        assert path[-1] == "bias" or np.abs(kernel - kernels[1][path]).max() > 1e-2, path
-    moe = MoE(E, D, F, router=router, shared_features=8, rngs=nnx.Rngs(5))
-    for variables in (first, second):
-        nnx.update(moe, nnx.State(variables["params"]))
-        y, routing = jax.jit(linen.apply)(variables, x)
-        assert routing.experts.shape == (T, k)
-        want, _ = apply(moe, x)
-        np.testing.assert_array_equal(y, want)
-
-
 def test_a_router_is_made_with_the_layers_keys():
     x = tokens()
     given = make()

@@ -61,14 +61,21 @@ def assert_equal(got: Any, wanted: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
 
 
-def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, steps: int = 3) -> None:
-    """As plain optax, three steps. The state is drawn, not zero: what is fetched is seen from the first step on."""
+@functools.cache
+def plain_step(tx):
+    """Optax's own; compiled once for all pieces."""
 
     @functools.partial(jax.jit, compiler_options=OPTIMISED)
     def plain(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    return plain
+
+
+def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, steps: int = 3) -> None:
+    """As plain optax, three steps. The state is drawn, not zero: what is fetched is seen from the first step on."""
+    plain = plain_step(tx)
     shapes = jax.tree.map(lambda p: p.shape, params)
     step = jax.jit(streamed(tx, pieces=pieces).apply, donate_argnums=(0, 1), compiler_options=OPTIMISED)
     state = jax.tree.map(lambda x: jnp.abs(draw(7, x.shape, x.dtype)) if x.ndim and x.dtype != bool else x, tx.init(params))
@@ -81,7 +88,10 @@ def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, s
     assert_equal(got, wanted)
 
 
-@pytest.mark.parametrize(("name", "pieces"), [*(("adamw", pieces) for pieces in (1, 2, 3, 6, 50, None)), ("lion", 2), ("momentum", 3)])
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [("adamw", 1), ("adamw", 2), ("adamw", 3), ("adamw", 50), ("adamw", None), ("lion", 2), ("momentum", 3)],
+)
 def test_pieces(name, pieces):
     """Rows that are left over: kernel has 0, 2 or 6 of its 6, embedding 1, 3 or 7 of its 7, bias 0 or 2."""
     assert_same_steps(OPTIMIZERS[name], draw(9), pieces)

@@ -14,20 +14,18 @@ import jaxops
 from tests.compare import assert_close
 from tests.ops.adaln.cases import KERNELS, PLANS, RUNS, Variant, apply, check, compiled_forward, make_case, run_all
 
-# Every value of every option stands beside every value of those that it could meet in a kernel.
+# Every norm with every activation, every op with every value of its options, and every way to walk over rows.
 VARIANTS = [
     Variant("adaln", "layer", plan="ahead"),
     Variant("adaln", "rms", "silu", affine=True, plan="steps"),
     Variant("adaln", "layer", "gelu", affine=True, per_row=True, plan="ahead-steps"),
-    Variant("adaln", "rms", per_row=True, plan="whole"),
     Variant("gated_residual", plan="steps"),
     Variant("gated_residual", per_row=True, plan="whole"),
     Variant("gated_residual_adaln", "layer", "silu", affine=True, plan="whole"),
     Variant("gated_residual_adaln", "rms", "gelu", plan="ahead-steps"),
-    Variant("gated_residual_adaln", "layer", "silu", per_row=True, plan="single"),
     Variant("gated_residual_adaln", "rms", affine=True, per_row=True, plan="ahead"),
     Variant("gated_residual_adaln", "rms", "gelu_tanh", affine=True, plan="single"),
-    Variant("adaln", "layer", "gelu_tanh", per_row=True, plan="steps"),
+    Variant("adaln", "layer", "gelu_tanh", per_row=True, plan="single"),
 ]
 
 
@@ -42,7 +40,7 @@ def test_variants(run, variant):
 
 
 # One compiled shape each, T = 61 and D = 37. With five sequences the sums go sequence by sequence, with twelve by multiples of bwd's 8 rows.
-FIVE, TWELVE = VARIANTS[0], VARIANTS[6]
+FIVE, TWELVE = VARIANTS[0], VARIANTS[5]
 LAYOUTS = {
     "all-rows": ([17, 4, 27, 0, 13], 0),
     "one-sequence": ([0, 61, 0, 0, 0], 0),
@@ -89,21 +87,19 @@ BFLOAT16 = Variant("gated_residual_adaln", "layer", "gelu", affine=True, plan="w
 @pytest.mark.parametrize(
     ("variant", "dtype", "modulation_dtype"),
     [
-        (Variant("adaln", affine=True, plan="whole"), "bfloat16", "float32"),
         (BFLOAT16, "bfloat16", None),
-        (Variant("gated_residual_adaln", "rms", plan="ahead"), "float16", None),
+        (Variant("adaln", "rms", affine=True, plan="ahead"), "float16", "float32"),
         (Variant("gated_residual", per_row=True, plan="whole"), "float32", "bfloat16"),
     ],
-    ids=["bfloat16-float32", "bfloat16", "float16", "float32-bfloat16"],
+    ids=["bfloat16", "float16-float32", "float32-bfloat16"],
 )
 def test_dtypes(run, variant, dtype, modulation_dtype):
     sizes = [9, 0, 31, 2, 1]
     check(make_case(sizes, 64, dtype=dtype, modulation_dtype=modulation_dtype, per_row=variant.per_row, before=5, after=13), variant, run)
 
 
-# eps is as large as the variance where a row has few columns: without it the gradient of such a row is a difference of nearly equal numbers.
+# More columns than register arrays, and rows and columns that fill them.
 SIZES = [
-    pytest.param([1], 1, Variant("gated_residual_adaln", "rms", eps=0.5), id="T1-D1"),
     pytest.param([2, 0, 11], 129, Variant("adaln", "layer", plan="whole"), id="T13-D129"),
     pytest.param([16, 16], 64, Variant("gated_residual_adaln", "rms", plan="whole"), id="T32-D64"),
 ]
@@ -120,6 +116,8 @@ def test_sizes(run, sizes, D, variant):
 @hypothesis.given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), D=st.integers(2, 40), after=st.integers(0, 9), variant=st.sampled_from(VARIANTS))
 def test_random_shapes(run, sizes, D, after, variant):
     hypothesis.assume(sum(sizes) + after > 0)
+    # As large as the variance where a row has few columns: without it the gradient of such a row is a difference of
+    # nearly equal numbers.
     variant = dataclasses.replace(variant, eps=0.5)
     check(make_case(sizes, D, per_row=variant.per_row, after=after), variant, run)
 
@@ -142,7 +140,7 @@ def test_many_sequences(run, plan):
 
 
 @pytest.mark.parametrize("run", KERNELS)
-@pytest.mark.parametrize("B", [126, 127, 128, 16_383, 16_384])
+@pytest.mark.parametrize("B", [127, 128, 16_383, 16_384])
 def test_every_row_finds_its_sequence(run, B):
     """About where the search takes a second step of 128 offsets, and a third. The shift says whose a row is."""
     T = 40
@@ -208,7 +206,7 @@ def test_one_row_and_one_sequence(offsets):
 @pytest.mark.parametrize("run", RUNS)
 def test_one_vector_a_row_where_sequences_are_given(run):
     """[T, D] with the offsets of one sequence that leaves rows out."""
-    variant = VARIANTS[3]
+    variant = Variant("adaln", "rms", per_row=True, plan="whole")
     check(make_case([20], 37, per_row=True, before=3, after=2), variant, run)
 
 

@@ -145,28 +145,30 @@ def test_no_precision_follows_the_flag():
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("preset", [p.name for p in PRESETS if "F8" not in p.name and p.name != "DEFAULT"])
 def test_every_algorithm(preset, dtype):
-    """What JAX computes, to the rounding of operands, or the error that JAX raises on this machine. As an argument and as the flag."""
-    lhs, rhs, dout = operands(dtype, dtype)
+    """What JAX computes, to the rounding of operands, or the error that JAX raises on this machine. As an argument and
+    as the flag: the same program."""
+    given = operands(dtype, dtype)
 
-    def gradients(op, precision=None):
+    def gradients(op, lhs, rhs, dout, precision=None):
         out, vjp = jax.vjp(lambda lhs, rhs: op(lhs, rhs, jnp.array(SIZES), precision, jnp.float32), lhs, rhs)
         return out, *vjp(dout)
 
+    ours = jax.jit(functools.partial(gradients, jaxops.ragged_dot, precision=preset))
+    theirs = jax.jit(functools.partial(gradients, lax.ragged_dot, precision=preset))
     try:
-        want = gradients(lax.ragged_dot, preset)
+        want = theirs(*given)
     except ValueError as error:
         if "not supported" not in str(error):
             raise
         want = None  # on a CPU
     if want is None and not kernels_have(preset, dtype):
         with pytest.raises(ValueError, match="not supported"):
-            gradients(jaxops.ragged_dot, preset)
+            ours(*given)
         return
-    got = gradients(jaxops.ragged_dot, preset)
     with jax.default_matmul_precision(preset):
-        for a, b in zip(got, gradients(jaxops.ragged_dot), strict=True):
-            np.testing.assert_array_equal(a, b)
-    for name, a, b in zip(("out", "dlhs", "drhs"), got, want or (), strict=want is not None):
+        by_flag = jax.jit(functools.partial(gradients, jaxops.ragged_dot)).trace(*given)
+    assert str(by_flag.jaxpr) == str(ours.trace(*given).jaxpr)
+    for name, a, b in zip(("out", "dlhs", "drhs"), ours(*given), want or (), strict=want is not None):
         assert a.dtype == b.dtype
         assert_close(a, b, "bfloat16", name)
 

@@ -49,7 +49,6 @@ def test_half(run, dtype, sizes, before, after):
 
 
 @pytest.mark.parametrize("run", HALF_RUNS)
-@hypothesis.settings(max_examples=8)
 @hypothesis.given(data=st.data())
 def test_random_routings(run, data):
     """The shape of test_float32: any sizes, anywhere. On Hopper more rows and wider matrices."""
@@ -87,15 +86,6 @@ def test_modalities_of_size_zero(run):
     check(case, run, plan=None if run == "xla" else Plan("pallas", *tiles))
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=["no-rows", "no-K", "no-N"])
-def test_size_zero(run, shape):
-    M, K, N = shape
-    case = make_case([M // 2, 0, M - M // 2], ((1, K, N), (2, K, N)))
-    tiles = plan_of("interpret").fwd[:2]
-    check(case, run, plan=Plan("xla") if run == "xla" else Plan("pallas", tiles, tiles, tiles))
-
-
 def test_a_chain_of_two_needs_nothing_in_between():
     """What the first call leaves zero, the second one does not read: down after up, with the widths the other way round."""
     case = make_case([9, 8, 4, 5, 6, 7], before=2, after=3)
@@ -124,8 +114,12 @@ def test_compute_dtype(run):
     out, dx, drhs = results(case.lhs.astype(jnp.bfloat16), case.rhs, case.dout)
     assert (out.dtype, dx.dtype, [d.dtype for d in drhs]) == (jnp.float32, jnp.bfloat16, [jnp.float32] * 3)
     rounded = [np.where(case.there(axis), x, 0).astype(jnp.bfloat16).astype(np.float32) for axis, x in ((1, case.lhs), (2, case.dout))]
-    _, vjp = jax.vjp(lambda rhs: modality_grouped_matmul_reference(rounded[0], rhs, case.offsets), case.rhs)
-    (want,) = vjp(jnp.asarray(rounded[1]))
+
+    @jax.jit
+    def gradient(x, rhs, dout):
+        return jax.vjp(lambda rhs: modality_grouped_matmul_reference(x, rhs, case.offsets), rhs)[1](dout)
+
+    (want,) = gradient(rounded[0], case.rhs, rounded[1])
     for got, wanted in zip(drhs, want, strict=True):
         assert_close(got, wanted, "float32", "drhs")
     assert np.any(np.asarray(drhs[0]) != np.asarray(drhs[0]).astype(jnp.bfloat16).astype(np.float32))

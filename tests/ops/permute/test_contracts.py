@@ -23,25 +23,9 @@ def layer(run, x, weights, routing=ROUTING, variant=SHARD):
     return combine(variant, run, jnp.sin(3 * permute(variant, run, x, routing)), dataclasses.replace(routing, weights=weights))
 
 
-def loss(run, x, weights):
-    return jnp.sum(jnp.sin(layer(run, x, weights)))
-
-
 def assert_all_close(got, want, scale=2.0) -> None:
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close(g, w, "float32", scale=scale)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_second_order(run):
-    """Of both ops, in all that has a gradient; by the same kernels."""
-
-    def directional(run, x, weights):
-        dx, dweights = jax.grad(functools.partial(loss, run), argnums=(0, 1))(x, weights)
-        return jnp.sum(jnp.sin(dx)) + jnp.sum(dweights**2)
-
-    got, want = (jax.jit(jax.grad(functools.partial(directional, name), argnums=(0, 1)))(CASE["x"], ROUTING.weights) for name in (run, "reference"))
-    assert_all_close(got, want, scale=5)
 
 
 @pytest.mark.parametrize("run", ["xla", "interpret"])

@@ -21,7 +21,7 @@ VARIANTS = {
     "dropping": Variant(D=32, k=2, capacity=3, dtype="bfloat16", tile=Tile(2, 16, 2, 1)),
     "eight": Variant(T=7, D=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", tile=Tile(1, 8, 8, 4)),
     "wide-blocks": Variant(T=9, D=5, k=5, E=5, capacity=7, out_dtype="bfloat16", tile=Tile(16, 16, 8, 2)),
-    "one-token": Variant(T=1, D=1, k=2, E=2, first=1),
+    "one-token": Variant(T=1, D=1, k=2, E=2, first=1),  # rows before the groups, and none behind them
 }
 
 

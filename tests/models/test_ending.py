@@ -55,6 +55,7 @@ def at_step(number: int, do) -> object:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
+    before = [signal.getsignal(which) for which in ending.SIGNALS]
     with monkeypatch.context() as patch:
         patch.setattr(train_lm, "make_step", at_step(3, lambda: os.kill(os.getpid(), number)))
         patch.setattr(sys, "argv", ["train", "lm", "--out", "a folder"])
@@ -64,8 +65,7 @@ def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (f"Stopped by {number.name}. The checkpoint of step 3 is kept; go on with: python -m models.train lm --out 'a folder' --resume")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(which) for which in ending.SIGNALS] == before
     train(tmp_path, save_every=EVERY, resume=True)
     model = lambda out: (out / "checkpoint-hf" / "model.safetensors").read_bytes()
     assert model(tmp_path) == model(whole)

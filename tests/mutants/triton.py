@@ -55,7 +55,8 @@ MUTATIONS = {
         LIB, "number = gl.load(indices + row + PART + rows", "number = gl.load(indices + row + rows", EXPERTS),
     "triton rows: wild indices": (
         LIB, "first = a_ptr + (gl.minimum(gl.maximum(number, 0), T - 1).to(gl.int64) * K)[:, None]",
-        "first = a_ptr + (gl.maximum(number, 0).to(gl.int64) * K)[:, None]", EXPERTS),
+        "first = a_ptr + (gl.maximum(number, 0).to(gl.int64) * K)[:, None]",
+        f"{EXPERTS}::test_gathered_rows_are_tokens_whatever_the_indices"),
     "triton modality: the next modality's columns": (
         "ops/modality_grouped_matmul/gemm_triton.py", "return first + i, (left + j) * BN, part", "return first + i, j * BN, part", MODALITIES),
     "triton fp8: the first group's scale for all": (

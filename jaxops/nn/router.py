@@ -11,7 +11,7 @@ from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.nn.arguments import check_backend, check_sizes
-from jaxops.ops.route import Routing, route, update_router_bias
+from jaxops.ops.route import Routing, route, router_logits, update_router_bias
 
 
 class RouterBias(nnx.Variable[jax.Array]):
@@ -39,14 +39,6 @@ class RouterBias(nnx.Variable[jax.Array]):
         if hasattr(value, "dtype") and value.dtype != jnp.float32:
             raise TypeError(f"a router's bias is {value.dtype}; it must be float32: in bfloat16 a step of 0.001 would be lost.")
         super().__init__(value, **metadata)
-
-
-def _logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """In float32, not in TF32, which is a GPU's default; and so are both gradients.
-
-    Under `jax.checkpoint`, so that the backward keeps x as it came, and no copy in float32.
-    """
-    return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 class Router(nnx.Module):
@@ -140,7 +132,7 @@ class Router(nnx.Module):
                 f"x has shape {tuple(x.shape)}; it must be [T, in_features={self.in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
             )
         return route(
-            checkpoint_name(jax.checkpoint(_logits)(x, self.kernel[...]), "router.logits"),
+            checkpoint_name(router_logits(x, self.kernel[...]), "router.logits"),
             self.k,
             score=self.score,
             normalize=self.normalize,

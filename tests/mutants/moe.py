@@ -113,7 +113,11 @@ MUTATIONS = {
     "permute sum: only the last columns": (
         f"{PERMUTE}/combine_bwd_pallas.py", "dots = dots + jnp.sum(", "dots = 0 * dots + jnp.sum(", COPIES),
     "router: logits in TF32": (
-        "nn/router.py", "precision=jax.lax.Precision.HIGHEST)", "precision=None)", NO_TF32),
+        "ops/route/logits.py", "precision=lax.Precision.HIGHEST)", "precision=None)", NO_TF32),
+    "router: the kernel's third part is left out": (
+        "ops/route/logits.py", "return large + (middle + small)", "return large + middle", "tests/ops/route/test_logits.py"),
+    "router: the gradient of x has only the first part of each": (
+        "ops/route/logits.py", "[k[0], k[1], k[0]]", "[k[0], 0 * k[1], 0 * k[0]]", "tests/ops/route/test_logits.py"),
     "moe: the token gate in TF32": (
         "nn/moe.py", "precision=lax.Precision.HIGHEST)", "precision=None)", NO_TF32),
     "moe: the router is made with a key of its own": (

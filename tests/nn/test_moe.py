@@ -197,10 +197,12 @@ def test_router_bias():
     np.testing.assert_array_equal(router.bias[...], [1.0, 1.0, 99.0, 1.0])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("columns", [E, 1], ids=["router", "token-gate"])
+@pytest.mark.parametrize(("columns", "dtype"), [(E, "float32"), (1, "float32"), (1, "bfloat16")], ids=["router", "token-gate", "token-gate-bfloat16"])
 def test_logits_and_token_gate_are_no_tf32(columns, dtype):
-    """A GPU multiplies float32 in TF32 unless the product says HIGHEST: as traced for one, forward and both gradients."""
+    """A GPU multiplies float32 in TF32 unless the product says HIGHEST: as traced for one, forward and both gradients.
+
+    A router's product with bfloat16 tokens: tests/ops/route/test_logits.py.
+    """
     moe = make(shared_features=9, gate_shared=True, dtype=jnp.dtype(dtype), backend="xla", precision=None)
     graphdef, params = nnx.split(moe)
 

@@ -1,0 +1,75 @@
+"""The router's linear map in true float32, at about the price of TF32."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable
+from jaxops._lib.manual_axes import vary_together
+
+
+def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x @ kernel in float32, not in TF32, which is a GPU's default; the gradient of the kernel is as precise.
+
+    On a GPU with tensor cores for bfloat16, a float32 number is taken as the sum of three bfloat16 numbers. Products of bfloat16 numbers are exact in float32, so with
+    bfloat16 tokens three times as many columns of a bfloat16 product give what float32 gives. The gradient of x, which is rounded to bfloat16 in the end,
+    leaves out what is below 2^-16 of it. Source: Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision
+    Computations", 2019.
+
+    Args:
+      x: [T, D], bfloat16, float16 or float32.
+      kernel: [D, E], cast to float32.
+
+    Returns:
+      [T, E] float32. The backward keeps x as it came, and no copy in float32.
+    """
+    kernel = kernel.astype(jnp.float32)
+    if x.dtype == jnp.bfloat16 and device_of(x, kernel).has((8, 0)):
+        return _in_parts(*vary_together(x, kernel))
+    return jax.checkpoint(_plain)(x, kernel)
+
+
+def _plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.matmul(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+
+
+def _parts(a: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 arrays with the sum a."""
+    found = []
+    for _ in range(3):
+        part = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # XLA may leave out a cast to bfloat16 and back, but not this
+        found.append(part.astype(jnp.bfloat16))
+        a = a - part
+    return found
+
+
+def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    axes = tuple((axis,) for axis in contracted)
+    return lax.dot_general(a, b, (axes, ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+
+def _dot_of_float32(x: jax.Array, b: jax.Array, contracted: int) -> jax.Array:
+    """Of x in bfloat16 and b in float32, the least part added first."""
+    large, middle, small = jnp.split(_dot(x, jnp.concatenate(_parts(b), axis=1), (contracted, 0)), 3, axis=1)
+    return large + (middle + small)
+
+
+def _forward(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _dot_of_float32(x, kernel, 1)
+
+
+def _find_gradients(x: jax.Array, kernel: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d, k = _parts(dlogits), _parts(kernel)
+    dx = _dot(jnp.concatenate([d[0], d[0], d[1]], axis=1), jnp.concatenate([k[0], k[1], k[0]], axis=1), (1, 1))
+    return dx.astype(x.dtype), _dot_of_float32(x, dlogits, 0)
+
+
+def _second(operands, cotangents):
+    """Second derivatives are JAX's own, of the plain product."""
+    _, vjp = jax.vjp(lambda x, kernel, dlogits: jax.vjp(_plain, x, kernel)[1](dlogits), *operands)
+    return vjp(cotangents)
+
+
+_gradients = differentiable(_find_gradients, lambda *operands: (_gradients(*operands), operands), _second, static=0)
+_in_parts = differentiable(_forward, lambda *operands: (_in_parts(*operands), operands), lambda operands, dlogits: _gradients(*operands, dlogits), static=0)

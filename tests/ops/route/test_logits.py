@@ -1,0 +1,68 @@
+"""The router's product: as precise as float32, in values and gradients, however it is computed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxops._lib.device import Device
+from jaxops.ops.route import logits, router_logits
+
+# Both ways on a CPU; on a GPU what a router there takes.
+WAYS = ["plain", "parts", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=WAYS)
+def product(request, monkeypatch):
+    if request.param != "gpu":
+        capability = (9, 0) if request.param == "parts" else None
+        monkeypatch.setattr(logits, "device_of", lambda *operands: Device("NVIDIA H200" if capability else "cpu", "gpu" if capability else "cpu", capability))
+    return router_logits
+
+
+def operands(T: int, D: int, E: int, dtype: str = "bfloat16") -> tuple[jax.Array, ...]:
+    """Kernel and cotangent of very different sizes, and of all mantissas."""
+    rng = np.random.default_rng(T)
+    x, kernel, d = (rng.normal(size=shape) for shape in ((T, D), (D, E), (T, E)))
+    return jnp.asarray(x, dtype), jnp.asarray(kernel * 10.0 ** rng.integers(-4, 4, size=(D, 1)), jnp.float32), jnp.asarray(d, jnp.float32)
+
+
+def error(got, want) -> float:
+    return float(np.sqrt(np.mean((np.asarray(got, np.float64) - want) ** 2) / np.mean(want**2)))
+
+
+@pytest.mark.parametrize(("T", "D", "E"), [(37, 65, 5), (64, 1000, 8), (1, 3, 1)])
+def test_as_float32(product, T, D, E):
+    """TF32 would be 2e-4 off, two parts of the kernel 4e-6."""
+    x, kernel, d = operands(T, D, E)
+    y, vjp = jax.vjp(product, x, kernel)
+    dx, dkernel = vjp(d)
+    x64, kernel64, d64 = (np.asarray(a, np.float64) for a in (x, kernel, d))
+    assert (y.dtype, dx.dtype, dkernel.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    assert error(y, x64 @ kernel64) < 1e-6
+    assert error(dkernel, x64.T @ d64) < 1e-6
+    # The gradient of x rounds where the unrounded one does, but for what lies next to a tie.
+    want = jnp.asarray((d64 @ kernel64.T).astype(np.float32), jnp.bfloat16)
+    assert np.mean(np.asarray(dx) != np.asarray(want)) < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes(product, dtype):
+    x, kernel, _ = operands(37, 65, 5, dtype)
+    assert error(product(x, kernel), np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)) < 1e-6
+
+
+def test_second_derivative(product):
+    x, kernel, d = operands(9, 17, 3)
+    kernel = jnp.sin(kernel)  # of one size: sin magnifies the rounding of large numbers
+
+    def gradient_of_kernel(product, x, kernel):
+        return jnp.sum(jax.grad(lambda kernel: jnp.sum(d * jnp.sin(product(x, kernel))))(kernel) ** 2)
+
+    want = jax.grad(lambda kernel: gradient_of_kernel(logits._plain, x, kernel))(kernel)
+    assert error(jax.grad(lambda kernel: gradient_of_kernel(product, x, kernel))(kernel), np.asarray(want, np.float64)) < 1e-4
+
+
+def test_no_tokens(product):
+    y, vjp = jax.vjp(product, jnp.zeros((0, 4), jnp.bfloat16), jnp.ones((4, 3)))
+    np.testing.assert_array_equal(vjp(y)[1], np.zeros((4, 3)))

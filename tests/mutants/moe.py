@@ -117,7 +117,7 @@ MUTATIONS = {
     "router: the kernel's third part is left out": (
         "ops/route/logits.py", "return large + (middle + small)", "return large + middle", "tests/ops/route/test_logits.py"),
     "router: the gradient of x has only the first part of each": (
-        "ops/route/logits.py", "[k[0], k[1], k[0]]", "[k[0], 0 * k[1], 0 * k[0]]", "tests/ops/route/test_logits.py"),
+        "ops/route/logits.py", "(k[0], k[1], k[0])", "(k[0], 0 * k[1], 0 * k[0])", "tests/ops/route/test_logits.py"),
     "moe: the token gate in TF32": (
         "nn/moe.py", "precision=lax.Precision.HIGHEST)", "precision=None)", NO_TF32),
     "moe: the router is made with a key of its own": (

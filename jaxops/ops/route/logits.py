@@ -1,5 +1,7 @@
 """The router's linear map in true float32, at about the price of TF32."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,15 +47,20 @@ def _parts(a: jax.Array) -> list[jax.Array]:
     return found
 
 
-def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    axes = tuple((axis,) for axis in contracted)
-    return lax.dot_general(a, b, (axes, ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+_LONGEST = 4096
+_HOW: Any = {"precision": lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
 
 
-def _dot_of_float32(x: jax.Array, b: jax.Array, contracted: int) -> jax.Array:
-    """Of x in bfloat16 and b in float32, the least part added first."""
-    large, middle, small = jnp.split(_dot(x, jnp.concatenate(_parts(b), axis=1), (contracted, 0)), 3, axis=1)
-    return large + (middle + small)
+def _dot_of_float32(x: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Of x in bfloat16, over this axis, and b [length of that axis, E] in float32."""
+    length, E = b.shape
+    # Tensor cores do not round what they add, they cut it off: longer sums are added from pieces.
+    pieces = next((n for n in range(-(-length // _LONGEST), 65) if n and length % n == 0), 1)
+    x = x.reshape(*x.shape[:axis], pieces, length // pieces, *x.shape[axis + 1 :])
+    parts = jnp.concatenate(_parts(b), axis=1).reshape(pieces, length // pieces, 3 * E)
+    found = lax.dot_general(x, parts, (((axis + 1,), (1,)), ((axis,), (0,))), **_HOW)
+    large, middle, small = jnp.split(jnp.sum(found, axis=0), 3, axis=1)
+    return large + (middle + small)  # the least first
 
 
 def _forward(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -62,7 +69,8 @@ def _forward(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _find_gradients(x: jax.Array, kernel: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
     d, k = _parts(dlogits), _parts(kernel)
-    dx = _dot(jnp.concatenate([d[0], d[0], d[1]], axis=1), jnp.concatenate([k[0], k[1], k[0]], axis=1), (1, 1))
+    pairs = (jnp.concatenate(parts, axis=1) for parts in ((d[0], d[0], d[1]), (k[0], k[1], k[0])))
+    dx = lax.dot_general(*pairs, (((1,), (1,)), ((), ())), **_HOW)
     return dx.astype(x.dtype), _dot_of_float32(x, dlogits, 0)
 
 

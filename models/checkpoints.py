@@ -1,6 +1,5 @@
 """Checkpoints of a training run: written beside the training, whole or not there at all, verified when they are read, onto any number of devices."""
 
-import gc
 import json
 import math
 import shutil
@@ -82,8 +81,6 @@ class Checkpoints:
         for step in reversed(self.steps):
             with quiet_writers():
                 found, wrong = self._read(step, wanted)
-                if found is None:
-                    gc.collect()  # of coroutines that were not awaited Python would print the errors later
             if found is not None:
                 self._set_aside(damaged, say)
                 self._newest = step

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -159,7 +160,10 @@ def stopped_line(number: int, steps: list[int] | None) -> str:
 
 @contextlib.contextmanager
 def quiet_writers() -> Iterator[None]:
-    """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads and coroutines: the first two raise the same in the main thread."""
+    """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads and coroutines: the first two raise the same in the main thread.
+
+    After one damaged array Orbax gives up the others, and those that still come find no event loop.
+    """
     loggers, hooks = [logging.getLogger(name) for name in ("absl", "asyncio")], (threading.excepthook, sys.unraisablehook)
     levels = [logger.level for logger in loggers]
 
@@ -180,7 +184,9 @@ def quiet_writers() -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)
     threading.excepthook, sys.unraisablehook = of_thread, unraisable
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -124,7 +124,7 @@ def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload
 
 WORKLOADS = {"moe_3b": (lm, PRESETS["3b"]), "dit_1b": (dit, DIT_PRESETS["1b"])}
 SMOKE = {
-    "moe_smoke": (lm, dataclasses.replace(PRESETS["demo"], context=64, batch=2)),
+    "moe_smoke": (lm, dataclasses.replace(PRESETS["demo"], model=dataclasses.replace(PRESETS["demo"].model, layers=1), context=64, batch=2)),
     "dit_smoke": (dit, dataclasses.replace(DIT_PRESETS["demo"], layers=1, width=64, heads=2, tokens=64, images=4, longest=16)),
 }
 

@@ -69,16 +69,31 @@ def _forward(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _find_gradients(x: jax.Array, kernel: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
     d, k = _parts(dlogits), _parts(kernel)
-    pairs = (jnp.concatenate(parts, axis=1) for parts in ((d[0], d[0], d[1]), (k[0], k[1], k[0])))
-    dx = lax.dot_general(*pairs, (((1,), (1,)), ((), ())), **_HOW)
+    of_logits, of_kernel = (jnp.concatenate(parts, axis=1) for parts in ((d[0], d[0], d[1]), (k[0], k[1], k[0])))
+    dx = lax.dot_general(of_logits, of_kernel, (((1,), (1,)), ((), ())), **_HOW)
     return dx.astype(x.dtype), _dot_of_float32(x, dlogits, 0)
 
 
-def _second(operands, cotangents):
+def _gradients_fwd(*operands: jax.Array):
+    return _gradients(*operands), operands
+
+
+def _gradients_bwd(operands, cotangents):
     """Second derivatives are JAX's own, of the plain product."""
     _, vjp = jax.vjp(lambda x, kernel, dlogits: jax.vjp(_plain, x, kernel)[1](dlogits), *operands)
     return vjp(cotangents)
 
 
-_gradients = differentiable(_find_gradients, lambda *operands: (_gradients(*operands), operands), _second, static=0)
-_in_parts = differentiable(_forward, lambda *operands: (_in_parts(*operands), operands), lambda operands, dlogits: _gradients(*operands, dlogits), static=0)
+_gradients = differentiable(_find_gradients, _gradients_fwd, _gradients_bwd, static=0)
+
+
+def _fwd(x: jax.Array, kernel: jax.Array):
+    return _in_parts(x, kernel), (x, kernel)
+
+
+def _bwd(operands, dlogits: jax.Array):
+    x, kernel = operands
+    return _gradients(x, kernel, dlogits)
+
+
+_in_parts = differentiable(_forward, _fwd, _bwd, static=0)

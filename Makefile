@@ -5,7 +5,7 @@ VENV ?= .venv
 CUDA ?=
 ARGS ?=
 # What `make bench` measures, one after another; with ARGS name one: each has options of its own.
-BENCH ?= grouped_matmul adaln packed_attention quantize fp8_matmul fp8_grouped_matmul route permute moe modality_grouped_matmul unseen_shapes train_step
+BENCH ?= grouped_matmul adaln packed_attention quantize fp8_matmul fp8_grouped_matmul route router permute moe modality_grouped_matmul unseen_shapes train_step
 
 BIN := $(VENV)/bin
 comma := ,

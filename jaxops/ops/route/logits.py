@@ -16,7 +16,7 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
     On a GPU with tensor cores for bfloat16, a float32 number is taken as the sum of three bfloat16 numbers. Products of
     bfloat16 numbers are exact in float32. So with bfloat16 tokens one product with three times as many columns gives what
-    float32 gives, in a third to a sixth of its time (H200, benchmarks/results/nvidia_h200/router.jsonl). The gradient of x,
+    float32 gives, in half to a sixth of its time (H200, benchmarks/results/nvidia_h200/router.jsonl). The gradient of x,
     which is rounded to bfloat16 in the end, leaves out what is below 2^-16 of it. Source: Henry, Tang, Heinecke, "Leveraging
     the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.
 

@@ -23,12 +23,14 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time a name is 
     from jaxops.ops.permute import combine, permute
     from jaxops.ops.quantize import Quantized, dequantize, quantize
     from jaxops.ops.route import Routing, route, update_router_bias
+    from jaxops.parallel import all_gather_matmul, matmul_reduce_scatter
 
 __version__ = "0.1.0"
 __all__ = [
     "Quantized",
     "Routing",
     "adaln",
+    "all_gather_matmul",
     "bucket_length",
     "combine",
     "dequantize",
@@ -39,6 +41,7 @@ __all__ = [
     "grouped_glu",
     "grouped_matmul",
     "grouped_wgrad",
+    "matmul_reduce_scatter",
     "modality_grouped_matmul",
     "moe_mlp",
     "permute",
@@ -58,8 +61,9 @@ _MODULES = {
     "jaxops.ops.permute": ("combine", "permute"),
     "jaxops.ops.quantize": ("Quantized", "dequantize", "quantize"),
     "jaxops.ops.route": ("Routing", "route", "update_router_bias"),
+    "jaxops.parallel": ("all_gather_matmul", "matmul_reduce_scatter"),
 }
-_SUBPACKAGES = ("nn", "offload", "ops", "profiling", "tuning")
+_SUBPACKAGES = ("nn", "offload", "ops", "parallel", "profiling", "tuning")
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from jaxops.offload import residual_bytes
 from jaxops.offload.names import OF_JAXOPS
 from jaxops.ops.adaln import Plan
 from tests.anew import traced_anew
+from tests.parallel.cases import mesh_of, over
 
 policies = jax.checkpoint_policies
 T, K, N, E, D = 12, 4, 6, 3, 8
@@ -100,7 +101,7 @@ def block(rngs: nnx.Rngs) -> nnx.Module:
 
 
 QUANTIZED = jaxops.quantize(jnp.ones(KN), scaling="block_128x128", layouts="both")
-HALF = {"compute_dtype": jnp.bfloat16}
+HALF: dict[str, Any] = {"compute_dtype": jnp.bfloat16}
 MLP = (X, (T, 2), EKN, EKN, ENK)
 ADALN_BLOCK = named("gated_residual_adaln", "residual out") | {"modulation.out", "adaln.out", "gated_residual.out"}
 CASES = {
@@ -129,6 +130,8 @@ CASES = {
     "fp8_matmul-gw_hp": Case(functools.partial(fp8, recipe="rowwise_with_gw_hp"), (X, KN), named("fp8_matmul", "x w out")),
     "fp8_matmul-quantized_before": Case(lambda x, w: fp8(x, w, w_quantized=QUANTIZED), (X, KN), named("fp8_matmul", "x out")),
     "fp8_grouped_matmul": Case(lambda x, w: jaxops.fp8_grouped_matmul(x, w, OFFSETS), (X, EKN), named("fp8_grouped_matmul", "lhs rhs out")),
+    "all_gather_matmul-cast": Case(over(mesh_of(1), "all_gather_matmul", **HALF), (X, KN), named("all_gather_matmul", "x out")),
+    "matmul_reduce_scatter-cast": Case(over(mesh_of(1), "matmul_reduce_scatter", **HALF), (X, KN), named("matmul_reduce_scatter", "h out")),
     "Router": layer_case(lambda rngs: jaxops.nn.Router(K, E, 2, rngs=rngs), {"router.logits", "route.routing"}),
     "AdaRMSNorm": layer_case(lambda rngs: jaxops.nn.AdaRMSNorm(K, K, rngs=rngs), {"modulation.out", "adaln.out"}, jnp.ones(BK), SEQUENCES),
     "AdaLNZeroBlock": layer_case(block, ADALN_BLOCK, jnp.ones(BK), SEQUENCES),

@@ -6,6 +6,7 @@ from jaxops.nn.fp8_dot_general import Fp8DotGeneral
 from jaxops.nn.fp8_product import AmaxHistory
 from jaxops.nn.grouped_linear import GroupedLinear
 from jaxops.nn.moe import MoE
+from jaxops.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from jaxops.nn.router import Router, RouterBias
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "AdaLayerNorm",
     "AdaRMSNorm",
     "AmaxHistory",
+    "ColumnParallelLinear",
     "Fp8DotGeneral",
     "Fp8GroupedLinear",
     "Fp8Linear",
@@ -20,4 +22,5 @@ __all__ = [
     "MoE",
     "Router",
     "RouterBias",
+    "RowParallelLinear",
 ]

@@ -10,6 +10,7 @@ OF_JAXOPS = tuple(
     f"{op}.{name}"
     for op, names in {
         "adaln": "out stats",
+        "all_gather_matmul": "x out",
         "combine": "out",
         "fp8_grouped_matmul": "lhs rhs out",
         "fp8_matmul": "x w out",
@@ -18,6 +19,7 @@ OF_JAXOPS = tuple(
         "grouped_glu": "x gate up gate_up out",
         "grouped_matmul": "lhs out",
         "grouped_wgrad": "out",
+        "matmul_reduce_scatter": "h out",
         "modality_grouped_matmul": "lhs out",
         "modulation": "out",
         "moe": "token_gate",

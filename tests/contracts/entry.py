@@ -33,6 +33,7 @@ class Op:
       module: where its Plan, Problem and make_plan are; None without a plan.
       problem: what make_plan decides for a workload of a usual size; with its name where the op has several.
       multiplies: whether jax_default_matmul_precision changes what it computes.
+      sharded: the call is a `jax.shard_map` of its own, which cannot stand inside of another one.
       large: sizes with which an array of FP8, or the largest array, has more than 2**31 elements, and what `call` is given then.
     """
 
@@ -51,6 +52,7 @@ class Op:
     module: types.ModuleType | None = None
     problem: Any = None
     multiplies: bool = False
+    sharded: bool = False
     large: tuple[tuple[Dims, dict[str, Any]], ...] = ()
 
     def __str__(self):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxops.nn
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
@@ -18,6 +19,7 @@ from jaxops.ops.route.plan import Spec
 from jaxops.ops.route.reference import route_reference
 from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, rows_outside
 from tests.contracts.ops import fp8_expected, grouped_offsets, without_tokens
+from tests.parallel.cases import mesh_of
 
 IN, OUT, COND, HIDDEN, EXPERTS = 12, 8, 6, 20, 4
 WAYS: dict[str, dict[str, Any]] = {"xla": {"backend": "xla"} | EXACT, "interpret": {"backend": "pallas"} | EXACT}
@@ -47,10 +49,28 @@ def moe(rngs: nnx.Rngs, **how) -> nnx.Module:
     return jaxops.nn.MoE(EXPERTS, IN, HIDDEN, router=router, shared_features=8, gate_shared=True, rngs=rngs, **how)
 
 
+class OnOneDevice(nnx.Module):
+    """A layer across devices, in a `jax.shard_map` over one."""
+
+    def __init__(self, layer: nnx.Module):
+        self.layer = layer
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graphdef, state = nnx.split(self.layer)
+        mesh = mesh_of(1)
+        return jax.shard_map(lambda state, x: nnx.merge(graphdef, state)(x), mesh=mesh, in_specs=P(), out_specs=P("tensor"))(state, x)
+
+
+def parallel(kind: type, rngs: nnx.Rngs, **how) -> nnx.Module:
+    return OnOneDevice(kind(IN, OUT, "tensor", rngs=rngs, **how))
+
+
 MAKERS = {
     "AdaLayerNorm": functools.partial(norm, jaxops.nn.AdaLayerNorm),
     "AdaRMSNorm": functools.partial(norm, jaxops.nn.AdaRMSNorm),
     "AdaLNZeroBlock": block,
+    "ColumnParallelLinear": functools.partial(parallel, jaxops.nn.ColumnParallelLinear),
+    "RowParallelLinear": functools.partial(parallel, jaxops.nn.RowParallelLinear),
     "Fp8Linear": lambda rngs, **how: jaxops.nn.Fp8Linear(IN, OUT, rngs=rngs, **how),
     "Fp8GroupedLinear": lambda rngs, **how: jaxops.nn.Fp8GroupedLinear(EXPERTS, IN, OUT, rngs=rngs, **how),
     "GroupedLinear": lambda rngs, **how: jaxops.nn.GroupedLinear(EXPERTS, IN, OUT, rngs=rngs, **how),
@@ -69,7 +89,7 @@ def layer(name: str, inputs: dict[str, Any], sizes: Dims, reference=None, **more
     """inputs: shapes by name, of sizes, in the order in which the layer is called with them."""
 
     def call(a: Arguments, precision: str | None = None, **how):
-        own = {"precision": precision} if name in ("GroupedLinear", "MoE") else {}
+        own = {"precision": precision} if name in ("GroupedLinear", "MoE", "ColumnParallelLinear", "RowParallelLinear") else {}
         with plainly(precision):
             return nnx.merge(split(name, **how, **own)[0], a["params"])(*(a[given] for given in inputs(sizes)))
 
@@ -143,6 +163,10 @@ def dot_general(a: Arguments, precision: str | None = None, **how) -> jax.Array:
     return jaxops.nn.Fp8DotGeneral(**how)(a["x"], a["w"], (((1,), (0,)), ((), ())))
 
 
+def linear_reference(p: dict, a: Arguments) -> jax.Array:
+    return jnp.matmul(a["x"], p["layer"]["kernel"], precision="highest") + p["layer"]["bias"][None]
+
+
 LAYERS = [
     layer("AdaLayerNorm", sequences, {"T": 23, "B": 4}, functools.partial(norm_reference, "layer"), outside=rows_outside(("x",), (True,)), **ADALN),
     layer("AdaRMSNorm", sequences, {"T": 23, "B": 4}, functools.partial(norm_reference, "rms"), outside=rows_outside(("x",), (True,)), **ADALN),
@@ -155,6 +179,8 @@ LAYERS = [
     ),
     layer("MoE", tokens, {"M": 13}, moe_reference, multiplies=True),
     layer("Router", tokens, {"M": 13}, lambda p, a: router_reference(p, a["x"]), multiplies=True),
+    layer("ColumnParallelLinear", tokens, {"M": 13}, linear_reference, multiplies=True, sharded=True),
+    layer("RowParallelLinear", tokens, {"M": 13}, linear_reference, multiplies=True, sharded=True),
     Op(
         "nn.Fp8DotGeneral", dot_general, lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])}, {"M": 21, "K": 32, "N": 48}, WAYS,
         wrt=("x", "w"), local=("x",), expected=fp8_expected("x", "w"), multiplies=True,

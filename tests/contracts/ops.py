@@ -19,6 +19,7 @@ from jaxops.ops.moe_mlp.reference import moe_mlp_reference
 from jaxops.ops.permute.reference import combine_reference, permute_reference
 from jaxops.ops.route.plan import Spec
 from jaxops.ops.route.reference import route_reference
+from tests.contracts.collectives import COLLECTIVES
 from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, outside_of, rows_outside, ways_of
 from tests.ops.adaln.cases import PLANS as ADALN_PLANS
 from tests.ops.fp8_matmul import cases as fp8_cases
@@ -375,6 +376,6 @@ FP8_OPS = [
     ),
 ]  # fmt: skip
 
-OPS = [*ADALN_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS]
+OPS = [*ADALN_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *COLLECTIVES]
 # Public, and no op: what an op gives, and what counts on the host.
 NO_OPS = {"Quantized", "Routing", "bucket_length"}

@@ -107,10 +107,10 @@ def _compiled(name: str, way: str):
 
 
 def run(op: Op, way: str, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:
-    """In numpy; ops not under jit. Layers are, or else JAX would compile each of Flax's operations by itself."""
+    """In numpy; ops not under jit. Layers and what stands in `jax.shard_map` are, or else JAX would compile each operation by itself."""
     if way == "triton" and "backend" in op.ways[way]:
         options_of(way)  # skips elsewhere than on Hopper
-    f = _compiled(op.name, way) if op in LAYERS else functools.partial(everything, op, way)
+    f = _compiled(op.name, way) if op in LAYERS or op.sharded else functools.partial(everything, op, way)
     return jax.tree.map(np.asarray, f(*parts(op, arguments), cotangents))
 
 

@@ -1,8 +1,5 @@
-"""The shapes and dtypes of every public function, as jaxtyping signatures, and calls that they check. Run by test_jaxtyping.py.
-
-In a process of its own: the import hook below puts beartype on every function of jaxops, and its error would come before the errors that the ops raise
-themselves, which the other tests look at.
-"""
+"""The shapes and dtypes of every public function, as jaxtyping signatures, and calls that they check. Run by test_jaxtyping.py in a process of its own:
+the import hook below puts beartype on every function of jaxops, and its error would come before the ops' own, which the other tests look at."""
 
 import inspect
 
@@ -228,8 +225,19 @@ def update_router_bias(bias: Float32[Array, " E"], load: Int[Array, " E"] | Floa
     return jaxops.update_router_bias(bias, load, rate)
 
 
+@typed
+def all_gather_matmul(x: Float[Array, "m K"], w: Float[Array, "K n"], axis_name: str, **options) -> Float[Array, "_ n"]:
+    return jaxops.all_gather_matmul(x, w, axis_name, **options)
+
+
+@typed
+def matmul_reduce_scatter(h: Float[Array, "M n"], w: Float[Array, "n K"], axis_name: str, **options) -> Float[Array, "_ K"]:
+    return jaxops.matmul_reduce_scatter(h, w, axis_name, **options)
+
+
 SIGNATURES = {
     "adaln": adaln,
+    "all_gather_matmul": all_gather_matmul,
     "combine": combine,
     "dequantize": dequantize,
     "fp8_grouped_matmul": fp8_grouped_matmul,
@@ -239,6 +247,7 @@ SIGNATURES = {
     "grouped_glu": grouped_glu,
     "grouped_matmul": grouped_matmul,
     "grouped_wgrad": grouped_wgrad,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
     "moe_mlp": moe_mlp,
     "modality_grouped_matmul": modality_grouped_matmul,
     "permute": permute,
@@ -248,8 +257,7 @@ SIGNATURES = {
     "update_router_bias": update_router_bias,
 }
 
-M, K, N, G = 5, 3, 4, 2
-B = G  # sequences
+M, K, N, G, B = 5, 3, 4, 2, 2  # of rows, columns, groups and sequences
 LHS, RHS, BIAS, DOUT = jnp.ones((M, K)), jnp.ones((G, K, N)), jnp.ones((G, N)), jnp.ones((M, N))
 OFFSETS, SIZES = jnp.array([0, 2, 5], jnp.int32), jnp.array([2, 3])
 VECTORS, VECTOR = jnp.ones((G, K)), jnp.ones(K)  # of two sequences, beside LHS as their rows
@@ -281,6 +289,11 @@ def test_right_shapes_pass(backend, dtype):
     # Traced, not run: shapes and dtypes are all that is looked at here.
     outs = jax.eval_shape(calls, *(x.astype(dtype) for x in (LHS, RHS, BIAS, DOUT)))
     assert [out.dtype for out in outs] == [dtype, dtype, dtype, jnp.float32, jnp.float32, dtype, dtype, dtype, dtype, dtype]
+
+
+def test_right_shapes_across_devices_pass():
+    for op in (all_gather_matmul, matmul_reduce_scatter):
+        assert jax.eval_shape(jax.vmap(lambda x, op=op: op(x, RHS[0], "i"), axis_name="i"), LHS[None]).shape == (1, M, N)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])

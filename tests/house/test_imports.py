@@ -1,4 +1,4 @@
-"""Who may import whom: models -> jaxops.nn -> jaxops.ops.<op> -> jaxops._lib, read from the sources."""
+"""Who may import whom: models -> jaxops.nn -> jaxops.parallel -> jaxops.ops.<op> -> jaxops._lib, read from the sources."""
 
 import ast
 import os
@@ -56,10 +56,12 @@ def may_import(module: str, name: str) -> bool:
         own = ".".join(module.split(".")[:3])
         return inside(name, own, "jaxops._lib") or is_public_op(name)
     if inside(module, "jaxops.nn"):
-        return inside(name, "jaxops.nn") or is_public_op(name)
+        return inside(name, "jaxops.nn") or is_public_op(name) or name == "jaxops.parallel"
+    if inside(module, "jaxops.parallel"):
+        return inside(name, "jaxops.parallel", "jaxops._lib") or is_public_op(name)
     if module == "jaxops":
-        return is_public_op(name) or name == "jaxops.lengths"
-    return not inside(name, "jaxops.nn")  # tuning, profiling, offload, parallel
+        return is_public_op(name) or name in ("jaxops.lengths", "jaxops.parallel")
+    return not inside(name, "jaxops.nn")  # tuning, profiling, offload
 
 
 def wrong_arrows(module: str, source: str) -> list[str]:

@@ -1,0 +1,184 @@
+"""Both products and their gradients over 1, 2 and 4 host devices, beside the product of whole arrays."""
+
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from tests.compare import assert_close
+from tests.parallel.cases import AXIS, PRODUCTS, make, mesh_of, over, results, wanted
+
+NAMES = ("y", "dx", "dw", "dbias")
+
+
+def check(got: tuple, want: tuple, dtype: str, scale: float = 3) -> None:
+    for name, g, w in zip(NAMES, got, want, strict=False):
+        assert_close(g, w, dtype, scale=scale, name=name)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(("dtype", "devices"), [("float32", 1), ("float32", 2), ("float32", 4), ("bfloat16", 4), ("float16", 2)])
+def test_values_and_gradients(name, dtype, devices):
+    x, w, bias, dy = make(12, 20, 8, dtype)
+    got = results(over(mesh_of(devices), name, bias=True), (x, w, bias), (), dy)
+    assert {a.dtype for a in got} == {jnp.dtype(dtype)}
+    check(got, wanted(x, w, bias, dy), dtype)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@hypothesis.given(m=st.integers(0, 13), k=st.integers(0, 11), n=st.integers(0, 11))
+def test_random_sizes(name, m, k, n):
+    """Of each of two devices."""
+    sizes = (2 * m, k, 2 * n) if name == "all_gather_matmul" else (2 * m, 2 * k, n)
+    x, w, bias, dy = make(*sizes)
+    check(results(over(mesh_of(2), name, bias=True), (x, w, bias), (), dy), wanted(x, w, bias, dy), "float32")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_rows(name):
+    """Those past `rows` are not read and come out zero, and so do their gradients; new values compile nothing."""
+    x, w, bias, dy = make(12, 8, 8)
+    f = over(mesh_of(4), name, bias=True, rows=True)
+    compiled = results._cache_size()
+    for rows in (12, 7, 3, 1, 0, -2, 99):
+        past = (np.arange(12) >= rows)[:, None]
+        got = results(f, (jnp.where(past, jnp.nan, x), w, bias), (jnp.int32(rows),), jnp.where(past, jnp.nan, dy))
+        check(got, wanted(x, w, bias, dy, rows), "float32")
+        for a in got[:2]:
+            np.testing.assert_array_equal(np.asarray(a)[past[:, 0]], 0)
+    assert results._cache_size() == compiled + 1
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_several_weights(rows):
+    """x is gathered once, and its gradient is the sum's."""
+    x, w, bias, dy = make(8, 12, 8)
+    w2, dy2 = make(8, 12, 16, seed=1)[1::2]
+
+    def product(x, w, w2, bias):
+        return jaxops.all_gather_matmul(x, (w, w2), AXIS, bias=(bias, None), rows=rows)
+
+    f = jax.shard_map(product, mesh=mesh_of(4), in_specs=(P(AXIS), P(None, AXIS), P(None, AXIS), P(AXIS)), out_specs=P(None, AXIS))
+    (y, y2), vjp = jax.vjp(jax.jit(f), x, w, w2, bias)
+    first, second = wanted(x, w, bias, dy, rows), wanted(x, w2, np.zeros(16), dy2, rows)
+    dx, dw, dw2, dbias = vjp((dy, dy2))
+    check((y, dx, dw, dbias), (first[0], first[1] + second[1], *first[2:]), "float32")
+    check((y2, dw2), (second[0], second[2]), "float32")
+    text = jax.jit(f).lower(x, w, w2, bias).compile().as_text()
+    assert text.count(" all-gather(") == 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_axis_beside(check_vma, order):
+    """Two batches of rows, with weights that are replicated over them: without check_vma their gradients are each device's own, as everywhere in JAX."""
+    mesh = mesh_of(2, 2, names=("data", AXIS), order=order)
+    x, w, bias, dy = make(12, 8, 8)
+
+    def block(x, w, bias):
+        return jaxops.all_gather_matmul(x, w, AXIS, bias=bias)
+
+    def step(x, w, bias, dy):
+        y, vjp = jax.vjp(block, x, w, bias)
+        dx, dw, dbias = vjp(dy)
+        return (y, dx, dw, dbias) if check_vma else (y, dx, *(jax.lax.psum(a, "data") for a in (dw, dbias)))
+
+    rows, columns = P(("data", AXIS)), P(None, AXIS)
+    specs = (rows, columns, P(AXIS), P("data", AXIS))
+    f = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(specs[3], rows, columns, P(AXIS)), check_vma=check_vma)
+    check(jax.jit(f)(x, w, bias, dy), wanted(x, w, bias, dy), "float32")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_float32_weights_under_bfloat16(name):
+    """Their gradients are float32 and were never rounded."""
+    x, w, bias, dy = make(12, 8, 8, "bfloat16")
+    wide = w.astype(jnp.float32)
+    y, dx, dw, dbias = results(over(mesh_of(2), name, bias=True, compute_dtype=jnp.bfloat16), (x, wide, bias), (), dy)
+    assert [a.dtype for a in (y, dx, dw, dbias)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16]
+    check((dw,), wanted(x, w, bias, dy)[2:], "float32")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_only_local_rows_are_kept(name):
+    """Between forward and backward, of x and h; the backward of the first gathers again, after the cotangents are there."""
+    x, w, _, dy = make(12, 8, 8)
+    op, specs = PRODUCTS[name]
+    kept = []
+
+    def local(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: op(x, w, AXIS), x, w)
+        kept.extend(a.shape for a in jax.tree.leaves(vjp))
+        return y, *vjp(dy)
+
+    f = jax.shard_map(local, mesh=mesh_of(4), in_specs=(*specs[:2], specs[3]), out_specs=(specs[3], *specs[:2]))
+    text = jax.jit(f).lower(x, w, dy).as_text()
+    gathers = name == "all_gather_matmul"
+    assert sorted(kept) == ([(3, 8), (8, 2)] if gathers else [(2, 8), (12, 2)])
+    assert (text.count('"stablehlo.all_gather"'), text.count('"stablehlo.reduce_scatter"')) == ((2, 1) if gathers else (1, 1))
+    assert text.count("optimization_barrier") == gathers
+
+
+def test_a_megatron_block():
+    """Column-parallel, gelu, row-parallel: values and gradients under jit, donation, scan, remat and vmap, beside one device; twice the same bits."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 8, 12)), jnp.float32)
+    up, down = (jnp.asarray(rng.normal(size=(2, *shape)) * 0.3, jnp.float32) for shape in ((12, 16), (16, 12)))
+
+    def loss(block, weights, x):
+        def layer(x, w):
+            return x + jax.vmap(block, in_axes=(0, None, None))(x, *w), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(jax.checkpoint(layer), x, weights)[0]))
+
+    def parallel(x, up, down):
+        h = jax.nn.gelu(jaxops.all_gather_matmul(x, up, AXIS))
+        return jaxops.matmul_reduce_scatter(h, down, AXIS)
+
+    def inside(weights, x):
+        return jax.lax.psum(loss(parallel, weights, x), AXIS)
+
+    specs = ((P(None, None, AXIS), P(None, AXIS)), P(None, AXIS))
+    f = jax.shard_map(inside, mesh=mesh_of(4), in_specs=specs, out_specs=P())
+    gradients = jax.jit(jax.value_and_grad(f, argnums=(0, 1)), donate_argnums=0)
+    first, again = (gradients(jax.tree.map(jnp.copy, (up, down)), x) for _ in range(2))
+    alone = jax.value_and_grad(lambda weights, x: loss(lambda x, up, down: jax.nn.gelu(x @ up) @ down, weights, x), argnums=(0, 1))
+    for got, twice, want in zip(*map(jax.tree.leaves, (first, again, jax.jit(alone)((up, down), x))), strict=True):
+        assert_close(got, want, "float32", scale=5)
+        np.testing.assert_array_equal(got, twice)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_second_derivative(name):
+    x, w, bias, _ = make(8, 8, 8)
+    f = over(mesh_of(2), name, bias=True)
+
+    def gradient(f, x, w):
+        return jnp.sum(jax.grad(lambda w: jnp.sum(jnp.sin(f(x, w, bias))))(w) ** 2)
+
+    both = [jax.jit(jax.grad(gradient, argnums=(1, 2)), static_argnums=0)(g, x, w) for g in (f, lambda x, w, bias: x @ w + bias[None])]
+    for got, want in zip(*both, strict=True):
+        assert_close(got, want, "float32", scale=5)
+
+
+EIGHT = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from tests.parallel.cases import PRODUCTS, make, mesh_of, over, results, wanted
+from tests.parallel.test_values import check
+x, w, bias, dy = make(24, 16, 8)
+for name in PRODUCTS:
+    check(results(over(mesh_of(8), name, bias=True), (x, w, bias), (), dy), wanted(x, w, bias, dy), "float32")
+"""
+
+
+def test_eight_devices():
+    done = subprocess.run([sys.executable, "-c", EIGHT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

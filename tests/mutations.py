@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-from mutants import adaln, benchmarks, files, fp8, grouped_matmul, models, moe, offload, triton
+from mutants import adaln, benchmarks, files, fp8, grouped_matmul, models, moe, offload, parallel, triton
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The folder that a table's files are in, and which of the named tests run.
@@ -27,6 +27,7 @@ TABLES = (
     ("jaxops", fp8.MUTATIONS, ON_CPU),
     ("jaxops", moe.MUTATIONS, ON_CPU),
     ("jaxops", offload.MUTATIONS, ON_CPU),
+    ("jaxops", parallel.MUTATIONS, ON_CPU),
     ("models", models.MUTATIONS, ON_CPU),
     ("models", files.MUTATIONS, ON_CPU),
     ("benchmarks", benchmarks.MUTATIONS, ON_CPU),

@@ -18,6 +18,7 @@ FP8 = jaxops.quantize(X)
 # A call of each public function that is right.
 CALLS: dict[str, tuple] = {
     "adaln": (X, ONE, ONE),
+    "all_gather_matmul": (X, EXPERTS[0], "i"),
     "bucket_length": (5,),
     "combine": (X, ROUTING),
     "dequantize": (FP8,),
@@ -28,6 +29,7 @@ CALLS: dict[str, tuple] = {
     "grouped_glu": (X, EXPERTS, EXPERTS, OFFSETS),
     "grouped_matmul": (X, EXPERTS, OFFSETS),
     "grouped_wgrad": (X, X, OFFSETS),
+    "matmul_reduce_scatter": (X, EXPERTS[0], "i"),
     "modality_grouped_matmul": (X, (EXPERTS[:1], EXPERTS[1:]), OFFSETS),
     "moe_mlp": (X, EXPERTS, EXPERTS, EXPERTS, ROUTING),
     "permute": (X, ROUTING),
@@ -63,6 +65,7 @@ RULES = {
     "grouped_glu.activation": Rule(("silu",), (), CHOICE),
     "moe_mlp.activation": Rule(("silu",), (), CHOICE),
     "per": Rule((None, "sequence"), (), OPTION),
+    "axis_name": Rule(("i",), (3, None, True, ("i",), b"i"), ("", "j")),
     "backend": Rule(("auto", "xla"), (), CHOICE),
     "bucket_length.length": Rule((0, np.int64(7)), (*COUNT, 10.5, None), (-1,)),
     "capacity": Rule((None, 3, np.int32(3)), COUNT, (0, -1)),
@@ -112,9 +115,9 @@ CHECKED = [(function, argument) for function in CALLS for argument in arguments_
 
 
 def call(function: str, argument: str, value: Any) -> None:
-    """Traced and not run: what is computed is other tests' business."""
+    """Traced and not run, on the only device of an axis "i": what is computed is other tests' business."""
     given = dict(zip(arguments_of(function), CALLS[function], strict=False)) | {argument: value}
-    jax.make_jaxpr(lambda: getattr(jaxops, function)(**given))()
+    jax.make_jaxpr(jax.vmap(lambda _: getattr(jaxops, function)(**given), axis_name="i"))(jnp.zeros(1))
 
 
 def test_every_function_and_argument_is_in_the_table():

@@ -125,7 +125,7 @@ MUTATIONS = {
     "glu sum: the slope of gelu_tanh": (
         "_lib/activations.py", "(1 + 3 * 0.044715 * u * u)", "(1 + 2 * 0.044715 * u * u)", TANH),
     "glu sum: the slope of relu": (
-        "_lib/activations.py", "jnp.where(u > 0, 1.0, 0.0)", "jnp.where(u > 0, 1.0, 0.1)", RELU),
+        "_lib/activations.py", "jnp.where(u > 0, jnp.ones_like(u), 0.0)", "jnp.where(u > 0, jnp.ones_like(u), 0.1)", RELU),
     "glu sum: the slope of sigmoid": (
         "_lib/activations.py", "return s, s * (1 - s)", "return s, s", SIGMOID),
     "glu sum: the gradients of gate and up change places": (

@@ -20,7 +20,6 @@ from jaxops.ops.route import router_logits
 
 PASSES = ("fwd", "fwd+bwd")
 SMOKE = PermuteShape("smoke", 40, 24, 8, 2)
-SHAPES = shapes.PERMUTES | {"dsv3_t32768": PermuteShape("dsv3", 32768, 7168, 256, 8)}
 LIMITS = {"jaxops": "float32", "xla": "float32", "tf32": "bfloat16"}
 
 Named = dict[str, jax.Array]
@@ -90,7 +89,7 @@ def measure_case(run: harness.Run, case: Case) -> None:
 
 
 def main(
-    shape_names: str = typer.Option(",".join(SHAPES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(",".join(shapes.ROUTERS), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option("xla,tf32", help='"" for none.'),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
@@ -100,8 +99,13 @@ def main(
     """Appends to <out>/router.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.demand_place(out, smoke)
     file = harness.results_folder(out) / "router.jsonl"
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=[name for name in peers.split(",") if name])
-    for shape in [SMOKE] if smoke else [SHAPES[name] for name in shape_names.split(",")]:
+    run = harness.Run(
+        file=file,
+        rounds=rounds,
+        ceiling=harness.write_copy(file, smoke),
+        peers=[name for name in peers.split(",") if name],
+    )
+    for shape in [SMOKE] if smoke else [shapes.ROUTERS[name] for name in shape_names.split(",")]:
         for pass_name in passes.split(","):
             measure_case(run, Case(shape, pass_name))
     harness.end(run.left_out)

@@ -186,6 +186,8 @@ PERMUTES = {
     for shape in (PermuteShape("qwen3_30b", 32768, 2048, 128, 8), PermuteShape("qwen3_30b", 4096, 2048, 128, 8), PermuteShape("mixtral", 16384, 4096, 8, 2))
 }
 
+ROUTERS = PERMUTES | {"dsv3_t32768": PermuteShape("dsv3", 32768, 7168, 256, 8)}
+
 
 def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     """Rows of each group, int32 [G], summing to M; the same for the same arguments, on every machine.

@@ -88,7 +88,7 @@ def infinity_to_nan(x: jax.Array) -> jax.Array:
 
     Call it before the multiplication by a factor: a finite number that overflows there, under a small given amax, must
     saturate. Infinity times zero is NaN, so this is a multiply-add, in x's own dtype: a comparison and a select in float32
-    made the casts of both layouts up to 11 % slower on an H200 (2026-11-23), this up to 7 %.
+    made casts to both layouts up to 11 % slower on an H200 (2026-11-23), this up to 7 %.
     """
     return (x * 0.0 + x).astype(jnp.float32)
 

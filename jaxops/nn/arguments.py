@@ -5,6 +5,7 @@ import inspect
 from typing import Any
 
 from flax import nnx
+from jax import lax
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -25,6 +26,22 @@ def check_backend(backend: Any, *kernels: str) -> None:
     known = ("auto", *kernels, "xla")
     if not isinstance(backend, str) or backend not in known:
         raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+
+
+def devices_on(argument: str, axis: str, instead: str = "") -> int:
+    """The number of devices on a mesh axis.
+
+    Args:
+      argument: what the layer calls the axis.
+      instead: what else the user may do.
+
+    Raises:
+      ValueError: no axis of that name here.
+    """
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        raise ValueError(f"{argument}={axis!r} is not an axis here: call this layer inside jax.shard_map over a mesh that has it{instead}.") from None
 
 
 def make_part(part: Any, *args: Any, rngs: nnx.Rngs) -> Any:

@@ -13,7 +13,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import check_backend, check_sizes, make_part
+from jaxops.nn.arguments import check_backend, check_sizes, devices_on, make_part
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
 from jaxops.ops.grouped_glu import grouped_glu
@@ -179,13 +179,7 @@ class MoE(nnx.Module):
         """Those that share the experts."""
         if self.expert_axis is None:
             return 1
-        try:
-            return lax.axis_size(self.expert_axis)
-        except NameError:
-            raise ValueError(
-                f"expert_axis={self.expert_axis!r} is not an axis here: call this layer inside jax.shard_map over a mesh that "
-                "has it, or make it without expert_axis."
-            ) from None
+        return devices_on("expert_axis", self.expert_axis, ", or make it without expert_axis")
 
     def _own_offsets(self, routing: Routing, experts: int, devices: int) -> jax.Array:
         """Those of the experts that this device has."""

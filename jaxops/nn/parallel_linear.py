@@ -6,9 +6,8 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
-from jax import lax
 
-from jaxops.nn.arguments import check_backend, check_sizes
+from jaxops.nn.arguments import check_backend, check_sizes, devices_on
 from jaxops.parallel import all_gather_matmul, matmul_reduce_scatter
 
 
@@ -66,20 +65,18 @@ class _ParallelLinear(nnx.Module):
         Raises:
           ValueError: no such axis here, or a size that its devices do not divide.
         """
-        try:
-            devices = lax.axis_size(self.axis_name)
-        except NameError:
-            raise ValueError(f"axis_name={self.axis_name!r} is not an axis here: call this layer inside jax.shard_map over a mesh that has it.") from None
+        devices = devices_on("axis_name", self.axis_name)
         if size % devices:
             raise ValueError(f"{size} features are no multiple of the {devices} devices of axis {self.axis_name!r}.")
         return size // devices
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """`flax.nnx.Linear` for rows and kernel columns that are spread over a mesh axis: `jaxops.all_gather_matmul` as a layer.
+    """`flax.nnx.Linear` for rows and kernel columns that are spread over a mesh axis: `jaxops.all_gather_matmul` as a
+    layer.
 
-    Made whole, outside of `jax.shard_map`; inside it has this device's columns of the kernel and the bias, P(None, axis_name) and P(axis_name).
-    [A guide](docs/parallel.md) has a block.
+    Made whole, outside of `jax.shard_map`; inside it has this device's columns of the kernel and the bias, P(None,
+    axis_name) and P(axis_name). [A guide](docs/parallel.md) has a block.
 
     >>> from flax import nnx
     >>> from jaxops.nn import ColumnParallelLinear
@@ -88,7 +85,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ((8, 32), (32,))
 
     Attributes:
-      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features, out_features / devices].
+      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features, out_features /
+        devices].
       bias: [out_features] in param_dtype, or None; inside `jax.shard_map` [out_features / devices].
 
     Args:
@@ -96,8 +94,8 @@ class ColumnParallelLinear(_ParallelLinear):
       out_features: columns of the result of all devices.
       axis_name: the mesh axis.
       use_bias: whether there is a bias.
-      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. A parameter keeps a gradient in
-        param_dtype that is never rounded to dtype.
+      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. A parameter
+        keeps a gradient in param_dtype that is never rounded to dtype.
       param_dtype: dtype of the parameters.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       kernel_init: called with (key, [in_features, out_features], param_dtype); lecun_normal by default.
@@ -127,10 +125,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """`flax.nnx.Linear` for columns and kernel rows that are spread over a mesh axis: `jaxops.matmul_reduce_scatter` as a layer.
+    """`flax.nnx.Linear` for columns and kernel rows that are spread over a mesh axis: `jaxops.matmul_reduce_scatter`
+    as a layer.
 
-    Made whole, outside of `jax.shard_map`; inside it has this device's rows of the kernel, P(axis_name), and the whole bias, P().
-    [A guide](docs/parallel.md) has a block.
+    Made whole, outside of `jax.shard_map`; inside it has this device's rows of the kernel, P(axis_name), and the
+    whole bias, P(). [A guide](docs/parallel.md) has a block.
 
     >>> from flax import nnx
     >>> from jaxops.nn import RowParallelLinear
@@ -139,17 +138,19 @@ class RowParallelLinear(_ParallelLinear):
     (32, 8)
 
     Attributes:
-      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features / devices, out_features].
-      bias: [out_features] in param_dtype, or None; added once. Its gradient is the sum over the devices where `jax.shard_map` checks what varies
-        (check_vma, its default); elsewhere each device has the part of its own rows.
+      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features / devices,
+        out_features].
+      bias: [out_features] in param_dtype, or None; added once. Its gradient is the sum over the devices where
+        `jax.shard_map` checks what varies (check_vma, its default); elsewhere each device has the part of its own
+        rows.
 
     Args:
       in_features: columns of x of all devices.
       out_features: columns of the result.
       axis_name: the mesh axis.
       use_bias: whether there is a bias.
-      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. A parameter keeps a gradient in
-        param_dtype that is never rounded to dtype.
+      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. A parameter
+        keeps a gradient in param_dtype that is never rounded to dtype.
       param_dtype: dtype of the parameters.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       kernel_init: called with (key, [in_features, out_features], param_dtype); lecun_normal by default.
@@ -165,7 +166,8 @@ class RowParallelLinear(_ParallelLinear):
         """Multiplies this device's columns, sums over the devices, and keeps this device's rows.
 
         Args:
-          x: [M, in_features / devices] this device's columns, bfloat16, float16 or float32; M is a multiple of the devices.
+          x: [M, in_features / devices] this device's columns, bfloat16, float16 or float32; M is a multiple of the
+            devices.
           rows: int32 scalar: of the M rows, those before it count, as in `jaxops.matmul_reduce_scatter`.
 
         Returns:

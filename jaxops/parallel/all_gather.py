@@ -10,9 +10,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import check_float, check_size
 from jaxops._lib.differentiable import differentiable
-from jaxops._lib.manual_axes import barrier, vary_together
+from jaxops._lib.manual_axes import barrier
 from jaxops._lib.precision import named_cast
-from jaxops.parallel.operands import Spec, check_bias, check_rows, devices_of, dot, first_row, gather, make_spec, only, scatter_sum
+from jaxops.parallel.operands import (
+    Spec,
+    bias_gradient,
+    check_bias,
+    check_rows,
+    devices_of,
+    dot,
+    gather,
+    make_spec,
+    only,
+    only_own,
+    scatter_sum,
+    vary_over,
+)
 
 Weights = tuple[jax.Array, ...]
 Biases = tuple[jax.Array | None, ...]
@@ -29,10 +42,12 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     backend: str = "auto",
 ) -> Any:
-    """Gathers the rows of all devices of a mesh axis and multiplies them by this device's columns of w: the first product of sequence parallelism.
+    """Gathers the rows of all devices of a mesh axis and multiplies them by this device's columns of w: the first
+    product of sequence parallelism.
 
-    Call it inside `jax.shard_map`, over a mesh that has the axis and may have others. Differentiable (reverse mode, any order) in x, w and bias. The
-    gradient of x is a `matmul_reduce_scatter`; between forward and backward a device keeps its own rows of x alone, and the backward gathers again.
+    Call it inside `jax.shard_map`, over a mesh that has the axis and may have others. Differentiable (reverse mode,
+    any order) in x, w and bias. The gradient of x is a `matmul_reduce_scatter`; between forward and backward a device
+    keeps its own rows of x alone, and the backward gathers again.
 
     >>> import jax, jax.numpy as jnp, jaxops
     >>> from jax.sharding import PartitionSpec as P
@@ -44,12 +59,14 @@ def all_gather_matmul(
 
     Args:
       x: [m, K] a device's rows, bfloat16, float16 or float32.
-      w: [K, n] a device's columns, or a tuple of such: x is gathered once, and the result is a tuple, too. dtype of x unless compute_dtype is given.
+      w: [K, n] a device's columns, or a tuple of such: x is gathered once, and the result is a tuple, too. dtype of x
+        unless compute_dtype is given.
       axis_name: the mesh axis. Device d's rows are number d * m to (d + 1) * m - 1 of all.
       bias: [n], added in float32; of a tuple a tuple, None for those without.
-      rows: int32 scalar on the device: of all devices' rows, only those before it count. What the others hold is not read, and the results are zero
-        there. Pad to a `jaxops.bucket_length`, and new values compile nothing.
-      compute_dtype: dtype to which x and w are cast inside, and of the result. A float32 w keeps a float32 gradient, which is never rounded.
+      rows: int32 scalar on the device: of all devices' rows, only those before it count. What the others hold is not
+        read, and the results are zero there. Pad to a `jaxops.bucket_length`, and new values compile nothing.
+      compute_dtype: dtype to which x and w are cast inside, and of the result. A float32 w keeps a float32 gradient,
+        which is never rounded.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       backend: "auto" or "xla": `jax.lax.all_gather`, then the product.
 
@@ -73,7 +90,7 @@ def all_gather_matmul(
         check_bias(its_bias, one.shape[1])
     spec = make_spec("x", x, weights, axis_name, compute_dtype, precision, backend)
     devices_of(axis_name)
-    x, rows, _, *both = vary_together(x, check_rows(rows), lax.axis_index(axis_name), *weights, *biases)
+    x, rows, *both = vary_over(axis_name, x, check_rows(rows), *weights, *biases)
     x = named_cast(x, spec.dtype, "all_gather_matmul.x")
     found: Any = _multiply(spec, x, tuple(both[: len(weights)]), tuple(both[len(weights) :]), rows)
     return found if isinstance(w, tuple) else found[0]
@@ -104,8 +121,7 @@ def _products(spec: Spec, gathered: jax.Array, weights: Weights, biases: Biases,
 
 
 def _forward(spec: Spec, x: jax.Array, weights: Weights, biases: Biases, rows: jax.Array | None) -> tuple[jax.Array, ...]:
-    own = only(rows, x, first_row(spec.axis_name, x.shape[0]))
-    return _products(spec, gather(spec, own), weights, biases, rows)
+    return _products(spec, gather(spec, only_own(spec, rows, x)), weights, biases, rows)
 
 
 def _fwd(spec: Spec, x: jax.Array, weights: Weights, biases: Biases, rows: jax.Array | None):
@@ -117,16 +133,11 @@ def _bwd(spec: Spec, kept, dys: tuple[jax.Array, ...]):
     x, weights, biases, rows = kept
     # After the cotangents are there: XLA would find that the forward has gathered the same, and keep that.
     x, dys = barrier((x, dys))
-    own = only(rows, x, first_row(spec.axis_name, x.shape[0]))
     dys = tuple(only(rows, dy) for dy in dys)
     dx = scatter_sum(spec, functools.reduce(jnp.add, [dot(spec, dy, w, (1, 1)) for dy, w in zip(dys, weights, strict=True)]))
-    gathered = gather(spec, own)
+    gathered = gather(spec, only_own(spec, rows, x))
     dws = tuple(dot(spec, gathered, dy, (0, 0)).astype(dtype) for dy, dtype in zip(dys, spec.w_dtypes, strict=True))
-    return dx, dws, _bias_gradients(biases, dys), None
-
-
-def _bias_gradients(biases: Biases, dys: tuple[jax.Array, ...]) -> Biases:
-    return tuple(None if b is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(b.dtype) for b, dy in zip(biases, dys, strict=True))
+    return dx, dws, tuple(map(bias_gradient, biases, dys)), None
 
 
 _multiply = differentiable(_forward, _fwd, _bwd, static=1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.checks import check_choice, compute_dtype_of
+from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
 
 
@@ -79,16 +80,21 @@ def check_bias(bias: jax.Array | None, columns: int) -> None:
         raise ValueError(f"bias has shape {jnp.shape(bias)}; it must be {(columns,)}, a number for each column of the result.")
 
 
-def first_row(axis_name: str, m: int) -> jax.Array:
-    """The number, among all devices' rows, of the first of this device's m."""
-    return lax.axis_index(axis_name) * m
-
-
 def only(rows: jax.Array | None, x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
     """x [m, ...], whose first row is number `first` of all, with zeros from row number `rows` on."""
     if rows is None:
         return x
     return jnp.where((first + jnp.arange(x.shape[0], dtype=jnp.int32) < rows)[:, None], x, 0)
+
+
+def only_own(spec: Spec, rows: jax.Array | None, x: jax.Array) -> jax.Array:
+    """`only` of the rows [m, ...] that this device has of all devices' rows."""
+    return only(rows, x, lax.axis_index(spec.axis_name) * x.shape[0])
+
+
+def vary_over(axis_name: str, *arrays: jax.Array | None) -> tuple:
+    """`vary_together`, over this axis too: the gradient of an operand that is replicated over it is then summed over it."""
+    return vary_together(*arrays, lax.axis_index(axis_name))[:-1]
 
 
 def gather(spec: Spec, x: jax.Array) -> jax.Array:
@@ -111,3 +117,7 @@ def dot(spec: Spec, a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> 
     a, b = (operand.astype(spec.multiplied) for operand in (a, b))
     axes = ((contracted[0],), (contracted[1],))
     return lax.dot_general(a, b, (axes, ((), ())), precision=spec.precision, preferred_element_type=jnp.float32)
+
+
+def bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
+    return None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)

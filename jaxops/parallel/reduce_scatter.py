@@ -9,9 +9,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import check_float, check_size
 from jaxops._lib.differentiable import differentiable
-from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast
-from jaxops.parallel.operands import Spec, check_bias, check_rows, devices_of, dot, first_row, gather, make_spec, only, scatter_sum
+from jaxops.parallel.operands import (
+    Spec,
+    bias_gradient,
+    check_bias,
+    check_rows,
+    devices_of,
+    dot,
+    gather,
+    make_spec,
+    only,
+    only_own,
+    scatter_sum,
+    vary_over,
+)
 
 
 def matmul_reduce_scatter(
@@ -25,11 +37,12 @@ def matmul_reduce_scatter(
     precision: lax.PrecisionLike = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """Multiplies this device's columns of h by its rows of w, sums over all devices of a mesh axis, and keeps this device's rows of the sum: the second
-    product of sequence parallelism.
+    """Multiplies this device's columns of h by its rows of w, sums over all devices of a mesh axis, and keeps this
+    device's rows of the sum: the second product of sequence parallelism.
 
-    Call it inside `jax.shard_map`, over a mesh that has the axis and may have others. Differentiable (reverse mode, any order) in h, w and bias. The
-    gradient of h is an `all_gather_matmul`, and the weight gradient multiplies what that has gathered.
+    Call it inside `jax.shard_map`, over a mesh that has the axis and may have others. Differentiable (reverse mode,
+    any order) in h, w and bias. The gradient of h is an `all_gather_matmul`, and the weight gradient multiplies what
+    that has gathered.
 
     >>> import jax, jax.numpy as jnp, jaxops
     >>> from jax.sharding import PartitionSpec as P
@@ -44,9 +57,10 @@ def matmul_reduce_scatter(
       w: [n, K] a device's rows. dtype of h unless compute_dtype is given.
       axis_name: the mesh axis. Device d gets rows d * M / devices to (d + 1) * M / devices - 1.
       bias: [K], added once, in float32, after the sum.
-      rows: int32 scalar on the device: of the M rows, only those before it count. What the others hold is not read, and the result is zero there.
-      compute_dtype: dtype to which h and w are cast inside, of each device's part of the sum, and of the result. A float32 w keeps a float32 gradient,
-        which is never rounded.
+      rows: int32 scalar on the device: of the M rows, only those before it count. What the others hold is not read,
+        and the result is zero there.
+      compute_dtype: dtype to which h and w are cast inside, of each device's part of the sum, and of the result. A
+        float32 w keeps a float32 gradient, which is never rounded.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       backend: "auto" or "xla": the product, then `jax.lax.psum_scatter`.
 
@@ -54,7 +68,8 @@ def matmul_reduce_scatter(
       [M / devices, K] in compute_dtype.
 
     Raises:
-      ValueError: shapes that do not fit, M that is no multiple of the devices, an axis that is not there, an unknown backend.
+      ValueError: shapes that do not fit, M that is no multiple of the devices, an axis that is not there, an unknown
+        backend.
       TypeError: dtypes that differ without compute_dtype, or are not multiplied; rows that are no integer.
 
     Residuals: "matmul_reduce_scatter.h" where h was cast, "matmul_reduce_scatter.out" (docs/residual_names.md).
@@ -69,14 +84,14 @@ def matmul_reduce_scatter(
     devices = devices_of(axis_name)
     if h.shape[0] % devices:
         raise ValueError(f"h has {h.shape[0]} rows, which is no multiple of the {devices} devices of axis {axis_name!r}: pad them, and pass rows={h.shape[0]}.")
-    h, w, bias, rows, _ = vary_together(h, w, bias, check_rows(rows), lax.axis_index(axis_name))
+    h, w, bias, rows = vary_over(axis_name, h, w, bias, check_rows(rows))
     return _multiply(spec, named_cast(h, spec.dtype, "matmul_reduce_scatter.h"), w, bias, rows)
 
 
 def _forward(spec: Spec, h: jax.Array, w: jax.Array, bias: jax.Array | None, rows: jax.Array | None) -> jax.Array:
     y = scatter_sum(spec, dot(spec, only(rows, h), w, (1, 0)))
     if bias is not None:
-        y = only(rows, y.astype(jnp.float32) + bias.astype(jnp.float32)[None], first_row(spec.axis_name, y.shape[0]))
+        y = only_own(spec, rows, y.astype(jnp.float32) + bias.astype(jnp.float32)[None])
     return y.astype(spec.dtype)
 
 
@@ -87,12 +102,11 @@ def _fwd(spec: Spec, h: jax.Array, w: jax.Array, bias: jax.Array | None, rows: j
 
 def _bwd(spec: Spec, kept, dy: jax.Array):
     h, w, bias, rows = kept
-    dy = only(rows, dy, first_row(spec.axis_name, dy.shape[0]))
+    dy = only_own(spec, rows, dy)
     gathered = gather(spec, dy)
     dh = dot(spec, gathered, w, (1, 1)).astype(spec.dtype)
     dw = dot(spec, only(rows, h), gathered, (0, 0)).astype(spec.w_dtypes[0])
-    dbias = None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)
-    return dh, dw, dbias, None
+    return dh, dw, bias_gradient(bias, dy), None
 
 
 _multiply = differentiable(_forward, _fwd, _bwd, static=1)

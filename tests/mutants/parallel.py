@@ -7,7 +7,7 @@ ROWS, KEPT, BLOCK = (f"{VALUES}::{name}" for name in ("test_rows", "test_only_lo
 # fmt: off
 MUTATIONS = {
     "parallel rows: the last one that counts is left out": (OPERANDS, "dtype=jnp.int32) < rows)", "dtype=jnp.int32) + 1 < rows)", ROWS),
-    "parallel rows: each device counts from 0": (OPERANDS, "return lax.axis_index(axis_name) * m", "return lax.axis_index(axis_name) * 0", ROWS),
+    "parallel rows: each device counts from 0": (OPERANDS, "lax.axis_index(spec.axis_name) * x.shape[0]", "0", ROWS),
     "parallel rows: cotangents past them count": (GATHER, "dys = tuple(only(rows, dy) for dy in dys)", "dys = tuple(dys)", ROWS),
     "parallel rows: the bias is there past them": (
         GATHER, "y = only(rows, y + bias.astype(jnp.float32)[None])", "y = y + bias.astype(jnp.float32)[None]", ROWS),
@@ -21,8 +21,8 @@ MUTATIONS = {
         f"{VALUES}::test_float32_weights_under_bfloat16"),
     "parallel memory: the gathered rows are kept": (GATHER, "x, dys = barrier((x, dys))", "x, dys = x, dys", KEPT),
     "parallel axes: a replicated weight's gradient is one device's": (
-        GATHER, "x, rows, _, *both = vary_together(x, check_rows(rows), lax.axis_index(axis_name), *weights, *biases)",
-        "x, rows, _, *both = x, check_rows(rows), 0, *weights, *biases", f"{VALUES}::test_another_axis_beside"),
+        GATHER, "x, rows, *both = vary_over(axis_name, x, check_rows(rows), *weights, *biases)",
+        "x, rows, *both = x, check_rows(rows), *weights, *biases", f"{VALUES}::test_another_axis_beside"),
     "parallel sizes: XLA is asked to gather nothing": (OPERANDS, "    if not x.size:  # XLA", "    if False:  # XLA", f"{VALUES}::test_random_sizes"),
     "parallel layer: the row-parallel layer's bias is forgotten": (
         "nn/parallel_linear.py", "return matmul_reduce_scatter(x, kernel, self.axis_name, bias=bias,",

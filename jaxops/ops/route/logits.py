@@ -14,11 +14,11 @@ from jaxops._lib.manual_axes import vary_together
 def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x @ kernel in float32, not in TF32, which is a GPU's default; the gradient of the kernel is as precise.
 
-    On a GPU with tensor cores for bfloat16, a float32 number is taken as the sum of three bfloat16 numbers. Products of
-    bfloat16 numbers are exact in float32. So with bfloat16 tokens one product with three times as many columns gives what
-    float32 gives, in half to a sixth of its time (H200, benchmarks/results/nvidia_h200/router.jsonl). The gradient of x,
-    which is rounded to bfloat16 in the end, leaves out what is below 2^-16 of it. Source: Henry, Tang, Heinecke, "Leveraging
-    the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.
+    On a GPU with tensor cores for bfloat16, a float32 number is taken as the sum of three bfloat16 numbers. Products
+    of bfloat16 numbers are exact in float32. So with bfloat16 tokens one product with three times as many columns
+    gives what float32 gives, in half to a sixth of its time (H200, benchmarks/results/nvidia_h200/router.jsonl). The
+    gradient of x, which is rounded to bfloat16 in the end, leaves out what is below 2^-16 of it. Source: Henry, Tang,
+    Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.
 
     Args:
       x: [T, D], bfloat16, float16 or float32.

@@ -72,7 +72,10 @@ class Program:
 
 def row_tensors(shape: PackedShape) -> Named:
     """The operands and cotangents that have a row for each token: made once a shape."""
-    return {name: harness.normal(seed, (shape.T, shape.D), DTYPE) for seed, name in enumerate(("x", "h", "dy", "dnew_residual"))}
+    return {
+        name: harness.normal(seed, (shape.T, shape.D), DTYPE)
+        for seed, name in enumerate(("x", "h", "dy", "dnew_residual"))
+    }
 
 
 def case_inputs(case: Case, rows: Named) -> Named:
@@ -81,7 +84,11 @@ def case_inputs(case: Case, rows: Named) -> Named:
     vectors = {name: harness.normal(10 + seed, (B, D), DTYPE) for seed, name in enumerate(("gate", "scale", "shift"))}
     ids = jnp.asarray(np.repeat(np.arange(B, dtype=np.int32), np.diff(case.offsets)))
     inputs = rows | vectors | {"offsets": jnp.asarray(case.offsets), "sequence_ids": ids}
-    return inputs if case.op == "gated_residual_adaln" else {name: value for name, value in inputs.items() if name not in ("h", "gate", "dnew_residual")}
+    return (
+        inputs
+        if case.op == "gated_residual_adaln"
+        else {name: value for name, value in inputs.items() if name not in ("h", "gate", "dnew_residual")}
+    )
 
 
 def compile_sides(run: Run, case: Case, inputs: Named) -> dict[str, Program]:
@@ -140,7 +147,14 @@ def measure_case(run: Run, case: Case, programs: dict[str, Program], inputs: Nam
     times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.op, case.pass_name)
     cold = harness.cold(moved)
-    named = {"op": case.op, "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": case.dist}
+    named = {
+        "op": case.op,
+        "pass": case.pass_name,
+        "name": case.shape.name,
+        "shape": case.shape.dims,
+        "dtype": jnp.dtype(DTYPE).name,
+        "dist": case.dist,
+    }
     run.write("pallas", named, ready, times, "gbps", moved, cold=cold)
     line = " | ".join(f"{name} {t.us_p50:.0f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items())
     print(f"{case.label:52}{line}{'' if cold else ' | caches not cold'}", flush=True)
@@ -167,7 +181,9 @@ def start_torch() -> TorchProcess | None:
     torch = TorchProcess(root=str(harness.ROOT), answer_seconds=COMPILE_SECONDS)
     offsets = shapes.group_offsets(shapes.sequence_lengths("unequal", SMOKE.B, SMOKE.T))
     try:
-        ready_torch(torch, Case("adaln", SMOKE, "fwd", "unequal", offsets, SMOKE.B), {"ways": ["index"], "modes": ["default"]})
+        ready_torch(
+            torch, Case("adaln", SMOKE, "fwd", "unequal", offsets, SMOKE.B), {"ways": ["index"], "modes": ["default"]}
+        )
     except RuntimeError as error:
         harness.print_left_out("torch_compile", error)
         torch.close()
@@ -176,15 +192,22 @@ def start_torch() -> TorchProcess | None:
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.PACKED), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.PACKED), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     dists: str = typer.Option("", help=f"Of {', '.join(shapes.PACKED_DISTS)}; by default each shape's own."),
     ops: str = typer.Option(",".join(shapes.PACKED_OPS)),
     passes: str = typer.Option("fwd,fwd+bwd", help=f"Of {', '.join(shapes.PACKED_PASSES)}; bwd leaves torch out."),
     peers: str = typer.Option(PEERS, help='"" for none; also: jaxops_xla, the portable backend of jaxops.'),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     rounds: int = typer.Option(5),
-    torch_ways: str = typer.Option(TORCH_WAYS, help="How torch gets a row's modulation; each costs a compilation a case, the last two only with gradients."),
-    torch_modes: str = typer.Option(TORCH_MODES, help="Of torch.compile: the first is tried with all ways, the others with the fastest."),
+    torch_ways: str = typer.Option(
+        TORCH_WAYS,
+        help="How torch gets a row's modulation; each costs a compilation a case, the last two only with gradients.",
+    ),
+    torch_modes: str = typer.Option(
+        TORCH_MODES, help="Of torch.compile: the first is tried with all ways, the others with the fastest."
+    ),
     smoke: bool = typer.Option(False, help="Tiny shapes, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/adaln.jsonl; exits with 1 if jaxops itself failed somewhere."""
@@ -196,7 +219,14 @@ def main(
     torch = start_torch() if "torch_compile" in names else None
     file = harness.results_folder(out) / "adaln.jsonl"
     sides = [name for name in names if name != "torch_compile"]
-    run = Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=sides, torch=torch, torch_options=options)
+    run = Run(
+        file=file,
+        rounds=rounds,
+        ceiling=harness.write_copy(file, smoke),
+        peers=sides,
+        torch=torch,
+        torch_options=options,
+    )
     for shape in [SMOKE] if smoke else [shapes.PACKED[name] for name in shape_names.split(",")]:
         measure_shape(run, shape, dists.split(",") if dists else list(shape.dists), ops.split(","), passes.split(","))
         print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)

@@ -51,7 +51,11 @@ def both(passes: dict[str, Callable]) -> Callable:
 
 
 def compiled_sides(args: tuple, sides: dict[str, dict[str, Callable]]) -> dict[tuple[str, str], Callable]:
-    return {(side, pass_name): harness.compile_fits(fn, *args)[0] for side, p in sides.items() for pass_name, fn in (("fwd", p["fwd"]), ("fwd+bwd", both(p)))}
+    return {
+        (side, pass_name): harness.compile_fits(fn, *args)[0]
+        for side, p in sides.items()
+        for pass_name, fn in (("fwd", p["fwd"]), ("fwd+bwd", both(p)))
+    }
 
 
 def arguments(shape: GroupedShape, dist: str) -> tuple[tuple[jax.Array, ...], np.ndarray]:
@@ -63,7 +67,10 @@ def arguments(shape: GroupedShape, dist: str) -> tuple[tuple[jax.Array, ...], np
 
 
 def worst_error(shape: GroupedShape, results, args: tuple, offsets: np.ndarray) -> tuple[float, float]:
-    errors = [checks.grouped_errors(name, shape, out, args[:3], offsets) for name, out in zip(shapes.PASSES, results, strict=True)]
+    errors = [
+        checks.grouped_errors(name, shape, out, args[:3], offsets)
+        for name, out in zip(shapes.PASSES, results, strict=True)
+    ]
     return max(e[0] for e in errors), max(e[1] for e in errors)
 
 
@@ -85,13 +92,28 @@ def measure(shape: GroupedShape, dist: str, ceilings: harness.Ceilings, rounds: 
             results = compiled[side, "fwd+bwd"](*args)
             max_errs[side], rms_err = worst_error(shape, results, args, offsets)
             if not checks.within_limits(max_errs[side], rms_err, "float32"):
-                harness.print_left_out(f"{side} at {shape.name} {dist}", ArithmeticError(f"wrong result: {max_errs[side]:.2e}, RMS {rms_err:.2e}"))
+                harness.print_left_out(
+                    f"{side} at {shape.name} {dist}",
+                    ArithmeticError(f"wrong result: {max_errs[side]:.2e}, RMS {rms_err:.2e}"),
+                )
                 continue
             variants.append(variant(side, compiled[side, pass_name], args))
         times = harness.interleave(variants, rounds)
         for side, t in times.items():
-            case = {"op": "grouped_matmul", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": "float32", "dist": dist, "backend": side}
-            vs = {peer: other.us_p50 / t.us_p50 for peer, other in times.items() if peer != "xla"} if side == "xla" else {}
+            case = {
+                "op": "grouped_matmul",
+                "pass": pass_name,
+                "name": shape.name,
+                "shape": shape.dims,
+                "dtype": "float32",
+                "dist": dist,
+                "backend": side,
+            }
+            vs = (
+                {peer: other.us_p50 / t.us_p50 for peer, other in times.items() if peer != "xla"}
+                if side == "xla"
+                else {}
+            )
             tflops = flops / t.us_p50 / 1e6
             rows.append(harness.make_row(case, t, tflops / ceilings.dense_tflops, vs, max_errs[side], tflops=tflops))
         line = " | ".join(f"{side} {t.us_p50:.0f} ({t.us_p20:.0f} to {t.us_p80:.0f}) us" for side, t in times.items())
@@ -113,9 +135,16 @@ def sweep(chosen: tuple[GroupedShape, ...], dists: tuple[str, ...], rounds: int)
                     xla._tile_rows = lambda M, G, rows=rows: min(rows, M)
                     by_rows[rows] = compiled_sides(args, {"xla": jaxops_passes("xla")})
                 for pass_name in ("fwd", "fwd+bwd"):
-                    times = harness.interleave([variant(str(rows), fns["xla", pass_name], args) for rows, fns in by_rows.items()], rounds)
+                    times = harness.interleave(
+                        [variant(str(rows), fns["xla", pass_name], args) for rows, fns in by_rows.items()], rounds
+                    )
                     cells = [f"{times[str(rows)].us_p50:.0f}" if str(rows) in times else "-" for rows in TILE_ROWS]
-                    print(f"| {shape.name} | {dist} | {pass_name} | {chooser(shape.M, shape.G)} | " + " | ".join(cells) + " |", flush=True)
+                    print(
+                        f"| {shape.name} | {dist} | {pass_name} | {chooser(shape.M, shape.G)} | "
+                        + " | ".join(cells)
+                        + " |",
+                        flush=True,
+                    )
     finally:
         xla._tile_rows = chooser
 
@@ -135,7 +164,9 @@ def main(
         sweep(chosen, DISTS, rounds)
         return
     ceilings, _ = harness.measure_ceilings(64 if smoke else 1024, jnp.float32, 1 << 16 if smoke else 1 << 28)
-    print(f"ceilings: copy {ceilings.copy_gbps:.1f} GB/s, dense float32 {ceilings.dense_tflops:.4f} TFLOP/s", flush=True)
+    print(
+        f"ceilings: copy {ceilings.copy_gbps:.1f} GB/s, dense float32 {ceilings.dense_tflops:.4f} TFLOP/s", flush=True
+    )
     for shape in chosen:
         for dist in DISTS[:1] if smoke else DISTS:
             for row in measure(shape, dist, ceilings, rounds):

@@ -106,12 +106,17 @@ def jaxops_fp8(plan: Plan) -> Passes:
 
     def dgrad(lhs, rhs, quantized, dout, offsets):
         """XLA drops the forward, whose result nobody reads."""
-        vjp = jax.vjp(lambda lhs: jaxops.fp8_grouped_matmul(lhs, quantized, offsets, recipe=RECIPE.name, plan=plan), lhs)[1]
+        vjp = jax.vjp(
+            lambda lhs: jaxops.fp8_grouped_matmul(lhs, quantized, offsets, recipe=RECIPE.name, plan=plan), lhs
+        )[1]
         return {"dgrad": vjp(dout)[0]}
 
     def wgrad(lhs, rhs, quantized, dout, offsets):
         """As the op's backward, but for lhs' and dout's row layouts, which a whole step writes along with these and dgrad reads."""
-        a, b = (cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets)) for name, x in (("x", lhs), ("dy", dout)))
+        a, b = (
+            cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
+            for name, x in (("x", lhs), ("dy", dout))
+        )
         how = {"ragged": "contraction", "length": lhs.shape[0], "out_dtype": rhs.dtype, "fast": False}
         return {"wgrad": fp8_products.multiply(a, b, offsets, tiles=plan.wgrad, **how)}
 
@@ -138,10 +143,17 @@ def jaxops_bf16() -> Passes:
     def wgrad(lhs, rhs, quantized, dout, offsets):
         return {"wgrad": jaxops.grouped_wgrad(lhs, dout, offsets)}
 
-    return {"fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "fwd+bwd": lambda *args: fwd(*args) | dgrad(*args) | wgrad(*args)}
+    return {
+        "fwd": fwd,
+        "dgrad": dgrad,
+        "wgrad": wgrad,
+        "fwd+bwd": lambda *args: fwd(*args) | dgrad(*args) | wgrad(*args),
+    }
 
 
-def compile_sides(run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs) -> dict[str, tuple[Callable, float, dict]]:
+def compile_sides(
+    run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs
+) -> dict[str, tuple[Callable, float, dict]]:
     """(compiled, seconds, facts) of each JAX side. Once a shape and pass: the group sizes are data."""
     args = inputs.args(shapes.group_offsets(shapes.group_sizes("balanced", shape.G, shape.M)))
     problem = Problem(shape.M, shape.K, shape.N, RECIPE.name, jnp.dtype(DTYPE).name, shape.G)
@@ -152,7 +164,11 @@ def compile_sides(run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs)
             if name == "fp8":
                 plan = fp8_products.choose_plan(problem, run.backend)
                 passes = jaxops_fp8(plan)
-                facts = {"backend": plan.backend, "recipe": RECIPE.name, "kernels": fp8_products.kernels_of(plan, _PARTS[pass_name])}
+                facts = {
+                    "backend": plan.backend,
+                    "recipe": RECIPE.name,
+                    "kernels": fp8_products.kernels_of(plan, _PARTS[pass_name]),
+                }
             else:
                 passes = jaxops_bf16()
             compiled[name] = (*harness.compile_fits(passes[pass_name], *args), facts)
@@ -169,7 +185,9 @@ def ready_jax(name: str, compiled: Callable, case: Case, inputs: Inputs) -> harn
     sizes = np.diff(case.offsets)
     short = case.pass_name in ("wgrad", "fwd+bwd") and np.min(sizes[sizes > 0]) < _SHORT
     limits = jnp.dtype(DTYPE).name if name != "fp8" else "fp8 short sums" if short else "fp8"
-    errors = [checks.grouped_errors(part, case.shape, result, tensors, case.offsets) for part, result in results.items()]
+    errors = [
+        checks.grouped_errors(part, case.shape, result, tensors, case.offsets) for part, result in results.items()
+    ]
     for max_err, rms_err in errors:
         checks.demand_right(max_err, rms_err, limits)
     out_bytes = sum(result.nbytes for result in results.values())
@@ -178,9 +196,19 @@ def ready_jax(name: str, compiled: Callable, case: Case, inputs: Inputs) -> harn
 
 
 def ready_torch(torch: TorchProcess, name: str, case: Case) -> harness.Ready:
-    request = {"op": "fp8_grouped_matmul", "library": fp8_machine.LIBRARIES[name], "limits": checks.LIMITS["fp8"], "pass": case.pass_name, "dist": case.dist}
+    request = {
+        "op": "fp8_grouped_matmul",
+        "library": fp8_machine.LIBRARIES[name],
+        "limits": checks.LIMITS["fp8"],
+        "pass": case.pass_name,
+        "dist": case.dist,
+    }
     answer = torch.ask(do="prepare", **request, **case.shape.dims)
-    return harness.Ready(harness.Variant(name, torch.times_us, harness.iterations_for(answer["us"], 0)), answer["max_err"], {"recipe": answer["recipe"]})
+    return harness.Ready(
+        harness.Variant(name, torch.times_us, harness.iterations_for(answer["us"], 0)),
+        answer["max_err"],
+        {"recipe": answer["recipe"]},
+    )
 
 
 def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float, dict]], inputs: Inputs) -> None:
@@ -201,7 +229,11 @@ def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float
                 harness.print_left_out(f"{name} at {case.label}", error)
     times = harness.interleave([side.variant for side in ready.values()], run.rounds)
     run.left_out += "fp8" in ready and "fp8" not in times
-    least_us = None if run.dense_tflops is None else dataclasses.replace(run.ceilings, dense_tflops=run.dense_tflops).least_us(case.flops, case.moved)
+    least_us = (
+        None
+        if run.dense_tflops is None
+        else dataclasses.replace(run.ceilings, dense_tflops=run.dense_tflops).least_us(case.flops, case.moved)
+    )
     for name, t in times.items():
         named = {"op": "fp8_grouped_matmul", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims}
         named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist}
@@ -209,12 +241,16 @@ def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float
         named["backend"] = facts.pop("backend", name)
         of_ceiling, vs = None if least_us is None else least_us / t.us_p50, harness.ratios(name, times, own="fp8")
         harness.append_row(run.file, harness.make_row(named, t, of_ceiling, vs, ready[name].max_err, **facts))
-    line = " | ".join(f"{name} {t.us_p50:.0f} us {case.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for name, t in times.items())
+    line = " | ".join(
+        f"{name} {t.us_p50:.0f} us {case.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for name, t in times.items()
+    )
     print(f"{case.label:32}{line}", flush=True)
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.GROUPED), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.GROUPED), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     dists: str = typer.Option("balanced,skewed", help=f"Of {', '.join(shapes.DISTS)}."),
     passes: str = typer.Option(",".join(PASSES[:3]), help=f"Of {', '.join(PASSES)}."),
     peers: str = typer.Option(PEERS, help='"" for none.'),

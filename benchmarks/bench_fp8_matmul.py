@@ -112,25 +112,39 @@ def limits_of(recipe: Recipe | None, pass_name: str) -> str:
 
 def checked(name: str, compiled: Callable, args: tuple, inputs: Inputs, limits: str) -> harness.Ready:
     results = compiled(*args)
-    max_err, rms_err = checks.linear_errors({key: value for key, value in results.items() if key != "seen"}, *inputs.args)
+    max_err, rms_err = checks.linear_errors(
+        {key: value for key, value in results.items() if key != "seen"}, *inputs.args
+    )
     checks.demand_right(max_err, rms_err, limits)
     out_bytes = sum(result.nbytes for result in results.values())
     del results
     return harness.ready(name, compiled, args, out_bytes, max_err)
 
 
-def own_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, cast: Literal["before", "inside"], inputs: Inputs) -> Side:
+def own_side(
+    run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, cast: Literal["before", "inside"], inputs: Inputs
+) -> Side:
     problem = Problem(shape.M, shape.K, shape.N, recipe.name, jnp.dtype(DTYPE).name)
     chosen = fp8_products.choose_plan(problem, run.backend)
     plan = fp8_products.choose_plan(problem, run.backend, cast)
-    amax = tuple(jnp.max(jnp.abs(tensor)).astype(jnp.float32) for tensor in (inputs.x, inputs.w)) if recipe.delayed else None
+    amax = (
+        tuple(jnp.max(jnp.abs(tensor)).astype(jnp.float32) for tensor in (inputs.x, inputs.w))
+        if recipe.delayed
+        else None
+    )
     args = (*inputs.args, amax)
     # Without XLA's Triton GEMMs, as the peers: jaxops calls XLA's products only where a weight gradient is of high precision or cuBLASLt takes an FP8 one.
     compiled, seconds = harness.compile_fits(own_passes(recipe, plan)[pass_name], *args, cublas=True)
     name = f"{recipe.name} {cast}"
     ready = checked(name, compiled, args, inputs, limits_of(recipe, pass_name))
     demand_cast(cast, compiled, args)
-    facts = {"backend": plan.backend, "recipe": recipe.name, "cast": cast, "chosen": chosen.cast == cast, "compile_s": seconds}
+    facts = {
+        "backend": plan.backend,
+        "recipe": recipe.name,
+        "cast": cast,
+        "chosen": chosen.cast == cast,
+        "compile_s": seconds,
+    }
     facts["kernels"] = fp8_products.kernels_of(plan, PRODUCTS[pass_name])
     return Side(name, recipe.name, True, facts, ready)
 
@@ -147,7 +161,9 @@ def demand_cast(cast: str, compiled: Callable, args: tuple) -> None:
 
 def floor_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inputs: Inputs) -> Side:
     """The products of the plan that casts before them, and nothing else."""
-    plan = fp8_products.choose_plan(Problem(shape.M, shape.K, shape.N, recipe.name, jnp.dtype(DTYPE).name), run.backend, "before")
+    plan = fp8_products.choose_plan(
+        Problem(shape.M, shape.K, shape.N, recipe.name, jnp.dtype(DTYPE).name), run.backend, "before"
+    )
     tensors = {"x": inputs.x, "w": inputs.w, "dy": inputs.dy}
     q = {name: fp8_products.quantize_for(recipe, name, tensor) for name, tensor in tensors.items()}
     args = (q, inputs.x, inputs.dy)
@@ -159,7 +175,13 @@ def floor_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inpu
 def jax_peer(run: Run, name: str, pass_name: str, inputs: Inputs) -> Side:
     if name == "xla_bf16":
         compiled, seconds = harness.compile_fits(peers_fp8.bf16_passes()[pass_name], *inputs.args, cublas=True)
-        return Side(name, "", False, {"backend": name, "compile_s": seconds}, checked(name, compiled, inputs.args, inputs, "bfloat16"))
+        return Side(
+            name,
+            "",
+            False,
+            {"backend": name, "compile_s": seconds},
+            checked(name, compiled, inputs.args, inputs, "bfloat16"),
+        )
     forms = [run.xla_forms[pass_name]] if pass_name in run.xla_forms else ["scaled", "direct"]
     found: dict[str, Side] = {}
     for form in forms:
@@ -167,7 +189,9 @@ def jax_peer(run: Run, name: str, pass_name: str, inputs: Inputs) -> Side:
             compiled, seconds = harness.compile_fits(peers_fp8.fp8_passes(form)[pass_name], *inputs.args, cublas=True)
             calls = peers_fp8.fp8_calls(compiled)
             facts = {"backend": name, "recipe": f"tensorwise, {form}, {calls} cuBLASLt FP8 calls", "compile_s": seconds}
-            found[form] = Side(name, "", False, facts, checked(name, compiled, inputs.args, inputs, limits_of(None, pass_name)))
+            found[form] = Side(
+                name, "", False, facts, checked(name, compiled, inputs.args, inputs, limits_of(None, pass_name))
+            )
         except Exception as error:
             harness.print_left_out(f"xla {form} {pass_name}", error)
     if not found:
@@ -175,13 +199,24 @@ def jax_peer(run: Run, name: str, pass_name: str, inputs: Inputs) -> Side:
     if len(forms) > 1:  # the first shape decides
         quick = {form: min(side.ready.variant.times_us(3)) for form, side in found.items()}
         run.xla_forms[pass_name] = min(quick, key=lambda form: quick[form])
-        print(f"  xla {pass_name}: " + ", ".join(f"{form} {us:.0f} us ({found[form].facts['recipe']})" for form, us in quick.items()), flush=True)
+        print(
+            f"  xla {pass_name}: "
+            + ", ".join(f"{form} {us:.0f} us ({found[form].facts['recipe']})" for form, us in quick.items()),
+            flush=True,
+        )
     return found[run.xla_forms.get(pass_name, next(iter(found)))]
 
 
 def torch_peer(run: Run, name: str, shape: DenseShape, pass_name: str) -> Side:
     torch, limits = run.torch[name], checks.LIMITS["fp8"]
-    answer = torch.ask(do="prepare", op="fp8_matmul", library=fp8_machine.LIBRARIES[name], limits=limits, **{"pass": pass_name}, **shape.dims)
+    answer = torch.ask(
+        do="prepare",
+        op="fp8_matmul",
+        library=fp8_machine.LIBRARIES[name],
+        limits=limits,
+        **{"pass": pass_name},
+        **shape.dims,
+    )
     variant = harness.Variant(name, torch.times_us, harness.iterations_for(answer["us"], 0))
     facts = {"backend": name, "recipe": answer["recipe"]}
     return Side(name, "", False, facts, harness.Ready(variant, answer["max_err"], {}))
@@ -198,7 +233,9 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> list[tuple[str, C
         problem = Problem(M, K, N, recipe_name, dtype)
         plan = fp8_products.choose_plan(problem, run.backend, "before")
         tiles = fp8_products.own_tiles(problem, plan, pass_name)
-        if pass_name in recipe.fast and not fast:  # sums in float32 want other tiles: those of a dgrad of the same shape
+        if (
+            pass_name in recipe.fast and not fast
+        ):  # sums in float32 want other tiles: those of a dgrad of the same shape
             same = Problem(M, N, K, recipe_name, dtype)
             tiles = fp8_products.own_tiles(same, fp8_products.choose_plan(same, run.backend, "before"), "dgrad")
         plan = dataclasses.replace(plan, **{pass_name: tiles})
@@ -207,7 +244,12 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> list[tuple[str, C
         q = {name: fp8_products.quantize_for(recipe, name, getattr(inputs, name)) for name in names}
         args = (q, inputs.x, inputs.dy)
         compiled, seconds = harness.compile_fits(fp8_products.gemms(recipe, (pass_name,), plan), *args, cublas=True)
-        facts = {"backend": plan.backend, "recipe": label, "compile_s": seconds, "kernels": fp8_products.kernels_of(plan, (pass_name,))}
+        facts = {
+            "backend": plan.backend,
+            "recipe": label,
+            "compile_s": seconds,
+            "kernels": fp8_products.kernels_of(plan, (pass_name,)),
+        }
         return Side(label, label, True, facts, checked(label, compiled, args, inputs, limits_of(recipe, "fwd")))
 
     def inside() -> Side:
@@ -215,9 +257,16 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> list[tuple[str, C
         plan = fp8_products.choose_plan(Problem(M, K, N, "blockwise", dtype), run.backend, "inside")
         q = fp8_products.quantize_for(recipe, "w", inputs.w)
         args = (inputs.x, q)
-        compiled, seconds = harness.compile_fits(lambda x, w: {"y": jaxops.fp8_matmul(x, w, recipe="blockwise", plan=plan)}, *args, cublas=True)
+        compiled, seconds = harness.compile_fits(
+            lambda x, w: {"y": jaxops.fp8_matmul(x, w, recipe="blockwise", plan=plan)}, *args, cublas=True
+        )
         demand_cast("inside", compiled, args)
-        facts = {"backend": plan.backend, "recipe": label, "compile_s": seconds, "kernels": fp8_products.kernels_of(plan, ("fwd",))}
+        facts = {
+            "backend": plan.backend,
+            "recipe": label,
+            "compile_s": seconds,
+            "kernels": fp8_products.kernels_of(plan, ("fwd",)),
+        }
         return Side(label, label, True, facts, checked(label, compiled, args, inputs, "fp8"))
 
     def cublaslt() -> Side:
@@ -249,10 +298,21 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> list[tuple[str, C
 def linear_sides(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) -> list[tuple[str, Callable[[], Side]]]:
     makers: list[tuple[str, Callable[[], Side]]] = []
     for recipe in (RECIPES[name] for name in run.recipes):
-        makers += [(f"{recipe.name} {cast}", functools.partial(own_side, run, shape, recipe, pass_name, cast, inputs)) for cast in CASTS]
+        makers += [
+            (f"{recipe.name} {cast}", functools.partial(own_side, run, shape, recipe, pass_name, cast, inputs))
+            for cast in CASTS
+        ]
         makers.append((f"{recipe.name} products", functools.partial(floor_side, run, shape, recipe, pass_name, inputs)))
-    makers += [(name, functools.partial(jax_peer, run, name, pass_name, inputs)) for name in run.peers if name not in fp8_machine.LIBRARIES]
-    makers += [(name, functools.partial(torch_peer, run, name, shape, pass_name)) for name in run.torch if pass_name in run.torch_passes]
+    makers += [
+        (name, functools.partial(jax_peer, run, name, pass_name, inputs))
+        for name in run.peers
+        if name not in fp8_machine.LIBRARIES
+    ]
+    makers += [
+        (name, functools.partial(torch_peer, run, name, shape, pass_name))
+        for name in run.torch
+        if pass_name in run.torch_passes
+    ]
     return makers
 
 
@@ -260,12 +320,16 @@ def measure_case(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) ->
     """Checks, times and writes every side of one shape and pass, all of them interleaved."""
     label = f"{shape.name} {pass_name}"
     sides: dict[str, Side] = {}
-    for name, make in gemm_sides(run, shape, inputs) if pass_name == "gemm" else linear_sides(run, shape, pass_name, inputs):
+    for name, make in (
+        gemm_sides(run, shape, inputs) if pass_name == "gemm" else linear_sides(run, shape, pass_name, inputs)
+    ):
         try:
             sides[name] = make()
         except Exception as error:  # a cast inside is not every recipe's; all else that jaxops cannot do is counted
             harness.print_left_out(f"{name} at {label}", error)
-            run.left_out += name.split()[0] in RECIPES and not (name.endswith("inside") and isinstance(error, (NotImplementedError, ValueError)))
+            run.left_out += name.split()[0] in RECIPES and not (
+                name.endswith("inside") and isinstance(error, (NotImplementedError, ValueError))
+            )
     times = harness.interleave([side.ready.variant for side in sides.values()], run.rounds)
     run.left_out += sum(name not in times for name, side in sides.items() if side.own)
     flops = shape.flops * len(PRODUCTS.get(pass_name, ("fwd",)))
@@ -274,17 +338,34 @@ def measure_case(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) ->
         side = sides[name]
         if side.recipe and not side.own:
             continue  # a floor's products stand in the rows that are compared with them
-        facts: dict[str, Any] = side.facts | side.ready.facts | {"tflops": flops / t.us_p50 / 1e6} | floor_facts(run, shape, pass_name, side, t, times)
-        named = {"op": "fp8_matmul", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": ""}
+        facts: dict[str, Any] = (
+            side.facts
+            | side.ready.facts
+            | {"tflops": flops / t.us_p50 / 1e6}
+            | floor_facts(run, shape, pass_name, side, t, times)
+        )
+        named = {
+            "op": "fp8_matmul",
+            "pass": pass_name,
+            "name": shape.name,
+            "shape": shape.dims,
+            "dtype": jnp.dtype(DTYPE).name,
+            "dist": "",
+        }
         of_ceiling = None if run.dense_tflops is None else facts["tflops"] / run.dense_tflops
         vs = {peer: other.us_p50 / t.us_p50 for peer, other in peers.items()} if side.own else {}
-        harness.append_row(run.file, harness.make_row(named | {"backend": facts.pop("backend")}, t, of_ceiling, vs, side.ready.max_err, **facts))
+        harness.append_row(
+            run.file,
+            harness.make_row(named | {"backend": facts.pop("backend")}, t, of_ceiling, vs, side.ready.max_err, **facts),
+        )
         against = "".join(f", {ratio:.2f}x {peer}" for peer, ratio in vs.items())
         floor = f", {facts['of_floor']:.2f} of floor" if "of_floor" in facts else ""
         print(f"{label:34}{name:30}{t.us_p50:8.0f} us {facts['tflops']:6.0f} TFLOP/s{against}{floor}", flush=True)
 
 
-def floor_facts(run: Run, shape: DenseShape, pass_name: str, side: Side, t: harness.Times, times: dict[str, harness.Times]) -> dict[str, float]:
+def floor_facts(
+    run: Run, shape: DenseShape, pass_name: str, side: Side, t: harness.Times, times: dict[str, harness.Times]
+) -> dict[str, float]:
     """gemm_us: the products alone. A recipe that is cast inside has the same floor: the fewest bytes that a cast before it moves."""
     products = times.get(f"{side.recipe} products")
     if not side.own or products is None:
@@ -295,11 +376,15 @@ def floor_facts(run: Run, shape: DenseShape, pass_name: str, side: Side, t: harn
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.DENSE), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.DENSE), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     recipes: str = typer.Option(DEFAULT_RECIPES, help=f"Of {', '.join(RECIPES)}."),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option(PEERS, help='"" for none.'),
-    torch_passes: str = typer.Option("fwd", help="Passes in which torch takes part; fwd+bwd compiles for some seconds a shape."),
+    torch_passes: str = typer.Option(
+        "fwd", help="Passes in which torch takes part; fwd+bwd compiles for some seconds a shape."
+    ),
     backend: str = typer.Option("auto", help="Of jaxops."),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     rounds: int = typer.Option(4),
@@ -313,7 +398,17 @@ def main(
     torch = fp8_machine.start_torch(names, op="fp8_matmul", **{"pass": "fwd"}, **SMOKE.dims)
     file = harness.results_folder(out) / "fp8_matmul.jsonl"
     ceilings, dense_tflops = fp8_machine.measure_machine(file, smoke)
-    run = Run(file, rounds, ceilings.copy_gbps, dense_tflops, recipes.split(","), names, torch, torch_passes.split(","), backend)
+    run = Run(
+        file,
+        rounds,
+        ceilings.copy_gbps,
+        dense_tflops,
+        recipes.split(","),
+        names,
+        torch,
+        torch_passes.split(","),
+        backend,
+    )
     for shape in [SMOKE] if smoke else [shapes.DENSE[name] for name in shape_names.split(",")]:
         inputs = Inputs.make(shape)
         for pass_name in passes.split(","):

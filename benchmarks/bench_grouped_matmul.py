@@ -52,10 +52,18 @@ class Inputs:
     @classmethod
     def make(cls, shape: GroupedShape) -> "Inputs":
         G, M, K, N = shape.G, shape.M, shape.K, shape.N
-        return cls(*(harness.normal(seed, dims, DTYPE) for seed, dims in enumerate([(M, K), (G, K, N), (M, N), (K, N)])))
+        return cls(
+            *(harness.normal(seed, dims, DTYPE) for seed, dims in enumerate([(M, K), (G, K, N), (M, N), (K, N)]))
+        )
 
     def args(self, side: str, offsets: np.ndarray) -> tuple[jax.Array, ...]:
-        return self.lhs, self.dense if side == "cublas" else self.rhs, self.dout, jnp.asarray(offsets), jnp.asarray(np.diff(offsets))
+        return (
+            self.lhs,
+            self.dense if side == "cublas" else self.rhs,
+            self.dout,
+            jnp.asarray(offsets),
+            jnp.asarray(np.diff(offsets)),
+        )
 
 
 @dataclasses.dataclass
@@ -81,7 +89,10 @@ def kernel_of(case: Case) -> str:
     """Which of jaxops' kernels the case runs."""
     if not harness.on_gpu():
         return "pallas"
-    device, problem = current_device(), Problem(case.shape.G, case.shape.M, case.shape.K, case.shape.N, jnp.dtype(DTYPE).name)
+    device, problem = (
+        current_device(),
+        Problem(case.shape.G, case.shape.M, case.shape.K, case.shape.N, jnp.dtype(DTYPE).name),
+    )
     return getattr(make_plan(problem, device, tuned_rows("grouped_matmul", device)), case.pass_name).kernel
 
 
@@ -92,17 +103,23 @@ def ready_jax(side: str, compiled: Callable, case: Case, inputs: Inputs) -> harn
         max_err = None  # JAX's own product is not on trial
         jax.block_until_ready(compiled(*args))
     else:
-        max_err, rms_err = checks.grouped_errors(case.pass_name, case.shape, compiled(*args), (inputs.lhs, inputs.rhs, inputs.dout), case.offsets)
+        max_err, rms_err = checks.grouped_errors(
+            case.pass_name, case.shape, compiled(*args), (inputs.lhs, inputs.rhs, inputs.dout), case.offsets
+        )
         checks.demand_right(max_err, rms_err, jnp.dtype(DTYPE).name)
     return harness.ready(side, compiled, args, case.out_bytes, max_err)
 
 
 def ready_torch(torch: TorchProcess, case: Case) -> harness.Ready:
-    answer = torch.ask(do="prepare", op="grouped_matmul", **case.shape.dims, **{"pass": case.pass_name, "dist": case.dist})
+    answer = torch.ask(
+        do="prepare", op="grouped_matmul", **case.shape.dims, **{"pass": case.pass_name, "dist": case.dist}
+    )
     checks.demand_right(answer["max_err"], answer["rms_err"], jnp.dtype(DTYPE).name)
     # torch's allocator reuses one result, so only the time counts.
     return harness.Ready(
-        harness.Variant("torch_grouped_mm", torch.times_us, harness.iterations_for(answer["us"], 0)), answer["max_err"], {"recipe": answer["recipe"]}
+        harness.Variant("torch_grouped_mm", torch.times_us, harness.iterations_for(answer["us"], 0)),
+        answer["max_err"],
+        {"recipe": answer["recipe"]},
     )
 
 
@@ -115,9 +132,15 @@ def compile_sides(run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs)
             continue
         try:
             # jax.lax.ragged_dot multiplies every row by every group's matrix on a GPU.
-            if side == "ragged_dot" and harness.on_gpu() and (seconds := shape.G * shape.flops / (0.5e12 * run.ceilings.dense_tflops)) > 2:
+            if (
+                side == "ragged_dot"
+                and harness.on_gpu()
+                and (seconds := shape.G * shape.flops / (0.5e12 * run.ceilings.dense_tflops)) > 2
+            ):
                 raise TimeoutError(f"one call would take about {seconds:.0f} s")
-            compiled[side] = harness.compile_fits(passes[pass_name], *inputs.args(side, any_offsets), cublas=side == "cublas")
+            compiled[side] = harness.compile_fits(
+                passes[pass_name], *inputs.args(side, any_offsets), cublas=side == "cublas"
+            )
         except Exception as error:
             harness.print_left_out(f"{side} at {shape.name} {pass_name}", error)
             run.left_out += side == OURS
@@ -148,10 +171,21 @@ def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float
     cold = harness.cold(moved)
     for side, t in times.items():
         named = {"op": "grouped_matmul", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims}
-        named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": kernel_of(case) if side == OURS else side}
+        named |= {
+            "dtype": jnp.dtype(DTYPE).name,
+            "dist": case.dist,
+            "backend": kernel_of(case) if side == OURS else side,
+        }
         facts = ready[side].facts | {"tflops": case.shape.flops / t.us_p50 / 1e6, "cold": cold}
-        harness.append_row(run.file, harness.make_row(named, t, least_us / t.us_p50, harness.ratios(side, times, OURS), ready[side].max_err, **facts))
-    line = " | ".join(f"{side} {t.us_p50:.0f} us {case.shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items())
+        harness.append_row(
+            run.file,
+            harness.make_row(
+                named, t, least_us / t.us_p50, harness.ratios(side, times, OURS), ready[side].max_err, **facts
+            ),
+        )
+    line = " | ".join(
+        f"{side} {t.us_p50:.0f} us {case.shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()
+    )
     print(f"{case.label:32}{line}{'' if cold else ' | caches not cold'}", flush=True)
 
 
@@ -165,12 +199,16 @@ def measure_machine(run_torch: TorchProcess | None, file: pathlib.Path, smoke: b
     if run_torch is not None:
         for name, (rows, k, cols) in list(sizes.items()):
             try:
-                answer = run_torch.ask(do="prepare", op="grouped_matmul", **{"pass": "dense", "M": rows, "K": k, "N": cols})
+                answer = run_torch.ask(
+                    do="prepare", op="grouped_matmul", **{"pass": "dense", "M": rows, "K": k, "N": cols}
+                )
                 times[f"{name} torch"] = harness.Times.of(run_torch.times_us(harness.iterations_for(answer["us"], 0)))
                 sizes[f"{name} torch"], recipes[f"{name} torch"] = (rows, k, cols), {"recipe": answer["recipe"]}
             except RuntimeError as error:
                 harness.print_left_out(f"torch {name}", error)
-    rates = {name: 2 * rows * k * cols / times[name].us_p50 / 1e6 for name, (rows, k, cols) in sizes.items() if name in times}
+    rates = {
+        name: 2 * rows * k * cols / times[name].us_p50 / 1e6 for name, (rows, k, cols) in sizes.items() if name in times
+    }
     ceilings = dataclasses.replace(ceilings, dense_tflops=max(rates.values()))
     harness.append_row(file, harness.copy_row(copied, times.pop("copy")))
     for name, t in times.items():
@@ -180,7 +218,9 @@ def measure_machine(run_torch: TorchProcess | None, file: pathlib.Path, smoke: b
         of = rates[name] / ceilings.dense_tflops
         harness.append_row(file, harness.make_row(case, t, of, {}, None, tflops=rates[name], **recipes.get(name, {})))
     each = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
-    print(f"ceilings: copy {ceilings.copy_gbps:.0f} GB/s, dense {ceilings.dense_tflops:.1f} TFLOP/s ({each})", flush=True)
+    print(
+        f"ceilings: copy {ceilings.copy_gbps:.0f} GB/s, dense {ceilings.dense_tflops:.1f} TFLOP/s ({each})", flush=True
+    )
     return ceilings
 
 
@@ -195,7 +235,9 @@ def choose_sides(names: list[str], backend: str) -> dict[str, Passes]:
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.GROUPED), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.GROUPED), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     dists: str = typer.Option("balanced,skewed,one_group", help=f"Of {', '.join(shapes.DISTS)}."),
     passes: str = typer.Option(",".join(shapes.PASSES)),
     peers: str = typer.Option(PEERS, help='"" for none; also: xla, the portable backend of jaxops.'),

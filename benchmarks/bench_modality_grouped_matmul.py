@@ -54,7 +54,9 @@ def one_call_each(lhs: jax.Array, rhs: Arrays, offsets: jax.Array, backend: str)
     """Every call gives zeros in the others' rows, so that adding puts the results together; XLA makes one pass of it."""
     N, first, found = max(w.shape[2] for w in rhs), 0, []
     for w in rhs:
-        product = jaxops.grouped_matmul(lhs[:, : w.shape[1]], w, offsets[first : first + w.shape[0] + 1], backend=backend)
+        product = jaxops.grouped_matmul(
+            lhs[:, : w.shape[1]], w, offsets[first : first + w.shape[0] + 1], backend=backend
+        )
         found.append(jnp.pad(product, ((0, 0), (0, N - w.shape[2]))))
         first += w.shape[0]
     return functools.reduce(jnp.add, found)
@@ -91,12 +93,18 @@ def program(side: str, pass_name: str, backend: str) -> Callable[..., Arrays]:
 def unpadded(results: Arrays, shape: ModalityShape) -> Arrays:
     """Each modality's part of a padded wgrad."""
     starts = np.cumsum([0, *(part.G for part in shape.parts)])
-    return tuple(results[0][start : start + part.G, : part.K, : part.N] for start, part in zip(starts[:-1].tolist(), shape.parts, strict=True))
+    return tuple(
+        results[0][start : start + part.G, : part.K, : part.N]
+        for start, part in zip(starts[:-1].tolist(), shape.parts, strict=True)
+    )
 
 
 @jax.jit
 def _errors(got: Arrays, want: Arrays) -> jax.Array:
-    each = [checks.relative_errors(g.reshape(-1, g.shape[-1]), w.reshape(-1, w.shape[-1])) for g, w in zip(got, want, strict=True)]
+    each = [
+        checks.relative_errors(g.reshape(-1, g.shape[-1]), w.reshape(-1, w.shape[-1]))
+        for g, w in zip(got, want, strict=True)
+    ]
     return jnp.max(jnp.stack(each), axis=0)  # max passes NaN on
 
 
@@ -113,7 +121,9 @@ def reference(shape: ModalityShape, pass_name: str, inputs: Inputs, offsets: jax
         return jax.jit(program("xla", pass_name, "xla"))(*wide, offsets)
 
 
-def ready_side(side: str, shape: ModalityShape, pass_name: str, inputs: Inputs, offsets: jax.Array, want: Arrays) -> harness.Ready:
+def ready_side(
+    side: str, shape: ModalityShape, pass_name: str, inputs: Inputs, offsets: jax.Array, want: Arrays
+) -> harness.Ready:
     args = inputs.args(side, offsets)
     compiled, seconds = harness.compile_fits(program(side, pass_name, "auto" if harness.on_gpu() else "pallas"), *args)
     results = compiled(*args)
@@ -133,13 +143,28 @@ def measure_case(run: harness.Run, shape: ModalityShape, pass_name: str, dist: s
     ready = run.ready_sides(OURS, label, ready_side, shape, pass_name, inputs, offsets, want)
     del want
     times = run.times(OURS, ready)
-    named = {"op": "modality_grouped_matmul", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist}
+    named = {
+        "op": "modality_grouped_matmul",
+        "pass": pass_name,
+        "name": shape.name,
+        "shape": shape.dims,
+        "dtype": jnp.dtype(DTYPE).name,
+        "dist": dist,
+    }
     run.write(OURS, named, ready, times, "tflops", shape.flops)
-    print(f"{label:36}" + " | ".join(f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
+    print(
+        f"{label:36}"
+        + " | ".join(
+            f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()
+        ),
+        flush=True,
+    )
 
 
 def main(
-    shape_names: str = typer.Option(",".join(MODALITIES), "--shapes", help="Comma-separated names from benchmarks/shapes_modality.py."),
+    shape_names: str = typer.Option(
+        ",".join(MODALITIES), "--shapes", help="Comma-separated names from benchmarks/shapes_modality.py."
+    ),
     dists: str = typer.Option(",".join(DISTS), help="Within each modality."),
     passes: str = typer.Option(",".join(shapes.PASSES)),
     peers: str = typer.Option(f"{EACH},{PADDED}", help='"" for none; also: xla, the portable backend.'),
@@ -151,7 +176,12 @@ def main(
     harness.demand_place(out, smoke)
     start = time.perf_counter()
     file = harness.results_folder(out) / "modality_grouped_matmul.jsonl"
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[name for name in peers.split(",") if name])
+    run = harness.Run(
+        file=file,
+        rounds=rounds,
+        ceiling=harness.write_dense(file, DTYPE, smoke),
+        peers=[name for name in peers.split(",") if name],
+    )
     for shape in [SMOKE] if smoke else [MODALITIES[name] for name in shape_names.split(",")]:
         inputs = Inputs.make(shape)
         for pass_name in passes.split(","):

@@ -26,7 +26,10 @@ PASSES = ("fwd", "fwd+bwd")
 DISTS = ("router", "balanced", "skewed")
 SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
 DTYPE = jnp.bfloat16
-OURS, UNFUSED = "jaxops", "jaxops_unfused"  # UNFUSED: the same from permute, three grouped products with the activation in XLA, and combine
+OURS, UNFUSED = (
+    "jaxops",
+    "jaxops_unfused",
+)  # UNFUSED: the same from permute, three grouped products with the activation in XLA, and combine
 PRODUCTS = ("grouped_gemm_kernel", "grouped_glu_kernel", "moe_mlp_bwd_kernel")  # names of kernels that multiply
 
 Arrays = tuple[jax.Array, ...]
@@ -37,13 +40,17 @@ def router_logits(preferred: jax.Array, tokens: jax.Array, router: jax.Array) ->
     return tokens.astype(jnp.float32) @ router + preferred
 
 
-def jaxops_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
+def jaxops_layer(
+    shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array
+) -> jax.Array:
     gate, up, down = experts
     routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
     return jaxops.moe_mlp(tokens, gate, up, down, routing, backend=backend)
 
 
-def unfused_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
+def unfused_layer(
+    shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array
+) -> jax.Array:
     """An op after the other."""
     gate, up, down = experts
     routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
@@ -53,7 +60,9 @@ def unfused_layer(shape: MoeShape, backend: str, preferred: jax.Array, tokens: j
     return jaxops.combine(y, routing, backend=backend)
 
 
-def plain_layer(shape: MoeShape, dot: Dot, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
+def plain_layer(
+    shape: MoeShape, dot: Dot, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array
+) -> jax.Array:
     """What a user writes around a ragged product: top_k, a sort, gathers, and the sum of each token's rows."""
     gate, up, down = experts
     scores, chosen = jax.lax.top_k(jax.nn.softmax(router_logits(preferred, tokens, router)), shape.k)
@@ -72,7 +81,9 @@ def layer_of(side: str, shape: MoeShape) -> Callable[..., jax.Array]:
       ImportError: the peer is not installed.
     """
     if side in (OURS, UNFUSED):
-        return functools.partial(jaxops_layer if side == OURS else unfused_layer, shape, "auto" if harness.on_gpu() else "xla")
+        return functools.partial(
+            jaxops_layer if side == OURS else unfused_layer, shape, "auto" if harness.on_gpu() else "xla"
+        )
     if side == "xla":
         return functools.partial(jaxops_layer, shape, "xla")
     dot = jax.lax.ragged_dot if side == "ragged_dot" else tokamax_dot(side)
@@ -103,23 +114,39 @@ def make_inputs(shape: MoeShape) -> Arrays:
         ((E, D, F), D**-0.5, DTYPE),
         ((E, F, D), F**-0.5, DTYPE),
     )
-    return tuple(harness.normal(seed, size, dtype) * jnp.asarray(scale, dtype) for seed, (size, scale, dtype) in enumerate(kinds))
+    return tuple(
+        harness.normal(seed, size, dtype) * jnp.asarray(scale, dtype) for seed, (size, scale, dtype) in enumerate(kinds)
+    )
 
 
 @jax.jit
 def errors(got: Arrays, want: Arrays) -> jax.Array:
     """[largest, RMS] error of each result over its RMS, the worst of them."""
-    return jnp.max(jnp.stack([checks.relative_errors(g.reshape(1, -1), w.reshape(1, -1).astype(jnp.float32)) for g, w in zip(got, want, strict=True)]), axis=0)
+    return jnp.max(
+        jnp.stack(
+            [
+                checks.relative_errors(g.reshape(1, -1), w.reshape(1, -1).astype(jnp.float32))
+                for g, w in zip(got, want, strict=True)
+            ]
+        ),
+        axis=0,
+    )
 
 
 def around(compiled: Any, inputs: Arrays) -> dict[str, float]:
     """The share of a call's time in kernels that do not multiply groups; of jaxops' sides, whose kernels have names."""
     launched = harness.kernels(compiled, *inputs)
     total = sum(us for _, us in launched)
-    return {"around": sum(us for name, us in launched if not any(product in name for product in PRODUCTS)) / total} if total else {}
+    return (
+        {"around": sum(us for name, us in launched if not any(product in name for product in PRODUCTS)) / total}
+        if total
+        else {}
+    )
 
 
-def ready_side(side: str, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays, want: Arrays) -> harness.Ready:
+def ready_side(
+    side: str, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays, want: Arrays
+) -> harness.Ready:
     """programs: of each side, compiled for the distribution before, and seconds."""
     if side == "ragged_dot" and dist != DISTS[0]:
         raise ValueError("on a GPU its time does not depend on the groups' sizes, and it is the slowest by far")
@@ -139,7 +166,9 @@ def ready_side(side: str, shape: MoeShape, pass_name: str, dist: str, programs: 
     return ready
 
 
-def measure_case(run: harness.Run, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays) -> None:
+def measure_case(
+    run: harness.Run, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays
+) -> None:
     """Checks, times and writes every side of one case."""
     if "reference" not in programs:
         programs["reference"] = harness.compile_fits(program("xla", shape, pass_name), *inputs)
@@ -149,16 +178,33 @@ def measure_case(run: harness.Run, shape: MoeShape, pass_name: str, dist: str, p
     del want
     times = run.times(OURS, ready)
     flops = shape.flops(pass_name)
-    named = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist}
+    named = {
+        "op": "moe",
+        "pass": pass_name,
+        "name": shape.name,
+        "shape": shape.dims,
+        "dtype": jnp.dtype(DTYPE).name,
+        "dist": dist,
+    }
     run.write(OURS, named, ready, times, "tflops", flops)
-    print(f"{label:36}" + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()), flush=True)
+    print(
+        f"{label:36}"
+        + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()),
+        flush=True,
+    )
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
-    dists: str = typer.Option(",".join(DISTS), help='Of the groups: "router" for those of random logits, or names from benchmarks/shapes.py.'),
+    shape_names: str = typer.Option(
+        ",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
+    dists: str = typer.Option(
+        ",".join(DISTS), help='Of the groups: "router" for those of random logits, or names from benchmarks/shapes.py.'
+    ),
     passes: str = typer.Option(",".join(PASSES)),
-    peers: str = typer.Option("jaxops_unfused,tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'),
+    peers: str = typer.Option(
+        "jaxops_unfused,tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'
+    ),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     rounds: int = typer.Option(5),
     smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
@@ -167,7 +213,12 @@ def main(
     harness.demand_place(out, smoke)
     start = time.perf_counter()
     file = harness.results_folder(out) / "moe.jsonl"
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[name for name in peers.split(",") if name])
+    run = harness.Run(
+        file=file,
+        rounds=rounds,
+        ceiling=harness.write_dense(file, DTYPE, smoke),
+        peers=[name for name in peers.split(",") if name],
+    )
     for shape in [SMOKE] if smoke else [shapes.MOES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
         preferred = {dist: jnp.asarray(shapes.preferences(dist, shape)) for dist in dists.split(",")}

@@ -27,7 +27,14 @@ from models import layers
 from models.decoder import DecoderConfig
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
-KEEP, RECOMPUTE, JAX_REMAT, OFFLOAD, MOST, INPUTS = "keep", "recompute", "jax_remat", "offload", "offload_most", "offload_inputs"
+KEEP, RECOMPUTE, JAX_REMAT, OFFLOAD, MOST, INPUTS = (
+    "keep",
+    "recompute",
+    "jax_remat",
+    "offload",
+    "offload_most",
+    "offload_inputs",
+)
 POLICIES = {
     KEEP: None,  # the layers unrolled, which is the fastest and takes the least memory
     RECOMPUTE: Policy(),
@@ -58,12 +65,16 @@ class Case(NamedTuple):
 
 
 def decoder(preset: Preset) -> Callable[[int, Policy | None], Preset]:
-    return lambda rows, policy: dataclasses.replace(preset, batch=rows, model=dataclasses.replace(preset.model, policy=policy, unroll=policy is None))
+    return lambda rows, policy: dataclasses.replace(
+        preset, batch=rows, model=dataclasses.replace(preset.model, policy=policy, unroll=policy is None)
+    )
 
 
 def dit(preset: DiTPreset) -> Callable[[int, Policy | None], DiTPreset]:
     """A row is as many tokens as the largest image has."""
-    return lambda rows, policy: dataclasses.replace(preset, tokens=rows * preset.longest, policy=policy, unroll=policy is None)
+    return lambda rows, policy: dataclasses.replace(
+        preset, tokens=rows * preset.longest, policy=policy, unroll=policy is None
+    )
 
 
 DENSE = DecoderConfig(32_768, 5120, layers=24, heads=40, kv_heads=8, head_dim=128, hidden=14_336, tie_embeddings=True)
@@ -78,7 +89,9 @@ CASES = {
     "dit_7b": Case(
         Policy(keep=("mlp", "attention", "branch.mlp"), offload=("carry", "branch.attention")),
         bench_train_step.dit,
-        dit(dataclasses.replace(DIT_PRESETS["1b"], layers=24, width=3968, heads=31, longest=2048, images=128, ema=None)),
+        dit(
+            dataclasses.replace(DIT_PRESETS["1b"], layers=24, width=3968, heads=31, longest=2048, images=128, ema=None)
+        ),
         [(KEEP, 3), (RECOMPUTE, 10), (JAX_REMAT, 10), (OFFLOAD, 10), (INPUTS, 58)],
         [(RECOMPUTE, 20), (KEEP, 1)],
     ),
@@ -108,7 +121,9 @@ def without_jaxops() -> Iterator[None]:
 
 
 def only(case: Case, sides: list[str]) -> Case:
-    return case._replace(runs=[run for run in case.runs if run[0] in sides], compiled=[run for run in case.compiled if run[0] in sides])
+    return case._replace(
+        runs=[run for run in case.runs if run[0] in sides], compiled=[run for run in case.compiled if run[0] in sides]
+    )
 
 
 class Measured(NamedTuple):
@@ -146,7 +161,10 @@ def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
     found = {}
     for to, lane in (("host", TO_HOST), ("device", TO_DEVICE)):
         copies = [e for e in events if e.lane == lane]
-        behind = sum(float(np.sum(np.clip(np.minimum(busy_to, e.start_us + e.us) - np.maximum(busy_from, e.start_us), 0, None))) for e in copies)
+        behind = sum(
+            float(np.sum(np.clip(np.minimum(busy_to, e.start_us + e.us) - np.maximum(busy_from, e.start_us), 0, None)))
+            for e in copies
+        )
         total = sum(e.us for e in copies)
         found[to] = [round(total, 1), round(behind / total, 4) if total else 0.0]
     return found
@@ -186,9 +204,18 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
                     needed[side, rows] = measured.report.device_bytes
                     per_token[side] = float(np.median(measured.us)) / workload.tokens
                     print(
-                        f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  losses {measured.losses[:3]}", flush=True
+                        f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  losses {measured.losses[:3]}",
+                        flush=True,
                     )
-                    write(file, {"name": name, "dist": f"{rows} rows", "backend": side}, workload, measured, dense, needed, per_token)
+                    write(
+                        file,
+                        {"name": name, "dist": f"{rows} rows", "backend": side},
+                        workload,
+                        measured,
+                        dense,
+                        needed,
+                        per_token,
+                    )
         except Exception as error:
             failed += 1
             harness.print_left_out(f"{side} of {rows} rows at {name}", error)
@@ -208,7 +235,11 @@ def write(
     """A run's row, and OFFLOAD's trace. needed and per_token are of all runs so far, this one's among them."""
     side, times = run["backend"], harness.Times.of(measured.us)
     budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
-    vs = {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE, JAX_REMAT)} if side.startswith(OFFLOAD) else {}
+    vs = (
+        {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE, JAX_REMAT)}
+        if side.startswith(OFFLOAD)
+        else {}
+    )
     facts: dict[str, Any] = speeds(workload, times)
     copies = hidden_copies(measured.events)
     facts |= {"peak_bytes": measured.report.device_bytes, "host_bytes": measured.report.host_bytes}
@@ -221,7 +252,8 @@ def write(
     row = {"op": "train_step", "pass": "step", "shape": workload.shape, "dtype": "bfloat16"} | run
     harness.append_row(file, harness.make_row(row, times, facts["tflops"] / dense, vs, None, **facts))
     print(
-        f"{run['name']} {side} of {run['dist']}: {times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {vs}", flush=True
+        f"{run['name']} {side} of {run['dist']}: {times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {vs}",
+        flush=True,
     )
     print(f"  fits {facts['largest_rows']}, copies {copies}", flush=True)
     if side == OFFLOAD and measured.events:
@@ -231,12 +263,19 @@ def write(
 def main(
     models: str = typer.Option(",".join(CASES)),
     sides: str = typer.Option(",".join((*POLICIES, OFFLOAD))),
-    limit: float = typer.Option(6.0, help="Seconds of steps on the clock. A card at its limit of power slows down in the first ones: give all sides the same."),
+    limit: float = typer.Option(
+        6.0,
+        help="Seconds of steps on the clock. A card at its limit of power slows down in the first ones: give all sides the same.",
+    ),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     smoke: bool = typer.Option(False, help="A tiny decoder, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/offload.jsonl; exits with 1 if a run failed. A row's `vs` is of times a token."""
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112"}
+    os.environ |= {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",
+    }
     harness.demand_place(out, smoke)
     file = harness.results_folder(out) / "offload.jsonl"
     dense = harness.write_dense(file, np.float32 if smoke else jax.numpy.bfloat16, smoke)

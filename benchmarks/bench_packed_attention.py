@@ -44,26 +44,40 @@ def measure_case(case: Case, passes: list[str], sides: list[str], file: pathlib.
         ready: dict[str, harness.Ready] = {}
         for name in sides:
             try:
-                compiled, seconds = harness.compile_fits(peers_attention.PASSES[pass_name](peers_attention.SIDES[name]), *args)
+                compiled, seconds = harness.compile_fits(
+                    peers_attention.PASSES[pass_name](peers_attention.SIDES[name]), *args
+                )
                 results = compiled(*args)
                 max_err, rms_err = checks.attention_errors(results, want)
                 checks.demand_right(max_err, rms_err, "bfloat16 attention")
-                ready[name] = harness.ready(name, compiled, args, sum(result.nbytes for result in results.values()), max_err)
+                ready[name] = harness.ready(
+                    name, compiled, args, sum(result.nbytes for result in results.values()), max_err
+                )
                 ready[name].facts["compile_s"] = seconds
             except Exception as error:  # a way that does not work here is a finding
                 harness.print_left_out(f"{name} at {case.label} {pass_name}", error)
         times = harness.interleave([side.variant for side in ready.values()], rounds)
         flops = shape.flops(pass_name, np.diff(case.offsets))
         for name, t in times.items():
-            named = {"op": "packed_attention", "pass": pass_name, "name": shape.name, "shape": shape.dims | {"B": len(case.offsets) - 1}}
+            named = {
+                "op": "packed_attention",
+                "pass": pass_name,
+                "name": shape.name,
+                "shape": shape.dims | {"B": len(case.offsets) - 1},
+            }
             named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": name}
             facts = ready[name].facts | {"tflops": flops / t.us_p50 / 1e6, "longest": sequences.longest}
             harness.append_row(file, harness.make_row(named, t, None, {}, ready[name].max_err, **facts))
-            print(f"{case.label} {pass_name:8}{name:22}{t.us_p50:10.0f} us {flops / t.us_p50 / 1e6:8.1f} TFLOP/s", flush=True)
+            print(
+                f"{case.label} {pass_name:8}{name:22}{t.us_p50:10.0f} us {flops / t.us_p50 / 1e6:8.1f} TFLOP/s",
+                flush=True,
+            )
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.ATTENTION), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.ATTENTION), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     dists: str = typer.Option("unequal", help=f"Of {', '.join(shapes.PACKED_DISTS)}."),
     passes: str = typer.Option(",".join(peers_attention.PASSES)),
     ways: str = typer.Option(",".join(peers_attention.SIDES)),
@@ -80,7 +94,9 @@ def main(
         for dist in dists.split(","):
             offsets = shapes.group_offsets(shapes.sequence_lengths(dist, shape.B, shape.T))
             measure_case(Case(shape, dist, offsets), passes.split(","), ways.split(","), file, rounds)
-        print(f"{shape.name} done after {time.perf_counter() - start:.0f} s, {jax.devices()[0].device_kind}", flush=True)
+        print(
+            f"{shape.name} done after {time.perf_counter() - start:.0f} s, {jax.devices()[0].device_kind}", flush=True
+        )
 
 
 if __name__ == "__main__":

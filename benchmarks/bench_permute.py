@@ -44,7 +44,10 @@ def make_routing(shape: PermuteShape) -> jaxops.Routing:
 
 def make_inputs(shape: PermuteShape, dtype=DTYPE) -> Named:
     """x, which is also the cotangent of combine's result, and rows, which are also that of permute's."""
-    return {name: harness.normal(i, (size, shape.D), jnp.dtype(dtype)) for i, (name, size) in enumerate((("x", shape.T), ("rows", shape.T * shape.k)), 1)}
+    return {
+        name: harness.normal(i, (size, shape.D), jnp.dtype(dtype))
+        for i, (name, size) in enumerate((("x", shape.T), ("rows", shape.T * shape.k)), 1)
+    }
 
 
 def side(case: Case, backend: str) -> Callable[[Named, jaxops.Routing], Named]:
@@ -59,14 +62,18 @@ def side(case: Case, backend: str) -> Callable[[Named, jaxops.Routing], Named]:
             return jaxops.combine(rows, dataclasses.replace(routing, weights=weights), backend=backend)
 
         out, vjp = jax.vjp(weighted, inputs["rows"], routing.weights)
-        return {"out": out} if case.pass_name == "fwd" else dict(zip(("drows", "dweights"), vjp(inputs["x"]), strict=True))
+        return (
+            {"out": out} if case.pass_name == "fwd" else dict(zip(("drows", "dweights"), vjp(inputs["x"]), strict=True))
+        )
 
     return permute if case.op == "permute" else combine
 
 
 @jax.jit
 def _errors(parts: Named, want: Named) -> jax.Array:
-    return jnp.max(jnp.stack([checks.relative_errors(parts[name], want[name]) for name in want]), axis=0)  # max passes NaN on
+    return jnp.max(
+        jnp.stack([checks.relative_errors(parts[name], want[name]) for name in want]), axis=0
+    )  # max passes NaN on
 
 
 def errors(parts: Named, want: Named) -> tuple[float, float]:
@@ -87,18 +94,33 @@ def ready_side(name: str, case: Case, inputs: Named, routing: jaxops.Routing, wa
 
 def measure_case(run: harness.Run, case: Case, inputs: Named, routing: jaxops.Routing) -> None:
     """Checks, times and writes every side of one case."""
-    want = jax.jit(lambda inputs, routing: side(case, "xla")({name: x.astype(jnp.float32) for name, x in inputs.items()}, routing))(inputs, routing)
+    want = jax.jit(
+        lambda inputs, routing: side(case, "xla")({name: x.astype(jnp.float32) for name, x in inputs.items()}, routing)
+    )(inputs, routing)
     ready = run.ready_sides("pallas", case.label, ready_side, case, inputs, routing, want)
     del want
     times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.op, case.pass_name)
-    named = {"op": case.op, "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": DTYPE, "dist": ""}
+    named = {
+        "op": case.op,
+        "pass": case.pass_name,
+        "name": case.shape.name,
+        "shape": case.shape.dims,
+        "dtype": DTYPE,
+        "dist": "",
+    }
     run.write("pallas", named, ready, times, "gbps", moved, cold=harness.cold(moved))
-    print(f"{case.label:32}" + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()), flush=True)
+    print(
+        f"{case.label:32}"
+        + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()),
+        flush=True,
+    )
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.PERMUTES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.PERMUTES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     ops: str = typer.Option(",".join(OPS)),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option("xla", help='"" for none.'),
@@ -110,7 +132,12 @@ def main(
     harness.demand_place(out, smoke)
     start = time.perf_counter()
     file = harness.results_folder(out) / "permute.jsonl"
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=[name for name in peers.split(",") if name])
+    run = harness.Run(
+        file=file,
+        rounds=rounds,
+        ceiling=harness.write_copy(file, smoke),
+        peers=[name for name in peers.split(",") if name],
+    )
     for shape in [SMOKE] if smoke else [shapes.PERMUTES[name] for name in shape_names.split(",")]:
         inputs, routing = make_inputs(shape), make_routing(shape)
         for op in ops.split(","):

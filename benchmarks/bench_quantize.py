@@ -51,7 +51,11 @@ class Case:
 
     @property
     def facts(self) -> dict:
-        return {"scaling": self.scaling, "layouts": self.layouts, "passes": quantized_bytes.reads_needed(self.scaling, self.layouts)}
+        return {
+            "scaling": self.scaling,
+            "layouts": self.layouts,
+            "passes": quantized_bytes.reads_needed(self.scaling, self.layouts),
+        }
 
 
 def jaxops_side(case: Case, backend: str) -> Callable[[jax.Array], peers_fp8.Named]:
@@ -67,7 +71,9 @@ def jaxops_side(case: Case, backend: str) -> Callable[[jax.Array], peers_fp8.Nam
 def differing(got: peers_fp8.Named, want: peers_fp8.Named) -> dict[str, jax.Array]:
     """How many elements of each part have other bits."""
     bits = {1: jnp.uint8, 4: jnp.uint32}
-    as_bits = functools.partial(jax.tree.map, lambda part: jax.lax.bitcast_convert_type(part, bits[part.dtype.itemsize]))
+    as_bits = functools.partial(
+        jax.tree.map, lambda part: jax.lax.bitcast_convert_type(part, bits[part.dtype.itemsize])
+    )
     return jax.tree.map(lambda a, b: jnp.sum(a != b, dtype=jnp.int32), as_bits(got), as_bits(want))
 
 
@@ -79,7 +85,9 @@ def demand_same_bits(got: peers_fp8.Named, want: peers_fp8.Named) -> None:
     for name, part in want.items():
         if name not in got or got[name].shape != part.shape or got[name].dtype != part.dtype:
             raise ArithmeticError(f"wrong result: {name} must be {part.dtype}{part.shape}")
-    if wrong := {name: int(count) for name, count in differing({name: got[name] for name in want}, want).items() if int(count)}:
+    if wrong := {
+        name: int(count) for name, count in differing({name: got[name] for name in want}, want).items() if int(count)
+    }:
         raise ArithmeticError(f"wrong result: other bits than the xla backend's: {wrong}")
 
 
@@ -87,7 +95,9 @@ def peer_errors(case: Case, got: peers_fp8.Named, x: jax.Array) -> tuple[float, 
     """(largest, RMS) error over the RMS of rows, of some rows and, where they are there, of some columns. A peer's scales are [rows, blocks]."""
     worst = [_relative_errors(got["values"][:_CHECKED_ROWS], got["scales"], x[:_CHECKED_ROWS], case.scaling)]
     if "values_t" in got:
-        worst.append(_relative_errors(got["values_t"][:_CHECKED_ROWS], got["scales_t"], x[:, :_CHECKED_ROWS].T, case.scaling))
+        worst.append(
+            _relative_errors(got["values_t"][:_CHECKED_ROWS], got["scales_t"], x[:, :_CHECKED_ROWS].T, case.scaling)
+        )
     return max(float(errors[0]) for errors in worst), max(float(errors[1]) for errors in worst)
 
 
@@ -126,7 +136,9 @@ def ready_torch(torch: TorchProcess, case: Case) -> harness.Ready:
         raise NotImplementedError("only the row layout of 1x128 is timed by torch.compile")
     answer = torch.ask(do="prepare", op="quantize", limits=checks.LIMITS[LIMITS], **case.shape.dims)
     return harness.Ready(
-        harness.Variant("torch_compile", torch.times_us, harness.iterations_for(answer["us"], 0)), answer["max_err"], {"recipe": answer["recipe"]}
+        harness.Variant("torch_compile", torch.times_us, harness.iterations_for(answer["us"], 0)),
+        answer["max_err"],
+        {"recipe": answer["recipe"]},
     )
 
 
@@ -146,7 +158,14 @@ def measure_case(run: Run, case: Case, x: jax.Array) -> None:
         except Exception as error:
             harness.print_left_out(f"torch_compile at {case.label}", error)
     times = run.times("pallas", ready)
-    named = {"op": "quantize", "pass": "fwd", "name": case.shape.name, "shape": case.shape.dims, "dtype": "bfloat16", "dist": ""}
+    named = {
+        "op": "quantize",
+        "pass": "fwd",
+        "name": case.shape.name,
+        "shape": case.shape.dims,
+        "dtype": "bfloat16",
+        "dist": "",
+    }
     run.write("pallas", named, ready, times, "gbps", case.moved, cold=harness.cold(case.moved), **case.facts)
     line = " | ".join(f"{name} {t.us_p50:.0f} us {case.moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items())
     own = f" | {case.moved / times['pallas'].us_p50 / 1e3 / run.ceiling:.2f} of copy" if "pallas" in times else ""
@@ -154,7 +173,9 @@ def measure_case(run: Run, case: Case, x: jax.Array) -> None:
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.MATRICES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.MATRICES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     scalings: str = typer.Option(",".join(SCALINGS)),
     layouts: str = typer.Option(",".join(LAYOUTS)),
     peers: str = typer.Option(PEERS, help='"" for none; also: jaxops_xla, the portable backend of jaxops.'),

@@ -38,7 +38,10 @@ class Case:
 
 def make_inputs(shape: RouteShape) -> Named:
     """Logits, the bias where there are groups, and the weights' cotangent."""
-    inputs = {"logits": harness.normal(0, (shape.T, shape.E), jnp.float32), "dweights": harness.normal(1, (shape.T, shape.k), jnp.float32)}
+    inputs = {
+        "logits": harness.normal(0, (shape.T, shape.E), jnp.float32),
+        "dweights": harness.normal(1, (shape.T, shape.k), jnp.float32),
+    }
     return inputs | ({"bias": 0.1 * harness.normal(2, (shape.E,), jnp.float32)} if shape.num_groups > 1 else {})
 
 
@@ -51,7 +54,9 @@ def side(case: Case, backend: str) -> Callable[[Named], Named]:
     def both(inputs: Named) -> Named:
         def loss(logits):
             parts = forward(logits, inputs)
-            return jnp.sum(parts["weights"] * inputs["dweights"]) + 0.01 * parts["aux_loss"] + 0.001 * parts["z_loss"], parts
+            return jnp.sum(parts["weights"] * inputs["dweights"]) + 0.01 * parts["aux_loss"] + 0.001 * parts[
+                "z_loss"
+            ], parts
 
         (_, parts), dlogits = jax.value_and_grad(loss, has_aux=True)(inputs["logits"])
         return parts | {"dlogits": dlogits}
@@ -116,13 +121,26 @@ def measure_case(run: harness.Run, case: Case, inputs: Named) -> None:
     del want
     times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.pass_name)
-    named = {"op": "route", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims, "dtype": "float32", "dist": ""}
+    named = {
+        "op": "route",
+        "pass": case.pass_name,
+        "name": case.shape.name,
+        "shape": case.shape.dims,
+        "dtype": "float32",
+        "dist": "",
+    }
     run.write("pallas", named, ready, times, "gbps", moved, cold=harness.cold(moved))
-    print(f"{case.label:32}" + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()), flush=True)
+    print(
+        f"{case.label:32}"
+        + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()),
+        flush=True,
+    )
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.ROUTES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.ROUTES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option("xla", help='"" for none.'),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
@@ -133,7 +151,12 @@ def main(
     harness.demand_place(out, smoke)
     start = time.perf_counter()
     file = harness.results_folder(out) / "route.jsonl"
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=[name for name in peers.split(",") if name])
+    run = harness.Run(
+        file=file,
+        rounds=rounds,
+        ceiling=harness.write_copy(file, smoke),
+        peers=[name for name in peers.split(",") if name],
+    )
     for shape in [SMOKE] if smoke else [shapes.ROUTES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
         for pass_name in passes.split(","):

@@ -47,7 +47,9 @@ def side(case: Case, name: str) -> Callable[[Named], Named]:
     def logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
         if name == "jaxops":
             return router_logits(x, kernel)
-        return jnp.matmul(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST if name == "xla" else lax.Precision.DEFAULT)
+        return jnp.matmul(
+            x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST if name == "xla" else lax.Precision.DEFAULT
+        )
 
     def both(inputs: Named) -> Named:
         found, vjp = jax.vjp(logits, inputs["x"], inputs["kernel"])
@@ -89,7 +91,9 @@ def measure_case(run: harness.Run, case: Case) -> None:
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.ROUTERS), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.ROUTERS), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option("xla,tf32", help='"" for none.'),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),

@@ -71,7 +71,10 @@ def lm_flops(preset: Preset, batch: Any) -> float:
     starts = np.flatnonzero(np.diff(batch.documents.reshape(-1, batch.documents.shape[-1]), axis=1, prepend=-2).ravel())
     lengths = np.diff(np.append(starts, batch.documents.size)).astype(float)
     pairs = float(np.sum(lengths**2)) / 2
-    return 6 * batch.documents.size * (c.layers * (attention + experts) + c.width * c.vocab) + 12 * c.layers * c.heads * c.head_dim * pairs
+    return (
+        6 * batch.documents.size * (c.layers * (attention + experts) + c.width * c.vocab)
+        + 12 * c.layers * c.heads * c.head_dim * pairs
+    )
 
 
 @functools.cache
@@ -87,11 +90,24 @@ def lm(preset: Preset, backend: str, precision: str, steps: int) -> Workload:
     make = train_lm.make_batches(preset, documents, rows)
     graphdef = jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0]
     c = preset.model
-    shape = {"T": preset.batch * preset.context, "D": c.width, "layers": c.layers, "experts": c.experts, "top_k": c.top_k}
+    shape = {
+        "T": preset.batch * preset.context,
+        "D": c.width,
+        "layers": c.layers,
+        "experts": c.experts,
+        "top_k": c.top_k,
+    }
     batches = [make(step) for step in range(steps)]
     flops = float(np.mean([lm_flops(preset, batch) for batch in batches]))
     step = train_lm.make_step(graphdef, preset)
-    return Workload(lambda: train_lm.init_state(preset, 0)[1], step, [loop.place(batch) for batch in batches], shape["T"], flops, shape)
+    return Workload(
+        lambda: train_lm.init_state(preset, 0)[1],
+        step,
+        [loop.place(batch) for batch in batches],
+        shape["T"],
+        flops,
+        shape,
+    )
 
 
 def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
@@ -115,17 +131,34 @@ def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload
     batches = [images(preset, sizes, step) for step in range(steps)]
     square = float(np.mean([np.sum(np.diff(batch.sequence_offsets[0]).astype(float) ** 2) for batch in batches]))
     each = preset.width**2
-    flops = 6 * each * preset.layers * (12 * preset.tokens + 6 * preset.images) + 12 * preset.layers * preset.width * square
+    flops = (
+        6 * each * preset.layers * (12 * preset.tokens + 6 * preset.images) + 12 * preset.layers * preset.width * square
+    )
     graphdef = jax.eval_shape(lambda: train_dit.init_state(sizes, preset, 0))[0]
     shape = {"T": preset.tokens, "D": preset.width, "layers": preset.layers, "images": preset.images}
     step = train_dit.make_step(graphdef, preset)
-    return Workload(lambda: train_dit.init_state(sizes, preset, 0)[1], step, [loop.place(batch) for batch in batches], preset.tokens, flops, shape)
+    return Workload(
+        lambda: train_dit.init_state(sizes, preset, 0)[1],
+        step,
+        [loop.place(batch) for batch in batches],
+        preset.tokens,
+        flops,
+        shape,
+    )
 
 
 WORKLOADS = {"moe_3b": (lm, PRESETS["3b"]), "dit_1b": (dit, DIT_PRESETS["1b"])}
 SMOKE = {
-    "moe_smoke": (lm, dataclasses.replace(PRESETS["demo"], model=dataclasses.replace(PRESETS["demo"].model, layers=1), context=64, batch=2)),
-    "dit_smoke": (dit, dataclasses.replace(DIT_PRESETS["demo"], layers=1, width=64, heads=2, tokens=64, images=4, longest=16)),
+    "moe_smoke": (
+        lm,
+        dataclasses.replace(
+            PRESETS["demo"], model=dataclasses.replace(PRESETS["demo"].model, layers=1), context=64, batch=2
+        ),
+    ),
+    "dit_smoke": (
+        dit,
+        dataclasses.replace(DIT_PRESETS["demo"], layers=1, width=64, heads=2, tokens=64, images=4, longest=16),
+    ),
 }
 
 
@@ -158,7 +191,9 @@ def measure(workload: Workload, limit_s: float) -> Measured:
         ahead = metrics
     jax.block_until_ready(state)  # the profile is of one step alone
     us = [1e6 * (end - start) for start, end in itertools.pairwise(ends[WARMUP - 1 :])]
-    return Measured(us, losses, needed_bytes(compiled)[0], compile_s, profiled(lambda: compiled(state, workload.batches[0], key)))
+    return Measured(
+        us, losses, needed_bytes(compiled)[0], compile_s, profiled(lambda: compiled(state, workload.batches[0], key))
+    )
 
 
 def compile_step(workload: Workload) -> Any:
@@ -174,7 +209,16 @@ def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
     return sorted(totals.items(), key=lambda item: -item[1])
 
 
-def measure_case(name: str, make: Callable[..., Workload], preset: Any, sides: list[str], file: pathlib.Path, dense: float, steps: int, limit_s: float) -> int:
+def measure_case(
+    name: str,
+    make: Callable[..., Workload],
+    preset: Any,
+    sides: list[str],
+    file: pathlib.Path,
+    dense: float,
+    steps: int,
+    limit_s: float,
+) -> int:
     """All sides of a model, one after another, each one's row written when it is over; how often jaxops itself failed."""
     losses: dict[str, float] = {}
     step_us: dict[str, float] = {}
@@ -194,11 +238,27 @@ def measure_case(name: str, make: Callable[..., Workload], preset: Any, sides: l
     return OURS in sides and OURS not in step_us
 
 
-def write(file: pathlib.Path, name: str, side: str, workload: Workload, measured: Measured, dense: float, step_us: dict[str, float]) -> None:
+def write(
+    file: pathlib.Path,
+    name: str,
+    side: str,
+    workload: Workload,
+    measured: Measured,
+    dense: float,
+    step_us: dict[str, float],
+) -> None:
     """A side's row. step_us is of all sides so far, this one among them."""
     backend, precision = SIDES[side]
     times, total = harness.Times.of(measured.us), sum(us for _, us in measured.kernels)
-    case = {"op": "train_step", "pass": "step", "name": name, "shape": workload.shape, "dtype": "bfloat16", "dist": "", "backend": side}
+    case = {
+        "op": "train_step",
+        "pass": "step",
+        "name": name,
+        "shape": workload.shape,
+        "dtype": "bfloat16",
+        "dist": "",
+        "backend": side,
+    }
     facts: dict[str, Any] = {"recipe": PRECISIONS[precision].recipe} | speeds(workload, times)
     facts |= {"peak_bytes": measured.bytes, "compile_s": measured.compile_s, "loss": measured.losses[-1]}
     facts |= {"kernels": [[kernel[:80], round(us, 1), round(us / total, 4)] for kernel, us in measured.kernels[:SHOWN]]}
@@ -217,7 +277,9 @@ def speeds(workload: Workload, times: harness.Times) -> dict[str, float]:
 def main(
     models: str = typer.Option(",".join(WORKLOADS)),
     sides: str = typer.Option(",".join(SIDES)),
-    steps: int = typer.Option(12, min=WARMUP + 2, help="Training steps of each side: two warm up, and the last is not timed."),
+    steps: int = typer.Option(
+        12, min=WARMUP + 2, help="Training steps of each side: two warm up, and the last is not timed."
+    ),
     limit: float = typer.Option(30.0, help="Seconds of steps after which a side has no further one."),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),

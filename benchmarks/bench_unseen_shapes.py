@@ -60,7 +60,9 @@ def tuned(pass_name: str, shape: GroupedShape, plan: Plan) -> tuple[Tiles | None
     return Tiles(**min(rows, key=lambda row: row["us"])["tiles"]), time.perf_counter() - start
 
 
-def ready_side(side: str, shape: GroupedShape, pass_name: str, chosen: dict[str, Tiles | None], inputs: Inputs, offsets: np.ndarray) -> harness.Ready:
+def ready_side(
+    side: str, shape: GroupedShape, pass_name: str, chosen: dict[str, Tiles | None], inputs: Inputs, offsets: np.ndarray
+) -> harness.Ready:
     tiles, args = chosen[side], inputs.args(side, offsets)
     plan = Plan("xla") if tiles is None else Plan(tiles.kernel, tiles, tiles, tiles)
     compiled, _ = harness.compile_fits(jaxops_passes("auto", plan)[pass_name], *args)
@@ -81,11 +83,22 @@ def measure_case(run: harness.Run, shape: GroupedShape, pass_name: str, inputs: 
     chosen = {OURS: getattr(plan, pass_name), TUNED: best}
     for dist in DISTS:
         offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
-        ready = run.ready_sides(OURS, f"{shape.name} {pass_name} {dist}", ready_side, shape, pass_name, chosen, inputs, offsets)
+        ready = run.ready_sides(
+            OURS, f"{shape.name} {pass_name} {dist}", ready_side, shape, pass_name, chosen, inputs, offsets
+        )
         times = run.times(OURS, ready)
-        named = {"op": "grouped_matmul", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": jnp.dtype(DTYPE).name, "dist": dist}
+        named = {
+            "op": "grouped_matmul",
+            "pass": pass_name,
+            "name": shape.name,
+            "shape": shape.dims,
+            "dtype": jnp.dtype(DTYPE).name,
+            "dist": dist,
+        }
         run.write(OURS, named, ready, times, "tflops", shape.flops, tuning_s=seconds)
-        line = " | ".join(f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items())
+        line = " | ".join(
+            f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()
+        )
         print(f"{shape.name} {'x'.join(map(str, shape.dims.values())):24} {dist:9} {pass_name:6} {line}", flush=True)
 
 

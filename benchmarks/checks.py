@@ -43,13 +43,17 @@ def demand_right(max_err: float, rms_err: float, dtype: str) -> None:
         raise ArithmeticError(f"wrong result: max error {max_err:.2e}, RMS error {rms_err:.2e} of the row's RMS")
 
 
-def grouped_errors(pass_name: str, shape: GroupedShape, out: jax.Array, inputs: tuple[jax.Array, ...], offsets: np.ndarray) -> tuple[float, float]:
+def grouped_errors(
+    pass_name: str, shape: GroupedShape, out: jax.Array, inputs: tuple[jax.Array, ...], offsets: np.ndarray
+) -> tuple[float, float]:
     """(largest error over RMS, RMS error over RMS) of a pass's result, the worst of the sampled rows. inputs are lhs, rhs, dout.
 
     A row that must be zero and is not counts as infinitely wrong.
     """
     groups, rows = sampled_rows(pass_name, shape, offsets)
-    right_shape = {"fwd": (shape.M, shape.N), "dgrad": (shape.M, shape.K), "wgrad": (shape.G, shape.K, shape.N)}[pass_name]
+    right_shape = {"fwd": (shape.M, shape.N), "dgrad": (shape.M, shape.K), "wgrad": (shape.G, shape.K, shape.N)}[
+        pass_name
+    ]
     if out.shape != right_shape:
         raise ValueError(f"{pass_name} returned {out.shape}, it must be {right_shape}.")
     worst = _errors(pass_name, out, *inputs, jnp.asarray(offsets), jnp.asarray(groups), jnp.asarray(rows))
@@ -77,7 +81,11 @@ def _errors(pass_name: str, out, lhs, rhs, dout, offsets, groups, rows):
 def _relative(got: jax.Array, want: jax.Array) -> jax.Array:
     """[largest error, RMS error] of each row (the last axis) over its RMS, in float32; infinite where a row must be zero and is not."""
     diff = got.astype(jnp.float32) - want
-    rms, max_err, rms_err = jnp.sqrt(jnp.mean(want**2, axis=-1)), jnp.max(jnp.abs(diff), axis=-1), jnp.sqrt(jnp.mean(diff**2, axis=-1))
+    rms, max_err, rms_err = (
+        jnp.sqrt(jnp.mean(want**2, axis=-1)),
+        jnp.max(jnp.abs(diff), axis=-1),
+        jnp.sqrt(jnp.mean(diff**2, axis=-1)),
+    )
     relative = jnp.stack([max_err, rms_err]) / jnp.where(rms > 0, rms, 1)[None]
     return jnp.where(((rms > 0) | (max_err == 0))[None], relative, jnp.inf)
 
@@ -87,7 +95,9 @@ def relative_errors(got: jax.Array, want: jax.Array) -> jax.Array:
     return jnp.max(_relative(got, want), axis=1)  # max passes NaN on
 
 
-def packed_errors(results: dict[str, jax.Array], inputs: dict[str, jax.Array], offsets: np.ndarray) -> tuple[float, float]:
+def packed_errors(
+    results: dict[str, jax.Array], inputs: dict[str, jax.Array], offsets: np.ndarray
+) -> tuple[float, float]:
     """As grouped_errors, of what adaln or gated_residual_adaln gave: any of y, new_residual, dx, dh, of which rows are sampled, and dgate, dscale, dshift.
 
     inputs: x (the residual), scale, shift, dy and, of gated_residual_adaln, h, gate and dnew_residual.
@@ -106,7 +116,9 @@ def _packed_errors(results, inputs, offsets, rows):
     per_row = {name: result for name, result in results.items() if name not in _PER_SEQUENCE}
     want = _reference_rows(inputs, offsets, rows)
     errors = [_relative(result[rows], want[name]) for name, result in per_row.items()]
-    if sums := {name: jnp.zeros(result.shape, jnp.float32) for name, result in results.items() if name in _PER_SEQUENCE}:
+    if sums := {
+        name: jnp.zeros(result.shape, jnp.float32) for name, result in results.items() if name in _PER_SEQUENCE
+    }:
         T = inputs["x"].shape[0]
 
         def add_chunk(sums, start):
@@ -140,7 +152,9 @@ def _reference_rows(inputs, offsets, rows) -> dict[str, jax.Array]:
     operands = (of("x", rows), of("h", rows), of("gate", mine), of("scale", mine), of("shift", mine))
     (new_residual, y), vjp = jax.vjp(forward, *operands)
     grads = vjp((of("dnew_residual", rows), of("dy", rows)))
-    return {"new_residual": new_residual, "y": y} | dict(zip(("dx", "dh", "dgate", "dscale", "dshift"), grads, strict=True))
+    return {"new_residual": new_residual, "y": y} | dict(
+        zip(("dx", "dh", "dgate", "dscale", "dshift"), grads, strict=True)
+    )
 
 
 def linear_errors(results: dict[str, jax.Array], x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[float, float]:
@@ -148,7 +162,9 @@ def linear_errors(results: dict[str, jax.Array], x: jax.Array, w: jax.Array, dy:
     shape, offsets = GroupedShape("", 1, x.shape[0], *w.shape), np.array([0, x.shape[0]], np.int32)
     passes = {"y": "fwd", "dx": "dgrad", "dw": "wgrad"}
     grouped = {name: result[None] if name == "dw" else result for name, result in results.items()}
-    errors = [grouped_errors(passes[name], shape, result, (x, w[None], dy), offsets) for name, result in grouped.items()]
+    errors = [
+        grouped_errors(passes[name], shape, result, (x, w[None], dy), offsets) for name, result in grouped.items()
+    ]
     return float(np.max([e[0] for e in errors])), float(np.max([e[1] for e in errors]))  # np.max passes NaN on
 
 
@@ -162,7 +178,12 @@ def attention_reference(q, k, v, dout, sequences: Sequences) -> dict[str, jax.Ar
 
         def attend(q, k, v):
             logits = jnp.einsum("inh,jnh->nij", q, k, precision="highest") * q.shape[-1] ** -0.5
-            return jnp.einsum("nij,jnh->inh", jax.nn.softmax(jnp.where(inside[None, None, :], logits, -1e30), axis=-1), v, precision="highest")
+            return jnp.einsum(
+                "nij,jnh->inh",
+                jax.nn.softmax(jnp.where(inside[None, None, :], logits, -1e30), axis=-1),
+                v,
+                precision="highest",
+            )
 
         out, vjp = jax.vjp(attend, *(x[rows].astype(jnp.float32) for x in (q, k, v)))
         return out, *vjp(jnp.where(inside[:, None, None], dout[rows].astype(jnp.float32), 0))

@@ -50,7 +50,9 @@ class Case:
 
 
 def _with_outliers(seed: int, tensor: jax.Array) -> jax.Array:
-    return jnp.where(jax.random.bernoulli(jax.random.key(seed), OUTLIERS, tensor.shape), tensor * OUTLIER_FACTOR, tensor)
+    return jnp.where(
+        jax.random.bernoulli(jax.random.key(seed), OUTLIERS, tensor.shape), tensor * OUTLIER_FACTOR, tensor
+    )
 
 
 def exact(result: str, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> np.ndarray:
@@ -79,27 +81,49 @@ def linear(recipe: str, result: str):
 def measure_case(case: Case, recipes: list[str], file: pathlib.Path) -> int:
     """Writes two rows a recipe, without and with outliers; the number of recipes that failed."""
     tensors = {outliers: case.operands(outliers) for outliers in (False, True)}
-    wanted = {outliers: exact(case.result, *(np.asarray(tensor).astype(np.float64) for tensor in operands)) for outliers, operands in tensors.items()}
+    wanted = {
+        outliers: exact(case.result, *(np.asarray(tensor).astype(np.float64) for tensor in operands))
+        for outliers, operands in tensors.items()
+    }
     failed = 0
     for recipe in recipes:
         try:
             compiled, _ = harness.compile_fits(linear(recipe, case.result), *tensors[False], cublas=True)
-            found = {outliers: errors(np.asarray(compiled(*tensors[outliers])).astype(np.float64), want) for outliers, want in wanted.items()}
+            found = {
+                outliers: errors(np.asarray(compiled(*tensors[outliers])).astype(np.float64), want)
+                for outliers, want in wanted.items()
+            }
         except Exception as error:
             harness.print_left_out(f"{recipe} {case.result} {case.length}", error)
             failed += 1
             continue
         for outliers, (frobenius, largest) in found.items():
-            row = {"op": "fp8_matmul", "table": "errors", "recipe": recipe, "result": case.result, "length": case.length, "shape": case.dims}
+            row = {
+                "op": "fp8_matmul",
+                "table": "errors",
+                "recipe": recipe,
+                "result": case.result,
+                "length": case.length,
+                "shape": case.dims,
+            }
             row |= {"outliers": outliers, "frobenius": float(f"{frobenius:.4g}"), "max_err": float(f"{largest:.4g}")}
             harness.append_row(file, row | harness.environment())
-            line = recipe, case.result, f"{case.length:,}", "outliers" if outliers else "normal", f"{frobenius:.3e}", f"{largest:.3e}"
+            line = (
+                recipe,
+                case.result,
+                f"{case.length:,}",
+                "outliers" if outliers else "normal",
+                f"{frobenius:.3e}",
+                f"{largest:.3e}",
+            )
             print(LINE.format(*line), flush=True)
     return failed
 
 
 def main(
-    recipes: str = typer.Option(",".join(["bfloat16", *(name for name, recipe in RECIPES.items() if not recipe.delayed)])),
+    recipes: str = typer.Option(
+        ",".join(["bfloat16", *(name for name, recipe in RECIPES.items() if not recipe.delayed)])
+    ),
     results: str = typer.Option(",".join(SUMS)),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
     small: bool = typer.Option(False, help="Short sums of small matrices; needs --out."),

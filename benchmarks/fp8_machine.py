@@ -8,7 +8,11 @@ import jax.numpy as jnp
 from benchmarks import checks, harness, peers_fp8
 from benchmarks.peers_torch import TorchProcess
 
-LIBRARIES = {"torch_compile": "torch", "torch_grouped_mm": "torch", "deepgemm": "deepgemm"}  # peer -> what its process calls
+LIBRARIES = {
+    "torch_compile": "torch",
+    "torch_grouped_mm": "torch",
+    "deepgemm": "deepgemm",
+}  # peer -> what its process calls
 DTYPE = jnp.bfloat16
 
 
@@ -17,8 +21,17 @@ def measure_machine(file: pathlib.Path, smoke: bool) -> tuple[harness.Ceilings, 
     n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
     ceilings, times = harness.measure_ceilings(n, DTYPE, copied)
     harness.append_row(file, harness.copy_row(copied, times["copy"]))
-    case = {"op": "matmul", "pass": "fwd", "name": "dense_square", "dist": "", "backend": "xla", "shape": {"M": n, "K": n, "N": n}}
-    bf16 = harness.make_row(case | {"dtype": jnp.dtype(DTYPE).name}, times["dense_square"], 1.0, {}, None, tflops=ceilings.dense_tflops)
+    case = {
+        "op": "matmul",
+        "pass": "fwd",
+        "name": "dense_square",
+        "dist": "",
+        "backend": "xla",
+        "shape": {"M": n, "K": n, "N": n},
+    }
+    bf16 = harness.make_row(
+        case | {"dtype": jnp.dtype(DTYPE).name}, times["dense_square"], 1.0, {}, None, tflops=ceilings.dense_tflops
+    )
     harness.append_row(file, bf16)
     print(f"ceilings: copy {ceilings.copy_gbps:.0f} GB/s, bf16 {ceilings.dense_tflops:.1f} TFLOP/s", flush=True)
     try:
@@ -26,7 +39,9 @@ def measure_machine(file: pathlib.Path, smoke: bool) -> tuple[harness.Ceilings, 
         compiled, _ = harness.compile_fits(peers_fp8.cublaslt_gemm, *values, cublas=True)
         if peers_fp8.fp8_calls(compiled) != 1:
             raise NotImplementedError("XLA gave it to no cuBLASLt FP8 call")
-        t = harness.interleave([harness.ready("dense fp8", compiled, tuple(values), 2 * n * n, None).variant], 3)["dense fp8"]
+        t = harness.interleave([harness.ready("dense fp8", compiled, tuple(values), 2 * n * n, None).variant], 3)[
+            "dense fp8"
+        ]
     except Exception as error:
         harness.print_left_out("the dense FP8 rate", error)
         return ceilings, None

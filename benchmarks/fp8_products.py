@@ -34,7 +34,9 @@ def choose_plan(problem: Problem, backend: str = "auto", cast: Literal["before",
     if cast not in (None, chosen.cast):
         chosen = make_plan(problem, device, tuned_rows(OP, device), plan=Plan(chosen.backend, cast))
         if chosen.cast != cast:
-            raise NotImplementedError(f"{problem.recipe} is not cast {cast} the product by the {chosen.backend} backend")
+            raise NotImplementedError(
+                f"{problem.recipe} is not cast {cast} the product by the {chosen.backend} backend"
+            )
     return chosen
 
 
@@ -58,7 +60,9 @@ def multiply(a: Operand, b: Operand, offsets: jax.Array | None = None, *, tiles:
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "name", "layouts"))
-def quantize_for(recipe: Recipe, name: str, tensor: jax.Array, layouts: Literal["row", "col", "both"] = "both", group_offsets=None) -> Quantized:
+def quantize_for(
+    recipe: Recipe, name: str, tensor: jax.Array, layouts: Literal["row", "col", "both"] = "both", group_offsets=None
+) -> Quantized:
     """x, w or dy as the recipe has it. Compiled once a shape: floors, product rows and recipes share what they quantise."""
     form = getattr(recipe, name)
     return jaxops.quantize(tensor, scaling=form.scaling, dtype=form.dtype, layouts=layouts, group_offsets=group_offsets)
@@ -90,7 +94,9 @@ def kernels_of(plan: Plan, passes: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for pass_name in passes:
         tiles = getattr(plan, pass_name)
-        found[pass_name] = "xla" if tiles is None or tiles.kernel == "xla" else f"{tiles.kernel} {tiles.bm}x{tiles.bn} {tiles.stages}"
+        found[pass_name] = (
+            "xla" if tiles is None or tiles.kernel == "xla" else f"{tiles.kernel} {tiles.bm}x{tiles.bn} {tiles.stages}"
+        )
     return found
 
 

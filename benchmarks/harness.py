@@ -23,7 +23,21 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 WORK_US = 30_000  # of measured work a variant and round: enough to average, short enough for the card to stay as warm as its neighbours leave it
 ALIVE_BYTES = 25e9  # results that may be alive at a time; CUPTI's measurement keeps those of all its iterations
 ROW_KEYS = (
-    *("op", "pass", "name", "shape", "dtype", "dist", "backend", "us_p50", "us_p20", "us_p80", "of_ceiling", "vs", "max_err"),
+    *(
+        "op",
+        "pass",
+        "name",
+        "shape",
+        "dtype",
+        "dist",
+        "backend",
+        "us_p50",
+        "us_p20",
+        "us_p80",
+        "of_ceiling",
+        "vs",
+        "max_err",
+    ),
     *("jax", "triton", "driver", "device", "commit", "date"),
 )
 
@@ -126,7 +140,10 @@ def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, f
     needed = compiled.memory_analysis()
     stats = jax.devices()[0].memory_stats() or {}
     if needed is not None and "bytes_limit" in stats:
-        need, left = needed.temp_size_in_bytes + needed.output_size_in_bytes, stats["bytes_limit"] - stats["bytes_in_use"]
+        need, left = (
+            needed.temp_size_in_bytes + needed.output_size_in_bytes,
+            stats["bytes_limit"] - stats["bytes_in_use"],
+        )
         if need > left:
             raise MemoryError(f"needs {need / 1e9:.1f} GB of temporaries and results, {left / 1e9:.1f} GB are left")
     return compiled, seconds
@@ -137,14 +154,18 @@ def ready(side: str, compiled: Callable, args: tuple, out_bytes: int, max_err: f
     launched = kernels(compiled, *args)
     us = sum(us for _, us in launched) if launched else WORK_US / 3
     return Ready(
-        Variant(side, functools.partial(_times, compiled, args), iterations_for(us, out_bytes)), max_err, {"launches": len(launched)} if launched else {}
+        Variant(side, functools.partial(_times, compiled, args), iterations_for(us, out_bytes)),
+        max_err,
+        {"launches": len(launched)} if launched else {},
     )
 
 
 def iterations_for(us: float, out_bytes: int) -> int:
     """Calls a round: about WORK_US of work, at least 3 (1 of a call that takes over 100 ms), their results together at most ALIVE_BYTES."""
     wanted = 1 if us > 1e5 else min(50, max(3, round(WORK_US / max(us, 1.0))))
-    return max(1, min(wanted, int(ALIVE_BYTES / max(out_bytes, 1)) - 1))  # the warm-up's result may still be alive beside them
+    return max(
+        1, min(wanted, int(ALIVE_BYTES / max(out_bytes, 1)) - 1)
+    )  # the warm-up's result may still be alive beside them
 
 
 def interleave(variants: Sequence[Variant], rounds: int = 5) -> dict[str, Times]:
@@ -195,7 +216,9 @@ class Run:
         self.left_out += own in ready and own not in found
         return found
 
-    def write(self, own: str, case: dict, ready: dict[str, Ready], times: dict[str, Times], rate: str, work: float, **facts) -> None:
+    def write(
+        self, own: str, case: dict, ready: dict[str, Ready], times: dict[str, Times], rate: str, work: float, **facts
+    ) -> None:
         """A row a side.
 
         Args:
@@ -207,7 +230,17 @@ class Run:
         for side, t in times.items():
             reached = work / t.us_p50 / {"tflops": 1e6, "gbps": 1e3}[rate]
             said = ready[side].facts | {rate: reached} | facts
-            append_row(self.file, make_row(case | {"backend": side}, t, reached / self.ceiling, ratios(side, times, own), ready[side].max_err, **said))
+            append_row(
+                self.file,
+                make_row(
+                    case | {"backend": side},
+                    t,
+                    reached / self.ceiling,
+                    ratios(side, times, own),
+                    ready[side].max_err,
+                    **said,
+                ),
+            )
 
 
 def end(left_out: int) -> None:
@@ -250,7 +283,9 @@ def write_copy(file: pathlib.Path, smoke: bool) -> float:
     return gbps
 
 
-def measure_ceilings(n: int, dtype, copied_bytes: int, rounds: int = 3, dense: tuple[int, int, int] | None = None) -> tuple[Ceilings, dict[str, Times]]:
+def measure_ceilings(
+    n: int, dtype, copied_bytes: int, rounds: int = 3, dense: tuple[int, int, int] | None = None
+) -> tuple[Ceilings, dict[str, Times]]:
     """Copy bandwidth, and the dense `x @ w` rate at n^3 and, where given, at dense = (M, K, N): the better of the two is the ceiling."""
     shapes = {"dense_square": (n, n, n)} | ({"dense_wide": dense} if dense else {})
     variants = [_copy_variant(copied_bytes)]
@@ -258,7 +293,9 @@ def measure_ceilings(n: int, dtype, copied_bytes: int, rounds: int = 3, dense: t
         x, w = normal(1, (m, k), dtype), normal(2, (k, width), dtype)
         matmul, _ = compile_fits(jnp.matmul, x, w, cublas=True)
         guess_us = 2 * m * k * width / 6e8
-        variants.append(Variant(name, functools.partial(_times, matmul, (x, w)), iterations_for(guess_us, 2 * m * width)))
+        variants.append(
+            Variant(name, functools.partial(_times, matmul, (x, w)), iterations_for(guess_us, 2 * m * width))
+        )
     times = interleave(variants, rounds)
     rates = [2 * m * k * width / times[name].us_p50 / 1e6 for name, (m, k, width) in shapes.items() if name in times]
     return Ceilings(_copy_gbps(copied_bytes, times["copy"]), max(rates)), times
@@ -275,13 +312,23 @@ def write_dense(file: pathlib.Path, dtype, smoke: bool) -> float:
 
 
 def copy_row(copied_bytes: int, times: Times) -> dict:
-    case = {"op": "copy", "pass": "fwd", "name": "copy", "dist": "", "backend": "xla", "shape": {"bytes": copied_bytes}, "dtype": "float32"}
+    case = {
+        "op": "copy",
+        "pass": "fwd",
+        "name": "copy",
+        "dist": "",
+        "backend": "xla",
+        "shape": {"bytes": copied_bytes},
+        "dtype": "float32",
+    }
     return make_row(case, times, 1.0, {}, None, gbps=_copy_gbps(copied_bytes, times))
 
 
 def _copy_variant(copied_bytes: int) -> Variant:
     source = normal(0, (copied_bytes // 4,), jnp.float32)
-    negate, _ = compile_fits(jnp.negative, source)  # a plain copy may become a memcpy, which is no kernel and has no kernel time
+    negate, _ = compile_fits(
+        jnp.negative, source
+    )  # a plain copy may become a memcpy, which is no kernel and has no kernel time
     return Variant("copy", functools.partial(_times, negate, (source,)), min(8, iterations_for(1e3, copied_bytes)))
 
 
@@ -296,8 +343,12 @@ def _times(fn: Callable, args: tuple, iterations: int) -> list[float]:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def normal(seed: int, shape: tuple[int, ...], dtype) -> jax.Array:
     """Random normal data, made on the device. Zeros would draw less power and run at higher clocks."""
-    if len(shape) == 3:  # one matrix at a time: the float32 and random bits of all of them are several times as large as the result
-        return jax.lax.map(lambda key: jax.random.normal(key, shape[1:], dtype), jax.random.split(jax.random.key(seed), shape[0]))
+    if (
+        len(shape) == 3
+    ):  # one matrix at a time: the float32 and random bits of all of them are several times as large as the result
+        return jax.lax.map(
+            lambda key: jax.random.normal(key, shape[1:], dtype), jax.random.split(jax.random.key(seed), shape[0])
+        )
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
@@ -320,12 +371,18 @@ def environment() -> dict[str, str | None]:
 
 
 def results_folder(out: str) -> pathlib.Path:
-    return pathlib.Path(out) if out else ROOT / "benchmarks" / "results" / jax.devices()[0].device_kind.lower().replace(" ", "_")
+    return (
+        pathlib.Path(out)
+        if out
+        else ROOT / "benchmarks" / "results" / jax.devices()[0].device_kind.lower().replace(" ", "_")
+    )
 
 
 def ratios(side: str, times: dict[str, Times], own: str = "pallas") -> dict[str, float]:
     """A row's `vs`: how many times longer each peer takes; empty for a peer."""
-    return {peer: other.us_p50 / times[side].us_p50 for peer, other in times.items() if peer != own} if side == own else {}
+    return (
+        {peer: other.us_p50 / times[side].us_p50 for peer, other in times.items() if peer != own} if side == own else {}
+    )
 
 
 def cold(moved_bytes: int) -> bool:
@@ -333,7 +390,9 @@ def cold(moved_bytes: int) -> bool:
     return moved_bytes >= 2 * l2_bytes(jax.devices()[0].device_kind)
 
 
-def make_row(case: dict, times: Times, of_ceiling: float | None, vs: dict[str, float], max_err: float | None, **rates) -> dict:
+def make_row(
+    case: dict, times: Times, of_ceiling: float | None, vs: dict[str, float], max_err: float | None, **rates
+) -> dict:
     """One row of design's schema. case: op, pass, name, shape, dtype, dist, backend. rates: tflops or gbps, and whatever else the case has to say."""
     rounded = {key: round(value, 2) for key, value in dataclasses.asdict(times).items()}
     more = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in rates.items()}
@@ -372,4 +431,8 @@ def _commit() -> str:
     if told := os.environ.get("JAXOPS_COMMIT"):
         return told
     commit = _first_line("git", "rev-parse", "--short", "HEAD")
-    return "unknown" if commit is None else commit + ("+" if _first_line("git", "status", "--porcelain", "--", "jaxops") else "")
+    return (
+        "unknown"
+        if commit is None
+        else commit + ("+" if _first_line("git", "status", "--porcelain", "--", "jaxops") else "")
+    )

@@ -33,13 +33,21 @@ def main(
     corpus, precision = train_lm.read_corpus((), Bytes()), PRECISIONS[for_this_machine()]
     heldout: dict[str, dict[int, float]] = {}
     for side, backend in SIDES.items():
-        chosen = dataclasses.replace(with_steps(train_lm.configure(PRESETS[preset], steps, backend, precision), steps), eval_every=eval_every)
+        chosen = dataclasses.replace(
+            with_steps(train_lm.configure(PRESETS[preset], steps, backend, precision), steps), eval_every=eval_every
+        )
         with tempfile.TemporaryDirectory() as folder:
             _, history = train_lm.train(chosen, corpus, "nats a byte", Run(pathlib.Path(folder), Console(quiet=True)))
         heldout[side] = dict(history.heldout)
     for step, loss in heldout["jaxops"].items():
         apart = loss / heldout["xla"][step] - 1
-        row = {"op": "train", "name": preset, "dtype": precision.dtype, "step": step, "heldout": {side: losses[step] for side, losses in heldout.items()}}
+        row = {
+            "op": "train",
+            "name": preset,
+            "dtype": precision.dtype,
+            "step": step,
+            "heldout": {side: losses[step] for side, losses in heldout.items()},
+        }
         harness.append_row(file, row | {"apart": round(apart, 6)} | harness.environment())
         print(f"step {step}: held-out {loss:.4f} and {heldout['xla'][step]:.4f} nats a byte, {apart:+.3%}", flush=True)
 

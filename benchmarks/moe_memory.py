@@ -49,7 +49,9 @@ def compiled_for(device: Any, side: str, shape: MoeShape, pass_name: str) -> Any
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in (preferred, *inputs)]
     # JAX calls the platform "gpu" and then looks for a device of it.
     canonicalize = xla_bridge.canonicalize_platform
-    platforms = mock.patch.object(xla_bridge, "canonicalize_platform", lambda name: "cuda" if name in ("gpu", "cuda") else canonicalize(name))
+    platforms = mock.patch.object(
+        xla_bridge, "canonicalize_platform", lambda name: "cuda" if name in ("gpu", "cuda") else canonicalize(name)
+    )
     with (
         platforms,
         mock.patch.object(harness, "on_gpu", return_value=True),
@@ -59,20 +61,39 @@ def compiled_for(device: Any, side: str, shape: MoeShape, pass_name: str) -> Any
 
 
 def main(
-    shape_names: str = typer.Option(",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."),
+    shape_names: str = typer.Option(
+        ",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
+    ),
     out: str = typer.Option("", help="Folder of the rows; the H200's results by default."),
 ) -> None:
     """Appends to <out>/moe_memory.jsonl."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    file = harness.results_folder(out or str(harness.ROOT / "benchmarks" / "results" / "nvidia_h200")) / "moe_memory.jsonl"
+    file = (
+        harness.results_folder(out or str(harness.ROOT / "benchmarks" / "results" / "nvidia_h200")) / "moe_memory.jsonl"
+    )
     device = h200()
     for shape in [shapes.MOES[name] for name in shape_names.split(",")]:
         for pass_name in bench_moe.PASSES:
             for side in SIDES:
                 needed = compiled_for(device, side, shape, pass_name).memory_analysis()
-                row = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": "bfloat16", "backend": side}
-                row |= {"temp_bytes": needed.temp_size_in_bytes, "argument_bytes": needed.argument_size_in_bytes, "output_bytes": needed.output_size_in_bytes}
-                row |= {"compiled_for": "NVIDIA H200", "jax": jax.__version__, "commit": harness.environment()["commit"]}
+                row = {
+                    "op": "moe",
+                    "pass": pass_name,
+                    "name": shape.name,
+                    "shape": shape.dims,
+                    "dtype": "bfloat16",
+                    "backend": side,
+                }
+                row |= {
+                    "temp_bytes": needed.temp_size_in_bytes,
+                    "argument_bytes": needed.argument_size_in_bytes,
+                    "output_bytes": needed.output_size_in_bytes,
+                }
+                row |= {
+                    "compiled_for": "NVIDIA H200",
+                    "jax": jax.__version__,
+                    "commit": harness.environment()["commit"],
+                }
                 harness.append_row(file, row | {"date": datetime.date.today().isoformat()})
                 print(f"{shape.name} {pass_name} {side}: {needed.temp_size_in_bytes / 1e9:.3f} GB", flush=True)
 

@@ -23,7 +23,9 @@ class Sequences:
     def of(cls, offsets: np.ndarray) -> "Sequences":
         lengths = np.diff(offsets)
         longest = -(-int(lengths.max()) // _LONGEST_MULTIPLE) * _LONGEST_MULTIPLE
-        return cls(jnp.asarray(offsets), jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)), longest)
+        return cls(
+            jnp.asarray(offsets), jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)), longest
+        )
 
     def rows(self) -> tuple[jax.Array, jax.Array]:
         """Of each place in [B, longest] blocks: the packed row, and whether the sequence reaches that far."""
@@ -47,5 +49,11 @@ def to_packed(blocks: jax.Array, sequences: Sequences) -> jax.Array:
     return blocks[sequences.places()]
 
 
-to_blocks.defvjp(lambda packed, sequences: (to_blocks(packed, sequences), sequences), lambda sequences, grad: (to_packed(grad, sequences), None))
-to_packed.defvjp(lambda blocks, sequences: (to_packed(blocks, sequences), sequences), lambda sequences, grad: (to_blocks(grad, sequences), None))
+to_blocks.defvjp(
+    lambda packed, sequences: (to_blocks(packed, sequences), sequences),
+    lambda sequences, grad: (to_packed(grad, sequences), None),
+)
+to_packed.defvjp(
+    lambda blocks, sequences: (to_packed(blocks, sequences), sequences),
+    lambda sequences, grad: (to_blocks(grad, sequences), None),
+)

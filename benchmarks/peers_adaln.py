@@ -48,13 +48,21 @@ class Side:
 
     def _vjp(self, inputs: Named):
         names = OPERANDS[self.op]
-        return jax.vjp(lambda *operands: self.call(inputs | dict(zip(names, operands, strict=True))), *(inputs[name] for name in names))
+        return jax.vjp(
+            lambda *operands: self.call(inputs | dict(zip(names, operands, strict=True))),
+            *(inputs[name] for name in names),
+        )
 
 
 def jaxops_side(op: str, backend: str) -> Side:
     if op == "adaln":
         return Side(op, lambda i: (adaln(i["x"], i["scale"], i["shift"], i["offsets"], backend=backend),))
-    return Side(op, lambda i: gated_residual_adaln(i["x"], i["h"], i["gate"], i["scale"], i["shift"], i["offsets"], backend=backend))
+    return Side(
+        op,
+        lambda i: gated_residual_adaln(
+            i["x"], i["h"], i["gate"], i["scale"], i["shift"], i["offsets"], backend=backend
+        ),
+    )
 
 
 def plain(inputs: Named) -> tuple[jax.Array, ...]:
@@ -62,7 +70,9 @@ def plain(inputs: Named) -> tuple[jax.Array, ...]:
     ids = inputs["sequence_ids"]
     x = inputs["x"]
     if "h" in inputs:
-        x = (x.astype(jnp.float32) + inputs["gate"].astype(jnp.float32)[ids] * inputs["h"].astype(jnp.float32)).astype(x.dtype)
+        x = (x.astype(jnp.float32) + inputs["gate"].astype(jnp.float32)[ids] * inputs["h"].astype(jnp.float32)).astype(
+            x.dtype
+        )
     n = x.astype(jnp.float32)
     n = n - jnp.mean(n, axis=-1, keepdims=True)
     n = n * lax.rsqrt(jnp.mean(n * n, axis=-1, keepdims=True) + 1e-6)

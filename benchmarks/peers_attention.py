@@ -29,7 +29,9 @@ def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
     def attend(q, k, v, sequences):
         lengths = jnp.diff(sequences.offsets)
         q, k, v = (to_blocks(x, sequences) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths, implementation=implementation)
+        out = jax.nn.dot_product_attention(
+            q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths, implementation=implementation
+        )
         return to_packed(out, sequences)
 
     return attend
@@ -43,7 +45,9 @@ def ragged(mask_type: str) -> Attend:
         offsets, lengths = sequences.offsets[None], jnp.diff(sequences.offsets)[None]
         where = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets}
         scale = q.shape[-1] ** -0.5
-        return cudnn.dot_product_attention(q[None], k[None], v[None], **where, scale=scale, mask_type=cudnn.MaskType[mask_type], qkv_layout="BTNH")[0]
+        return cudnn.dot_product_attention(
+            q[None], k[None], v[None], **where, scale=scale, mask_type=cudnn.MaskType[mask_type], qkv_layout="BTNH"
+        )[0]
 
     return attend
 
@@ -58,7 +62,15 @@ def pallas_mha(backward_block: int) -> Attend:
         back = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), backward_block)
         sizes = attention.BlockSizes(block_q=128, block_k=128, **back)
         interpret = jax.default_backend() != "gpu"
-        return attention.mha(q[None], k[None], v[None], sequences.ids[None], sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes, interpret=interpret)[0]
+        return attention.mha(
+            q[None],
+            k[None],
+            v[None],
+            sequences.ids[None],
+            sm_scale=q.shape[-1] ** -0.5,
+            block_sizes=sizes,
+            interpret=interpret,
+        )[0]
 
     return attend
 

@@ -17,9 +17,15 @@ Passes = dict[str, Callable[..., jax.Array]]
 
 def jaxops_passes(backend: str, plan: Plan | None = None) -> Passes:
     return {
-        "fwd": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(lhs, rhs, offsets, backend=backend, plan=plan),
-        "dgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(dout, rhs, offsets, transpose_rhs=True, backend=backend, plan=plan),
-        "wgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_wgrad(lhs, dout, offsets, backend=backend, plan=plan),
+        "fwd": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(
+            lhs, rhs, offsets, backend=backend, plan=plan
+        ),
+        "dgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_matmul(
+            dout, rhs, offsets, transpose_rhs=True, backend=backend, plan=plan
+        ),
+        "wgrad": lambda lhs, rhs, dout, offsets, sizes: jaxops.grouped_wgrad(
+            lhs, dout, offsets, backend=backend, plan=plan
+        ),
     }
 
 
@@ -64,7 +70,9 @@ def jax_peer(name: str) -> Passes:
         return dense_passes()
     if name in ("tokamax_mosaic", "tokamax_triton"):
         return vjp_passes(tokamax_dot(name))  # with its defaults: it ships no tuned rows for Hopper
-    raise ValueError(f"peer {name!r}: write ragged_dot, cublas, tokamax_mosaic, tokamax_triton, torch_grouped_mm or xla.")
+    raise ValueError(
+        f"peer {name!r}: write ragged_dot, cublas, tokamax_mosaic, tokamax_triton, torch_grouped_mm or xla."
+    )
 
 
 def _tokamax():

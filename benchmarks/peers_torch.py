@@ -30,14 +30,18 @@ _HELD_SECONDS = 0.1  # at most, per question
 class TorchProcess:
     """The asking side. Every failure is a RuntimeError. A process that died is started anew by the next question."""
 
-    def __init__(self, python: str = sys.executable, root: str = ".", answer_seconds: float = 180):  # importing torch on a cold disk takes a minute
+    def __init__(
+        self, python: str = sys.executable, root: str = ".", answer_seconds: float = 180
+    ):  # importing torch on a cold disk takes a minute
         self._command, self._root, self._answer_seconds = [python, "-m", "benchmarks.peers_torch"], root, answer_seconds
         self._process: subprocess.Popen | None = None
 
     def ask(self, **request) -> dict:
         if self._process is None:
             env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-            self._process = subprocess.Popen(self._command, cwd=self._root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(
+                self._command, cwd=self._root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         watch = threading.Timer(self._answer_seconds, self._process.kill)
@@ -110,9 +114,13 @@ class Card:
                 times.append(1e6 * (time.perf_counter() - start))
             return times
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(2e9 * min(_HELD_SECONDS, 1.5 * queued_seconds * (iterations + 1))))  # cycles, at about 2 GHz
+        torch.cuda._sleep(
+            int(2e9 * min(_HELD_SECONDS, 1.5 * queued_seconds * (iterations + 1)))
+        )  # cycles, at about 2 GHz
         call()
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(iterations)]
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(iterations)
+        ]
         for before, after in events:
             before.record()
             call()
@@ -132,7 +140,10 @@ class Worst:
         diff = got.float() - want
         rms, max_err, rms_err = want.square().mean(-1).sqrt(), diff.abs().amax(-1), diff.square().mean(-1).sqrt()
         # A row that must be zero and is not: infinite; one that is as it must be: zero.
-        relative = [(error / rms).where(rms > 0, error.where(error == 0, float("inf"))).nan_to_num(float("inf"), float("inf")) for error in (max_err, rms_err)]
+        relative = [
+            (error / rms).where(rms > 0, error.where(error == 0, float("inf"))).nan_to_num(float("inf"), float("inf"))
+            for error in (max_err, rms_err)
+        ]
         self.errors = (max(self.errors[0], relative[0].max().item()), max(self.errors[1], relative[1].max().item()))
 
 

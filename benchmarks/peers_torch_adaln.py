@@ -63,7 +63,15 @@ class Worker:
             if max_err <= request["limits"][0] and rms_err <= request["limits"][1]:
                 tried = {recipe: round(us, 1) for recipe, (us, _) in took.items()}
                 recipe = f"torch {self.torch.__version__}, {recipe}"
-                return {"us": us, "recipe": recipe, "max_err": max_err, "rms_err": rms_err, "prepared_s": prepared_s, "tried": tried, "refusals": refusals}
+                return {
+                    "us": us,
+                    "recipe": recipe,
+                    "max_err": max_err,
+                    "rms_err": rms_err,
+                    "prepared_s": prepared_s,
+                    "tried": tried,
+                    "refusals": refusals,
+                }
             refusals.append(f"{recipe}: wrong result: {max_err:.2e}, RMS {rms_err:.2e}")
         raise RuntimeError("; ".join(refusals) or f"none of {', '.join(ways)} is a way of {pass_name}.")
 
@@ -96,15 +104,22 @@ class Worker:
         """As (x, h, gate, scale, shift); h and gate are None in adaln."""
         assert self.case is not None
         gated = self.case[0] == "gated_residual_adaln"
-        return [self.tensors[name] if gated or name not in ("h", "gate") else None for name in ("x", "h", "gate", "scale", "shift")]
+        return [
+            self.tensors[name] if gated or name not in ("h", "gate") else None
+            for name in ("x", "h", "gate", "scale", "shift")
+        ]
 
     def _try(self, way: str, mode: str, took: dict[str, tuple[float, Callable]], refusals: list[str]) -> None:
         recipe = f"{way}, {mode}"
         try:
             if way == "onehot" and self.tensors["onehot"] is None:
-                self.tensors["onehot"] = self.torch.nn.functional.one_hot(self.tensors["ids"], len(self.tensors["lengths"])).to(self.torch.bfloat16)
+                self.tensors["onehot"] = self.torch.nn.functional.one_hot(
+                    self.tensors["ids"], len(self.tensors["lengths"])
+                ).to(self.torch.bfloat16)
             if recipe not in self.compiled:
-                self.compiled[recipe] = self.torch.compile(_own_code(_forward(self.torch, way)), dynamic=False, fullgraph=True, mode=_mode(mode))
+                self.compiled[recipe] = self.torch.compile(
+                    _own_code(_forward(self.torch, way)), dynamic=False, fullgraph=True, mode=_mode(mode)
+                )
             call = self._call(self.compiled[recipe])
             took[recipe] = min(self.card.time_us(call, 3)), call
         except Exception as error:  # torch's compiler raises its own kinds
@@ -123,7 +138,11 @@ class Worker:
 
             return call
         leaves = [None if operand is None else operand.detach().requires_grad_() for operand in operands]
-        wanted = {f"d{name}": leaf for name, leaf in zip(("x", "h", "gate", "scale", "shift"), leaves, strict=True) if leaf is not None}
+        wanted = {
+            f"d{name}": leaf
+            for name, leaf in zip(("x", "h", "gate", "scale", "shift"), leaves, strict=True)
+            if leaf is not None
+        }
         cotangents = [self.tensors[f"d{name}"] for name in outputs]
 
         def call_with_gradients():
@@ -143,7 +162,11 @@ class Worker:
         for name, want in self._reference(rows).items():
             if name in results and name not in ("dgate", "dscale", "dshift"):
                 worst.see(results[name][rows], want)
-        sums = {name: torch.zeros_like(result, dtype=torch.float32) for name, result in results.items() if name in ("dgate", "dscale", "dshift")}
+        sums = {
+            name: torch.zeros_like(result, dtype=torch.float32)
+            for name, result in results.items()
+            if name in ("dgate", "dscale", "dshift")
+        }
         if sums:
             for chunk in torch.arange(len(self.tensors["x"]), device=self.card.device).split(_CHUNK):
                 reference = self._reference(chunk)
@@ -159,7 +182,9 @@ class Worker:
         zeros = torch.zeros_like(self.tensors["x"][rows], dtype=torch.float32)
         gated = self._operands()[1] is not None
         x, h = self.tensors["x"][rows].float(), self.tensors["h"][rows].float() if gated else zeros.clone()
-        gate, scale, shift = (self.tensors[name][self.tensors["ids"][rows]].float() for name in ("gate", "scale", "shift"))
+        gate, scale, shift = (
+            self.tensors[name][self.tensors["ids"][rows]].float() for name in ("gate", "scale", "shift")
+        )
         leaves = [x, h, gate if gated else zeros.clone(), scale, shift]
         x, h, gate, scale, shift = (leaf.requires_grad_() for leaf in leaves)
         new_residual = x + gate * h
@@ -179,7 +204,13 @@ def _mode(mode: str) -> str | None:
 def _own_code(function: Callable) -> Callable:
     """dynamo keeps what it compiled by code object, eight graphs at most; so each compilation gets a code object of its own."""
     assert isinstance(function, types.FunctionType)
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 def _forward(torch, way: str) -> Callable:
@@ -206,7 +237,9 @@ def _forward(torch, way: str) -> Callable:
             return (values.float() if way == "index_float32" else values)[ids]
 
         new_residual = x if h is None else (x + of_rows(gate) * h).to(x.dtype)
-        y = torch.nn.functional.layer_norm(new_residual, (x.shape[-1],), eps=_EPS) * (1 + of_rows(scale)) + of_rows(shift)
+        y = torch.nn.functional.layer_norm(new_residual, (x.shape[-1],), eps=_EPS) * (1 + of_rows(scale)) + of_rows(
+            shift
+        )
         y = y.to(x.dtype)
         return (y,) if h is None else (new_residual, y)
 

@@ -57,7 +57,9 @@ class Worker:
             self.release()
             self.torch.manual_seed(0)
             self.shape = shape
-        kind = {"quantize": self._quantize, "fp8_matmul": self._dense, "fp8_grouped_matmul": self._grouped}[request["op"]]
+        kind = {"quantize": self._quantize, "fp8_matmul": self._dense, "fp8_grouped_matmul": self._grouped}[
+            request["op"]
+        ]
         recipe, worst = kind(request)
         limits = request["limits"]
         if not (worst.errors[0] <= limits[0] and worst.errors[1] <= limits[1]):
@@ -90,11 +92,15 @@ class Worker:
         self.call = lambda: cast(x)
         values, scale = self.call()
         worst, rows = Worst(), self._some_rows(request["M"])
-        worst.see((values[rows].float().view(len(rows), -1, BLOCK) * scale[rows][:, :, None]).flatten(1), x[rows].float())
+        worst.see(
+            (values[rows].float().view(len(rows), -1, BLOCK) * scale[rows][:, :, None]).flatten(1), x[rows].float()
+        )
         return f"torch {self.torch.__version__}, torch.compile", worst
 
     def _some_rows(self, count: int):
-        return self.torch.tensor(np.unique(np.linspace(0, count - 1, _CHECKED_ROWS).astype(np.int64)), device=self.card.device)
+        return self.torch.tensor(
+            np.unique(np.linspace(0, count - 1, _CHECKED_ROWS).astype(np.int64)), device=self.card.device
+        )
 
     def _dense(self, request: dict) -> tuple[str, Worst]:
         M, K, N = (request[key] for key in "MKN")
@@ -104,7 +110,10 @@ class Worker:
                 raise NotImplementedError("DeepGEMM's forward is timed only")
             call, recipe = self._deepgemm_dense(x, w), self._deepgemm_recipe()
         else:
-            call, recipe = self._torch_dense(request["pass"], x, w, dy), f"torch {self.torch.__version__} rowwise, casts of both compiled"
+            call, recipe = (
+                self._torch_dense(request["pass"], x, w, dy),
+                f"torch {self.torch.__version__} rowwise, casts of both compiled",
+            )
         self.call = call
         results = self.call()
         worst, w32 = Worst(), w.float()
@@ -124,7 +133,9 @@ class Worker:
         def product(a, b):
             """a [m, k] by b[n, k], transposed, each quantised along k."""
             (a, scale_a), (b, scale_b) = cast(a), cast(b)
-            return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+            return torch._scaled_mm(
+                a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+            )
 
         def fwd_bwd(x, w, dy):
             w_t, dy_t, x_t = (tensor.t().contiguous() for tensor in (w, dy, x))
@@ -153,8 +164,14 @@ class Worker:
     def _grouped(self, request: dict) -> tuple[str, Worst]:
         """fwd: lhs [M, K] by weights [G, N, K]; dgrad: dout [M, N] by weights [G, K, N], the same with two axes exchanged. Weights are quantised before."""
         if (pass_name := request["pass"]) not in ("fwd", "dgrad"):
-            raise NotImplementedError("no wgrad with its casts: torch.compile knows no ragged maximum, DeepGEMM wants the sizes on the host")
-        G, M, inner, outer = request["G"], request["M"], *((request["K"], request["N"]) if pass_name == "fwd" else (request["N"], request["K"]))
+            raise NotImplementedError(
+                "no wgrad with its casts: torch.compile knows no ragged maximum, DeepGEMM wants the sizes on the host"
+            )
+        G, M, inner, outer = (
+            request["G"],
+            request["M"],
+            *((request["K"], request["N"]) if pass_name == "fwd" else (request["N"], request["K"])),
+        )
         # "x" and "w" of a pass: the other pass's are given back first.
         for name in [name for name in self.tensors if not name.endswith(pass_name)]:
             del self.tensors[name]
@@ -171,7 +188,10 @@ class Worker:
         """A group at a time, once a pass: in float32 all of them would be several times as large."""
         if f"q {pass_name}" not in self.tensors:
             first_values, first_scale = cast(w[0])
-            values, scale = (self.torch.empty(len(w), *part.shape, dtype=part.dtype, device=part.device) for part in (first_values, first_scale))
+            values, scale = (
+                self.torch.empty(len(w), *part.shape, dtype=part.dtype, device=part.device)
+                for part in (first_values, first_scale)
+            )
             for g in range(len(w)):
                 values[g], scale[g] = cast(w[g])
             self.tensors[f"q {pass_name}"] = values, scale
@@ -187,7 +207,9 @@ class Worker:
 
         def call():
             rows, row_scale = cast(x)
-            return torch._scaled_grouped_mm(rows, values, row_scale.squeeze(-1), scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return torch._scaled_grouped_mm(
+                rows, values, row_scale.squeeze(-1), scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
 
         return call, range(len(x)), f"torch {torch.__version__} rowwise, cast compiled"
 

@@ -70,8 +70,13 @@ class Worker:
         if pass_name == "wgrad":
             return [("as given", lambda: grouped_mm(lhs.t(), dout, offs=ends, out_dtype=bf16))]
         if pass_name == "fwd":
-            return [(name, lambda w=w: grouped_mm(lhs, w, offs=ends, out_dtype=bf16)) for name, w in self.weights.items()]
-        return [(name, lambda w=w: grouped_mm(dout, w.transpose(1, 2), offs=ends, out_dtype=bf16)) for name, w in self.weights.items()]
+            return [
+                (name, lambda w=w: grouped_mm(lhs, w, offs=ends, out_dtype=bf16)) for name, w in self.weights.items()
+            ]
+        return [
+            (name, lambda w=w: grouped_mm(dout, w.transpose(1, 2), offs=ends, out_dtype=bf16))
+            for name, w in self.weights.items()
+        ]
 
     def _errors(self, pass_name: str, shape: GroupedShape, offsets: np.ndarray) -> tuple[float, float]:
         """As checks.grouped_errors."""

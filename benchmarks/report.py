@@ -38,8 +38,15 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():
             if line.strip() and "us_p50" in (row := json.loads(line)):  # tables of errors have no times
-                recipe = row.get("recipe") if is_own(row) else None  # of a peer, recipe says how it was called this time
-                case = (*(row[key] for key in _CASE[:-1]), recipe, *(row.get(key) for key in _VARIANT), json.dumps(row["shape"], sort_keys=True))
+                recipe = (
+                    row.get("recipe") if is_own(row) else None
+                )  # of a peer, recipe says how it was called this time
+                case = (
+                    *(row[key] for key in _CASE[:-1]),
+                    recipe,
+                    *(row.get(key) for key in _VARIANT),
+                    json.dumps(row["shape"], sort_keys=True),
+                )
                 newest[case, row["backend"]] = row
     return list(newest.values())
 
@@ -65,17 +72,31 @@ def case_name(row: dict) -> tuple[str, ...]:
 
 
 def speed(row: dict) -> str:
-    return f"{row['tflops']:,.4g} TFLOP/s" if row.get("tflops") is not None else f"{row['gbps']:,.0f} GB/s" if row.get("gbps") is not None else "-"
+    return (
+        f"{row['tflops']:,.4g} TFLOP/s"
+        if row.get("tflops") is not None
+        else f"{row['gbps']:,.0f} GB/s"
+        if row.get("gbps") is not None
+        else "-"
+    )
 
 
 def markdown(rows: list[dict]) -> str:
     """Where and with what; each op and pass with one line a case; the worst ratio against each peer."""
     if not rows:
         return "No rows.\n"
-    parts = ["; ".join(f"{key} {', '.join(sorted({str(row[key]) for row in rows}))}" for key in ("device", "driver", "jax", "triton", "commit", "date"))]
+    parts = [
+        "; ".join(
+            f"{key} {', '.join(sorted({str(row[key]) for row in rows}))}"
+            for key in ("device", "driver", "jax", "triton", "commit", "date")
+        )
+    ]
     ceilings = [row for row in rows if row["op"] in ("copy", "matmul")]
     if ceilings:
-        table = [[row["op"], _dims(row), row["dtype"], row["backend"], f"{row['us_p50']:,.1f}", speed(row)] for row in ceilings]
+        table = [
+            [row["op"], _dims(row), row["dtype"], row["backend"], f"{row['us_p50']:,.1f}", speed(row)]
+            for row in ceilings
+        ]
         parts += ["## Ceilings", _table(["op", "shape", "dtype", "by", "us", "speed"], table)]
     own = [row for row in rows if is_own(row)]
     for op, pass_name in dict.fromkeys((row["op"], row["pass"]) for row in own):
@@ -85,15 +106,33 @@ def markdown(rows: list[dict]) -> str:
         table = []
         for row in mine:
             of_ceiling = "-" if row["of_ceiling"] is None else f"{100 * row['of_ceiling']:.0f} %"
-            what = [" ".join(filter(None, (row["name"], row.get("recipe"), *variant(row)))), row["dist"], row["dtype"], row["backend"]]
+            what = [
+                " ".join(filter(None, (row["name"], row.get("recipe"), *variant(row)))),
+                row["dist"],
+                row["dtype"],
+                row["backend"],
+            ]
             times = [f"{row['us_p50']:,.1f} ({row['us_p20']:,.1f} to {row['us_p80']:,.1f})", speed(row), of_ceiling]
             if floors:
                 times.append(f"{100 * row['of_floor']:.0f} %" if "of_floor" in row else "-")
             table.append([*what, *times, *(f"{row['vs'][peer]:.2f}" if peer in row["vs"] else "-" for peer in peers)])
-        head = ["workload", "rows", "dtype", "backend", "us (p20 to p80)", "speed", "of ceiling", *(["of floor"] * floors), *(f"vs {peer}" for peer in peers)]
+        head = [
+            "workload",
+            "rows",
+            "dtype",
+            "backend",
+            "us (p20 to p80)",
+            "speed",
+            "of ceiling",
+            *(["of floor"] * floors),
+            *(f"vs {peer}" for peer in peers),
+        ]
         parts += [f"## {op}, {pass_name}", _table(head, table)]
     if worst := worst_ratios(own):
-        parts += ["## Against each peer (above 1: jaxops is faster)", _table(["op", "pass", "peer", "worst", "where", "geometric mean", "cases"], worst)]
+        parts += [
+            "## Against each peer (above 1: jaxops is faster)",
+            _table(["op", "pass", "peer", "worst", "where", "geometric mean", "cases"], worst),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -121,7 +160,9 @@ def errors_table(folder: pathlib.Path) -> str:
         found = [newest.get((outliers, recipe, result, length)) for length in lengths]
         cells = ["-" if row is None else f"{row['frobenius']:.2e} ({row['max_err']:.2f})" for row in found]
         table.append(["with outliers" if outliers else "normal", recipe, result, *cells])
-    return _table(["operands", "recipe", "result", *(f"sums of {length:,}" for length in lengths)], table) if table else ""
+    return (
+        _table(["operands", "recipe", "result", *(f"sums of {length:,}" for length in lengths)], table) if table else ""
+    )
 
 
 def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
@@ -132,18 +173,38 @@ def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
     import matplotlib.pyplot as plt
 
     files = []
-    drawn = [row for row in rows if row["op"] not in ("copy", "matmul") and (row.get("tflops") is not None or row.get("gbps") is not None)]
+    drawn = [
+        row
+        for row in rows
+        if row["op"] not in ("copy", "matmul") and (row.get("tflops") is not None or row.get("gbps") is not None)
+    ]
     for op in dict.fromkeys(row["op"] for row in drawn):
         mine = [row for row in drawn if row["op"] == op]
         passes = list(dict.fromkeys(row["pass"] for row in mine))
         backends = list(dict.fromkeys(series(row) for row in mine))
         cases = list(dict.fromkeys(case_name(row) for row in mine))
-        figure, axes = plt.subplots(len(passes), 1, figsize=(max(6, 1.1 * len(cases)), 3.2 * len(passes)), squeeze=False, sharex=True, layout="constrained")
+        figure, axes = plt.subplots(
+            len(passes),
+            1,
+            figsize=(max(6, 1.1 * len(cases)), 3.2 * len(passes)),
+            squeeze=False,
+            sharex=True,
+            layout="constrained",
+        )
         for axis, pass_name in zip(axes[:, 0], passes, strict=True):
             for i, backend in enumerate(backends):
                 of_backend = [row for row in mine if (row["pass"], series(row)) == (pass_name, backend)]
-                x = [cases.index(case_name(row)) + (i - (len(backends) - 1) / 2) * 0.85 / len(backends) for row in of_backend]
-                axis.bar(x, [row.get("tflops") or row.get("gbps") for row in of_backend], 0.85 / len(backends), label=backend, color=f"C{i}")
+                x = [
+                    cases.index(case_name(row)) + (i - (len(backends) - 1) / 2) * 0.85 / len(backends)
+                    for row in of_backend
+                ]
+                axis.bar(
+                    x,
+                    [row.get("tflops") or row.get("gbps") for row in of_backend],
+                    0.85 / len(backends),
+                    label=backend,
+                    color=f"C{i}",
+                )
             axis.set_ylabel(f"{pass_name}, {'TFLOP/s' if any(row.get('tflops') for row in mine) else 'GB/s'}")
             axis.grid(axis="y", alpha=0.3)
         axes[-1, 0].set_xticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=7)
@@ -155,12 +216,16 @@ def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def main(
-    folders: list[str] | None = typer.Argument(None, help="Folders of rows; every folder of benchmarks/results by default."),  # noqa: B008
+    folders: list[str] | None = typer.Argument(
+        None, help="Folders of rows; every folder of benchmarks/results by default."
+    ),  # noqa: B008
     plots: bool = typer.Option(True, help="Draw <folder>/<op>.png too, and a picture of each trace."),
 ) -> None:
     """Prints markdown."""
     results = ROOT / "benchmarks" / "results"
-    for folder in [pathlib.Path(name) for name in folders or []] or sorted(path for path in results.glob("*") if path.is_dir()):
+    for folder in [pathlib.Path(name) for name in folders or []] or sorted(
+        path for path in results.glob("*") if path.is_dir()
+    ):
         rows = read_rows(folder)
         print(f"# {folder.name}\n\n{markdown(rows)}")
         if errors := errors_table(folder):

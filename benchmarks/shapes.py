@@ -111,7 +111,12 @@ class MatrixShape:
         return self.M * self.K
 
 
-MATRICES = {shape.name: shape for shape in (MatrixShape(*dims) for dims in [(8192, 4096), (8192, 14336), (16384, 4096), (32768, 7168), (16384, 16384)])}
+MATRICES = {
+    shape.name: shape
+    for shape in (
+        MatrixShape(*dims) for dims in [(8192, 4096), (8192, 14336), (16384, 4096), (32768, 7168), (16384, 16384)]
+    )
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +156,11 @@ class RouteShape:
 ROUTES = {
     shape.name: shape
     for T in (4096, 32768)
-    for shape in (RouteShape("mixtral", T, 8, 2), RouteShape("qwen3_30b", T, 128, 8), RouteShape("dsv3", T, 256, 8, num_groups=8, top_groups=4))
+    for shape in (
+        RouteShape("mixtral", T, 8, 2),
+        RouteShape("qwen3_30b", T, 128, 8),
+        RouteShape("dsv3", T, 256, 8, num_groups=8, top_groups=4),
+    )
 }
 
 
@@ -175,15 +184,22 @@ class PermuteShape:
 
     def moved_bytes(self, op: str, pass_name: str, itemsize: int = 2) -> int:
         """What one pass must read and write at the least, each row once: a token's rows on both sides, and of each choice its place, weight, and gradient."""
-        token, choice, numbers = {("permute", "fwd"): (1, 1, 1), ("permute", "bwd"): (1, 1, 1), ("combine", "fwd"): (1, 1, 2), ("combine", "bwd"): (1, 2, 3)}[
-            op, pass_name
-        ]
+        token, choice, numbers = {
+            ("permute", "fwd"): (1, 1, 1),
+            ("permute", "bwd"): (1, 1, 1),
+            ("combine", "fwd"): (1, 1, 2),
+            ("combine", "bwd"): (1, 2, 3),
+        }[op, pass_name]
         return self.T * (itemsize * self.D * (token + choice * self.k) + 4 * numbers * self.k)
 
 
 PERMUTES = {
     shape.name: shape
-    for shape in (PermuteShape("qwen3_30b", 32768, 2048, 128, 8), PermuteShape("qwen3_30b", 4096, 2048, 128, 8), PermuteShape("mixtral", 16384, 4096, 8, 2))
+    for shape in (
+        PermuteShape("qwen3_30b", 32768, 2048, 128, 8),
+        PermuteShape("qwen3_30b", 4096, 2048, 128, 8),
+        PermuteShape("mixtral", 16384, 4096, 8, 2),
+    )
 }
 
 ROUTERS = PERMUTES | {"dsv3_t32768": PermuteShape("dsv3", 32768, 7168, 256, 8)}
@@ -207,7 +223,11 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
         sizes = _in_proportion(1.0 / np.arange(1, full + 1), M)
     elif dist == "half":
         full = max(1, G - G // 3)
-        sizes = np.concatenate([[M // 2], _even(M - M // 2, full - 1)]).astype(np.int32) if full > 1 else np.array([M], np.int32)
+        sizes = (
+            np.concatenate([[M // 2], _even(M - M // 2, full - 1)]).astype(np.int32)
+            if full > 1
+            else np.array([M], np.int32)
+        )
     else:
         raise ValueError(f"dist={dist!r}: write one of {', '.join(DISTS)}.")
     return _shuffled(sizes, G)

@@ -36,10 +36,16 @@ class ModalityShape:
 MODALITIES = {
     shape.name: shape
     for shape in (
-        ModalityShape("vision_text", (GroupedShape("vision", 8, 24576, 2048, 4096), GroupedShape("text", 64, 8192, 2048, 1024))),
+        ModalityShape(
+            "vision_text", (GroupedShape("vision", 8, 24576, 2048, 4096), GroupedShape("text", 64, 8192, 2048, 1024))
+        ),
         ModalityShape(
             "text_image_audio",
-            (GroupedShape("text", 32, 12288, 2048, 1408), GroupedShape("image", 8, 16384, 4096, 4096), GroupedShape("audio", 16, 4096, 1024, 768)),
+            (
+                GroupedShape("text", 32, 12288, 2048, 1408),
+                GroupedShape("image", 8, 16384, 4096, 4096),
+                GroupedShape("audio", 16, 4096, 1024, 768),
+            ),
         ),
     )
 }

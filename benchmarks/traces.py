@@ -14,7 +14,9 @@ import numpy as np
 from benchmarks import harness
 
 KERNELS, ON_DEVICE, TO_HOST, TO_DEVICE = LANES = ("kernels", "copies on the device", "to the host", "to the device")
-WINDOW = 2.5 / 24  # of the copies' time that a picture shows at large: some layers of as many as the benchmark's models have
+WINDOW = (
+    2.5 / 24
+)  # of the copies' time that a picture shows at large: some layers of as many as the benchmark's models have
 
 
 class Event(NamedTuple):
@@ -39,23 +41,50 @@ def device_events(run: Callable[[], Any]) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
-        planes = [plane for file in pathlib.Path(folder).rglob("*.xplane.pb") for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
-        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines if line.name.startswith("Stream")]
-        return [Event(re.sub(r"[._]\d+", "", event.name), event.start_ns / 1e3, event.duration_ns / 1e3) for line in lines for event in line.events]
+        planes = [
+            plane
+            for file in pathlib.Path(folder).rglob("*.xplane.pb")
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+        ]
+        lines = [
+            line
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+        ]
+        return [
+            Event(re.sub(r"[._]\d+", "", event.name), event.start_ns / 1e3, event.duration_ns / 1e3)
+            for line in lines
+            for event in line.events
+        ]
 
 
 def write_trace(events: list[Event], file: pathlib.Path) -> None:
     """In Chrome's trace format, a thread a lane, from the first event on."""
     begin = min(event.start_us for event in events)
     found = [
-        {"name": event.name[:60], "ph": "X", "pid": 0, "tid": event.lane, "ts": round(event.start_us - begin, 1), "dur": round(event.us, 1)} for event in events
+        {
+            "name": event.name[:60],
+            "ph": "X",
+            "pid": 0,
+            "tid": event.lane,
+            "ts": round(event.start_us - begin, 1),
+            "dur": round(event.us, 1),
+        }
+        for event in events
     ]
     # Without the time in its head the same events are the same file.
-    file.write_bytes(gzip.compress(json.dumps({"traceEvents": sorted(found, key=lambda event: event["ts"])}).encode(), mtime=0))
+    file.write_bytes(
+        gzip.compress(json.dumps({"traceEvents": sorted(found, key=lambda event: event["ts"])}).encode(), mtime=0)
+    )
 
 
 def read_trace(file: pathlib.Path) -> list[Event]:
-    return [Event(event["name"], event["ts"], event["dur"]) for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+    return [
+        Event(event["name"], event["ts"], event["dur"])
+        for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    ]
 
 
 def draw_trace(file: pathlib.Path) -> pathlib.Path:
@@ -67,13 +96,20 @@ def draw_trace(file: pathlib.Path) -> pathlib.Path:
     windows = {"step": (0.0, max(event.start_us + event.us for event in events) / 1e3)}
     for part, lane in (("forward", TO_HOST), ("backward", TO_DEVICE)):
         if starts := [start for start, _ in spans[lane]]:
-            middle, width = float(np.median(starts)), (max(start + long for start, long in spans[lane]) - min(starts)) * WINDOW
+            middle, width = (
+                float(np.median(starts)),
+                (max(start + long for start, long in spans[lane]) - min(starts)) * WINDOW,
+            )
             windows[part] = (middle - width / 2, middle + width / 2)
     figure = Figure(figsize=(12, 2 * len(windows)), layout="constrained")
-    for axis, (part, (first, last)) in zip(figure.subplots(len(windows), squeeze=False)[:, 0], windows.items(), strict=True):
+    for axis, (part, (first, last)) in zip(
+        figure.subplots(len(windows), squeeze=False)[:, 0], windows.items(), strict=True
+    ):
         for row, lane in enumerate(LANES):
             seen = [(start, long) for start, long in spans[lane] if start < last and start + long > first]
-            axis.broken_barh(seen, (row - 0.4, 0.8), facecolors=f"C{row}", edgecolor="white", linewidth=0 if part == "step" else 0.3)
+            axis.broken_barh(
+                seen, (row - 0.4, 0.8), facecolors=f"C{row}", edgecolor="white", linewidth=0 if part == "step" else 0.3
+            )
         axis.set(xlim=(first, last), ylim=(len(LANES) - 0.5, -0.5), title=part)
         axis.set_yticks(range(len(LANES)), LANES)
     figure.supxlabel("milliseconds")

@@ -28,7 +28,11 @@ def bucket_length(length: int, *, multiple: int = 128, steps: int = 8) -> int:
       ValueError: a negative length, or a multiple or steps below 1.
       TypeError: anything but Python and numpy integers. Of an array on a device write int(length), which waits for it.
     """
-    length, multiple, steps = check_integer("length", length, 0), check_integer("multiple", multiple, 1), check_integer("steps", steps, 1)
+    length, multiple, steps = (
+        check_integer("length", length, 0),
+        check_integer("multiple", multiple, 1),
+        check_integer("steps", steps, 1),
+    )
     step = multiple
     while length > 2 * steps * step:
         step *= 2

@@ -24,7 +24,11 @@ State = TypeVar("State")
 NAMED_DIFFERENCES = 3
 MESSAGE_BYTES = 300
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are being written, or removed
-CHECKSUMS, HELDOUT, OWN = "checksums", "heldout", "crc32"  # what we add to a checkpoint's metadata; the last is of the others
+CHECKSUMS, HELDOUT, OWN = (
+    "checksums",
+    "heldout",
+    "crc32",
+)  # what we add to a checkpoint's metadata; the last is of the others
 
 
 class Checkpoints:
@@ -89,7 +93,10 @@ class Checkpoints:
         if not damaged:
             return state, 0
         said = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
-        raise typer.BadParameter(f"all checkpoints are damaged. {said}. Take another folder with --out, or remove them to begin again.", param_hint="--resume")
+        raise typer.BadParameter(
+            f"all checkpoints are damaged. {said}. Take another folder with --out, or remove them to begin again.",
+            param_hint="--resume",
+        )
 
     def save(self, state: Any, done: int, *, heldout: float | None = None) -> None:
         """Begins to write what `done` steps have led to; `state` may be donated right after. Nothing, if that is the newest checkpoint already.
@@ -164,7 +171,9 @@ class Checkpoints:
                 wrong = f"the checksum of {_some(differing)} is not what was saved"
         return (None, wrong) if wrong else (found, "")
 
-    def _compare(self, step: int, sums: dict[str, int], stored: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]) -> str:
+    def _compare(
+        self, step: int, sums: dict[str, int], stored: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]
+    ) -> str:
         """What is wrong with the metadata, or "".
 
         Raises:
@@ -174,7 +183,10 @@ class Checkpoints:
             return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
         ours = {name: _describe(array) for name, array in wanted.items()}
         if differing := [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]:
-            said = [f"{name} is {stored.get(name, 'missing')} there and {ours.get(name, 'missing')} here" for name in differing]
+            said = [
+                f"{name} is {stored.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
+                for name in differing
+            ]
             raise typer.BadParameter(
                 f"step {step} in {self.folder} is of another model or optimizer: {_some(said, '; ')}. "
                 "Resume with the configuration that it was trained with, or take another folder.",
@@ -241,7 +253,9 @@ def _of_all_processes(wrong: str) -> str:
     if jax.process_count() == 1:
         return wrong
     padded = np.frombuffer(wrong.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), np.uint8)
-    messages = [bytes(message).rstrip(b"\0").decode(errors="replace") for message in multihost_utils.process_allgather(padded)]
+    messages = [
+        bytes(message).rstrip(b"\0").decode(errors="replace") for message in multihost_utils.process_allgather(padded)
+    ]
     return next(filter(None, messages), "")
 
 
@@ -249,7 +263,9 @@ def _first_line(error: BaseException) -> str:
     """Of what another exception was raised from: the outer ones repeat it."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200].rstrip(".")
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200].rstrip(
+        "."
+    )
 
 
 def _some(names: list[str], between: str = ", ") -> str:

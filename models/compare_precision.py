@@ -85,13 +85,21 @@ def lm_workload(preset: str, steps: int) -> Workload:
         model=lambda precision: Decoder(chosen(precision).model, rngs=nnx.Rngs(0)),
         make_step=lambda precision, graphdef: train_lm.make_step(graphdef, chosen(precision)),
         inputs=lambda step: (batches[step], key),
-        shape={"T": plain.batch * plain.context, "D": plain.model.width, "layers": plain.model.layers, "experts": plain.model.experts},
+        shape={
+            "T": plain.batch * plain.context,
+            "D": plain.model.width,
+            "layers": plain.model.layers,
+            "experts": plain.model.experts,
+        },
     )
 
 
 def dit_workload(preset: str, steps: int) -> Workload:
     check_option("preset", preset, DIT_PRESETS)
-    chosen, data = dataclasses.replace(with_steps(DIT_PRESETS[preset], steps), seed=BATCH_SEED), DATA_SETS["digits"](BATCH_SEED)
+    chosen, data = (
+        dataclasses.replace(with_steps(DIT_PRESETS[preset], steps), seed=BATCH_SEED),
+        DATA_SETS["digits"](BATCH_SEED),
+    )
     sizes = lambda precision: train_dit.configure(train_dit.with_precision(chosen, precision), data)
     batches, key = on_device(train_dit.make_batches(chosen, data), steps), jax.random.key(BATCH_SEED)
     return Workload(
@@ -114,8 +122,12 @@ WORKLOADS = {"lm": lm_workload, "dit": dit_workload}
 
 def start_in(workload: Workload, precision: str, start: Any) -> tuple[nnx.GraphDef, Any]:
     """The model in another precision, and a copy of the state to start it from: the same parameters, and no history."""
-    graphdef, _, histories = nnx.split(nnx.eval_shape(lambda: workload.model(PRECISIONS[precision])), nnx.Param, AmaxHistory)
-    return graphdef, jax.tree.map(jnp.copy, start)._replace(histories=jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories))
+    graphdef, _, histories = nnx.split(
+        nnx.eval_shape(lambda: workload.model(PRECISIONS[precision])), nnx.Param, AmaxHistory
+    )
+    return graphdef, jax.tree.map(jnp.copy, start)._replace(
+        histories=jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories)
+    )
 
 
 def compile_steps(workload: Workload, precisions: list[str], start: Any) -> dict[str, Any]:
@@ -126,7 +138,13 @@ def compile_steps(workload: Workload, precisions: list[str], start: Any) -> dict
         return workload.make_step(PRECISIONS[precision], graphdef).lower(state, *workload.inputs(0))
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        return dict(zip(precisions, pool.map(lambda lowered: lowered.compile(), [lower(precision) for precision in precisions]), strict=True))
+        return dict(
+            zip(
+                precisions,
+                pool.map(lambda lowered: lowered.compile(), [lower(precision) for precision in precisions]),
+                strict=True,
+            )
+        )
 
 
 def train(workload: Workload, step: Callable[..., tuple[Any, Any]], state: Any) -> Run:
@@ -214,12 +232,16 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each.")] = 500,
     recipes: Annotated[str, typer.Option(help="FP8 recipes, separated by commas.")] = ",".join(RECIPES),
     seeds: Annotated[int, typer.Option(min=1, help="Parameters to start from: every recipe is trained from each.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder of the rows and the picture. Default: benchmarks/results/DEVICE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the rows and the picture. Default: benchmarks/results/DEVICE.")
+    ] = None,
 ) -> None:
     """Appends to OUT/precision.jsonl and draws OUT/precision.png. Bfloat16 is trained from two starts at least: how far those are apart is the noise."""
     for name in models or ():
         check_option("models", name, WORKLOADS)
-    chosen = [recipe.replace("_", "-") for recipe in recipes.split(",")]  # as `--precision` writes them, or as jaxops does
+    chosen = [
+        recipe.replace("_", "-") for recipe in recipes.split(",")
+    ]  # as `--precision` writes them, or as jaxops does
     for recipe in chosen:
         check_option("recipes", recipe, RECIPES)
     precisions = [f"fp8-{recipe}" for recipe in chosen]
@@ -251,7 +273,10 @@ def main(
         if seeds > 1:
             for precision, found in ratios.items():
                 mean, error = np.mean(found), np.std(found, ddof=1) / seeds**0.5
-                print(f"{model} {precision:26} {mean:+.3%} of bfloat16's loss, the mean of {seeds} starts, standard error {error:.3%}", flush=True)
+                print(
+                    f"{model} {precision:26} {mean:+.3%} of bfloat16's loss, the mean of {seeds} starts, standard error {error:.3%}",
+                    flush=True,
+                )
     plot_precisions([json.loads(line) for line in file.read_text().splitlines()], BASELINE, folder / "precision.png")
 
 

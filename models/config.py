@@ -29,7 +29,9 @@ class _Loader(yaml.SafeLoader):
     """Reads 1e-3 and 2.5e3 as numbers, as YAML 1.2 does."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,25 +39,54 @@ class Options:
     """What every training command takes from its command line: what is trained, which goes into OUT/config.yaml, and where."""
 
     preset: Annotated[str, typer.Option(help="What the other settings start from.")] = "demo"
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml.")] = None
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of such a file, over the file's: learning_rate=1e-3.")] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml."),
+    ] = None
+    set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A setting of such a file, over the file's: learning_rate=1e-3."),
+    ] = None
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None
     out: Annotated[Path | None, typer.Option(help="Folder of all that the run writes. Default: below runs/.")] = None
     seed: Annotated[int | None, typer.Option(help="Of the parameters, the batches and the samples. Default: 0.")] = None
     backend: Annotated[str | None, typer.Option(help="Of jaxops' ops: auto, pallas or xla. Default: auto.")] = None
-    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")] = None
+    precision: Annotated[
+        str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")
+    ] = None
     offload: Annotated[
         bool,
-        typer.Option("--offload", help="Activations to the host's memory, on a GPU: layers' inputs and attention; the rest is computed again. Or set policy."),
+        typer.Option(
+            "--offload",
+            help="Activations to the host's memory, on a GPU: layers' inputs and attention; the rest is computed again. Or set policy.",
+        ),
     ] = False
-    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from OUT's newest checkpoint, if there is one. Needs --save-every.")] = False
-    stop_within: Annotated[float, typer.Option(min=1, help="Seconds for saving, after SIGTERM or Ctrl-C. Clusters kill a job about 30 s after SIGTERM.")] = 25.0
-    mesh: Annotated[str | None, typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2 or some of these. Default: on one.")] = None
-    coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of the first of several processes. With --processes and --process-id.")] = None
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from OUT's newest checkpoint, if there is one. Needs --save-every.")
+    ] = False
+    stop_within: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Seconds for saving, after SIGTERM or Ctrl-C. Clusters kill a job about 30 s after SIGTERM."
+        ),
+    ] = 25.0
+    mesh: Annotated[
+        str | None, typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2 or some of these. Default: on one.")
+    ] = None
+    coordinator: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the first of several processes. With --processes and --process-id.")
+    ] = None
     processes: Annotated[int | None, typer.Option(min=1, help="How many there are.")] = None
     process_id: Annotated[int | None, typer.Option(min=0, help="This one's number, from 0.")] = None
-    distributed: Annotated[bool, typer.Option("--distributed", help="Several processes, of which SLURM, Open MPI or Kubernetes says who they are.")] = False
+    distributed: Annotated[
+        bool,
+        typer.Option(
+            "--distributed", help="Several processes, of which SLURM, Open MPI or Kubernetes says who they are."
+        ),
+    ] = False
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -107,10 +138,16 @@ def check_unchanged(config: Schedule, file: Path) -> None:
     """
     text, _, said = file.read_text(errors="replace").rpartition(CHECKSUM)
     if said.strip() != _crc(text):
-        raise ValueError(f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with --out.")
+        raise ValueError(
+            f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with --out."
+        )
     ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read(file))))
-    if differing := [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]:
-        raise ValueError(f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder with --out.")
+    if differing := [
+        f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]
+    ]:
+        raise ValueError(
+            f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder with --out."
+        )
 
 
 def write(config: Schedule, file: Path) -> None:
@@ -170,7 +207,9 @@ def given_by(options: Options, own: Given, nested: bool) -> Given:
     if options.offload:
         model |= {"policy": dataclasses.asdict(OFFLOADED), "unroll": False}
     named = {"steps": options.steps, "seed": options.seed, **own}
-    named = {key: value for key, value in named.items() if value is not None} | ({"model": model} if nested and model else model)
+    named = {key: value for key, value in named.items() if value is not None} | (
+        {"model": model} if nested and model else model
+    )
     from_file = {} if options.config is None else read(options.config)
     return overlay(overlay(from_file, assignments(options.set or ())), named)
 
@@ -181,7 +220,9 @@ def resolve(preset: AnySchedule, given: Given) -> AnySchedule:
     Raises:
       ValueError: names every key that does not exist, beside those that do, and every value of a wrong type or out of range.
     """
-    merged = json.dumps(overlay(dataclasses.asdict(preset), given), default=str)  # only of JSON does pydantic read a dataclass strictly
+    merged = json.dumps(
+        overlay(dataclasses.asdict(preset), given), default=str
+    )  # only of JSON does pydantic read a dataclass strictly
     try:
         return pydantic.TypeAdapter(type(preset)).validate_json(merged, strict=True, extra="forbid")
     except pydantic.ValidationError as error:

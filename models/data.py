@@ -64,7 +64,9 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
         inside = [file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file()]
         inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not inside:
-            raise FileNotFoundError(f"{path} holds no file of {', '.join(TEXT_SUFFIXES)}; a file of another kind must be named itself.")
+            raise FileNotFoundError(
+                f"{path} holds no file of {', '.join(TEXT_SUFFIXES)}; a file of another kind must be named itself."
+            )
         files += sorted(inside, key=lambda file: file.relative_to(path).as_posix())
     return files
 
@@ -119,7 +121,9 @@ def _json_lines(file: Path) -> list[bytes]:
             text = json.loads(line)["text"]
             texts.append(text.encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f'{file}, line {number}: {line[:80]!r} is no JSON object with a "text" that is a string.') from error
+            raise ValueError(
+                f'{file}, line {number}: {line[:80]!r} is no JSON object with a "text" that is a string.'
+            ) from error
         if 0 in texts[-1]:
             raise ValueError(f"{file}, line {number}: the text has a zero byte, which ends a document.")
     return texts
@@ -153,9 +157,14 @@ def split(documents: Documents, source: str = "the data") -> Corpus:
     held = np.where(tenth, lengths, 0) if tenth.any() else lengths // HELDOUT_EVERY
     trained = lengths - held
     is_held = np.repeat(np.tile([False, True], len(lengths)), np.stack([trained, held], axis=1).ravel())
-    parts = [Documents(documents.tokens[which], np.cumsum([0, *some[some > 0]])) for which, some in ((~is_held, trained), (is_held, held))]
+    parts = [
+        Documents(documents.tokens[which], np.cumsum([0, *some[some > 0]]))
+        for which, some in ((~is_held, trained), (is_held, held))
+    ]
     if not all((np.diff(part.offsets) > 1).any() for part in parts):
-        raise ValueError(f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and to hold a tenth out of.")
+        raise ValueError(
+            f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and to hold a tenth out of."
+        )
     return Corpus(*parts)
 
 

@@ -71,18 +71,24 @@ class DecoderConfig:
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; heads must be a multiple of kv_heads.")
+            raise ValueError(
+                f"heads is {self.heads} and kv_heads {self.kv_heads}; heads must be a multiple of kv_heads."
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one.")
         if not min(1, self.experts) <= self.top_k <= self.experts:
-            raise ValueError(f"top_k is {self.top_k} of {self.experts} experts; it must be within 1 and experts, and 0 without experts.")
+            raise ValueError(
+                f"top_k is {self.top_k} of {self.experts} experts; it must be within 1 and experts, and 0 without experts."
+            )
 
 
 LOGITS = 1 << 28  # 1 GB, of 8,192 tokens with 32,768 logits each
 
 AnyLayer = TypeVar("AnyLayer", nnx.Embed, nnx.Linear)
 KeysValues = tuple[jax.Array, jax.Array]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues | None]]  # of queries, keys and values: what they mix to, and what is kept
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues | None]
+]  # of queries, keys and values: what they mix to, and what is kept
 
 
 class Routed(NamedTuple):
@@ -106,12 +112,16 @@ def positions_in(starts: jax.Array) -> jax.Array:
 
 def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
     """Causal attention inside documents: all rows are one sequence of them."""
-    offsets = jnp.nonzero(starts.ravel(), size=starts.shape[0] * max_documents + 1, fill_value=starts.size)[0].astype(jnp.int32)
+    offsets = jnp.nonzero(starts.ravel(), size=starts.shape[0] * max_documents + 1, fill_value=starts.size)[0].astype(
+        jnp.int32
+    )
     all_there = offsets[-1] == starts.size
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents)
+        out = packed_attention(
+            flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents
+        )
         return jnp.where(all_there, out.reshape(q.shape), jnp.nan), None
 
     return attend
@@ -120,7 +130,10 @@ def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """Rotary position embedding of x [B, T, heads, head_dim] at positions [B, T] (Su et al. 2021, arXiv:2104.09864), halves beside each other."""
     half = x.shape[-1] // 2
-    angle = positions[:, :, None, None].astype(jnp.float32) * (base ** (-jnp.arange(half, dtype=jnp.float32) / half))[None, None, None, :]
+    angle = (
+        positions[:, :, None, None].astype(jnp.float32)
+        * (base ** (-jnp.arange(half, dtype=jnp.float32) / half))[None, None, None, :]
+    )
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -149,7 +162,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, KeysValues | None]:
         c, (B, T, _) = self.config, x.shape
-        q, k, v = self.q(x).reshape(B, T, c.heads, -1), self.k(x).reshape(B, T, c.kv_heads, -1), self.v(x).reshape(B, T, c.kv_heads, -1)
+        q, k, v = (
+            self.q(x).reshape(B, T, c.heads, -1),
+            self.k(x).reshape(B, T, c.kv_heads, -1),
+            self.v(x).reshape(B, T, c.kv_heads, -1),
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normalized(self.q_norm, q), normalized(self.k_norm, k)
         q, k = rotate(q, positions, c.rope_base), rotate(k, positions, c.rope_base)
@@ -161,7 +178,9 @@ class GatedUnit(nnx.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        linear = functools.partial(linear_layer(config.recipe, config.backend), use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        linear = functools.partial(
+            linear_layer(config.recipe, config.backend), use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs
+        )
         self.gate = linear(config.width, config.hidden)
         self.up = linear(config.width, config.hidden)
         self.down = linear(config.hidden, config.width)
@@ -182,7 +201,16 @@ class Experts(nnx.Module):
         self.sharded = sharded
         router = Router(c.width, c.experts, c.top_k, normalize=c.normalize, backend=c.backend, rngs=rngs)
         axis = "expert" if sharded else None
-        self.moe = MoE(c.experts, c.width, c.hidden, router=router, expert_axis=axis, dtype=jnp.dtype(c.dtype), backend=c.backend, rngs=rngs)
+        self.moe = MoE(
+            c.experts,
+            c.width,
+            c.hidden,
+            router=router,
+            expert_axis=axis,
+            dtype=jnp.dtype(c.dtype),
+            backend=c.backend,
+            rngs=rngs,
+        )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
         if not self.sharded:
@@ -219,7 +247,11 @@ class Experts(nnx.Module):
         gate, up = multiply(rows, moe.gate[...]), multiply(rows, moe.up[...])
         down = multiply(jax.nn.silu(gate) * up, moe.down[...])
         # The devices' sums are added in float32, and rounded once: as on one device.
-        y = lax.psum(jaxops.combine(down, routing, out_dtype=jnp.float32), "expert").astype(down.dtype) if self.sharded else jaxops.combine(down, routing)
+        y = (
+            lax.psum(jaxops.combine(down, routing, out_dtype=jnp.float32), "expert").astype(down.dtype)
+            if self.sharded
+            else jaxops.combine(down, routing)
+        )
         return y.reshape(x.shape), routing
 
 
@@ -227,13 +259,17 @@ class Block(nnx.Module):
     """Pre-norm attention, then a pre-norm gated unit or experts."""
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
-        norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        norm = functools.partial(
+            nnx.RMSNorm, config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs
+        )
         self.attention_norm = norm()
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = norm()
         self.mlp = Experts(config, sharded=sharded, rngs=rngs) if config.experts else GatedUnit(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Routed | None, KeysValues | None]:
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, attend: Attend
+    ) -> tuple[jax.Array, Routed | None, KeysValues | None]:
         mixed, kept = self.attention(normalized(self.attention_norm, x), positions, attend)
         x = checkpoint_name(x + mixed, "middle")
         y, routed = self.mlp(normalized(self.mlp_norm, x))
@@ -253,10 +289,14 @@ class Decoder(nnx.Module):
         self.sharded = sharded
         dtype = jnp.dtype(c.dtype)
 
-        self.embed = nnx.Embed(c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs)
+        self.embed = nnx.Embed(
+            c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs
+        )
         self.blocks = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), c.layers, rngs)
         self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, dtype=dtype, rngs=rngs)
-        self.head = nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
+        self.head = (
+            nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
+        )
         self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 
     def __call__(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
@@ -293,7 +333,9 @@ class Decoder(nnx.Module):
         c = self.config
         if documents is not None and c.attention == "cudnn":
             if c.max_documents is None:
-                raise ValueError("attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the most.")
+                raise ValueError(
+                    "attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the most."
+                )
             return cudnn_documents(document_starts(documents), c.max_documents)
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
         return lambda q, k, v: (attend(q, k, v, mask, True, c.attention), None)
@@ -304,7 +346,9 @@ class Decoder(nnx.Module):
         none = jnp.zeros((c.layers, batch, length, c.kv_heads, c.head_dim), c.dtype)
         return none, none
 
-    def extend(self, tokens: jax.Array, cache: KeysValues, at: jax.Array, first: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def extend(
+        self, tokens: jax.Array, cache: KeysValues, at: jax.Array, first: jax.Array
+    ) -> tuple[jax.Array, KeysValues]:
         """tokens [B, T] after what the cache holds of each row -> (logits [B, vocab] float32 of what follows the last, the cache with them). For inference.
 
         Args:
@@ -321,7 +365,10 @@ class Decoder(nnx.Module):
             state, (keys, values) = layer
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KeysValues]:
-                kept = jax.lax.dynamic_update_slice(keys, k, (0, at, 0, 0)), jax.lax.dynamic_update_slice(values, v, (0, at, 0, 0))
+                kept = (
+                    jax.lax.dynamic_update_slice(keys, k, (0, at, 0, 0)),
+                    jax.lax.dynamic_update_slice(values, v, (0, at, 0, 0)),
+                )
                 return jax.nn.dot_product_attention(q, *kept, mask=mask[:, None]), kept
 
             x, _, kept = nnx.merge(graphdef, state, copy=True)(x, now[None, :] - first[:, None], attend)
@@ -334,7 +381,9 @@ class Decoder(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., vocab] float32."""
         x = self.norm(x)
-        return (self._whole(self.embed).attend(x) if self.head is None else self._whole(self.head)(x)).astype(jnp.float32)
+        return (self._whole(self.embed).attend(x) if self.head is None else self._whole(self.head)(x)).astype(
+            jnp.float32
+        )
 
     def _whole(self, layer: AnyLayer) -> AnyLayer:
         if not self.sharded:
@@ -366,5 +415,7 @@ def cross_entropies(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Arr
     if rows >= N:
         return of((x, targets))
     rows = -(-N // -(-N // rows))  # of as many pieces equal ones
-    pieces = [jnp.pad(a, ((0, -N % rows), *[(0, 0)] * (a.ndim - 1))).reshape(-1, rows, *a.shape[1:]) for a in (x, targets)]
+    pieces = [
+        jnp.pad(a, ((0, -N % rows), *[(0, 0)] * (a.ndim - 1))).reshape(-1, rows, *a.shape[1:]) for a in (x, targets)
+    ]
     return jax.lax.map(jax.checkpoint(of, prevent_cse=False), tuple(pieces)).ravel()[:N]

@@ -53,7 +53,10 @@ class DiTConfig:
 def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
     """[N] -> [N, features] sines and cosines, with wavelengths from 2 pi to longest_period in a geometric row."""
     half = features // 2
-    angle = jnp.outer(x.astype(jnp.float32), (longest_period / (2 * jnp.pi)) ** (-jnp.arange(half, dtype=jnp.float32) / max(1, half - 1)))
+    angle = jnp.outer(
+        x.astype(jnp.float32),
+        (longest_period / (2 * jnp.pi)) ** (-jnp.arange(half, dtype=jnp.float32) / max(1, half - 1)),
+    )
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=1)
 
 
@@ -93,10 +96,18 @@ class DiT(nnx.Module):
         inner = linear_layer(c.recipe, c.backend)
 
         def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
-            wide, narrow = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs), inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
+            wide, narrow = (
+                inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs),
+                inner(4 * c.width, c.width, dtype=dtype, rngs=rngs),
+            )
             # The backward finds the slope from the input, which it has anyway: otherwise XLA keeps what leads to the value, too, as large as the input.
             activation = jax.checkpoint(jax.nn.gelu)
-            mlp = nnx.Sequential(wide, lambda wide: activation(checkpoint_name(wide, "mlp")), narrow, lambda y: checkpoint_name(y, "branch.mlp"))
+            mlp = nnx.Sequential(
+                wide,
+                lambda wide: activation(checkpoint_name(wide, "mlp")),
+                narrow,
+                lambda y: checkpoint_name(y, "branch.mlp"),
+            )
             return AdaLNZeroBlock(
                 c.width,
                 c.width,
@@ -113,11 +124,15 @@ class DiT(nnx.Module):
         self.time = nnx.Sequential(linear(c.width, c.width), jax.nn.silu, linear(c.width, c.width))
         self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
         self.blocks = stacked(block, c.layers, rngs)
-        self.norm = AdaLayerNorm(c.width, c.width, per="sequence", dtype=dtype, linear=inner, backend=c.backend, rngs=rngs)
+        self.norm = AdaLayerNorm(
+            c.width, c.width, per="sequence", dtype=dtype, linear=inner, backend=c.backend, rngs=rngs
+        )
         self.leave = linear(c.width, c.token, kernel_init=nnx.initializers.zeros_init())
         self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 
-    def __call__(self, tokens: jax.Array, time: jax.Array, labels: jax.Array, sequence_offsets: jax.Array, grids: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, time: jax.Array, labels: jax.Array, sequence_offsets: jax.Array, grids: jax.Array
+    ) -> jax.Array:
         """Velocities [T, token] in float32; what stands in rows outside the images means nothing, and reaches no other row.
 
         Args:
@@ -168,7 +183,9 @@ def generate(model: DiT, batch, key: jax.Array, steps: int = 32, guidance: float
 
     def velocity(x: jax.Array, time: jax.Array) -> jax.Array:
         times = jnp.full((B,), time)
-        guided, free = (model(x, times, labels, batch.sequence_offsets, batch.grids) for labels in (batch.labels, anything))
+        guided, free = (
+            model(x, times, labels, batch.sequence_offsets, batch.grids) for labels in (batch.labels, anything)
+        )
         return free + guidance * (guided - free)
 
     def step(x: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:

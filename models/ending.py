@@ -75,7 +75,9 @@ class StopSignals:
             return self._number
         if not multihost_utils.reached_preemption_sync_point(done):
             return None
-        if self._before and self._number is None:  # else the time has begun with Ctrl-C, and one more would be the second signal
+        if (
+            self._before and self._number is None
+        ):  # else the time has begun with Ctrl-C, and one more would be the second signal
             os.write(self._pipe[1], bytes([signal.SIGTERM]))
         return self._number or signal.SIGTERM
 
@@ -164,12 +166,17 @@ def quiet_writers() -> Iterator[None]:
 
     After one damaged array Orbax gives up the others, and those that still come find no event loop.
     """
-    loggers, hooks = [logging.getLogger(name) for name in ("absl", "asyncio")], (threading.excepthook, sys.unraisablehook)
+    loggers, hooks = (
+        [logging.getLogger(name) for name in ("absl", "asyncio")],
+        (threading.excepthook, sys.unraisablehook),
+    )
     levels = [logger.level for logger in loggers]
 
     def is_known(error: BaseException | None, where: TracebackType | None) -> bool:
         files = {frame.filename for frame in traceback.extract_tb(where)}
-        theirs = any(f"{os.sep}{name}{os.sep}" in file for file in files for name in ("orbax", "tensorstore", "tensorboardX"))
+        theirs = any(
+            f"{os.sep}{name}{os.sep}" in file for file in files for name in ("orbax", "tensorstore", "tensorboardX")
+        )
         return theirs or is_full(error) or str(error) == "Event loop is closed"
 
     def of_thread(args: threading.ExceptHookArgs) -> None:

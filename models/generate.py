@@ -48,7 +48,9 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")  # a model may have more than it was trained on
+        return bytes(token for token in tokens if token < 256).decode(
+            errors="replace"
+        )  # a model may have more than it was trained on
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -85,7 +87,10 @@ class HuggingFace:
         """
         found = []
         for some in (texts[at : at + TOGETHER] for at in range(0, len(texts), TOGETHER)):
-            found += [np.array(encoded.ids, np.int64) for encoded in self.tokenizer.encode_batch_fast([_decode(text) for text in some])]
+            found += [
+                np.array(encoded.ids, np.int64)
+                for encoded in self.tokenizer.encode_batch_fast([_decode(text) for text in some])
+            ]
         return found
 
 
@@ -93,7 +98,9 @@ def _decode(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"the document that begins with {text[:60]!r} is not UTF-8, and --tokenizer needs text: {error}.") from error
+        raise ValueError(
+            f"the document that begins with {text[:60]!r} is not UTF-8, and --tokenizer needs text: {error}."
+        ) from error
 
 
 def check_length(prompts: Sequence[Sequence[int]], length: int, heads: int, limit: int) -> None:
@@ -145,7 +152,14 @@ def align(prompts: Sequence[Sequence[int]]) -> Prompts:
     return Prompts(jnp.asarray(tokens), jnp.asarray([longest - len(prompt) for prompt in prompts], jnp.int32))
 
 
-def generate(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temperature: float | jax.Array = 0.0, end: int | jax.Array = -1) -> jax.Array:
+def generate(
+    model: Decoder,
+    prompts: Prompts,
+    key: jax.Array,
+    length: int,
+    temperature: float | jax.Array = 0.0,
+    end: int | jax.Array = -1,
+) -> jax.Array:
     """How each prompt goes on, [B, length]: the prompts in one pass, then one token of each row at a time, with keys and values kept. To be called under jit,
     with `length` static.
 
@@ -172,15 +186,22 @@ def generate(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temp
     return jnp.concatenate([first[None], others]).T
 
 
-def sample(model: Decoder, prompts: Prompts, key: jax.Array, length: int, temperature: float = 0.0, end: int = -1) -> np.ndarray:
+def sample(
+    model: Decoder, prompts: Prompts, key: jax.Array, length: int, temperature: float = 0.0, end: int = -1
+) -> np.ndarray:
     """`generate`, compiled."""
     graphdef, state = nnx.split(model)
-    run = jax.jit(lambda state, *given: generate(nnx.merge(graphdef, state), Prompts(*given[:2]), given[2], length, given[3], end))
+    run = jax.jit(
+        lambda state, *given: generate(nnx.merge(graphdef, state), Prompts(*given[:2]), given[2], length, given[3], end)
+    )
     return np.asarray(run(state, *prompts, key, jnp.float32(temperature)))
 
 
 def main(
-    folder: Annotated[pathlib.Path, typer.Argument(help="A checkpoint: config.json, safetensors, and tokenizer.json unless its tokens are bytes.")],
+    folder: Annotated[
+        pathlib.Path,
+        typer.Argument(help="A checkpoint: config.json, safetensors, and tokenizer.json unless its tokens are bytes."),
+    ],
     prompt: Annotated[list[str], typer.Argument(help="One or more.")],
     length: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0,
@@ -204,7 +225,9 @@ def main(
         raise typer.BadParameter(str(error)) from error
     model.eval()
     end = -1 if tokenizer.end is None or isinstance(tokenizer, Bytes) else tokenizer.end
-    for text, tokens in zip(prompt, sample(model, prompts, jax.random.key(seed), length, temperature, end), strict=True):
+    for text, tokens in zip(
+        prompt, sample(model, prompts, jax.random.key(seed), length, temperature, end), strict=True
+    ):
         stop = tokens.tolist().index(end) if end in tokens else len(tokens)
         typer.echo(text + tokenizer.decode(tokens[:stop].tolist()))
 

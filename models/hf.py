@@ -58,14 +58,24 @@ COMMON = (
     ),
 )
 HEAD = Entry(("head", "kernel"), "lm_head.weight", True)
-QK_NORM = tuple(Entry(("blocks", "attention", f"{x}_norm", "scale"), f"{_LAYER}self_attn.{x}_norm.weight") for x in "qk")
-DENSE = tuple(Entry(("blocks", "mlp", part, "kernel"), f"{_LAYER}mlp.{part}_proj.weight", True) for part in ("gate", "up", "down"))
+QK_NORM = tuple(
+    Entry(("blocks", "attention", f"{x}_norm", "scale"), f"{_LAYER}self_attn.{x}_norm.weight") for x in "qk"
+)
+DENSE = tuple(
+    Entry(("blocks", "mlp", part, "kernel"), f"{_LAYER}mlp.{part}_proj.weight", True) for part in ("gate", "up", "down")
+)
 
 
 def _experts(folder: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     router = Entry(("blocks", "mlp", "moe", "router", "kernel"), f"{_LAYER}{folder}.gate.weight", True)
     named = (("gate", gate), ("up", up), ("down", down))
-    return (router, *(Entry(("blocks", "mlp", "moe", ours), f"{_LAYER}{folder}.experts.{{expert}}.{theirs}.weight", True) for ours, theirs in named))
+    return (
+        router,
+        *(
+            Entry(("blocks", "mlp", "moe", ours), f"{_LAYER}{folder}.experts.{{expert}}.{theirs}.weight", True)
+            for ours, theirs in named
+        ),
+    )
 
 
 # What the blocks have beside `COMMON`.
@@ -97,9 +107,15 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     index, names = folder / INDEX, ["model.safetensors"]
     if index.exists():
         named = read_json(index).get("weight_map")
-        names = sorted(set(named.values())) if isinstance(named, dict) and all(isinstance(name, str) for name in named.values()) else []
+        names = (
+            sorted(set(named.values()))
+            if isinstance(named, dict) and all(isinstance(name, str) for name in named.values())
+            else []
+        )
         if not names or any(pathlib.Path(name).name != name for name in names):
-            raise ValueError(f'{index}: "weight_map" must say for each tensor the name of a file in this folder. Copy the file again.')
+            raise ValueError(
+                f'{index}: "weight_map" must say for each tensor the name of a file in this folder. Copy the file again.'
+            )
     if missing := [name for name in names if not (folder / name).exists()]:
         raise FileNotFoundError(f"{folder} has no {', '.join(missing)}. Copy what is missing.")
     return [folder / name for name in names]
@@ -237,7 +253,9 @@ def save(
             (new / name).write_text(text)
 
 
-def _save_tensors(folder: pathlib.Path, entries: tuple[Entry, ...], params: dict[tuple[str, ...], Any], dtype: str, max_bytes: int) -> None:
+def _save_tensors(
+    folder: pathlib.Path, entries: tuple[Entry, ...], params: dict[tuple[str, ...], Any], dtype: str, max_bytes: int
+) -> None:
     shards: list[list[tuple[Entry, str, tuple[int, ...]]]] = [[]]
     held = 0
     for entry in entries:
@@ -261,4 +279,6 @@ def _save_tensors(folder: pathlib.Path, entries: tuple[Entry, ...], params: dict
         safetensors.flax.save_file(written, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(written, file)
     if len(shards) > 1:
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+        )

@@ -54,7 +54,9 @@ class Keys(pydantic.BaseModel):
         if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < float("inf"):
             raise ValueError(f"rope_theta is {theta!r}; it must be a positive number")
         if self.head_dim is None and self.hidden_size < self.num_attention_heads:
-            raise ValueError(f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}, without a head_dim")
+            raise ValueError(
+                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}, without a head_dim"
+            )
         return {
             "vocab": self.vocab_size,
             "width": self.hidden_size,
@@ -99,7 +101,9 @@ class Qwen3(Keys):
 class Experts(Keys):
     """transformers 5 reads the number of experts by either name, for all model types."""
 
-    num_experts: PositiveInt = pydantic.Field(128, validation_alias=pydantic.AliasChoices("num_local_experts", "num_experts"))
+    num_experts: PositiveInt = pydantic.Field(
+        128, validation_alias=pydantic.AliasChoices("num_local_experts", "num_experts")
+    )
     num_experts_per_tok: PositiveInt = 8
 
     def sizes(self) -> dict[str, Any]:
@@ -111,7 +115,9 @@ class Mixtral(Experts):
     num_key_value_heads: PositiveInt | None = 8
     rms_norm_eps: PositiveFloat = 1e-5
     rope_theta: PositiveFloat = 1_000_000.0
-    num_experts: PositiveInt = pydantic.Field(8, validation_alias=pydantic.AliasChoices("num_local_experts", "num_experts"))
+    num_experts: PositiveInt = pydantic.Field(
+        8, validation_alias=pydantic.AliasChoices("num_local_experts", "num_experts")
+    )
     num_experts_per_tok: PositiveInt = 2
     sliding_window: PositiveInt | None = None
 
@@ -169,7 +175,9 @@ MODELS = {
     "LlamaForCausalLM": Architecture("llama", Llama),
     "Qwen3ForCausalLM": Architecture("qwen3", Qwen3, qk_norm=True),
     "MixtralForCausalLM": Architecture("mixtral", Mixtral, experts="num_local_experts"),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", Qwen3Moe, True, "moe_intermediate_size", "num_experts", "norm_topk_prob"),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", Qwen3Moe, True, "moe_intermediate_size", "num_experts", "norm_topk_prob"
+    ),
 }
 
 
@@ -204,7 +212,9 @@ def _architecture(given: dict[str, Any]) -> str:
         named = [name for name, kind in MODELS.items() if kind.model_type == model_type]
     known = f"these are known: {', '.join(MODELS)}"
     if not isinstance(named, list) or len(named) != 1 or named[0] not in MODELS:
-        raise ValueError(f"architectures is {given.get('architectures')!r} and model_type {model_type!r}; one must be named, and {known}")
+        raise ValueError(
+            f"architectures is {given.get('architectures')!r} and model_type {model_type!r}; one must be named, and {known}"
+        )
     if model_type not in (None, MODELS[named[0]].model_type):
         raise ValueError(f"architectures is {named!r}, and model_type is {model_type!r}, which is another one")
     return named[0]
@@ -225,14 +235,21 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
     try:
         architecture = _architecture(given)
         kind = MODELS[architecture]
-        if len({json.dumps(given[key]) for key in ("num_experts", "num_local_experts") if key in given}) == 2 and kind.experts:
-            raise ValueError(f"num_experts is {given['num_experts']} and num_local_experts {given['num_local_experts']}; both mean the same")
+        if (
+            len({json.dumps(given[key]) for key in ("num_experts", "num_local_experts") if key in given}) == 2
+            and kind.experts
+        ):
+            raise ValueError(
+                f"num_experts is {given['num_experts']} and num_local_experts {given['num_local_experts']}; both mean the same"
+            )
         keys = kind.keys.model_validate(given)
         if missing := [name for name, lacks in keys.foreign().items() if lacks]:
             raise ValueError(f"the decoder does not have this checkpoint's {', '.join(missing)}")
         return architecture, DecoderConfig(qk_norm=kind.qk_norm, **keys.sizes(), **options)
     except pydantic.ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors())
+        said = "; ".join(
+            f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors()
+        )
         raise ValueError(f"{file}: {said}.") from error
     except ValueError as error:
         raise ValueError(f"{file}: {str(error).rstrip('.')}.") from error

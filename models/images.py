@@ -47,7 +47,9 @@ class DataSet:
     def crowd(self) -> int:
         """Images that start within `longest` tokens of a batch, at the most."""
         drawn = [height * width // self.patch**2 for height, width in self.sample_sizes]
-        return -(-self.longest // min(token_counts(self.train, self.patch) + token_counts(self.heldout, self.patch) + drawn))
+        return -(
+            -self.longest // min(token_counts(self.train, self.patch) + token_counts(self.heldout, self.patch) + drawn)
+        )
 
 
 class Batch(NamedTuple):
@@ -95,7 +97,9 @@ def pack(images: Images, chosen: Sequence[int], patch: int, budget: int, count: 
     tokens = [patchify(image, patch) for image in pixels]
     ends = np.cumsum([0, *(len(t) for t in tokens)])
     if len(chosen) > count or ends[-1] > budget:
-        raise ValueError(f"{len(chosen)} images of {ends[-1]} tokens do not fit into a batch of {count} images and {budget} tokens.")
+        raise ValueError(
+            f"{len(chosen)} images of {ends[-1]} tokens do not fit into a batch of {count} images and {budget} tokens."
+        )
     empty = count - len(chosen)
     return Batch(
         np.concatenate([*tokens, np.zeros((budget - ends[-1], patch * patch * images.pixels[0].shape[2]), np.float32)]),
@@ -137,7 +141,9 @@ def stack(batches: Sequence[Batch]) -> Batch:
     return Batch(*(np.stack(parts) for parts in zip(*batches, strict=True)))
 
 
-def image_batches(images: Images, patch: int, budget: int, count: int, accumulate: int, seed: int) -> Callable[[int], Batch]:
+def image_batches(
+    images: Images, patch: int, budget: int, count: int, accumulate: int, seed: int
+) -> Callable[[int], Batch]:
     """The batch of each step, [accumulate, ...] of micro-batches with a part each of the budget and the count: a pure function of seed and step.
 
     Every epoch packs all images in an order of its own; the few that come after its last full batch wait for the next epoch.
@@ -158,7 +164,12 @@ def image_batches(images: Images, patch: int, budget: int, count: int, accumulat
     def batch(step: int) -> Batch:
         epoch, place = divmod(step, steps)
         chosen = packed(epoch)
-        return stack([pack(images, chosen[(place * accumulate + micro) % len(chosen)], patch, budget, count) for micro in range(accumulate)])
+        return stack(
+            [
+                pack(images, chosen[(place * accumulate + micro) % len(chosen)], patch, budget, count)
+                for micro in range(accumulate)
+            ]
+        )
 
     return batch
 
@@ -180,7 +191,9 @@ def read_digits(seed: int) -> DataSet:
             height = _multiple(rng, 8, 16, 2)
             width = _multiple(rng, max(8, height // 3 * 2), min(16, height + 2), 2)
             above, left, more_height, more_width = rng.integers(0, 2, 4)
-            resized = Image.fromarray(original).resize((int(width + left + more_width), int(height + above + more_height)), Image.Resampling.BICUBIC)
+            resized = Image.fromarray(original).resize(
+                (int(width + left + more_width), int(height + above + more_height)), Image.Resampling.BICUBIC
+            )
             pixels.append(np.asarray(resized)[above : above + height, left : left + width, None])
         return Images(pixels, np.repeat(labels, variants).astype(np.int32))
 
@@ -201,7 +214,12 @@ def read_photos(seed: int) -> DataSet:
     from sklearn.datasets import load_sample_images
 
     data, rng, scale, patch = load_sample_images(), np.random.default_rng(seed), 6, 4
-    smaller = [np.asarray(Image.fromarray(photo).resize((photo.shape[1] // scale, photo.shape[0] // scale), Image.Resampling.BOX)) for photo in data.images]
+    smaller = [
+        np.asarray(
+            Image.fromarray(photo).resize((photo.shape[1] // scale, photo.shape[0] // scale), Image.Resampling.BOX)
+        )
+        for photo in data.images
+    ]
 
     def crops(parts: list[np.ndarray], count: int) -> Images:
         pixels, labels = [], rng.integers(0, len(parts), count).astype(np.int32)
@@ -253,13 +271,19 @@ def read_folder(folder: Path, patch: int, longest: int) -> DataSet:
     Raises:
       ValueError: no images, fewer than ten of all classes, images beside classes, or a file that Pillow cannot read.
     """
-    classes = {sub.name: found for sub in sorted(folder.iterdir()) if sub.is_dir() and (found := image_files(sub.rglob("*")))}
+    classes = {
+        sub.name: found for sub in sorted(folder.iterdir()) if sub.is_dir() and (found := image_files(sub.rglob("*")))
+    }
     alone = image_files(folder.iterdir())
     if alone and classes:
-        raise ValueError(f"{folder} has images, as {alone[0].name}, beside folders of images, as {', '.join(list(classes)[:5])}; write one folder a class.")
+        raise ValueError(
+            f"{folder} has images, as {alone[0].name}, beside folders of images, as {', '.join(list(classes)[:5])}; write one folder a class."
+        )
     classes = classes or {folder.name: alone}
     files = [(file, label) for label, found in enumerate(classes.values()) for file in found]
-    held = np.array([i % HELDOUT_EVERY == HELDOUT_EVERY - 1 for found in classes.values() for i in range(len(found))], bool)
+    held = np.array(
+        [i % HELDOUT_EVERY == HELDOUT_EVERY - 1 for found in classes.values() for i in range(len(found))], bool
+    )
     if not held.any():
         raise ValueError(f"{folder} has {len(files)} images; of {HELDOUT_EVERY} in a class, one can be held out.")
     with ThreadPoolExecutor() as pool:
@@ -267,19 +291,25 @@ def read_folder(folder: Path, patch: int, longest: int) -> DataSet:
     labels = np.array([label for _, label in files], np.int32)
     train, heldout = (Images([pixels[i] for i in np.flatnonzero(which)], labels[which]) for which in (~held, held))
     sizes = Counter(image.shape[:2] for image in train.pixels).most_common(6)
-    return DataSet(train, heldout, tuple(classes), patch, 3, longest, tuple(sorted((size for size, _ in sizes), reverse=True)))
+    return DataSet(
+        train, heldout, tuple(classes), patch, 3, longest, tuple(sorted((size for size, _ in sizes), reverse=True))
+    )
 
 
 def image_files(paths: Iterator[Path]) -> list[Path]:
     """Those with a suffix of which Pillow knows how to read it, in sorted order."""
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    return sorted(path for path in paths if path.suffix.lower() in known and not path.name.startswith(".") and path.is_file())
+    return sorted(
+        path for path in paths if path.suffix.lower() in known and not path.name.startswith(".") and path.is_file()
+    )
 
 
 def fitting_grid(height: int, width: int, patch: int, longest: int) -> tuple[int, int]:
     """Rows and columns of patches of the largest picture, not larger than height by width pixels, with nearly their ratio and at most `longest` tokens."""
     scale = min(1.0, math.sqrt(longest * patch**2 / (height * width)))
-    rows, columns = (max(1, int(side * scale / patch + 1e-6)) for side in (height, width))  # more than rounding, less than a pixel
+    rows, columns = (
+        max(1, int(side * scale / patch + 1e-6)) for side in (height, width)
+    )  # more than rounding, less than a pixel
     return min(rows, longest // columns) or 1, min(columns, longest)
 
 

@@ -38,11 +38,14 @@ def choose_mesh(options: Options, backend: str) -> Mesh | None:
     """
     if options.mesh is not None:
         if backend == "pallas" and jax.default_backend() != "gpu":
-            raise typer.BadParameter("over a mesh Pallas' kernels need GPUs: write xla, or leave --mesh out.", param_hint="--backend")
+            raise typer.BadParameter(
+                "over a mesh Pallas' kernels need GPUs: write xla, or leave --mesh out.", param_hint="--backend"
+            )
         return make_mesh(options.mesh)
     if jax.process_count() > 1:
         raise typer.BadParameter(
-            f"{jax.process_count()} processes train together on a mesh: write data={jax.device_count()}, or another one.", param_hint="--mesh"
+            f"{jax.process_count()} processes train together on a mesh: write data={jax.device_count()}, or another one.",
+            param_hint="--mesh",
         )
     return None
 
@@ -50,7 +53,11 @@ def choose_mesh(options: Options, backend: str) -> Mesh | None:
 def devices(mesh: Mesh | None) -> str:
     """What a run says of them."""
     kind = jax.devices()[0].device_kind
-    return kind if mesh is None else f"{mesh.size} x {kind} ({', '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)})"
+    return (
+        kind
+        if mesh is None
+        else f"{mesh.size} x {kind} ({', '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)})"
+    )
 
 
 @contextlib.contextmanager
@@ -75,7 +82,9 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
     out = default if options.out is None else options.out
     run = Run(out, make_console(), mesh, options.save_every, options.stop_within)
     if options.resume and options.save_every is None:
-        raise typer.BadParameter("a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume")
+        raise typer.BadParameter(
+            "a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume"
+        )
     saved = saved_steps(run.checkpoints)
     if saved and not options.resume:
         raise typer.BadParameter(

@@ -44,7 +44,9 @@ def apply_layers(
       ValueError: unroll, and a policy that offloads; a policy with a name that no value of a layer has.
     """
     if unroll and (names := ", ".join(_offloaded(policy))):
-        raise ValueError(f"unroll with a policy that offloads {names}: only a loop has moved a layer's before it makes the next one's. Set unroll to false.")
+        raise ValueError(
+            f"unroll with a policy that offloads {names}: only a loop has moved a layer's before it makes the next one's. Set unroll to false."
+        )
     graphdef, params, others = nnx.split(stack, nnx.Param, ...)
 
     def layer(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Any, nnx.State]]:
@@ -59,7 +61,11 @@ def apply_layers(
     if unroll:
         run = _one_after_another(layer, x, (params, others))
     else:
-        run = jax.lax.scan(layer, x, (params, others)) if policy is None else scan(layer, x, (params, others), policy=policy)
+        run = (
+            jax.lax.scan(layer, x, (params, others))
+            if policy is None
+            else scan(layer, x, (params, others), policy=policy)
+        )
     x, (outs, others) = run
     if training:
         nnx.update(stack, others)
@@ -91,4 +97,6 @@ def remark(policy: Policy | None) -> str:
     if not names:
         return ""
     what = f"offload: {names} to the host's memory"
-    return f"{what}\n" if jax.default_backend() == "gpu" else f"{what}, which is this machine's only one: nothing moves\n"
+    return (
+        f"{what}\n" if jax.default_backend() == "gpu" else f"{what}, which is this machine's only one: nothing moves\n"
+    )

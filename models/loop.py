@@ -112,7 +112,9 @@ def with_steps(schedule: AnySchedule, steps: int | None) -> AnySchedule:
 
 def make_learning_rate(schedule: Schedule) -> optax.Schedule:
     end = max(schedule.steps, schedule.warmup_steps + 1)
-    return optax.warmup_cosine_decay_schedule(0.0, schedule.learning_rate, schedule.warmup_steps, end, 0.05 * schedule.learning_rate)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, schedule.learning_rate, schedule.warmup_steps, end, 0.05 * schedule.learning_rate
+    )
 
 
 def is_decayed(path: tuple) -> bool:
@@ -136,7 +138,9 @@ def place(arrays: Any, mesh: Mesh | None = None) -> Any:
 def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
     """Before the first step."""
     average = None if schedule.ema is None else jax.tree.map(jnp.copy, params)
-    return TrainState(params, histories, average, jax.jit(make_optimizer(schedule).init)(params), jnp.zeros((), jnp.int32))
+    return TrainState(
+        params, histories, average, jax.jit(make_optimizer(schedule).init)(params), jnp.zeros((), jnp.int32)
+    )
 
 
 def make_value(
@@ -145,7 +149,9 @@ def make_value(
     """(params, histories, micro-batch, key) -> (loss, (measured, histories)), over all devices of the mesh."""
 
     def value(params: nnx.State, histories: nnx.State, batch: Any, key: jax.Array):
-        model = nnx.merge(graphdef, params, histories, copy=True)  # the call changes the histories, which jax.grad has not made its own
+        model = nnx.merge(
+            graphdef, params, histories, copy=True
+        )  # the call changes the histories, which jax.grad has not made its own
         if not training:
             model.eval()
         loss, measured = objective(model, batch, key)
@@ -155,7 +161,11 @@ def make_value(
 
 
 def make_step(
-    graphdef: nnx.GraphDef, schedule: Schedule, objective: Objective, mesh: Mesh | None = None, compiler_options: dict[str, Any] | None = None
+    graphdef: nnx.GraphDef,
+    schedule: Schedule,
+    objective: Objective,
+    mesh: Mesh | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
     """The whole training step as one compiled program for each shape of batches: gradient, update, average.
 
@@ -217,7 +227,9 @@ def kept(state: TrainState) -> nnx.State:
     return state.params if state.average is None else state.average
 
 
-def make_evaluate(graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
+def make_evaluate(
+    graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
     """Mean loss over micro-batches [N, ...], with the same draws in every evaluation."""
     value = make_value(graphdef, objective, mesh, training=False)
 
@@ -317,7 +329,9 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
             return _run_steps(training, state, run, checkpoints, signals)
 
 
-def _run_steps(training: Training, state: TrainState, run: Run, checkpoints: Checkpoints | None, signals: StopSignals) -> tuple[TrainState, History]:
+def _run_steps(
+    training: Training, state: TrainState, run: Run, checkpoints: Checkpoints | None, signals: StopSignals
+) -> tuple[TrainState, History]:
     schedule, first = training.schedule, int(jax.device_get(state.step))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     log_to = MetricsLog(run.out, first, is_first(), run.say)

@@ -32,7 +32,10 @@ AXES = ("data", "fsdp", "expert")
 # no pattern is found in: norms, biases, histories, counts. An optimizer's moments and an average end as their parameter's path does.
 RULES = (
     (r"\bmoe/(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
-    (r"\b(embedding|enter/kernel)\b", P(None, "fsdp")),  # of tokens, labels or an image's patch: of these there may be any number, so by the width
+    (
+        r"\b(embedding|enter/kernel)\b",
+        P(None, "fsdp"),
+    ),  # of tokens, labels or an image's patch: of these there may be any number, so by the width
     (r"\bkernel\b", P("fsdp", None)),  # [in, out]
 )
 
@@ -50,7 +53,10 @@ def make_mesh(shape: str) -> Mesh:
             raise typer.BadParameter(f"{shape!r} names {name} twice.", param_hint="--mesh")
         named.add(name)
         if name not in AXES or not size.isdecimal() or int(size) < 1:
-            raise typer.BadParameter(f"{part!r} in {shape!r} is not one of {', '.join(f'{axis}=N' for axis in AXES)}, with N from 1.", param_hint="--mesh")
+            raise typer.BadParameter(
+                f"{part!r} in {shape!r} is not one of {', '.join(f'{axis}=N' for axis in AXES)}, with N from 1.",
+                param_hint="--mesh",
+            )
         sizes[name] = int(size)
     wanted = math.prod(sizes.values())
     if wanted != jax.device_count():
@@ -119,7 +125,9 @@ def collect(tree: Tree, mesh: Mesh | None) -> Tree:
     """The whole arrays on one device of each process, for what follows a training. All processes call it; None for no mesh."""
     if mesh is None:
         return tree
-    return jax.tree.map(lambda x: x.addressable_data(0), jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree))
+    return jax.tree.map(
+        lambda x: x.addressable_data(0), jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
+    )
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -138,7 +146,8 @@ def own_rows(batch: int, mesh: Mesh) -> slice:
     """
     if batch % mesh.size:
         raise typer.BadParameter(
-            f"a batch of {batch} cannot be split evenly over the {mesh.size} devices of the mesh: take a multiple of {mesh.size}.", param_hint="--mesh"
+            f"a batch of {batch} cannot be split evenly over the {mesh.size} devices of the mesh: take a multiple of {mesh.size}.",
+            param_hint="--mesh",
         )
     share = batch // jax.process_count()
     return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
@@ -168,7 +177,9 @@ def gather(params: Tree) -> Tree:
 Objective = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
 
 
-def split_objective(objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None, check_vma: bool = True) -> Objective:
+def split_objective(
+    objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None, check_vma: bool = True
+) -> Objective:
     """An objective over all devices, from one over a device's own part of the batch; to be called and differentiated as that one is.
 
     Args:
@@ -189,6 +200,8 @@ def split_objective(objective: Objective, mesh: Mesh, *, counted: Callable[[Any]
     def whole(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
         splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.ndim), params)
         specs = (splits, P(), P(AXES), P())
-        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(params, histories, batch, key)
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(
+            params, histories, batch, key
+        )
 
     return whole

@@ -71,7 +71,9 @@ def packed_attention(
     return jnp.where(inside[:, None, None], out, 0)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, causal: bool, longest: int, crowd: int) -> jax.Array:
+def _cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, causal: bool, longest: int, crowd: int
+) -> jax.Array:
     """JAX has no public name for the ragged layout. It wants sequences by rows of the array, and works as if each row had as many as the fullest and all were
     as long as a row: so rows of `longest`, which sequences may cross."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -79,18 +81,33 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array
     cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     T = q.shape[0]
     rows, crowd = -(-T // longest), max(2, crowd)  # of a single one a row it wants another layout
-    q, k, v = (jnp.pad(x, ((0, rows * longest - T), (0, 0), (0, 0))).reshape(rows, longest, *x.shape[1:]) for x in (q, k, v))
+    q, k, v = (
+        jnp.pad(x, ((0, rows * longest - T), (0, 0), (0, 0))).reshape(rows, longest, *x.shape[1:]) for x in (q, k, v)
+    )
     starts, lengths, fits = sequences_by_row(jnp.clip(sequence_offsets, 0, T), rows, longest, crowd)
-    how = {"mask_type": cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING, "scale": q.shape[-1] ** -0.5, "qkv_layout": "BTNH"}
+    how = {
+        "mask_type": cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING,
+        "scale": q.shape[-1] ** -0.5,
+        "qkv_layout": "BTNH",
+    }
 
     def ragged(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-        return cudnn.dot_product_attention(q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts, **how)
+        return cudnn.dot_product_attention(
+            q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts, **how
+        )
 
     out = named(ragged, NAME)(q, k, v, starts, lengths)
     return jnp.where(fits, out.reshape(-1, *out.shape[2:])[:T], jnp.nan)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, causal: bool, implementation: Literal["xla", "cudnn"] | None = None) -> jax.Array:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    causal: bool,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> jax.Array:
     """`jax.nn.dot_product_attention` with a name for its residuals."""
     how = {"is_causal": causal, "implementation": implementation}
     return named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, **how), NAME)(q, k, v, mask)
@@ -107,10 +124,16 @@ def sequences_by_row(offsets: jax.Array, rows: int, longest: int, crowd: int) ->
     place = jnp.cumsum(there) - 1 - before[row]
     empty = jnp.full((rows, crowd + 1), -1, jnp.int32)
     fits = jnp.all(~there | ((lengths <= longest) & (place < crowd)))
-    return empty.at[row, place].set(starts % longest, mode="drop"), empty[:, :-1].at[row, place].set(lengths, mode="drop"), fits
+    return (
+        empty.at[row, place].set(starts % longest, mode="drop"),
+        empty[:, :-1].at[row, place].set(lengths, mode="drop"),
+        fits,
+    )
 
 
-def _banded(q: jax.Array, k: jax.Array, v: jax.Array, sequence: jax.Array, inside: jax.Array, causal: bool, longest: int) -> jax.Array:
+def _banded(
+    q: jax.Array, k: jax.Array, v: jax.Array, sequence: jax.Array, inside: jax.Array, causal: bool, longest: int
+) -> jax.Array:
     T = q.shape[0]
     more = -T % longest
     sequence, inside = jnp.pad(sequence, (0, more)), jnp.pad(inside, (0, more))

@@ -119,9 +119,13 @@ def choose_buckets(lengths: np.ndarray, longest: int, most: int) -> tuple[int, .
     used = known[: int(np.flatnonzero(sizes).max(initial=0)) + 1]
 
     def padded(chosen: Sequence[int]) -> int:
-        return sum(int(size) * chosen[bisect.bisect_left(chosen, bucket)] for bucket, size in zip(used, sizes, strict=False))
+        return sum(
+            int(size) * chosen[bisect.bisect_left(chosen, bucket)] for bucket, size in zip(used, sizes, strict=False)
+        )
 
-    return min(((*some, used[-1]) for count in range(most) for some in itertools.combinations(used[:-1], count)), key=padded)
+    return min(
+        ((*some, used[-1]) for count in range(most) for some in itertools.combinations(used[:-1], count)), key=padded
+    )
 
 
 def one_a_row(documents: Documents, longest: int, buckets: int) -> tuple[Rows, ...]:
@@ -158,7 +162,9 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
 
-def row_batches(tokens: np.ndarray, rows: Sequence[Rows], budget: int, accumulate: int, seed: int) -> Callable[[int], Batch]:
+def row_batches(
+    tokens: np.ndarray, rows: Sequence[Rows], budget: int, accumulate: int, seed: int
+) -> Callable[[int], Batch]:
     """The batch of each step, [accumulate, B, length] with accumulate * B * length the budget: a pure function of seed and step.
 
     Every epoch shows each row in an order of its own, each step's of one length; where a length's last step is not full, with rows for the second time.
@@ -170,7 +176,10 @@ def row_batches(tokens: np.ndarray, rows: Sequence[Rows], budget: int, accumulat
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
         rng = np.random.default_rng((seed, epoch))
-        shuffled = [np.resize(rng.permutation(some.row_count), (count, size)) for some, count, size in zip(rows, steps, each, strict=True)]
+        shuffled = [
+            np.resize(rng.permutation(some.row_count), (count, size))
+            for some, count, size in zip(rows, steps, each, strict=True)
+        ]
         return rng.permutation(ends[-1]), shuffled
 
     def batch(step: int) -> Batch:

@@ -42,7 +42,9 @@ class Preset(Schedule):
 
     def __post_init__(self):
         if self.batch % self.accumulate:
-            raise ValueError(f"batch is {self.batch} and accumulate {self.accumulate}; batch must be a multiple of accumulate.")
+            raise ValueError(
+                f"batch is {self.batch} and accumulate {self.accumulate}; batch must be a multiple of accumulate."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +83,13 @@ class DiTPreset(Schedule):
 
     def __post_init__(self):
         if self.width % self.heads or self.width % 8:
-            raise ValueError(f"width is {self.width} and heads {self.heads}; width must be a multiple of heads, and of 8.")
+            raise ValueError(
+                f"width is {self.width} and heads {self.heads}; width must be a multiple of heads, and of 8."
+            )
         if self.tokens % self.accumulate or self.images % self.accumulate:
-            raise ValueError(f"tokens is {self.tokens}, images {self.images} and accumulate {self.accumulate}; both must be multiples of accumulate.")
+            raise ValueError(
+                f"tokens is {self.tokens}, images {self.images} and accumulate {self.accumulate}; both must be multiples of accumulate."
+            )
 
 
 def of_bytes(*, layers: int, width: int, heads: int, experts: int, hidden: int, top_k: int = 2) -> DecoderConfig:
@@ -144,7 +150,19 @@ PRESETS = {
     ),
     # Like Qwen3's mixtures of experts: 3.1 billion, 0.6 billion at work; for a GPU of 140 GB, and a tokenizer of at most 32,768 tokens.
     "3b": Preset(
-        DecoderConfig(32_768, 2048, layers=14, heads=16, kv_heads=4, head_dim=128, hidden=512, experts=64, top_k=8, qk_norm=True, unroll=True),
+        DecoderConfig(
+            32_768,
+            2048,
+            layers=14,
+            heads=16,
+            kv_heads=4,
+            head_dim=128,
+            hidden=512,
+            experts=64,
+            top_k=8,
+            qk_norm=True,
+            unroll=True,
+        ),
         context=2048,
         batch=8,
         steps=20_000,
@@ -156,11 +174,42 @@ PRESETS = {
 
 DIT_PRESETS = {
     # Sized for two CPU cores: digits that can be read in less than three minutes, compilation and sampling included.
-    "demo": DiTPreset(layers=4, width=128, heads=4, tokens=512, images=18, steps=1_400, learning_rate=2e-3, warmup_steps=100, eval_every=200),
+    "demo": DiTPreset(
+        layers=4,
+        width=128,
+        heads=4,
+        tokens=512,
+        images=18,
+        steps=1_400,
+        learning_rate=2e-3,
+        warmup_steps=100,
+        eval_every=200,
+    ),
     # DiT-S: 33 million parameters, for a GPU.
-    "small": DiTPreset(layers=12, width=384, heads=6, tokens=16_384, images=576, steps=5_000, learning_rate=5e-4, warmup_steps=500, eval_every=500, ema=0.999),
+    "small": DiTPreset(
+        layers=12,
+        width=384,
+        heads=6,
+        tokens=16_384,
+        images=576,
+        steps=5_000,
+        learning_rate=5e-4,
+        warmup_steps=500,
+        eval_every=500,
+        ema=0.999,
+    ),
     # 80 million parameters, in layers whose sides are multiples of 128: for `python -m models.compare_precision`.
-    "wide": DiTPreset(layers=4, width=1024, heads=8, tokens=8_192, images=384, steps=500, learning_rate=3e-4, warmup_steps=60, eval_every=250),
+    "wide": DiTPreset(
+        layers=4,
+        width=1024,
+        heads=8,
+        tokens=8_192,
+        images=384,
+        steps=500,
+        learning_rate=3e-4,
+        warmup_steps=60,
+        eval_every=250,
+    ),
     # 1.0 billion, for images of up to 1,024 tokens.
     "1b": DiTPreset(
         layers=24,

@@ -60,7 +60,9 @@ class MetricsLog:
         file = out / "metrics.jsonl"
         rows = _rows(file, first) if writes and first else []
         if writes and len(rows) < first:
-            say(f"{file} lacks {first - len(rows)} of the {first} steps before this one, or they cannot be read: its curves have a gap.")
+            say(
+                f"{file} lacks {first - len(rows)} of the {first} steps before this one, or they cannot be read: its curves have a gap."
+            )
         self.history = History(rows)
         self._lines = (file if writes else Path(os.devnull)).open("w")
         self._lines.writelines(json.dumps(row) + "\n" for row in self.history.rows)
@@ -76,7 +78,9 @@ class MetricsLog:
     def add(self, done: int, read: Sequence[Any], tokens_per_s: float, heldout: float | None) -> None:
         """The metrics of the steps up to `done`."""
         for step, metrics in enumerate(read, done + 1 - len(read)):
-            row = {"step": step} | {name: np.asarray(x).item() for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0}
+            row = {"step": step} | {
+                name: np.asarray(x).item() for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0
+            }
             row["tokens_per_s"] = round(tokens_per_s)
             if step == done and heldout is not None:
                 row["heldout"] = heldout
@@ -98,7 +102,11 @@ def _rows(file: Path, last: int) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and all(isinstance(row.get(name), int | float) for name in ALWAYS) and row["step"] <= last:
+        if (
+            isinstance(row, dict)
+            and all(isinstance(row.get(name), int | float) for name in ALWAYS)
+            and row["step"] <= last
+        ):
             found[row["step"]] = row
     return [found[step] for step in sorted(found)]
 
@@ -159,7 +167,9 @@ def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(7 * len(models), 7), layout="constrained")
-    for (above, below), model in zip(figure.subplots(2, len(models), squeeze=False, sharex="col").T, models, strict=True):
+    for (above, below), model in zip(
+        figure.subplots(2, len(models), squeeze=False, sharex="col").T, models, strict=True
+    ):
         mine = [row for row in rows if row["model"] == model]
         # Two runs of one program are not compared, XLA may have chosen other algorithms for it: a run begins with its baseline.
         drawn, beside = {}, None
@@ -171,7 +181,11 @@ def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
                 drawn[precision, seed] = curve, row["steps"], beside
         for (precision, seed), (curve, steps, wanted) in drawn.items():
             middles = (np.arange(len(curve)) + 0.5) * steps / len(curve)
-            line = {"color": "black", "linestyle": "-" if seed == 0 else ":"} if precision == baseline else {"linewidth": 1}
+            line = (
+                {"color": "black", "linestyle": "-" if seed == 0 else ":"}
+                if precision == baseline
+                else {"linewidth": 1}
+            )
             above.plot(middles, curve, label=precision if seed == 0 else f"{precision}, other parameters", **line)
             if wanted is not None and len(curve) == len(wanted):
                 below.plot(middles, 100 * (curve / wanted - 1), **line)
@@ -196,6 +210,9 @@ def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, 
             height, width = (zoom * side for side in row[column].shape[:2])
             # Pillow knows a gray image only without a channel axis.
             pixels = Image.fromarray(row[column].squeeze(2) if row[column].shape[2] == 1 else row[column])
-            canvas.paste(pixels.resize((width, height), Image.Resampling.NEAREST), (middle - width // 2, top + (row_height - height) // 2))
+            canvas.paste(
+                pixels.resize((width, height), Image.Resampling.NEAREST),
+                (middle - width // 2, top + (row_height - height) // 2),
+            )
             top += row_height
     canvas.save(path)

@@ -8,7 +8,9 @@ import typer
 
 from models import train_dit, train_lm
 
-app = typer.Typer(help="Trains one of the models; each COMMAND --help has its options.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Trains one of the models; each COMMAND --help has its options.", no_args_is_help=True, add_completion=False
+)
 app.command("lm")(train_lm.main)
 app.command("dit")(train_dit.main)
 
@@ -20,7 +22,9 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if ended.code and jax.process_count() == 1:
-            os._exit(ended.code if isinstance(ended.code, int) else 1)  # what a failed write has left behind would print as Python ends
+            os._exit(
+                ended.code if isinstance(ended.code, int) else 1
+            )  # what a failed write has left behind would print as Python ends
         raise
 
 

@@ -18,7 +18,19 @@ from models import config, launch, loop
 from models.config import Options, check_option
 from models.distributed import is_first
 from models.dit import DiT, DiTConfig, generate, loss_fn
-from models.images import DATA_SETS, Batch, DataSet, Images, every_image_once, files_read, image_batches, pack, read_data, stack, unpatchify
+from models.images import (
+    DATA_SETS,
+    Batch,
+    DataSet,
+    Images,
+    every_image_once,
+    files_read,
+    image_batches,
+    pack,
+    read_data,
+    stack,
+    unpatchify,
+)
 from models.layers import options_for, remark
 from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import collect, create_sharded, gather, replicate
@@ -33,7 +45,10 @@ DRAWN = 10  # classes, at most
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DitOptions(Options):
     data: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DATA_SETS)}, or a folder of images, with a folder for each class if there are any. Default: digits.")
+        str | None,
+        typer.Option(
+            help=f"{', '.join(DATA_SETS)}, or a folder of images, with a folder for each class if there are any. Default: digits."
+        ),
     ] = None
 
 
@@ -75,13 +90,20 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
         )
     budget = preset.tokens // parts
     if budget < data.longest:
-        raise ValueError(f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or longest.")
-    return sizes_of(preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd)
+        raise ValueError(
+            f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or longest."
+        )
+    return sizes_of(
+        preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd
+    )
 
 
 def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd: int | None) -> DiTConfig:
     """The preset's model, for data of those."""
-    named = {name: getattr(preset, name) for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll")}
+    named = {
+        name: getattr(preset, name)
+        for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll")
+    }
     return DiTConfig(token=token, classes=classes, longest=longest, crowd=crowd, **named)
 
 
@@ -106,12 +128,16 @@ def placed(objective: Objective, mesh: Mesh | None) -> Objective:
     return objective if mesh is None else own
 
 
-def make_step(graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+def make_step(
+    graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
     """One compiled program, whatever sizes the images have. Of batches [accumulate, ...], over a mesh [accumulate, devices, ...]."""
     return loop.make_step(graphdef, preset, placed(objective, mesh), mesh, options_for(preset.policy))
 
 
-def make_evaluate(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+def make_evaluate(
+    graphdef: nnx.GraphDef, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
     """No label is dropped."""
     return loop.make_evaluate(graphdef, placed(functools.partial(objective, label_dropout=0.0), mesh), mesh)
 
@@ -122,7 +148,9 @@ def by_device(batch: Batch, mesh: Mesh | None) -> Batch:
 
 
 def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
-    batches = image_batches(data.train, data.patch, preset.tokens, preset.images, micro_batches(preset, mesh), preset.seed)
+    batches = image_batches(
+        data.train, data.patch, preset.tokens, preset.images, micro_batches(preset, mesh), preset.seed
+    )
     return lambda step: by_device(batches(step), mesh)
 
 
@@ -160,7 +188,9 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
     """New images, uint8 [height, width, channels]: a row for each of the data set's sample_sizes, a column for each class, of many for the first."""
     graphdef, state = nnx.split(model)
-    run = jax.jit(lambda state, batch, key: generate(nnx.merge(graphdef, state), batch, key, preset.sample_steps, preset.guidance))
+    run = jax.jit(
+        lambda state, batch, key: generate(nnx.merge(graphdef, state), batch, key, preset.sample_steps, preset.guidance)
+    )
     labels = range(min(len(data.classes), DRAWN))
     wanted = Images(
         [np.zeros((height, width, data.channels), np.uint8) for height, width in data.sample_sizes for _ in labels],
@@ -191,9 +221,13 @@ def run(options: DitOptions) -> None:
         _train_and_report(options, preset, sizes, images, run, begin)
 
 
-def _train_and_report(options: DitOptions, preset: DiTPreset, sizes: DiTConfig, images: DataSet, run: Run, begin: float) -> None:
+def _train_and_report(
+    options: DitOptions, preset: DiTPreset, sizes: DiTConfig, images: DataSet, run: Run, begin: float
+) -> None:
     console = run.console
-    console.print(f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, {len(images.classes)} classes")
+    console.print(
+        f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, {len(images.classes)} classes"
+    )
     console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(run.mesh)}")
     console.print(remark(preset.policy), end="")
 
@@ -206,7 +240,9 @@ def _train_and_report(options: DitOptions, preset: DiTPreset, sizes: DiTConfig, 
     few = min(10, preset.steps)
     first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
     fill = np.mean([row["fill"] for row in history.rows])
-    console.print(f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out {history.last_heldout:.3f}")
+    console.print(
+        f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out {history.last_heldout:.3f}"
+    )
     console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
     console.print(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
 

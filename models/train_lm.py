@@ -31,19 +31,39 @@ from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_mach
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
 
-RUN_FIELDS = ("dtype", "recipe", "attention", "max_documents", "backend", "policy", "unroll")  # of a DecoderConfig: what a checkpoint does not say
+RUN_FIELDS = (
+    "dtype",
+    "recipe",
+    "attention",
+    "max_documents",
+    "backend",
+    "policy",
+    "unroll",
+)  # of a DecoderConfig: what a checkpoint does not say
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LmOptions(Options):
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Text file, or folder of .txt, .md, .py and .jsonl files; may be repeated. Default: Python's standard library."),
+        typer.Option(
+            help="Text file, or folder of .txt, .md, .py and .jsonl files; may be repeated. Default: Python's standard library."
+        ),
     ] = None
-    raw_bytes: Annotated[bool, typer.Option("--raw-bytes", help="Take files of data that are no text as they are, byte by byte.")] = False
+    raw_bytes: Annotated[
+        bool, typer.Option("--raw-bytes", help="Take files of data that are no text as they are, byte by byte.")
+    ] = False
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json. Default: tokens are bytes.")] = None
-    init_from: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one.")] = None
-    no_pack: Annotated[bool, typer.Option("--no-pack", help="One document a row, in rows of few lengths, instead of rows full of documents.")] = False
+    init_from: Annotated[
+        str | None,
+        typer.Option(help="Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one."),
+    ] = None
+    no_pack: Annotated[
+        bool,
+        typer.Option(
+            "--no-pack", help="One document a row, in rows of few lengths, instead of rows full of documents."
+        ),
+    ] = False
 
 
 def attention_for(dtype: Any) -> str:
@@ -53,7 +73,9 @@ def attention_for(dtype: Any) -> str:
 def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
     """The preset with the number of steps and the precision asked for, and with this machine's attention."""
     attention = attention_for(precision.dtype)
-    model = dataclasses.replace(preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention)
+    model = dataclasses.replace(
+        preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention
+    )
     return with_steps(dataclasses.replace(preset, model=model), steps)
 
 
@@ -76,7 +98,9 @@ def choose(options: LmOptions) -> Preset:
     dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
     start = PRESETS[options.preset]
     stored = read_config(given["init_from"])[1] if isinstance(given.get("init_from"), str) else None
-    start = dataclasses.replace(start, model=dataclasses.replace(stored or start.model, dtype=dtype, attention=attention_for(dtype)))
+    start = dataclasses.replace(
+        start, model=dataclasses.replace(stored or start.model, dtype=dtype, attention=attention_for(dtype))
+    )
     chosen = config.resolve(start, given)
     if chosen.model.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError("model.attention is 'cudnn', which needs a GPU; write xla.")
@@ -88,7 +112,9 @@ def choose(options: LmOptions) -> Preset:
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
     sizes = [field.name for field in dataclasses.fields(stored) if field.name not in RUN_FIELDS]
     if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
-        said = ", ".join(f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong)
+        said = ", ".join(
+            f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
+        )
         raise ValueError(f"{said}: with init_from leave them out.")
 
 
@@ -105,7 +131,9 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
         tokenizer = Bytes() if folder is None else tokenizer_of(Path(folder), vocab)
     if folder is not None and tokenizer.vocab > vocab:
         raise ValueError(f"the tokenizer has {tokenizer.vocab:,} tokens, and the checkpoint in {folder} {vocab:,}.")
-    return dataclasses.replace(preset, model=dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))), tokenizer
+    return dataclasses.replace(
+        preset, model=dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))
+    ), tokenizer
 
 
 def tokenizer_files(preset: Preset) -> list[Path]:
@@ -158,11 +186,17 @@ def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: j
     return loss + preset.balance_weight * balance, Measured(loss, balance, load)
 
 
-def make_step(graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    return loop.make_step(graphdef, preset, functools.partial(objective, preset, preset.pack), mesh, options_for(preset.model.policy))
+def make_step(
+    graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    return loop.make_step(
+        graphdef, preset, functools.partial(objective, preset, preset.pack), mesh, options_for(preset.model.policy)
+    )
 
 
-def make_evaluate(graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+def make_evaluate(
+    graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
     """Of packed rows, however the model is trained: documents do not see each other."""
     return loop.make_evaluate(graphdef, functools.partial(objective, preset, True), mesh)
 
@@ -176,7 +210,9 @@ def make_batches(preset: Preset, documents: Documents, rows: Sequence[Rows]) -> 
 
 
 def heldout_batches(preset: Preset, documents: Documents) -> Batch:
-    return even_rows(documents.tokens, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate)
+    return even_rows(
+        documents.tokens, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate
+    )
 
 
 def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
@@ -213,7 +249,9 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
     """For `models.generate`, and for transformers: in the architecture that was started from, or else in one that fits; gives its name, None if none does."""
     architecture = fitting(model.config) if preset.init_from is None else read_config(preset.init_from)[0]
     if architecture is not None:
-        beside = {"tokenizer.json": tokenizer.tokenizer.to_str(pretty=True)} if isinstance(tokenizer, HuggingFace) else {}
+        beside = (
+            {"tokenizer.json": tokenizer.tokenizer.to_str(pretty=True)} if isinstance(tokenizer, HuggingFace) else {}
+        )
         hf.save(folder, architecture, model, end=tokenizer.end, beside=beside)
     return architecture
 
@@ -221,7 +259,9 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
 def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
     """How the model goes on from the first held-out tokens; together they are as long as what it has seen."""
     prompt = heldout[: max(1, preset.context // 4)].tolist()
-    (written,) = sample(model, align([prompt]), jax.random.key(preset.seed), max(1, preset.context - len(prompt)), temperature=0.8)
+    (written,) = sample(
+        model, align([prompt]), jax.random.key(preset.seed), max(1, preset.context - len(prompt)), temperature=0.8
+    )
     console.print("\nHeld-out text, and how the model goes on:")
     console.print(tokenizer.decode(prompt), style="dim", markup=False, end="")
     console.print(tokenizer.decode(written.tolist()), style="bold", markup=False)
@@ -244,7 +284,9 @@ def run(options: LmOptions) -> None:
         _train_and_report(options, preset, tokenizer, corpus, run, begin)
 
 
-def _train_and_report(options: LmOptions, preset: Preset, tokenizer: Tokenizer, corpus: Corpus, run: Run, begin: float) -> None:
+def _train_and_report(
+    options: LmOptions, preset: Preset, tokenizer: Tokenizer, corpus: Corpus, run: Run, begin: float
+) -> None:
     byte, console = isinstance(tokenizer, Bytes), run.console
     token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
     console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
@@ -253,7 +295,9 @@ def _train_and_report(options: LmOptions, preset: Preset, tokenizer: Tokenizer, 
         bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
         baseline = ("bigram table", bigram)
         console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
-    console.print(f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(run.mesh)}")
+    console.print(
+        f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(run.mesh)}"
+    )
     console.print(remark(preset.model.policy), end="")
 
     model, history = train(preset, corpus, unit, run)
@@ -263,8 +307,14 @@ def _train_and_report(options: LmOptions, preset: Preset, tokenizer: Tokenizer, 
     plot_report(history, unit, run.out / "report.png", baseline)
     write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
     reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
-    console.print(f"\n{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard")
-    console.print("no architecture of Hugging Face fits: no checkpoint" if architecture is None else f"and checkpoint-hf, a {architecture}")
+    console.print(
+        f"\n{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard"
+    )
+    console.print(
+        "no architecture of Hugging Face fits: no checkpoint"
+        if architecture is None
+        else f"and checkpoint-hf, a {architecture}"
+    )
 
 
 main = config.command(LmOptions, run)

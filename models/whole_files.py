@@ -55,11 +55,15 @@ def verify(folder: Path) -> None:
     for number, line in enumerate(sums.read_text(errors="replace").splitlines(), 1):
         said = LINE.fullmatch(line)
         if said is None:
-            raise ValueError(f"{sums}, line {number}: {line[:80]!r} is no checksum and file name. Copy the folder again.")
+            raise ValueError(
+                f"{sums}, line {number}: {line[:80]!r} is no checksum and file name. Copy the folder again."
+            )
         file = folder / said[2]
         if not file.exists():
             wrong.append(f"{file} is missing")
         elif _sum(file) != said[1]:
             wrong.append(f"{file} is not what was written: its SHA-256 is another")
     if wrong:
-        raise ValueError(f"{'; '.join(wrong)}. Copy the folder again; or, if files were changed on purpose, remove {sums}.")
+        raise ValueError(
+            f"{'; '.join(wrong)}. Copy the folder again; or, if files were changed on purpose, remove {sums}."
+        )

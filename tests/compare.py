@@ -32,7 +32,9 @@ def assert_close(got, want, kind: str, name: str = "result", scale: float = 1.0,
     assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}"
     if want.size == 0:
         return
-    got, want = (np.asarray(x).astype(np.float32).astype(np.float64) for x in (got, want))  # in numpy: JAX would compile each step for each shape
+    got, want = (
+        np.asarray(x).astype(np.float32).astype(np.float64) for x in (got, want)
+    )  # in numpy: JAX would compile each step for each shape
     rms = np.sqrt(np.mean(want**2))
     error = np.abs(got - want)
     largest, mean = (limit * scale * rms for limit in LIMITS[kind])

@@ -22,7 +22,11 @@ if shutil.which("nvidia-smi") is None:
     # Compiling interpreted kernels is nearly all that the tests do on a CPU, and half of it is optimisation, and fusions that go through MLIR one by one: with
     # XLA's older emitter the whole run takes 30 % less CPU time. On a GPU the kernels stay what users get.
     quick = " --xla_backend_optimization_level=0"
-    if tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:3])) <= (0, 11, 2):  # what does not know an option ends the process
+    if tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:3])) <= (
+        0,
+        11,
+        2,
+    ):  # what does not know an option ends the process
         quick += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 else:
     # References are XLA's, which compiles and times dozens of kernels for each of their products: minutes for a test file.
@@ -45,7 +49,9 @@ hypothesis.settings.load_profile("jaxops")
 def pytest_configure(config):
     from jaxops._lib.device import gluon_missing
 
-    if sys.version_info < (3, 12) and gluon_missing():  # on Python 3.11 only: elsewhere the suite must see that Hopper's kernels are not taken
+    if (
+        sys.version_info < (3, 12) and gluon_missing()
+    ):  # on Python 3.11 only: elsewhere the suite must see that Hopper's kernels are not taken
         config.addinivalue_line("filterwarnings", "ignore:jaxops takes its Pallas kernels:RuntimeWarning")
 
 
@@ -70,7 +76,12 @@ def pytest_runtest_teardown(item, nextitem):
 
     So what JAX's caches hold is let go before that, between two files, in which programs are shared.
     """
-    if nextitem is not None and nextitem.path != item.path and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+    if (
+        nextitem is not None
+        and nextitem.path != item.path
+        and MAPS.exists()
+        and MAPS.read_bytes().count(b"\n") > 30_000
+    ):
         jax.clear_caches()
 
 

@@ -60,7 +60,9 @@ def bits(tree) -> list[bytes]:
 
 def damage(root: Path, rng: np.random.Generator) -> Path:
     """Does one thing to one of the files below a folder, large ones more often, or to one of the folders; gives its path."""
-    paths = sorted(root.rglob("*"), key=lambda path: (path.is_file(), path.stat().st_size, path))  # some names are random
+    paths = sorted(
+        root.rglob("*"), key=lambda path: (path.is_file(), path.stat().st_size, path)
+    )  # some names are random
     weights = np.array([4 + path.is_file() * path.stat().st_size ** 0.5 for path in paths])
     file = paths[rng.choice(len(paths), p=weights / weights.sum())]
     if file.is_dir():

@@ -24,7 +24,17 @@ from tests.hopper import lower_for_h200
 
 SHARED_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
 # Kernels are compiled once, for every test of a process; one that also launches some on a GPU must not find these.
-KERNELS, COMPILED = (fp8_gemm_kernel, fp8_gemm_inside_kernel, grouped_gemm_kernel, grouped_glu_kernel, modality_gemm_kernel, moe_mlp_bwd_kernel), {}
+KERNELS, COMPILED = (
+    (
+        fp8_gemm_kernel,
+        fp8_gemm_inside_kernel,
+        grouped_gemm_kernel,
+        grouped_glu_kernel,
+        modality_gemm_kernel,
+        moe_mlp_bwd_kernel,
+    ),
+    {},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +84,9 @@ def compiled(fn, *shapes) -> list[Kernel]:
 
 def assemblers() -> list[pathlib.Path]:
     """Triton's own, the newest last: PTX is written for the one that the target's driver stands for."""
-    return sorted((pathlib.Path(triton.backends.nvidia.__file__).parent / "bin").glob("ptxas*"), key=lambda file: len(file.name))
+    return sorted(
+        (pathlib.Path(triton.backends.nvidia.__file__).parent / "bin").glob("ptxas*"), key=lambda file: len(file.name)
+    )
 
 
 def assembled(ptx: str, folder: pathlib.Path) -> str:
@@ -82,7 +94,9 @@ def assembled(ptx: str, folder: pathlib.Path) -> str:
     file = folder / "kernel.ptx"
     file.write_text(ptx)
     for program in assemblers():
-        run = subprocess.run([program, "-v", "--gpu-name=sm_90a", file, "-o", os.devnull], capture_output=True, text=True)
+        run = subprocess.run(
+            [program, "-v", "--gpu-name=sm_90a", file, "-o", os.devnull], capture_output=True, text=True
+        )
         if run.returncode == 0:
             return run.stdout + run.stderr
         assert "Unsupported .version" in run.stderr, run.stderr
@@ -96,12 +110,22 @@ def wgmmas(kernel: Kernel) -> list[str]:
 def check_fences(ptx: str) -> None:
     """A proxy fence stands between what threads write to shared memory and what TMA or the tensor core reads of it (PTX manual, "Async proxy"). Without one
     the numbers are nearly always right: no run of the kernel would tell."""
-    events = re.findall(r"stmatrix|st\.shared\.v4|fence\.proxy\.async|cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx)
-    stored = [event for event, after in itertools.pairwise(events) if after.startswith("cp.async.bulk") and not event.startswith("cp.async.bulk")]
+    events = re.findall(
+        r"stmatrix|st\.shared\.v4|fence\.proxy\.async|cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx
+    )
+    stored = [
+        event
+        for event, after in itertools.pairwise(events)
+        if after.startswith("cp.async.bulk") and not event.startswith("cp.async.bulk")
+    ]
     assert set(stored) <= {"fence.proxy.async"}, "a TMA store reads what no fence has published"
     if re.search(r"cp\.async\.c[ag]\.shared", ptx):  # rows that threads gather
         events = re.findall(r"mbarrier\.try_wait|fence\.proxy\.async|wgmma\.mma_async", ptx)
-        read = [event for event, after in itertools.pairwise(events) if after.startswith("wgmma") and not event.startswith("wgmma")]
+        read = [
+            event
+            for event, after in itertools.pairwise(events)
+            if after.startswith("wgmma") and not event.startswith("wgmma")
+        ]
         assert set(read) == {"fence.proxy.async"}, "the tensor core reads gathered rows that no fence has published"
 
 
@@ -110,7 +134,9 @@ def check_waits(ptx: str) -> None:
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)) <= {"0", "1"}
 
 
-def check(kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0) -> None:
+def check(
+    kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0
+) -> None:
     """The tensor core's instructions as expected, all warps launched, what is in shared memory no more than said, nothing spilled, nothing serialised."""
     threads = 128 * (consumers + 1)  # four warps each, and the producer's, which come as four, too
     assert wgmmas(kernel) == instructions

@@ -13,7 +13,9 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 @contextlib.contextmanager
 def on_h200():
     """Traces and lowers as on one H200."""
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200)  # JAX 0.12's default is Explicit
+    mesh = AbstractMesh(
+        (1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200
+    )  # JAX 0.12's default is Explicit
     with jax.sharding.use_abstract_mesh(mesh):
         yield
 

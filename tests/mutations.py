@@ -43,12 +43,16 @@ def outcome(root: pathlib.Path, file: str, old: str, new: str, tests: str, which
     where they need another interpreter."""
     path = root / file
     source = path.read_text()
-    assert source.count(old) == 1, f"{file} has {source.count(old)} places that read {old!r}: bring tests/mutants/ up to date."
+    assert source.count(old) == 1, (
+        f"{file} has {source.count(old)} places that read {old!r}: bring tests/mutants/ up to date."
+    )
     path.write_text(source.replace(old, new))
     try:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *which, tests]
         search = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-        run = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=_SECONDS, env=os.environ | {"PYTHONPATH": search})
+        run = subprocess.run(
+            command, capture_output=True, text=True, cwd=root, timeout=_SECONDS, env=os.environ | {"PYTHONPATH": search}
+        )
     except subprocess.TimeoutExpired:
         return "hangs"
     finally:

@@ -88,7 +88,9 @@ def main() -> None:
         config = json.loads((source / "config.json").read_text())
         whole = safetensors.numpy.load_file(source / "expected.safetensors")["logits"]
         assert outcome(source, {}, whole) == "same"
-        found[source.name] = {json.dumps(change): outcome(source, change, whole) for change in changes(source.name, config)}
+        found[source.name] = {
+            json.dumps(change): outcome(source, change, whole) for change in changes(source.name, config)
+        }
     FILE.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -24,7 +24,13 @@ from diffusers.models.normalization import (
 FOLDER = pathlib.Path(__file__).parent / "data" / "diffusers"
 WIDTH, CONDITION, SMALL = 16, 12, 0.003
 BLOCK = {"dim": WIDTH, "num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "attention_bias": True}
-MODEL = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "in_channels": 4, "num_layers": 2, "sample_size": 4}
+MODEL = {
+    "num_attention_heads": 2,
+    "attention_head_dim": WIDTH // 2,
+    "in_channels": 4,
+    "num_layers": 2,
+    "sample_size": 4,
+}
 
 
 def randomise(module: torch.nn.Module) -> torch.nn.Module:
@@ -72,7 +78,13 @@ def make_continuous(name: str, **options) -> None:
 def make_latte() -> None:
     """A block with adaLN-single and without cross attention."""
     torch.manual_seed(3)
-    block = BasicTransformerBlock(**BLOCK, norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6, activation_fn="gelu-approximate")
+    block = BasicTransformerBlock(
+        **BLOCK,
+        norm_type="ada_norm_single",
+        norm_elementwise_affine=False,
+        norm_eps=1e-6,
+        activation_fn="gelu-approximate",
+    )
     randomise(block)
     inputs = {"x": leaf(2, 5, WIDTH, scale=SMALL), "cond": leaf(2, 6 * WIDTH)}
     save("latte_block", inputs, {"x": block(inputs["x"], timestep=inputs["cond"])}, dict(block.named_parameters()))
@@ -118,7 +130,9 @@ def make_dit() -> None:
     model(torch.randn(2, 4, 4, 4), timestep=torch.tensor([10, 700]), class_labels=torch.tensor([1, 4]))
     outputs = {"y": watch.seen.pop("y")}
     parameters = {
-        name: parameter for name, parameter in model.named_parameters() if name.startswith(("transformer_blocks", "proj_out_1")) and ".emb." not in name
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith(("transformer_blocks", "proj_out_1")) and ".emb." not in name
     }
     save("dit", watch.seen, outputs, parameters)
 
@@ -140,7 +154,9 @@ def make_pixart() -> None:
     )
     outputs = {"y": watch.seen.pop("y")}
     parameters = {
-        name: parameter for name, parameter in model.named_parameters() if name.startswith(("transformer_blocks", "scale_shift_table", "adaln_single.linear"))
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith(("transformer_blocks", "scale_shift_table", "adaln_single.linear"))
     }
     save("pixart", watch.seen, outputs, parameters)
 

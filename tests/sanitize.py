@@ -10,7 +10,11 @@ import os
 import sys
 
 # Before JAX is imported. The autotuner would time XLA's own products for minutes.
-os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+os.environ |= {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+}
 
 import jax
 import jax.numpy as jnp
@@ -33,23 +37,37 @@ M, K, N = 300, 200, 136  # no multiple of any tile below
 OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
 # Stored whole, and in halves.
 HOPPER = tuple(
-    Tiles(bm, bn, 64, 8, stages, kernel="triton", turns=turns, dynamic=turns) for bm, bn, turns in HOPPER_TILES for stages in (3, 6 if bm == bn else 4)
+    Tiles(bm, bn, 64, 8, stages, kernel="triton", turns=turns, dynamic=turns)
+    for bm, bn, turns in HOPPER_TILES
+    for stages in (3, 6 if bm == bn else 4)
 )
-TILES = [Tiles(64, 64, 32, tail=16), Tiles(128, 128, 64, stages=2, peel=True), Tiles(16, 128, 32, peel=True), Tiles(128, 256, 64, warps=8)]
+TILES = [
+    Tiles(64, 64, 32, tail=16),
+    Tiles(128, 128, 64, stages=2, peel=True),
+    Tiles(16, 128, 32, peel=True),
+    Tiles(128, 256, 64, warps=8),
+]
 
-ROWS = [(adaln.Rows(16, 1, 128, 1, ahead=True), adaln.Rows(64, 1, 64, 2, ahead=True)), (adaln.Rows(8, 2, 256, 4), adaln.Rows(4, 4, 32, 4))]
+ROWS = [
+    (adaln.Rows(16, 1, 128, 1, ahead=True), adaln.Rows(64, 1, 64, 2, ahead=True)),
+    (adaln.Rows(8, 2, 256, 4), adaln.Rows(4, 4, 32, 4)),
+]
 
 
 def grouped_matmul() -> None:
     rng = np.random.default_rng(0)
-    lhs, rhs, bias, dout, acc = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, N), (M, N), (3, K, N)))
+    lhs, rhs, bias, dout, acc = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, N), (M, N), (3, K, N))
+    )
     hopper = HOPPER if current_device().is_hopper else []
     for tiles in (*TILES, *hopper):
         plan = Plan(tiles.kernel, tiles, tiles, tiles)
 
         @jax.jit
         def run(offsets, plan=plan):
-            out, vjp = jax.vjp(lambda lhs, rhs, bias: jaxops.grouped_matmul(lhs, rhs, offsets, bias=bias, plan=plan), lhs, rhs, bias)
+            out, vjp = jax.vjp(
+                lambda lhs, rhs, bias: jaxops.grouped_matmul(lhs, rhs, offsets, bias=bias, plan=plan), lhs, rhs, bias
+            )
             return out, vjp(dout), jaxops.grouped_wgrad(lhs, dout, offsets, accumulate_into=acc, plan=plan)
 
         for offsets in OFFSETS:
@@ -101,7 +119,9 @@ def many_overlapping_groups() -> None:
 def row_kernels() -> None:
     """All three ops, both passes, with a vector a sequence and one a row; then FP8. Three sequences, and 300 (two steps of the search)."""
     rng = np.random.default_rng(0)
-    x, h, dy, *vectors = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (*[(M, K)] * 3, (3, K), (300, K), (M + 1, K)))
+    x, h, dy, *vectors = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (*[(M, K)] * 3, (3, K), (300, K), (M + 1, K))
+    )
     weight, vectors[2] = vectors[2][-1], vectors[2][:M]
     for fwd, bwd in ROWS:
         for save_stats in (False, True):
@@ -110,12 +130,21 @@ def row_kernels() -> None:
             @jax.jit
             def run(offsets, vector, plan=plan):
                 def ops(x, h, vector, weight):
-                    new, y = jaxops.gated_residual_adaln(x, h, vector, vector, vector, offsets, weight=weight, bias=weight, activation="gelu", plan=plan)
+                    new, y = jaxops.gated_residual_adaln(
+                        x, h, vector, vector, vector, offsets, weight=weight, bias=weight, activation="gelu", plan=plan
+                    )
                     y = y + jaxops.adaln(x, vector, vector, offsets, norm="rms", activation="silu", plan=plan)
                     return jaxops.gated_residual(new, y, vector, offsets, plan=plan)
 
                 out, vjp = jax.vjp(ops, x, h, vector, weight)
-                return out, vjp(dy), [jaxops.adaln(x, vector, vector, offsets, out_dtype=fp8, plan=plan) for fp8 in ("float8_e4m3fn", "float8_e5m2")]
+                return (
+                    out,
+                    vjp(dy),
+                    [
+                        jaxops.adaln(x, vector, vector, offsets, out_dtype=fp8, plan=plan)
+                        for fp8 in ("float8_e4m3fn", "float8_e5m2")
+                    ],
+                )
 
             for vector in vectors:
                 for offsets in OFFSETS:
@@ -139,7 +168,13 @@ def fp8_products() -> None:
 
             @jax.jit
             def run(offsets, x=x, w=w, dy=dy, options=options):
-                y, vjp = jax.vjp(lambda x, w: jaxops.fp8_grouped_matmul(x, w, offsets, **options) + jaxops.fp8_matmul(x, w[0], **options), x, w)
+                y, vjp = jax.vjp(
+                    lambda x, w: (
+                        jaxops.fp8_grouped_matmul(x, w, offsets, **options) + jaxops.fp8_matmul(x, w[0], **options)
+                    ),
+                    x,
+                    w,
+                )
                 return y, vjp(dy)
 
             for offsets in OFFSETS:
@@ -151,9 +186,14 @@ def grouped_glu() -> None:
     """Both activation kernels, with gate and up as two arrays and as one: blocks that are larger and smaller than what there is. On Hopper the forward in one
     kernel, too."""
     rng = np.random.default_rng(0)
-    x, w_gate, w_up, dh = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N)))
+    x, w_gate, w_up, dh = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N))
+    )
     blocks = (None, units.Block(16, 256), units.Block(8, 64, 1))
-    plans = [(units.Plan("pallas", block, block, Plan("pallas")), joined) for block, joined in itertools.product(blocks, (False, True))]
+    plans = [
+        (units.Plan("pallas", block, block, Plan("pallas")), joined)
+        for block, joined in itertools.product(blocks, (False, True))
+    ]
     for plan, joined in plans + ([(units.Plan("triton"), False)] if current_device().is_hopper else []):
 
         @jax.jit
@@ -172,12 +212,16 @@ def moe_mlp() -> None:
     broken in every way."""
     rng = np.random.default_rng(0)
     wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
-    x, w_gate, w_up, w_down, dout = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (3, N, K), (M, K)))
+    x, w_gate, w_up, w_down, dout = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (3, N, K), (M, K))
+    )
     good = jaxops.route(jnp.asarray(rng.normal(size=(M, 3)), jnp.float32), 2, capacity=2 * M // 3)
     bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, 2)), row_indices=jnp.resize(wild, 2 * M))
     plans = [experts.Plan("pallas")]
     if current_device().is_hopper:
-        plans += [experts.Plan("triton", fused=experts.Order(panel, dynamic)) for panel, dynamic in ((4, False), (1, True))]
+        plans += [
+            experts.Plan("triton", fused=experts.Order(panel, dynamic)) for panel, dynamic in ((4, False), (1, True))
+        ]
     for plan, save in itertools.product(plans, ("preactivations", "nothing")):
 
         @jax.jit
@@ -235,7 +279,10 @@ def permute() -> None:
             @jax.jit
             def run(x, rows, routing, tile=tile):
                 def both(x, rows, weights):
-                    routed, plan = dataclasses.replace(routing, weights=weights), permuting.Plan("pallas", tile, tile, tile)
+                    routed, plan = (
+                        dataclasses.replace(routing, weights=weights),
+                        permuting.Plan("pallas", tile, tile, tile),
+                    )
                     return jaxops.permute(x, routed, plan=plan), jaxops.combine(rows, routed, plan=plan)
 
                 out, vjp = jax.vjp(both, x, rows, routing.weights)
@@ -244,7 +291,11 @@ def permute() -> None:
             for dtype in ("float32", "bfloat16"):
                 for routing in (good, bad):
                     for offsets in (routing.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)):
-                        jax.block_until_ready(run(x.astype(dtype), rows.astype(dtype), dataclasses.replace(routing, group_offsets=offsets)))
+                        jax.block_until_ready(
+                            run(
+                                x.astype(dtype), rows.astype(dtype), dataclasses.replace(routing, group_offsets=offsets)
+                            )
+                        )
             print(D, k, tile, "done", flush=True)
 
 
@@ -265,7 +316,9 @@ def quantize() -> None:
                     jaxops.quantize(x, scaling=scaling, dtype="float8_e5m2"),
                     jaxops.quantize(x[:1], scaling=scaling),
                 ]
-                return found + ([] if scaling == "block_128x128" else [jaxops.quantize(x, **both, group_offsets=offsets, key=key)])
+                return found + (
+                    [] if scaling == "block_128x128" else [jaxops.quantize(x, **both, group_offsets=offsets, key=key)]
+                )
 
             for offsets in OFFSETS:
                 jax.block_until_ready(run(jnp.array(offsets, jnp.int32), jax.random.key(0)))

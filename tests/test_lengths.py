@@ -27,10 +27,15 @@ def test_buckets(length, multiple, steps):
 def test_as_many_an_octave_as_steps(multiple, steps, octave):
     low = 2**octave * steps * multiple
     lengths = np.linspace(low + 1, 2 * low, 2000).astype(int)
-    assert len({jaxops.bucket_length(int(n), multiple=multiple, steps=steps) for n in lengths}) == min(steps, len(set(lengths.tolist())))
+    assert len({jaxops.bucket_length(int(n), multiple=multiple, steps=steps) for n in lengths}) == min(
+        steps, len(set(lengths.tolist()))
+    )
 
 
-@pytest.mark.parametrize(("named", "message"), [({"length": -1}, "length is -1"), ({"multiple": 0}, "multiple is 0"), ({"steps": 0}, "steps is 0")])
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [({"length": -1}, "length is -1"), ({"multiple": 0}, "multiple is 0"), ({"steps": 0}, "steps is 0")],
+)
 def test_errors(named, message):
     with pytest.raises(ValueError, match=f"{message}; it must be at least"):
         jaxops.bucket_length(**({"length": 5} | named))

@@ -68,7 +68,9 @@ def layer(make: Callable[[nnx.Rngs], nnx.Module], *others) -> tuple[Callable[...
     """A module as a function of its first argument and its parameters, and the parameters' shapes."""
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     leaves, tree = jax.tree.flatten(params)
-    return lambda x, *params: nnx.merge(graphdef, jax.tree.unflatten(tree, params), rest)(x, *others), tuple(leaf.shape for leaf in leaves)
+    return lambda x, *params: nnx.merge(graphdef, jax.tree.unflatten(tree, params), rest)(x, *others), tuple(
+        leaf.shape for leaf in leaves
+    )
 
 
 def layer_case(make: Callable[[nnx.Rngs], nnx.Module], names: set[str], *others) -> Case:
@@ -89,7 +91,9 @@ def fp8(x, w, **how):
 
 
 def moe(rngs: nnx.Rngs) -> nnx.Module:
-    return jaxops.nn.MoE(E, K, N, router=jaxops.nn.Router(K, E, 2, rngs=rngs), shared_features=N, gate_shared=True, rngs=rngs)
+    return jaxops.nn.MoE(
+        E, K, N, router=jaxops.nn.Router(K, E, 2, rngs=rngs), shared_features=N, gate_shared=True, rngs=rngs
+    )
 
 
 def block(rngs: nnx.Rngs) -> nnx.Module:
@@ -107,13 +111,21 @@ ADALN_BLOCK = named("gated_residual_adaln", "residual out") | {"modulation.out",
 CASES = {
     "adaln": Case(lambda *a: jaxops.adaln(*a, SEQUENCES), (X, BK, BK), {"adaln.out"}),
     "gated_residual": Case(lambda *a: jaxops.gated_residual(*a, SEQUENCES), (X, X, BK), {"gated_residual.out"}),
-    "gated_residual_adaln": Case(lambda *a: jaxops.gated_residual_adaln(*a, SEQUENCES), (X, X, BK, BK, BK), named("gated_residual_adaln", "residual out")),
+    "gated_residual_adaln": Case(
+        lambda *a: jaxops.gated_residual_adaln(*a, SEQUENCES),
+        (X, X, BK, BK, BK),
+        named("gated_residual_adaln", "residual out"),
+    ),
     "grouped_matmul": Case(lambda x, w: jaxops.grouped_matmul(x, w, OFFSETS), (X, EKN), {"grouped_matmul.out"}),
-    "grouped_matmul-cast": Case(lambda x, w: jaxops.grouped_matmul(x, w, OFFSETS, **HALF), (X, EKN), named("grouped_matmul", "lhs out")),
+    "grouped_matmul-cast": Case(
+        lambda x, w: jaxops.grouped_matmul(x, w, OFFSETS, **HALF), (X, EKN), named("grouped_matmul", "lhs out")
+    ),
     "ragged_dot": Case(lambda x, w: jaxops.ragged_dot(x, w, jnp.diff(OFFSETS)), (X, EKN), {"grouped_matmul.out"}),
     "grouped_wgrad": Case(lambda x, d: jaxops.grouped_wgrad(x, d, OFFSETS), (X, (T, N)), {"grouped_wgrad.out"}),
     "modality_grouped_matmul-cast": Case(
-        lambda x, *w: jaxops.modality_grouped_matmul(x, w, OFFSETS, **HALF), (X, (1, K, N), (2, K - 1, N)), named("modality_grouped_matmul", "lhs out")
+        lambda x, *w: jaxops.modality_grouped_matmul(x, w, OFFSETS, **HALF),
+        (X, (1, K, N), (2, K - 1, N)),
+        named("modality_grouped_matmul", "lhs out"),
     ),
     "grouped_glu": Case(glu, (X, EKN, EKN), named("grouped_glu", "gate up out")),
     "grouped_glu-cast": Case(functools.partial(glu, **HALF), (X, EKN, EKN), named("grouped_glu", "x gate up out")),
@@ -123,21 +135,37 @@ CASES = {
     "moe_mlp-cast": Case(functools.partial(mlp, **HALF), MLP, named("moe_mlp", "x gate up out")),
     "moe_mlp-nothing": Case(functools.partial(mlp, save="nothing"), MLP, {"moe_mlp.out"}),
     "permute": Case(lambda x: jaxops.permute(x, ROUTING), (X,), {"permute.rows"}),
-    "combine": Case(lambda rows, weights: jaxops.combine(rows, with_weights(weights)), ((2 * T, K), (T, 2)), {"combine.out"}),
+    "combine": Case(
+        lambda rows, weights: jaxops.combine(rows, with_weights(weights)), ((2 * T, K), (T, 2)), {"combine.out"}
+    ),
     "route": Case(lambda logits: jaxops.route(logits, 2), ((T, E),), {"route.routing"}),
     "fp8_matmul": Case(functools.partial(fp8, recipe="tensorwise"), (X, KN), named("fp8_matmul", "x w out")),
     "fp8_matmul-blocks": Case(fp8, (X, KN), named("fp8_matmul", "x w out")),
-    "fp8_matmul-gw_hp": Case(functools.partial(fp8, recipe="rowwise_with_gw_hp"), (X, KN), named("fp8_matmul", "x w out")),
-    "fp8_matmul-quantized_before": Case(lambda x, w: fp8(x, w, w_quantized=QUANTIZED), (X, KN), named("fp8_matmul", "x out")),
-    "fp8_grouped_matmul": Case(lambda x, w: jaxops.fp8_grouped_matmul(x, w, OFFSETS), (X, EKN), named("fp8_grouped_matmul", "lhs rhs out")),
-    "all_gather_matmul-cast": Case(over(mesh_of(1), "all_gather_matmul", **HALF), (X, KN), named("all_gather_matmul", "x out")),
-    "matmul_reduce_scatter-cast": Case(over(mesh_of(1), "matmul_reduce_scatter", **HALF), (X, KN), named("matmul_reduce_scatter", "h out")),
+    "fp8_matmul-gw_hp": Case(
+        functools.partial(fp8, recipe="rowwise_with_gw_hp"), (X, KN), named("fp8_matmul", "x w out")
+    ),
+    "fp8_matmul-quantized_before": Case(
+        lambda x, w: fp8(x, w, w_quantized=QUANTIZED), (X, KN), named("fp8_matmul", "x out")
+    ),
+    "fp8_grouped_matmul": Case(
+        lambda x, w: jaxops.fp8_grouped_matmul(x, w, OFFSETS), (X, EKN), named("fp8_grouped_matmul", "lhs rhs out")
+    ),
+    "all_gather_matmul-cast": Case(
+        over(mesh_of(1), "all_gather_matmul", **HALF), (X, KN), named("all_gather_matmul", "x out")
+    ),
+    "matmul_reduce_scatter-cast": Case(
+        over(mesh_of(1), "matmul_reduce_scatter", **HALF), (X, KN), named("matmul_reduce_scatter", "h out")
+    ),
     "Router": layer_case(lambda rngs: jaxops.nn.Router(K, E, 2, rngs=rngs), {"router.logits", "route.routing"}),
-    "AdaRMSNorm": layer_case(lambda rngs: jaxops.nn.AdaRMSNorm(K, K, rngs=rngs), {"modulation.out", "adaln.out"}, jnp.ones(BK), SEQUENCES),
+    "AdaRMSNorm": layer_case(
+        lambda rngs: jaxops.nn.AdaRMSNorm(K, K, rngs=rngs), {"modulation.out", "adaln.out"}, jnp.ones(BK), SEQUENCES
+    ),
     "AdaLNZeroBlock": layer_case(block, ADALN_BLOCK, jnp.ones(BK), SEQUENCES),
     "MoE": layer_case(
         moe,
-        {"router.logits", "route.routing", "moe.token_gate", "grouped_matmul.out"} | named("grouped_glu", "gate up out") | named("moe_mlp", "gate up out"),
+        {"router.logits", "route.routing", "moe.token_gate", "grouped_matmul.out"}
+        | named("grouped_glu", "gate up out")
+        | named("moe_mlp", "gate up out"),
     ),
 }
 
@@ -186,7 +214,9 @@ def test_the_table_has_all_names():
 @pytest.mark.parametrize("op", sorted({name.split(".")[0] for name in DOCUMENTED} & set(jaxops.__all__)))
 def test_docstrings_have_their_names(op):
     (line,) = re.findall(r"^ *Residuals: .*$", getattr(jaxops, op).__doc__, re.MULTILINE)
-    assert set(re.findall(r'"([a-z0-9_]+\.[a-z_]+)"', line)) == {name for name in DOCUMENTED if name.split(".")[0] == op}
+    assert set(re.findall(r'"([a-z0-9_]+\.[a-z_]+)"', line)) == {
+        name for name in DOCUMENTED if name.split(".")[0] == op
+    }
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -203,7 +233,12 @@ def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args, **options):
         leaves, tree = jax.tree.flatten(forward(*args, **options))
-        return jax.tree.unflatten(tree, jax.pure_callback(lambda *leaves: leaves, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], *leaves))
+        return jax.tree.unflatten(
+            tree,
+            jax.pure_callback(
+                lambda *leaves: leaves, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], *leaves
+            ),
+        )
 
     return run
 
@@ -216,7 +251,12 @@ def passes_in(case: Case, **how) -> int:
     def loss(*arrays):
         return lax.scan(lambda total, layer: (total + body(*layer), None), jnp.float32(0), arrays)[0]
 
-    text = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(case.shapes))))).lower(*arrays_of(case, (2,))).compile().as_text()
+    text = (
+        jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(case.shapes)))))
+        .lower(*arrays_of(case, (2,)))
+        .compile()
+        .as_text()
+    )
     return len(re.findall(r'custom_call_target="[^"]*callback', text))
 
 
@@ -238,7 +278,11 @@ def test_gradients_are_the_same(name):
     case = CASES[name]
     # Some without XLA's fusions, which on a CPU contract products and sums as they come: what both passes compute from an input that is kept anyway, such as a
     # norm in the portable backward, is rounded as the program around it is.
-    compile_with = {"xla_disable_hlo_passes": "fusion"} if case.names & {"adaln.out", "gated_residual_adaln.out", "moe.token_gate"} else {}
+    compile_with = (
+        {"xla_disable_hlo_passes": "fusion"}
+        if case.names & {"adaln.out", "gated_residual_adaln.out", "moe.token_gate"}
+        else {}
+    )
     on_host = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=sorted(case.names),
@@ -250,6 +294,8 @@ def test_gradients_are_the_same(name):
     want = jax.jit(jax.grad(loss_of(case.f), argnums=wrt), compiler_options=compile_with)(*arrays)
     assert any(np.asarray(gradient).any() for gradient in want)
     for way, policy in ways.items():
-        got = jax.jit(jax.grad(jax.checkpoint(loss_of(case.f), policy=policy), argnums=wrt), compiler_options=compile_with)(*arrays)
+        got = jax.jit(
+            jax.grad(jax.checkpoint(loss_of(case.f), policy=policy), argnums=wrt), compiler_options=compile_with
+        )(*arrays)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=way)

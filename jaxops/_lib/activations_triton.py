@@ -25,7 +25,9 @@ def activate_and_slope(x, ACTIVATION: gl.constexpr):
     """With the derivative, in float32."""
     x = x.to(gl.float32)
     if ACTIVATION == "relu":
-        y = gl.maximum(x, 0.0, propagate_nan=NAN)  # one instruction: a choice between two keeps a predicate of every element alive
+        y = gl.maximum(
+            x, 0.0, propagate_nan=NAN
+        )  # one instruction: a choice between two keeps a predicate of every element alive
         slope = gl.where(x > 0.0, 1.0, 0.0)
     elif ACTIVATION == "gelu":
         cdf = 0.5 + 0.5 * gl.erf(x * 0.7071067811865476)

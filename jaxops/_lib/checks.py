@@ -22,7 +22,9 @@ def check_float(name: str, x: jax.Array, shape: str) -> None:
     if len(x.shape) != shape.count(",") + 1:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}.")
     if jnp.dtype(x.dtype).name not in FLOATS:
-        raise TypeError(f"{name} is {jnp.dtype(x.dtype).name}; the kernels take {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
+        raise TypeError(
+            f"{name} is {jnp.dtype(x.dtype).name}; the kernels take {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16)."
+        )
 
 
 def check_dtype(name: str, dtype, known: tuple[str, ...] = ()) -> jnp.dtype:
@@ -52,7 +54,9 @@ def check_flag(name: str, value: Any) -> bool:
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """value is a Python or numpy integer, known when the call is traced, and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python integer, known when the call is traced.")
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; it must be a Python integer, known when the call is traced."
+        )
     if least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}.")
     return int(value)
@@ -61,7 +65,9 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
 def check_number(name: str, value: Any) -> float:
     """value is a finite Python or numpy number, known when the call is traced."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python number, known when the call is traced.")
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; it must be a Python number, known when the call is traced."
+        )
     if not np.isfinite(float(value)):
         raise ValueError(f"{name} is {value}; it must be finite.")
     return float(value)
@@ -90,12 +96,16 @@ def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = 
     check_array(name, offsets, f"an int32 array of shape ({count} + 1,)")
     if len(offsets.shape) != 1 or offsets.shape[0] < 1:
         what = name.split("_")[0]
-        raise ValueError(f"{name} has shape {tuple(offsets.shape)}; it must be ({count} + 1,): where each {what} starts, then where the last one ends.")
+        raise ValueError(
+            f"{name} has shape {tuple(offsets.shape)}; it must be ({count} + 1,): where each {what} starts, then where the last one ends."
+        )
     if offsets.dtype != jnp.int32:
         raise TypeError(f"{name} is {offsets.dtype}; write {name}.astype(jnp.int32).")
 
 
-def compute_dtype_of(name: str, x: jax.Array, other_name: str, other: jax.Array, compute_dtype, gradients: str = "") -> jnp.dtype:
+def compute_dtype_of(
+    name: str, x: jax.Array, other_name: str, other: jax.Array, compute_dtype, gradients: str = ""
+) -> jnp.dtype:
     """In which x and other are multiplied: compute_dtype, or theirs, which is then one. gradients: whose gradient compute_dtype leaves as it is, where the
     caller may choose one."""
     if compute_dtype is not None:

@@ -57,7 +57,9 @@ class Device:
         if self.capability is None:
             object.__setattr__(self, "capability", _capability_of(self.kind))
         if not self.cores:
-            object.__setattr__(self, "cores", 114 if "PCIe" in self.kind else 78 if re.search(r"\bH20\b", self.kind) else 132)
+            object.__setattr__(
+                self, "cores", 114 if "PCIe" in self.kind else 78 if re.search(r"\bH20\b", self.kind) else 132
+            )
 
     @property
     def slug(self) -> str:
@@ -89,7 +91,9 @@ class Device:
 def _capability_of(kind: str) -> Capability | None:
     if re.search(r"AMD|Radeon|Instinct|\bMI\d{2,3}|\bgfx", kind):
         return None
-    return next((capability for names, capability in _BY_NAME if re.search(rf"\b({names})\b", kind, re.IGNORECASE)), _UNKNOWN)
+    return next(
+        (capability for names, capability in _BY_NAME if re.search(rf"\b({names})\b", kind, re.IGNORECASE)), _UNKNOWN
+    )
 
 
 def device_of(*operands) -> Device:
@@ -131,7 +135,12 @@ def _without_tracers(x: jax.Array) -> jax.Array:
 
 def _of_jax(device: Any) -> Device:
     words = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return Device(device.device_kind, device.platform, (int(words[1]), int(words[2])) if words else None, getattr(device, "core_count", None) or 0)
+    return Device(
+        device.device_kind,
+        device.platform,
+        (int(words[1]), int(words[2])) if words else None,
+        getattr(device, "core_count", None) or 0,
+    )
 
 
 @functools.cache
@@ -162,7 +171,9 @@ def runs_gluon(device: Device) -> bool:
     if not device.is_hopper:
         return False
     if gluon_missing():
-        warn_once(f"jaxops takes its Pallas kernels on this {device.kind}, not the faster Triton ones: {gluon_missing()}.")
+        warn_once(
+            f"jaxops takes its Pallas kernels on this {device.kind}, not the faster Triton ones: {gluon_missing()}."
+        )
     return not gluon_missing()
 
 
@@ -177,6 +188,8 @@ def check_gluon(device: Device) -> None:
       NotImplementedError: Hopper's own kernels cannot be called there.
     """
     if not device.is_hopper:
-        raise NotImplementedError(f"backend='triton' needs a Hopper GPU (compute capability 9.0); this is {device.kind}. Use backend='pallas'.")
+        raise NotImplementedError(
+            f"backend='triton' needs a Hopper GPU (compute capability 9.0); this is {device.kind}. Use backend='pallas'."
+        )
     if gluon_missing():
         raise NotImplementedError(f"backend='triton' cannot run here: {gluon_missing()}. Or use backend='pallas'.")

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 
 
-def differentiable(forward: Callable, fwd: Callable, bwd: Callable, *, static: int, symbolic_zeros: bool = False) -> Any:
+def differentiable(
+    forward: Callable, fwd: Callable, bwd: Callable, *, static: int, symbolic_zeros: bool = False
+) -> Any:
     """`forward` with `fwd` and `bwd` as its `jax.custom_vjp` rules, under `jax.jit`.
 
     Outside of `jax.jit` the second call with equal shapes compiles nothing, nor does its gradient. Inside `jax.jit` the call is inlined where it is traced.

@@ -46,8 +46,12 @@ class Quantized:
     def T(self) -> "Quantized":
         """The transposed tensor: the two layouts change places. With block_128x128 and tensorwise scales it equals the transpose's own quantisation."""
         if self.group_offsets is not None:
-            raise NotImplementedError("a tensor of ragged groups has no transpose: the columns of its values_t are padded.")
-        return dataclasses.replace(self, values=self.values_t, scales=self.scales_t, values_t=self.values, scales_t=self.scales)
+            raise NotImplementedError(
+                "a tensor of ragged groups has no transpose: the columns of its values_t are padded."
+            )
+        return dataclasses.replace(
+            self, values=self.values_t, scales=self.scales_t, values_t=self.values, scales_t=self.scales
+        )
 
     @classmethod
     def from_deepseek(cls, weight: jax.Array, weight_scale_inv: jax.Array, dtype: str = "bfloat16") -> "Quantized":
@@ -67,12 +71,20 @@ class Quantized:
         *stack, N, K = weight.shape
         needed = (*stack, -(-N // BLOCK), -(-K // BLOCK))
         if jnp.dtype(weight.dtype).name not in FP8:
-            raise TypeError(f"weight is {weight.dtype}; it must be one of {', '.join(FP8)}. Quantise other weights with jaxops.quantize.")
+            raise TypeError(
+                f"weight is {weight.dtype}; it must be one of {', '.join(FP8)}. Quantise other weights with jaxops.quantize."
+            )
         if weight_scale_inv.shape != needed:
-            raise ValueError(f"weight_scale_inv has shape {weight_scale_inv.shape}; a weight {weight.shape} needs {needed}, a scale for each 128 x 128.")
+            raise ValueError(
+                f"weight_scale_inv has shape {weight_scale_inv.shape}; a weight {weight.shape} needs {needed}, a scale for each 128 x 128."
+            )
         if weight_scale_inv.dtype != jnp.float32:
-            raise TypeError(f"weight_scale_inv is {weight_scale_inv.dtype}; write weight_scale_inv.astype(jnp.float32).")
-        return cls(None, None, weight, weight_scale_inv, scaling="block_128x128", dtype=float_dtype("dtype", dtype).name)
+            raise TypeError(
+                f"weight_scale_inv is {weight_scale_inv.dtype}; write weight_scale_inv.astype(jnp.float32)."
+            )
+        return cls(
+            None, None, weight, weight_scale_inv, scaling="block_128x128", dtype=float_dtype("dtype", dtype).name
+        )
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -119,7 +131,9 @@ def scale_and_factor(amax: jax.Array, dtype, pow2: bool = False) -> tuple[jax.Ar
         biased = biased - exponent + (mantissa > 0x600000).astype(jnp.int32)
         return _float(biased << 23), _float((254 - biased) << 23)
     drop = 24 - _FACTOR_BITS
-    quotient = _bits(most / _float(mantissa | 0x3F800000))  # of a number in [1, 2), far from where a fast division gives up
+    quotient = _bits(
+        most / _float(mantissa | 0x3F800000)
+    )  # of a number in [1, 2), far from where a fast division gives up
     quotient = (quotient + (1 << (drop - 1))) & ~((1 << drop) - 1)
     return _float(bits) * (1 / most), _float(quotient - ((biased - 127) << 23))
 
@@ -156,7 +170,10 @@ def _mix(h: jax.Array, *rounds: tuple[int, int]) -> jax.Array:
     return h
 
 
-_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))  # of the "lowbias32" integer hash (C. Wellons, nullprogram.com/blog/2018/07/31)
+_MIX = (
+    (16, 0x7FEB352D),
+    (15, 0x846CA68B - (1 << 32)),
+)  # of the "lowbias32" integer hash (C. Wellons, nullprogram.com/blog/2018/07/31)
 
 
 def random_bits(row: jax.Array, column: jax.Array, words: tuple[jax.Array, jax.Array]) -> jax.Array:

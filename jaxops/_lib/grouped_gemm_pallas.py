@@ -9,7 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 
-def sum_over_columns(lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int], times, transpose_rhs: bool, precision: lax.Precision) -> jax.Array:
+def sum_over_columns(
+    lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int], times, transpose_rhs: bool, precision: lax.Precision
+) -> jax.Array:
     """float32 [height, bn]: rows of lhs[M, K or more] from `start` on times columns j * bn and on of rhs[G, K, N] ([G, N, K] with transpose_rhs) at g.
 
     Rows past the last one of all are the last one. Columns past N are sums of zeros times what the rows hold, which may be NaN.
@@ -22,7 +24,9 @@ def sum_over_columns(lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int
     M = lhs_ref.shape[0]
     K, N = (rhs_ref.shape[2], rhs_ref.shape[1]) if transpose_rhs else rhs_ref.shape[1:]
     cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
-    rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)  # a neighbour's rows may be read; they reach only rows that are not stored
+    rows = jnp.clip(
+        start + jnp.arange(height, dtype=jnp.int32), 0, M - 1
+    )  # a neighbour's rows may be read; they reach only rows that are not stored
 
     def step(k, acc, k_in=None):
         ks = pl.ds(k * bk, bk)
@@ -31,7 +35,9 @@ def sum_over_columns(lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int
             lhs_mask = jnp.broadcast_to(k_in[None, :], (height, bk))
             rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
         k_cols = k * bk + jnp.arange(bk, dtype=jnp.int32)
-        a = plgpu.load(lhs_ref.at[rows[:, None], k_cols[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0)
+        a = plgpu.load(
+            lhs_ref.at[rows[:, None], k_cols[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0
+        )
         other = None if rhs_mask is None else 0.0
         if transpose_rhs:
             mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)).T
@@ -52,7 +58,16 @@ def sum_over_columns(lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int
 
 
 def sum_over_rows(
-    lhs_ref, dout_ref, rows: tuple[jax.Array, jax.Array], i, j, *, sizes: tuple[int, int], tile: tuple[int, int, int], peel: bool, precision: lax.Precision
+    lhs_ref,
+    dout_ref,
+    rows: tuple[jax.Array, jax.Array],
+    i,
+    j,
+    *,
+    sizes: tuple[int, int],
+    tile: tuple[int, int, int],
+    peel: bool,
+    precision: lax.Precision,
 ) -> jax.Array:
     """float32 [bm, bn]: a tile of lhs[rows].T @ dout[rows], of lhs's first K columns and dout's first N ones: zeros past them.
 
@@ -76,7 +91,9 @@ def sum_over_rows(
             mask = None if rows_in is None else jnp.broadcast_to(rows_in[:, None], (bk, width))
             if cols_in is not None:
                 mask = jnp.broadcast_to(cols_in[None, :], (bk, width)) if mask is None else mask & cols_in[None, :]
-            return plgpu.load(ref.at[pl.ds(start + s * bk, bk), pl.ds(first, width)], mask=mask, other=None if mask is None else 0.0)
+            return plgpu.load(
+                ref.at[pl.ds(start + s * bk, bk), pl.ds(first, width)], mask=mask, other=None if mask is None else 0.0
+            )
 
         a, b = load(lhs_ref, i * bm, i_in, bm), load(dout_ref, j * bn, j_in, bn)
         return acc + plgpu.dot(a, b, trans_a=True, precision=precision)

@@ -7,14 +7,22 @@ the tile lies. Either both consumers have half of each tile's rows, or they take
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from jaxops._lib.hopper_triton import advance, number_taken, panel_order, take_number, window
 
 # What the groups cut: A's and C's rows, each group with a B of its own; or the rows over which is summed, each group with a C of its own.
 ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
 BK = gl.constexpr(64)
-ARRIVALS = gl.constexpr(4 * 32 + 1)  # at a step of which rows are gathered: of every thread of four warps, and that of what TMA brings
+ARRIVALS = gl.constexpr(
+    4 * 32 + 1
+)  # at a step of which rows are gathered: of every thread of four warps, and that of what TMA brings
 
 
 @gluon.jit
@@ -56,13 +64,22 @@ def count_tiles(schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, 
 
 
 @gluon.jit
-def locate(t, schedule, entries, num_i, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr):
+def locate(
+    t, schedule, entries, num_i, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr
+):
     """Of tile t: group, first row, end of the group's rows, first column, where its sum starts, over how much it goes (nothing outside the groups)."""
     num_j = gl.cdiv(N, BN)
     if KIND == ROWS:
         i, j = panel_order(t, num_i, num_j, PANEL)
         group = gl.load(schedule + i)
-        return min(group, G - 1), gl.load(schedule + entries + i), gl.load(schedule + 2 * entries + i), j * BN, 0, gl.where(group < G, K, 0)
+        return (
+            min(group, G - 1),
+            gl.load(schedule + entries + i),
+            gl.load(schedule + 2 * entries + i),
+            j * BN,
+            0,
+            gl.where(group < G, K, 0),
+        )
     rank = t // (num_i * num_j)
     i, j = panel_order(t % (num_i * num_j), num_i, num_j, PANEL)
     first = gl.load(schedule + entries + rank)
@@ -101,7 +118,17 @@ def told(facts, s):
 
 
 @gluon.jit
-def end_tiles(facts, full, empty, s, phase, STAGES: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr = 1, COUNT: gl.constexpr = 1):
+def end_tiles(
+    facts,
+    full,
+    empty,
+    s,
+    phase,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+    WARPS: gl.constexpr = 1,
+    COUNT: gl.constexpr = 1,
+):
     """A tile of no steps is the last one, of each consumer that takes turns. COUNT: of arrivals at a step."""
     for _ in gl.static_range(2 // PARTS):
         mbarrier.wait(empty.index(s), phase)
@@ -199,15 +226,71 @@ def produce(
                 mbarrier.expect(arrived, EACH + (PARTS - 1) * a_desc.nbytes_per_cta)
             if KIND == ROWS:
                 if more[0] is None:  # noqa: SIM114  # known when it is compiled; the other is not
-                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, both, at, group, col, N, COLS, TRANSPOSED, PARTS)
+                    load_rows(
+                        a_desc,
+                        b_desc,
+                        second,
+                        arrived,
+                        a_bufs,
+                        b_bufs,
+                        s,
+                        row,
+                        both,
+                        at,
+                        group,
+                        col,
+                        N,
+                        COLS,
+                        TRANSPOSED,
+                        PARTS,
+                    )
                 elif at < turn:
-                    load_rows(a_desc, b_desc, second, arrived, a_bufs, b_bufs, s, row, both, at, group, col, N, COLS, TRANSPOSED, PARTS)
+                    load_rows(
+                        a_desc,
+                        b_desc,
+                        second,
+                        arrived,
+                        a_bufs,
+                        b_bufs,
+                        s,
+                        row,
+                        both,
+                        at,
+                        group,
+                        col,
+                        N,
+                        COLS,
+                        TRANSPOSED,
+                        PARTS,
+                    )
                 else:
-                    load_rows(more[0], more[1], second, arrived, a_bufs, b_bufs, s, row, both, at - turn, group, col, N, COLS, TRANSPOSED, PARTS)
+                    load_rows(
+                        more[0],
+                        more[1],
+                        second,
+                        arrived,
+                        a_bufs,
+                        b_bufs,
+                        s,
+                        row,
+                        both,
+                        at - turn,
+                        group,
+                        col,
+                        N,
+                        COLS,
+                        TRANSPOSED,
+                        PARTS,
+                    )
             else:
                 start, inside = window(at, at + left, BK)
                 for i in gl.static_range(PARTS):
-                    tma.async_load(a_desc, [start, inside, row + i * PART], arrived, a_bufs.index(PARTS * s + i).reshape([1, BK, PART]))
+                    tma.async_load(
+                        a_desc,
+                        [start, inside, row + i * PART],
+                        arrived,
+                        a_bufs.index(PARTS * s + i).reshape([1, BK, PART]),
+                    )
                 tma.async_load(b_desc, [start, inside, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
             if mend:
                 mended = mend_step(arrived, mended, full, a_bufs, b_bufs, s, left, PARTS)
@@ -217,7 +300,9 @@ def produce(
 
 
 @gluon.jit
-def produce_gathered(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr):
+def produce_gathered(
+    made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr
+):
     """As `produce` of KIND ROWS, in two parts, by four warps: row r of A is row indices[r] of an array of T rows and K columns, a multiple of BK."""
     a_ptr, indices, T, b_desc, second, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, N, K = made
     PART: gl.constexpr = BM // 2
@@ -297,7 +382,9 @@ def next_tile(facts, places, full, turns, s, phase, waited, WHICH: gl.constexpr,
 
 
 @gluon.jit
-def pass_tile(full, empty, turns, places, steps, s, phase, WHICH: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):
+def pass_tile(
+    full, empty, turns, places, steps, s, phase, WHICH: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr
+):
     """One in which the consumer has no rows: its steps are given back; of those who take turns only the last one is such."""
     if PARTS == 1:
         s, phase = advance(s, phase, STAGES)

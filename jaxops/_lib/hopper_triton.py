@@ -34,7 +34,9 @@ def take_number(counter):
 
 @gluon.jit
 def number_taken(number):
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -63,7 +65,20 @@ def send(c_desc, c_buf, row, end, col):
 
 
 @gluon.jit
-def store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA: gl.constexpr, WHOLE: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
+def store(
+    acc,
+    c_desc,
+    c_ptr,
+    c_buf,
+    row,
+    end,
+    col,
+    N,
+    MMA: gl.constexpr,
+    WHOLE: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    PENDING: gl.constexpr = 0,
+):
     """A consumer's rows of a tile of C, as far as they lie before `end`; the first one does.
 
     WHOLE: `end` is C's own. ALIGNED: C's rows start at whole 16 bytes, as c_desc demands where it is given. PENDING: how many stores from other buffers may
@@ -111,21 +126,39 @@ def store_columns(acc, c_desc, c_ptr, c_buf, row, end, col, N, AT_A_TIME: gl.con
         store(acc, c_desc, c_ptr, c_buf, row, end, col, N, MMA, False, True)
     else:
         left, right = columns(acc)
-        store(gl.convert_layout(left, MMA, assert_trivial=True), c_desc, c_ptr, c_buf, row, end, col, N, MMA, False, True)
+        store(
+            gl.convert_layout(left, MMA, assert_trivial=True), c_desc, c_ptr, c_buf, row, end, col, N, MMA, False, True
+        )
         if col + AT_A_TIME < N:
-            store(gl.convert_layout(right, MMA, assert_trivial=True), c_desc, c_ptr, c_buf, row, end, col + AT_A_TIME, N, MMA, False, True)
+            store(
+                gl.convert_layout(right, MMA, assert_trivial=True),
+                c_desc,
+                c_ptr,
+                c_buf,
+                row,
+                end,
+                col + AT_A_TIME,
+                N,
+                MMA,
+                False,
+                True,
+            )
 
 
 @gluon.jit
 def tile_at(ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
     """Pointers to a tile of an array with N columns, and which of them lie in it, before `end`."""
     # A copy that the compiler cannot see through: else N's multiples, the same for every tile, would take registers from the sums.
-    stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1)
+    stride = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1
+    )
     stride = stride // 8 * 8 if ALIGNED else stride  # rows start at whole 16 bytes
     rows = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))
     corner = ptr + (gl.cast(row, gl.int64) * stride + col)
-    return corner + (rows[:, None] * stride + cols[None, :]), (rows < end - row)[:, None] & (cols < stride - col)[None, :]
+    return corner + (rows[:, None] * stride + cols[None, :]), (rows < end - row)[:, None] & (cols < stride - col)[
+        None, :
+    ]
 
 
 @gluon.jit
@@ -148,7 +181,13 @@ def tile_layout(dtype, shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(shape), _ELEMENTS[jnp.dtype(dtype).name])
 
 
-_ELEMENTS = {"float8_e4m3fn": gl.float8e4nv, "float8_e5m2": gl.float8e5, "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32}
+_ELEMENTS = {
+    "float8_e4m3fn": gl.float8e4nv,
+    "float8_e5m2": gl.float8e5,
+    "bfloat16": gl.bfloat16,
+    "float16": gl.float16,
+    "float32": gl.float32,
+}
 
 
 def whole_16_bytes(x: jax.Array) -> jax.Array:

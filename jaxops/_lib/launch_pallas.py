@@ -62,7 +62,10 @@ def launch(
     outs = [out] if isinstance(out, jax.ShapeDtypeStruct) else list(out)
 
     def call(*operands):
-        widened = [jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, _widened_shape(x), strict=True)]) if _overflows(x) else x for x in operands]
+        widened = [
+            jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, _widened_shape(x), strict=True)]) if _overflows(x) else x
+            for x in operands
+        ]
         found = pl.pallas_call(
             kernel,
             out_shape=[x.update(shape=_widened_shape(x)) for x in outs],

@@ -30,7 +30,9 @@ class _AllWarps:
 
     def TritonKernel(self, name, num_warps, num_ctas, shared, ptx, *rest):
         threads = re.search(r"\.reqntid\s+(\d+)", ptx if isinstance(ptx, str) else ptx.decode())
-        return self._library.TritonKernel(name, int(threads[1]) // 32 if threads else num_warps, num_ctas, shared, ptx, *rest)
+        return self._library.TritonKernel(
+            name, int(threads[1]) // 32 if threads else num_warps, num_ctas, shared, ptx, *rest
+        )
 
 
 class _GluonPasses:
@@ -86,7 +88,9 @@ def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescripto
     return TensorDescriptor(x, shape, (step, columns, 1), (1, *block), layout)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout", "result", "windows"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout", "result", "windows"]
+)
 @dataclasses.dataclass(frozen=True)
 class OutTile:
     """Stands, as an operand, for a TMA descriptor of a result; what a call with it gives is in the same memory.
@@ -137,17 +141,35 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
     results = out_type if isinstance(out_type, tuple) else (out_type,)
     if len(missing) != len(results) or set(missing) & set(function.constexpr_param_names):
         pointers = "the result's pointer" if len(results) == 1 else f"the {len(results)} results' pointers"
-        raise TypeError(f"{function.name} needs all of its parameters but {pointers}; these are not given: {', '.join(missing) or 'none'}.")
+        raise TypeError(
+            f"{function.name} needs all of its parameters but {pointers}; these are not given: {', '.join(missing) or 'none'}."
+        )
     # It passes the operands' buffers and then the results', whatever stands between the parameters.
-    last = max((i for i, name in enumerate(function.param_names) if any(map(_is_buffer, _operands(values.get(name))))), default=-1)
+    last = max(
+        (i for i, name in enumerate(function.param_names) if any(map(_is_buffer, _operands(values.get(name))))),
+        default=-1,
+    )
     if last > function.param_names.index(missing[0]):
-        raise TypeError(f"{function.name} takes {function.param_names[last]}, an array, after the pointer of a result, {missing[0]}: it must come before.")
-    constants = tuple((parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names)
+        raise TypeError(
+            f"{function.name} takes {function.param_names[last]}, an array, after the pointer of a result, {missing[0]}: it must come before."
+        )
+    constants = tuple(
+        (parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names
+    )
     arguments = [
-        triton_lib._OutputPlaceholder(missing.index(parameter)) if parameter in missing else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
+        triton_lib._OutputPlaceholder(missing.index(parameter))
+        if parameter in missing
+        else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
         for parameter in function.non_constexpr_param_names
     ]
-    found = _launch(arguments, kernel, tuple((tuple(result.shape), jnp.dtype(result.dtype)) for result in results), grid, name, constants)
+    found = _launch(
+        arguments,
+        kernel,
+        tuple((tuple(result.shape), jnp.dtype(result.dtype)) for result in results),
+        grid,
+        name,
+        constants,
+    )
     # The primitive says of its results that they vary over no axis of a mesh: the type that the caller says is what check_vma needs.
     found = tuple(vary_as(result, x) for result, x in zip(results, found, strict=True))
     return found if isinstance(out_type, tuple) else found[0]
@@ -159,7 +181,9 @@ def _is_buffer(operand) -> bool:
 
 def _operands(argument) -> list:
     """Of one parameter, which may be a tuple; None is none."""
-    return jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, (OutTile, Scratch, TensorDescriptor, triton_lib._StaticArg)))
+    return jax.tree.leaves(
+        argument, is_leaf=lambda x: isinstance(x, (OutTile, Scratch, TensorDescriptor, triton_lib._StaticArg))
+    )
 
 
 # Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.

@@ -5,7 +5,10 @@ from typing import Any
 
 from jaxops._lib.device import Capability, Device
 
-AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least that the Pallas kernels need, and those that multiply or cast FP8
+AMPERE, ADA = (
+    (8, 0),
+    (8, 9),
+)  # compute capabilities: the least that the Pallas kernels need, and those that multiply or cast FP8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +41,16 @@ def plan_device(kind: type[BasePlan], plan: Any, device: Device) -> Device:
 
 
 def _name(kind: type) -> str:
-    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__.removesuffix('.plan')}.{kind.__qualname__}"
+    return (
+        f"a {kind.__qualname__}"
+        if kind.__module__ == "builtins"
+        else f"a {kind.__module__.removesuffix('.plan')}.{kind.__qualname__}"
+    )
 
 
-def choose_backend(device: Device, backend: str, plan, backends: tuple[str, ...] = ("pallas", "xla"), needs: Capability = AMPERE) -> str:
+def choose_backend(
+    device: Device, backend: str, plan, backends: tuple[str, ...] = ("pallas", "xla"), needs: Capability = AMPERE
+) -> str:
     """One of `backends`: what the call or its plan (anything with a `backend`, or None) says; else "pallas" where the kernels run, and "xla" elsewhere.
 
     Args:
@@ -52,7 +61,9 @@ def choose_backend(device: Device, backend: str, plan, backends: tuple[str, ...]
       NotImplementedError: pallas on a TPU, on a GPU that is not NVIDIA's or on one too old.
     """
     if not isinstance(backend, str) or backend not in ("auto", *backends):
-        raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, ('auto', *backends[:-1])))} or {backends[-1]!r}.")
+        raise ValueError(
+            f"backend={backend!r}: write {', '.join(map(repr, ('auto', *backends[:-1])))} or {backends[-1]!r}."
+        )
     if plan is not None:
         if backend not in ("auto", plan.backend):
             raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")

@@ -33,7 +33,9 @@ def _rows_kernel(offsets_ref, tiles_ref, *, G: int, M: int, bm: int, spans: Span
     before = jnp.sum(jnp.where(r == 0, count, 0), dtype=jnp.int32)
     if len(spans) > 1:
         ends = [jnp.sum(jnp.where(r < end, count, 0), dtype=jnp.int32) for _, end in spans]
-        total = functools.reduce(lambda found, i: jnp.where(t >= i, ends[i], found), range(1, len(spans)), jnp.full_like(t, ends[0]))
+        total = functools.reduce(
+            lambda found, i: jnp.where(t >= i, ends[i], found), range(1, len(spans)), jnp.full_like(t, ends[0])
+        )
     else:
         total = jnp.full_like(t, jnp.sum(count, dtype=jnp.int32))
     # Offsets that break the contract may have rows in several runs, and then more tiles than a list has entries.
@@ -45,7 +47,11 @@ def _rows_kernel(offsets_ref, tiles_ref, *, G: int, M: int, bm: int, spans: Span
 def _groups_kernel(offsets_ref, groups_ref, *, G: int, M: int, bm: int, parts: tuple[int, ...], block: int):
     def group(g):
         lo, hi = runs(lambda i: plgpu.load(offsets_ref.at[i]), g + 1, G, M)
-        return lo, hi, jnp.where(g < G, hi - lo, -1)  # the numbers that fill up the power of two rank behind every group
+        return (
+            lo,
+            hi,
+            jnp.where(g < G, hi - lo, -1),
+        )  # the numbers that fill up the power of two rank behind every group
 
     g = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
     h = jnp.arange(power_of_2(G), dtype=jnp.int32)
@@ -53,9 +59,13 @@ def _groups_kernel(offsets_ref, groups_ref, *, G: int, M: int, bm: int, parts: t
     *_, other = group(h)
     before = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & (h[None, :] < g[:, None]))
     for first in parts:  # who is on one side of it keeps there
-        before = (before | ((h < first)[None, :] & (g >= first)[:, None])) & ~((h >= first)[None, :] & (g < first)[:, None])
+        before = (before | ((h < first)[None, :] & (g >= first)[:, None])) & ~(
+            (h >= first)[None, :] & (g < first)[:, None]
+        )
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
-    first = jnp.sum(jnp.where(h[None, :] < g[:, None], (jnp.maximum(other, 0) + bm - 1)[None, :] // bm, 0), axis=1, dtype=jnp.int32)
+    first = jnp.sum(
+        jnp.where(h[None, :] < g[:, None], (jnp.maximum(other, 0) + bm - 1)[None, :] // bm, 0), axis=1, dtype=jnp.int32
+    )
     for i, column in enumerate((g, lo, hi, first, jnp.full_like(g, G), jnp.zeros_like(g))):
         plgpu.store(groups_ref.at[i * (groups_ref.shape[0] // COLUMNS) + rank], column)
 
@@ -84,19 +94,32 @@ def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool, spans: S
     alone are in the list, span by span; then entry i of the count is how many there are in all spans up to i, and later entries are the last one's.
     """
     G = offsets.shape[0] - 1
-    return _launch(functools.partial(_rows_kernel, G=G, M=M, bm=bm, spans=spans), offsets, tile_bound(M, G, bm), G + 2, interpret, "schedule_rows")
+    return _launch(
+        functools.partial(_rows_kernel, G=G, M=M, bm=bm, spans=spans),
+        offsets,
+        tile_bound(M, G, bm),
+        G + 2,
+        interpret,
+        "schedule_rows",
+    )
 
 
 def schedule_one(M: int, bm: int) -> np.ndarray:
     """What `schedule_rows` finds where all rows are one group's: known without a launch."""
     start = np.arange(0, M, bm, dtype=np.int32)
-    return np.concatenate([0 * start, start, np.minimum(start + bm, M), start // bm, np.full_like(start, len(start)), 0 * start])
+    return np.concatenate(
+        [0 * start, start, np.minimum(start + bm, M), start // bm, np.full_like(start, len(start)), 0 * start]
+    )
 
 
 @traced_once("M", "interpret", "bm", "parts")
-def schedule_groups(offsets: jax.Array, M: int, interpret: bool, bm: int = BLOCK, parts: tuple[int, ...] = ()) -> jax.Array:
+def schedule_groups(
+    offsets: jax.Array, M: int, interpret: bool, bm: int = BLOCK, parts: tuple[int, ...] = ()
+) -> jax.Array:
     """The groups, largest first so that no long one is left for the end; of each its first row, its end, and how many tiles of bm rows the groups
     before it (by number) take: where it starts in a copy whose groups are padded to whole tiles; then G, and zeros, for a kernel to count in. int32,
     COLUMNS columns of G entries or more. parts: first groups of parts that stay one after the other, each with its own largest first."""
     G = offsets.shape[0] - 1
-    return _launch(functools.partial(_groups_kernel, G=G, M=M, bm=bm, parts=parts), offsets, G, G, interpret, "schedule_groups")
+    return _launch(
+        functools.partial(_groups_kernel, G=G, M=M, bm=bm, parts=parts), offsets, G, G, interpret, "schedule_groups"
+    )

@@ -58,12 +58,16 @@ def use_rows(source: str | os.PathLike) -> Any:
       TypeError: source is neither a string nor a path.
     """
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(f"source is a {type(source).__name__}; write 'shipped', 'user' or the path of a folder of tuned rows.")
+        raise TypeError(
+            f"source is a {type(source).__name__}; write 'shipped', 'user' or the path of a folder of tuned rows."
+        )
     if source in ("shipped", "user"):
         return _source(source)
     folder = pathlib.Path(source).expanduser().resolve()
     if not any(folder.glob("*/*.jsonl")):
-        raise ValueError(f"source={str(source)!r}: no folder with rows, <op>/<device>.jsonl. Write 'shipped', 'user' or the path of such a folder.")
+        raise ValueError(
+            f"source={str(source)!r}: no folder with rows, <op>/<device>.jsonl. Write 'shipped', 'user' or the path of such a folder."
+        )
     return _source(folder)
 
 

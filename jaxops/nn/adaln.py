@@ -28,7 +28,15 @@ def _check(num_features: int, cond_features: int | None, backend: str, *epsilons
         jax.eval_shape(functools.partial(adaln, eps=epsilon, backend="xla", **options), row, row, row)
 
 
-def _make_modulation(parts: int, num_features: int, cond_features: int | None, linear: Callable, init: Initializer, rngs: nnx.Rngs, **dtypes: Any) -> Any:
+def _make_modulation(
+    parts: int,
+    num_features: int,
+    cond_features: int | None,
+    linear: Callable,
+    init: Initializer,
+    rngs: nnx.Rngs,
+    **dtypes: Any,
+) -> Any:
     """A head from cond_features to parts * num_features; without cond_features a table [parts, num_features]."""
     if cond_features is None:
         return nnx.Param(init(rngs.params(), (parts, num_features), dtypes["param_dtype"]))
@@ -39,13 +47,17 @@ def _kernel(modulation: Any) -> jax.Array:
     return modulation[...] if isinstance(modulation, nnx.Param) else modulation.kernel[...]
 
 
-def _modulate(modulation: Any, parts: int, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array, dtype: Dtype | None) -> list[jax.Array]:
+def _modulate(
+    modulation: Any, parts: int, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array, dtype: Dtype | None
+) -> list[jax.Array]:
     """silu(cond) through the head, or cond plus the table, cut into parts; each has as many rows as cond."""
     is_table = isinstance(modulation, nnx.Param)
     features = modulation.shape[1] if is_table else modulation.out_features // parts
     columns = parts * features if is_table else modulation.in_features
     if x.ndim != 2 or x.shape[1] != features:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, num_features={features}]: pack the sequences one after another, without padding.")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; it must be [T, num_features={features}]: pack the sequences one after another, without padding."
+        )
     if sequence_offsets.ndim != 1 or sequence_offsets.shape[0] < 1:
         raise ValueError(
             f"sequence_offsets has shape {tuple(sequence_offsets.shape)}; it must be [B + 1]: the cumulative sum of the sequence lengths, with a 0 before it."
@@ -89,7 +101,9 @@ class _AdaNorm(nnx.Module):
         rngs: nnx.Rngs,
     ):
         _check(num_features, cond_features, backend, epsilon, norm=self.norm, activation=activation, per=per)
-        self.modulation = _make_modulation(2, num_features, cond_features, linear, modulation_init, rngs, dtype=dtype, param_dtype=param_dtype)
+        self.modulation = _make_modulation(
+            2, num_features, cond_features, linear, modulation_init, rngs, dtype=dtype, param_dtype=param_dtype
+        )
         self.weight = nnx.Param(jnp.ones(num_features, param_dtype)) if use_weight else nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(num_features, param_dtype)) if use_bias else nnx.data(None)
         self.num_features = num_features
@@ -293,7 +307,9 @@ class AdaLNZeroBlock(nnx.Module):
         self.mixer = make_part(mixer, rngs=rngs)
         self.mlp = make_part(mlp, rngs=rngs)
         _check_takes_offsets(self.mixer)
-        self.modulation = _make_modulation(6, num_features, cond_features, linear, modulation_init, rngs, dtype=dtype, param_dtype=param_dtype)
+        self.modulation = _make_modulation(
+            6, num_features, cond_features, linear, modulation_init, rngs, dtype=dtype, param_dtype=param_dtype
+        )
         self.num_features = num_features
         self.cond_features = cond_features
         self.norm = norm
@@ -347,7 +363,9 @@ def _checked(name: str, h: Any, x: jax.Array) -> jax.Array:
         hint = " or (such an array, aux)" if name == "mlp" else ""
         raise TypeError(f"{name} gave a {type(h).__name__}; it must give an array [T, num_features]{hint}.")
     if h.shape != x.shape:
-        raise ValueError(f"{name} gave shape {tuple(h.shape)}; it must give [T, num_features] = {tuple(x.shape)}, as it is given.")
+        raise ValueError(
+            f"{name} gave shape {tuple(h.shape)}; it must give [T, num_features] = {tuple(x.shape)}, as it is given."
+        )
     return h
 
 

@@ -41,7 +41,9 @@ def devices_on(argument: str, axis: str, instead: str = "") -> int:
     try:
         return lax.axis_size(axis)
     except NameError:
-        raise ValueError(f"{argument}={axis!r} is not an axis here: call this layer inside jax.shard_map over a mesh that has it{instead}.") from None
+        raise ValueError(
+            f"{argument}={axis!r} is not an axis here: call this layer inside jax.shard_map over a mesh that has it{instead}."
+        ) from None
 
 
 def make_part(part: Any, *args: Any, rngs: nnx.Rngs) -> Any:

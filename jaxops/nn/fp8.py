@@ -218,10 +218,19 @@ class Fp8GroupedLinear(nnx.Module):
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
         out = fp8_grouped_matmul(
-            x, kernel, group_offsets, recipe=self.recipe, out_dtype=dtype, pow2_scales=self.pow2_scales, backend=self.backend, plan=self.plan
+            x,
+            kernel,
+            group_offsets,
+            recipe=self.recipe,
+            out_dtype=dtype,
+            pow2_scales=self.pow2_scales,
+            backend=self.backend,
+            plan=self.plan,
         )
         if bias is None:
             return out
         # A product over no columns is the bias of each row's group, zero outside them; its gradient is summed in a fixed order, as a gather's would not be.
         none = jnp.zeros((x.shape[0], 0), dtype)
-        return out + grouped_matmul(none, jnp.zeros((self.num_groups, 0, self.out_features), dtype), group_offsets, bias=bias)
+        return out + grouped_matmul(
+            none, jnp.zeros((self.num_groups, 0, self.out_features), dtype), group_offsets, bias=bias
+        )

@@ -46,7 +46,15 @@ class Fp8DotGeneral(Fp8Product):
       ValueError: a history below 1, an unknown recipe or backend.
     """
 
-    def __init__(self, recipe: str = "blockwise", *, history: int = 16, pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None):
+    def __init__(
+        self,
+        recipe: str = "blockwise",
+        *,
+        history: int = 16,
+        pow2_scales: bool = False,
+        backend: str = "auto",
+        plan: Plan | None = None,
+    ):
         super().__init__(recipe=recipe, history=history, pow2_scales=pow2_scales, backend=backend, plan=plan)
 
     def __call__(
@@ -83,15 +91,28 @@ class Fp8DotGeneral(Fp8Product):
                 "Leave this layer's dot_general as it is, or put the product under jax.vmap."
             )
         if out_sharding is not None:
-            raise NotImplementedError(f"out_sharding is {out_sharding}; it must be None. Constrain the result: jax.lax.with_sharding_constraint.")
+            raise NotImplementedError(
+                f"out_sharding is {out_sharding}; it must be None. Constrain the result: jax.lax.with_sharding_constraint."
+            )
         if precision not in (None, "default", jax.lax.Precision.DEFAULT):
-            raise ValueError(f"precision is {precision!r}; it must be None: the recipe decides how an FP8 product is rounded.")
+            raise ValueError(
+                f"precision is {precision!r}; it must be None: the recipe decides how an FP8 product is rounded."
+            )
         lhs_axes, rhs_axes = ([axis % x.ndim for axis in axes] for x, axes in zip((lhs, rhs), contracted, strict=True))
-        rows, columns = ([axis for axis in range(x.ndim) if axis not in axes] for x, axes in ((lhs, lhs_axes), (rhs, rhs_axes)))
+        rows, columns = (
+            [axis for axis in range(x.ndim) if axis not in axes] for x, axes in ((lhs, lhs_axes), (rhs, rhs_axes))
+        )
         lhs, rhs = lhs.transpose(rows + lhs_axes), rhs.transpose(rhs_axes + columns)
-        M, lhs_K, rhs_K, N = lhs.shape[: len(rows)], lhs.shape[len(rows) :], rhs.shape[: len(rhs_axes)], rhs.shape[len(rhs_axes) :]
+        M, lhs_K, rhs_K, N = (
+            lhs.shape[: len(rows)],
+            lhs.shape[len(rows) :],
+            rhs.shape[: len(rhs_axes)],
+            rhs.shape[len(rhs_axes) :],
+        )
         if lhs_K != rhs_K:
-            raise ValueError(f"the contracted axes of lhs have sizes {lhs_K}, those of rhs {rhs_K}; they must be equal.")
+            raise ValueError(
+                f"the contracted axes of lhs have sizes {lhs_K}, those of rhs {rhs_K}; they must be equal."
+            )
         dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
         K = math.prod(lhs_K)
         return self.product(lhs.reshape(math.prod(M), K), rhs.reshape(K, math.prod(N)), dtype).reshape(M + N)

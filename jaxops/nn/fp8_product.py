@@ -45,7 +45,9 @@ class AmaxHistory(nnx.Variable[jax.Array]):
     def __init__(self, value: jax.Array, **metadata):
         shape = jnp.shape(value)
         if len(shape) < 2 or shape[-2] != 2 or shape[-1] < 1:
-            raise ValueError(f"an amax history has shape {shape}; it must be [2, history], with a history of at least one step.")
+            raise ValueError(
+                f"an amax history has shape {shape}; it must be [2, history], with a history of at least one step."
+            )
         super().__init__(value, **metadata)
 
     def amax(self) -> tuple[jax.Array, jax.Array]:

@@ -105,13 +105,23 @@ class GroupedLinear(nnx.Module):
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
         return grouped_matmul(
-            x, kernel, group_offsets, bias=bias, precision=self.precision, compute_dtype=dtype, out_dtype=dtype, backend=self.backend, plan=self.plan
+            x,
+            kernel,
+            group_offsets,
+            bias=bias,
+            precision=self.precision,
+            compute_dtype=dtype,
+            out_dtype=dtype,
+            backend=self.backend,
+            plan=self.plan,
         )
 
 
 def check_rows(x: jax.Array, group_offsets: jax.Array, in_features: int, num_groups: int) -> None:
     if x.ndim != 2 or x.shape[1] != in_features:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [M, in_features={in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1]).")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; it must be [M, in_features={in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
+        )
     if tuple(group_offsets.shape) != (num_groups + 1,):
         raise ValueError(
             f"group_offsets has shape {tuple(group_offsets.shape)}; it must be [num_groups + 1] = ({num_groups + 1},): "

@@ -27,7 +27,15 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 class _Shared(nnx.Module):
     """Experts that every token goes to: one gated linear unit with a down projection, times a gate of the token's own if wanted."""
 
-    def __init__(self, in_features: int, hidden_features: int, gated: bool, param_dtype: Dtype, kernel_init: Initializer, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        gated: bool,
+        param_dtype: Dtype,
+        kernel_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
         def kernel(rows: int, columns: int) -> nnx.Param[jax.Array]:
             return nnx.Param(kernel_init(rngs.params(), (1, rows, columns), param_dtype)[0])
 
@@ -114,18 +122,28 @@ class MoE(nnx.Module):
         if shared_features != 0:
             check_sizes(shared_features=shared_features)
         check_backend(backend, "triton", "pallas")
-        x, w, offsets = (jax.ShapeDtypeStruct(*of) for of in (((1, 1), jnp.float32), ((1, 1, 1), jnp.float32), ((2,), jnp.int32)))
-        jax.eval_shape(functools.partial(grouped_glu, activation=activation, backend="xla"), x, w, w, offsets)  # the op's own checks
+        x, w, offsets = (
+            jax.ShapeDtypeStruct(*of) for of in (((1, 1), jnp.float32), ((1, 1, 1), jnp.float32), ((2,), jnp.int32))
+        )
+        jax.eval_shape(
+            functools.partial(grouped_glu, activation=activation, backend="xla"), x, w, w, offsets
+        )  # the op's own checks
         self.router: Callable[[jax.Array], Routing] = make_part(router, in_features, num_experts, rngs=rngs)
         if isinstance(self.router, Router):
             sizes = self.router.in_features, self.router.num_experts
             if sizes != (in_features, num_experts):
-                raise ValueError(f"the router has (in_features, num_experts) = {sizes}; this layer has {(in_features, num_experts)}.")
+                raise ValueError(
+                    f"the router has (in_features, num_experts) = {sizes}; this layer has {(in_features, num_experts)}."
+                )
         self.gate = nnx.Param(kernel_init(rngs.params(), (num_experts, in_features, hidden_features), param_dtype))
         self.up = nnx.Param(kernel_init(rngs.params(), (num_experts, in_features, hidden_features), param_dtype))
         self.down = nnx.Param(kernel_init(rngs.params(), (num_experts, hidden_features, in_features), param_dtype))
         self.shared: _Shared | None
-        self.shared = _Shared(in_features, shared_features, gate_shared, param_dtype, kernel_init, rngs) if shared_features else nnx.data(None)
+        self.shared = (
+            _Shared(in_features, shared_features, gate_shared, param_dtype, kernel_init, rngs)
+            if shared_features
+            else nnx.data(None)
+        )
         self.num_experts = num_experts
         self.in_features = in_features
         self.hidden_features = hidden_features
@@ -161,7 +179,9 @@ class MoE(nnx.Module):
         tokens = x.reshape(-1, self.in_features)
         routing = self.router(tokens)
         if routing.group_offsets.shape[0] != self.num_experts + 1:
-            raise ValueError(f"the router chose among {routing.group_offsets.shape[0] - 1} experts; this layer has num_experts={self.num_experts}.")
+            raise ValueError(
+                f"the router chose among {routing.group_offsets.shape[0] - 1} experts; this layer has num_experts={self.num_experts}."
+            )
         tokens = tokens.astype(dtype)
         own = dataclasses.replace(routing, group_offsets=self._own_offsets(routing, gate.shape[0], devices))
         out_dtype = dtype if self.expert_axis is None else jnp.float32
@@ -196,7 +216,9 @@ class MoE(nnx.Module):
         """[T, in_features]: one group that all tokens are in."""
         gate, up, down = (kernel[...][None] for kernel in (shared.gate, shared.up, shared.down))
         all_tokens, how = jnp.array([0, tokens.shape[0]], jnp.int32), self._how(tokens.dtype)
-        y = grouped_matmul(grouped_glu(tokens, gate, up, all_tokens, activation=self.activation, **how), down, all_tokens, **how)
+        y = grouped_matmul(
+            grouped_glu(tokens, gate, up, all_tokens, activation=self.activation, **how), down, all_tokens, **how
+        )
         if shared.token_gate is None:
             return y
         wide = (x.astype(jnp.float32) for x in (tokens, shared.token_gate[...]))

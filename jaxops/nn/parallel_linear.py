@@ -50,7 +50,9 @@ class _ParallelLinear(nnx.Module):
           ValueError: x with other columns; a kernel that is not this device's part.
         """
         if x.ndim != 2 or x.shape[1] != columns:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be [rows, {columns}]: flatten leading axes with x.reshape(-1, x.shape[-1]).")
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; it must be [rows, {columns}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
+            )
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if kernel.shape != local:
             raise ValueError(

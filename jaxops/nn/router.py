@@ -37,7 +37,9 @@ class RouterBias(nnx.Variable[jax.Array]):
 
     def __init__(self, value: jax.Array, **metadata):
         if hasattr(value, "dtype") and value.dtype != jnp.float32:
-            raise TypeError(f"a router's bias is {value.dtype}; it must be float32: in bfloat16 a step of 0.001 would be lost.")
+            raise TypeError(
+                f"a router's bias is {value.dtype}; it must be float32: in bfloat16 a step of 0.001 would be lost."
+            )
         super().__init__(value, **metadata)
 
 
@@ -96,7 +98,13 @@ class Router(nnx.Module):
     ):
         check_sizes(in_features=in_features, num_experts=num_experts)
         check_backend(backend, "pallas")
-        options = {"score": score, "scale": scale, "num_groups": num_groups, "top_groups": top_groups, "capacity": capacity}
+        options = {
+            "score": score,
+            "scale": scale,
+            "num_groups": num_groups,
+            "top_groups": top_groups,
+            "capacity": capacity,
+        }
         no_token = jax.ShapeDtypeStruct((0, num_experts), jnp.float32)
         jax.eval_shape(functools.partial(route, k=k, backend="xla", **options), no_token)  # the op's own checks
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))

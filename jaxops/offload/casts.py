@@ -20,7 +20,11 @@ def without_casts(closed: core.ClosedJaxpr, first: int) -> core.ClosedJaxpr:
             if isinstance(var, core.Var):
                 users[var].append(eqn)
     # With two casts the gradient is a sum of two, which only the wider type may add up.
-    casts = {var: users[var][0] for var in jaxpr.invars[first:] if len(users[var]) == 1 and var not in jaxpr.outvars and _narrows(users[var][0])}
+    casts = {
+        var: users[var][0]
+        for var in jaxpr.invars[first:]
+        if len(users[var]) == 1 and var not in jaxpr.outvars and _narrows(users[var][0])
+    }
     invars = [casts[var].outvars[0] if var in casts else var for var in jaxpr.invars]
     eqns = [eqn for eqn in jaxpr.eqns if not any(eqn is cast for cast in casts.values())]
     return closed.replace(jaxpr=jaxpr.replace(invars=invars, eqns=eqns))
@@ -30,4 +34,8 @@ def _narrows(eqn: Any) -> bool:
     if eqn.primitive.name != "convert_element_type" or eqn.params["sharding"] is not None:
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating) and after.itemsize < before.itemsize
+    return (
+        jnp.issubdtype(before, jnp.floating)
+        and jnp.issubdtype(after, jnp.floating)
+        and after.itemsize < before.itemsize
+    )

@@ -41,7 +41,9 @@ def check_name(name: Any, where: str) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{where} has {name!r}, a {type(name).__name__}; names are strings.")
     if not all(name.split(".")):
-        raise ValueError(f"{where} has the name {name!r}: a name is not empty, nor is what stands before or after a dot.")
+        raise ValueError(
+            f"{where} has the name {name!r}: a name is not empty, nor is what stands before or after a dot."
+        )
 
 
 def unknown(names: Sequence[str], seen: Iterable[str]) -> list[str]:

@@ -40,12 +40,16 @@ class Policy:
         for field in ("keep", "offload"):
             names = getattr(self, field)
             if not isinstance(names, (tuple, list)):
-                raise TypeError(f"{field} is a {type(names).__name__}; write a tuple of names, as in Policy({field}=('moe_mlp',)).")
+                raise TypeError(
+                    f"{field} is a {type(names).__name__}; write a tuple of names, as in Policy({field}=('moe_mlp',))."
+                )
             for name in names:
                 check_name(name, field)
             object.__setattr__(self, field, tuple(names))
         if both := [name for name in self.keep if covers(self.offload, name)]:
-            raise ValueError(f"{both[0]!r} is in keep, and offload={self.offload!r} covers it, too: write it into one of them.")
+            raise ValueError(
+                f"{both[0]!r} is in keep, and offload={self.offload!r} covers it, too: write it into one of them."
+            )
 
     def choice(self, name: str) -> Choice:
         if covers(self.offload, name):
@@ -81,10 +85,14 @@ class Policy:
         if choice != "offload":
             return choice == "keep"
         names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [params["name"]]}
-        return jax.checkpoint_policies.save_and_offload_only_these_names(**names, offload_src="device", offload_dst="pinned_host")(prim, *avals, **params)
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            **names, offload_src="device", offload_dst="pinned_host"
+        )(prim, *avals, **params)
 
 
-def policy(names: Mapping[str, Choice], *, budget_bytes: int | None = None, sizes: Mapping[str, int] | None = None) -> Policy:
+def policy(
+    names: Mapping[str, Choice], *, budget_bytes: int | None = None, sizes: Mapping[str, int] | None = None
+) -> Policy:
     """A `Policy` in one line: `policy({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"})`.
 
     Args:
@@ -99,26 +107,40 @@ def policy(names: Mapping[str, Choice], *, budget_bytes: int | None = None, size
       TypeError: names that are no mapping, a budget or sizes that are no integers.
     """
     if not isinstance(names, Mapping):
-        raise TypeError(f"names is a {type(names).__name__}; write a choice for each name, as in policy({{'moe_mlp': 'offload'}}).")
+        raise TypeError(
+            f"names is a {type(names).__name__}; write a choice for each name, as in policy({{'moe_mlp': 'offload'}})."
+        )
     if sizes is not None and not isinstance(sizes, Mapping):
-        raise TypeError(f"sizes is a {type(sizes).__name__}; pass what jaxops.offload.residual_bytes(function, *arguments) gave.")
+        raise TypeError(
+            f"sizes is a {type(sizes).__name__}; pass what jaxops.offload.residual_bytes(function, *arguments) gave."
+        )
     if budget_bytes is not None:
         budget_bytes = check_integer("budget_bytes", budget_bytes, 0)
     for name, choice in names.items():
         check_name(name, "names")
         if choice not in get_args(Choice):
-            raise ValueError(f"the choice for {name!r} is {choice!r}; it must be one of {', '.join(map(repr, get_args(Choice)))}.")
+            raise ValueError(
+                f"the choice for {name!r} is {choice!r}; it must be one of {', '.join(map(repr, get_args(Choice)))}."
+            )
     overlapping = [name for name in names if any(covers((other,), name) for other in names if other != name)]
     if sizes is None:
         if budget_bytes is not None or overlapping:
-            why = "budget_bytes is given" if budget_bytes is not None else f"{overlapping[0]!r} stands under another name, too"
-            raise ValueError(f"{why}, and that needs sizes: pass sizes=jaxops.offload.residual_bytes(function, *arguments).")
+            why = (
+                "budget_bytes is given"
+                if budget_bytes is not None
+                else f"{overlapping[0]!r} stands under another name, too"
+            )
+            raise ValueError(
+                f"{why}, and that needs sizes: pass sizes=jaxops.offload.residual_bytes(function, *arguments)."
+            )
         by_choice = lambda choice: tuple(name for name, of in names.items() if of == choice)
         return Policy(by_choice("keep"), by_choice("offload"))
     for known, size in sizes.items():
         check_integer(f"sizes[{known!r}]", size, 0)
     if unknown := [name for name in names if not any(covers((name,), known) for known in sizes)]:
-        raise ValueError(f"no value is called {unknown[0]!r}; the names are {', '.join(sorted(sizes)) or 'none at all'}.{did_you_mean(unknown[0], sizes)}")
+        raise ValueError(
+            f"no value is called {unknown[0]!r}; the names are {', '.join(sorted(sizes)) or 'none at all'}.{did_you_mean(unknown[0], sizes)}"
+        )
     left, kept, offloaded = math.inf if budget_bytes is None else budget_bytes, [], []
     for name in names:
         for known, size in sizes.items():

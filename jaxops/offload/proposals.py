@@ -61,8 +61,12 @@ class Proposal:
         lines = [f"{'name':28} {'MB':>9} {'saves us':>10} {'copy us':>10}  choice"]
         for name, r in self.residuals.items():
             lines.append(f"{name:28} {r.bytes / 1e6:9.1f} {r.saves_us:10.0f} {r.copy_us:10.0f}  {r.choice}")
-        lines.append(f"recomputing everything: {self.recompute_us:,.0f} us, {self.recompute_bytes / 1e9:.2f} GB on the device")
-        lines.append(f"as proposed: {self.step_us:,.0f} us, {self.device_bytes / 1e9:.2f} GB on the device, {self.host_bytes / 1e9:.2f} GB on the host")
+        lines.append(
+            f"recomputing everything: {self.recompute_us:,.0f} us, {self.recompute_bytes / 1e9:.2f} GB on the device"
+        )
+        lines.append(
+            f"as proposed: {self.step_us:,.0f} us, {self.device_bytes / 1e9:.2f} GB on the device, {self.host_bytes / 1e9:.2f} GB on the host"
+        )
         return "\n".join(lines)
 
 
@@ -86,13 +90,19 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
     traced = lambda policy: jax.make_jaxpr(lambda *args: step(*args, policy=policy))(*args).jaxpr
     names = tuple(count_names(traced(Policy())))
     if not names:
-        raise ValueError("the step has no values with a checkpoint_name, so there is nothing to choose: name some, or use layers that do.")
+        raise ValueError(
+            "the step has no values with a checkpoint_name, so there is nothing to choose: name some, or use layers that do."
+        )
     sizes = count_names(traced(Policy(keep=names)))
 
     options = compiler_options()
 
     def measure(policy: Policy) -> tuple[float, int]:
-        compiled = jax.jit(lambda *args: step(*args, policy=policy), donate_argnums=donate_argnums, compiler_options=options).lower(*args).compile()
+        compiled = (
+            jax.jit(lambda *args: step(*args, policy=policy), donate_argnums=donate_argnums, compiler_options=options)
+            .lower(*args)
+            .compile()
+        )
         return _time_us(compiled, args, donate_argnums), needed_bytes(compiled)[0]
 
     base_us, base_bytes = measure(Policy())
@@ -109,7 +119,9 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
             break
         room -= needed - device_budget
     else:
-        raise ValueError(f"no policy was found with which the step fits into {device_budget:,} bytes: recomputing everything needs {base_bytes:,}.")
+        raise ValueError(
+            f"no policy was found with which the step fits into {device_budget:,} bytes: recomputing everything needs {base_bytes:,}."
+        )
     return dataclasses.replace(found, step_us=us, device_bytes=needed)
 
 
@@ -117,7 +129,10 @@ def choose(residuals: Mapping[str, Residual], base_us: float, base_bytes: int, d
     """The choices, from what was measured; see `propose`."""
     chosen = dict(residuals)
     room, copying = device_budget - base_bytes, HIDDEN * base_us / 3
-    worth = sorted((name for name, r in residuals.items() if r.saves_us > 0), key=lambda name: -residuals[name].saves_us / max(1, residuals[name].bytes))
+    worth = sorted(
+        (name for name, r in residuals.items() if r.saves_us > 0),
+        key=lambda name: -residuals[name].saves_us / max(1, residuals[name].bytes),
+    )
     carry = residuals.get("carry")
     if carry is not None and sum(residuals[name].bytes for name in worth) > room and carry.copy_us <= copying:
         chosen["carry"] = dataclasses.replace(carry, choice="offload")

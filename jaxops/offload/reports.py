@@ -14,7 +14,17 @@ _HOST = "S(5)"  # the host's memory in XLA's layouts
 _OPCODE = re.compile(r"[)}\]] ([a-z][a-z\-]*)\(([^)]*)\)")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _PRODUCT = re.compile(r" (?:custom-call|dot)\(|__triton\w*gemm")
-_NO_WORK = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
+_NO_WORK = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+}
 _PASSED_ON = _NO_WORK | {"while", "call", "conditional", "custom-call"}
 
 
@@ -105,8 +115,12 @@ def report(compiled: Any, *, verify: bool = False) -> Report:
 def needed_bytes(compiled: Any) -> tuple[int, int]:
     """`Report.device_bytes` and `Report.host_bytes`, without reading the program."""
     used = compiled.memory_analysis()
-    of = lambda where: [getattr(used, f"{where}{what}_size_in_bytes") for what in ("argument", "output", "temp", "alias")]
-    (device, host) = (arguments + results + temporaries - shared for arguments, results, temporaries, shared in (of(""), of("host_")))
+    of = lambda where: [
+        getattr(used, f"{where}{what}_size_in_bytes") for what in ("argument", "output", "temp", "alias")
+    ]
+    (device, host) = (
+        arguments + results + temporaries - shared for arguments, results, temporaries, shared in (of(""), of("host_"))
+    )
     return device, host
 
 
@@ -164,7 +178,10 @@ def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
 
 def _moved(opcode: str, result: str) -> tuple[Literal["host", "device"], int]:
     """Where an asynchronous copy goes, and how much."""
-    arrays = [(size, _HOST in array) for size, array in zip(_bytes(result), (match.group(0) for match in _ARRAY.finditer(result)), strict=True)]
+    arrays = [
+        (size, _HOST in array)
+        for size, array in zip(_bytes(result), (match.group(0) for match in _ARRAY.finditer(result)), strict=True)
+    ]
     if opcode == "copy-start":  # (result, operand, context)
         return ("host" if arrays[0][1] else "device"), arrays[0][0]
     done = arrays[-2]  # ((operands), result, context)
@@ -212,7 +229,11 @@ def compiler_options(*, offloads: bool = True) -> dict[str, bool | int | str]:
         "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     }
     if offloads:
-        options |= {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_memory_limit_slop_factor": 400}
+        options |= {
+            "xla_gpu_enable_command_buffer": "",
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_memory_limit_slop_factor": 400,
+        }
     try:
         jax.jit(lambda x: x, compiler_options=options)(jnp.zeros(()))
     except jax.errors.JaxRuntimeError as error:

@@ -34,7 +34,9 @@ def named(function: Function, name: str) -> Function:
 
     def forward(*args):
         out, vjp = jax.vjp(function, *args)
-        once = {id(x): checkpoint_name(x, name) for x in jax.tree.leaves((out, vjp))}  # a result that is also a residual is one value
+        once = {
+            id(x): checkpoint_name(x, name) for x in jax.tree.leaves((out, vjp))
+        }  # a result that is also a residual is one value
         return jax.tree.map(lambda x: once[id(x)], (out, vjp))
 
     run.defvjp(forward, lambda vjp, cotangents: vjp(cotangents))
@@ -76,13 +78,19 @@ def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         inner = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
-        if eqn.primitive.name in ("scan", "shard_map") or not isinstance(inner, core.Jaxpr):  # those two change what they pass on
+        if eqn.primitive.name in ("scan", "shard_map") or not isinstance(
+            inner, core.Jaxpr
+        ):  # those two change what they pass on
             return var, None
         if (len(inner.invars), len(inner.outvars)) != (len(eqn.invars), len(eqn.outvars)):
             return var, None
         place, name = origin(inner, inner.outvars[index])
         if place not in inner.invars:
-            return (eqn.outvars[[origin(inner, out)[0] for out in inner.outvars].index(place)] if isinstance(place, core.Var) else var), name
+            return (
+                eqn.outvars[[origin(inner, out)[0] for out in inner.outvars].index(place)]
+                if isinstance(place, core.Var)
+                else var
+            ), name
         var = eqn.invars[inner.invars.index(place)]
     return var, None
 

@@ -19,7 +19,9 @@ _ELEMENTWISE = """
 # The results are the operands, some with their axes in another order, or with more axes or fewer.
 _REARRANGES = "broadcast_in_dim device_put optimization_barrier squeeze transpose"
 # What becomes of these is decided by the equations of their own jaxprs.
-_CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2 cond while"
+_CALLS = (
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2 cond while"
+)
 # By the parameter that has the axes whose elements are mixed or numbered; the elements of other axes are not.
 _ALONG = {
     "axes": "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin",
@@ -27,7 +29,11 @@ _ALONG = {
     "dimension": "sort concatenate iota",
     "dimensions": "rev",
 }
-_RULES = {name: rule for rule, names in {"elementwise": _ELEMENTWISE, "any": f"{_REARRANGES} {_CALLS} scan", **_ALONG}.items() for name in names.split()}
+_RULES = {
+    name: rule
+    for rule, names in {"elementwise": _ELEMENTWISE, "any": f"{_REARRANGES} {_CALLS} scan", **_ALONG}.items()
+    for name in names.split()
+}
 _ADVICE = (
     "Call such a transformation (optax.clip_by_global_norm) on the gradients before apply, outside streamed; leave arrays that need it (optax.lamb, "
     "optax.contrib.muon) to an optimizer of their own; or call tx.update yourself, and only keep its state on the host, by offload_state."
@@ -63,19 +69,27 @@ def check_rows(update: Callable[..., Any], whole: ClosedJaxpr, args: Sequence[An
         jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*types)
     except (TypeError, ValueError, jax.errors.InconclusiveDimensionOperation) as error:
         why = str(error).splitlines()[0]
-        raise ValueError(f"tx.update mixes parameters, or uses the length of a first axis, of which it would see only pieces ({why}). {_ADVICE}") from error
+        raise ValueError(
+            f"tx.update mixes parameters, or uses the length of a first axis, of which it would see only pieces ({why}). {_ADVICE}"
+        ) from error
     known = {str(symbol): name for name, symbol in rows.items()}
     for eqn in _equations(jaxpr.jaxpr):
         if not _keeps_rows(eqn, known):
             found = sorted({known[n] for var in (*eqn.invars, *eqn.outvars) for n in _symbols(var) if n in known})
             of = f"{' and '.join(found)} along the first axis" if found else "the length of a first axis"
-            raise ValueError(f"tx.update is not elementwise: it takes a {eqn.primitive.name} of {of}, and would see only pieces. {_ADVICE}")
+            raise ValueError(
+                f"tx.update is not elementwise: it takes a {eqn.primitive.name} of {of}, and would see only pieces. {_ADVICE}"
+            )
     if _outline(whole) != _outline(jaxpr):
-        raise ValueError(f"tx.update does one thing for whole arrays and another for pieces of them: it, or a mask, compares their shapes. {_ADVICE}")
+        raise ValueError(
+            f"tx.update does one thing for whole arrays and another for pieces of them: it, or a mask, compares their shapes. {_ADVICE}"
+        )
     for wanted, result in zip(types, results, strict=False):
         for (path, x), y in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(result), strict=True):
             if x.shape != y.shape:
-                raise ValueError(f"tx.update returns rows of another parameter, or another axis, at {jax.tree_util.keystr(path)}. {_ADVICE}")
+                raise ValueError(
+                    f"tx.update returns rows of another parameter, or another axis, at {jax.tree_util.keystr(path)}. {_ADVICE}"
+                )
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -87,7 +101,10 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 def _outline(closed: ClosedJaxpr) -> list[tuple[str, list[str]]]:
     """All that does not depend on shapes: primitives, and the numbers among their operands."""
-    return [(eqn.primitive.name, [str(var.val) for var in eqn.invars if isinstance(var, Literal)]) for eqn in _equations(closed.jaxpr)]
+    return [
+        (eqn.primitive.name, [str(var.val) for var in eqn.invars if isinstance(var, Literal)])
+        for eqn in _equations(closed.jaxpr)
+    ]
 
 
 def _shape(var: Any) -> tuple[Any, ...]:
@@ -128,4 +145,6 @@ def _keeps_rows(eqn: Any, known: Mapping[str, str]) -> bool:
     if name == "reshape":
         before, after = (_shape(var)[: _axes(var)[0]] for var in (operand, out))
         return math.prod(before) == math.prod(after)
-    return name in ("slice", "dynamic_slice") and _axes(operand) == _axes(out)  # of other axes: along this one they take as many rows as there are
+    return name in ("slice", "dynamic_slice") and _axes(operand) == _axes(
+        out
+    )  # of other axes: along this one they take as many rows as there are

@@ -55,14 +55,21 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
 
     closed, out = jax.make_jaxpr(named, return_shape=True)(carry_leaves, [x[0] for x in x_leaves])
     _check_carry(out[0], carry_tree, [jax.typeof(c) for c in carry_leaves], [v.aval for v in closed.jaxpr.outvars])
-    carry, ys = _run(_Layer(without_casts(closed, len(carry_leaves)), len(carry_leaves), policy), closed.consts, carry_leaves, x_leaves)
+    carry, ys = _run(
+        _Layer(without_casts(closed, len(carry_leaves)), len(carry_leaves), policy),
+        closed.consts,
+        carry_leaves,
+        x_leaves,
+    )
     return jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(jax.tree.structure(out[1]), ys)
 
 
 def _check_layers(xs: Any) -> None:
     lengths = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(xs)}
     if len(lengths) != 1 or not all(lengths):
-        raise ValueError(f"xs has the leading axes {sorted(map(str, lengths))}; all its arrays must have one leading axis, the layers, of at least 1.")
+        raise ValueError(
+            f"xs has the leading axes {sorted(map(str, lengths))}; all its arrays must have one leading axis, the layers, of at least 1."
+        )
 
 
 def _check_carry(out: Any, tree: Any, before: list[Any], after: list[Any]) -> None:
@@ -70,7 +77,9 @@ def _check_carry(out: Any, tree: Any, before: list[Any], after: list[Any]) -> No
         raise TypeError(f"body returns a carry of the structure {jax.tree.structure(out)}; it gets one of {tree}.")
     for b, a in zip(before, after, strict=False):
         if (b.shape, b.dtype) != (a.shape, a.dtype):
-            raise TypeError(f"body returns {a.str_short()} where its carry has {b.str_short()}; a carry must keep its types.")
+            raise TypeError(
+                f"body returns {a.str_short()} where its carry has {b.str_short()}; a carry must keep its types."
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,7 +162,9 @@ def _trace(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[cor
         sources.append(("own", own[place][0]))
     outvars = [*closed.jaxpr.outvars[:results], *(var for _, var in own.values())]
     debug_info = closed.jaxpr.debug_info._replace(result_paths=None)
-    return closed.replace(jaxpr=closed.jaxpr.replace(outvars=outvars, debug_info=debug_info)), _Residuals(jax.tree.structure(vjp), tuple(sources), tuple(away))
+    return closed.replace(jaxpr=closed.jaxpr.replace(outvars=outvars, debug_info=debug_info)), _Residuals(
+        jax.tree.structure(vjp), tuple(sources), tuple(away)
+    )
 
 
 def _check_names(layer: _Layer, seen: dict[str, int], *args: Arrays) -> None:
@@ -181,7 +192,9 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
     _check_names(layer, count_names(forward.jaxpr), consts, init, x)
     results = len(forward.out_avals) - len(residuals.away)
 
-    def step(state: tuple[jax.Array, Arrays, Arrays, Arrays], x: Arrays) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Any]:
+    def step(
+        state: tuple[jax.Array, Arrays, Arrays, Arrays], x: Arrays
+    ) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Any]:
         i, carry, _, host = state
         out = core.jaxpr_as_fun(forward)(*consts, *carry, *layer.cast(x))
         own, stayed = residuals.split(out[results:])
@@ -197,7 +210,9 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
     return (carry, ys), (residuals, consts, xs, last, host, stayed)
 
 
-def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+def _backward(
+    layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
+) -> tuple[list[Any], list[Any], list[Any]]:
     """While a layer is computed, the residuals of the one before it come. They stand one place further than their layer, so that the first layer, before which
     there is none, brings what nobody reads instead of what is not there. A place is the loop's counter, times and plus a constant: anything else XLA would ask
     the device for, and wait."""
@@ -205,7 +220,9 @@ def _backward(layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
     ct_carry, ct_ys = ([ct for ct in cts if _smooth(ct)] for cts in cotangents)
     totals = [jnp.zeros_like(c) for c in consts if _smooth(c)]
 
-    def step(state: tuple[jax.Array, Arrays, Arrays, Arrays], per: Any) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Arrays]:
+    def step(
+        state: tuple[jax.Array, Arrays, Arrays, Arrays], per: Any
+    ) -> tuple[tuple[jax.Array, Arrays, Arrays, Arrays], Arrays]:
         i, ct_carry, here, totals = state
         x, ct_y, stayed = per
         coming = [jax.device_put(_take(h, i), DEVICE) for h in host]

@@ -62,7 +62,9 @@ class Streamed:
         layout = _find_layout(jax.eval_shape(self.tx.init, params), params)
         arrays, scalars, moments = layout.params.flatten_up_to(params), [], []
         for k in range(len(arrays)):
-            scalars, of_one = layout.split(self.tx.init(layout.params.unflatten([p if j == k else None for j, p in enumerate(arrays)])))
+            scalars, of_one = layout.split(
+                self.tx.init(layout.params.unflatten([p if j == k else None for j, p in enumerate(arrays)]))
+            )
             moments.append(jax.block_until_ready(offload_state(of_one[k])))
         return layout.join(scalars, moments)
 
@@ -73,10 +75,15 @@ class Streamed:
         scalars, moments = layout.split(state)
         grads, params = (layout.params.flatten_up_to(x) for x in (grads, params))
         pieces = self.pieces or _fewest_bytes([x for x in jax.tree.leaves(moments) if _can_be_cut(x)])
-        rows = [max((x.shape[0] // pieces for x in jax.tree.leaves(of_one) if _can_be_cut(x)), default=0) for of_one in moments]  # a piece's
+        rows = [
+            max((x.shape[0] // pieces for x in jax.tree.leaves(of_one) if _can_be_cut(x)), default=0)
+            for of_one in moments
+        ]  # a piece's
 
         def update(spans, params, here):
-            new, here, after = _update(self.tx, layout, scalars, _take_each(grads, spans), _take_each(params, spans), here)
+            new, here, after = _update(
+                self.tx, layout, scalars, _take_each(grads, spans), _take_each(params, spans), here
+            )
             return _put_each(params, new, spans), here, after
 
         # What is not cut, and the last rows of what pieces does not divide.
@@ -129,7 +136,9 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
       TypeError: tx has no init or no update; pieces is no integer.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(f"tx is a {type(tx).__name__}; pass an optax.GradientTransformation, such as optax.adamw(1e-3).")
+        raise TypeError(
+            f"tx is a {type(tx).__name__}; pass an optax.GradientTransformation, such as optax.adamw(1e-3)."
+        )
     if pieces is not None:
         pieces = check_integer("pieces", pieces, 1)
     return Streamed(tx, pieces)
@@ -165,7 +174,11 @@ def _rest(p: Any, start: int) -> tuple[int, int]:
 def _take(x: jax.Array, span: tuple) -> jax.Array:
     if not _is_stack(x):
         return x
-    return lax.dynamic_slice_in_dim(x, *span, allow_negative_indices=False) if span[1] else jnp.zeros((0, *x.shape[1:]), x.dtype)
+    return (
+        lax.dynamic_slice_in_dim(x, *span, allow_negative_indices=False)
+        if span[1]
+        else jnp.zeros((0, *x.shape[1:]), x.dtype)
+    )
 
 
 def _take_each(of_parameters: list, spans: list) -> list:
@@ -177,7 +190,10 @@ def _put_each(of_parameters: list, new: list, spans: list) -> list:
         new = jax.device_put(new, _HOST) if _on_host(x) else new
         return lax.dynamic_update_slice_in_dim(x, new, start, 0, allow_negative_indices=False) if _is_stack(x) else new
 
-    return [jax.tree.map(functools.partial(put, start=start), x, y) if n else x for x, y, (start, n) in zip(of_parameters, new, spans, strict=True)]
+    return [
+        jax.tree.map(functools.partial(put, start=start), x, y) if n else x
+        for x, y, (start, n) in zip(of_parameters, new, spans, strict=True)
+    ]
 
 
 def _fetch_each(moments: list, spans: list) -> tuple[list, list]:
@@ -192,7 +208,9 @@ def _fetch_each(moments: list, spans: list) -> tuple[list, list]:
         return lax.optimization_barrier((x, jax.device_put(rows, _DEVICE) if _on_host(x) else rows))
 
     arrays, tree = jax.tree.flatten(moments)
-    pairs = list(map(fetch, arrays, [span for of_one, span in zip(moments, spans, strict=True) for _ in jax.tree.leaves(of_one)]))
+    pairs = list(
+        map(fetch, arrays, [span for of_one, span in zip(moments, spans, strict=True) for _ in jax.tree.leaves(of_one)])
+    )
     return tree.unflatten([x for x, _ in pairs]), tree.unflatten([rows for _, rows in pairs])
 
 
@@ -210,7 +228,9 @@ def _can_be_cut(x: jax.Array) -> bool:
 
 def _fewest_bytes(arrays: list[jax.Array]) -> int:
     """Into how many pieces the arrays are cut for the device to hold the least of them: a piece, and the rows that are left over."""
-    held = lambda pieces: sum((x.shape[0] // pieces + x.shape[0] % pieces) * math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays)
+    held = lambda pieces: sum(
+        (x.shape[0] // pieces + x.shape[0] % pieces) * math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays
+    )
     return min(range(1, _MOST_PIECES + 1), key=held)
 
 
@@ -238,7 +258,9 @@ class _Layout:
         """(scalars, a tuple of moments for each parameter)."""
         parts = self.state.flatten_up_to(state)
         trees = [self.params.flatten_up_to(x) for x, m in zip(parts, self.is_moment, strict=True) if m]
-        return [x for x, m in zip(parts, self.is_moment, strict=True) if not m], [tuple(t[k] for t in trees) for k in range(self.params.num_leaves)]
+        return [x for x, m in zip(parts, self.is_moment, strict=True) if not m], [
+            tuple(t[k] for t in trees) for k in range(self.params.num_leaves)
+        ]
 
     def join(self, scalars: list, moments: list) -> Any:
         trees = iter([self.params.unflatten([of_one[j] for of_one in moments]) for j in range(sum(self.is_moment))])
@@ -252,7 +274,11 @@ def _find_layout(state: Any, params: Any) -> _Layout:
     def is_moment(x):
         if jax.tree.structure(x, is_leaf=_is_empty) != tree:
             return False
-        return all(leaf.shape == getattr(p, "shape", None) for part, p in zip(tree.flatten_up_to(x), arrays, strict=True) for leaf in jax.tree.leaves(part))
+        return all(
+            leaf.shape == getattr(p, "shape", None)
+            for part, p in zip(tree.flatten_up_to(x), arrays, strict=True)
+            for leaf in jax.tree.leaves(part)
+        )
 
     for path, x in jax.tree.leaves_with_path(state, is_leaf=is_moment):
         if not is_moment(x) and (x.shape != () or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
@@ -264,9 +290,13 @@ def _find_layout(state: Any, params: Any) -> _Layout:
     return _Layout(tree, whole, tuple(map(is_moment, parts)))
 
 
-def _update(tx: Any, layout: _Layout, scalars: list, grads: list, params: list, moments: list) -> tuple[list, list, list]:
+def _update(
+    tx: Any, layout: _Layout, scalars: list, grads: list, params: list, moments: list
+) -> tuple[list, list, list]:
     """(params, moments, scalars) after tx.update and optax.apply_updates, for the rows given."""
-    updates, state = tx.update(layout.params.unflatten(grads), layout.join(scalars, moments), layout.params.unflatten(params))
+    updates, state = tx.update(
+        layout.params.unflatten(grads), layout.join(scalars, moments), layout.params.unflatten(params)
+    )
     params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, layout.params.flatten_up_to(updates))
     scalars, moments = layout.split(state)
     return params, moments, scalars
@@ -275,13 +305,19 @@ def _update(tx: Any, layout: _Layout, scalars: list, grads: list, params: list, 
 def _check_update(tx: Any, layout: _Layout, grads: Any, state: Any, params: Any) -> None:
     """What tx.update returns has the structure, shapes and, the state, dtypes of what it was given; and it is elementwise, at least along the first axis."""
     if jax.tree.structure(grads) != jax.tree.structure(params):
-        raise ValueError(f"grads have the structure {jax.tree.structure(grads)}, but params {jax.tree.structure(params)}: they must be equal.")
+        raise ValueError(
+            f"grads have the structure {jax.tree.structure(grads)}, but params {jax.tree.structure(params)}: they must be equal."
+        )
     update = lambda params, state, grads: tx.update(grads, state, params)
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type), (params, state, grads))
+    types = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type), (params, state, grads)
+    )
     jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*types)
     for name, old, new in zip(("updates", "state"), types, results, strict=False):
         if jax.tree.structure(old) != jax.tree.structure(new):
-            raise ValueError(f"tx.update returns {name} with the structure {jax.tree.structure(new)}; it must be {jax.tree.structure(old)}.")
+            raise ValueError(
+                f"tx.update returns {name} with the structure {jax.tree.structure(new)}; it must be {jax.tree.structure(old)}."
+            )
         for (path, x), y in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True):
             if x.shape != y.shape or (name == "state" and x.dtype != y.dtype):
                 was, now = (f"{z.dtype}{list(z.shape)}" for z in (x, y))

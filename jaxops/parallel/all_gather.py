@@ -110,7 +110,9 @@ def _of_each(bias: jax.Array | Biases | None, w: jax.Array | Weights) -> Biases:
     return bias
 
 
-def _products(spec: Spec, gathered: jax.Array, weights: Weights, biases: Biases, rows: jax.Array | None) -> tuple[jax.Array, ...]:
+def _products(
+    spec: Spec, gathered: jax.Array, weights: Weights, biases: Biases, rows: jax.Array | None
+) -> tuple[jax.Array, ...]:
     def one(w: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = dot(spec, gathered, w, (1, 0))
         if bias is not None:
@@ -120,7 +122,9 @@ def _products(spec: Spec, gathered: jax.Array, weights: Weights, biases: Biases,
     return tuple(map(one, weights, biases))
 
 
-def _forward(spec: Spec, x: jax.Array, weights: Weights, biases: Biases, rows: jax.Array | None) -> tuple[jax.Array, ...]:
+def _forward(
+    spec: Spec, x: jax.Array, weights: Weights, biases: Biases, rows: jax.Array | None
+) -> tuple[jax.Array, ...]:
     return _products(spec, gather(spec, only_own(spec, rows, x)), weights, biases, rows)
 
 
@@ -134,7 +138,9 @@ def _bwd(spec: Spec, kept, dys: tuple[jax.Array, ...]):
     # After the cotangents are there: XLA would find that the forward has gathered the same, and keep that.
     x, dys = barrier((x, dys))
     dys = tuple(only(rows, dy) for dy in dys)
-    dx = scatter_sum(spec, functools.reduce(jnp.add, [dot(spec, dy, w, (1, 1)) for dy, w in zip(dys, weights, strict=True)]))
+    dx = scatter_sum(
+        spec, functools.reduce(jnp.add, [dot(spec, dy, w, (1, 1)) for dy, w in zip(dys, weights, strict=True)])
+    )
     gathered = gather(spec, only_own(spec, rows, x))
     dws = tuple(dot(spec, gathered, dy, (0, 0)).astype(dtype) for dy, dtype in zip(dys, spec.w_dtypes, strict=True))
     return dx, dws, tuple(map(bias_gradient, biases, dys)), None

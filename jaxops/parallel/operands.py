@@ -30,7 +30,9 @@ class Spec:
     w_dtypes: tuple[jnp.dtype, ...]
 
 
-def make_spec(x_name: str, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, compute_dtype, precision, backend: str) -> Spec:
+def make_spec(
+    x_name: str, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, compute_dtype, precision, backend: str
+) -> Spec:
     """
     Raises:
       ValueError: an unknown backend or precision.
@@ -54,7 +56,9 @@ def devices_of(axis_name: str) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError:
-        raise ValueError(f"axis_name={axis_name!r} is not an axis here: call inside jax.shard_map over a mesh that has it.") from None
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis here: call inside jax.shard_map over a mesh that has it."
+        ) from None
 
 
 def check_rows(rows: jax.Array | int | None) -> jax.Array | None:
@@ -65,9 +69,13 @@ def check_rows(rows: jax.Array | int | None) -> jax.Array | None:
     if rows is None:
         return None
     if jnp.shape(rows) != ():
-        raise ValueError(f"rows has shape {jnp.shape(rows)}; it must be a scalar: of all devices' rows, how many from the first one on count.")
+        raise ValueError(
+            f"rows has shape {jnp.shape(rows)}; it must be a scalar: of all devices' rows, how many from the first one on count."
+        )
     if isinstance(rows, bool) or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
-        raise TypeError(f"rows is {'a bool' if isinstance(rows, bool) else jnp.result_type(rows)}; it must be an integer.")
+        raise TypeError(
+            f"rows is {'a bool' if isinstance(rows, bool) else jnp.result_type(rows)}; it must be an integer."
+        )
     return jnp.asarray(rows, jnp.int32)
 
 
@@ -77,7 +85,9 @@ def check_bias(bias: jax.Array | None, columns: int) -> None:
       ValueError: another shape.
     """
     if bias is not None and jnp.shape(bias) != (columns,):
-        raise ValueError(f"bias has shape {jnp.shape(bias)}; it must be {(columns,)}, a number for each column of the result.")
+        raise ValueError(
+            f"bias has shape {jnp.shape(bias)}; it must be {(columns,)}, a number for each column of the result."
+        )
 
 
 def only(rows: jax.Array | None, x: jax.Array, first: jax.Array | int = 0) -> jax.Array:

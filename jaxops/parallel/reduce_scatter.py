@@ -83,7 +83,9 @@ def matmul_reduce_scatter(
     spec = make_spec("h", h, (w,), axis_name, compute_dtype, precision, backend)
     devices = devices_of(axis_name)
     if h.shape[0] % devices:
-        raise ValueError(f"h has {h.shape[0]} rows, which is no multiple of the {devices} devices of axis {axis_name!r}: pad them, and pass rows={h.shape[0]}.")
+        raise ValueError(
+            f"h has {h.shape[0]} rows, which is no multiple of the {devices} devices of axis {axis_name!r}: pad them, and pass rows={h.shape[0]}."
+        )
     h, w, bias, rows = vary_over(axis_name, h, w, bias, check_rows(rows))
     return _multiply(spec, named_cast(h, spec.dtype, "matmul_reduce_scatter.h"), w, bias, rows)
 

@@ -27,10 +27,24 @@ from jaxops.ops.grouped_matmul.plan import PASSES, kernels_for, key_of_row
 from jaxops.ops.quantize.plan import key_of_row as quantize_key_of_row
 from jaxops.profiling import device_times_us
 
-__all__ = ["TuningError", "current_device", "store", "tune", "tune_adaln", "tune_fp8_matmul", "tune_quantize", "tuned_rows", "use_rows"]
+__all__ = [
+    "TuningError",
+    "current_device",
+    "store",
+    "tune",
+    "tune_adaln",
+    "tune_fp8_matmul",
+    "tune_quantize",
+    "tuned_rows",
+    "use_rows",
+]
 
 _ALIVE_BYTES = 2e10  # results that a timed burst may hold at once
-_LIMITS = {1: (1e-1, 6e-3), 2: (2e-2, 1e-2), 4: (1e-2, 3e-3)}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
+_LIMITS = {
+    1: (1e-1, 6e-3),
+    2: (2e-2, 1e-2),
+    4: (1e-2, 3e-3),
+}  # see _errors; by operand bytes: some ulps of a bfloat16 result, TF32 products
 
 
 class TuningError(RuntimeError):
@@ -61,15 +75,22 @@ def tune(
       TuningError: every candidate of a pass failed to compile, was wrong, or the default device is no GPU.
     """
     device = _gpu()
-    routings = [np.asarray(sizes) for sizes in (group_sizes if group_sizes is not None else default_group_sizes(problem))]
+    routings = [
+        np.asarray(sizes) for sizes in (group_sizes if group_sizes is not None else default_group_sizes(problem))
+    ]
     keys = jax.random.split(jax.random.key(0), 3)
-    lhs, dout = (jax.random.normal(key, (problem.M, width), problem.dtype) for key, width in ((keys[0], problem.K), (keys[1], problem.N)))
+    lhs, dout = (
+        jax.random.normal(key, (problem.M, width), problem.dtype)
+        for key, width in ((keys[0], problem.K), (keys[1], problem.N))
+    )
     rhs = jax.random.normal(keys[2], (problem.G, problem.K, problem.N), problem.dtype)
     offsets = [jnp.asarray(np.concatenate([[0], np.cumsum(sizes)]), jnp.int32) for sizes in routings]
     rows = []
     flops = 2 * sum(int(sizes.sum()) for sizes in routings) / len(routings) * problem.K * problem.N
     for name, kernel in itertools.product(passes, kernels_for(problem, device)):
-        mine = [t for t in tiles if t.kernel == kernel] if tiles is not None else candidates(name, problem, device, kernel)
+        mine = (
+            [t for t in tiles if t.kernel == kernel] if tiles is not None else candidates(name, problem, device, kernel)
+        )
         if not mine:
             continue
         operands = {"fwd": (lhs, rhs), "dgrad": (dout, rhs), "wgrad": (lhs, dout)}[name]
@@ -82,7 +103,12 @@ def tune(
     return rows
 
 
-def tune_adaln(problem: adaln.Problem, passes: Sequence[str] = ADALN_PASSES, rows: Sequence[adaln.Rows] | None = None, say: Callable = print) -> list[dict]:
+def tune_adaln(
+    problem: adaln.Problem,
+    passes: Sequence[str] = ADALN_PASSES,
+    rows: Sequence[adaln.Rows] | None = None,
+    say: Callable = print,
+) -> list[dict]:
     """As `tune`, for `jaxops.adaln` or, with problem.gated, `jaxops.gated_residual_adaln`: layer norm, sequences of unequal length.
 
     Args:
@@ -99,7 +125,9 @@ def tune_adaln(problem: adaln.Problem, passes: Sequence[str] = ADALN_PASSES, row
     """
     device = _gpu()
     T, D, B = problem.T, problem.D, problem.B
-    modulations, of_rows = (3, 4) if problem.gated else (2, 2)  # arrays [B, D]; arrays [T, D]: x or residual and h, then the results' cotangents
+    modulations, of_rows = (
+        (3, 4) if problem.gated else (2, 2)
+    )  # arrays [B, D]; arrays [T, D]: x or residual and h, then the results' cotangents
     keys = jax.random.split(jax.random.key(0), 7)
     arrays = [jax.random.normal(key, (T, D), problem.dtype) for key in keys[:of_rows]]
     modulation = [jax.random.normal(key, (B, D), problem.dtype) for key in keys[of_rows : of_rows + modulations]]
@@ -107,15 +135,29 @@ def tune_adaln(problem: adaln.Problem, passes: Sequence[str] = ADALN_PASSES, row
     offsets = jnp.asarray(np.floor(np.concatenate([[0], np.cumsum(lengths)]) / lengths.sum() * T + 0.5), jnp.int32)
     found = []
     for name in passes:
-        best, us = _fastest(name, _run_adaln, [(arrays, modulation, offsets)], list(rows or adaln.candidates(name, problem)), say)
+        best, us = _fastest(
+            name, _run_adaln, [(arrays, modulation, offsets)], list(rows or adaln.candidates(name, problem)), say
+        )
         moved = T * D * jnp.dtype(problem.dtype).itemsize * {"fwd": 2, "bwd": 5}[name] * (2 if problem.gated else 1)
         measured = {"us": round(us, 1), "gbps": round(moved / us / 1e3, 1)}
-        found.append({"pass": name, "D": D, "dtype": problem.dtype, "gated": problem.gated, "rows": vars(best), **measured, **_made(device)})
+        found.append(
+            {
+                "pass": name,
+                "D": D,
+                "dtype": problem.dtype,
+                "gated": problem.gated,
+                "rows": vars(best),
+                **measured,
+                **_made(device),
+            }
+        )
         say(f"{name}: {best} {measured['gbps']} GB/s" + (" with the forward" if name == "bwd" else ""))
     return found
 
 
-def tune_quantize(problem: quantize.Problem, tiles: Sequence[quantize.Tile] | None = None, say: Callable = print) -> list[dict]:
+def tune_quantize(
+    problem: quantize.Problem, tiles: Sequence[quantize.Tile] | None = None, say: Callable = print
+) -> list[dict]:
     """As `tune`, for `jaxops.quantize`: a whole call is timed, first with each tile of the pass that looks for the largest magnitudes (where there is
     one), then with each of the cast.
 
@@ -152,12 +194,20 @@ def tune_quantize(problem: quantize.Problem, tiles: Sequence[quantize.Tile] | No
 
 def store(rows: list[dict], op: str = "grouped_matmul"):
     """Puts tuned rows of `op` into the user's cache directory, from where later processes (and later calls in this one) read them."""
-    key = {"grouped_matmul": key_of_row, "adaln": adaln_key_of_row, "fp8_matmul": fp8_key_of_row, "quantize": quantize_key_of_row}[op]
+    key = {
+        "grouped_matmul": key_of_row,
+        "adaln": adaln_key_of_row,
+        "fp8_matmul": fp8_key_of_row,
+        "quantize": quantize_key_of_row,
+    }[op]
     return store_rows(op, current_device(), rows, same=lambda a, b: key(a) == key(b))
 
 
 def tune_fp8_matmul(
-    problem: fp8_matmul.Problem, passes: Sequence[str] = PASSES, tiles: Sequence[fp8_matmul.Tiles] | None = None, say: Callable = print
+    problem: fp8_matmul.Problem,
+    passes: Sequence[str] = PASSES,
+    tiles: Sequence[fp8_matmul.Tiles] | None = None,
+    say: Callable = print,
 ) -> list[dict]:
     """As `tune`, for the products of `jaxops.fp8_matmul` and, with problem.G, of `jaxops.fp8_grouped_matmul` (an even and a Zipf split), without their casts.
 
@@ -194,14 +244,23 @@ def tune_fp8_matmul(
             for tensor, layout in ((a, a_layout), (b, b_layout)):
                 value = jax.random.normal(keys["xwd".index(tensor[0])], tensors[tensor], problem.dtype)
                 form, ragged = getattr(recipe, tensor), offsets if layout == "col" and tensor != "w" else None
-                q = quantize.quantize(value, scaling=form.scaling, dtype=form.dtype, layouts=layout, group_offsets=ragged)  # pyright: ignore[reportArgumentType]
+                q = quantize.quantize(
+                    value, scaling=form.scaling, dtype=form.dtype, layouts=layout, group_offsets=ragged
+                )  # pyright: ignore[reportArgumentType]
                 sides.append(q)
             operands.append((*sides, offsets))
 
         def run(name, backend, chosen, a, b, offsets, a_layout=a_layout, b_layout=b_layout):
-            plan = fp8_matmul.Plan("xla") if backend == "xla" else fp8_matmul.Plan("triton", "before", chosen, chosen, chosen)
+            plan = (
+                fp8_matmul.Plan("xla")
+                if backend == "xla"
+                else fp8_matmul.Plan("triton", "before", chosen, chosen, chosen)
+            )
             spec = fp8_product.Spec(recipe, plan, problem.dtype, problem.dtype, problem.dtype, False)
-            left, right = (fp8_product.rows_of(q) if layout == "row" else fp8_product.cols_of(q) for q, layout in ((a, a_layout), (b, b_layout)))
+            left, right = (
+                fp8_product.rows_of(q) if layout == "row" else fp8_product.cols_of(q)
+                for q, layout in ((a, a_layout), (b, b_layout))
+            )
             return fp8_product.multiply(spec, name, left, right, offsets, problem.dtype, M if name == "wgrad" else None)
 
         best, us = _fastest(name, run, operands, list(tiles or fp8_matmul.candidates(name, problem, device)), say)
@@ -228,7 +287,10 @@ def default_group_sizes(problem: Problem) -> list[np.ndarray]:
     """An even split of M, and a Zipf split in shuffled order."""
     even = np.diff(np.arange(problem.G + 1) * problem.M // problem.G)
     share = np.random.default_rng(0).permutation(1 / np.arange(1, problem.G + 1))
-    return [even, np.diff(np.floor(np.concatenate([[0], np.cumsum(share / share.sum())]) * problem.M + 0.5).astype(int))]
+    return [
+        even,
+        np.diff(np.floor(np.concatenate([[0], np.cumsum(share / share.sum())]) * problem.M + 0.5).astype(int)),
+    ]
 
 
 def _run(name: str, backend: str, tiles: Tiles | None, a, b, offsets):
@@ -252,7 +314,9 @@ def _run_adaln(name: str, backend: str, rows: adaln.Rows | None, arrays, modulat
 
 def _worst_errors(got, want) -> tuple[float, float]:
     """`_errors`, the largest of all arrays."""
-    errors = [[float(e) for e in _errors(g, w)] for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    errors = [
+        [float(e) for e in _errors(g, w)] for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    ]
     return max(e[0] for e in errors), max(e[1] for e in errors)
 
 
@@ -281,7 +345,9 @@ def _fastest(name: str, run: Callable, routings: list[tuple], tiles: list, say: 
     def compiled(t):
         try:
             return jax.jit(lambda *operands: run(name, "pallas", t, *operands)).lower(*routings[0]).compile()
-        except jax.errors.JaxRuntimeError as error:  # a tile that this compiler or card refuses is no candidate; the next one may run
+        except (
+            jax.errors.JaxRuntimeError
+        ) as error:  # a tile that this compiler or card refuses is no candidate; the next one may run
             say(f"  {t}: {str(error).splitlines()[0][:160]}")
             return None
 
@@ -303,7 +369,9 @@ def _fastest(name: str, run: Callable, routings: list[tuple], tiles: list, say: 
         raise TuningError(f"no candidate for {name} compiled and was right.")
 
     def total_us(t, iterations: int) -> float:
-        return float(sum(np.median(device_times_us(programs[t], *operands, iterations=iterations)) for operands in routings))
+        return float(
+            sum(np.median(device_times_us(programs[t], *operands, iterations=iterations)) for operands in routings)
+        )
 
     first = {t: total_us(t, 3) for t in programs}
     leaders = sorted(first, key=first.__getitem__)[:5]

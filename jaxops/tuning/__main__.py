@@ -40,16 +40,24 @@ def _one_line() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-Dtype = Annotated[str, typer.Option(help=f"of the operands, one of {', '.join(DTYPES)}.", callback=_one_of(DTYPES, False))]
+Dtype = Annotated[
+    str, typer.Option(help=f"of the operands, one of {', '.join(DTYPES)}.", callback=_one_of(DTYPES, False))
+]
 DryRun = Annotated[bool, typer.Option(help="measure and print, store nothing.")]
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measures plans on this machine's GPU and stores the fastest in your cache directory.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Measures plans on this machine's GPU and stores the fastest in your cache directory.",
+)
 
 
 @app.command("grouped-matmul")
 def grouped_matmul_command(
     shape: Annotated[list[str], typer.Option(help="G,M,K,N of the forward pass; may be repeated.")],
     dtype: Dtype = "bfloat16",
-    passes: Annotated[str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.", callback=_one_of(PASSES))] = ",".join(PASSES),
+    passes: Annotated[
+        str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.", callback=_one_of(PASSES))
+    ] = ",".join(PASSES),
     dry_run: DryRun = False,
 ) -> None:
     """The three passes of `jaxops.grouped_matmul`."""
@@ -64,7 +72,9 @@ def grouped_matmul_command(
 def adaln_command(
     shape: Annotated[list[str], typer.Option(help="T,D,B: rows, their width, sequences; may be repeated.")],
     dtype: Dtype = "bfloat16",
-    passes: Annotated[str, typer.Option(help="comma-separated, among fwd and bwd.", callback=_one_of(ADALN_PASSES))] = ",".join(ADALN_PASSES),
+    passes: Annotated[
+        str, typer.Option(help="comma-separated, among fwd and bwd.", callback=_one_of(ADALN_PASSES))
+    ] = ",".join(ADALN_PASSES),
     dry_run: DryRun = False,
 ) -> None:
     """Both passes of `jaxops.adaln` and of `jaxops.gated_residual_adaln`."""
@@ -80,7 +90,9 @@ def adaln_command(
 def quantize_command(
     shape: Annotated[list[str], typer.Option(help="M,K of the tensor; may be repeated.")],
     scaling: Annotated[str, typer.Option(help="comma-separated.", callback=_one_of(SCALINGS))] = ",".join(SCALINGS),
-    layouts: Annotated[str, typer.Option(help="comma-separated, among row, col and both.", callback=_one_of(LAYOUTS))] = ",".join(LAYOUTS),
+    layouts: Annotated[
+        str, typer.Option(help="comma-separated, among row, col and both.", callback=_one_of(LAYOUTS))
+    ] = ",".join(LAYOUTS),
     dtype: Dtype = "bfloat16",
     dry_run: DryRun = False,
 ) -> None:
@@ -95,9 +107,15 @@ def quantize_command(
 
 @app.command("fp8-matmul")
 def fp8_matmul_command(
-    shape: Annotated[list[str], typer.Option(help="G,M,K,N of the forward pass, G = 0 for a dense one; may be repeated.")],
-    recipes: Annotated[str, typer.Option(help="comma-separated.", callback=_one_of(tuple(fp8_matmul.RECIPES)))] = "tensorwise,rowwise,blockwise",
-    passes: Annotated[str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.", callback=_one_of(PASSES))] = ",".join(PASSES),
+    shape: Annotated[
+        list[str], typer.Option(help="G,M,K,N of the forward pass, G = 0 for a dense one; may be repeated.")
+    ],
+    recipes: Annotated[
+        str, typer.Option(help="comma-separated.", callback=_one_of(tuple(fp8_matmul.RECIPES)))
+    ] = "tensorwise,rowwise,blockwise",
+    passes: Annotated[
+        str, typer.Option(help="comma-separated, among fwd, dgrad and wgrad.", callback=_one_of(PASSES))
+    ] = ",".join(PASSES),
     dtype: Dtype = "bfloat16",
     dry_run: DryRun = False,
 ) -> None:

@@ -30,7 +30,9 @@ def quantize(x, **options):
 
 
 def fp8_gradients(x, w):
-    return jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, backend="pallas"), x, w)[1](jnp.zeros((x.shape[0], w.shape[1]), x.dtype))
+    return jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, backend="pallas"), x, w)[1](
+        jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
+    )
 
 
 def fp8_grouped_gradients(x, w, offsets):
@@ -42,14 +44,29 @@ THIRD = s(3, ROWS // 3, COLUMNS)
 CASES = {
     "adaln": (adaln, s(ROWS, COLUMNS), s(1, COLUMNS), s(1, COLUMNS)),
     "vmap-adaln": (jax.vmap(adaln, in_axes=(0, None, None)), THIRD, s(1, COLUMNS), s(1, COLUMNS)),
-    **{f"quantize-{scaling}": (functools.partial(quantize, scaling=scaling, layouts="both"), s(ROWS, COLUMNS)) for scaling in ("tensorwise", "block_1x128")},
+    **{
+        f"quantize-{scaling}": (functools.partial(quantize, scaling=scaling, layouts="both"), s(ROWS, COLUMNS))
+        for scaling in ("tensorwise", "block_1x128")
+    },
     "quantize-stack": (functools.partial(quantize, scaling="block_128x128", layouts="both"), THIRD),
-    "quantize-ragged": (lambda x, offsets: quantize(x, group_offsets=offsets, layouts="both"), s(2**19 - 64, 4096), s(9, dtype="int32")),
+    "quantize-ragged": (
+        lambda x, offsets: quantize(x, group_offsets=offsets, layouts="both"),
+        s(2**19 - 64, 4096),
+        s(9, dtype="int32"),
+    ),
     "vmap-quantize": (jax.vmap(quantize), THIRD),
-    "vmap-vmap-quantize": (jax.vmap(jax.vmap(functools.partial(quantize, layouts="both"))), s(3, 2, ROWS // 6, COLUMNS)),
+    "vmap-vmap-quantize": (
+        jax.vmap(jax.vmap(functools.partial(quantize, layouts="both"))),
+        s(3, 2, ROWS // 6, COLUMNS),
+    ),
     "fp8_matmul": (fp8_gradients, s(ROWS, COLUMNS), s(COLUMNS, 128)),
     "vmap-fp8_matmul": (jax.vmap(fp8_gradients, in_axes=(0, None)), THIRD, s(COLUMNS, 128)),
-    "fp8_grouped_matmul": (fp8_grouped_gradients, s(1024, 7168), s(256, 7168, 2048), s(257, dtype="int32")),  # DeepSeek-V3's experts: 3.76e9
+    "fp8_grouped_matmul": (
+        fp8_grouped_gradients,
+        s(1024, 7168),
+        s(256, 7168, 2048),
+        s(257, dtype="int32"),
+    ),  # DeepSeek-V3's experts: 3.76e9
 }
 
 
@@ -93,7 +110,9 @@ def numbers(first, count: int, columns: int = COLUMNS) -> jax.Array:
 
 @jax.jit
 def make_x() -> jax.Array:
-    return jax.lax.map(lambda i: numbers(i * CHUNK, CHUNK), jnp.arange(ROWS // CHUNK, dtype=jnp.int32)).reshape(ROWS, COLUMNS)
+    return jax.lax.map(lambda i: numbers(i * CHUNK, CHUNK), jnp.arange(ROWS // CHUNK, dtype=jnp.int32)).reshape(
+        ROWS, COLUMNS
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -149,7 +168,9 @@ def test_adaln_on_a_gpu():
         rows = rows - rows.mean(axis=1, keepdims=True)
         return 1.5 * rows * jax.lax.rsqrt(jnp.mean(rows * rows, axis=1, keepdims=True) + 1e-6) - 0.25
 
-    want = np.concatenate([checksums(f(numbers(first, CHUNK), scale, shift).values, CHUNK) for first in range(0, ROWS, CHUNK)])
+    want = np.concatenate(
+        [checksums(f(numbers(first, CHUNK), scale, shift).values, CHUNK) for first in range(0, ROWS, CHUNK)]
+    )
     assert len(set(want.tolist())) > 0.9 * len(want)
     q = f(x, scale, shift)
     check_rows(q.values, q.scales, reference, want)

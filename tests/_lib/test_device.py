@@ -70,7 +70,9 @@ def test_of_a_jax_device():
     """A device that is there says its compute capability itself, whatever its name."""
     fake = types.SimpleNamespace(device_kind="NVIDIA New", platform="gpu", compute_capability="9.0", core_count=7)
     assert device_facts._of_jax(fake) == Device("NVIDIA New", "gpu", (9, 0), 7)
-    rocm = types.SimpleNamespace(device_kind="AMD Instinct MI300X", platform="gpu", compute_capability="gfx942", core_count=304)
+    rocm = types.SimpleNamespace(
+        device_kind="AMD Instinct MI300X", platform="gpu", compute_capability="gfx942", core_count=304
+    )
     assert device_facts._of_jax(rocm).capability is None
 
 
@@ -100,7 +102,12 @@ def test_operands_tell(monkeypatch):
 
 
 def test_the_mesh_tells():
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
+    mesh = AbstractMesh(
+        (1,),
+        ("x",),
+        axis_types=(AxisType.Auto,),
+        abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
+    )
     x = jnp.ones(2)
     with jax.sharding.use_abstract_mesh(mesh):
         assert device_of(x) == Device("NVIDIA H200", "gpu", (9, 0), 132)
@@ -124,8 +131,14 @@ def test_what_gluon_kernels_need(monkeypatch, python, platform, installed, said)
     """Looked for, not loaded."""
     monkeypatch.setattr(device_facts, "sys", types.SimpleNamespace(version_info=python, platform=platform))
     find_spec = lambda name: object() if name.replace("_", "-") in installed else None
-    metadata = types.SimpleNamespace(version=lambda name: installed[name], PackageNotFoundError=importlib.metadata.PackageNotFoundError)
-    monkeypatch.setattr(device_facts, "importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=find_spec), metadata=metadata))
+    metadata = types.SimpleNamespace(
+        version=lambda name: installed[name], PackageNotFoundError=importlib.metadata.PackageNotFoundError
+    )
+    monkeypatch.setattr(
+        device_facts,
+        "importlib",
+        types.SimpleNamespace(util=types.SimpleNamespace(find_spec=find_spec), metadata=metadata),
+    )
     missing = device_facts.gluon_missing.__wrapped__()
     assert said in missing
     assert bool(missing) == bool(said)

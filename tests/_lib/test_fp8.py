@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from jaxops import dequantize
-from jaxops._lib.fp8 import _FACTOR_BITS, BLOCK, FP8, LEAST, MOST, Quantized, cast_saturating, infinity_to_nan, magnitudes, quantize_blocks, scale_and_factor
+from jaxops._lib.fp8 import (
+    _FACTOR_BITS,
+    BLOCK,
+    FP8,
+    LEAST,
+    MOST,
+    Quantized,
+    cast_saturating,
+    infinity_to_nan,
+    magnitudes,
+    quantize_blocks,
+    scale_and_factor,
+)
 from tests.ops.quantize.cases import np_cast, np_scale
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -40,7 +52,9 @@ def test_scale_and_factor(dtype, pow2):
     mantissas = (1 + np.arange(128) / 128)[:, None] * (1 + np.array([0, 2.0**-23, 2.0**-8, 2.0**-7.01]))
     amax = (mantissas[..., None] * 2.0 ** np.array([-140, -93, -92, -91, -20, 0, 1, 90, 126, 127])).ravel()
     amax = np.minimum(amax, np.finfo(np.float32).max).astype(np.float32)
-    amax = np.concatenate([amax, np.array([0, np.inf, 448, 57344, 1e-45, np.finfo(np.float32).max, LEAST, MOST], np.float32)])
+    amax = np.concatenate(
+        [amax, np.array([0, np.inf, 448, 57344, 1e-45, np.finfo(np.float32).max, LEAST, MOST], np.float32)]
+    )
     scale, factor = (np.asarray(a) for a in jax.jit(functools.partial(scale_and_factor, dtype=dtype, pow2=pow2))(amax))
     want = np_scale(amax, dtype, pow2)
     np.testing.assert_array_equal(scale.view(np.uint32), want[0].view(np.uint32))
@@ -61,7 +75,9 @@ def test_scale_and_factor(dtype, pow2):
 def test_a_bfloat16_maximum_becomes_the_largest_number(dtype):
     amax = jnp.arange(1, 60_000, 7, dtype=jnp.float32).astype(jnp.bfloat16).astype(jnp.float32)
     scale, factor = scale_and_factor(amax, dtype)
-    np.testing.assert_array_equal(cast_saturating(amax * factor, dtype).astype(jnp.float32), np.full(amax.shape, LARGEST[dtype], np.float32))
+    np.testing.assert_array_equal(
+        cast_saturating(amax * factor, dtype).astype(jnp.float32), np.full(amax.shape, LARGEST[dtype], np.float32)
+    )
     np.testing.assert_allclose(scale * LARGEST[dtype], amax, rtol=1e-6)
 
 
@@ -69,7 +85,10 @@ def test_a_bfloat16_maximum_becomes_the_largest_number(dtype):
 def test_cast_saturates(dtype):
     """Beyond the largest number and infinities: the largest; NaN: NaN; ties to even; the rest as numpy's own cast."""
     most, least = LARGEST[dtype], 2 * ABSOLUTE[dtype]
-    values = np.array([most, 1.1 * most, np.inf, -1e30, -np.inf, np.nan, 0, 1, least, 1 + RELATIVE[dtype], 1 + 3 * RELATIVE[dtype]], np.float32)
+    values = np.array(
+        [most, 1.1 * most, np.inf, -1e30, -np.inf, np.nan, 0, 1, least, 1 + RELATIVE[dtype], 1 + 3 * RELATIVE[dtype]],
+        np.float32,
+    )
     want = np.array([most, most, most, -most, -most, np.nan, 0, 1, least, 1, 1 + 4 * RELATIVE[dtype]], np.float32)
     cast = jax.jit(functools.partial(cast_saturating, dtype=dtype))
     got = cast(values)
@@ -81,7 +100,9 @@ def test_cast_saturates(dtype):
 
 
 def test_magnitudes_leave_out_what_is_not_finite():
-    np.testing.assert_array_equal(magnitudes(jnp.array([np.nan, -2, np.inf, -np.inf, -0.0], jnp.bfloat16)), np.array([0, 2, 0, 0, 0], np.float32))
+    np.testing.assert_array_equal(
+        magnitudes(jnp.array([np.nan, -2, np.inf, -np.inf, -0.0], jnp.bfloat16)), np.array([0, 2, 0, 0, 0], np.float32)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -96,7 +117,10 @@ def test_infinity_to_nan(dtype):
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_quantize_blocks(dtype):
-    x = np.random.default_rng(0).normal(size=(6, 3 * BLOCK)).astype(np.float32) * np.array([1, 1e-20, 1e20, 0, 1e-3, 1e5], np.float32)[:, None]
+    x = (
+        np.random.default_rng(0).normal(size=(6, 3 * BLOCK)).astype(np.float32)
+        * np.array([1, 1e-20, 1e20, 0, 1e-3, 1e5], np.float32)[:, None]
+    )
     x[0, BLOCK:] *= 100  # another block, another scale
     values, scales = jax.jit(functools.partial(quantize_blocks, dtype=dtype))(x)
     assert (values.shape, scales.shape) == (x.shape, (6, 3))
@@ -104,7 +128,10 @@ def test_quantize_blocks(dtype):
         block = x[i, j * BLOCK : (j + 1) * BLOCK]
         scale, factor = np_scale(np.abs(block).max(), dtype)
         assert scales[i, j] == scale
-        np.testing.assert_array_equal(np.asarray(values[i, j * BLOCK : (j + 1) * BLOCK]).view(np.uint8), np_cast(block * factor, dtype).view(np.uint8))
+        np.testing.assert_array_equal(
+            np.asarray(values[i, j * BLOCK : (j + 1) * BLOCK]).view(np.uint8),
+            np_cast(block * factor, dtype).view(np.uint8),
+        )
 
 
 def test_quantized_is_a_pytree():
@@ -114,11 +141,15 @@ def test_quantized_is_a_pytree():
     doubled = jax.jit(lambda q: jax.tree.map(lambda x: 2 * x, q))(q)
     assert isinstance(doubled, Quantized)
     assert (doubled.scaling, doubled.dtype, doubled.values_t) == ("block_1x128", "float32", None)
-    assert jax.tree.structure(q) != jax.tree.structure(Quantized(q.values, q.scales, scaling="rowwise", dtype="float32"))
+    assert jax.tree.structure(q) != jax.tree.structure(
+        Quantized(q.values, q.scales, scaling="rowwise", dtype="float32")
+    )
 
 
 def test_transpose():
-    q = Quantized(jnp.ones((2, 3)), jnp.ones((1, 2)), jnp.zeros((3, 2)), jnp.zeros((1, 3)), scaling="block_1x128", dtype="float32")
+    q = Quantized(
+        jnp.ones((2, 3)), jnp.ones((1, 2)), jnp.zeros((3, 2)), jnp.zeros((1, 3)), scaling="block_1x128", dtype="float32"
+    )
     assert q.T.values.shape == (3, 2)
     assert q.T.scales.shape == (1, 3)
     assert q.T.values_t is q.values

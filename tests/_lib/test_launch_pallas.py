@@ -62,7 +62,9 @@ def shapes_of(fn, *operands, dtype=FP8) -> set[tuple[int, ...]]:
     return {x.shape for x in kernel_arrays(jax.make_jaxpr(fn)(*operands).jaxpr) if x.dtype == dtype}
 
 
-@pytest.mark.parametrize("dtypes", [(FP8, FP8), (jnp.bfloat16, FP8), (FP8, jnp.bfloat16), (jnp.int8, jnp.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(FP8, FP8), (jnp.bfloat16, FP8), (FP8, jnp.bfloat16), (jnp.int8, jnp.bfloat16)], ids=str
+)
 def test_an_array_in_the_window_gets_more_rows(small_window, dtypes):
     given, wanted = dtypes
     x = x_of(ROWS, WIDTH, dtype=given)
@@ -87,7 +89,9 @@ def test_batches(small_window, shape):
     for _ in shape[2:]:
         batched = jax.vmap(batched, in_axes=(0, None))
     check(jax.jit(batched)(x, BIAS), x)
-    scans = [equation for equation in equations(jax.make_jaxpr(batched)(x, BIAS).jaxpr) if equation.primitive.name == "scan"]
+    scans = [
+        equation for equation in equations(jax.make_jaxpr(batched)(x, BIAS).jaxpr) if equation.primitive.name == "scan"
+    ]
     assert bool(scans) == (x.size > 1000 and shape[-2] != ROWS)
     assert all(np.prod(seen) <= 1000 or np.prod(seen) > 2000 for seen in shapes_of(batched, x, BIAS))
 
@@ -137,6 +141,10 @@ def test_shard_map_checks_varying_axes(small_window):
             return jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
     s = jax.ShapeDtypeStruct
-    assert "triton" in lower(on_gpu, s((2 * ROWS, WIDTH), FP8), s((WIDTH,), "float32"), in_specs=(P("d"), P()), out_specs=P("d"))
+    assert "triton" in lower(
+        on_gpu, s((2 * ROWS, WIDTH), FP8), s((WIDTH,), "float32"), in_specs=(P("d"), P()), out_specs=P("d")
+    )
     batched = jax.vmap(on_gpu, in_axes=(0, None))
-    assert "while" in lower(batched, s((9, 20, WIDTH), FP8), s((WIDTH,), "float32"), in_specs=(P(None, "d"), P()), out_specs=P(None, "d"))
+    assert "while" in lower(
+        batched, s((9, 20, WIDTH), FP8), s((WIDTH,), "float32"), in_specs=(P(None, "d"), P()), out_specs=P(None, "d")
+    )

@@ -17,9 +17,13 @@ def test_a_mesh_with_explicit_axes(spec):
     mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,))
     x, w = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, spec)), jnp.ones((2, 4, 5))
     for call in (jaxops.grouped_matmul, jax.jit(jaxops.grouped_matmul)):
-        with pytest.raises(ValueError, match=r"float32\[8.*Explicit axes, \('d',\): call inside jax.shard_map, or .*AxisType.Auto"):
+        with pytest.raises(
+            ValueError, match=r"float32\[8.*Explicit axes, \('d',\): call inside jax.shard_map, or .*AxisType.Auto"
+        ):
             call(x, w, OFFSETS)
-    inside = jax.shard_map(lambda x: jaxops.grouped_matmul(x, w, OFFSETS // 2), mesh=mesh, in_specs=spec, out_specs=spec)
+    inside = jax.shard_map(
+        lambda x: jaxops.grouped_matmul(x, w, OFFSETS // 2), mesh=mesh, in_specs=spec, out_specs=spec
+    )
     assert jax.jit(inside)(x).shape == (8, 5)
 
 

@@ -19,10 +19,17 @@ def test_one_group_is_known_without_a_launch(M):
 
 def test_rows():
     """Before the groups, two groups and an empty one between them, behind them; then tiles that nobody needs, which have no rows."""
-    group, start, end, number, total, zeros = columns(schedule_rows(jnp.array([5, 75, 75, 90], jnp.int32), 100, 64, True))
+    group, start, end, number, total, zeros = columns(
+        schedule_rows(jnp.array([5, 75, 75, 90], jnp.int32), 100, 64, True)
+    )
     assert total.tolist() == [5] * len(total)
     assert not zeros.any()
-    assert [x[:5].tolist() for x in (group, start, end, number)] == [[3, 0, 0, 2, 3], [0, 5, 69, 75, 90], [5, 69, 75, 90, 100], [-1, 0, 1, 2, -1]]
+    assert [x[:5].tolist() for x in (group, start, end, number)] == [
+        [3, 0, 0, 2, 3],
+        [0, 5, 69, 75, 90],
+        [5, 69, 75, 90, 100],
+        [-1, 0, 1, 2, -1],
+    ]
     np.testing.assert_array_equal(start[5:], end[5:])
 
 
@@ -46,7 +53,9 @@ def test_no_more_tiles_than_entries():
 
 def test_groups():
     """Largest first; where each starts in a copy whose groups fill whole tiles."""
-    group, start, end, first, total, zeros = (x[:3].tolist() for x in columns(schedule_groups(jnp.array([5, 15, 15, 90], jnp.int32), 100, True, 64)))
+    group, start, end, first, total, zeros = (
+        x[:3].tolist() for x in columns(schedule_groups(jnp.array([5, 15, 15, 90], jnp.int32), 100, True, 64))
+    )
     assert (group, start, end, first) == ([2, 0, 1], [15, 5, 15], [90, 15, 15], [1, 0, 1])
     assert (total, zeros) == ([3] * 3, [0] * 3)
 
@@ -57,7 +66,9 @@ def test_more_groups_than_a_program_sorts():
     sizes = np.random.default_rng(0).integers(0, 90, G)
     offsets = np.concatenate([[3], 3 + np.cumsum(sizes)])
     M = int(offsets[-1]) + 5
-    group, start, end, first, *_ = (x[:G] for x in columns(schedule_groups(jnp.asarray(offsets, jnp.int32), M, True, 64)))
+    group, start, end, first, *_ = (
+        x[:G] for x in columns(schedule_groups(jnp.asarray(offsets, jnp.int32), M, True, 64))
+    )
     np.testing.assert_array_equal(group, np.argsort(-sizes, kind="stable"))
     np.testing.assert_array_equal([start, end], [offsets[:-1][group], offsets[1:][group]])
     np.testing.assert_array_equal(first, np.concatenate([[0], np.cumsum(-(-sizes // 64))])[group])

@@ -95,7 +95,9 @@ def test_what_is_compiled_is_traced_again():
 
 
 def test_several_processes_leave_the_users_rows_out(several_processes, folder):
-    with pytest.warns(RuntimeWarning, match=r"leaves out your own tuned rows .*2 processes.*use_rows\(folder\)") as said:
+    with pytest.warns(
+        RuntimeWarning, match=r"leaves out your own tuned rows .*2 processes.*use_rows\(folder\)"
+    ) as said:
         read = [tuned_rows(op, H200) for op in (OP, OP, "adaln")]  # of adaln the user has none
     assert len(said) == 1
     assert read[0] == read[1] == shipped()
@@ -159,7 +161,11 @@ def run_processes(count: int, tmp_path: pathlib.Path) -> list[list[str]]:
         file = tmp_path / str(i) / "jaxops" / "tuned" / OP / "nvidia_h200.jsonl"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"pass": str(i)}))
-        env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / str(i)), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+        env = os.environ | {
+            "XDG_CACHE_HOME": str(tmp_path / str(i)),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+        }
         command = [sys.executable, "-c", PROCESS, address, str(count), str(i)]
         running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     return [process.communicate(timeout=120)[0].split() for process in running]

@@ -89,7 +89,9 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not(op, dist):
         nan = results | {name: result.at[at, 3].set(jnp.nan)}
         assert not checks.within_limits(*checks.packed_errors(nan, inputs, case.offsets), "bfloat16 adaln"), name
     # Rows that come from the neighbouring sequence's modulation.
-    shifted = jax.jit(peers_adaln.jax_side(op, "xla").fwd_bwd)(inputs | {"sequence_ids": jnp.roll(inputs["sequence_ids"], 1)})
+    shifted = jax.jit(peers_adaln.jax_side(op, "xla").fwd_bwd)(
+        inputs | {"sequence_ids": jnp.roll(inputs["sequence_ids"], 1)}
+    )
     assert not checks.within_limits(*checks.packed_errors(shifted, inputs, case.offsets), "bfloat16 adaln")
     if dist == "third_empty":
         empty = int(np.flatnonzero(np.diff(case.offsets) == 0)[0])
@@ -107,7 +109,9 @@ def test_the_backward_alone_gives_the_same_gradients():
     assert set(grads) == {"dx", "dh", "dgate", "dscale", "dshift"}
     assert set(whole) == set(grads) | {"y", "new_residual"}
     for name, grad in grads.items():
-        np.testing.assert_allclose(np.asarray(grad, np.float32), np.asarray(whole[name], np.float32), atol=0.1, rtol=0.02)
+        np.testing.assert_allclose(
+            np.asarray(grad, np.float32), np.asarray(whole[name], np.float32), atol=0.1, rtol=0.02
+        )
 
 
 def test_an_unknown_peer_is_named():
@@ -132,9 +136,14 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path, fake_torch):
     rows = [json.loads(line) for line in (tmp_path / "adaln.jsonl").read_text().splitlines()]
     assert rows[0]["op"] == "copy"
     sides = {(row["pass"], row["dist"], row["backend"]) for row in rows[1:]}
-    assert {(p, d, b) for p in ("fwd", "bwd") for d in ("unequal", "one") for b in ("pallas", "xla")} == {side for side in sides if side[2] != "torch_compile"}
+    assert {(p, d, b) for p in ("fwd", "bwd") for d in ("unequal", "one") for b in ("pallas", "xla")} == {
+        side for side in sides if side[2] != "torch_compile"
+    }
     assert {side for side in sides if side[2] == "torch_compile"} == {("fwd", "unequal", "torch_compile")}
-    assert "torch_compile at adaln smoke one fwd: RuntimeError: RuntimeError: index, default: wrong result" in result.output
+    assert (
+        "torch_compile at adaln smoke one fwd: RuntimeError: RuntimeError: index, default: wrong result"
+        in result.output
+    )
     assert "torch_compile at adaln smoke unequal bwd: NotImplementedError" in result.output
     assert "refused: repeat: no" in result.output
     for row in rows:
@@ -153,7 +162,9 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path, fake_torch):
 
 def test_a_failed_check_writes_no_row_and_fails_the_run(tmp_path, monkeypatch):
     right = peers_adaln.jaxops_side
-    wrong = lambda op, backend: peers_adaln.Side(op, lambda inputs: tuple(result * 1.1 for result in right(op, backend).call(inputs)))
+    wrong = lambda op, backend: peers_adaln.Side(
+        op, lambda inputs: tuple(result * 1.1 for result in right(op, backend).call(inputs))
+    )
     monkeypatch.setattr(peers_adaln, "jaxops_side", wrong)
     options = ["--ops", "adaln", "--passes", "fwd", "--dists", "unequal", "--peers", "xla"]
     result = run(bench_adaln.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", *options)

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_fp8_grouped_matmul, bench_fp8_matmul, bench_quantize, checks, fp8_errors, fp8_machine, fp8_products, harness, peers_fp8, report
+from benchmarks import (
+    bench_fp8_grouped_matmul,
+    bench_fp8_matmul,
+    bench_quantize,
+    checks,
+    fp8_errors,
+    fp8_machine,
+    fp8_products,
+    harness,
+    peers_fp8,
+    report,
+)
 from benchmarks.peers_torch import TorchProcess
 from benchmarks.quantized_bytes import moved_bytes, reads_needed
 from benchmarks.shapes import DENSE, DenseShape
@@ -52,27 +63,38 @@ def test_bytes_of_a_quantisation():
     assert moved_bytes("rowwise", 256, 384, "col") == 3 * size + 4 * 384
     assert moved_bytes("tensorwise", 256, 384, "row", reads=2) == 5 * size + 4
     assert reads_needed("tensorwise", "row") == reads_needed("rowwise", "both") == 2
-    assert reads_needed("rowwise", "row") == reads_needed("block_1x128", "both") == reads_needed("tensorwise", "both", given_amax=True) == 1
+    assert (
+        reads_needed("rowwise", "row")
+        == reads_needed("block_1x128", "both")
+        == reads_needed("tensorwise", "both", given_amax=True)
+        == 1
+    )
 
 
 def test_a_floor_counts_what_the_casts_must_move():
     M, K, N = 256, 384, 512
     mk, kn, mn = M * K, K * N, M * N
-    counted = {(name, p): fp8_products.cast_bytes(RECIPES[name], p, M, K, N) for name in RECIPES for p in ("fwd", "fwd+bwd")}
+    counted = {
+        (name, p): fp8_products.cast_bytes(RECIPES[name], p, M, K, N) for name in RECIPES for p in ("fwd", "fwd+bwd")
+    }
     assert counted["tensorwise", "fwd"] == 5 * (mk + kn) + 2 * 4
     assert counted["delayed", "fwd"] == 3 * (mk + kn) + 2 * 4
     assert counted["tensorwise", "fwd+bwd"] == 6 * (mk + kn + mn) + 6 * 4
     assert counted["delayed", "fwd+bwd"] == 4 * (mk + kn) + 6 * mn + 6 * 4
     assert counted["blockwise", "fwd"] == 3 * (mk + kn) + 4 * (mk // 128 + kn // 128**2)
     assert counted["blockwise", "fwd+bwd"] == 4 * (mk + kn + mn) + 2 * 4 * (mk // 128 + mn // 128 + kn // 128**2)
-    assert counted["blockwise_with_gw_hp", "fwd+bwd"] == 3 * (mk + mn) + 4 * kn + 4 * (mk // 128 + mn // 128 + 2 * kn // 128**2)
+    assert counted["blockwise_with_gw_hp", "fwd+bwd"] == 3 * (mk + mn) + 4 * kn + 4 * (
+        mk // 128 + mn // 128 + 2 * kn // 128**2
+    )
     assert {(s.M, s.K, s.N) for s in DENSE.values()} >= {(8192, 4096, 4096), (15872, 4096, 16384)}
 
 
 def test_the_check_of_a_linear_sees_a_block_that_is_missing():
     shape = DenseShape(128, 256, 128)
     x, w, dy = bench_fp8_matmul.Inputs.make(shape).args
-    right = {form: jax.jit(peers_fp8.fp8_passes(form)["fwd"])(x, w, dy)["y"] for form in ("scaled", "direct")} | {"bfloat16": x @ w}
+    right = {form: jax.jit(peers_fp8.fp8_passes(form)["fwd"])(x, w, dy)["y"] for form in ("scaled", "direct")} | {
+        "bfloat16": x @ w
+    }
     for name, y in right.items():
         max_err, rms_err = checks.linear_errors({"y": y}, x, w, dy)
         assert checks.within_limits(max_err, rms_err, "bfloat16" if name == "bfloat16" else "fp8")
@@ -80,7 +102,9 @@ def test_the_check_of_a_linear_sees_a_block_that_is_missing():
     dw = x.T @ dy
     assert checks.within_limits(*checks.linear_errors({"y": right["bfloat16"], "dw": dw}, x, w, dy), "bfloat16")
     assert not checks.within_limits(*checks.linear_errors({"y": x[:, 128:] @ w[128:]}, x, w, dy), "fp8")
-    assert not checks.within_limits(*checks.linear_errors({"y": right["bfloat16"], "dw": dw.at[0, 0].set(jnp.nan)}, x, w, dy), "fp8 e5m2")
+    assert not checks.within_limits(
+        *checks.linear_errors({"y": right["bfloat16"], "dw": dw.at[0, 0].set(jnp.nan)}, x, w, dy), "fp8 e5m2"
+    )
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "block_128x128"])
@@ -159,7 +183,10 @@ def test_fp8_matmul_smoke_run(tmp_path, fake_torch, fp8_rate):
     gemms = [row for row in rows if row["pass"] == "gemm"]
     assert [row.get("recipe") for row in gemms] == ["blockwise", "blockwise wgrad", None]
     assert all(0.01 < row["max_err"] < 0.3 for row in gemms[:2])
-    for said in ("blockwise inside at m128_k256_n128 fwd: ValueError: cast='inside'", "cublaslt at m128_k256_n128 gemm: NotImplementedError"):
+    for said in (
+        "blockwise inside at m128_k256_n128 fwd: ValueError: cast='inside'",
+        "cublaslt at m128_k256_n128 gemm: NotImplementedError",
+    ):
         assert f"left out: {said}" in result.output
     assert "left out: deepgemm: not installed" in result.output
     tables = run(report.main, str(tmp_path), "--no-plots")
@@ -204,19 +231,33 @@ def test_fp8_grouped_matmul_smoke_run(tmp_path, fake_torch, fp8_rate):
 def test_errors_against_float64(tmp_path, monkeypatch):
     want = np.array([[3.0, 4.0], [0.0, 0.0]])
     assert fp8_errors.errors(want + np.array([[0, 0], [0, 0.5]]), want) == pytest.approx((0.1, 0.2))
-    x, w, dy = (np.arange(size, dtype=np.float64).reshape(dims) for size, dims in [(6, (2, 3)), (12, (3, 4)), (8, (2, 4))])
+    x, w, dy = (
+        np.arange(size, dtype=np.float64).reshape(dims) for size, dims in [(6, (2, 3)), (12, (3, 4)), (8, (2, 4))]
+    )
     assert [fp8_errors.exact(name, x, w, dy).shape for name in ("y", "dx", "dw")] == [(2, 4), (2, 3), (3, 4)]
     monkeypatch.setattr(fp8_errors, "SMALL_LENGTHS", (256,))
-    result = run(fp8_errors.main, "--small", "--out", str(tmp_path), "--recipes", "bfloat16,blockwise", "--results", "dw")
+    result = run(
+        fp8_errors.main, "--small", "--out", str(tmp_path), "--recipes", "bfloat16,blockwise", "--results", "dw"
+    )
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path / "fp8_errors.jsonl")
-    assert [(row["recipe"], row["outliers"]) for row in rows] == [("bfloat16", False), ("bfloat16", True), ("blockwise", False), ("blockwise", True)]
+    assert [(row["recipe"], row["outliers"]) for row in rows] == [
+        ("bfloat16", False),
+        ("bfloat16", True),
+        ("blockwise", False),
+        ("blockwise", True),
+    ]
     assert rows[0]["shape"] == {"M": 256, "K": 128, "N": 128}
     assert rows[0]["frobenius"] < 3e-3 < 2e-2 < rows[2]["frobenius"] < 5e-2
     assert report.read_rows(tmp_path) == []
-    assert f"| normal | blockwise | dw | {rows[2]['frobenius']:.2e} ({rows[2]['max_err']:.2f}) |" in report.errors_table(tmp_path)
+    assert (
+        f"| normal | blockwise | dw | {rows[2]['frobenius']:.2e} ({rows[2]['max_err']:.2f}) |"
+        in report.errors_table(tmp_path)
+    )
 
 
-@pytest.mark.parametrize("main", [bench_quantize.main, bench_fp8_matmul.main, bench_fp8_grouped_matmul.main, fp8_errors.main])
+@pytest.mark.parametrize(
+    "main", [bench_quantize.main, bench_fp8_matmul.main, bench_fp8_grouped_matmul.main, fp8_errors.main]
+)
 def test_without_a_gpu_nothing_lands_among_the_results(main):
     assert run(main).exit_code == 2

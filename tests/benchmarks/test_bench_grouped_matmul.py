@@ -54,16 +54,25 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path, fake_torch):
     assert {(p, d) for p, d, b in sides if b == "torch_grouped_mm"} == {("fwd", "balanced"), ("wgrad", "balanced")}
     assert "torch_grouped_mm at smoke skewed fwd: RuntimeError: RuntimeError: strides" in result.output
     assert "torch_grouped_mm at smoke skewed wgrad: RuntimeError: torch's process ended with 3" in result.output
-    assert {(row["op"], row["name"]) for row in rows} >= {("copy", "copy"), ("matmul", "dense_square"), ("matmul", "dense_wide")}
+    assert {(row["op"], row["name"]) for row in rows} >= {
+        ("copy", "copy"),
+        ("matmul", "dense_square"),
+        ("matmul", "dense_wide"),
+    }
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
         assert row.get("tflops", row.get("gbps")) > 0
         assert (row["vs"] != {}) == (row["backend"] == "pallas")
     own = next(row for row in rows if row["backend"] == "pallas" and row["pass"] == "fwd" and row["dist"] == "balanced")
-    peer = next(row for row in rows if row["backend"] == "cublas" and row["pass"] == "fwd" and row["dist"] == "balanced")
+    peer = next(
+        row for row in rows if row["backend"] == "cublas" and row["pass"] == "fwd" and row["dist"] == "balanced"
+    )
     assert own["vs"]["cublas"] == pytest.approx(peer["us_p50"] / own["us_p50"], rel=1e-2, abs=1e-3)
     assert 0 < own["max_err"] < 4e-2
-    copy, dense = next(row["gbps"] for row in rows if row["op"] == "copy"), max(row["tflops"] for row in rows if row["op"] == "matmul")
+    copy, dense = (
+        next(row["gbps"] for row in rows if row["op"] == "copy"),
+        max(row["tflops"] for row in rows if row["op"] == "matmul"),
+    )
     assert {row["of_ceiling"] for row in rows if row["op"] == "matmul" and row["tflops"] == dense} == {1.0}
     for row in (own, peer):
         G, M, K, N = (row["shape"][name] for name in "GMKN")
@@ -101,17 +110,29 @@ def test_cpu_backend(tmp_path):
     result = run(bench_cpu_backend.main, "--smoke", "--out", str(tmp_path), "--rounds", "1")
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path)
-    assert {(row["pass"], row["backend"]) for row in rows} == {(p, b) for p in ("fwd", "fwd+bwd") for b in ("xla", "ragged_dot", "masked_loop")}
+    assert {(row["pass"], row["backend"]) for row in rows} == {
+        (p, b) for p in ("fwd", "fwd+bwd") for b in ("xla", "ragged_dot", "masked_loop")
+    }
     assert all(set(row["vs"]) == {"ragged_dot", "masked_loop"} for row in rows if row["backend"] == "xla")
     dense = re.search(r"dense float32 ([0-9.]+) TFLOP/s", result.output)
     assert dense is not None
     for row in rows:
-        assert row["of_ceiling"] == pytest.approx(row["tflops"] / float(dense[1]), rel=0.1, abs=1e-3)  # it is printed with four digits
+        assert row["of_ceiling"] == pytest.approx(
+            row["tflops"] / float(dense[1]), rel=0.1, abs=1e-3
+        )  # it is printed with four digits
 
 
 def row_of(backend, us, vs, dist="balanced", **more):
     dims = {"G": 2, "M": 4, "K": 8, "N": 16}
-    case = {"op": "grouped_matmul", "pass": "fwd", "name": "dsv3", "shape": dims, "dtype": "bfloat16", "dist": dist, "backend": backend}
+    case = {
+        "op": "grouped_matmul",
+        "pass": "fwd",
+        "name": "dsv3",
+        "shape": dims,
+        "dtype": "bfloat16",
+        "dist": dist,
+        "backend": backend,
+    }
     return harness.make_row(case, harness.Times(us - 1, us, us + 1), 0.5, vs, 0.01, **({"tflops": 1000 / us} | more))
 
 
@@ -128,7 +149,10 @@ def test_report_tables_and_plot(tmp_path):
     result = run(report.main, str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "## grouped_matmul, fwd" in result.output
-    assert "| dsv3 | balanced | bfloat16 | pallas | 10.0 (9.0 to 11.0) | 100 TFLOP/s | 50 % | 5.00 | 0.80 |" in result.output
+    assert (
+        "| dsv3 | balanced | bfloat16 | pallas | 10.0 (9.0 to 11.0) | 100 TFLOP/s | 50 % | 5.00 | 0.80 |"
+        in result.output
+    )
     assert "99.0" not in result.output  # the newest row of a case counts
     assert "| grouped_matmul | fwd | torch_grouped_mm | 0.80 | dsv3 balanced | 1.00 | 2 |" in result.output
     assert (tmp_path / "grouped_matmul.png").stat().st_size > 1000

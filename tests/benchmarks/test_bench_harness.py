@@ -12,7 +12,15 @@ from benchmarks.peers_jax import dense_passes, jax_peer, jaxops_passes, vjp_pass
 from benchmarks.shapes import GroupedShape
 
 SHAPE = GroupedShape("tiny", 3, 40, 16, 24)
-CASE = {"op": "grouped_matmul", "pass": "fwd", "name": "tiny", "shape": SHAPE.dims, "dtype": "bfloat16", "dist": "balanced", "backend": "pallas"}
+CASE = {
+    "op": "grouped_matmul",
+    "pass": "fwd",
+    "name": "tiny",
+    "shape": SHAPE.dims,
+    "dtype": "bfloat16",
+    "dist": "balanced",
+    "backend": "pallas",
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,10 @@ def test_a_variant_that_raises_is_left_out_with_its_reason(capsys):
     assert capsys.readouterr().out.count("left out: bad: NotImplementedError: no such kernel") == 1
 
 
-@pytest.mark.parametrize(("us", "out_bytes", "want"), [(1.0, 8, 50), (1000, 8, 30), (60_000, 8, 3), (200_000, 8, 1), (1000, 7.5e9, 2), (1000, 30e9, 1)])
+@pytest.mark.parametrize(
+    ("us", "out_bytes", "want"),
+    [(1.0, 8, 50), (1000, 8, 30), (60_000, 8, 3), (200_000, 8, 1), (1000, 7.5e9, 2), (1000, 30e9, 1)],
+)
 def test_iterations_follow_time_and_memory(us, out_bytes, want):
     assert harness.iterations_for(us, out_bytes) == want
 
@@ -64,7 +75,9 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not(pass_name, dist, i
     assert checks.within_limits(*errors, "bfloat16")
     assert errors[0] > 0
     assert not checks.within_limits(*checks.grouped_errors(pass_name, SHAPE, out * 1.05, inputs, offsets), "bfloat16")
-    assert not checks.within_limits(*checks.grouped_errors(pass_name, SHAPE, out.at[...].set(jnp.nan), inputs, offsets), "bfloat16")
+    assert not checks.within_limits(
+        *checks.grouped_errors(pass_name, SHAPE, out.at[...].set(jnp.nan), inputs, offsets), "bfloat16"
+    )
 
 
 def test_an_empty_groups_gradient_must_be_zero(inputs):
@@ -110,12 +123,21 @@ def test_percentiles():
     assert harness.Times.of([float(us) for us in range(101)]) == harness.Times(20.0, 50.0, 80.0)
 
 
-@pytest.mark.parametrize(("rate", "work", "reached"), [("tflops", 600e9, [300.0, 150.0]), ("gbps", 600e6, [300.0, 150.0])])
+@pytest.mark.parametrize(
+    ("rate", "work", "reached"), [("tflops", 600e9, [300.0, 150.0]), ("gbps", 600e6, [300.0, 150.0])]
+)
 def test_rates_and_their_part_of_the_ceiling(tmp_path, rate, work, reached):
     """600 GFLOP (or MB) in 2 and 4 ms are 300 and 150 TFLOP/s (GB/s): half and a quarter of 600."""
     run = harness.Run(file=tmp_path / "rows.jsonl", rounds=1, ceiling=600.0, peers=["peer"])
     sides = {name: harness.Ready(harness.Variant(name, lambda n: []), 0.01, {}) for name in ("own", "peer")}
-    run.write("own", {key: value for key, value in CASE.items() if key != "backend"}, sides, {"own": at(2000.0), "peer": at(4000.0)}, rate, work)
+    run.write(
+        "own",
+        {key: value for key, value in CASE.items() if key != "backend"},
+        sides,
+        {"own": at(2000.0), "peer": at(4000.0)},
+        rate,
+        work,
+    )
     rows = [json.loads(line) for line in run.file.read_text().splitlines()]
     assert [(row["backend"], row[rate], row["of_ceiling"], row["vs"]) for row in rows] == [
         ("own", reached[0], 0.5, {"peer": 2.0}),
@@ -126,21 +148,31 @@ def test_rates_and_their_part_of_the_ceiling(tmp_path, rate, work, reached):
 def test_what_the_machine_reaches(tmp_path, monkeypatch):
     """A copy reads and writes: 4 GiB in 1 ms of 2 GiB. A product of M, K and N is 2 M K N operations; the better of the two shapes counts."""
     times = {"copy": at(1000.0), "dense_square": at(100.0), "dense_wide": at(800.0)}
-    monkeypatch.setattr(harness, "interleave", lambda variants, rounds: {variant.name: times[variant.name] for variant in variants})
+    monkeypatch.setattr(
+        harness, "interleave", lambda variants, rounds: {variant.name: times[variant.name] for variant in variants}
+    )
     assert harness.measure_copy(1 << 20)[0] == pytest.approx(2 * (1 << 20) / 1e-3 / 1e9)
     ceilings, _ = harness.measure_ceilings(32, jnp.float32, 1 << 12, dense=(64, 128, 96))
     assert ceilings.copy_gbps == pytest.approx(2 * (1 << 12) / 1e-3 / 1e9)
     assert ceilings.dense_tflops == pytest.approx(2 * 64 * 128 * 96 / 800e-6 / 1e12)
     assert harness.copy_row(1 << 30, at(1000.0))["gbps"] == pytest.approx(2 * (1 << 30) / 1e-3 / 1e9, rel=1e-4)
     assert harness.write_copy(tmp_path / "copy.jsonl", smoke=True) == pytest.approx(2 * (1 << 20) / 1e-3 / 1e9)
-    assert harness.write_dense(tmp_path / "dense.jsonl", jnp.float32, smoke=True) == pytest.approx(2 * 64**3 / 100e-6 / 1e12)
+    assert harness.write_dense(tmp_path / "dense.jsonl", jnp.float32, smoke=True) == pytest.approx(
+        2 * 64**3 / 100e-6 / 1e12
+    )
 
 
 def test_a_row_has_every_key_and_is_written_at_once(tmp_path):
     times = harness.Times(1.0, 2.0, 3.0)
     row = harness.make_row(CASE, times, 0.912345, {"ragged_dot": 3.14159}, 0.0123456, tflops=612.3456)
     assert set(harness.ROW_KEYS) | {"tflops"} == set(row)
-    assert (row["us_p50"], row["of_ceiling"], row["vs"], row["max_err"], row["tflops"]) == (2.0, 0.9123, {"ragged_dot": 3.142}, 0.0123, 612.35)
+    assert (row["us_p50"], row["of_ceiling"], row["vs"], row["max_err"], row["tflops"]) == (
+        2.0,
+        0.9123,
+        {"ragged_dot": 3.142},
+        0.0123,
+        612.35,
+    )
     harness.append_row(tmp_path / "a" / "b.jsonl", row)
     harness.append_row(tmp_path / "a" / "b.jsonl", row)
     assert [json.loads(line) for line in (tmp_path / "a" / "b.jsonl").read_text().splitlines()] == [row, row]

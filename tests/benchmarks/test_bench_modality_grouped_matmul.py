@@ -42,7 +42,9 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     assert result.exit_code == 0, result.output
     assert "left out: nobody at smoke skewed fwd" in result.output
     rows = [json.loads(line) for line in (tmp_path / "modality_grouped_matmul.jsonl").read_text().splitlines()]
-    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [("fwd", b) for b in (bench.OURS, bench.EACH, bench.PADDED)]
+    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [
+        ("fwd", b) for b in (bench.OURS, bench.EACH, bench.PADDED)
+    ]
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
     for row in rows[1:]:

@@ -19,7 +19,10 @@ def test_flops_are_those_of_the_routed_rows():
 
 def test_the_check_sees_a_wrong_result():
     inputs = (jnp.asarray(shapes.preferences("skewed", SMOKE)), *bench_moe.make_inputs(SMOKE))
-    results = {side: jax.jit(bench_moe.program(side, SMOKE, "fwd+bwd"))(*inputs) for side in ("xla", "ragged_dot", "jaxops", "jaxops_unfused")}
+    results = {
+        side: jax.jit(bench_moe.program(side, SMOKE, "fwd+bwd"))(*inputs)
+        for side in ("xla", "ragged_dot", "jaxops", "jaxops_unfused")
+    }
     assert len(results["xla"]) == 6  # y, and the gradients of tokens, router, gate, up, down
     for side in ("ragged_dot", "jaxops", "jaxops_unfused"):
         assert float(bench_moe.errors(results[side], results["xla"])[1]) < 3e-2
@@ -37,7 +40,9 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     assert "left out: nobody at smoke router fwd" in result.output
     rows = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
     assert [(row["pass"], row["dist"], row["backend"]) for row in rows[1:]] == [
-        (p, *case) for p in bench_moe.PASSES for case in (("router", "jaxops"), ("router", "ragged_dot"), ("balanced", "jaxops"), ("skewed", "jaxops"))
+        (p, *case)
+        for p in bench_moe.PASSES
+        for case in (("router", "jaxops"), ("router", "ragged_dot"), ("balanced", "jaxops"), ("skewed", "jaxops"))
     ]
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)

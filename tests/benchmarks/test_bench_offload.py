@@ -20,9 +20,17 @@ def test_smoke(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
     result = run(bench_offload.main, "--smoke", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    rows = [row for row in map(json.loads, (tmp_path / "offload.jsonl").read_text().splitlines()) if row["op"] == "train_step"]
+    rows = [
+        row
+        for row in map(json.loads, (tmp_path / "offload.jsonl").read_text().splitlines())
+        if row["op"] == "train_step"
+    ]
     kept, jax_remat, offloaded = rows
-    assert [(row["name"], row["backend"]) for row in rows] == [("decoder_smoke", KEEP), ("decoder_smoke", JAX_REMAT), ("decoder_smoke", OFFLOAD)]
+    assert [(row["name"], row["backend"]) for row in rows] == [
+        ("decoder_smoke", KEEP),
+        ("decoder_smoke", JAX_REMAT),
+        ("decoder_smoke", OFFLOAD),
+    ]
     assert offloaded["loss"] == kept["loss"] == jax_remat["loss"]
     assert offloaded["vs"][KEEP] == pytest.approx(offloaded["tokens_per_s"] / kept["tokens_per_s"], rel=1e-2)
     for row in rows:
@@ -49,18 +57,37 @@ def test_without_jaxops():
 def test_hidden_copies():
     """Kernels from 0 to 10, 5 to 20 and 30 to 40 on two streams."""
     events = [Event("gemm", 0, 10), Event("gemm", 5, 15), Event("add", 30, 10)]
-    events += [Event("MemcpyD2H", 15, 10), Event("MemcpyD2H", 35, 10), Event("MemcpyH2D", 0, 20), Event("MemcpyD2D", 50, 10)]
+    events += [
+        Event("MemcpyD2H", 15, 10),
+        Event("MemcpyD2H", 35, 10),
+        Event("MemcpyH2D", 0, 20),
+        Event("MemcpyD2D", 50, 10),
+    ]
     assert hidden_copies(events) == {"host": [20, 0.5], "device": [20, 1.0]}
     assert hidden_copies([]) == {"host": [0, 0.0], "device": [0, 0.0]}
 
 
 def test_traces(tmp_path):
     """Each lane's spans come back as they were, from the first event on; the picture shows the step, its forward and its backward."""
-    events = [Event("gemm", 100, 10), Event("MemcpyD2H", 105, 10), Event("MemcpyD2D", 112, 2), Event("MemcpyH2D", 120, 20), Event("gemm", 115, 30)]
+    events = [
+        Event("gemm", 100, 10),
+        Event("MemcpyD2H", 105, 10),
+        Event("MemcpyD2D", 112, 2),
+        Event("MemcpyH2D", 120, 20),
+        Event("gemm", 115, 30),
+    ]
     file = tmp_path / "offload_tiny.trace.json.gz"
     write_trace(events, file)
-    assert read_trace(file) == sorted((event._replace(start_us=event.start_us - 100) for event in events), key=lambda event: event.start_us)
-    assert [event.lane for event in events] == ["kernels", "to the host", "copies on the device", "to the device", "kernels"]
+    assert read_trace(file) == sorted(
+        (event._replace(start_us=event.start_us - 100) for event in events), key=lambda event: event.start_us
+    )
+    assert [event.lane for event in events] == [
+        "kernels",
+        "to the host",
+        "copies on the device",
+        "to the device",
+        "kernels",
+    ]
     before = file.read_bytes()
     write_trace(events, file)
     assert file.read_bytes() == before

@@ -22,9 +22,13 @@ def test_blocks_and_back_are_each_others_transpose():
     np.testing.assert_array_equal(blocks[2, :5], packed[3:])
     assert float(jnp.sum(jnp.abs(blocks))) == pytest.approx(float(jnp.sum(jnp.abs(packed))))
     grad = harness.normal(1, blocks.shape, jnp.float32)
-    back = jax.jit(lambda packed, grad: jax.vjp(lambda packed: to_blocks(packed, sequences), packed)[1](grad)[0])(packed, grad)
+    back = jax.jit(lambda packed, grad: jax.vjp(lambda packed: to_blocks(packed, sequences), packed)[1](grad)[0])(
+        packed, grad
+    )
     assert float(jnp.vdot(grad, blocks)) == pytest.approx(float(jnp.vdot(back, packed)), rel=1e-4)
-    forth = jax.jit(lambda blocks, grad: jax.vjp(lambda blocks: to_packed(blocks, sequences), blocks)[1](grad)[0])(blocks, packed)
+    forth = jax.jit(lambda blocks, grad: jax.vjp(lambda blocks: to_packed(blocks, sequences), blocks)[1](grad)[0])(
+        blocks, packed
+    )
     np.testing.assert_array_equal(forth, blocks)
 
 
@@ -34,10 +38,17 @@ def test_the_check_sees_a_row_that_attends_to_a_neighbour():
     want = checks.attention_reference(*qkv_dout, Sequences.of(offsets))
     moved = offsets + np.array([0, 1, 0, 0, 0], np.int32)
     attend = jax.jit(peers_attention.fwd_bwd(peers_attention.SIDES["xla_mask"]))
-    for sequences, right in ((Sequences.of(offsets), True), (Sequences.of(moved), False)):  # the first sequence has taken a row of the second
+    for sequences, right in (
+        (Sequences.of(offsets), True),
+        (Sequences.of(moved), False),
+    ):  # the first sequence has taken a row of the second
         for name, result in attend(*qkv_dout, sequences).items():
-            assert checks.within_limits(*checks.attention_errors({name: result}, want), "bfloat16 attention") == right, name
-    assert not checks.within_limits(*checks.attention_errors({"out": want["out"].at[5].set(jnp.nan)}, want), "bfloat16 attention")
+            assert (
+                checks.within_limits(*checks.attention_errors({name: result}, want), "bfloat16 attention") == right
+            ), name
+    assert not checks.within_limits(
+        *checks.attention_errors({"out": want["out"].at[5].set(jnp.nan)}, want), "bfloat16 attention"
+    )
 
 
 def test_flops_are_those_of_the_pairs_within_sequences():
@@ -48,7 +59,16 @@ def test_flops_are_those_of_the_pairs_within_sequences():
 
 def test_smoke_run_writes_a_row_for_each_way_that_works(tmp_path):
     result = run(
-        bench_packed_attention.main, "--smoke", "--out", str(tmp_path), "--rounds", "1", "--passes", "fwd+bwd", "--ways", "xla_mask,xla_padded,cudnn_ragged"
+        bench_packed_attention.main,
+        "--smoke",
+        "--out",
+        str(tmp_path),
+        "--rounds",
+        "1",
+        "--passes",
+        "fwd+bwd",
+        "--ways",
+        "xla_mask,xla_padded,cudnn_ragged",
     )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "packed_attention.jsonl").read_text().splitlines()]

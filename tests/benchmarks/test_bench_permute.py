@@ -31,8 +31,13 @@ def test_bytes_are_those_of_every_input_and_output():
 @pytest.mark.parametrize(("case", "kernel"), KERNELS.values(), ids=KERNELS)
 def test_a_case_times_its_own_pass_alone(case, kernel):
     """On a GPU nothing but that kernel is in the program."""
-    inputs, routing = (jax.eval_shape(lambda make=make: make(SMOKE)) for make in (bench_permute.make_inputs, bench_permute.make_routing))
-    assert set(re.findall(r'name = "(\w+)"', lower_for_h200(bench_permute.side(case, "pallas"), inputs, routing))) == {kernel}
+    inputs, routing = (
+        jax.eval_shape(lambda make=make: make(SMOKE))
+        for make in (bench_permute.make_inputs, bench_permute.make_routing)
+    )
+    assert set(re.findall(r'name = "(\w+)"', lower_for_h200(bench_permute.side(case, "pallas"), inputs, routing))) == {
+        kernel
+    }
 
 
 def test_the_check_passes_what_is_right_and_fails_what_is_not():
@@ -50,7 +55,9 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "permute.jsonl").read_text().splitlines()]
     assert rows[0]["op"] == "copy"
-    assert [(row["op"], row["pass"], row["backend"]) for row in rows[1:]] == [(o, p, b) for o in OPS for p in PASSES for b in ("pallas", "xla")]
+    assert [(row["op"], row["pass"], row["backend"]) for row in rows[1:]] == [
+        (o, p, b) for o in OPS for p in PASSES for b in ("pallas", "xla")
+    ]
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
         assert (row["vs"] != {}) == (row["backend"] == "pallas")

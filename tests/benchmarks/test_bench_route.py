@@ -27,7 +27,9 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not():
     for name in ("row_indices", "row_positions", "group_offsets", "load"):
         with pytest.raises(ArithmeticError, match="tokens, experts, load, order of the rows are right"):
             bench_route.errors(parts | {name: jnp.roll(parts[name], 1, axis=0)}, parts)
-    others = jax.jit(bench_route.side(Case(SMOKE, "fwd+bwd"), "xla"))(bench_route.make_inputs(SMOKE) | {"bias": jnp.arange(SMOKE.E, dtype=jnp.float32)})
+    others = jax.jit(bench_route.side(Case(SMOKE, "fwd+bwd"), "xla"))(
+        bench_route.make_inputs(SMOKE) | {"bias": jnp.arange(SMOKE.E, dtype=jnp.float32)}
+    )
     with pytest.raises(ArithmeticError, match=r"only 0\.\d+ of the tokens"):
         bench_route.errors(others, parts)
 
@@ -37,7 +39,9 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "route.jsonl").read_text().splitlines()]
     assert rows[0]["op"] == "copy"
-    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [(p, b) for p in bench_route.PASSES for b in ("pallas", "xla")]
+    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [
+        (p, b) for p in bench_route.PASSES for b in ("pallas", "xla")
+    ]
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
         assert (row["vs"] != {}) == (row["backend"] == "pallas")

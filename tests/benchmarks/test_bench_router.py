@@ -21,9 +21,16 @@ def test_only_xla_asks_for_float32(pass_name):
     T, D, E = SMOKE.T, SMOKE.D, SMOKE.E
     inputs = {
         name: jax.ShapeDtypeStruct(shape, dtype)
-        for name, shape, dtype in (("x", (T, D), "bfloat16"), ("kernel", (D, E), "float32"), ("dlogits", (T, E), "float32"))
+        for name, shape, dtype in (
+            ("x", (T, D), "bfloat16"),
+            ("kernel", (D, E), "float32"),
+            ("dlogits", (T, E), "float32"),
+        )
     }
-    found = {name: str(jax.make_jaxpr(bench_router.side(Case(SMOKE, pass_name), name))(inputs)).count("HIGHEST") for name in ("xla", "tf32")}
+    found = {
+        name: str(jax.make_jaxpr(bench_router.side(Case(SMOKE, pass_name), name))(inputs)).count("HIGHEST")
+        for name in ("xla", "tf32")
+    }
     assert found["xla"] > 0
     assert found["tf32"] == 0
 
@@ -33,7 +40,9 @@ def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "router.jsonl").read_text().splitlines()]
     assert rows[0]["op"] == "copy"
-    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [(p, b) for p in PASSES for b in ("jaxops", "xla", "tf32")]
+    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [
+        (p, b) for p in PASSES for b in ("jaxops", "xla", "tf32")
+    ]
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
         assert (set(row["vs"]) == {"xla", "tf32"}) == (row["backend"] == "jaxops")

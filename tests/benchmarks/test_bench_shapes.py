@@ -7,7 +7,9 @@ from benchmarks import shapes
 
 
 @pytest.mark.parametrize("dist", shapes.DISTS)
-@pytest.mark.parametrize(("G", "M"), [(1, 5), (2, 3), (8, 32768), (64, 32768), (128, 32768), (256, 4096), (256, 100), (7, 997)])
+@pytest.mark.parametrize(
+    ("G", "M"), [(1, 5), (2, 3), (8, 32768), (64, 32768), (128, 32768), (256, 4096), (256, 100), (7, 997)]
+)
 def test_sizes_sum_to_m_and_are_the_same_each_time(dist, G, M):
     sizes = shapes.group_sizes(dist, G, M)
     assert sizes.shape == (G,)
@@ -75,7 +77,9 @@ def test_moved_bytes_leave_out_the_weights_that_nobody_reads():
 
 
 @pytest.mark.parametrize("dist", ["balanced", "skewed", "half"])
-@pytest.mark.parametrize("shape", [shapes.MoeShape("small", 24, 4, 2, 16, 32), *shapes.MOES.values()], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape", [shapes.MoeShape("small", 24, 4, 2, 16, 32), *shapes.MOES.values()], ids=lambda shape: shape.name
+)
 def test_preferences_fill_the_groups(dist, shape):
     """Each token is told k experts; groups are as large as `group_sizes` says, but for those that would have a token twice."""
     told = shapes.preferences(dist, shape) > 0

@@ -21,7 +21,9 @@ def test_smoke_run_writes_a_row_a_side(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["op"] == "train_step"]
-    assert [(row["name"], row["backend"]) for row in steps] == [(name, side) for name in bench_train_step.SMOKE for side in ("xla", "jaxops")]
+    assert [(row["name"], row["backend"]) for row in steps] == [
+        (name, side) for name in bench_train_step.SMOKE for side in ("xla", "jaxops")
+    ]
     for row in steps:
         assert row["tokens_per_s"] == pytest.approx(1e6 * row["shape"]["T"] / row["us_p50"], rel=1e-3)
         assert row["of_ceiling"] == pytest.approx(row["tflops"] / 0.125, rel=1e-2, abs=1e-4)
@@ -38,7 +40,9 @@ def test_flops_of_the_language_model():
     documents[..., 512:] = 1
     work = 6 * 2048 * (c.layers * (2 * 2048 * 2048 + 2 * 2048 * 512 + 8 * 3 * 2048 * 512 + 2048 * 64) + 2048 * 32768)
     pairs = (512**2 + 1536**2) / 2
-    assert bench_train_step.lm_flops(preset, Batch(documents, documents, documents)) == pytest.approx(work + 12 * c.layers * 2048 * pairs, rel=1e-6)
+    assert bench_train_step.lm_flops(preset, Batch(documents, documents, documents)) == pytest.approx(
+        work + 12 * c.layers * 2048 * pairs, rel=1e-6
+    )
 
 
 def test_the_large_diffusion_transformer():
@@ -54,7 +58,13 @@ def test_the_large_diffusion_transformer():
 
 
 def test_loss_curve(tmp_path, monkeypatch):
-    tiny = dataclasses.replace(PRESETS["demo"], model=of_bytes(layers=1, width=16, heads=2, experts=2, hidden=16), context=32, batch=2, eval_windows=2)
+    tiny = dataclasses.replace(
+        PRESETS["demo"],
+        model=of_bytes(layers=1, width=16, heads=2, experts=2, hidden=16),
+        context=32,
+        batch=2,
+        eval_windows=2,
+    )
     monkeypatch.setattr(loss_curve, "PRESETS", {"tiny": tiny})
     result = run(loss_curve.main, "--preset", "tiny", "--steps", "2", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output

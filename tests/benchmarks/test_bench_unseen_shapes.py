@@ -32,7 +32,10 @@ def test_what_is_tried(monkeypatch):
             mine = getattr(make_plan(problem, bench_unseen_shapes.current_device()), name)
             found = few(name, unseen(1)[0], mine)
             assert {(tiles.kernel, tiles.panel) for tiles in found} == {("triton", mine.panel)}
-            kinds = {(tiles.bm, tiles.bn, tiles.turns, tiles.dynamic) for tiles in candidates(name, problem, bench_unseen_shapes.current_device(), "triton")}
+            kinds = {
+                (tiles.bm, tiles.bn, tiles.turns, tiles.dynamic)
+                for tiles in candidates(name, problem, bench_unseen_shapes.current_device(), "triton")
+            }
             assert {(tiles.bm, tiles.bn, tiles.turns, tiles.dynamic) for tiles in found} == kinds
 
 
@@ -44,8 +47,15 @@ def test_measured_plans_are_those_of_today(monkeypatch):
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if row["backend"] == bench_unseen_shapes.OURS]
     measured = {(row["name"], row["pass"]): {name: row["tiles"][name] for name in kind} for row in rows}
     with on_h200():
-        plans = {shape.name: make_plan(bench_unseen_shapes.problem_of(shape), bench_unseen_shapes.current_device()) for shape in unseen(20)}
-    assert measured == {(name, each): {field: getattr(getattr(plan, each), field) for field in kind} for name, plan in plans.items() for each in shapes.PASSES}
+        plans = {
+            shape.name: make_plan(bench_unseen_shapes.problem_of(shape), bench_unseen_shapes.current_device())
+            for shape in unseen(20)
+        }
+    assert measured == {
+        (name, each): {field: getattr(getattr(plan, each), field) for field in kind}
+        for name, plan in plans.items()
+        for each in shapes.PASSES
+    }
 
 
 def test_smoke_run_writes_a_row_a_pass_and_side(tmp_path):

@@ -35,9 +35,13 @@ def problems() -> dict[str, tuple]:
 
 def table() -> str:
     lines = [f"| op | {' | '.join(DEVICES)} |", "|---" * (len(DEVICES) + 1) + "|"]
-    with mock.patch.object(device_module, "gluon_missing", return_value=""):  # as with Python 3.12 and jax-triton, whatever runs here
+    with mock.patch.object(
+        device_module, "gluon_missing", return_value=""
+    ):  # as with Python 3.12 and jax-triton, whatever runs here
         for name, (module, problem) in problems().items():
-            lines.append(f"| {name} | {' | '.join(module.make_plan(problem, device).backend for device in DEVICES.values())} |")
+            lines.append(
+                f"| {name} | {' | '.join(module.make_plan(problem, device).backend for device in DEVICES.values())} |"
+            )
     return "\n".join(lines)
 
 

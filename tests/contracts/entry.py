@@ -83,12 +83,16 @@ def outside_of(offsets, M: int) -> np.ndarray:
     return ((row < offsets[0]) | (row >= offsets[-1]))[:, None]
 
 
-def ways_of(plan_of: Callable[[str], Any], runs: tuple[str, ...] = ("xla", "interpret", "gpu"), **how) -> dict[str, dict[str, Any]]:
+def ways_of(
+    plan_of: Callable[[str], Any], runs: tuple[str, ...] = ("xla", "interpret", "gpu"), **how
+) -> dict[str, dict[str, Any]]:
     """Explicit plans, whose tiles are smaller than the sizes here."""
     return {run: {"plan": plan_of(run)} | how for run in runs}
 
 
-def rows_outside(names: tuple[str, ...], results: tuple[bool, ...], offsets_name: str = "offsets") -> Callable[[Arguments], tuple[Arguments, list]]:
+def rows_outside(
+    names: tuple[str, ...], results: tuple[bool, ...], offsets_name: str = "offsets"
+) -> Callable[[Arguments], tuple[Arguments, list]]:
     """Rows of these arguments, and of the results that are True."""
 
     def outside(a: Arguments) -> tuple[Arguments, list]:

@@ -58,7 +58,9 @@ class OnOneDevice(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         graphdef, state = nnx.split(self.layer)
         mesh = mesh_of(1)
-        return jax.shard_map(lambda state, x: nnx.merge(graphdef, state)(x), mesh=mesh, in_specs=P(), out_specs=P("tensor"))(state, x)
+        return jax.shard_map(
+            lambda state, x: nnx.merge(graphdef, state)(x), mesh=mesh, in_specs=P(), out_specs=P("tensor")
+        )(state, x)
 
 
 def parallel(kind: type, rngs: nnx.Rngs, **how) -> nnx.Module:
@@ -89,7 +91,11 @@ def layer(name: str, inputs: dict[str, Any], sizes: Dims, reference=None, **more
     """inputs: shapes by name, of sizes, in the order in which the layer is called with them."""
 
     def call(a: Arguments, precision: str | None = None, **how):
-        own = {"precision": precision} if name in ("GroupedLinear", "MoE", "ColumnParallelLinear", "RowParallelLinear") else {}
+        own = (
+            {"precision": precision}
+            if name in ("GroupedLinear", "MoE", "ColumnParallelLinear", "RowParallelLinear")
+            else {}
+        )
         with plainly(precision):
             return nnx.merge(split(name, **how, **own)[0], a["params"])(*(a[given] for given in inputs(sizes)))
 
@@ -101,7 +107,9 @@ def layer(name: str, inputs: dict[str, Any], sizes: Dims, reference=None, **more
 
 
 def head(p: dict, cond: jax.Array, parts: int) -> list[jax.Array]:
-    made = jnp.matmul(jax.nn.silu(cond), p["modulation"]["kernel"], precision="highest") + p["modulation"]["bias"][None, :]
+    made = (
+        jnp.matmul(jax.nn.silu(cond), p["modulation"]["kernel"], precision="highest") + p["modulation"]["bias"][None, :]
+    )
     return jnp.split(made, parts, axis=1)
 
 
@@ -112,18 +120,30 @@ def norm_reference(kind: str, p: dict, a: Arguments) -> jax.Array:
 
 def block_reference(p: dict, a: Arguments) -> jax.Array:
     scale1, shift1, gate1, scale2, shift2, gate2 = head(p, a["cond"], 6)
-    x = gated_residual_reference(a["x"], jnp.sin(adaln_reference(a["x"], scale1, shift1, a["offsets"], eps=0.1)), gate1, a["offsets"])
-    return gated_residual_reference(x, jnp.tanh(adaln_reference(x, scale2, shift2, a["offsets"], eps=0.1)), gate2, a["offsets"])
+    x = gated_residual_reference(
+        a["x"], jnp.sin(adaln_reference(a["x"], scale1, shift1, a["offsets"], eps=0.1)), gate1, a["offsets"]
+    )
+    return gated_residual_reference(
+        x, jnp.tanh(adaln_reference(x, scale2, shift2, a["offsets"], eps=0.1)), gate2, a["offsets"]
+    )
 
 
 def router_reference(p: dict, x: jax.Array) -> jaxops.Routing:
-    return without_tokens(route_reference(Spec(2, "softmax", True, 1.0, 1, 1, None), jnp.matmul(x, p["kernel"], precision="highest"), p.get("bias")))
+    return without_tokens(
+        route_reference(
+            Spec(2, "softmax", True, 1.0, 1, 1, None), jnp.matmul(x, p["kernel"], precision="highest"), p.get("bias")
+        )
+    )
 
 
 def moe_reference(p: dict, a: Arguments) -> tuple[jax.Array, jaxops.Routing]:
     routing, shared, x = router_reference(p["router"], a["x"]), p["shared"], a["x"]
     with jax.default_matmul_precision("highest"):
-        common = (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"])) @ shared["down"] * jax.nn.sigmoid(x @ shared["token_gate"])
+        common = (
+            (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"]))
+            @ shared["down"]
+            * jax.nn.sigmoid(x @ shared["token_gate"])
+        )
     return moe_mlp_reference(x, p["gate"], p["up"], p["down"], routing) + common, routing
 
 
@@ -133,7 +153,9 @@ def fp8_linear_expected(a: Arguments, cotangents: list) -> tuple[Any, Arguments]
     y, gradients = fp8_expected("x", "w")(given, cotangents)
     if "offsets" in a:
         o = np.asarray(a["offsets"])
-        of_row = np.stack([(np.arange(len(y)) >= lo) & (np.arange(len(y)) < hi) for lo, hi in itertools.pairwise(o)]).astype(np.float64)
+        of_row = np.stack(
+            [(np.arange(len(y)) >= lo) & (np.arange(len(y)) < hi) for lo, hi in itertools.pairwise(o)]
+        ).astype(np.float64)
         dbias, y = of_row @ np.where(of_row.any(axis=0)[:, None], dy, 0), y + of_row.T @ np.asarray(p["bias"])
     else:
         dbias, y = dy.sum(axis=0), y + np.asarray(p["bias"])
@@ -156,7 +178,10 @@ def groups(d: Dims) -> Arguments:
 ADALN: dict[str, Any] = {
     "wrt": ("x", "cond", "params"), "integers": lambda rng, d: {"offsets": offsets(rng, d["T"], d["B"])}, "multiplies": True,
 }  # fmt: skip
-IN_GROUPS: dict[str, Any] = {"integers": lambda rng, d: grouped_offsets(rng, d | {"G": EXPERTS}), "outside": rows_outside(("x",), (True,))}
+IN_GROUPS: dict[str, Any] = {
+    "integers": lambda rng, d: grouped_offsets(rng, d | {"G": EXPERTS}),
+    "outside": rows_outside(("x",), (True,)),
+}
 
 
 def dot_general(a: Arguments, precision: str | None = None, **how) -> jax.Array:

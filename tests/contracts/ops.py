@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, modality_grouped_matmul, moe_mlp, permute, quantize, route
+from jaxops.ops import (
+    adaln,
+    fp8_matmul,
+    grouped_glu,
+    grouped_matmul,
+    modality_grouped_matmul,
+    moe_mlp,
+    permute,
+    quantize,
+    route,
+)
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference, grouped_wgrad_reference
@@ -45,7 +55,11 @@ def adaln_plan(run: str) -> adaln.Plan:
 def adaln_shapes(names: tuple[str, ...]) -> Callable[[Dims], Arguments]:
     def shapes(d: Dims) -> Arguments:
         T, D, B = d["T"], d["D"], d["B"]
-        found = dict.fromkeys(("x", "h"), f32(T, D)) | dict.fromkeys(("gate", "scale", "shift"), f32(B, D)) | dict.fromkeys(("weight", "bias"), f32(D))
+        found = (
+            dict.fromkeys(("x", "h"), f32(T, D))
+            | dict.fromkeys(("gate", "scale", "shift"), f32(B, D))
+            | dict.fromkeys(("weight", "bias"), f32(D))
+        )
         return {name: found[name] for name in names} | {"offsets": i32(B + 1)}
 
     return shapes
@@ -134,7 +148,9 @@ def modality_shapes(d: Dims) -> Arguments:
 def modality_two(run: str) -> modality_grouped_matmul.Plan:
     """Of two modalities, whose tiles are alike in one pass."""
     three = modality_plan(run)
-    return dataclasses.replace(three, **{name: getattr(three, name)[:2] for name in ("fwd", "dgrad", "wgrad") if getattr(three, name)})
+    return dataclasses.replace(
+        three, **{name: getattr(three, name)[:2] for name in ("fwd", "dgrad", "wgrad") if getattr(three, name)}
+    )
 
 
 def modality_outside(a: Arguments) -> tuple[Arguments, list]:
@@ -156,7 +172,11 @@ def glu_shapes(d: Dims) -> Arguments:
 
 PRODUCT = {"M": 40, "K": 16, "N": 24, "G": 4}
 LARGE_ROWS = {"M": 2**20 + 128, "K": 4096, "N": 4096, "G": 8}
-GROUPED = {"module": grouped_matmul, "problem": grouped_matmul.Problem(8, 32768, 4096, 14336, "bfloat16"), "multiplies": True}
+GROUPED = {
+    "module": grouped_matmul,
+    "problem": grouped_matmul.Problem(8, 32768, 4096, 14336, "bfloat16"),
+    "multiplies": True,
+}
 GROUPED_OPS = [
     Op(
         "grouped_matmul", lambda a, **how: jaxops.grouped_matmul(a["lhs"], a["rhs"], a["offsets"], bias=a["bias"], **how), grouped_shapes, PRODUCT,
@@ -201,14 +221,20 @@ GROUPED_OPS = [
 def routing_shapes(d: Dims) -> dict[str, Any]:
     """Of the experts that are here: two more have rows outside."""
     T, k, E = d["T"], d["k"], d["E"]
-    return {"weights": f32(T, k), "routing": jaxops.Routing(None, i32(T, k), i32(T * k), i32(T, k), i32(E + 1), i32(E + 2), f32(), f32())}  # pyright: ignore
+    return {
+        "weights": f32(T, k),
+        "routing": jaxops.Routing(None, i32(T, k), i32(T * k), i32(T, k), i32(E + 1), i32(E + 2), f32(), f32()),
+    }  # pyright: ignore
 
 
 def routing_integers(rng: np.random.Generator, d: Dims) -> Arguments:
     """An expert before and one behind those that are here, and choices that were dropped."""
     v = Variant(T=d["T"], k=d["k"], E=d["E"] + 2, capacity=max(1, d["T"] // 2), first=1, last=d["E"] + 1)
     routing = jax.tree.map(np.asarray, make_routing(v, int(rng.integers(2**31))))
-    return {"weights": rng.normal(size=(v.T, v.k)).astype(np.float32), "routing": dataclasses.replace(routing, weights=None)}
+    return {
+        "weights": rng.normal(size=(v.T, v.k)).astype(np.float32),
+        "routing": dataclasses.replace(routing, weights=None),
+    }
 
 
 def routing_of(a: Arguments) -> jaxops.Routing:

@@ -46,7 +46,9 @@ def small(op: Op, seed: int = 0, **sizes: int) -> Arguments:
     rng = np.random.default_rng([seed, zlib.crc32(op.name.encode())])
     given = op.integers(rng, sizes)
     made = {name: given.get(name, shapes) for name, shapes in op.shapes(sizes).items()}
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, made)
+    return jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, made
+    )
 
 
 def is_float(x) -> bool:
@@ -73,7 +75,10 @@ def spoiled(op: Op, arguments: Arguments, cotangents: list) -> tuple[Arguments, 
     if op.outside is None:
         return arguments, cotangents
     of_arguments, of_results = op.outside(arguments)
-    bad = {name: np.where(mask, np.nan, arguments[name]).astype(arguments[name].dtype) for name, mask in of_arguments.items()}
+    bad = {
+        name: np.where(mask, np.nan, arguments[name]).astype(arguments[name].dtype)
+        for name, mask in of_arguments.items()
+    }
     pairs = zip(cotangents, of_results, strict=True) if cotangents else ()
     return arguments | bad, [c if mask is None else np.where(mask, np.nan, c).astype(c.dtype) for c, mask in pairs]
 
@@ -96,7 +101,9 @@ def both(f, held: Arguments, others: Arguments, cotangents: list) -> tuple[Any, 
     return results, vjp(cotangents)[0]
 
 
-def everything(op: Op, way: str, held: Arguments, others: Arguments, cotangents: list, how: dict | None = None) -> tuple[Any, Arguments]:
+def everything(
+    op: Op, way: str, held: Arguments, others: Arguments, cotangents: list, how: dict | None = None
+) -> tuple[Any, Arguments]:
     """how: instead of what the way says."""
     return both(functools.partial(op.call, **(op.ways[way] if how is None else how)), held, others, cotangents)
 
@@ -140,8 +147,14 @@ def bits(x) -> np.ndarray:
 
 def check(op: Op, way: str, got, want, scale: float = 10) -> None:
     """Integers and FP8 are the same to the bit, the rest to the rounding."""
-    assert jax.tree.structure(got) == jax.tree.structure(want) or len(jax.tree.leaves(got)) == len(jax.tree.leaves(want))
-    limits = kind_of(way, "float32") if op.name.startswith(("fp8", "nn.Fp8")) else {"kind": "bfloat16" if way == "triton" else "float32"}
+    assert jax.tree.structure(got) == jax.tree.structure(want) or len(jax.tree.leaves(got)) == len(
+        jax.tree.leaves(want)
+    )
+    limits = (
+        kind_of(way, "float32")
+        if op.name.startswith(("fp8", "nn.Fp8"))
+        else {"kind": "bfloat16" if way == "triton" else "float32"}
+    )
     for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         name = f"{op.name}{jax.tree_util.keystr(path)}"
         if is_float(g):

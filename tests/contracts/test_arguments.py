@@ -50,12 +50,23 @@ class Rule(NamedTuple):
 
 
 FLAG = Rule((True, np.False_), ("no", 1, 0.0, None, ARRAY, np.ones(1, bool)))
-FLOAT = Rule((None, "bfloat16", jnp.float16, np.dtype("float32")), ("foo", int, 3, 1.5, "int8", "float64", True, object()))
+FLOAT = Rule(
+    (None, "bfloat16", jnp.float16, np.dtype("float32")), ("foo", int, 3, 1.5, "int8", "float64", True, object())
+)
 CHOICE = ("foo", "", None, 3, True, ["xla"], b"xla")
 OPTION = tuple(value for value in CHOICE if value is not None)
 COUNT = ("2", 2.0, True, ARRAY, np.float32(2), np.ones(1, int))
 PRECISION = Rule(
-    (None, "highest", "high", lax.Precision.HIGH, ("high", "default"), (None, "highest"), "F32_F32_F32", lax.DotAlgorithmPreset.TF32_TF32_F32),
+    (
+        None,
+        "highest",
+        "high",
+        lax.Precision.HIGH,
+        ("high", "default"),
+        (None, "highest"),
+        "F32_F32_F32",
+        lax.DotAlgorithmPreset.TF32_TF32_F32,
+    ),
     (),
     ("foo", "", 1, 3, True, 1.5, [], ("high",), ("high", "high", "high"), ("high", "foo"), object()),
 )
@@ -71,7 +82,11 @@ RULES = {
     "capacity": Rule((None, 3, np.int32(3)), COUNT, (0, -1)),
     "compute_dtype": FLOAT,
     "dequantize.dtype": FLOAT,
-    "eps": Rule((0, 0.0, 1e-5, np.float32(1e-5)), ("1e-6", None, True, jnp.float32(1e-6)), (-1, -1e-9, float("nan"), float("inf"))),
+    "eps": Rule(
+        (0, 0.0, 1e-5, np.float32(1e-5)),
+        ("1e-6", None, True, jnp.float32(1e-6)),
+        (-1, -1e-9, float("nan"), float("inf")),
+    ),
     "k": Rule((1, np.int64(2)), COUNT, (0, -1, 9)),
     "layouts": Rule(("col",), (), CHOICE),
     "multiple": Rule((1, np.int32(7)), (*COUNT, None), (0, -128)),
@@ -83,7 +98,11 @@ RULES = {
     "precision": PRECISION,
     "preferred_element_type": Rule((None, "bfloat16", jnp.float32), ("foo", 1.5, object())),
     "quantize.dtype": Rule((jnp.float8_e5m2, "float8_e4m3fn"), ("foo", float, 3, "float32", "float8", object())),
-    "rate": Rule((0, 0.5, np.float32(0.5), jnp.float32(0.5), np.array(0.5)), ("0.1", None, True, jnp.ones(8), np.ones((2, 8))), (float("nan"),)),
+    "rate": Rule(
+        (0, 0.5, np.float32(0.5), jnp.float32(0.5), np.array(0.5)),
+        ("0.1", None, True, jnp.ones(8), np.ones((2, 8))),
+        (float("nan"),),
+    ),
     "recipe": Rule(("rowwise",), (), CHOICE),
     "save": Rule(("nothing",), (), CHOICE),
     "scale": Rule((2, 2.5, np.float32(2.5)), ("1", None, True, ARRAY, np.ones(1)), (float("nan"), float("inf"))),
@@ -95,8 +114,39 @@ RULES = {
 }
 # Arrays, checked with each op's shapes, in its own tests; and plans, of which all ops keep one rule.
 OTHERS = {
-    *("accumulate_into", "amax", "bias", "dout", "gate", "group_offset", "group_offsets", "group_sizes", "h", "key", "lhs", "load", "logits", "out_sharding"),
-    *("plan", "q", "residual", "rhs", "rhs_quantized", "routing", "rows", "scale", "sequence_offsets", "shift", "w", "w_down", "w_gate", "w_quantized", "w_up"),
+    *(
+        "accumulate_into",
+        "amax",
+        "bias",
+        "dout",
+        "gate",
+        "group_offset",
+        "group_offsets",
+        "group_sizes",
+        "h",
+        "key",
+        "lhs",
+        "load",
+        "logits",
+        "out_sharding",
+    ),
+    *(
+        "plan",
+        "q",
+        "residual",
+        "rhs",
+        "rhs_quantized",
+        "routing",
+        "rows",
+        "scale",
+        "sequence_offsets",
+        "shift",
+        "w",
+        "w_down",
+        "w_gate",
+        "w_quantized",
+        "w_up",
+    ),
     *("weight", "x"),
 }
 
@@ -111,7 +161,9 @@ def arguments_of(function: str) -> list[str]:
     return list(inspect.signature(getattr(jaxops, function)).parameters)
 
 
-CHECKED = [(function, argument) for function in CALLS for argument in arguments_of(function) if rule_of(function, argument)]
+CHECKED = [
+    (function, argument) for function in CALLS for argument in arguments_of(function) if rule_of(function, argument)
+]
 
 
 def call(function: str, argument: str, value: Any) -> None:
@@ -123,7 +175,9 @@ def call(function: str, argument: str, value: Any) -> None:
 def test_every_function_and_argument_is_in_the_table():
     functions = {name for name in jaxops.__all__ if inspect.isfunction(getattr(jaxops, name))}
     assert set(CALLS) == functions
-    others = {argument for function in CALLS for argument in arguments_of(function) if (function, argument) not in CHECKED}
+    others = {
+        argument for function in CALLS for argument in arguments_of(function) if (function, argument) not in CHECKED
+    }
     assert others == OTHERS
     assert {name.split(".")[-1] for name in RULES} == {argument for _, argument in CHECKED}
 
@@ -140,7 +194,11 @@ def test_arguments(function, argument):
 
 
 def test_of_a_checkpoint():
-    right: dict[str, Any] = {"weight": X.astype(jnp.float8_e4m3fn), "weight_scale_inv": jnp.ones((1, 1)), "dtype": "float32"}
+    right: dict[str, Any] = {
+        "weight": X.astype(jnp.float8_e4m3fn),
+        "weight_scale_inv": jnp.ones((1, 1)),
+        "dtype": "float32",
+    }
     assert jaxops.Quantized.from_deepseek(**right).dtype == "float32"
     wrong: dict[str, tuple] = {"weight": ([1], "x"), "weight_scale_inv": (1.0, None), "dtype": ("foo", "int8", 3)}
     for argument, values in wrong.items():

@@ -36,7 +36,9 @@ def test_results_in_fp8_need_the_cards_instructions(name):
     shapes = op.shapes(op.sizes)
     for kind, kernels in (("NVIDIA A100-SXM4-80GB", False), ("NVIDIA L4", True)):
         device = AbstractDevice(device_kind=kind, num_cores=58, platform="gpu")
-        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
+        with jax.sharding.use_abstract_mesh(
+            AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+        ):
             jaxpr = jax.make_jaxpr(lambda a: op.call(a, **FP8_RESULT))(shapes)
         assert ("pallas_call" in str(jaxpr)) == kernels, kind
 
@@ -54,5 +56,7 @@ def test_a_plan_of_another_op(name):
     own, module = op.module.__name__, other.__module__.removesuffix(".plan")
     with pytest.raises(TypeError, match=rf"plan is a {module}\.Plan; this op takes a {own}\.Plan\."):
         op.call(arguments, **op.ways["xla"] | {"plan": other})
-    with pytest.raises(TypeError, match=rf"plan is a str; this op takes a {own}\.Plan; a backend by itself is passed as backend="):
+    with pytest.raises(
+        TypeError, match=rf"plan is a str; this op takes a {own}\.Plan; a backend by itself is passed as backend="
+    ):
         op.call(arguments, **op.ways["xla"] | {"plan": "xla"})

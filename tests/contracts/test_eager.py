@@ -35,12 +35,16 @@ def check_outside(op: Op, arguments, results, gradients, spoilt) -> None:
     leaves = list(zip(jax.tree.leaves(results), jax.tree.leaves(spoilt[0]), of_results, strict=True))
     for argument in op.wrt:
         of_leaves = [of_arguments.get(argument)] * len(jax.tree.leaves(gradients[argument]))
-        leaves += zip(jax.tree.leaves(gradients[argument]), jax.tree.leaves(spoilt[1][argument]), of_leaves, strict=True)
+        leaves += zip(
+            jax.tree.leaves(gradients[argument]), jax.tree.leaves(spoilt[1][argument]), of_leaves, strict=True
+        )
     for clean, got, mask in leaves:
         inside = np.broadcast_to(True if mask is None else ~mask, clean.shape)
         np.testing.assert_array_equal(bits(got)[inside], bits(clean)[inside])
         assert op.passes or not got[~inside].any()
-    assert not op.outside or any(np.any(mask) for mask in [*of_arguments.values(), *of_results] if mask is not None), "nothing is outside"
+    assert not op.outside or any(np.any(mask) for mask in [*of_arguments.values(), *of_results] if mask is not None), (
+        "nothing is outside"
+    )
 
 
 @pytest.mark.parametrize(("name", "way"), cases())
@@ -61,7 +65,9 @@ def test_results_and_gradients(name, way):
     assert not compiled, f"calls after the first one compile {len(compiled)} programs"
 
 
-@pytest.mark.parametrize(("name", "way"), cases(("xla", "gpu", "triton"), where=lambda op, way: bool(op.wrt) and not op.sharded))
+@pytest.mark.parametrize(
+    ("name", "way"), cases(("xla", "gpu", "triton"), where=lambda op, way: bool(op.wrt) and not op.sharded)
+)
 def test_a_second_call_without_gradient_compiles_nothing(name, way):
     op = EVERYTHING[name]
     arguments = small(op)

@@ -20,7 +20,11 @@ CASES = [
 
 def half(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Rows and matrices as they are trained: in bfloat16."""
-    return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if is_float(x) and x.ndim > 1 and name not in ("weights", "routing", "sum", "q") else x
+    return (
+        jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+        if is_float(x) and x.ndim > 1 and name not in ("weights", "routing", "sum", "q")
+        else x
+    )
 
 
 @pytest.mark.parametrize(("name", "i", "mapped"), CASES)
@@ -34,7 +38,10 @@ def test_offsets_of_elements(name, i, mapped, backend):
     given = {key: jax.tree.map(functools.partial(half, key), shapes) for key, shapes in op.shapes(sizes).items()}
     if mapped:
         rows = max(op.sizes, key=lambda size: sizes[size])  # a third as many in each of three
-        given = {key: jax.tree.map(functools.partial(half, key), shapes) for key, shapes in op.shapes(sizes | {rows: sizes[rows] // 3}).items()}
+        given = {
+            key: jax.tree.map(functools.partial(half, key), shapes)
+            for key, shapes in op.shapes(sizes | {rows: sizes[rows] // 3}).items()
+        }
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), given)
     held = {} if "out_dtype" in how else {key: given[key] for key in op.wrt}
     others = {key: x for key, x in given.items() if key not in held}
@@ -44,7 +51,9 @@ def test_offsets_of_elements(name, i, mapped, backend):
         f = jax.vmap(f) if mapped else f
         if not held:
             return f(others)
-        return jax.grad(lambda held: sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(f(held | others)) if is_float(x)))(held)
+        return jax.grad(
+            lambda held: sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(f(held | others)) if is_float(x))
+        )(held)
 
     largest = max(math.prod(x.shape) for x in jax.tree.leaves(given))
     with on_h200():
@@ -52,4 +61,6 @@ def test_offsets_of_elements(name, i, mapped, backend):
     assert largest > MANY or "out_dtype" in how
     seen = kernel_arrays(jaxpr)
     assert not overflow_int32(seen)
-    assert not [x for x in seen if any(size >= MANY for size in x.shape)], "one dimension alone is more than int32 counts"
+    assert not [x for x in seen if any(size >= MANY for size in x.shape)], (
+        "one dimension alone is more than int32 counts"
+    )

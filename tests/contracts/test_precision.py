@@ -25,7 +25,11 @@ def set_precision() -> Iterator[Callable[[str | None], None]]:
 
 def error(got, want) -> float:
     got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
-    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))) if want.any() else float(np.abs(got).max(initial=0))
+    return (
+        float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+        if want.any()
+        else float(np.abs(got).max(initial=0))
+    )
 
 
 def product_error(precision: str) -> float:
@@ -67,7 +71,9 @@ def test_precision(precision, name, way, set_precision):
         return
     want = wanted(op, arguments, cotangents)
     set_precision(precision)
-    got = jax.jit(functools.partial(op.call, **how))(arguments)  # the backward's products are the same ones, the other way round
+    got = jax.jit(functools.partial(op.call, **how))(
+        arguments
+    )  # the backward's products are the same ones, the other way round
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want[0]), strict=True):
         if is_float(g):
             assert error(g, w) <= 8 * product_error(precision)

@@ -12,7 +12,19 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.contracts.entry import Op
-from tests.contracts.run import EVERYTHING, bits, cases, check, cotangents_of, everything, is_float, parts, run, small, stacked
+from tests.contracts.run import (
+    EVERYTHING,
+    bits,
+    cases,
+    check,
+    cotangents_of,
+    everything,
+    is_float,
+    parts,
+    run,
+    small,
+    stacked,
+)
 from tests.hopper import H200
 
 DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
@@ -48,7 +60,9 @@ def nest(op: Op, found: dict, which, name: str | None = None):
     def batch(d, s, b):
         return stacked([at(d, s, b, i) for i in range(BATCH)]) if local else at(d, s, b, 0)
 
-    of_devices = [stacked([stacked([batch(d, s, b) for b in range(BATCH)]) for s in range(LAYERS)]) for d in range(DEVICES)]
+    of_devices = [
+        stacked([stacked([batch(d, s, b) for b in range(BATCH)]) for s in range(LAYERS)]) for d in range(DEVICES)
+    ]
     return stacked(of_devices) if local else of_devices[0]
 
 
@@ -58,13 +72,19 @@ def nested(op: Op, way: str, held: dict, others: dict, cotangents: list):
     how = op.ways[way]
 
     def first_only(arguments):
-        return jax.vmap(functools.partial(op.call, **how), in_axes=({name: 0 if name in op.local else None for name in arguments},))(arguments)
+        return jax.vmap(
+            functools.partial(op.call, **how), in_axes=({name: 0 if name in op.local else None for name in arguments},)
+        )(arguments)
 
     @jax.checkpoint
     def layer(arguments, cotangents):
         results = jax.vmap(first_only)(arguments)
         floats = [x for x in jax.tree.leaves(results) if is_float(x)]
-        total = sum((jnp.sum(x * c) for x, c in zip(floats, cotangents, strict=True)), jnp.float32(0)) if op.wrt else jnp.float32(0)
+        total = (
+            sum((jnp.sum(x * c) for x, c in zip(floats, cotangents, strict=True)), jnp.float32(0))
+            if op.wrt
+            else jnp.float32(0)
+        )
         return total, results
 
     def device(local, replicated, cotangents):
@@ -84,7 +104,9 @@ def nested(op: Op, way: str, held: dict, others: dict, cotangents: list):
 
     def loss(held):
         given = held | others
-        local, replicated = ({name: x for name, x in given.items() if (name in op.local) == own} for own in (True, False))
+        local, replicated = (
+            {name: x for name, x in given.items() if (name in op.local) == own} for own in (True, False)
+        )
         totals, results = sharded(local, replicated, cotangents)
         return jnp.sum(totals), results
 
@@ -110,7 +132,9 @@ def nested_arguments(op: Op, found: dict) -> tuple[dict, dict, list]:
     return *parts(op, arguments), nest(op, found, lambda one: one[1])
 
 
-@pytest.mark.parametrize(("name", "way"), cases(("xla",), where=lambda op, way: kernels_follow(op, way) and not op.sharded))
+@pytest.mark.parametrize(
+    ("name", "way"), cases(("xla",), where=lambda op, way: kernels_follow(op, way) and not op.sharded)
+)
 def test_is_traced(name, way):
     """With check_vma=True: results and gradients of the right types."""
     op = entry(name, way)
@@ -150,18 +174,26 @@ def test_in_one_program(name, way):
         check(op, way, jax.tree.map(lambda x, place=place: x[place], results), want)
         for argument, gradient in wanted.items():
             at = place if argument in op.local else place[1:3]
-            totals[argument, at] = gradient if (argument, at) not in totals else jax.tree.map(np.add, totals[argument, at], gradient)
+            totals[argument, at] = (
+                gradient if (argument, at) not in totals else jax.tree.map(np.add, totals[argument, at], gradient)
+            )
     for (argument, at), want in totals.items():
         check(op, way, jax.tree.map(lambda x, at=at: x[at], gradients[argument]), want)
 
 
-@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.module is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.module is not None]
+)
 def test_the_kernels_axes(name):
     """Traced for an H200 with check_vma=True, tokens over devices and the rest replicated: the gradients' sums are JAX's own."""
     op = EVERYTHING[name]
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small(op))
-    local = {key: jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), x) for key, x in given.items() if key in op.local}
+    local = {
+        key: jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), x)
+        for key, x in given.items()
+        if key in op.local
+    }
     replicated = {key: x for key, x in given.items() if key not in op.local}
 
     def shard(local, replicated):
@@ -202,7 +234,9 @@ def test_gradients_of_some_arguments(name, way):
             continue  # has no tangent
         held, others = parts(dataclasses.replace(op, wrt=(argument,)), arguments)
         with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
-            jax.jit(lambda held, others: jax.jvp(lambda held: op.call(held | others, **op.ways[way]), (held,), (held,))).lower(held, others)
+            jax.jit(
+                lambda held, others: jax.jvp(lambda held: op.call(held | others, **op.ways[way]), (held,), (held,))
+            ).lower(held, others)
 
 
 def has_second_order(op: Op, way: str) -> bool:

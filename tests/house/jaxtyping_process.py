@@ -31,7 +31,9 @@ def grouped_matmul(
 
 
 @typed
-def grouped_matmul_transposed(lhs: Float[Array, "M K"], rhs: Float[Array, "G N K"], group_offsets: Int32[Array, "G+1"]) -> Float[Array, "M N"]:
+def grouped_matmul_transposed(
+    lhs: Float[Array, "M K"], rhs: Float[Array, "G N K"], group_offsets: Int32[Array, "G+1"]
+) -> Float[Array, "M N"]:
     return jaxops.grouped_matmul(lhs, rhs, group_offsets, transpose_rhs=True)
 
 
@@ -49,7 +51,11 @@ def grouped_wgrad(
 
 @typed
 def grouped_glu(
-    x: Float[Array, "M K"], w_gate: Float[Array, "G K F"], w_up: Float[Array, "G K F"], group_offsets: Int32[Array, "G+1"], **options
+    x: Float[Array, "M K"],
+    w_gate: Float[Array, "G K F"],
+    w_up: Float[Array, "G K F"],
+    group_offsets: Int32[Array, "G+1"],
+    **options,
 ) -> Float[Array, "M F"]:
     return jaxops.grouped_glu(x, w_gate, w_up, group_offsets, **options)
 
@@ -71,7 +77,10 @@ def modality_grouped_matmul(
 
 @typed
 def modality_grouped_matmul_of_two(
-    lhs: Float[Array, "M K"], wide: Float[Array, "G K n"], narrow: Float[Array, "B k N"], group_offsets: Int32[Array, "G+B+1"]
+    lhs: Float[Array, "M K"],
+    wide: Float[Array, "G K n"],
+    narrow: Float[Array, "B k N"],
+    group_offsets: Int32[Array, "G+B+1"],
 ) -> Float[Array, "M N"]:
     """The first one is the widest in, the second one the widest out."""
     return jaxops.modality_grouped_matmul(lhs, (wide, narrow), group_offsets)
@@ -105,14 +114,21 @@ def adaln(
 
 @typed
 def adaln_per_row(
-    x: Float[Array, "T D"], scale: Float[Array, "T D"], shift: Float[Array, "T D"], sequence_offsets: Int32[Array, " offsets"]
+    x: Float[Array, "T D"],
+    scale: Float[Array, "T D"],
+    shift: Float[Array, "T D"],
+    sequence_offsets: Int32[Array, " offsets"],
 ) -> Float[Array, "T D"]:
     return jaxops.adaln(x, scale, shift, sequence_offsets)
 
 
 @typed
 def gated_residual(
-    residual: Float[Array, "T D"], h: Float[Array, "T D"], gate: Float[Array, "B D"], sequence_offsets: Int32[Array, "B+1"] | None = None, **options
+    residual: Float[Array, "T D"],
+    h: Float[Array, "T D"],
+    gate: Float[Array, "B D"],
+    sequence_offsets: Int32[Array, "B+1"] | None = None,
+    **options,
 ) -> Float[Array, "T D"]:
     return jaxops.gated_residual(residual, h, gate, sequence_offsets, **options)
 
@@ -130,7 +146,9 @@ def gated_residual_adaln(
     bias: Float[Array, " D"] | None = None,
     **options,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    return jaxops.gated_residual_adaln(residual, h, gate, scale, shift, sequence_offsets, weight=weight, bias=bias, **options)
+    return jaxops.gated_residual_adaln(
+        residual, h, gate, scale, shift, sequence_offsets, weight=weight, bias=bias, **options
+    )
 
 
 @typed
@@ -172,19 +190,31 @@ def fp8_matmul_delayed(
 
 
 @typed
-def fp8_grouped_matmul(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_offsets: Int32[Array, "G+1"], **options) -> Float[Array, "M N"]:
+def fp8_grouped_matmul(
+    lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_offsets: Int32[Array, "G+1"], **options
+) -> Float[Array, "M N"]:
     return jaxops.fp8_grouped_matmul(lhs, rhs, group_offsets, **options)
 
 
 @typed
-def route(logits: Float[Array, "T E"], k: int, *, bias: Float32[Array, " E"] | None = None, **options) -> jaxops.Routing:
+def route(
+    logits: Float[Array, "T E"], k: int, *, bias: Float32[Array, " E"] | None = None, **options
+) -> jaxops.Routing:
     return jaxops.route(logits, k, bias=bias, **options)
 
 
 @typed
 def route_parts(
     logits: Float[Array, "T E"], places: Int[Array, "T k"], rows: Int[Array, " T*k"], **options
-) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"], Int32[Array, " T*k"], Int32[Array, "T k"], Int32[Array, " E+1"], Int32[Array, " E"], Float32[Array, ""]]:
+) -> tuple[
+    Float32[Array, "T k"],
+    Int32[Array, "T k"],
+    Int32[Array, " T*k"],
+    Int32[Array, "T k"],
+    Int32[Array, " E+1"],
+    Int32[Array, " E"],
+    Float32[Array, ""],
+]:
     """places, rows: as many as there are choices, of any values."""
     r = jaxops.route(logits, places.shape[1], **options)
     return r.weights, r.experts, r.row_indices, r.row_positions, r.group_offsets, r.load, r.aux_loss + r.z_loss
@@ -206,14 +236,23 @@ def combine(rows: Float[Array, "R D"], routing: jaxops.Routing, **options) -> Fl
 
 @typed
 def moe_mlp(
-    x: Float[Array, "T D"], w_gate: Float[Array, "E D F"], w_up: Float[Array, "E D F"], w_down: Float[Array, "E F N"], routing: jaxops.Routing, **options
+    x: Float[Array, "T D"],
+    w_gate: Float[Array, "E D F"],
+    w_up: Float[Array, "E D F"],
+    w_down: Float[Array, "E F N"],
+    routing: jaxops.Routing,
+    **options,
 ) -> Float[Array, "T N"]:
     return jaxops.moe_mlp(x, w_gate, w_up, w_down, routing, **options)
 
 
 @typed
 def permute_and_combine(
-    x: Float[Array, "T D"], weights: Float32[Array, "T k"], positions: Int32[Array, "T k"], indices: Int32[Array, " T*k"], **options
+    x: Float[Array, "T D"],
+    weights: Float32[Array, "T k"],
+    positions: Int32[Array, "T k"],
+    indices: Int32[Array, " T*k"],
+    **options,
 ) -> tuple[Float[Array, "T*k D"], Float32[Array, "T D"]]:
     routing = routing_of(weights, positions, indices, OFFSETS)
     rows = permute(x, routing, **options)
@@ -221,7 +260,9 @@ def permute_and_combine(
 
 
 @typed
-def update_router_bias(bias: Float32[Array, " E"], load: Int[Array, " E"] | Float[Array, " E"], rate: float) -> Float32[Array, " E"]:
+def update_router_bias(
+    bias: Float32[Array, " E"], load: Int[Array, " E"] | Float[Array, " E"], rate: float
+) -> Float32[Array, " E"]:
     return jaxops.update_router_bias(bias, load, rate)
 
 
@@ -231,7 +272,9 @@ def all_gather_matmul(x: Float[Array, "m K"], w: Float[Array, "K n"], axis_name:
 
 
 @typed
-def matmul_reduce_scatter(h: Float[Array, "M n"], w: Float[Array, "n K"], axis_name: str, **options) -> Float[Array, "_ K"]:
+def matmul_reduce_scatter(
+    h: Float[Array, "M n"], w: Float[Array, "n K"], axis_name: str, **options
+) -> Float[Array, "_ K"]:
     return jaxops.matmul_reduce_scatter(h, w, axis_name, **options)
 
 
@@ -264,7 +307,9 @@ VECTORS, VECTOR = jnp.ones((G, K)), jnp.ones(K)  # of two sequences, beside LHS 
 
 
 def test_every_public_function_of_arrays_has_a_signature():
-    assert set(SIGNATURES) == {name for name in jaxops.__all__ if not inspect.isclass(getattr(jaxops, name))} - {"bucket_length"}
+    assert set(SIGNATURES) == {name for name in jaxops.__all__ if not inspect.isclass(getattr(jaxops, name))} - {
+        "bucket_length"
+    }
     for name, signature in SIGNATURES.items():
         named = {p.name for p in inspect.signature(signature).parameters.values() if p.kind is not p.VAR_KEYWORD}
         assert named <= set(inspect.signature(getattr(jaxops, name)).parameters)
@@ -288,12 +333,27 @@ def test_right_shapes_pass(backend, dtype):
 
     # Traced, not run: shapes and dtypes are all that is looked at here.
     outs = jax.eval_shape(calls, *(x.astype(dtype) for x in (LHS, RHS, BIAS, DOUT)))
-    assert [out.dtype for out in outs] == [dtype, dtype, dtype, jnp.float32, jnp.float32, dtype, dtype, dtype, dtype, dtype]
+    assert [out.dtype for out in outs] == [
+        dtype,
+        dtype,
+        dtype,
+        jnp.float32,
+        jnp.float32,
+        dtype,
+        dtype,
+        dtype,
+        dtype,
+        dtype,
+    ]
 
 
 def test_right_shapes_across_devices_pass():
     for op in (all_gather_matmul, matmul_reduce_scatter):
-        assert jax.eval_shape(jax.vmap(lambda x, op=op: op(x, RHS[0], "i"), axis_name="i"), LHS[None]).shape == (1, M, N)
+        assert jax.eval_shape(jax.vmap(lambda x, op=op: op(x, RHS[0], "i"), axis_name="i"), LHS[None]).shape == (
+            1,
+            M,
+            N,
+        )
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
@@ -304,21 +364,34 @@ def test_right_shapes_of_rows_pass(backend, dtype):
             adaln(x, vectors[:1], vectors[:1], norm="rms", plan=RowPlan(backend)),
             adaln_per_row(x, x, x, OFFSETS),
             gated_residual(x, x, vectors, OFFSETS, backend=backend),
-            gated_residual_adaln(x, x, vectors, vectors, vectors, OFFSETS, weight=vector, out_dtype=jnp.float32, backend=backend),
+            gated_residual_adaln(
+                x, x, vectors, vectors, vectors, OFFSETS, weight=vector, out_dtype=jnp.float32, backend=backend
+            ),
         ]
 
     outs = jax.eval_shape(calls, *(x.astype(dtype) for x in (LHS, VECTORS, VECTOR)))
     assert [out.dtype for out in jax.tree.leaves(outs)] == [*[dtype] * 5, jnp.float32]
-    grads = jax.eval_shape(jax.grad(lambda x, scale: adaln(x, scale, VECTORS, OFFSETS, backend=backend).sum(), argnums=(0, 1)), LHS, VECTORS)
+    grads = jax.eval_shape(
+        jax.grad(lambda x, scale: adaln(x, scale, VECTORS, OFFSETS, backend=backend).sum(), argnums=(0, 1)),
+        LHS,
+        VECTORS,
+    )
     assert [g.shape for g in grads] == [(M, K), (G, K)]
 
 
 def test_right_shapes_of_quantised_tensors_pass():
     for scaling in ("tensorwise", "rowwise", "block_1x128", "block_128x128"):
         for x in (LHS, RHS):
-            assert jax.eval_shape(lambda x, scaling=scaling: dequantize(quantize(x, scaling=scaling, layouts="both")), x).shape == x.shape
+            assert (
+                jax.eval_shape(
+                    lambda x, scaling=scaling: dequantize(quantize(x, scaling=scaling, layouts="both")), x
+                ).shape
+                == x.shape
+            )
     jax.eval_shape(quantize_both, jnp.ones((300, 130)), jnp.ones((2, 3)))
-    jax.eval_shape(lambda x: quantize(x, group_offsets=OFFSETS, layouts="col", key=jnp.zeros(2, jnp.uint32)).values_t, LHS)
+    jax.eval_shape(
+        lambda x: quantize(x, group_offsets=OFFSETS, layouts="col", key=jnp.zeros(2, jnp.uint32)).values_t, LHS
+    )
     jax.eval_shape(lambda x: quantize(x, scaling="tensorwise", amax=jnp.float32(1)).values, LHS)
 
 
@@ -342,8 +415,14 @@ def test_right_shapes_of_fp8_products_pass(backend, dtype):
 @pytest.mark.parametrize(("backend", "dtype"), [("xla", jnp.float16), ("pallas", jnp.bfloat16)])
 def test_right_shapes_of_routings_pass(backend, dtype):
     def calls(logits, bias):
-        parts = route_parts(logits, jnp.zeros((M, 2), jnp.int32), jnp.zeros(2 * M, jnp.int32), capacity=2, backend=backend)
-        return parts, route(logits, 2, bias=bias, num_groups=3, top_groups=2, score="sigmoid", backend=backend).load, update_router_bias(bias, parts[5], 0.1)
+        parts = route_parts(
+            logits, jnp.zeros((M, 2), jnp.int32), jnp.zeros(2 * M, jnp.int32), capacity=2, backend=backend
+        )
+        return (
+            parts,
+            route(logits, 2, bias=bias, num_groups=3, top_groups=2, score="sigmoid", backend=backend).load,
+            update_router_bias(bias, parts[5], 0.1),
+        )
 
     logits = LHS.astype(dtype)
     jax.eval_shape(calls, logits, VECTOR)
@@ -359,7 +438,18 @@ def test_right_shapes_of_rows_of_experts_pass(backend, dtype):
 
     def experts(x, weights, w):
         routing = routing_of(weights, positions, indices, OFFSETS)
-        return moe_mlp(x, w, w, w.mT, routing, activation="gelu", save="nothing", out_dtype=jnp.float32, backend=backend, compute_dtype=dtype).sum()
+        return moe_mlp(
+            x,
+            w,
+            w,
+            w.mT,
+            routing,
+            activation="gelu",
+            save="nothing",
+            out_dtype=jnp.float32,
+            backend=backend,
+            compute_dtype=dtype,
+        ).sum()
 
     operands = (LHS.astype(dtype), weights, RHS)
     grads = jax.eval_shape(jax.grad(experts, argnums=(0, 1, 2)), *operands)
@@ -367,7 +457,9 @@ def test_right_shapes_of_rows_of_experts_pass(backend, dtype):
 
 
 def test_right_shapes_pass_under_transformations():
-    grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(LHS, RHS, BIAS)
+    grads = jax.jit(jax.grad(lambda *args: grouped_matmul(*args[:2], OFFSETS, bias=args[2]).sum(), argnums=(0, 1, 2)))(
+        LHS, RHS, BIAS
+    )
     assert [g.shape for g in grads] == [(M, K), (G, K, N), (G, N)]
     assert jax.vmap(lambda x: grouped_matmul(x, RHS, OFFSETS))(jnp.stack([LHS, LHS])).shape == (2, M, N)
 
@@ -402,7 +494,13 @@ def test_right_shapes_pass_under_transformations():
         lambda: permute(VECTOR, routing_of(VECTORS, SIZES, SIZES, OFFSETS)),
         lambda: permute_and_combine(LHS, jnp.ones((M, 2)), jnp.zeros((M, 2), jnp.int32), SIZES),
         lambda: permute_and_combine(LHS, jnp.ones((M, 1)), jnp.zeros((M, 2), jnp.int32), jnp.zeros(2 * M, jnp.int32)),
-        lambda: moe_mlp(LHS, RHS, RHS, RHS, routing_of(jnp.ones((M, 1)), jnp.zeros((M, 1), jnp.int32), jnp.zeros(M, jnp.int32), OFFSETS)),
+        lambda: moe_mlp(
+            LHS,
+            RHS,
+            RHS,
+            RHS,
+            routing_of(jnp.ones((M, 1)), jnp.zeros((M, 1), jnp.int32), jnp.zeros(M, jnp.int32), OFFSETS),
+        ),
         lambda: quantize(VECTOR),
         lambda: quantize(LHS, scaling="tensorwise", amax=VECTOR),
         lambda: quantize_both(jnp.ones((300, 130)), jnp.ones((3, 2))),

@@ -29,7 +29,9 @@ def test_examples(name):
 @pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(PYTREES)))
 def test_public_names_are_documented(name):
     public = PUBLIC[name]
-    texts = [public, public.__call__] if inspect.isclass(public) else [public]  # a layer says what its call takes and returns
+    texts = (
+        [public, public.__call__] if inspect.isclass(public) else [public]
+    )  # a layer says what its call takes and returns
     text = "\n".join(inspect.getdoc(x) for x in texts)
     for part in (">>> ", "Args:", "Returns:", "Raises:"):
         assert part in text, f"{name} has no {part!r}"
@@ -43,4 +45,6 @@ def test_public_pytrees_are_documented(name):
     text = inspect.getdoc(PYTREES[name])
     assert "Attributes:" in text
     for field in dataclasses.fields(PYTREES[name]):
-        assert re.search(rf"^ *(\w+, )*{field.name}(, \w+)*: ", text, re.MULTILINE), f"{name} does not explain {field.name}"
+        assert re.search(rf"^ *(\w+, )*{field.name}(, \w+)*: ", text, re.MULTILINE), (
+            f"{name} does not explain {field.name}"
+        )

@@ -65,7 +65,11 @@ def may_import(module: str, name: str) -> bool:
 
 
 def wrong_arrows(module: str, source: str) -> list[str]:
-    return sorted(name for name in imports_of(source) if inside(name, "jaxops", "models", "benchmarks", "tests") and not may_import(module, name))
+    return sorted(
+        name
+        for name in imports_of(source)
+        if inside(name, "jaxops", "models", "benchmarks", "tests") and not may_import(module, name)
+    )
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=module_of)
@@ -76,10 +80,14 @@ def test_arrows(file):
     if inside(module, "jaxops") and not inside(module, "jaxops.nn"):
         assert not [name for name in imports if inside(name, "flax")], "only jaxops.nn imports flax"
     if inside(module, "jaxops.ops") and not module.endswith(("_pallas", "_mosaic")):
-        assert not [name for name in imports if "pallas" in name and name.startswith("jax.")], "only a kernel's own file knows Pallas"
+        assert not [name for name in imports if "pallas" in name and name.startswith("jax.")], (
+            "only a kernel's own file knows Pallas"
+        )
     if not module.endswith("_triton"):
         allowed = inside(module, "benchmarks")  # peers and their versions
-        assert allowed or not [name for name in imports if inside(name, "triton", "jax_triton")], "only a kernel's own file knows jax-triton"
+        assert allowed or not [name for name in imports if inside(name, "triton", "jax_triton")], (
+            "only a kernel's own file knows jax-triton"
+        )
 
 
 @pytest.mark.parametrize(
@@ -101,10 +109,21 @@ def test_a_wrong_arrow_is_seen(module, source):
     assert wrong_arrows(module, source)
 
 
-@pytest.mark.parametrize("call", ["pass", "jax.eval_shape(jaxops.fp8_matmul, jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5)))"], ids=["import", "fp8-on-a-cpu"])
+@pytest.mark.parametrize(
+    "call",
+    ["pass", "jax.eval_shape(jaxops.fp8_matmul, jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5)))"],
+    ids=["import", "fp8-on-a-cpu"],
+)
 def test_import_jaxops_is_light(call):
     """Triton and jax-triton are loaded where a Hopper kernel is called, and only there; an op and Pallas where the op is first used."""
-    heavy = ["flax", "jax_triton", "triton", "typer", "optax", *(["jax.experimental.pallas", "jaxops.ops"] if call == "pass" else [])]
+    heavy = [
+        "flax",
+        "jax_triton",
+        "triton",
+        "typer",
+        "optax",
+        *(["jax.experimental.pallas", "jaxops.ops"] if call == "pass" else []),
+    ]
     assert printed(f"import sys, jax, jaxops; {call}; print([name for name in {heavy} if name in sys.modules])") == "[]"
 
 
@@ -119,11 +138,17 @@ def test_public_names_are_listed_once_for_people_and_once_for_python():
     """What type checkers see is what is imported."""
     tree = ast.parse((ROOT / "jaxops" / "__init__.py").read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {node.module: tuple(alias.name for alias in node.names) for node in block.body if isinstance(node, ast.ImportFrom)}
+    seen = {
+        node.module: tuple(alias.name for alias in node.names)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+    }
     assert seen == jaxops._MODULES
     assert sorted(name for names in seen.values() for name in names) == sorted(jaxops.__all__)
 
 
 def printed(code: str) -> str:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()

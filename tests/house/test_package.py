@@ -29,5 +29,7 @@ def test_make_without_a_target_lists_all():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.search(r"\.PHONY: (.*)", makefile)
     assert targets is not None
-    printed = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert [line.split()[1] for line in printed.splitlines()] == targets[1].split()

@@ -14,15 +14,31 @@ from models.presets import PRESETS, Preset
 
 EVERY = 2
 TOO_LONG_S = 60  # after which a test that went wrong ends
-MODEL = DecoderConfig(256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16, tie_embeddings=True)  # dense: experts take thrice as long to compile
-TINY = Preset(MODEL, context=16, batch=8, steps=5, learning_rate=1e-2, warmup_steps=1, eval_every=4, eval_windows=4, accumulate=2, ema=0.9)
+MODEL = DecoderConfig(
+    256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16, tie_embeddings=True
+)  # dense: experts take thrice as long to compile
+TINY = Preset(
+    MODEL,
+    context=16,
+    batch=8,
+    steps=5,
+    learning_rate=1e-2,
+    warmup_steps=1,
+    eval_every=4,
+    eval_windows=4,
+    accumulate=2,
+    ema=0.9,
+)
 
 
 def train(out: Path, backend: str = "xla", **options: Any) -> None:
     """The command but for the report and the sample."""
     PRESETS["tiny"] = TINY
     train_lm.plot_report = train_lm.write_sample = lambda *_: None
-    train_lm.main(**{"preset": "tiny", "data": [str(Path(__file__).parents[2] / "LICENSE")], "out": out, "backend": backend} | options)
+    train_lm.main(
+        **{"preset": "tiny", "data": [str(Path(__file__).parents[2] / "LICENSE")], "out": out, "backend": backend}
+        | options
+    )
 
 
 def main(process_id: str, coordinator: str, folder: str) -> None:
@@ -50,7 +66,9 @@ def main(process_id: str, coordinator: str, folder: str) -> None:
     if process_id == "0":
         sys.addaudithook(hold)
     train_lm.make_step = watched
-    train(Path(folder), mesh="fsdp=2", save_every=EVERY, coordinator=coordinator, processes=2, process_id=int(process_id))
+    train(
+        Path(folder), mesh="fsdp=2", save_every=EVERY, coordinator=coordinator, processes=2, process_id=int(process_id)
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def test_histories_of_delayed_scaling(tmp_path):
     """Compiles nothing: the state's shapes, filled with numbers."""
     preset = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, recipe="delayed"))
     rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 99, x.shape), x.dtype), jax.eval_shape(lambda: init_state(preset, 0)[1]))
+    state = jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(0, 99, x.shape), x.dtype), jax.eval_shape(lambda: init_state(preset, 0)[1])
+    )
     assert len(jax.tree.leaves(state.histories)) == 7
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, 2)
@@ -54,7 +56,10 @@ def test_an_empty_folder_starts_from_the_beginning(tmp_path):
         (arrays(bias=jnp.zeros(4)), r"params/bias is missing there and float32\[4\] here"),
         ({"step": jnp.int32(0)}, r"params/kernel is float32\[8, 4\] there and missing here"),
         ({**arrays(), "step": jnp.float32(0)}, r"step is int32\[\] there and float32\[\] here"),
-        (arrays(5, a=jnp.zeros(4), b=jnp.zeros(4), c=jnp.zeros(4)), r"params/a is.*params/b is.*params/c is missing there and float32\[4\] here, and 1 more"),
+        (
+            arrays(5, a=jnp.zeros(4), b=jnp.zeros(4), c=jnp.zeros(4)),
+            r"params/a is.*params/b is.*params/c is missing there and float32\[4\] here, and 1 more",
+        ),
     ],
     ids=["shape", "one more", "one less", "dtype", "many"],
 )
@@ -97,7 +102,13 @@ def test_onto_other_devices(tmp_path):
         with Checkpoints(tmp_path) as checkpoints:
             read, _ = checkpoints.start(like)
         assert_same_bits(read, saved)
-        jax.tree.map(lambda ours, wanted: np.testing.assert_equal(ours.sharding.is_equivalent_to(wanted.sharding, ours.ndim), True), read, like)
+        jax.tree.map(
+            lambda ours, wanted: np.testing.assert_equal(
+                ours.sharding.is_equivalent_to(wanted.sharding, ours.ndim), True
+            ),
+            read,
+            like,
+        )
 
 
 def saved(folder, *steps: int):
@@ -176,7 +187,10 @@ def test_all_are_damaged(tmp_path):
     saved(tmp_path, 2, 4)
     flip(data_file(tmp_path / "2"))
     os.truncate(data_file(tmp_path / "4"), 10)
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(typer.BadParameter, match=r"all checkpoints are damaged\. .*/4: .*; .*/2: .*Take another folder"):
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(typer.BadParameter, match=r"all checkpoints are damaged\. .*/4: .*; .*/2: .*Take another folder"),
+    ):
         checkpoints.start(arrays())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
 
@@ -187,7 +201,9 @@ def test_every_bit_counts():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.float8_e4m3fn):
         bits = rng.integers(0, 256, (3, 5, np.dtype(dtype).itemsize), np.uint8)
         changed = np.broadcast_to(bits, (bits.size, *bits.shape)).copy()
-        changed.reshape(bits.size, bits.size)[range(bits.size), range(bits.size)] ^= 1 << rng.integers(0, 8, bits.size).astype(np.uint8)
+        changed.reshape(bits.size, bits.size)[range(bits.size), range(bits.size)] ^= 1 << rng.integers(
+            0, 8, bits.size
+        ).astype(np.uint8)
         whole = [jnp.asarray(each.view(dtype)[..., 0]) for each in (bits, bits[::-1], *changed)]
         sums = checksums({str(i): array for i, array in enumerate(whole)})
         assert len(set(sums.values())) == len(whole), dtype

@@ -31,29 +31,75 @@ def test_mappings_are_overlaid():
 
 def test_assignments():
     given = assignments(
-        ["model.width=64", "learning_rate=1e-3", "model.rope_base=2.5e3", "model.recipe=null", "data=[a, b]", "model.width=32", "tokenizer=a=b"]
+        [
+            "model.width=64",
+            "learning_rate=1e-3",
+            "model.rope_base=2.5e3",
+            "model.recipe=null",
+            "data=[a, b]",
+            "model.width=32",
+            "tokenizer=a=b",
+        ]
     )
-    assert given == {"model": {"width": 32, "rope_base": 2500.0, "recipe": None}, "learning_rate": 1e-3, "data": ["a", "b"], "tokenizer": "a=b"}
+    assert given == {
+        "model": {"width": 32, "rope_base": 2500.0, "recipe": None},
+        "learning_rate": 1e-3,
+        "data": ["a", "b"],
+        "tokenizer": "a=b",
+    }
     for wrong in ("width", "=3", "width=[3"):
         with pytest.raises(ValueError, match="--set"):
             assignments([wrong])
 
 
 def test_each_goes_over_those_before(write):
-    file = write("steps: 7\nlearning_rate: 2e-3\nseed: 5\ncontext: 64\nmodel: {layers: 3, recipe: blockwise, backend: pallas}\ndata: [a.txt]\n")
-    options = {"set": ["seed=6", "context=32"], "seed": 8, "precision": "bfloat16", "data": ["b.txt", "c"], "no_pack": True}
+    file = write(
+        "steps: 7\nlearning_rate: 2e-3\nseed: 5\ncontext: 64\nmodel: {layers: 3, recipe: blockwise, backend: pallas}\ndata: [a.txt]\n"
+    )
+    options = {
+        "set": ["seed=6", "context=32"],
+        "seed": 8,
+        "precision": "bfloat16",
+        "data": ["b.txt", "c"],
+        "no_pack": True,
+    }
     chosen = train_lm.choose(LmOptions(preset="small", config=file, **options))
     small = PRESETS["small"]
-    changed = {"steps": 7, "learning_rate": 2e-3, "warmup_steps": 1, "seed": 8, "context": 32, "data": ("b.txt", "c"), "pack": False}
-    assert chosen == dataclasses.replace(small, model=dataclasses.replace(small.model, layers=3, backend="pallas", dtype="bfloat16"), **changed)
+    changed = {
+        "steps": 7,
+        "learning_rate": 2e-3,
+        "warmup_steps": 1,
+        "seed": 8,
+        "context": 32,
+        "data": ("b.txt", "c"),
+        "pack": False,
+    }
+    assert chosen == dataclasses.replace(
+        small, model=dataclasses.replace(small.model, layers=3, backend="pallas", dtype="bfloat16"), **changed
+    )
 
     file = write("width: 64\nrecipe: rowwise\nwarmup_steps: 50")
     image = train_dit.choose(DitOptions(config=file, steps=60, precision="fp8-blockwise", data="folder", backend="xla"))
-    changed = {"width": 64, "warmup_steps": 50, "steps": 60, "dtype": "bfloat16", "recipe": "blockwise", "data": "folder", "backend": "xla"}
+    changed = {
+        "width": 64,
+        "warmup_steps": 50,
+        "steps": 60,
+        "dtype": "bfloat16",
+        "recipe": "blockwise",
+        "data": "folder",
+        "backend": "xla",
+    }
     assert image == dataclasses.replace(DIT_PRESETS["demo"], **changed)
 
 
-@pytest.mark.parametrize("chosen", [PRESETS["medium"], dataclasses.replace(PRESETS["demo"], data=("a", "b"), learning_rate=1e-5), DIT_PRESETS["small"]])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        PRESETS["medium"],
+        dataclasses.replace(PRESETS["demo"], data=("a", "b"), learning_rate=1e-5),
+        DIT_PRESETS["small"],
+    ],
+)
 def test_what_is_written_is_read_back(chosen, tmp_path):
     config.write(chosen, tmp_path / "config.yaml")
     given = config.read(tmp_path / "config.yaml")
@@ -73,7 +119,10 @@ def test_what_is_written_is_read_back(chosen, tmp_path):
         ("steps: 0\nclip_norm: -1.0", r"^steps is 0: .*greater than 0; clip_norm is -1\.0: .*greater than 0$"),
         ("ema: 1.0", r"^ema is 1\.0: .*less than 1"),
         ("pack: maybe", r"^pack is 'maybe': "),
-        ("model: {backend: cuda, dtype: int8}", r"^model\.dtype is 'int8': .*'bfloat16'.*; model\.backend is 'cuda': .*'pallas'"),
+        (
+            "model: {backend: cuda, dtype: int8}",
+            r"^model\.dtype is 'int8': .*'bfloat16'.*; model\.backend is 'cuda': .*'pallas'",
+        ),
         ("model: {kv_heads: 3}", "heads must be a multiple of kv_heads"),
         ("model: {head_dim: 7}", "head_dim is 7"),
         ("model: {top_k: 9}", "top_k is 9 of 4 experts"),

@@ -31,7 +31,12 @@ def test_which_files_are_read(tmp_path):
     for name in ("b.txt", "a.md", "deep/c.py", "deep/er/d.jsonl", "no.bin", ".git/e.txt", ".f.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"text": name}))
-    assert [file.relative_to(tmp_path).as_posix() for file in text_files([tmp_path])] == ["a.md", "b.txt", "deep/c.py", "deep/er/d.jsonl"]
+    assert [file.relative_to(tmp_path).as_posix() for file in text_files([tmp_path])] == [
+        "a.md",
+        "b.txt",
+        "deep/c.py",
+        "deep/er/d.jsonl",
+    ]
     assert text_files([tmp_path / "no.bin", tmp_path / "b.txt"]) == [tmp_path / "no.bin", tmp_path / "b.txt"]
 
 
@@ -58,7 +63,9 @@ def test_documents(tmp_path):
 def test_what_is_no_text(content, says, tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "b.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"b\.txt is no text: .*{says}\. Convert it to UTF-8, leave it out, or pass --raw-bytes"):
+    with pytest.raises(
+        ValueError, match=rf"b\.txt is no text: .*{says}\. Convert it to UTF-8, leave it out, or pass --raw-bytes"
+    ):
         read_texts([tmp_path])
     assert read_texts([tmp_path], raw=True) == [b"fine", content]
     (tmp_path / "c.jsonl").write_text('{"text": "a\\u0000b"}')

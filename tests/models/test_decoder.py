@@ -16,7 +16,9 @@ from models.decoder import Decoder, DecoderConfig, document_starts, loss_fn, pos
 from models.packing import Batch
 from tests.compare import assert_close
 
-DENSE = DecoderConfig(vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla")
+DENSE = DecoderConfig(
+    vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla"
+)
 SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, policy=Policy())
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 17)), jnp.int32)
 
@@ -33,7 +35,9 @@ def logits_of(model: Decoder, tokens: jax.Array, documents: jax.Array | None = N
 
 def test_positions_start_again_with_each_document():
     documents = jnp.array([[4, 4, 4, 1, 1, 7], [0, 0, 0, 0, 0, 0], [1, 2, 1, 2, 2, 2]])
-    np.testing.assert_array_equal(positions_in(document_starts(documents)), [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
+    np.testing.assert_array_equal(
+        positions_in(document_starts(documents)), [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]]
+    )
 
 
 def test_packed_documents_are_as_if_each_came_alone():
@@ -44,7 +48,9 @@ def test_packed_documents_are_as_if_each_came_alone():
     for start, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
         # At the end of a row of zeros' length: one compilation for all lengths.
         alone = jnp.zeros((1, 17), jnp.int32).at[0, :length].set(TOKENS[0, start : start + length])
-        np.testing.assert_allclose(packed[start : start + length], logits_of(model_of(config), alone)[0, :length], atol=2e-5)
+        np.testing.assert_allclose(
+            packed[start : start + length], logits_of(model_of(config), alone)[0, :length], atol=2e-5
+        )
 
 
 def test_no_token_sees_a_later_one():
@@ -77,7 +83,9 @@ def test_fp8(unroll):
     model = nnx.merge(graphdef, nnx.state(plain, nnx.Param), histories)
     logits, wanted = logits_of(model, TOKENS), logits_of(plain, TOKENS)
     assert 1e-3 < np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < 0.2
-    written = [np.count_nonzero(np.asarray(leaf)[:, 0], axis=1) for leaf in jax.tree.leaves(nnx.state(model, AmaxHistory))]
+    written = [
+        np.count_nonzero(np.asarray(leaf)[:, 0], axis=1) for leaf in jax.tree.leaves(nnx.state(model, AmaxHistory))
+    ]
     assert len(written) == 4
     for layers in written:
         np.testing.assert_array_equal(layers, 1)
@@ -92,8 +100,12 @@ def test_blocks_keep_no_float32_copies_for_the_backward(config):
     """Of anything that is a vector a token, or a head's."""
     config = dataclasses.replace(config, dtype="bfloat16", layers=3)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    backward = jax.eval_shape(lambda state: jax.vjp(lambda state: nnx.merge(graphdef, state)(TOKENS)[0], state)[1], state)
-    stacked = [x for x in jax.tree.leaves(backward) if x.shape[:1] == (3,) and x.shape[-1] in (config.width, config.head_dim)]
+    backward = jax.eval_shape(
+        lambda state: jax.vjp(lambda state: nnx.merge(graphdef, state)(TOKENS)[0], state)[1], state
+    )
+    stacked = [
+        x for x in jax.tree.leaves(backward) if x.shape[:1] == (3,) and x.shape[-1] in (config.width, config.head_dim)
+    ]
     vectors = [x for x in stacked if x.size % (3 * TOKENS.size) == 0]
     assert len(vectors) > 5
     assert {str(x.dtype) for x in vectors} == {"bfloat16"}

@@ -18,5 +18,7 @@ def test_nobody_says_who_takes_part(monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)  # itself it only works before anything else
-    with pytest.raises(typer.BadParameter, match=r"coordinator_address should be defined.*write --coordinator HOST:PORT"):
+    with pytest.raises(
+        typer.BadParameter, match=r"coordinator_address should be defined.*write --coordinator HOST:PORT"
+    ):
         initialize()

@@ -63,7 +63,9 @@ def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole
             train(tmp_path, save_every=EVERY)
     assert caught.value.exit_code == 128 + number
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line == (f"Stopped by {number.name}. The checkpoint of step 3 is kept; go on with: python -m models.train lm --out 'a folder' --resume")
+    assert line == (
+        f"Stopped by {number.name}. The checkpoint of step 3 is kept; go on with: python -m models.train lm --out 'a folder' --resume"
+    )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
     assert [signal.getsignal(which) for which in ending.SIGNALS] == before
     train(tmp_path, save_every=EVERY, resume=True)
@@ -75,7 +77,10 @@ def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_lm, "make_step", at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     with pytest.raises(typer.Exit):
         train(tmp_path)
-    assert capsys.readouterr().out.splitlines()[-1] == "Stopped by SIGTERM. Nothing was saved: with --save-every N a run writes checkpoints."
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "Stopped by SIGTERM. Nothing was saved: with --save-every N a run writes checkpoints."
+    )
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["time is up", "a second signal"])
@@ -91,7 +96,9 @@ with StopSignals({60 if second else 0.1}, lambda number: f"last words of {{numbe
     threading.Event().wait(60)
 """
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr) == (143, "last words of 15\n")
 
 
@@ -116,7 +123,9 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
 
 def test_what_is_a_full_disk():
     assert ending.is_full(OSError(errno.ENOSPC, "x"))
-    assert ending.is_full(ValueError('RESOURCE_EXHAUSTED: Error writing "a": Failed writing: [OS error 28: No space left on device]'))
+    assert ending.is_full(
+        ValueError('RESOURCE_EXHAUSTED: Error writing "a": Failed writing: [OS error 28: No space left on device]')
+    )
     assert not ending.is_full(OSError(errno.ENOENT, "x"))
     try:
         try:

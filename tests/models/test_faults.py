@@ -34,7 +34,11 @@ def test_a_hundred(whole):
 
 def test_a_checksum_that_says_always_the_same_is_seen(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "checksums", lambda arrays: dict.fromkeys(arrays, 0))
-    monkeypatch.setattr(checkpoints.Checkpoints, "_metadata", lambda self, step: {checkpoints.CHECKSUMS: dict.fromkeys(faults.state_of(0), 0)})
+    monkeypatch.setattr(
+        checkpoints.Checkpoints,
+        "_metadata",
+        lambda self, step: {checkpoints.CHECKSUMS: dict.fromkeys(faults.state_of(0), 0)},
+    )
     arrays = max((whole / "checkpoints" / "6").rglob("*"), key=lambda path: path.is_file() * path.stat().st_size)
     wrong = 0
     for number, place in enumerate(range(100, 4000, 500)):

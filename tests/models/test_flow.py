@@ -24,7 +24,9 @@ class Stub:
 
     def __call__(self, tokens, time, labels, sequence_offsets, grids):
         self.seen = tokens, time, labels
-        row = jnp.clip(jnp.searchsorted(sequence_offsets, jnp.arange(tokens.shape[0]), side="right") - 1, 0, len(labels) - 1)
+        row = jnp.clip(
+            jnp.searchsorted(sequence_offsets, jnp.arange(tokens.shape[0]), side="right") - 1, 0, len(labels) - 1
+        )
         return self.velocity(tokens, time[row][:, None], labels[row][:, None])
 
 
@@ -35,7 +37,12 @@ def test_what_is_trained_on():
     end, T = offsets[-1], offsets[-1] + rows
     images = rng.uniform(-1, 1, (T, 4)).astype(np.float32)
     images[end:] = 1e3
-    batch = Batch(jnp.asarray(images), jnp.asarray(offsets), jnp.ones((B, 2), jnp.int32), jnp.asarray(rng.integers(0, CLASSES, B), jnp.int32))
+    batch = Batch(
+        jnp.asarray(images),
+        jnp.asarray(offsets),
+        jnp.ones((B, 2), jnp.int32),
+        jnp.asarray(rng.integers(0, CLASSES, B), jnp.int32),
+    )
     model = Stub(lambda tokens, time, labels: 0.5 * tokens + time - 0.1 * labels)
     loss, *seen = jax.jit(lambda batch: (loss_fn(model, batch, jax.random.key(1)), *model.seen))(batch)
     tokens, time, labels = map(np.asarray, seen)
@@ -50,7 +57,9 @@ def test_what_is_trained_on():
         moments = [np.mean(values**power) for power in (1, 2, 4)]
         np.testing.assert_allclose(moments, [0, 1, 3], atol=12 / np.sqrt(len(values)) * 1.2, err_msg=name)
     per_image = np.add.reduceat(noise[:, 0], offsets[:-1])
-    assert np.abs(np.corrcoef([logits, per_image, labels])[np.triu_indices(3, 1)]).max() < 0.1, "drawn with keys of their own"
+    assert np.abs(np.corrcoef([logits, per_image, labels])[np.triu_indices(3, 1)]).max() < 0.1, (
+        "drawn with keys of their own"
+    )
     dropped = labels == CLASSES
     assert 0.07 < dropped.mean() < 0.13
     np.testing.assert_array_equal(labels[~dropped], np.asarray(batch.labels)[~dropped])
@@ -82,7 +91,9 @@ def test_steps_are_heuns():
 def test_an_image_is_found_again():
     """The velocity that the loss teaches for a single image leads the sampler from any noise to that image."""
     image = np.linspace(-1, 1, 14, dtype=np.float32).reshape(7, 2)
-    towards = lambda tokens, time, labels: (tokens - image) / jnp.maximum(time, 1e-3)  # x at t is (1 - t) image + t noise: noise - image of it
+    towards = lambda tokens, time, labels: (
+        (tokens - image) / jnp.maximum(time, 1e-3)
+    )  # x at t is (1 - t) image + t noise: noise - image of it
     _, out = drawn(towards, 64, 1.0)
     assert np.abs(out - image).max() < 0.05
 
@@ -93,7 +104,9 @@ def test_waves():
     np.testing.assert_allclose(found, [[0, 0, 0, 1, 1, 1], [*np.sin(angles), *np.cos(angles)]], rtol=1e-5, atol=1e-6)
 
 
-def plain_dit(params: dict, config: DiTConfig, tokens: np.ndarray, time: float, label: int, grid: tuple[int, int]) -> np.ndarray:
+def plain_dit(
+    params: dict, config: DiTConfig, tokens: np.ndarray, time: float, label: int, grid: tuple[int, int]
+) -> np.ndarray:
     """Of one image, in float64: Peebles & Xie's transformer, with adaLN-Zero."""
     width = config.width
     dense = lambda p, x: x @ p["kernel"] + p["bias"]
@@ -114,10 +127,15 @@ def plain_dit(params: dict, config: DiTConfig, tokens: np.ndarray, time: float, 
         return dense(p["out"], (scores / scores.sum(axis=2, keepdims=True) @ v).transpose(1, 0, 2).reshape(-1, width))
 
     steps = params["time"]["layers"]
-    cond = dense(steps[2], silu(dense(steps[0], encode(1000 * time, width, 60_000.0)))) + params["label"]["embedding"][label]
+    cond = (
+        dense(steps[2], silu(dense(steps[0], encode(1000 * time, width, 60_000.0))))
+        + params["label"]["embedding"][label]
+    )
     rows, columns = grid
     places = [(r, c, rows - 1 - r, columns - 1 - c) for r in range(rows) for c in range(columns)]
-    x = dense(params["enter"], tokens) + np.array([np.concatenate([encode(edge, width // 4, 100.0) for edge in place]) for place in places])
+    x = dense(params["enter"], tokens) + np.array(
+        [np.concatenate([encode(edge, width // 4, 100.0) for edge in place]) for place in places]
+    )
     for i in range(config.layers):
         p = jax.tree.map(lambda stack, i=i: stack[i], params["blocks"])
         scale1, shift1, gate1, scale2, shift2, gate2 = np.split(dense(p["modulation"], silu(cond)), 6)
@@ -142,4 +160,6 @@ def test_the_transformer():
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
         wanted = plain_dit(params, config, tokens[start:end].astype(np.float64), times[i], labels[i], grids[i])
-        assert_close(out[start:end], wanted, "float32", f"image {i}", scale=30)  # of an angle of 1000 t float32 has three digits less
+        assert_close(
+            out[start:end], wanted, "float32", f"image {i}", scale=30
+        )  # of an angle of 1000 t float32 has three digits less

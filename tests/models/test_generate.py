@@ -16,7 +16,9 @@ from models.decoder import Decoder, DecoderConfig
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")
-BYTES = DecoderConfig(vocab=256, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=16, experts=3, top_k=2, tie_embeddings=True)
+BYTES = DecoderConfig(
+    vocab=256, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=16, experts=3, top_k=2, tie_embeddings=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,10 @@ def test_what_is_said_before_anything_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(generate.hf, "load", lambda *_, **__: pytest.fail("it is loaded"))
     with pytest.raises(typer.BadParameter, match="'foo' is not one of float32, bfloat16, float16"):
         generate.main(folder, ["a"], dtype="foo")
-    with pytest.raises(typer.BadParameter, match=r"20,000 tokens and --length is 64: more than the limit of 8,192 together.*pass --limit 20064: .* \d+\.\d GB"):
+    with pytest.raises(
+        typer.BadParameter,
+        match=r"20,000 tokens and --length is 64: more than the limit of 8,192 together.*pass --limit 20064: .* \d+\.\d GB",
+    ):
         generate.main(folder, ["a", "a" * 20_000])
     with pytest.raises(typer.BadParameter, match="a prompt has no tokens"):
         generate.main(folder, [""])

@@ -34,7 +34,11 @@ def loss_and_gradients(model: Decoder, tokens: jax.Array):
 
 
 def stored(folder: pathlib.Path) -> dict[str, jax.Array]:
-    return {name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in safetensors.flax.load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("model*.safetensors"))
+        for name, tensor in safetensors.flax.load_file(file).items()
+    }
 
 
 def test_all_architectures_are_compared():
@@ -65,7 +69,12 @@ def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_
     architecture, model = hf.load(DATA / name)
     hf.save(tmp_path, architecture, model, max_bytes=max_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
-    assert subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
     assert (len(files) > 3) == (max_bytes == 4000)
     before, after = stored(DATA / name), stored(tmp_path)
     assert set(before) == set(after)
@@ -89,7 +98,11 @@ def test_bfloat16(tmp_path):
     assert {tensor.dtype for tensor in stored(tmp_path).values()} == {jnp.dtype("bfloat16")}
     _, rounded = hf.load(tmp_path, dtype="bfloat16")
     assert rounded.config.dtype == "bfloat16"
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16).astype(jnp.float32)), nnx.state(rounded), nnx.state(model))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16).astype(jnp.float32)),
+        nnx.state(rounded),
+        nnx.state(model),
+    )
 
 
 def changed(tmp_path: pathlib.Path, name: str = "mixtral", tensors=None, **config) -> pathlib.Path:
@@ -101,7 +114,9 @@ def changed(tmp_path: pathlib.Path, name: str = "mixtral", tensors=None, **confi
         tensors(found)
         safetensors.flax.save_file(found, folder / "model.safetensors")
     said = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if config.get(key, value) is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in said.items() if config.get(key, value) is not None})
+    )
     return folder
 
 
@@ -151,7 +166,9 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
             assert str(folder) in refused
             assert len(refused.splitlines()) == 1
         else:
-            assert isinstance(expected, list), f"{said} is {expected} in transformers, and read here as {hf.read_config(folder)}"
+            assert isinstance(expected, list), (
+                f"{said} is {expected} in transformers, and read here as {hf.read_config(folder)}"
+            )
             model = hf.load(folder, backend="xla")[1]
             np.testing.assert_allclose(model(tokens)[0][0, -1], expected, atol=1e-4, rtol=0, err_msg=said)
             computed += 1
@@ -161,7 +178,12 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
 
 def test_defaults_are_of_the_model_type():
     """Those that the small checkpoints' shapes do not let through."""
-    assert (hf_config.Qwen3().head_dim, hf_config.Qwen3().vocab_size, hf_config.Mixtral().num_experts, hf_config.Qwen3Moe().num_experts) == (
+    assert (
+        hf_config.Qwen3().head_dim,
+        hf_config.Qwen3().vocab_size,
+        hf_config.Mixtral().num_experts,
+        hf_config.Qwen3Moe().num_experts,
+    ) == (
         128,
         151_936,
         8,
@@ -183,7 +205,10 @@ def test_missing_files(tmp_path):
 
 def test_saving_as_another_architecture(tmp_path):
     _, model = hf.load(DATA / "qwen3")
-    with pytest.raises(ValueError, match=r"no LlamaForCausalLM: they differ in blocks\.attention\.k_norm\.scale, blocks\.attention\.q_norm\.scale"):
+    with pytest.raises(
+        ValueError,
+        match=r"no LlamaForCausalLM: they differ in blocks\.attention\.k_norm\.scale, blocks\.attention\.q_norm\.scale",
+    ):
         hf.save(tmp_path, "LlamaForCausalLM", model)
     with pytest.raises(ValueError, match="write one of LlamaForCausalLM"):
         hf.save(tmp_path, "Llama", model)
@@ -227,9 +252,18 @@ def put(name: str, value):
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
-        (put("model.norm.weight", jnp.full(16, jnp.nan)), "model.norm.weight in model.safetensors has a NaN or an infinity"),
-        (put("model.norm.weight", jnp.ones(16).at[3].set(-jnp.inf)), "model.norm.weight in model.safetensors has a NaN or an infinity"),
-        (put("model.norm.weight", jnp.ones(16, jnp.float8_e4m3fn)), "model.norm.weight in model.safetensors is F8_E4M3; only F32, F16, BF16 are read"),
+        (
+            put("model.norm.weight", jnp.full(16, jnp.nan)),
+            "model.norm.weight in model.safetensors has a NaN or an infinity",
+        ),
+        (
+            put("model.norm.weight", jnp.ones(16).at[3].set(-jnp.inf)),
+            "model.norm.weight in model.safetensors has a NaN or an infinity",
+        ),
+        (
+            put("model.norm.weight", jnp.ones(16, jnp.float8_e4m3fn)),
+            "model.norm.weight in model.safetensors is F8_E4M3; only F32, F16, BF16 are read",
+        ),
         (put("model.norm.weight", jnp.ones(16, jnp.int8)), "model.norm.weight in model.safetensors is I8; only"),
     ],
     ids=["nan", "infinity", "float8", "int8"],
@@ -257,7 +291,9 @@ def test_what_transformers_reads_beside_the_parameters(tmp_path):
     for number, change in enumerate((frequencies, head)):
         _, model = hf.load(changed(tmp_path / str(number), "llama_odd_tied", change))
         jax.tree.map(np.testing.assert_array_equal, nnx.state(model), wanted)
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight, and config\.json ties them"):
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight, and config\.json ties them"
+    ):
         hf.load(changed(tmp_path / "other", "llama_odd_tied", put("lm_head.weight", jnp.ones((29, 15)))))
 
 
@@ -266,7 +302,12 @@ def test_what_we_wrote_is_verified(name, tmp_path):
     """One bit, wherever it is."""
     architecture, model = hf.load(DATA / "llama")
     hf.save(tmp_path, architecture, model, beside={"tokenizer.json": "{}"})
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "SHA256SUMS",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     content = bytearray((tmp_path / name).read_bytes())
     content[len(content) // 2] ^= 4
     (tmp_path / name).write_bytes(content)

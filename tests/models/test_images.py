@@ -40,7 +40,11 @@ def images_of(grids) -> Images:
 
 def images_in(batch) -> list[np.ndarray]:
     spans = itertools.pairwise(batch.sequence_offsets)
-    return [unpatchify(batch.tokens[start:end], grid, PATCH) for (start, end), grid in zip(spans, batch.grids, strict=True) if start < end]
+    return [
+        unpatchify(batch.tokens[start:end], grid, PATCH)
+        for (start, end), grid in zip(spans, batch.grids, strict=True)
+        if start < end
+    ]
 
 
 @given(sizes)
@@ -84,14 +88,18 @@ def test_an_endless_run_fills_its_batches_and_shows_all_images():
     assert np.mean([batch.counted() / 64 for batch in batches]) > 0.97
     seen = Counter(int(label) for batch in batches for label in batch.labels[: len(images_in(batch))])
     assert len(seen) == 100
-    assert min(seen.values()) > 0.5 * max(seen.values())  # what comes after an epoch's last full batch waits: other images in each
+    assert min(seen.values()) > 0.5 * max(
+        seen.values()
+    )  # what comes after an epoch's last full batch waits: other images in each
 
 
 def test_no_image_comes_twice_in_an_epoch():
     images = images_of(np.random.default_rng(0).integers(1, 5, (100, 2)))
     steps = sum(token_counts(images, PATCH)) // 64
     for epoch in range(2):
-        batches = micro_batches(image_batches(images, PATCH, 64, 20, 1, seed=0), range(epoch * steps, (epoch + 1) * steps))
+        batches = micro_batches(
+            image_batches(images, PATCH, 64, 20, 1, seed=0), range(epoch * steps, (epoch + 1) * steps)
+        )
         seen = [int(label) for batch in batches for label in batch.labels[: len(images_in(batch))]]
         assert len(seen) == len(set(seen)) > 90
 
@@ -154,7 +162,10 @@ def test_digits_are_held_out_whole(monkeypatch):
     np.testing.assert_array_equal(data.train.labels, np.repeat(labels[~held], 12))
     np.testing.assert_array_equal(data.heldout.labels, labels[held])
     for images, of in ((data.train, np.repeat(originals[~held], 12, axis=0)), (data.heldout, originals[held])):
-        small = [np.asarray(Image.fromarray(image[..., 0]).resize((8, 8), Image.Resampling.BOX), float) for image in images.pixels]
+        small = [
+            np.asarray(Image.fromarray(image[..., 0]).resize((8, 8), Image.Resampling.BOX), float)
+            for image in images.pixels
+        ]
         alike = [np.corrcoef(image.ravel(), original.ravel())[0, 1] for image, original in zip(small, of, strict=True)]
         assert np.mean(alike) > 0.8
 
@@ -167,7 +178,9 @@ def test_photos_are_held_out_by_their_right_hand_fifth(monkeypatch):
     data = DATA_SETS["photos"](0)
     for images, low, high in ((data.train, 0.0, 0.8), (data.heldout, 0.8, 1.0)):
         for label, brightest in ((0, 250), (1, 50)):
-            pixels = np.concatenate([image.ravel() for image, of in zip(images.pixels, images.labels, strict=True) if of == label])
+            pixels = np.concatenate(
+                [image.ravel() for image, of in zip(images.pixels, images.labels, strict=True) if of == label]
+            )
             assert low * brightest - 2 <= pixels.min() <= (low + 0.05) * brightest
             assert (high - 0.05) * brightest <= pixels.max() <= high * brightest + 2
 

@@ -34,7 +34,10 @@ def _tiny():
 
 
 def lines_of(out: Path) -> list[dict]:
-    return [{key: value for key, value in json.loads(line).items() if key != "tokens_per_s"} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in json.loads(line).items() if key != "tokens_per_s"}
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def state_of(out: Path, step: int) -> dict[str, jax.Array]:
@@ -42,7 +45,9 @@ def state_of(out: Path, step: int) -> dict[str, jax.Array]:
     folder, here = out.resolve() / "checkpoints" / str(step), SingleDeviceSharding(jax.devices()[0])
     with ocp.StandardCheckpointer() as reader:
         saved = reader.metadata(folder).item_metadata.tree
-        return reader.restore(folder, {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in saved.items()})
+        return reader.restore(
+            folder, {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in saved.items()}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,9 @@ def test_a_run_goes_on_to_the_same_bits(whole, tmp_path):
     train(out, save_every=EVERY, resume=True)
     assert lines_of(out) == lines_of(whole)
     jax.tree.map(np.testing.assert_array_equal, state_of(out, 5), state_of(whole, 5))
-    assert (out / "checkpoint-hf" / "model.safetensors").read_bytes() == (whole / "checkpoint-hf" / "model.safetensors").read_bytes()
+    assert (out / "checkpoint-hf" / "model.safetensors").read_bytes() == (
+        whole / "checkpoint-hf" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_run_that_has_ended_and_is_not_the_first_process_writes_nothing(whole, tmp_path, monkeypatch):
@@ -86,20 +93,28 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
         free.bind(("localhost", 0))
         command = [sys.executable, "-m", "tests.models.interrupted_run"]
         address = f"localhost:{free.getsockname()[1]}"
-    start = lambda i: subprocess.Popen([*command, str(i), address, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    start = lambda i: subprocess.Popen(
+        [*command, str(i), address, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     with start(0) as first, start(1) as second:
         assert first.stdout is not None
         assert second.stdout is not None
         writing = any(line == "writing\n" for line in first.stdout)
         for process in (first, second):
             process.send_signal(signal.SIGKILL)
-        printed = [line for line in second.stdout if not line.startswith("[Gloo]")]  # XLA's collectives say who has connected
+        printed = [
+            line for line in second.stdout if not line.startswith("[Gloo]")
+        ]  # XLA's collectives say who has connected
     assert writing
     assert printed == []
     assert [process.returncode for process in (first, second)] == 2 * [-signal.SIGKILL]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4.orbax-checkpoint-tmp"}
     assert any((tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp").rglob("*.ocdbt")), "the write had begun"
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6), state_of(tmp_path, 2), state_of(whole, 2))
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6),
+        state_of(tmp_path, 2),
+        state_of(whole, 2),
+    )
 
     train(tmp_path, save_every=EVERY, resume=True, mesh="data=2,fsdp=2")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "5"]
@@ -135,7 +150,11 @@ def test_other_data(whole, tmp_path):
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     sums = json.loads((out / "data.json").read_text())
     (name,) = sums
-    for changed, says in (({name: 1}, f"{name} has changed"), ({}, f"{name} is new"), ({**sums, "gone.txt": 7}, "gone.txt is missing")):
+    for changed, says in (
+        ({name: 1}, f"{name} has changed"),
+        ({}, f"{name} is new"),
+        ({**sums, "gone.txt": 7}, "gone.txt is missing"),
+    ):
         (out / "data.json").write_text(json.dumps(changed))
         with pytest.raises(typer.BadParameter, match=f"not what the run began with: {re.escape(says)}.*or remove"):
             train(out, save_every=EVERY, resume=True)
@@ -144,7 +163,11 @@ def test_other_data(whole, tmp_path):
         train(out, save_every=EVERY, resume=True)
 
 
-@pytest.mark.parametrize("damage", [lambda text: text.replace("0.01", "0.02"), lambda text: text[:100], lambda text: ""], ids=["changed", "cut", "empty"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda text: text.replace("0.01", "0.02"), lambda text: text[:100], lambda text: ""],
+    ids=["changed", "cut", "empty"],
+)
 def test_a_damaged_config(damage, whole, tmp_path):
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     text = (out / "config.yaml").read_text()

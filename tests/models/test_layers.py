@@ -25,7 +25,10 @@ def test_nothing_moves(policy):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")
 def test_a_cpu_has_one_memory():
-    assert remark(OFFLOADED) == "offload: carry, attention to the host's memory, which is this machine's only one: nothing moves\n"
+    assert (
+        remark(OFFLOADED)
+        == "offload: carry, attention to the host's memory, which is this machine's only one: nothing moves\n"
+    )
     assert options_for(OFFLOADED) == {}
 
 
@@ -34,11 +37,18 @@ def gradients_by(**how):
     """Of a diffusion transformer of two layers, whose gates do not begin at zero: whether there is a loop over them, loss and gradients."""
     config = DiTConfig(2, 16, 2, token=4, classes=3, longest=9, backend="xla")
     grids = jnp.array([[2, 3], [3, 3], [0, 0]], jnp.int32)
-    batch = Batch(jax.random.normal(jax.random.key(1), (18, 4)), jnp.array([0, 6, 15, 15], jnp.int32), grids, jnp.array([0, 2, 1], jnp.int32))
+    batch = Batch(
+        jax.random.normal(jax.random.key(1), (18, 4)),
+        jnp.array([0, 6, 15, 15], jnp.int32),
+        grids,
+        jnp.array([0, 2, 1], jnp.int32),
+    )
     _, params, rest = nnx.split(nnx.jit(lambda: DiT(config, rngs=nnx.Rngs(0)))(), nnx.Param, ...)
     params = jax.tree.map(lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
     made = nnx.split(nnx.eval_shape(lambda: DiT(dataclasses.replace(config, **how), rngs=nnx.Rngs(0))))[0]
-    traced = jax.jit(jax.value_and_grad(lambda params: loss_fn(nnx.merge(made, params, rest), batch, jax.random.key(2)))).trace(params)
+    traced = jax.jit(
+        jax.value_and_grad(lambda params: loss_fn(nnx.merge(made, params, rest), batch, jax.random.key(2)))
+    ).trace(params)
     return "length=2" in str(traced.jaxpr), jax.tree.leaves(traced.lower().compile()(params))
 
 

@@ -18,12 +18,27 @@ from models import train_lm
 from models.data import split
 from models.decoder import Decoder
 from models.dit import DiT, DiTConfig
-from models.loop import Measured, Run, Training, init_state, kept, make_evaluate, make_learning_rate, make_optimizer, make_step, place, prefetched, run_steps
+from models.loop import (
+    Measured,
+    Run,
+    Training,
+    init_state,
+    kept,
+    make_evaluate,
+    make_learning_rate,
+    make_optimizer,
+    make_step,
+    place,
+    prefetched,
+    run_steps,
+)
 from models.packing import Documents
 from models.presets import Preset, of_bytes
 from models.report import MetricsLog, plot_report
 
-DENSE = dataclasses.replace(of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla")
+DENSE = dataclasses.replace(
+    of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla"
+)
 TINY = Preset(DENSE, context=32, batch=4, steps=6, learning_rate=1e-2, warmup_steps=2, eval_every=3, eval_windows=8)
 
 
@@ -43,10 +58,18 @@ def first_step(preset: Preset, batch, state=None):
 def test_micro_batches_add_up_to_the_batch():
     """Rows of unequal fill: each token counts alike, whichever micro-batch it is in."""
     rows = train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN)
-    whole, parts = (train_lm.make_batches(dataclasses.replace(TINY, accumulate=count), UNEVEN, rows)(0) for count in (1, 4))
+    whole, parts = (
+        train_lm.make_batches(dataclasses.replace(TINY, accumulate=count), UNEVEN, rows)(0) for count in (1, 4)
+    )
     assert (whole.tokens.shape, parts.tokens.shape) == ((1, 4, 32), (4, 1, 32))
-    assert len({int(micro.counted()) for micro in (parts._replace(documents=documents) for documents in parts.documents)}) > 1
-    (one, metrics), (other, summed) = first_step(TINY, whole), first_step(dataclasses.replace(TINY, accumulate=4), parts)
+    assert (
+        len({int(micro.counted()) for micro in (parts._replace(documents=documents) for documents in parts.documents)})
+        > 1
+    )
+    (one, metrics), (other, summed) = (
+        first_step(TINY, whole),
+        first_step(dataclasses.replace(TINY, accumulate=4), parts),
+    )
     for name in ("loss", "gradient_norm", "fill", "tokens"):
         np.testing.assert_allclose(getattr(summed, name), getattr(metrics, name), rtol=1e-5, err_msg=name)
     moments = lambda state: [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
@@ -68,7 +91,9 @@ def test_matrices_are_decayed_and_nothing_else(model, kept):
     """By what the optimizer does to parameters without a gradient."""
     params = jax.tree.map(lambda p: np.ones(p.shape, np.float32), nnx.state(nnx.eval_shape(model), nnx.Param))
     optimizer = make_optimizer(dataclasses.replace(TINY, warmup_steps=0))
-    updates = jax.jit(lambda params: optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0])(params)
+    updates = jax.jit(
+        lambda params: optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
+    )(params)
     decayed = {True: set(), False: set()}
     for path, update in jax.tree.leaves_with_path(updates):
         decayed[bool(jnp.all(update < 0))].add(jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-2])
@@ -78,11 +103,15 @@ def test_matrices_are_decayed_and_nothing_else(model, kept):
 
 def test_padding_and_the_ends_of_documents_are_not_learned():
     """What stands in padding reaches neither loss nor gradient."""
-    batch = train_lm.make_batches(TINY, UNEVEN, train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN))(0)
+    batch = train_lm.make_batches(
+        TINY, UNEVEN, train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN)
+    )(0)
     outside = batch.documents < 0
     assert outside.any()
     noise = np.random.default_rng(2).integers(0, 256, batch.tokens.shape, dtype=np.uint8)
-    spoiled = batch._replace(tokens=np.where(outside, noise, batch.tokens), targets=np.where(outside, noise, batch.targets))
+    spoiled = batch._replace(
+        tokens=np.where(outside, noise, batch.tokens), targets=np.where(outside, noise, batch.targets)
+    )
     (_, plain), (_, other) = first_step(TINY, batch), first_step(TINY, spoiled)
     np.testing.assert_allclose(plain.loss, other.loss, rtol=1e-6)
     np.testing.assert_allclose(plain.gradient_norm, other.gradient_norm, rtol=1e-5)
@@ -147,10 +176,19 @@ def toy_objective(model, batch, key):
 def toy():
     schedule = dataclasses.replace(TINY, steps=23, learning_rate=0.2, eval_every=10, ema=0.9, weight_decay=0.0)
     graphdef, _, _ = nnx.split(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
-    heldout, evaluate, key = place(Line(np.ones((1, 4), np.float32))), make_evaluate(graphdef, toy_objective), jax.random.key(0)
+    heldout, evaluate, key = (
+        place(Line(np.ones((1, 4), np.float32))),
+        make_evaluate(graphdef, toy_objective),
+        jax.random.key(0),
+    )
     batches = lambda step: Line(np.random.default_rng(step).normal(size=(1, 4)).astype(np.float32))
     training = Training(
-        schedule, make_step(graphdef, schedule, toy_objective), lambda state: evaluate(kept(state), state.histories, heldout, key), batches, key, "nats"
+        schedule,
+        make_step(graphdef, schedule, toy_objective),
+        lambda state: evaluate(kept(state), state.histories, heldout, key),
+        batches,
+        key,
+        "nats",
     )
     return Toy(training, graphdef, schedule)
 
@@ -168,7 +206,12 @@ def test_a_run_that_is_taken_up_again_is_the_same(toy, tmp_path):
         lines.write('{"step": 15, "loss": 77.0}\n')  # of a step after the last checkpoint, which is done again
     other, again = run_steps(toy.training, half, Run(tmp_path / "half", console))
     jax.tree.map(np.testing.assert_array_equal, whole, other)
-    assert [row["loss"] for row in lines_of(tmp_path / "whole")] == [row["loss"] for row in lines_of(tmp_path / "half")] == history.loss == again.loss
+    assert (
+        [row["loss"] for row in lines_of(tmp_path / "whole")]
+        == [row["loss"] for row in lines_of(tmp_path / "half")]
+        == history.loss
+        == again.loss
+    )
     assert len(history.loss) == 23
     assert (len(history.loads), len(again.loads)) == (23, 9)
     assert history.heldout[-1][1] < 0.1 * history.heldout[0][1]
@@ -206,7 +249,11 @@ def test_what_is_logged(toy, tmp_path):
     assert {row["tokens"] for row in rows} == {4}
     assert {row["fill"] for row in rows} == {1.0}
     (file,) = (tmp_path / "tensorboard").iterdir()
-    found = [(value.tag, event.step, value.simple_value) for event in events_in(file.read_bytes()) for value in event.summary.value]
+    found = [
+        (value.tag, event.step, value.simple_value)
+        for event in events_in(file.read_bytes())
+        for value in event.summary.value
+    ]
     wanted = [(name, row["step"], value) for row in rows for name, value in row.items() if name != "step"]
     assert [each[:2] for each in found] == [each[:2] for each in wanted]
     np.testing.assert_allclose([each[2] for each in found], [each[2] for each in wanted], rtol=1e-6)
@@ -226,7 +273,9 @@ def test_the_average_lags_behind(toy):
         before = float(jax.tree.leaves(state.average)[0][0, 0])
         state, _ = toy.training.step(state, place(toy.training.batches(number)), toy.training.key)
         keep = (1 + number) / (10 + number)
-        kernels.append((before, *(float(jax.tree.leaves(tree)[0][0, 0]) for tree in (state.params, state.average)), keep))
+        kernels.append(
+            (before, *(float(jax.tree.leaves(tree)[0][0, 0]) for tree in (state.params, state.average)), keep)
+        )
     for before, now, average, keep in kernels:
         assert average == pytest.approx(keep * before + (1 - keep) * now, rel=1e-5)
 

@@ -21,7 +21,17 @@ from models.data import split
 from models.decoder import Decoder, DecoderConfig, Experts
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
-from models.mesh import AXES, gather, make_mesh, own_rows, replicate, shard_batch, shard_state, shardings, split_objective
+from models.mesh import (
+    AXES,
+    gather,
+    make_mesh,
+    own_rows,
+    replicate,
+    shard_batch,
+    shard_state,
+    shardings,
+    split_objective,
+)
 from models.presets import Preset
 from tests.compare import assert_close
 from tests.hopper import H200
@@ -30,7 +40,11 @@ pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devi
 SPARSE = DecoderConfig(256, 16, 2, 2, 2, 8, 24, experts=4, top_k=2, tie_embeddings=True, backend="xla")
 DENSE = dataclasses.replace(SPARSE, experts=0, top_k=0, tie_embeddings=False)
 LENGTHS = np.random.default_rng(1).integers(2, 30, 40)
-CORPUS = split(packing.Documents(np.random.default_rng(0).integers(0, 256, LENGTHS.sum(), dtype=np.uint8), np.cumsum([0, *LENGTHS])))
+CORPUS = split(
+    packing.Documents(
+        np.random.default_rng(0).integers(0, 256, LENGTHS.sum(), dtype=np.uint8), np.cumsum([0, *LENGTHS])
+    )
+)
 
 
 class Outcome(NamedTuple):
@@ -44,7 +58,19 @@ class Outcome(NamedTuple):
 
 def preset_of(config: DecoderConfig, accumulate: int = 1) -> Preset:
     """With a document a row: the devices count unlike numbers of tokens."""
-    return Preset(config, 8, 8, steps=8, learning_rate=1e-2, warmup_steps=1, eval_every=8, pack=False, buckets=1, balance_weight=0.1, accumulate=accumulate)
+    return Preset(
+        config,
+        8,
+        8,
+        steps=8,
+        learning_rate=1e-2,
+        warmup_steps=1,
+        eval_every=8,
+        pack=False,
+        buckets=1,
+        balance_weight=0.1,
+        accumulate=accumulate,
+    )
 
 
 def batches_of(preset: Preset) -> Callable[[int], packing.Batch]:
@@ -77,20 +103,32 @@ def fraction(x: jax.Array) -> float:
 
 
 def experts(state) -> list[jax.Array]:
-    return [leaf for path, leaf in jax.tree.leaves_with_path(state) if re.search(r"moe/(gate|up|down)", jax.tree_util.keystr(path, simple=True, separator="/"))]
+    return [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if re.search(r"moe/(gate|up|down)", jax.tree_util.keystr(path, simple=True, separator="/"))
+    ]
 
 
 def matrices(state) -> list[jax.Array]:
-    return [leaf for path, leaf in jax.tree.leaves_with_path(state) if re.search("kernel|embedding", jax.tree_util.keystr(path))]
+    return [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if re.search("kernel|embedding", jax.tree_util.keystr(path))
+    ]
 
 
 def assert_as_alone(config, got):
     want = train(config)
-    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got.first.opt_state), jax.tree.leaves(want.first.opt_state), strict=True):
+    for (path, ours), wanted in zip(
+        jax.tree.leaves_with_path(got.first.opt_state), jax.tree.leaves(want.first.opt_state), strict=True
+    ):
         assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=10)
     jax.tree.map(lambda ours, wanted: np.testing.assert_allclose(ours, wanted, rtol=1e-4), got.metrics, want.metrics)
     np.testing.assert_allclose(got.heldout, want.heldout, rtol=1e-5)
-    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got.first.params), jax.tree.leaves(want.first.params), strict=True):
+    for (path, ours), wanted in zip(
+        jax.tree.leaves_with_path(got.first.params), jax.tree.leaves(want.first.params), strict=True
+    ):
         # Adam divides by the gradient's size: where that is nearly zero, its error is not.
         np.testing.assert_allclose(ours, wanted, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
@@ -132,7 +170,9 @@ def test_kernels():
     grads, (measured, _) = jax.jit(on_kernels(mesh, check_vma=False))(params, (), batch, jax.random.key(0))
     want = train(SPARSE)
     np.testing.assert_allclose(measured.loss, want.metrics[0].loss, rtol=1e-5)
-    scale = 0.1 / jnp.maximum(1, want.metrics[0].gradient_norm)  # the first moments are a tenth of the first gradient, which was clipped
+    scale = 0.1 / jnp.maximum(
+        1, want.metrics[0].gradient_norm
+    )  # the first moments are a tenth of the first gradient, which was clipped
     moments = want.first.opt_state[1][0].mu
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(moments), strict=True):
         assert_close(scale * ours, wanted, "float32", jax.tree_util.keystr(path), scale=10)
@@ -142,11 +182,19 @@ def test_a_sum_over_devices_is_rounded_once():
     """FP8's experts on two devices of an axis give the bits of one device with all: scales are a row's or a column's own, and the sums float32."""
     mesh = jax.make_mesh((1, 1, 2), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 3)
     config = dataclasses.replace(SPARSE, recipe="rowwise", dtype="bfloat16")
-    (alone, params), (sharded, _) = (nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True))
+    (alone, params), (sharded, _) = (
+        nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
+    )
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, config.width)), jnp.bfloat16)
-    specs = jax.tree.map_with_path(lambda path, _: P() if "router" in jax.tree_util.keystr(path) else P("expert"), params)
-    run = jax.shard_map(lambda params, x: nnx.merge(sharded, params)(x)[0], mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES))
-    np.testing.assert_array_equal(jax.jit(run)(params, x), jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])(params, x))
+    specs = jax.tree.map_with_path(
+        lambda path, _: P() if "router" in jax.tree_util.keystr(path) else P("expert"), params
+    )
+    run = jax.shard_map(
+        lambda params, x: nnx.merge(sharded, params)(x)[0], mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES)
+    )
+    np.testing.assert_array_equal(
+        jax.jit(run)(params, x), jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])(params, x)
+    )
 
 
 def test_kernels_say_over_which_axes_their_results_vary():
@@ -156,7 +204,10 @@ def test_kernels_say_over_which_axes_their_results_vary():
     with jax.sharding.use_abstract_mesh(mesh):
         rows, key = jax.ShapeDtypeStruct((8, 8), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
         text = str(jax.make_jaxpr(on_kernels(mesh))(params, (), packing.Batch(rows, rows, rows), key))
-    assert all(f"name={name}\n" in text for name in ("route_choose", "route_bwd", "permute", "grouped_glu_fwd", "grouped_matmul_wgrad"))
+    assert all(
+        f"name={name}\n" in text
+        for name in ("route_choose", "route_bwd", "permute", "grouped_glu_fwd", "grouped_matmul_wgrad")
+    )
 
 
 def test_parts_count_what_they_hold():
@@ -190,12 +241,19 @@ def test_dit():
     mesh, config = make_mesh("fsdp=4"), DiTConfig(1, 8, 2, 4, 3, 6, backend="xla")
     graphdef, params = nnx.split(nnx.jit(lambda: DiT(config, rngs=nnx.Rngs(0)))(), nnx.Param)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32), params)  # a new DiT gives zero, whatever it is given
-    offsets, grids = np.tile(np.array([0, 4, 10], np.int32), (4, 1)), np.tile(np.array([[2, 2], [2, 3]], np.int32), (4, 1, 1))
+    params = jax.tree.map(
+        lambda p: p + rng.normal(size=p.shape).astype(np.float32), params
+    )  # a new DiT gives zero, whatever it is given
+    offsets, grids = (
+        np.tile(np.array([0, 4, 10], np.int32), (4, 1)),
+        np.tile(np.array([[2, 2], [2, 3]], np.int32), (4, 1, 1)),
+    )
     tokens, labels = rng.normal(size=(4, 10, 4)).astype(np.float32), np.arange(8, dtype=np.int32).reshape(4, 2) % 3
     batch = Batch(tokens=tokens, labels=labels, sequence_offsets=offsets, grids=grids)
 
-    value = loop.make_value(graphdef, train_dit.placed(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True)
+    value = loop.make_value(
+        graphdef, train_dit.placed(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
+    )
 
     def wanted(params, key):
         keys = jax.vmap(lambda part: jax.random.fold_in(key, part))(jnp.arange(4))
@@ -209,9 +267,15 @@ def test_dit():
 
 def test_what_is_whole_on_each_device():
     """Norms, biases, histories and counts; of a model with FP8 and untied logits, too."""
-    mesh, config = make_mesh("fsdp=2,expert=2"), dataclasses.replace(SPARSE, recipe="delayed", tie_embeddings=False, qk_norm=True)
+    mesh, config = (
+        make_mesh("fsdp=2,expert=2"),
+        dataclasses.replace(SPARSE, recipe="delayed", tie_embeddings=False, qk_norm=True),
+    )
     shapes = nnx.eval_shape(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
-    names = {jax.tree_util.keystr(path, simple=True, separator="/"): split.spec for path, split in jax.tree.leaves_with_path(shardings(shapes, mesh))}
+    names = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): split.spec
+        for path, split in jax.tree.leaves_with_path(shardings(shapes, mesh))
+    }
     assert {name.split("/")[-2] for name, split in names.items() if split == P()} == {"scale", "amax_history"}
     assert names["blocks/mlp/moe/down/value"] == P(None, "expert", "fsdp")
     assert names["blocks/mlp/moe/router/kernel/value"] == P(None, "fsdp")
@@ -230,7 +294,10 @@ def test_what_does_not_fit():
     with pytest.raises(typer.BadParameter, match="is for 2 devices, and there are 4"):
         make_mesh("data=2")
     mesh = make_mesh("expert=4")
-    with pytest.raises(typer.BadParameter, match=r"expert=4 does not divide axis 1 of moe/gate \[2, 6, 4, 4\]: write a number that divides 6"):
+    with pytest.raises(
+        typer.BadParameter,
+        match=r"expert=4 does not divide axis 1 of moe/gate \[2, 6, 4, 4\]: write a number that divides 6",
+    ):
         shardings({"moe": {"gate": jnp.zeros((2, 6, 4, 4))}}, mesh)
     with pytest.raises(typer.BadParameter, match="a batch of 6 cannot be split evenly over the 4 devices"):
         own_rows(6, mesh)

@@ -75,18 +75,30 @@ def test_sequences_by_row(lengths, before):
     """Row by row, from the left, those that are not empty, as cuDNN wants them; and it is said where one is left out, or too long."""
     rows, longest, crowd = 4, 10, 3
     offsets = np.minimum(np.cumsum([before, *lengths]), rows * longest).astype(np.int32)
-    wanted = [[(start % longest, end - start) for start, end in itertools.pairwise(offsets) if end > start and start // longest == row] for row in range(rows)]
+    wanted = [
+        [
+            (start % longest, end - start)
+            for start, end in itertools.pairwise(offsets)
+            if end > start and start // longest == row
+        ]
+        for row in range(rows)
+    ]
     starts, kept, fits = (np.asarray(x) for x in by_row(jnp.asarray(offsets), rows, longest, crowd))
     assert fits == all(len(some) <= crowd and all(length <= longest for _, length in some) for some in wanted)
     if fits:
-        assert [[(s, n) for s, n in zip(*both, strict=False) if n >= 0] for both in zip(starts.tolist(), kept.tolist(), strict=True)] == wanted
+        assert [
+            [(s, n) for s, n in zip(*both, strict=False) if n >= 0]
+            for both in zip(starts.tolist(), kept.tolist(), strict=True)
+        ] == wanted
         assert all(sorted(row, key=lambda n: n < 0) == row for row in kept.tolist())
         np.testing.assert_array_equal(starts[:, :-1] < 0, kept < 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("offsets", [[0, 700, 700, 701, 1000], [3, 250, 250, 250, 990], [0, 1000]], ids=["whole", "outside", "one"])
+@pytest.mark.parametrize(
+    "offsets", [[0, 700, 700, 701, 1000], [3, 250, 250, 250, 990], [0, 1000]], ids=["whole", "outside", "one"]
+)
 def test_cudnn(offsets, causal):
     """Values and gradients are the dense way's; NaN outside the sequences."""
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in normal(0, 1000, 64)]
@@ -94,7 +106,9 @@ def test_cudnn(offsets, causal):
     dense = packed_attention(*arrays, ends, causal=causal), *gradients(*arrays, ends, causal=causal)
     spoilt = [x.at[: offsets[0]].set(jnp.nan).at[offsets[-1] :].set(jnp.nan) for x in arrays]
     for limits in ({}, {"longest": max(np.diff(offsets)), "crowd": 4}):
-        found = [attend(*spoilt, ends, causal=causal, way="cudnn", **limits) for attend in (packed_attention, gradients)]
+        found = [
+            attend(*spoilt, ends, causal=causal, way="cudnn", **limits) for attend in (packed_attention, gradients)
+        ]
         for got, want in zip((found[0], *found[1]), dense, strict=True):
             assert_close(got, want, "bfloat16", scale=4)  # the probabilities are bfloat16, too
 

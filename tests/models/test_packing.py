@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from models.packing import Documents, best_fit, choose_buckets, even_rows, one_a_row, overall_fill, pack, row_batches
 
 LENGTH = 16
-many_lengths = st.lists(st.one_of(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=40).filter(lambda lengths: max(lengths) > 1)
+many_lengths = st.lists(st.one_of(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=40).filter(
+    lambda lengths: max(lengths) > 1
+)
 
 
 def documents_of(lengths) -> Documents:
@@ -31,7 +33,11 @@ def all_predictions(lengths) -> list[tuple[int, int]]:
 
 def check_rows(batch) -> None:
     """In each row pieces one after another, numbered from 0, without gaps between tokens; and then padding."""
-    for tokens, documents in zip(batch.tokens.reshape(-1, batch.tokens.shape[-1]), batch.documents.reshape(-1, batch.tokens.shape[-1]), strict=True):
+    for tokens, documents in zip(
+        batch.tokens.reshape(-1, batch.tokens.shape[-1]),
+        batch.documents.reshape(-1, batch.tokens.shape[-1]),
+        strict=True,
+    ):
         count = (documents >= 0).sum()
         assert (documents[count:] == -1).all()
         inside = documents[:count]
@@ -111,10 +117,16 @@ def test_an_epoch_shows_every_prediction_and_each_in_its_own_order(unpacked):
     batches = row_batches(documents.tokens, rows, 512, 2, seed=0)
     steps = sum(-(-some.row_count // (512 // some.length)) for some in rows)
     for epoch in range(2):
-        seen = [prediction for step in range(epoch * steps, (epoch + 1) * steps) for prediction in predictions_of(batches(step))]
+        seen = [
+            prediction
+            for step in range(epoch * steps, (epoch + 1) * steps)
+            for prediction in predictions_of(batches(step))
+        ]
         assert sorted(set(seen)) == all_predictions(np.diff(documents.offsets))
         assert len(seen) < 1.2 * len(set(seen))
-    first, second = (np.concatenate([batches(step).tokens.ravel() for step in range(at, at + steps)]) for at in (0, steps))
+    first, second = (
+        np.concatenate([batches(step).tokens.ravel() for step in range(at, at + steps)]) for at in (0, steps)
+    )
     assert (first != second).any()
 
 

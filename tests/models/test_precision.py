@@ -31,10 +31,16 @@ from models.precision import PRECISIONS, for_this_machine, linear_layer
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset, of_bytes
 
 TINY_MOE = of_bytes(layers=1, width=16, heads=2, experts=2, top_k=1, hidden=8)
-TINY = Preset(TINY_MOE, context=32, batch=4, steps=12, learning_rate=2e-2, warmup_steps=2, eval_every=12, eval_windows=8)
-TINY_DIT = DiTPreset(layers=1, width=16, heads=2, tokens=40, images=4, steps=8, learning_rate=1e-2, warmup_steps=2, eval_every=4, ema=0.9)
+TINY = Preset(
+    TINY_MOE, context=32, batch=4, steps=12, learning_rate=2e-2, warmup_steps=2, eval_every=12, eval_windows=8
+)
+TINY_DIT = DiTPreset(
+    layers=1, width=16, heads=2, tokens=40, images=4, steps=8, learning_rate=1e-2, warmup_steps=2, eval_every=4, ema=0.9
+)
 LM_PRODUCTS = {f"blocks.attention.{name}" for name in ("q", "k", "v", "out")}  # the experts' are no layers
-DIT_PRODUCTS = {f"blocks.{name}" for name in ("mixer.qkv", "mixer.out", "mlp.layers.0", "mlp.layers.2", "modulation")} | {"norm.modulation"}
+DIT_PRODUCTS = {
+    f"blocks.{name}" for name in ("mixer.qkv", "mixer.out", "mlp.layers.0", "mlp.layers.2", "modulation")
+} | {"norm.modulation"}
 
 
 def few_images(seed: int) -> DataSet:
@@ -52,8 +58,15 @@ def tiny(monkeypatch):
 
 def abstract(model: str, precision: str):
     if model == "lm":
-        return nnx.eval_shape(lambda: Decoder(train_lm.configure(TINY, None, "auto", PRECISIONS[precision]).model, rngs=nnx.Rngs(0)))
-    return nnx.eval_shape(lambda: DiT(train_dit.configure(train_dit.with_precision(TINY_DIT, PRECISIONS[precision]), few_images(0)), rngs=nnx.Rngs(0)))
+        return nnx.eval_shape(
+            lambda: Decoder(train_lm.configure(TINY, None, "auto", PRECISIONS[precision]).model, rngs=nnx.Rngs(0))
+        )
+    return nnx.eval_shape(
+        lambda: DiT(
+            train_dit.configure(train_dit.with_precision(TINY_DIT, PRECISIONS[precision]), few_images(0)),
+            rngs=nnx.Rngs(0),
+        )
+    )
 
 
 @functools.cache
@@ -104,7 +117,9 @@ def test_training_in_delayed_scaling(tmp_path):
     model, history = train_lm.train(preset, Corpus(text, text), "nats", Run(tmp_path, Console(file=io.StringIO())))
     assert history.heldout[-1][1] < history.heldout[0][1] - 0.5
     histories = jax.tree.leaves(nnx.state(model, AmaxHistory))
-    assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for layers in histories for h in layers] == 4 * [((2, 16), TINY.steps, TINY.steps)]
+    assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for layers in histories for h in layers] == 4 * [
+        ((2, 16), TINY.steps, TINY.steps)
+    ]
     assert model.blocks.attention.q.use_running_average
 
 
@@ -167,13 +182,27 @@ def test_comparison(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(compare_precision.WORKLOADS, "toy", toy_workload)
     compare_precision.main(["toy"], steps=60, recipes="delayed,blockwise_with_gw_hp", seeds=2, out=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines()]
-    assert [(row["precision"], row["seed"]) for row in rows] == list(itertools.product(["bfloat16", "fp8-delayed", "fp8-blockwise-with-gw-hp"], [0, 1]))
+    assert [(row["precision"], row["seed"]) for row in rows] == list(
+        itertools.product(["bfloat16", "fp8-delayed", "fp8-blockwise-with-gw-hp"], [0, 1])
+    )
     for row in rows:
-        plain = rows[row["seed"] if row["precision"] != "bfloat16" else 0]  # from the same start, and bfloat16 from the first one
-        assert (row["op"], row["model"], row["steps"], row["finite"], row["device"]) == ("train", "toy", 60, True, jax.devices()[0].device_kind)
+        plain = rows[
+            row["seed"] if row["precision"] != "bfloat16" else 0
+        ]  # from the same start, and bfloat16 from the first one
+        assert (row["op"], row["model"], row["steps"], row["finite"], row["device"]) == (
+            "train",
+            "toy",
+            60,
+            True,
+            jax.devices()[0].device_kind,
+        )
         assert row["ratio_to_bf16"] == pytest.approx(row["loss_last50"] / plain["loss_last50"], rel=1e-3)
         assert row["tokens_per_s"] == pytest.approx(1e6 * 16 / row["us_p50"], rel=0.01)
-        assert row["vs"] == ({} if row["precision"] == "bfloat16" else {"bfloat16": pytest.approx(plain["us_p50"] / row["us_p50"], rel=1e-2)})
+        assert row["vs"] == (
+            {}
+            if row["precision"] == "bfloat16"
+            else {"bfloat16": pytest.approx(plain["us_p50"] / row["us_p50"], rel=1e-2)}
+        )
         parts = [2] * 10 + [1] * 40  # steps of which the curve's 50 numbers are means
         assert row["loss_last50"] == pytest.approx(np.average(row["curve"][5:], weights=parts[5:]), rel=1e-3)
         assert len(row["curve"]) == 50
@@ -197,7 +226,12 @@ def test_the_picture_compares_what_was_trained_together(tmp_path, monkeypatch):
         {"model": "toy", "precision": precision, "seed": seed, "steps": 2, "curve": curve}
         for precision, seed, curve in [
             *(("bfloat16", 0, [2.0, 1.0]), ("fp8-rowwise", 0, [2.2, 1.0]), ("fp8-delayed", 0, [9.0, 9.0])),
-            *(("bfloat16", 0, [4.0, 2.0]), ("bfloat16", 1, [4.4, 2.0]), ("fp8-delayed", 0, [4.0, 2.1]), ("fp8-delayed", 1, [7.0, 7.0])),
+            *(
+                ("bfloat16", 0, [4.0, 2.0]),
+                ("bfloat16", 1, [4.4, 2.0]),
+                ("fp8-delayed", 0, [4.0, 2.1]),
+                ("fp8-delayed", 1, [7.0, 7.0]),
+            ),
         ]
     ]
     drawn = []

@@ -23,7 +23,15 @@ from models.report import History
 
 STEPS, PENALTY = 12, 0.05
 SCHEDULE = Schedule(
-    steps=10, learning_rate=0.1, warmup_steps=3, eval_every=5, weight_decay=0.3, clip_norm=4.0, accumulate=2, ema=0.3, seed=0
+    steps=10,
+    learning_rate=0.1,
+    warmup_steps=3,
+    eval_every=5,
+    weight_decay=0.3,
+    clip_norm=4.0,
+    accumulate=2,
+    ema=0.3,
+    seed=0,
 )  # trained past its end; ema is reached after step 3, and some of the gradients are clipped
 
 
@@ -51,7 +59,9 @@ def line_objective(model: nnx.Linear, batch: Points, key: jax.Array) -> tuple[ja
 def points(seed: int, parts: int = 2) -> Points:
     """Of each micro-batch other numbers count."""
     rng = np.random.default_rng(seed)
-    return Points(rng.normal(size=(parts, 6)).astype(np.float32), np.arange(6)[None, :] < np.array([2, 6, 3])[:parts, None])
+    return Points(
+        rng.normal(size=(parts, 6)).astype(np.float32), np.arange(6)[None, :] < np.array([2, 6, 3])[:parts, None]
+    )
 
 
 def line() -> tuple[Any, nnx.State, nnx.State]:
@@ -75,7 +85,11 @@ def test_steps():
     """Kernel, bias, their average and the metrics of twelve steps of two micro-batches, in numpy and float64."""
     graphdef, params, rest = line()
     w = numbers(params)
-    state, step, key = loop.init_state(SCHEDULE, params, rest), make_step(graphdef, SCHEDULE, line_objective), jax.random.key(7)
+    state, step, key = (
+        loop.init_state(SCHEDULE, params, rest),
+        make_step(graphdef, SCHEDULE, line_objective),
+        jax.random.key(7),
+    )
     mean, square, average, drawn, clipped = np.zeros(2), np.zeros(2), w.copy(), [], []
     for number in range(STEPS):
         batch = points(number)
@@ -87,7 +101,13 @@ def test_steps():
         norm, rate = np.linalg.norm(gradient), rate_at(number)
 
         state, metrics = step(state, jax.tree.map(jnp.asarray, batch), key)
-        wanted = {"loss": (error**2).sum() / there.sum(), "tokens": 8, "fill": 8 / 12, "learning_rate": rate, "gradient_norm": norm}
+        wanted = {
+            "loss": (error**2).sum() / there.sum(),
+            "tokens": 8,
+            "fill": 8 / 12,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+        }
         for name, value in wanted.items():
             np.testing.assert_allclose(getattr(metrics, name), value, rtol=1e-4, err_msg=f"{name} of step {number}")
 
@@ -119,7 +139,9 @@ def test_evaluation():
     draws = np.array([float(jax.random.normal(k)) for k in jax.random.split(key, 3)])[:, None]
     error = np.where(batches.there, w[0] * batches.x + w[1] - (3 * batches.x + draws), 0)
     for _ in range(2):
-        np.testing.assert_allclose(evaluate(params, rest, jax.tree.map(jnp.asarray, batches), key), (error**2).sum() / 11, rtol=1e-5)
+        np.testing.assert_allclose(
+            evaluate(params, rest, jax.tree.map(jnp.asarray, batches), key), (error**2).sum() / 11, rtol=1e-5
+        )
 
 
 def test_an_evaluation_is_in_evaluation_mode():
@@ -138,7 +160,18 @@ def test_an_evaluation_is_in_evaluation_mode():
 
 SPARSE = dataclasses.replace(of_bytes(layers=2, width=8, heads=2, experts=4, top_k=2, hidden=8), backend="xla")
 TINY = Preset(
-    SPARSE, context=16, batch=4, steps=3, learning_rate=0.1, warmup_steps=1, eval_every=3, eval_windows=99, ema=0.9, pack=False, buckets=1, balance_weight=0.5
+    SPARSE,
+    context=16,
+    batch=4,
+    steps=3,
+    learning_rate=0.1,
+    warmup_steps=1,
+    eval_every=3,
+    eval_windows=99,
+    ema=0.9,
+    pack=False,
+    buckets=1,
+    balance_weight=0.5,
 )
 
 
@@ -206,16 +239,32 @@ def test_the_averaged_language_model_is_evaluated_and_kept(monkeypatch, tmp_path
     for row, start, end in zip(alone, ends[:-1], ends[1:], strict=True):
         row[: end - start] = CORPUS.heldout.tokens[start:end]
     log_probs = np.asarray(nnx.jit(lambda model: jax.nn.log_softmax(model(alone)[0]))(seen.model))
-    nats = [-log_probs[row, i, alone[row, i + 1]] for row, length in enumerate(np.diff(ends)) for i in range(length - 1)]
+    nats = [
+        -log_probs[row, i, alone[row, i + 1]] for row, length in enumerate(np.diff(ends)) for i in range(length - 1)
+    ]
     np.testing.assert_allclose(seen.training.evaluate(seen.state), np.mean(nats), rtol=1e-4)
 
 
 def flat(value: int, count: int) -> Images:
     """Images of one colour and several sizes."""
-    return Images([np.full((2 * (2 + i % 2), 6, 1), value, np.uint8) for i in range(count)], np.arange(count, dtype=np.int32) % 2)
+    return Images(
+        [np.full((2 * (2 + i % 2), 6, 1), value, np.uint8) for i in range(count)], np.arange(count, dtype=np.int32) % 2
+    )
 
 
-DIT = DiTPreset(layers=1, width=16, heads=2, tokens=20, images=3, steps=3, learning_rate=0.1, warmup_steps=1, eval_every=3, ema=0.9, backend="xla")
+DIT = DiTPreset(
+    layers=1,
+    width=16,
+    heads=2,
+    tokens=20,
+    images=3,
+    steps=3,
+    learning_rate=0.1,
+    warmup_steps=1,
+    eval_every=3,
+    ema=0.9,
+    backend="xla",
+)
 DATA = DataSet(flat(0, 8), flat(255, 7), ("one", "other"), 2, 1, 9, ((4, 6),))
 
 
@@ -238,18 +287,29 @@ def test_the_averaged_diffusion_transformer_is_evaluated_and_kept(monkeypatch, t
     assert heldout.counted() == sum(image.size // 4 for image in DATA.heldout.pixels)
     keys = jax.random.split(jax.random.split(jax.random.key(0))[1], heldout.tokens.shape[0])
     loss_of = nnx.jit(lambda model, batch, key: real(model, batch, key, 0.0))
-    each = [(batch.counted(), loss_of(seen.model, batch, key)) for batch, key in zip(map(type(heldout)._make, zip(*heldout, strict=True)), keys, strict=True)]
+    each = [
+        (batch.counted(), loss_of(seen.model, batch, key))
+        for batch, key in zip(map(type(heldout)._make, zip(*heldout, strict=True)), keys, strict=True)
+    ]
     wanted = np.average([loss for _, loss in each], weights=[count for count, _ in each])
     np.testing.assert_allclose(seen.training.evaluate(seen.state), wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("module", "preset", "args"), [(train_lm, TINY, (CORPUS, "nats")), (train_dit, DIT, (train_dit.configure(DIT, DATA), DATA))], ids=["lm", "dit"]
+    ("module", "preset", "args"),
+    [(train_lm, TINY, (CORPUS, "nats")), (train_dit, DIT, (train_dit.configure(DIT, DATA), DATA))],
+    ids=["lm", "dit"],
 )
 def test_what_a_run_draws_from_its_seed(module, preset, args, monkeypatch, tmp_path):
     """Parameters, batches and keys; and it learns from what is not held out."""
-    zero, again, one = (train_seen(module, monkeypatch, tmp_path, dataclasses.replace(preset, seed=seed), *args) for seed in (0, 0, 1))
-    drawn = lambda seen: (seen.state.params, jax.random.key_data(seen.training.key), [seen.training.batches(step) for step in range(4)])
+    zero, again, one = (
+        train_seen(module, monkeypatch, tmp_path, dataclasses.replace(preset, seed=seed), *args) for seed in (0, 0, 1)
+    )
+    drawn = lambda seen: (
+        seen.state.params,
+        jax.random.key_data(seen.training.key),
+        [seen.training.batches(step) for step in range(4)],
+    )
     assert same(drawn(zero), drawn(again))
     assert not any(same(mine, other) for mine, other in zip(drawn(zero), drawn(one), strict=True))
     for step in range(4):

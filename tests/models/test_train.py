@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_without_a_command_it_shows_help():
-    shown = subprocess.run([sys.executable, "-m", "models.train"], cwd=ROOT, capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        [sys.executable, "-m", "models.train"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     text = shown.stdout + shown.stderr
     assert "Usage:" in text
     for command in ("lm", "dit"):
@@ -49,7 +51,14 @@ def test_help(command, options):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["dit", "--data", "cats"], ["lm", "--preset", "huge"], ["dit", "--steps", "0"], ["lm", "--precision", "fp4"], ["lm", "--data", "digits"], ["vae"]],
+    [
+        ["dit", "--data", "cats"],
+        ["lm", "--preset", "huge"],
+        ["dit", "--steps", "0"],
+        ["lm", "--precision", "fp4"],
+        ["lm", "--data", "digits"],
+        ["vae"],
+    ],
 )
 def test_a_bad_option_ends_the_command(arguments):
     assert CliRunner().invoke(app, arguments).exit_code == 2

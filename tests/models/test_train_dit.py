@@ -27,7 +27,19 @@ from models.train_dit import DitOptions, choose, main, make_step, sample
 from tests.compare import assert_close
 
 PATCH, LONGEST = 2, 12
-TINY = DiTPreset(layers=1, width=16, heads=2, tokens=40, images=6, steps=40, learning_rate=1e-2, warmup_steps=3, eval_every=20, ema=0.9, sample_steps=3)
+TINY = DiTPreset(
+    layers=1,
+    width=16,
+    heads=2,
+    tokens=40,
+    images=6,
+    steps=40,
+    learning_rate=1e-2,
+    warmup_steps=3,
+    eval_every=20,
+    ema=0.9,
+    sample_steps=3,
+)
 CONFIG = DiTConfig(layers=1, width=16, heads=2, token=PATCH**2, classes=2, longest=LONGEST)
 GRIDS = ((2, 3), (1, 1), (3, 4), (4, 3), (2, 2), (1, 5))
 
@@ -46,7 +58,9 @@ def two_kinds(count: int, seed: int) -> Images:
 
 
 def two_kinds_data(seed: int) -> DataSet:
-    return DataSet(two_kinds(60, seed), two_kinds(20, seed + 1), ("left", "below"), PATCH, 1, LONGEST, ((4, 6), (8, 6), (2, 4)))
+    return DataSet(
+        two_kinds(60, seed), two_kinds(20, seed + 1), ("left", "below"), PATCH, 1, LONGEST, ((4, 6), (8, 6), (2, 4))
+    )
 
 
 class Command(NamedTuple):
@@ -128,12 +142,17 @@ def model():
     return model
 
 
-run_model = nnx.jit(lambda model, tokens, time, batch: model(tokens, time, batch.labels, batch.sequence_offsets, batch.grids))
+run_model = nnx.jit(
+    lambda model, tokens, time, batch: model(tokens, time, batch.labels, batch.sequence_offsets, batch.grids)
+)
 
 
 def noisy_images(seed: int = 0) -> Images:
     rng = np.random.default_rng(seed)
-    return Images([rng.integers(0, 256, (rows * PATCH, columns * PATCH, 1), np.uint8) for rows, columns in GRIDS], np.array([0, 1, 0, 1, 1, 0], np.int32))
+    return Images(
+        [rng.integers(0, 256, (rows * PATCH, columns * PATCH, 1), np.uint8) for rows, columns in GRIDS],
+        np.array([0, 1, 0, 1, 1, 0], np.int32),
+    )
 
 
 TIMES = np.linspace(0.1, 0.9, len(GRIDS), dtype=np.float32)
@@ -163,7 +182,9 @@ def test_no_image_sees_another(model):
 def test_what_an_image_is_packed_with_does_not_matter(model, chosen):
     images = noisy_images()
     alone = outputs(model, images, [2])[0]
-    assert_close(outputs(model, images, chosen)[chosen.index(2)], alone, "float32", scale=2)  # other rows, other order of the sums
+    assert_close(
+        outputs(model, images, chosen)[chosen.index(2)], alone, "float32", scale=2
+    )  # other rows, other order of the sums
 
 
 def test_all_tokens_of_an_image_see_each_other(model):
@@ -177,13 +198,17 @@ def test_positions_know_place_and_size():
     batch = pack(noisy_images(), range(len(GRIDS)), PATCH, 64, len(GRIDS))
     embed = jax.jit(lambda batch: position_embedding(batch.sequence_offsets, batch.grids, 64, 16))
     places = np.asarray(embed(batch))[: batch.sequence_offsets[-1]]
-    assert len(np.unique(places.round(4), axis=0)) == len(places), "no two tokens of different sizes or places are alike"
+    assert len(np.unique(places.round(4), axis=0)) == len(places), (
+        "no two tokens of different sizes or places are alike"
+    )
 
 
 def test_rows_outside_reach_no_loss_and_no_gradient(model):
     batch = pack(noisy_images(), [0, 1], PATCH, 64, len(GRIDS))
     graphdef, params = nnx.split(model)
-    both = jax.jit(jax.value_and_grad(lambda params, batch: loss_fn(nnx.merge(graphdef, params), batch, jax.random.key(0))))
+    both = jax.jit(
+        jax.value_and_grad(lambda params, batch: loss_fn(nnx.merge(graphdef, params), batch, jax.random.key(0)))
+    )
     tokens = batch.tokens.copy()
     tokens[batch.sequence_offsets[-1] :] = 1e3
     jax.tree.map(np.testing.assert_array_equal, both(params, batch), both(params, batch._replace(tokens=tokens)))
@@ -195,13 +220,17 @@ def test_guidance_of_one_is_none_and_labels_matter(model):
     draw = jax.jit(lambda batch, guidance: generate(nnx.merge(graphdef, params), batch, jax.random.key(0), 2, guidance))
     other = batch._replace(labels=1 - batch.labels)
     assert np.abs(np.asarray(draw(batch, 0.0)) - np.asarray(draw(other, 0.0))).max() < 1e-5, "any class"
-    assert np.abs(np.asarray(draw(batch, 1.0)) - np.asarray(draw(other, 1.0)))[: batch.sequence_offsets[-1]].max() > 1e-3
+    assert (
+        np.abs(np.asarray(draw(batch, 1.0)) - np.asarray(draw(other, 1.0)))[: batch.sequence_offsets[-1]].max() > 1e-3
+    )
 
 
 def test_samples(model):
     data = two_kinds_data(0)
     rows = sample(model, TINY, data, seed=0)
-    assert [[image.shape for image in row] for row in rows] == [[(height, width, 1)] * 2 for height, width in data.sample_sizes]
+    assert [[image.shape for image in row] for row in rows] == [
+        [(height, width, 1)] * 2 for height, width in data.sample_sizes
+    ]
     for row, again in zip(rows, sample(model, TINY, data, seed=0), strict=True):
         for image, same in zip(row, again, strict=True):
             np.testing.assert_array_equal(image, same)
@@ -213,13 +242,28 @@ def test_a_run_from_its_own_configuration_and_images_of_a_folder(tmp_path, capsy
     for label in ("cats", "dogs"):
         (tmp_path / label).mkdir()
         for i in range(10):
-            Image.fromarray(rng.integers(0, 255, (*rng.integers(8, 20, 2), 3), np.uint8)).save(tmp_path / label / f"{i}.png")
-    settings = {"layers": 1, "width": 16, "heads": 2, "tokens": 64, "images": 12, "longest": 16, "accumulate": 2, "eval_every": 2, "sample_steps": 1}
+            Image.fromarray(rng.integers(0, 255, (*rng.integers(8, 20, 2), 3), np.uint8)).save(
+                tmp_path / label / f"{i}.png"
+            )
+    settings = {
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "tokens": 64,
+        "images": 12,
+        "longest": 16,
+        "accumulate": 2,
+        "eval_every": 2,
+        "sample_steps": 1,
+    }
     (tmp_path / "given.yaml").write_text(yaml.safe_dump(settings))
     main(config=tmp_path / "given.yaml", data=str(tmp_path), steps=2, out=tmp_path / "out")
     assert "18 images to train on, 2 held out, 2 classes" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], 0.5 < row["fill"] <= 1, row["tokens"] == 64 * row["fill"]) for row in rows] == [(1, True, True), (2, True, True)]
+    assert [(row["step"], 0.5 < row["fill"] <= 1, row["tokens"] == 64 * row["fill"]) for row in rows] == [
+        (1, True, True),
+        (2, True, True),
+    ]
     assert choose(DitOptions(config=tmp_path / "out" / "config.yaml")).accumulate == 2
     with pytest.raises(typer.BadParameter, match="a micro-batch has 32 tokens, and an image may have 64"):
         main(config=tmp_path / "given.yaml")
@@ -227,12 +271,16 @@ def test_a_run_from_its_own_configuration_and_images_of_a_folder(tmp_path, capsy
 
 def test_over_a_mesh_and_from_a_checkpoint(monkeypatch, tmp_path):
     """Each device packs images of its own; a run that goes on from its first checkpoint is the same one."""
-    monkeypatch.setitem(DIT_PRESETS, "tiny", dataclasses.replace(TINY, tokens=160, images=24, accumulate=2, steps=4, eval_every=4))
+    monkeypatch.setitem(
+        DIT_PRESETS, "tiny", dataclasses.replace(TINY, tokens=160, images=24, accumulate=2, steps=4, eval_every=4)
+    )
     monkeypatch.setitem(DATA_SETS, "two-kinds", two_kinds_data)
     for name in ("plot_report", "sample", "draw_grid"):
         monkeypatch.setattr(train_dit, name, lambda *_: None)
     run = functools.partial(main, data="two-kinds", preset="tiny", out=tmp_path, mesh="data=2,fsdp=2", save_every=2)
-    logged = lambda: [json.loads(line) | {"tokens_per_s": 0} for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = lambda: [
+        json.loads(line) | {"tokens_per_s": 0} for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     run()
     whole = logged()
     assert all(100 < row["tokens"] <= 160 and row["fill"] == pytest.approx(row["tokens"] / 160) for row in whole)

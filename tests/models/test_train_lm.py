@@ -27,7 +27,14 @@ from models.presets import PRESETS, Preset, of_bytes
 from models.train_lm import LmOptions, choose, choose_tokenizer, main, make_step, read_corpus, save_checkpoint
 
 TINY = Preset(
-    of_bytes(layers=1, width=16, heads=2, experts=4, hidden=8), context=32, batch=4, steps=30, learning_rate=2e-2, warmup_steps=3, eval_every=15, eval_windows=8
+    of_bytes(layers=1, width=16, heads=2, experts=4, hidden=8),
+    context=32,
+    batch=4,
+    steps=30,
+    learning_rate=2e-2,
+    warmup_steps=3,
+    eval_every=15,
+    eval_windows=8,
 )
 
 
@@ -83,7 +90,16 @@ def test_report(command):
 def test_metrics_are_logged(command):
     rows = [json.loads(line) for line in (command.out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, TINY.steps + 1))
-    assert set(rows[1]) == {"step", "loss", "balance", "tokens", "fill", "learning_rate", "gradient_norm", "tokens_per_s"}
+    assert set(rows[1]) == {
+        "step",
+        "loss",
+        "balance",
+        "tokens",
+        "fill",
+        "learning_rate",
+        "gradient_norm",
+        "tokens_per_s",
+    }
     assert [row["step"] for row in rows if "heldout" in row] == [1, 15, 30]
     assert all(row["tokens"] == 4 * 32 * row["fill"] and row["fill"] > 0.9 for row in rows)
     assert max(row["learning_rate"] for row in rows) == rows[3]["learning_rate"] == pytest.approx(TINY.learning_rate)
@@ -105,7 +121,10 @@ def test_the_checkpoint_is_the_trained_model(command):
 def test_the_configuration_that_is_written_makes_the_same_run(command, tmp_path):
     given = command.out / "config.yaml"
     main(config=given, out=tmp_path)
-    one, other = ([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()] for out in (command.out, tmp_path))
+    one, other = (
+        [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (command.out, tmp_path)
+    )
     assert one == other
     assert (tmp_path / "config.yaml").read_text() == given.read_text()
 
@@ -123,7 +142,9 @@ def test_going_on_from_a_checkpoint(command, tmp_path, capsys):
     written = read(tmp_path / "out" / "config.yaml")
     assert (written["init_from"], written["model"]["width"], written["pack"]) == (start, 16, False)
     assert choose(LmOptions(config=tmp_path / "out" / "config.yaml")).model.experts == 4
-    with pytest.raises(typer.BadParameter, match=r"model\.width is 32, the checkpoint's is 16: with init_from leave them out"):
+    with pytest.raises(
+        typer.BadParameter, match=r"model\.width is 32, the checkpoint's is 16: with init_from leave them out"
+    ):
         main(init_from=start, set=["model.width=32"])
     with pytest.raises(typer.BadParameter, match=r"config\.json"):
         main(init_from=str(tmp_path))
@@ -156,7 +177,10 @@ def test_tokenizers(tmp_path):
 
 def test_a_dense_model_and_one_that_no_architecture_fits(tmp_path):
     dense = dataclasses.replace(TINY.model, experts=0, top_k=0)
-    assert save_checkpoint(tmp_path, dataclasses.replace(TINY, model=dense), Decoder(dense, rngs=nnx.Rngs(0)), Bytes()) == "LlamaForCausalLM"
+    assert (
+        save_checkpoint(tmp_path, dataclasses.replace(TINY, model=dense), Decoder(dense, rngs=nnx.Rngs(0)), Bytes())
+        == "LlamaForCausalLM"
+    )
     odd = dataclasses.replace(TINY.model, normalize=False)
     assert save_checkpoint(tmp_path, TINY, Decoder(odd, rngs=nnx.Rngs(0)), Bytes()) is None
     assert {fitting(preset.model) for preset in PRESETS.values()} == {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}

@@ -3,7 +3,9 @@
 HARNESS = "tests/benchmarks/test_bench_harness.py"
 RATES, MACHINE = f"{HARNESS}::test_rates_and_their_part_of_the_ceiling", f"{HARNESS}::test_what_the_machine_reaches"
 GROUPED = "tests/benchmarks/test_bench_grouped_matmul.py::test_smoke_run_writes_a_row_a_case_and_side"
-FP8, FP8_GROUPED = (f"tests/benchmarks/test_bench_fp8.py::test_{name}_smoke_run" for name in ("fp8_matmul", "fp8_grouped_matmul"))
+FP8, FP8_GROUPED = (
+    f"tests/benchmarks/test_bench_fp8.py::test_{name}_smoke_run" for name in ("fp8_matmul", "fp8_grouped_matmul")
+)
 STEP = "tests/benchmarks/test_bench_train_step.py::test_smoke_run_writes_a_row_a_side"
 
 # fmt: off

@@ -1,9 +1,15 @@
 """What a run writes and reads: checkpoints, models for transformers, data, and how it ends. models/."""
 
 CHECKPOINTS, HF, ENDING, FAULTS = (f"tests/models/test_{name}.py" for name in ("checkpoints", "hf", "ending", "faults"))
-BEFORE, BITS, STAY = (f"{CHECKPOINTS}::test_{name}" for name in ("a_damaged_one_is_named_and_the_one_before_is_taken", "every_bit_counts", "which_stay"))
+BEFORE, BITS, STAY = (
+    f"{CHECKPOINTS}::test_{name}"
+    for name in ("a_damaged_one_is_named_and_the_one_before_is_taken", "every_bit_counts", "which_stay")
+)
 KEYS, VERIFIED = f"{HF}::test_each_key_left_out_and_odd_ones", f"{HF}::test_what_we_wrote_is_verified"
-SIGNAL, ENDED = (f"{ENDING}::test_{name}" for name in ("a_signal_saves_first_and_the_run_goes_on_to_the_same_bits", "a_process_that_does_not_stop_is_ended"))
+SIGNAL, ENDED = (
+    f"{ENDING}::test_{name}"
+    for name in ("a_signal_saves_first_and_the_run_goes_on_to_the_same_bits", "a_process_that_does_not_stop_is_ended")
+)
 DATA, LAUNCH = "tests/models/test_data.py::test_what_is_no_text", "tests/models/test_launch.py::test_other_data"
 
 # fmt: off

@@ -2,12 +2,24 @@
 
 GROUPED, MODALITY, GLU = "ops/grouped_matmul", "ops/modality_grouped_matmul", "ops/grouped_glu"
 VALUES = "tests/ops/grouped_matmul/test_values.py"
-ROUTINGS, STEPS, PATTERNS = f"{VALUES}::test_float32", f"{VALUES}::test_wgrad_steps", f"{VALUES}::test_every_pattern_of_empty_groups"
+ROUTINGS, STEPS, PATTERNS = (
+    f"{VALUES}::test_float32",
+    f"{VALUES}::test_wgrad_steps",
+    f"{VALUES}::test_every_pattern_of_empty_groups",
+)
 MODALITIES, CHAIN, NAN_ROW, DEAD = (
     f"tests/ops/modality_grouped_matmul/test_values.py::test_{name}"
-    for name in ("float32", "a_chain_of_two_needs_nothing_in_between", "a_row_that_is_nan_stays_in_its_group_and_columns", "modalities_of_size_zero")
+    for name in (
+        "float32",
+        "a_chain_of_two_needs_nothing_in_between",
+        "a_row_that_is_nan_stays_in_its_group_and_columns",
+        "modalities_of_size_zero",
+    )
 )
-MODAL_TILES, MODAL_PLAN = "tests/ops/modality_grouped_matmul/test_triton.py", "tests/ops/modality_grouped_matmul/test_plan.py"
+MODAL_TILES, MODAL_PLAN = (
+    "tests/ops/modality_grouped_matmul/test_triton.py",
+    "tests/ops/modality_grouped_matmul/test_plan.py",
+)
 UNITS, OUTSIDE, GELU, RELU, SIGMOID, TANH = (
     f"tests/ops/grouped_glu/test_values.py::test_{name}"
     for name in (

@@ -12,14 +12,22 @@ STEPS, EVALUATION, MODE, OBJECTIVE, AVERAGE, SEED = (
         "what_a_run_draws_from_its_seed",
     )
 )
-LM, DIT = (f"{STEP}::test_the_averaged_{model}_is_evaluated_and_kept" for model in ("language_model", "diffusion_transformer"))
+LM, DIT = (
+    f"{STEP}::test_the_averaged_{model}_is_evaluated_and_kept" for model in ("language_model", "diffusion_transformer")
+)
 FLOW = "tests/models/test_flow.py"
-TRAINED_ON, DRAWN, HEUN, TRANSFORMER = (f"{FLOW}::test_{name}" for name in ("what_is_trained_on", "from_noise_to_image", "steps_are_heuns", "the_transformer"))
+TRAINED_ON, DRAWN, HEUN, TRANSFORMER = (
+    f"{FLOW}::test_{name}"
+    for name in ("what_is_trained_on", "from_noise_to_image", "steps_are_heuns", "the_transformer")
+)
 DIGITS, PHOTOS = (
     "tests/models/test_images.py::test_digits_are_held_out_whole",
     "tests/models/test_images.py::test_photos_are_held_out_by_their_right_hand_fifth",
 )
-LIKELY, COMPARISON = "tests/models/test_generate.py::test_draws_are_as_likely_as_the_temperature_says", "tests/models/test_precision.py::test_comparison"
+LIKELY, COMPARISON = (
+    "tests/models/test_generate.py::test_draws_are_as_likely_as_the_temperature_says",
+    "tests/models/test_precision.py::test_comparison",
+)
 
 # fmt: off
 MUTATIONS = {

@@ -1,6 +1,10 @@
 """Offloading: the scan over layers, names, reports, proposals."""
 
-SCAN, CHOICE, WHERE = "tests/offload/test_scan.py", "tests/offload/test_scan.py::test_every_choice", "tests/offload/test_scan.py::test_where_residuals_lie"
+SCAN, CHOICE, WHERE = (
+    "tests/offload/test_scan.py",
+    "tests/offload/test_scan.py::test_every_choice",
+    "tests/offload/test_scan.py::test_where_residuals_lie",
+)
 CASTS = "tests/offload/test_scan.py::test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type"
 
 # fmt: off

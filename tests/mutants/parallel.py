@@ -2,7 +2,9 @@
 
 GATHER, SCATTER, OPERANDS = (f"parallel/{name}.py" for name in ("all_gather", "reduce_scatter", "operands"))
 VALUES = "tests/parallel/test_values.py"
-ROWS, KEPT, BLOCK = (f"{VALUES}::{name}" for name in ("test_rows", "test_only_local_rows_are_kept", "test_a_megatron_block"))
+ROWS, KEPT, BLOCK = (
+    f"{VALUES}::{name}" for name in ("test_rows", "test_only_local_rows_are_kept", "test_a_megatron_block")
+)
 
 # fmt: off
 MUTATIONS = {

@@ -3,7 +3,10 @@
 LIB = "_lib/grouped_gemm_triton.py"
 PRODUCT, UNIT, EXPERTS = (f"tests/ops/{op}/test_triton.py" for op in ("grouped_matmul", "grouped_glu", "moe_mlp"))
 MODALITIES = "tests/ops/modality_grouped_matmul/test_triton.py"
-WGRAD, FP8_PRODUCTS = "tests/ops/grouped_matmul/test_values.py::test_wgrad_on_hopper", "tests/ops/fp8_matmul/test_triton.py"
+WGRAD, FP8_PRODUCTS = (
+    "tests/ops/grouped_matmul/test_values.py::test_wgrad_on_hopper",
+    "tests/ops/fp8_matmul/test_triton.py",
+)
 FP8, FP8_INSIDE = "tests/ops/fp8_matmul/test_gemm.py", "tests/ops/fp8_matmul/test_inside.py"
 RELEASE = "mbarrier.arrive(empty.index((s + STAGES - 1) % STAGES), count=1"
 

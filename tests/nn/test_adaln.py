@@ -83,7 +83,9 @@ def rows_of_sequences(values: jax.Array) -> jax.Array:
     if values.shape[0] == T:
         return values * INSIDE
     return jnp.matmul(
-        np.stack([(start <= np.arange(T)) & (np.arange(T) < end) for start, end in itertools.pairwise(OFFSETS)], axis=1).astype(np.float32),
+        np.stack(
+            [(start <= np.arange(T)) & (np.arange(T) < end) for start, end in itertools.pairwise(OFFSETS)], axis=1
+        ).astype(np.float32),
         values,
         precision="highest",
     )
@@ -146,7 +148,10 @@ def outputs_and_gradients(f, module, x, cond) -> list[jax.Array]:
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_and_their_gradients(norm, options, per_token):
     module, (x, cond, _) = norm_layer(norm, **options), inputs(per_token, columns=columns_of(options, 2))
-    assert [module.weight is not None, module.bias is not None] == [options.get("use_weight", False), options.get("use_bias", False)]
+    assert [module.weight is not None, module.bias is not None] == [
+        options.get("use_weight", False),
+        options.get("use_bias", False),
+    ]
     got = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), module, x, cond)
     for ours, wanted in zip(got, outputs_and_gradients(unfused_norm, module, x, cond), strict=True):
         assert_close(ours, wanted, "float32")
@@ -173,7 +178,9 @@ def test_block_and_its_gradients(options, per_token):
 def test_backend_and_plan_are_passed_on(module):
     for options, runs in (({"backend": "pallas"}, True), ({"plan": Plan("pallas")}, True), ({"backend": "xla"}, False)):
         graphdef, state = nnx.split(module(**options))
-        program = jax.make_jaxpr(lambda state, *args, graphdef=graphdef: nnx.merge(graphdef, state)(*args))(state, *inputs())
+        program = jax.make_jaxpr(lambda state, *args, graphdef=graphdef: nnx.merge(graphdef, state)(*args))(
+            state, *inputs()
+        )
         assert ("pallas_call" in str(program)) == runs
 
 
@@ -225,7 +232,9 @@ def test_a_block_in_bfloat16():
     assert got.dtype == jnp.bfloat16
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}
     assert_close(got, unfused_block(module, x.astype(jnp.float32), cond), "bfloat16")
-    gradient = nnx.jit(nnx.grad(lambda module, *args: jnp.sum(module(*args).astype(jnp.float32))))(module, x, cond, offsets())
+    gradient = nnx.jit(nnx.grad(lambda module, *args: jnp.sum(module(*args).astype(jnp.float32))))(
+        module, x, cond, offsets()
+    )
     assert gradient.modulation.kernel[...].dtype == jnp.float32
 
 
@@ -269,10 +278,20 @@ def test_a_mixture_of_experts_as_mlp():
     [
         ((T, D + 1), (B, C), (B + 1,), r"x has shape \(13, 9\); it must be \[T, num_features=8\].* without padding"),
         ((2, T, D), (B, C), (B + 1,), r"x has shape \(2, 13, 8\)"),
-        ((T, D), (B, C + 1), (B + 1,), r"cond has shape \(4, 7\); it must be \[B, cond_features\] = \(4, 6\).* = \(13, 6\)"),
+        (
+            (T, D),
+            (B, C + 1),
+            (B + 1,),
+            r"cond has shape \(4, 7\); it must be \[B, cond_features\] = \(4, 6\).* = \(13, 6\)",
+        ),
         ((T, D), (B + 1, C), (B + 1,), r"cond has shape \(5, 6\)"),
         ((T, D), (C,), (B + 1,), r"cond has shape \(6,\)"),
-        ((T, D), (B, C), (1, B + 1), r"sequence_offsets has shape \(1, 5\); it must be \[B \+ 1\].* with a 0 before it"),
+        (
+            (T, D),
+            (B, C),
+            (1, B + 1),
+            r"sequence_offsets has shape \(1, 5\); it must be \[B \+ 1\].* with a 0 before it",
+        ),
         ((T, D), (B, C), (0,), r"sequence_offsets has shape \(0,\)"),
     ],
 )

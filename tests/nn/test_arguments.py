@@ -53,10 +53,17 @@ def test_what_the_errors_differ_from_is_right(name):
     make(name)
 
 
-SIZES = [(name, size) for name, (_, arguments) in LAYERS.items() for size, value in arguments.items() if isinstance(value, int)]
+SIZES = [
+    (name, size)
+    for name, (_, arguments) in LAYERS.items()
+    for size, value in arguments.items()
+    if isinstance(value, int)
+]
 
 
-@pytest.mark.parametrize(("name", "size"), [*SIZES, ("MoE", "shared_features"), ("Fp8Linear", "history"), ("Fp8DotGeneral", "history")])
+@pytest.mark.parametrize(
+    ("name", "size"), [*SIZES, ("MoE", "shared_features"), ("Fp8Linear", "history"), ("Fp8DotGeneral", "history")]
+)
 def test_sizes(name, size):
     for wrong in (-1,) if size == "shared_features" else (0, -1):
         with pytest.raises(ValueError, match=rf"{size}={wrong} must be"):
@@ -93,8 +100,18 @@ def test_backend(name):
         ("Router", {"scale": "2"}, TypeError, "scale is a str; it must be a Python number"),
         ("MoE", {"activation": "swiglu"}, ValueError, "activation='swiglu': write 'silu', 'gelu'"),
         ("MoE", {"router": functools.partial(Router, k=5)}, ValueError, "k=5 must be from 1 to E=4"),
-        ("MoE", {"router": Router(8, 5, 2, rngs=nnx.Rngs(0))}, ValueError, r"router has .* = \(8, 5\); this layer has \(8, 4\)"),
-        ("MoE", {"router": Router(9, 4, 2, rngs=nnx.Rngs(0))}, ValueError, r"router has .* = \(9, 4\); this layer has \(8, 4\)"),
+        (
+            "MoE",
+            {"router": Router(8, 5, 2, rngs=nnx.Rngs(0))},
+            ValueError,
+            r"router has .* = \(8, 5\); this layer has \(8, 4\)",
+        ),
+        (
+            "MoE",
+            {"router": Router(9, 4, 2, rngs=nnx.Rngs(0))},
+            ValueError,
+            r"router has .* = \(9, 4\); this layer has \(8, 4\)",
+        ),
         ("Fp8Linear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of 'tensorwise'"),
         ("Fp8GroupedLinear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
         ("Fp8DotGeneral", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
@@ -105,7 +122,12 @@ def test_backend(name):
         ("AdaLNZeroBlock", {"epsilon": (1e-6,)}, ValueError, r"epsilon=\(1e-06,\): write one number, or two"),
         ("AdaLNZeroBlock", {"epsilon": "small"}, TypeError, "eps is a str; it must be a Python number"),
         ("AdaLayerNorm", {"epsilon": float("nan")}, ValueError, "eps is nan; it must be finite"),
-        ("AdaLayerNorm", {"activation": "relu"}, ValueError, "activation='relu': write None, 'silu', 'gelu', 'gelu_tanh'"),
+        (
+            "AdaLayerNorm",
+            {"activation": "relu"},
+            ValueError,
+            "activation='relu': write None, 'silu', 'gelu', 'gelu_tanh'",
+        ),
         ("AdaRMSNorm", {"per": "sequences"}, ValueError, "per='sequences': write None, 'sequence', 'row'"),
     ],
     ids=str,
@@ -136,7 +158,12 @@ def test_a_mixer_that_takes_no_offsets(takes_no_offsets):
 
 @pytest.mark.parametrize(
     "takes_offsets",
-    [lambda y, o: y, lambda y, sequence_offsets=None: y, lambda *args: args[0], nnx.Sequential(lambda y, offsets: y, LINEAR)],
+    [
+        lambda y, o: y,
+        lambda y, sequence_offsets=None: y,
+        lambda *args: args[0],
+        nnx.Sequential(lambda y, offsets: y, LINEAR),
+    ],
     ids=["any-name", "optional", "any-number", "sequential"],
 )
 def test_a_mixer_that_takes_offsets(takes_offsets):

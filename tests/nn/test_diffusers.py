@@ -69,7 +69,9 @@ def run(module: nnx.Module, call, inputs: dict) -> tuple[dict, dict, nnx.State]:
         return sum(jnp.sum(jnp.sin(value)) for value in results.values()), results
 
     with jax.default_matmul_precision("highest"):
-        (_, results), (dparams, dinputs) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, inputs)
+        (_, results), (dparams, dinputs) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+            params, inputs
+        )
     return results, dinputs, dparams
 
 
@@ -83,7 +85,10 @@ def check(name: str, module: nnx.Module, put, call) -> None:
     graphdef, params = nnx.split(module)
     wanted = nnx.merge(graphdef, jax.tree.map(jnp.zeros_like, params))
     put(wanted, {key: gradients[key] for key in weights})
-    flat = {key: nnx.traversals.flatten_mapping(nnx.to_pure_dict(state)) for key, state in (("got", dparams), ("want", nnx.state(wanted)))}
+    flat = {
+        key: nnx.traversals.flatten_mapping(nnx.to_pure_dict(state))
+        for key, state in (("got", dparams), ("want", nnx.state(wanted)))
+    }
     assert len(flat["want"]) > 0
     compare(flat["got"], {path: np.asarray(value) for path, value in flat["want"].items()})
 
@@ -101,7 +106,11 @@ AFFINE = {"use_weight": True, "use_bias": True}
 NORMS = {
     "AdaLayerNorm": (AdaLayerNorm, (1, 0), {"epsilon": 1e-5}),
     "AdaLayerNormContinuous": (AdaLayerNorm, (0, 1), {"epsilon": 1e-5, **AFFINE}),
-    "AdaLayerNormContinuous_no_bias": (AdaLayerNorm, (0, 1), {"epsilon": 1e-5, "use_weight": True, "linear": WITHOUT_BIAS}),
+    "AdaLayerNormContinuous_no_bias": (
+        AdaLayerNorm,
+        (0, 1),
+        {"epsilon": 1e-5, "use_weight": True, "linear": WITHOUT_BIAS},
+    ),
     "AdaLayerNormContinuous_plain": (AdaLayerNorm, (0, 1), {"epsilon": 1e-6}),
     "AdaLayerNormContinuous_rms": (AdaRMSNorm, (0, 1), {"epsilon": 1e-5, "use_weight": True, "linear": WITHOUT_BIAS}),
 }
@@ -149,14 +158,18 @@ def test_heads(name, backend):
 
     def call(module, inputs):
         x, offsets = packed(inputs)
-        made = dict(zip(columns, jnp.split(module.modulation(jax.nn.silu(inputs["cond"])), len(columns), axis=1), strict=True))
+        made = dict(
+            zip(columns, jnp.split(module.modulation(jax.nn.silu(inputs["cond"])), len(columns), axis=1), strict=True)
+        )
         results = {}
         for y, scale, shift in (("y", "scale", "shift"), ("y2", "scale2", "shift2")):
             if scale in made:
                 scale = made.pop(scale)
                 shift = made.pop(shift, jnp.zeros_like(scale))
                 weight = None if module.weight is None else module.weight[...]
-                results[y] = jaxops.adaln(x, scale, shift, offsets, weight=weight, backend=backend, **how).reshape(inputs["x"].shape)
+                results[y] = jaxops.adaln(x, scale, shift, offsets, weight=weight, backend=backend, **how).reshape(
+                    inputs["x"].shape
+                )
         return results | made
 
     check(name, module, functools.partial(put_norm, tuple(range(len(columns)))), call)

@@ -47,7 +47,11 @@ def result_and_gradients(layer, x, cotangent, *args):
 def assert_fp8_close(got, want, recipe: str) -> None:
     """Each of e4m3's roundings is 2.6 % RMS, e5m2's 5 %; nothing would be lost at all if no cast took place."""
     (y, dx, params), (plain_y, plain_dx, plain_params) = got, want
-    errors = {"y": rms_error(y, plain_y), "dx": rms_error(dx, plain_dx), "kernel": rms_error(params.kernel[...], plain_params.kernel[...])}
+    errors = {
+        "y": rms_error(y, plain_y),
+        "dx": rms_error(dx, plain_dx),
+        "kernel": rms_error(params.kernel[...], plain_params.kernel[...]),
+    }
     high = {"kernel"} if recipe.endswith("gw_hp") else set()
     for name, error in errors.items():
         low, most = (0, 0.01) if name in high else (0.015, 0.07)
@@ -60,12 +64,20 @@ def assert_fp8_close(got, want, recipe: str) -> None:
 def test_gradients_are_close_to_the_plain_layers(recipe):
     x, cotangent = normal(0, 2, M, IN, dtype=jnp.bfloat16), normal(1, 2, M, OUT)
     options = {"dtype": jnp.bfloat16, "bias_init": nnx.initializers.normal(1.0)}
-    ours, plain = Fp8Linear(IN, OUT, recipe=recipe, **options, rngs=nnx.Rngs(0)), nnx.Linear(IN, OUT, **options, rngs=nnx.Rngs(0))
+    ours, plain = (
+        Fp8Linear(IN, OUT, recipe=recipe, **options, rngs=nnx.Rngs(0)),
+        nnx.Linear(IN, OUT, **options, rngs=nnx.Rngs(0)),
+    )
     if recipe == "delayed":
         apply(ours, x)  # now there is a history
     got, want = (result_and_gradients(layer, x, cotangent) for layer in (ours, plain))
     assert_fp8_close(got, want, recipe)
-    assert (got[0].dtype, got[1].dtype, got[2].kernel.dtype, got[2].bias.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32)
+    assert (got[0].dtype, got[1].dtype, got[2].kernel.dtype, got[2].bias.dtype) == (
+        jnp.bfloat16,
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.float32,
+    )
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise_with_gw_hp"])
@@ -73,11 +85,16 @@ def test_grouped_gradients_are_close_to_the_plain_layers(recipe):
     offsets = jnp.array(OFFSETS, jnp.int32)
     x, cotangent = normal(0, M, IN, dtype=jnp.bfloat16), normal(1, M, OUT)
     options = {"dtype": jnp.bfloat16, "bias_init": nnx.initializers.normal(1.0)}
-    ours, plain = (make(3, IN, OUT, **options, rngs=nnx.Rngs(0)) for make in (functools.partial(Fp8GroupedLinear, recipe=recipe), GroupedLinear))
+    ours, plain = (
+        make(3, IN, OUT, **options, rngs=nnx.Rngs(0))
+        for make in (functools.partial(Fp8GroupedLinear, recipe=recipe), GroupedLinear)
+    )
     got, want = (result_and_gradients(layer, x, cotangent, offsets) for layer in (ours, plain))
     assert_fp8_close(got, want, recipe)
     unrouted = x.at[OFFSETS[-1] :].set(jnp.nan)
-    for result, other in zip(jax.tree.leaves(got), jax.tree.leaves(result_and_gradients(ours, unrouted, cotangent, offsets)), strict=True):
+    for result, other in zip(
+        jax.tree.leaves(got), jax.tree.leaves(result_and_gradients(ours, unrouted, cotangent, offsets)), strict=True
+    ):
         np.testing.assert_array_equal(result, other)
     y, dx, params = got
     assert not y[OFFSETS[-1] :].any()
@@ -98,7 +115,9 @@ def test_a_group_is_a_linear_layer():
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
 def test_state_loads_into_a_plain_layer_and_back(recipe):
     ours, plain = Fp8Linear(IN, OUT, recipe=recipe, rngs=nnx.Rngs(0)), nnx.Linear(IN, OUT, rngs=nnx.Rngs(0))
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(ours, nnx.Param), nnx.state(plain))  # the same seed, the same start
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.state(ours, nnx.Param), nnx.state(plain)
+    )  # the same seed, the same start
     plain.kernel[...] = normal(2, IN, OUT)
     nnx.update(ours, nnx.state(plain))
     np.testing.assert_array_equal(ours.kernel[...], normal(2, IN, OUT))
@@ -118,7 +137,16 @@ def test_grouped_state_loads_into_a_plain_layer_and_back():
 
 
 def delayed(history: int = 3, **options) -> Fp8Linear:
-    return Fp8Linear(IN, OUT, recipe="delayed", use_bias=False, history=history, kernel_init=nnx.initializers.constant(0.5), **options, rngs=nnx.Rngs(0))
+    return Fp8Linear(
+        IN,
+        OUT,
+        recipe="delayed",
+        use_bias=False,
+        history=history,
+        kernel_init=nnx.initializers.constant(0.5),
+        **options,
+        rngs=nnx.Rngs(0),
+    )
 
 
 @nnx.jit
@@ -155,14 +183,24 @@ def test_history_under_jax_transformations():
     for amax in (2.0, 8.0):
         grads, history = gradients(params, history, jnp.full((M, IN), amax))
     np.testing.assert_array_equal(history["amax_history"][...], [[8, 2, 0], [0.5, 0.5, 0]])
-    np.testing.assert_allclose(grads["kernel"][...], np.full((IN, OUT), 2.0 * M), rtol=1e-5)  # x saturates to 2, all that the history knew of
+    np.testing.assert_allclose(
+        grads["kernel"][...], np.full((IN, OUT), 2.0 * M), rtol=1e-5
+    )  # x saturates to 2, all that the history knew of
 
 
 def test_history_of_scanned_layers():
     @nnx.split_rngs(splits=3)
     @nnx.vmap
     def stack(rngs):
-        return Fp8Linear(IN, IN, recipe="delayed", use_bias=False, history=2, kernel_init=nnx.initializers.constant(2 / IN), rngs=rngs)
+        return Fp8Linear(
+            IN,
+            IN,
+            recipe="delayed",
+            use_bias=False,
+            history=2,
+            kernel_init=nnx.initializers.constant(2 / IN),
+            rngs=rngs,
+        )
 
     @nnx.jit
     @nnx.grad
@@ -177,7 +215,9 @@ def test_history_of_scanned_layers():
     layers = stack(nnx.Rngs(0))
     for _ in range(2):
         grads = gradients(layers, jnp.ones((M, IN)))
-    np.testing.assert_allclose(history_of(layers)[:, 0], [[1, 1], [2, 2], [4, 4]], rtol=0.15)  # both roundings of both layers before it
+    np.testing.assert_allclose(
+        history_of(layers)[:, 0], [[1, 1], [2, 2], [4, 4]], rtol=0.15
+    )  # both roundings of both layers before it
     np.testing.assert_allclose(history_of(layers)[:, 1], np.full((3, 2), 2 / IN), rtol=1e-6)
     assert all(np.asarray(grads.kernel[i]).all() for i in range(3))
 
@@ -187,7 +227,9 @@ def test_scales_come_from_the_largest_value_of_the_history():
     x = normal(0, M, IN)
     clipped = jnp.clip(x, -1, 1)
     want = clipped @ layer.kernel[...]
-    assert rms_error(apply(layer, jnp.clip(x * 100, -1, 1)), jnp.sign(x) @ layer.kernel[...]) < 0.07, "an empty history is a scale of one"
+    assert rms_error(apply(layer, jnp.clip(x * 100, -1, 1)), jnp.sign(x) @ layer.kernel[...]) < 0.07, (
+        "an empty history is a scale of one"
+    )
     assert rms_error(apply(layer, x), want) < 0.07, "what is larger than all of the history saturates"
     assert rms_error(apply(layer, x), x @ layer.kernel[...]) < 0.07, "the next step knows better"
 
@@ -210,7 +252,10 @@ def test_dot_general_in_a_linear_layer(recipe):
     flax = nnx.Linear(IN, OUT, dot_general=Fp8DotGeneral(recipe, history=2), rngs=nnx.Rngs(0))
     ours = Fp8Linear(IN, OUT, recipe=recipe, history=2, rngs=nnx.Rngs(0))
     for _ in range(2):
-        for got, want in zip(*(jax.tree.leaves(result_and_gradients(layer, x, normal(1, 2, M, OUT))) for layer in (flax, ours)), strict=True):
+        for got, want in zip(
+            *(jax.tree.leaves(result_and_gradients(layer, x, normal(1, 2, M, OUT))) for layer in (flax, ours)),
+            strict=True,
+        ):
             np.testing.assert_array_equal(got, want)
     if recipe == "delayed":
         np.testing.assert_array_equal(history_of(flax.dot_general), history_of(ours))
@@ -235,7 +280,9 @@ def test_dot_general_in_attention():
 
 
 def test_modulation_in_fp8():
-    make = functools.partial(AdaLNZeroBlock, 32, 64, lambda y, offsets: y, lambda y: y, modulation_init=nnx.initializers.normal(0.1))
+    make = functools.partial(
+        AdaLNZeroBlock, 32, 64, lambda y, offsets: y, lambda y: y, modulation_init=nnx.initializers.normal(0.1)
+    )
     args = normal(0, M, 32), normal(1, 3, 64), jnp.array(OFFSETS, jnp.int32)
     ours, plain = make(linear=functools.partial(Fp8Linear, recipe="rowwise"), rngs=nnx.Rngs(0)), make(rngs=nnx.Rngs(0))
     assert isinstance(ours.modulation, Fp8Linear)
@@ -243,7 +290,9 @@ def test_modulation_in_fp8():
     assert 1e-4 < rms_error(got, want) < 0.07
 
 
-@pytest.mark.parametrize("make", [Fp8Linear, functools.partial(Fp8GroupedLinear, 2), lambda *_, recipe, rngs: Fp8DotGeneral(recipe)])
+@pytest.mark.parametrize(
+    "make", [Fp8Linear, functools.partial(Fp8GroupedLinear, 2), lambda *_, recipe, rngs: Fp8DotGeneral(recipe)]
+)
 def test_unknown_recipe(make):
     with pytest.raises(ValueError, match=r"recipe.*'fp8'.*'tensorwise'"):
         make(IN, OUT, recipe="fp8", rngs=nnx.Rngs(0))

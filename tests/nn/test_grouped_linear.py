@@ -68,18 +68,27 @@ def test_values(use_bias, backend):
 def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
     x = rows(x_dtype)
     ours = layer(dtype=dtype, param_dtype=param_dtype)
-    got, flax = apply(ours, x, offsets()), nnx.eval_shape(lambda: nnx.Linear(IN, OUT, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x))
+    got, flax = (
+        apply(ours, x, offsets()),
+        nnx.eval_shape(lambda: nnx.Linear(IN, OUT, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x)),
+    )
     assert got.dtype == flax.dtype == out
     assert_close(got, one_linear_a_group(layer(param_dtype=param_dtype), x.astype(jnp.float32)), "bfloat16")
 
 
 def test_float32_parameters_get_unrounded_gradients():
     module, x, cotangent = layer(dtype=jnp.bfloat16), rows(jnp.bfloat16), numbers(None, (M, OUT), jnp.bfloat16)
-    grads = nnx.jit(nnx.grad(lambda module, x, offsets: jnp.sum(module(x, offsets).astype(jnp.float32) * cotangent.astype(jnp.float32))))(module, x, offsets())
+    grads = nnx.jit(
+        nnx.grad(
+            lambda module, x, offsets: jnp.sum(module(x, offsets).astype(jnp.float32) * cotangent.astype(jnp.float32))
+        )
+    )(module, x, offsets())
     groups = [slice(start, end) for start, end in itertools.pairwise(OFFSETS)]
     assert grads.kernel[...].dtype == grads.bias[...].dtype == jnp.float32
     # A gradient rounded to bfloat16 would be past these limits.
-    assert_close(grads.kernel[...], np.stack([wide(x)[rows].T @ wide(cotangent)[rows] for rows in groups]), "float32", "kernel")
+    assert_close(
+        grads.kernel[...], np.stack([wide(x)[rows].T @ wide(cotangent)[rows] for rows in groups]), "float32", "kernel"
+    )
     assert_close(grads.bias[...], np.stack([wide(cotangent)[rows].sum(axis=0) for rows in groups]), "float32", "bias")
 
 

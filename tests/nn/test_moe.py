@@ -32,7 +32,12 @@ def numbers(key, shape, dtype=jnp.float32) -> jax.Array:
 def make(*, router: dict | None = None, hidden_features: int = F, **options) -> MoE:
     rngs = nnx.Rngs(0)
     return MoE(
-        E, D, hidden_features, router=Router(D, E, K, **(router or {}), rngs=rngs), **{"kernel_init": numbers, "precision": "highest"} | options, rngs=rngs
+        E,
+        D,
+        hidden_features,
+        router=Router(D, E, K, **(router or {}), rngs=rngs),
+        **{"kernel_init": numbers, "precision": "highest"} | options,
+        rngs=rngs,
     )
 
 
@@ -48,7 +53,10 @@ def every_expert(params: dict, x: jax.Array, routing: jaxops.Routing, activation
 
     with jax.default_matmul_precision("highest"):
         each = jax.vmap(mlp)(params["gate"], params["up"], params["down"])  # [E, T, D]
-        share = jnp.sum(jnp.where(routing.experts[:, :, None] == jnp.arange(E)[None, None, :], routing.weights[:, :, None], 0), axis=1)
+        share = jnp.sum(
+            jnp.where(routing.experts[:, :, None] == jnp.arange(E)[None, None, :], routing.weights[:, :, None], 0),
+            axis=1,
+        )
         y = jnp.einsum("etd,te->td", each, share)
         if shared := params.get("shared"):
             common = mlp(shared["gate"], shared["up"], shared["down"])
@@ -58,7 +66,9 @@ def every_expert(params: dict, x: jax.Array, routing: jaxops.Routing, activation
 
 def outputs_and_gradients(f, params, x):
     """(y, gradients of all parameters and of x)"""
-    return jax.jit(lambda params, x: (f(params, x), jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1))(params, x)))(params, x)
+    return jax.jit(
+        lambda params, x: (f(params, x), jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1))(params, x))
+    )(params, x)
 
 
 def check(moe: MoE, x: jax.Array, activation=jax.nn.silu, wrap=lambda layer: layer) -> None:
@@ -75,8 +85,16 @@ def check(moe: MoE, x: jax.Array, activation=jax.nn.silu, wrap=lambda layer: lay
 
 
 CASES = {
-    "shared": {"shared_features": 20, "activation": "relu", "router": {"score": "sigmoid", "normalize": False, "scale": 2.5, "capacity": 9}},
-    "gated-shared": {"shared_features": 8, "gate_shared": True, "router": {"num_groups": 2, "top_groups": 1, "use_bias": True}},
+    "shared": {
+        "shared_features": 20,
+        "activation": "relu",
+        "router": {"score": "sigmoid", "normalize": False, "scale": 2.5, "capacity": 9},
+    },
+    "gated-shared": {
+        "shared_features": 8,
+        "gate_shared": True,
+        "router": {"num_groups": 2, "top_groups": 1, "use_bias": True},
+    },
 }
 
 
@@ -96,10 +114,19 @@ def test_backend():
         x = tokens(128, D)  # 64 rows an expert: for tiny groups "auto" takes other kernels
         with device():
             jaxpr = jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x)[0])(params, x).jaxpr
-        found = collections.Counter(eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name in ("pallas_call", "triton_kernel_call"))
+        found = collections.Counter(
+            eqn.params["name"]
+            for eqn in equations(jaxpr)
+            if eqn.primitive.name in ("pallas_call", "triton_kernel_call")
+        )
         return {name: found[name] for name in ("permute", "grouped_glu_fwd", "grouped_matmul_fwd", "combine")}
 
-    pallas = {"permute": 1, "grouped_glu_fwd": 2, "grouped_matmul_fwd": 6, "combine": 1}  # gate's, up's and down's products, twice
+    pallas = {
+        "permute": 1,
+        "grouped_glu_fwd": 2,
+        "grouped_matmul_fwd": 6,
+        "combine": 1,
+    }  # gate's, up's and down's products, twice
     assert kernels(jnp.float32, backend="pallas") == pallas
     assert kernels(jnp.float32) == dict.fromkeys(pallas, 0)
     assert kernels(jnp.float32, on_h200) == pallas
@@ -133,7 +160,9 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
     assert y.dtype == flax.dtype == out
     assert routing.weights.dtype == moe.router.kernel.dtype == jnp.float32
     graphdef, params = nnx.split(moe)
-    grads = jax.eval_shape(jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params)(x)[0].astype(jnp.float32))), params)
+    grads = jax.eval_shape(
+        jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params)(x)[0].astype(jnp.float32))), params
+    )
     assert jax.tree.map(lambda g: (g.shape, g.dtype), grads) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
     if param_dtype != out:
         y, routing = apply(moe, x)
@@ -146,9 +175,13 @@ def test_shard_map_over_experts():
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    (alone, params), (graphdef, _) = (nnx.split(make(expert_axis=axis, shared_features=8, gate_shared=True)) for axis in (None, "expert"))
+    (alone, params), (graphdef, _) = (
+        nnx.split(make(expert_axis=axis, shared_features=8, gate_shared=True)) for axis in (None, "expert")
+    )
     x = tokens()
-    specs = jax.tree.map_with_path(lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params)
+    specs = jax.tree.map_with_path(
+        lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
+    )
     shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), P()))
 
     def loss(layer, params, x):
@@ -158,7 +191,10 @@ def test_shard_map_over_experts():
     def gradients(layer):
         return jax.jit(jax.value_and_grad(functools.partial(loss, layer), argnums=(0, 1), has_aux=True))(params, x)
 
-    got, want = gradients(shard(lambda params, x: nnx.merge(graphdef, params)(x))), gradients(lambda params, x: nnx.merge(alone, params)(x))
+    got, want = (
+        gradients(shard(lambda params, x: nnx.merge(graphdef, params)(x))),
+        gradients(lambda params, x: nnx.merge(alone, params)(x)),
+    )
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
 
@@ -168,10 +204,16 @@ def test_a_sum_over_devices_is_rounded_once():
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    (alone, params), (graphdef, _) = (nnx.split(make(expert_axis=axis, dtype=jnp.bfloat16)) for axis in (None, "expert"))
+    (alone, params), (graphdef, _) = (
+        nnx.split(make(expert_axis=axis, dtype=jnp.bfloat16)) for axis in (None, "expert")
+    )
     x = tokens(dtype=jnp.bfloat16)
-    specs = jax.tree.map_with_path(lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params)
-    split = jax.shard_map(lambda params, x: nnx.merge(graphdef, params)(x)[0], mesh=mesh, in_specs=(specs, P()), out_specs=P())
+    specs = jax.tree.map_with_path(
+        lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
+    )
+    split = jax.shard_map(
+        lambda params, x: nnx.merge(graphdef, params)(x)[0], mesh=mesh, in_specs=(specs, P()), out_specs=P()
+    )
     got, want = jax.jit(split)(params, x), jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])(params, x)
     assert got.dtype == want.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, want)
@@ -197,7 +239,11 @@ def test_router_bias():
     np.testing.assert_array_equal(router.bias[...], [1.0, 1.0, 99.0, 1.0])
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(E, "float32"), (1, "float32"), (1, "bfloat16")], ids=["router", "token-gate", "token-gate-bfloat16"])
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [(E, "float32"), (1, "float32"), (1, "bfloat16")],
+    ids=["router", "token-gate", "token-gate-bfloat16"],
+)
 def test_logits_and_token_gate_are_no_tf32(columns, dtype):
     """A GPU multiplies float32 in TF32 unless the product says HIGHEST: as traced for one, forward and both gradients.
 
@@ -251,13 +297,17 @@ def test_fan_in_is_one_expert(experts):
 def test_a_router_is_made_with_the_layers_keys():
     x = tokens()
     given = make()
-    made = MoE(E, D, F, router=functools.partial(Router, k=K), kernel_init=numbers, precision="highest", rngs=nnx.Rngs(0))
+    made = MoE(
+        E, D, F, router=functools.partial(Router, k=K), kernel_init=numbers, precision="highest", rngs=nnx.Rngs(0)
+    )
     np.testing.assert_array_equal(made.router.kernel[...], given.router.kernel[...])
     np.testing.assert_array_equal(apply(made, x)[0], apply(given, x)[0])
 
 
 def test_expert_axis_outside_of_shard_map():
-    with pytest.raises(ValueError, match=r"expert_axis='expert' is not an axis here: call this layer inside jax\.shard_map"):
+    with pytest.raises(
+        ValueError, match=r"expert_axis='expert' is not an axis here: call this layer inside jax\.shard_map"
+    ):
         make(expert_axis="expert")(tokens())
     with pytest.raises(ValueError, match="expert_axis='expert' is not an axis here"):
         apply(make(expert_axis="expert"), tokens())
@@ -278,5 +328,7 @@ def test_errors():
         moe(tokens())
     moe = make()
     moe.gate = nnx.Param(moe.gate[...][:2])
-    with pytest.raises(ValueError, match="this device has 2 of num_experts=4 experts, and expert_axis=None has 1 devices"):
+    with pytest.raises(
+        ValueError, match="this device has 2 of num_experts=4 experts, and expert_axis=None has 1 devices"
+    ):
         moe(tokens())

@@ -18,9 +18,19 @@ NAMES = ("carry", "attention", "middle", "router", "route", "moe_mlp", "adaln", 
 
 
 def weights():
-    shapes = {"qkv": (D, 3 * D), "out": (D, D), "router": (D, EXPERTS), "gate": (EXPERTS, D, HIDDEN), "up": (EXPERTS, D, HIDDEN), "down": (EXPERTS, HIDDEN, D)}
+    shapes = {
+        "qkv": (D, 3 * D),
+        "out": (D, D),
+        "router": (D, EXPERTS),
+        "gate": (EXPERTS, D, HIDDEN),
+        "up": (EXPERTS, D, HIDDEN),
+        "down": (EXPERTS, HIDDEN, D),
+    }
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {name: jax.random.normal(key, (LAYERS, *shape)) * shape[-2] ** -0.5 for (name, shape), key in zip(shapes.items(), keys, strict=True)}
+    return {
+        name: jax.random.normal(key, (LAYERS, *shape)) * shape[-2] ** -0.5
+        for (name, shape), key in zip(shapes.items(), keys, strict=True)
+    }
 
 
 def layer(x, w):
@@ -43,14 +53,21 @@ def step(weights, x, *, policy):
 @functools.cache
 def compiled(policy):
     x = jax.random.normal(jax.random.key(1), (T, D), jnp.bfloat16)
-    program = jax.jit(functools.partial(step, policy=policy), compiler_options=compiler_options()).lower(weights(), x).compile()
+    program = (
+        jax.jit(functools.partial(step, policy=policy), compiler_options=compiler_options())
+        .lower(weights(), x)
+        .compile()
+    )
     return program, jax.device_get(program(weights(), x))
 
 
 def kernels(program):
     """Calls of kernels and of cuDNN in the program, and products, which are cuBLAS' or fusions, as XLA likes."""
     text = program.as_text()
-    calls = sum(text.count(f'custom_call_target="{name}') for name in ("__gpu$xla.gpu.triton", "triton_kernel_call", "__cudnn", "__cublas"))
+    calls = sum(
+        text.count(f'custom_call_target="{name}')
+        for name in ("__gpu$xla.gpu.triton", "triton_kernel_call", "__cudnn", "__cublas")
+    )
     return calls + text.count(" dot(")
 
 
@@ -62,15 +79,23 @@ def test_the_same_bits():
 
 
 def test_what_is_kept_runs_once():
-    plain, kept, offloaded, recomputed = (kernels(compiled(policy)[0]) for policy in (None, Policy(keep=NAMES), Policy(offload=NAMES), Policy()))
+    plain, kept, offloaded, recomputed = (
+        kernels(compiled(policy)[0]) for policy in (None, Policy(keep=NAMES), Policy(offload=NAMES), Policy())
+    )
     assert plain == kept == offloaded < recomputed
 
 
 def test_report():
     found = report(compiled(Policy(offload=NAMES))[0], verify=True)
-    assert found.host_bytes >= LAYERS * T * D * 2 * 5, "the layers' inputs, queries, keys, values and what attention gives"
+    assert found.host_bytes >= LAYERS * T * D * 2 * 5, (
+        "the layers' inputs, queries, keys, values and what attention gives"
+    )
     assert all(copy.behind for copy in found.copies if copy.in_loop)
-    assert sum(copy.in_loop for copy in found.copies if copy.to == "host") == sum(copy.in_loop for copy in found.copies if copy.to == "device") > 5
+    assert (
+        sum(copy.in_loop for copy in found.copies if copy.to == "host")
+        == sum(copy.in_loop for copy in found.copies if copy.to == "device")
+        > 5
+    )
     assert found.device_bytes < report(compiled(Policy(keep=NAMES))[0]).device_bytes
     with pytest.raises(OffloadError, match="nothing is offloaded"):
         report(compiled(Policy(keep=NAMES))[0], verify=True)
@@ -78,7 +103,9 @@ def test_report():
 
 def test_copies_beside_what_is_kept():
     """The stacks of what is kept are written in the same loop, at the same counter."""
-    found = report(compiled(Policy(keep=("middle", "router", "route", "moe_mlp"), offload=("carry", "attention")))[0], verify=True)
+    found = report(
+        compiled(Policy(keep=("middle", "router", "route", "moe_mlp"), offload=("carry", "attention")))[0], verify=True
+    )
     leaving = [copy for copy in found.copies if copy.to == "host"]
     assert len(leaving) > 5
     assert all(copy.in_loop and copy.behind > 10 for copy in leaving)

@@ -13,7 +13,14 @@ SIZES = {"moe_mlp.gate": 30, "moe_mlp.up": 30, "moe_mlp_2": 1, "adaln.out": 10, 
 
 def test_one_line():
     found = policy({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"})
-    assert [found.choice(name) for name in (*SIZES, "another")] == ["offload", "offload", "recompute", "recompute", "keep", "recompute"]
+    assert [found.choice(name) for name in (*SIZES, "another")] == [
+        "offload",
+        "offload",
+        "recompute",
+        "recompute",
+        "keep",
+        "recompute",
+    ]
     assert {found: 1}[Policy(keep=("router",), offload=("moe_mlp",))] == 1
 
 
@@ -162,5 +169,9 @@ def test_in_jax_checkpoint():
         closed = jax.make_jaxpr(lambda x: jax.vjp(jax.checkpoint(f, policy=policy), x)[1])(jnp.ones(3))
         return sorted(aval.memory_space.name for aval in closed.out_avals)
 
-    assert spaces(Policy(keep=("first",), offload=("second",))) == ["Device", "Device", "Host"]  # x, which the first sine's gradient needs, is the third
+    assert spaces(Policy(keep=("first",), offload=("second",))) == [
+        "Device",
+        "Device",
+        "Host",
+    ]  # x, which the first sine's gradient needs, is the third
     assert spaces(Policy()) == ["Device"]

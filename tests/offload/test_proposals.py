@@ -68,7 +68,10 @@ def test_a_step_without_names():
         propose(functools.partial(lambda x, policy: jnp.sin(x)), jnp.ones(3), device_budget=1)
 
 
-@pytest.mark.parametrize(("budget", "error", "message"), [(-1, ValueError, "device_budget is -1"), (1e9, TypeError, "device_budget is a float")])
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [(-1, ValueError, "device_budget is -1"), (1e9, TypeError, "device_budget is a float")],
+)
 def test_bad_budgets(budget, error, message):
     with pytest.raises(error, match=message):
         propose(step, jnp.ones((3, 8, 8)), jnp.ones((4, 8)), device_budget=budget)

@@ -10,19 +10,32 @@ import pytest
 from jaxops.offload import Copy, OffloadError, Policy, compiler_options, report, scan
 from jaxops.offload.reports import copies_of
 
-TEXTS = {file.name.split(".")[0]: file.read_text() for file in (pathlib.Path(__file__).parents[1] / "data" / "offload").glob("*.hlo.txt")}
+TEXTS = {
+    file.name.split(".")[0]: file.read_text()
+    for file in (pathlib.Path(__file__).parents[1] / "data" / "offload").glob("*.hlo.txt")
+}
 SIZE = 256 * 128 * 2
 
 
 def test_copies_of_our_scan():
     """Two residuals a layer: all copies have work behind them. The last layer's come back before the backward's loop."""
-    copies = [Copy("host", SIZE, True, 3, 0), Copy("host", SIZE, True, 2, 0), Copy("device", SIZE, True, 9, 0), Copy("device", SIZE, True, 10, 0)]
+    copies = [
+        Copy("host", SIZE, True, 3, 0),
+        Copy("host", SIZE, True, 2, 0),
+        Copy("device", SIZE, True, 9, 0),
+        Copy("device", SIZE, True, 10, 0),
+    ]
     assert copies_of(TEXTS["scan"]) == [*copies, Copy("device", SIZE, False, 2, 0), Copy("device", SIZE, False, 2, 0)]
 
 
 def test_copies_of_lax_scan():
     """The same layers with `jax.checkpoint` in `jax.lax.scan`: the backward waits for its residuals."""
-    assert [(copy.to, copy.behind) for copy in copies_of(TEXTS["lax_scan"])] == [("host", 1), ("host", 1), ("device", 0), ("device", 0)]
+    assert [(copy.to, copy.behind) for copy in copies_of(TEXTS["lax_scan"])] == [
+        ("host", 1),
+        ("host", 1),
+        ("device", 0),
+        ("device", 0),
+    ]
 
 
 SYNCHRONOUS = """
@@ -45,12 +58,18 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 
 def test_copies_that_are_waited_for():
-    assert copies_of(SYNCHRONOUS) == [Copy("host", 16, False, 0, 0), Copy("device", 16, False, 3, 2), Copy("device", 16, False, 0, 0)]
+    assert copies_of(SYNCHRONOUS) == [
+        Copy("host", 16, False, 0, 0),
+        Copy("device", 16, False, 3, 2),
+        Copy("device", 16, False, 0, 0),
+    ]
 
 
 def fake(text, host_temp, platform="gpu"):
     """A compiled function of a machine that is not there."""
-    used = {f"{where}{what}_size_in_bytes": 0 for where in ("", "host_") for what in ("argument", "output", "temp", "alias")}
+    used = {
+        f"{where}{what}_size_in_bytes": 0 for where in ("", "host_") for what in ("argument", "output", "temp", "alias")
+    }
     used |= {
         "argument_size_in_bytes": 500,
         "output_size_in_bytes": 300,
@@ -59,7 +78,12 @@ def fake(text, host_temp, platform="gpu"):
         "host_temp_size_in_bytes": host_temp,
     }
     sharding = types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=platform)])
-    return types.SimpleNamespace(memory_analysis=lambda: types.SimpleNamespace(**used), input_shardings=[sharding], output_shardings=[], as_text=lambda: text)
+    return types.SimpleNamespace(
+        memory_analysis=lambda: types.SimpleNamespace(**used),
+        input_shardings=[sharding],
+        output_shardings=[],
+        as_text=lambda: text,
+    )
 
 
 def test_verify():
@@ -67,7 +91,9 @@ def test_verify():
     assert (found.device_bytes, found.host_bytes, len(found.copies)) == (570, 8 * SIZE, 6)
     assert "2 copies to the host, 2 of them in loops; 0 are waited for" in str(found)
     assert "; the largest has 0.00 GB, and 0 products beside it" in str(found)
-    assert "2 copies to the device, 2 of them in loops; 2 are waited for" in str(report(fake(TEXTS["lax_scan"], 8 * SIZE)))
+    assert "2 copies to the device, 2 of them in loops; 2 are waited for" in str(
+        report(fake(TEXTS["lax_scan"], 8 * SIZE))
+    )
     with pytest.raises(OffloadError, match="no byte lies on the host"):
         report(fake(TEXTS["scan"], 0), verify=True)
     with pytest.raises(OffloadError, match="nothing is copied there"):
@@ -77,7 +103,13 @@ def test_verify():
 
 def test_on_a_cpu():
     """Nothing moves, it says so, and verify lets it pass."""
-    step = jax.jit(jax.grad(lambda x: jnp.sum(scan(lambda x, w: (jnp.sin(x) * w, None), x, jnp.ones(3), policy=Policy(offload=("carry",)))[0])))
+    step = jax.jit(
+        jax.grad(
+            lambda x: jnp.sum(
+                scan(lambda x, w: (jnp.sin(x) * w, None), x, jnp.ones(3), policy=Policy(offload=("carry",)))[0]
+            )
+        )
+    )
     compiled = step.lower(jnp.ones(4)).compile()
     found = report(compiled, verify=jax.default_backend() == "cpu")
     if jax.default_backend() == "cpu":

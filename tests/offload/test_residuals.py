@@ -13,7 +13,9 @@ X, W = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.ones((5, 4, 4)) / 4
 
 def test_bytes_by_name():
     def layer(x, w):
-        return jnp.sin(checkpoint_name(jax.jit(lambda x: checkpoint_name(x @ w, "inside"))(x).astype(jnp.bfloat16), "half")).astype(jnp.float32), None
+        return jnp.sin(
+            checkpoint_name(jax.jit(lambda x: checkpoint_name(x @ w, "inside"))(x).astype(jnp.bfloat16), "half")
+        ).astype(jnp.float32), None
 
     of = lambda scan: residual_bytes(lambda x: scan(layer, x, W)[0], jax.ShapeDtypeStruct(X.shape, X.dtype))
     assert of(jax.lax.scan) == {"inside": 5 * 48, "half": 5 * 24}

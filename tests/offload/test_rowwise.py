@@ -13,7 +13,11 @@ from jax import lax
 from jaxops.offload import streamed
 
 ROWS = 6
-PARAMS = {"a": jnp.sin(jnp.arange(48.0).reshape(ROWS, 8)), "b": jnp.cos(jnp.arange(60.0).reshape(ROWS, 2, 5)), "c": jnp.linspace(-1.0, 1.0, ROWS)}
+PARAMS = {
+    "a": jnp.sin(jnp.arange(48.0).reshape(ROWS, 8)),
+    "b": jnp.cos(jnp.arange(60.0).reshape(ROWS, 2, 5)),
+    "c": jnp.linspace(-1.0, 1.0, ROWS),
+}
 PARAMS |= {"t": jnp.float32(2)}
 GRADS = {name: jnp.cos(3 * p) for name, p in PARAMS.items()}
 
@@ -57,7 +61,11 @@ TAKEN = {
     "centralize": optax.centralize(),  # of matrices: each row's mean
     "products": of_each(by_leaf(lambda g: g @ jnp.eye(g.shape[1])[:, ::-1])),
     "transposed": of_each(by_leaf(lambda g: (g.T * jnp.arange(1.0, g.shape[1] + 1)[:, None]).T)),
-    "halves": of_each(by_leaf(lambda g: jnp.concatenate([lax.slice_in_dim(g, 1, None, axis=1), lax.slice_in_dim(g, 0, 1, axis=1)], axis=1))),
+    "halves": of_each(
+        by_leaf(
+            lambda g: jnp.concatenate([lax.slice_in_dim(g, 1, None, axis=1), lax.slice_in_dim(g, 0, 1, axis=1)], axis=1)
+        )
+    ),
 }
 
 TAKES = "tx.update is not elementwise: it takes a "
@@ -79,21 +87,39 @@ REFUSED = {
     "outer": (of_each(lambda g: g * (g.reshape(-1, 1) @ g.reshape(1, -1))[0, 0]), TAKES),
     "in-cond": (of_each(lambda g: lax.cond(True, lambda g: jnp.cumsum(g, 0), jnp.sin, g)), f"{TAKES}cumsum{OF_A}"),
     "in-loop": (of_each(lambda g: lax.fori_loop(0, 2, lambda i, g: g - jnp.mean(g), g)), TAKES),
-    "over-rows": (of_each(lambda g: lax.scan(lambda s, row: (s + jnp.sum(row), row * s), 0.0, g)[1]), f"{TAKES}scan{OF_A}"),
+    "over-rows": (
+        of_each(lambda g: lax.scan(lambda s, row: (s + jnp.sum(row), row * s), 0.0, g)[1]),
+        f"{TAKES}scan{OF_A}",
+    ),
     "mapped": (of_each(lambda g: jax.vmap(jnp.cumsum, -1, -1)(g) if g.ndim == 2 else g), f"{TAKES}cumsum{OF_A}"),
-    "numbered": (of_each(lambda g: g * jnp.reshape(jnp.arange(g.shape[0]), (-1,) + (1,) * (g.ndim - 1))), "dim_as_value|iota"),
+    "numbered": (
+        of_each(lambda g: g * jnp.reshape(jnp.arange(g.shape[0]), (-1,) + (1,) * (g.ndim - 1))),
+        "dim_as_value|iota",
+    ),
     "random": (of_each(lambda g: g + jax.random.normal(jax.random.key(0), g.shape)), TAKES),
     "counted": (of_each(lambda g: g / g.shape[0]), f"{TAKES}dim_as_value"),
     "counted-on-the-host": (of_each(lambda g: g / math.sqrt(g.shape[0])), OTHER),
     "counted-by-ones": (of_each(lambda g: g * jnp.sum(jnp.ones_like(g))), f"{TAKES}reduce_sum{OF_A}"),
     "longer-than": (of_each(lambda g: g if g.shape[0] > 3 else 2 * g), OTHER),
-    "as-long-as": (optax.adamw(0.1, mask=wide(lambda p: p.shape[:1] == (ROWS,))), "one thing for whole arrays and another for pieces"),
-    "its-number": (of_each(lambda g: g * (2.0 if g.shape[0] == ROWS else 3.0)), "one thing for whole arrays and another for pieces"),
+    "as-long-as": (
+        optax.adamw(0.1, mask=wide(lambda p: p.shape[:1] == (ROWS,))),
+        "one thing for whole arrays and another for pieces",
+    ),
+    "its-number": (
+        of_each(lambda g: g * (2.0 if g.shape[0] == ROWS else 3.0)),
+        "one thing for whole arrays and another for pieces",
+    ),
     "constant": (of_each(lambda g: g * jnp.ones((ROWS,) + (1,) * (g.ndim - 1))), OTHER),
     "other-parameter": (of_tree(lambda grads: grads | {"c": grads["c"] * jnp.sum(grads["a"], 1)}), OTHER),
-    "exchanged": (of_tree(lambda grads: grads | {"c": jnp.sum(grads["a"], 1)}), r"rows of another parameter, or another axis, at \['c'\]"),
+    "exchanged": (
+        of_tree(lambda grads: grads | {"c": jnp.sum(grads["a"], 1)}),
+        r"rows of another parameter, or another axis, at \['c'\]",
+    ),
     "through-the-count": (optax.chain(optax.apply_if_finite(optax.sgd(0.1), 3)), f"{TAKES}reduce_and{OF_A}"),
-    "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), f"{TAKES}reduce_sum{OF_A}.*optax.clip_by_global_norm.*offload_state"),
+    "clip_by_global_norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        f"{TAKES}reduce_sum{OF_A}.*optax.clip_by_global_norm.*offload_state",
+    ),
     "zero_nans": (optax.zero_nans(), f"{TAKES}reduce_or{OF_A}"),
     "clip_by_block_rms": (optax.clip_by_block_rms(1.0), TAKES),
     "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), "first axis"),
@@ -109,7 +135,9 @@ def test_pieces_give_what_the_whole_gives(name):
     tx = optax.chain(TAKEN[name], optax.trace(0.5))
     state = tx.init(PARAMS)
     step = jax.jit(streamed(tx, pieces=3).apply)
-    on_host = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if x.ndim else x, state)
+    on_host = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if x.ndim else x, state
+    )
     got, wanted = (PARAMS, on_host), (PARAMS, state)
     for _ in range(2):
         updates, after = jax.jit(tx.update)(GRADS, wanted[1], wanted[0])

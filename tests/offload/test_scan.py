@@ -20,7 +20,10 @@ CHOICES = ("keep", "offload", "recompute")
 
 def inputs():
     keys = jax.random.split(jax.random.key(0), 3)
-    weights = {"in": 0.5 * jax.random.normal(keys[0], (LAYERS, D, 2 * D)), "out": 0.5 * jax.random.normal(keys[1], (LAYERS, 2 * D, D))}
+    weights = {
+        "in": 0.5 * jax.random.normal(keys[0], (LAYERS, D, 2 * D)),
+        "out": 0.5 * jax.random.normal(keys[1], (LAYERS, 2 * D, D)),
+    }
     return weights, jax.random.normal(keys[2], (T, D)), jnp.float32(0.7)
 
 
@@ -41,7 +44,9 @@ def loss(run, weights, x, scale):
 
 
 def gradients(run):
-    return jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1, 2), has_aux=True), compiler_options=OPTIMISED)(*inputs())
+    return jax.jit(
+        jax.value_and_grad(functools.partial(loss, run), argnums=(0, 1, 2), has_aux=True), compiler_options=OPTIMISED
+    )(*inputs())
 
 
 def same(ours, wanted):
@@ -59,20 +64,39 @@ def test_as_lax_scan(kept):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("choices", [(a, b, CHOICES[(i + j) % 3]) for i, a in enumerate(CHOICES) for j, b in enumerate(CHOICES)], ids="-".join)
+@pytest.mark.parametrize(
+    "choices",
+    [(a, b, CHOICES[(i + j) % 3]) for i, a in enumerate(CHOICES) for j, b in enumerate(CHOICES)],
+    ids="-".join,
+)
 def test_every_choice(choices, kept):
     """The same bits, wherever the residuals lie: each choice of a name beside each of another."""
     names = ("mlp", "mixed", "carry")
-    policy = Policy(*(tuple(name for name, of in zip(names, choices, strict=True) if of == choice) for choice in ("keep", "offload")))
+    policy = Policy(
+        *(
+            tuple(name for name, of in zip(names, choices, strict=True) if of == choice)
+            for choice in ("keep", "offload")
+        )
+    )
     same(gradients(functools.partial(scan, policy=policy)), kept)
 
 
 def spaces(policy):
     """(shape, on the host) of all that the forward's loop gives the backward's, an entry for each layer, and one more on the host."""
     weights, x, scale = inputs()
-    closed = jax.make_jaxpr(lambda *args: jax.vjp(functools.partial(loss, functools.partial(scan, policy=policy)), *args, has_aux=True)[1])(weights, x, scale)
-    found = [(aval.shape[1:], aval.memory_space == jax.memory.Space.Host) for aval in closed.out_avals if aval.ndim == 3 and aval.shape[1] == T]
-    assert all(aval.shape[0] == LAYERS + (aval.memory_space == jax.memory.Space.Host) for aval in closed.out_avals if aval.ndim == 3)
+    closed = jax.make_jaxpr(
+        lambda *args: jax.vjp(functools.partial(loss, functools.partial(scan, policy=policy)), *args, has_aux=True)[1]
+    )(weights, x, scale)
+    found = [
+        (aval.shape[1:], aval.memory_space == jax.memory.Space.Host)
+        for aval in closed.out_avals
+        if aval.ndim == 3 and aval.shape[1] == T
+    ]
+    assert all(
+        aval.shape[0] == LAYERS + (aval.memory_space == jax.memory.Space.Host)
+        for aval in closed.out_avals
+        if aval.ndim == 3
+    )
     return sorted(found)
 
 
@@ -87,7 +111,11 @@ def test_gradients_are_stacked_once_all_has_come():
     """Only so XLA has a layer's products behind the copy of the next layer's residuals (a GPU test looks at its schedule)."""
     weights, x, scale = inputs()
     gradient = jax.grad(lambda w: loss(functools.partial(scan, policy=Policy(offload=("carry",))), w, x, scale)[0])
-    barriers = [equation for equation in equations(jax.make_jaxpr(gradient)(weights).jaxpr) if equation.primitive.name == "optimization_barrier"]
+    barriers = [
+        equation
+        for equation in equations(jax.make_jaxpr(gradient)(weights).jaxpr)
+        if equation.primitive.name == "optimization_barrier"
+    ]
     assert [{v.aval.shape for v in barrier.invars} for barrier in barriers] == [{(T, D), (D, 2 * D), (2 * D, D)}]
 
 
@@ -116,14 +144,22 @@ def count_dots():
 def test_one_layer():
     weights, x, scale = inputs()
     first = jax.tree.map(lambda w: w[:1], weights)
-    one = lambda run: jax.grad(lambda w, x: jnp.sum(run(lambda c, w: (jnp.sin(c @ w["in"]) @ w["out"] * scale, None), x, w)[0]), argnums=(0, 1))(first, x)
+    one = lambda run: jax.grad(
+        lambda w, x: jnp.sum(run(lambda c, w: (jnp.sin(c @ w["in"]) @ w["out"] * scale, None), x, w)[0]), argnums=(0, 1)
+    )(first, x)
     same(one(functools.partial(scan, policy=Policy(offload=("carry",)))), one(jax.lax.scan))
 
 
 def test_bfloat16_carry():
     weights, x, _ = inputs()
     w = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)
-    run = lambda scan: jax.jit(jax.grad(lambda w, x: jnp.sum(scan(lambda c, w: (c + jnp.tanh(c @ w["in"]) @ w["out"], None), x, w)[0].astype(jnp.float32))))
+    run = lambda scan: jax.jit(
+        jax.grad(
+            lambda w, x: jnp.sum(
+                scan(lambda c, w: (c + jnp.tanh(c @ w["in"]) @ w["out"], None), x, w)[0].astype(jnp.float32)
+            )
+        )
+    )
     policy = Policy(offload=("carry",))
     ours = run(functools.partial(scan, policy=policy))(w, x.astype(jnp.bfloat16))
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(ours))
@@ -133,7 +169,13 @@ def test_bfloat16_carry():
 
 def stacks(jaxpr, shape):
     """Types of what loops give of that shape, in whatever jaxpr inside."""
-    return [v.aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars if v.aval.shape == shape]
+    return [
+        v.aval.dtype
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "scan"
+        for v in eqn.outvars
+        if v.aval.shape == shape
+    ]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -151,11 +193,16 @@ def test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type(whole):
         c, (rows, sums) = run(layer, half(x), w)
         return jnp.sum(c.astype(jnp.float32)) + jnp.sum(jnp.sin(rows.astype(jnp.float32))) + jnp.sum(sums**2)
 
-    ours, wanted = (jax.grad(functools.partial(loss, run)) for run in (functools.partial(scan, policy=Policy(keep=("carry",))), jax.lax.scan))
+    ours, wanted = (
+        jax.grad(functools.partial(loss, run))
+        for run in (functools.partial(scan, policy=Policy(keep=("carry",))), jax.lax.scan)
+    )
     traced = jax.make_jaxpr(ours)(weights, x).jaxpr
     assert stacks(traced, weights["in"].shape) == [jnp.bfloat16]
     assert stacks(traced, weights["out"].shape) == [jnp.float32]
-    for a, b in zip(jax.tree.leaves(jax.jit(ours)(weights, x)), jax.tree.leaves(jax.jit(wanted)(weights, x)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(jax.jit(ours)(weights, x)), jax.tree.leaves(jax.jit(wanted)(weights, x)), strict=True
+    ):
         assert a.dtype == b.dtype == jnp.float32
         np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
 
@@ -187,7 +234,12 @@ def test_devices(manual, kept):
     run = functools.partial(scan, policy=Policy(offload=("carry", "mlp")))
     of = lambda w, x, scale: loss(run, w, x, scale)[0] if manual else loss(run, w, x.reshape(4, T, D).mean(0), scale)[0]
     if manual:
-        of = jax.shard_map(lambda w, x, scale, inner=of: jax.lax.pmean(inner(w, x, scale), "data"), mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+        of = jax.shard_map(
+            lambda w, x, scale, inner=of: jax.lax.pmean(inner(w, x, scale), "data"),
+            mesh=mesh,
+            in_specs=(P(), P("data"), P()),
+            out_specs=P(),
+        )
     placed = jax.device_put(x, NamedSharding(mesh, P("data")))
     got = jax.jit(jax.grad(of, argnums=0), compiler_options=OPTIMISED)(weights, placed, scale)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(kept[1][0]), strict=True):

@@ -16,7 +16,15 @@ from jaxops.offload import offload_state, streamed
 from jaxops.offload.state import _fewest_bytes
 from tests.compare import OPTIMISED
 
-SHAPES = {"kernel": (6, 8, 4), "scale": (6, 8), "embedding": (7, 3), "temperature": (), "empty": (0, 3), "flat": (6, 0), "head": {"bias": (2,)}}
+SHAPES = {
+    "kernel": (6, 8, 4),
+    "scale": (6, 8),
+    "embedding": (7, 3),
+    "temperature": (),
+    "empty": (0, 3),
+    "flat": (6, 0),
+    "head": {"bias": (2,)},
+}
 
 
 def by_rank(params):
@@ -31,14 +39,17 @@ HALF = {"b1": 0.5, "b2": 0.5}
 # Products with powers of two are exact: whether a compiler makes one instruction of a product and a sum, as it likes, changes no bit.
 OPTIMIZERS = {
     "adamw": optax.adamw(optax.piecewise_constant_schedule(0.5, {1: 0.5}), **HALF, weight_decay=0.25, mask=by_rank),
-    "adamw-by-path": optax.adamw(optax.piecewise_interpolate_schedule("linear", 0.5, {2: 0.5}), **HALF, weight_decay=0.25, mask=by_path),
+    "adamw-by-path": optax.adamw(
+        optax.piecewise_interpolate_schedule("linear", 0.5, {2: 0.5}), **HALF, weight_decay=0.25, mask=by_path
+    ),
     "lion": optax.lion(0.25, **HALF, weight_decay=0.25),
     "momentum": optax.sgd(0.25, momentum=0.5, nesterov=True),
     "rmsprop": optax.rmsprop(0.25, decay=0.5),
     "no-state": optax.sgd(0.25),
     "amsgrad": optax.inject_hyperparams(optax.amsgrad)(0.25, **HALF),
     "two": optax.partition(
-        {"a": optax.adam(0.25, **HALF), "b": optax.lion(0.25, **HALF)}, lambda params: jax.tree.map(lambda p: "a" if p.ndim > 1 else "b", params)
+        {"a": optax.adam(0.25, **HALF), "b": optax.lion(0.25, **HALF)},
+        lambda params: jax.tree.map(lambda p: "a" if p.ndim > 1 else "b", params),
     ),
     "accumulated": optax.MultiSteps(optax.adam(0.25, **HALF), 2),
 }
@@ -78,8 +89,13 @@ def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, s
     plain = plain_step(tx)
     shapes = jax.tree.map(lambda p: p.shape, params)
     step = jax.jit(streamed(tx, pieces=pieces).apply, donate_argnums=(0, 1), compiler_options=OPTIMISED)
-    state = jax.tree.map(lambda x: jnp.abs(draw(7, x.shape, x.dtype)) if x.ndim and x.dtype != bool else x, tx.init(params))
-    wanted, got = (params, state), (jax.tree.map(jnp.copy, params), offload_state(jax.tree.map(jnp.copy, state), min_bytes=min_bytes))
+    state = jax.tree.map(
+        lambda x: jnp.abs(draw(7, x.shape, x.dtype)) if x.ndim and x.dtype != bool else x, tx.init(params)
+    )
+    wanted, got = (
+        (params, state),
+        (jax.tree.map(jnp.copy, params), offload_state(jax.tree.map(jnp.copy, state), min_bytes=min_bytes)),
+    )
     places = kinds(got)
     for i in range(steps):
         grads = draw(i, shapes, jax.tree.leaves(params)[0].dtype)
@@ -119,7 +135,9 @@ def test_bfloat16_parameters_with_a_state_in_float32():
     assert_equal(got, (jax.jit(optax.apply_updates)(params, updates), wanted))
 
 
-@pytest.mark.parametrize("params", [{"one": (6, 4)}, [(6, 4), (6, 4)], (6, 4), {}, {"a": (6, 4), "none": None}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"one": (6, 4)}, [(6, 4), (6, 4)], (6, 4), {}, {"a": (6, 4), "none": None}], ids=str
+)
 def test_trees(params):
     """Two equal arrays in a list are as many as a chain has states; a single array has a leaf's structure, as a count has."""
     if params == {}:
@@ -140,7 +158,9 @@ def test_nnx():
     graphdef, params = nnx.split(Layers(), nnx.Param)
     optimizer, plain = streamed(OPTIMIZERS["adamw"], pieces=3), OPTIMIZERS["adamw"]
     state, wanted = offload_state(plain.init(params), min_bytes=0), plain.init(params)
-    grads = jax.grad(lambda p: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(nnx.state(nnx.merge(graphdef, p)))))(params)
+    grads = jax.grad(lambda p: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(nnx.state(nnx.merge(graphdef, p)))))(
+        params
+    )
     got = jax.jit(optimizer.apply)(params, state, grads)
     updates, wanted = jax.jit(plain.update)(grads, wanted, params)
     assert_equal(got, (optax.apply_updates(params, updates), wanted))
@@ -165,7 +185,10 @@ def test_clip_outside():
 
 def test_init():
     """Large arrays are on the host; what init makes of the parameters' values is theirs."""
-    tx = optax.GradientTransformation(lambda params: (jnp.int32(3), params, jax.tree.map(jnp.cos, params)), lambda grads, state, params=None: (grads, state))
+    tx = optax.GradientTransformation(
+        lambda params: (jnp.int32(3), params, jax.tree.map(jnp.cos, params)),
+        lambda grads, state, params=None: (grads, state),
+    )
     params = {"large": draw(0, (512, 512)), "small": draw(1, (8,))}
     state = streamed(tx).init(params)
     assert_equal(state, tx.init(params))
@@ -217,7 +240,9 @@ def test_default_pieces(shapes, pieces):
 class Doubling(optax.GradientTransformation):
     def __new__(cls, of_state: bool):
         twice = lambda x: jnp.concatenate([x, x])
-        update = lambda grads, state, params=None: (grads, jax.tree.map(twice, state)) if of_state else (jax.tree.map(twice, grads), state)
+        update = lambda grads, state, params=None: (
+            (grads, jax.tree.map(twice, state)) if of_state else (jax.tree.map(twice, grads), state)
+        )
         return super().__new__(cls, lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 

@@ -15,13 +15,18 @@ AXIS = "tensor"
 # Of each product: how x (or h), w, the bias and the result lie on the axis.
 GATHER = (P(AXIS), P(None, AXIS), P(AXIS), P(None, AXIS))
 SCATTER = (P(None, AXIS), P(AXIS), P(), P(AXIS))
-PRODUCTS = {"all_gather_matmul": (jaxops.all_gather_matmul, GATHER), "matmul_reduce_scatter": (jaxops.matmul_reduce_scatter, SCATTER)}
+PRODUCTS = {
+    "all_gather_matmul": (jaxops.all_gather_matmul, GATHER),
+    "matmul_reduce_scatter": (jaxops.matmul_reduce_scatter, SCATTER),
+}
 
 
 def mesh_of(*devices: int, names: tuple[str, ...] = (AXIS,), order: int = 1) -> Mesh:
     """order: -1 for devices whose numbers descend."""
     count = int(np.prod(devices))
-    return Mesh(np.array(jax.devices()[:count][::order]).reshape(devices), names, axis_types=(AxisType.Auto,) * len(names))
+    return Mesh(
+        np.array(jax.devices()[:count][::order]).reshape(devices), names, axis_types=(AxisType.Auto,) * len(names)
+    )
 
 
 @functools.cache
@@ -41,7 +46,10 @@ def make(M: int, K: int, N: int, dtype: str = "float32", seed: int = 0) -> tuple
     """x [M, K], w [K, N], bias [N] and the result's cotangent [M, N]."""
     rng = np.random.default_rng(seed)
     scale = max(1, K) ** -0.5
-    return tuple(jnp.asarray(s * rng.normal(size=shape), dtype) for s, shape in ((1, (M, K)), (scale, (K, N)), (1, (N,)), (1, (M, N))))
+    return tuple(
+        jnp.asarray(s * rng.normal(size=shape), dtype)
+        for s, shape in ((1, (M, K)), (scale, (K, N)), (1, (N,)), (1, (M, N)))
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

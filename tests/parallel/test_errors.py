@@ -48,7 +48,10 @@ def test_arguments(op, error, match, operands, how):
 
 
 def test_rows_that_the_devices_do_not_divide():
-    with pytest.raises(ValueError, match=r"h has 5 rows, which is no multiple of the 2 devices of axis 'tensor': pad them, and pass rows=5"):
+    with pytest.raises(
+        ValueError,
+        match=r"h has 5 rows, which is no multiple of the 2 devices of axis 'tensor': pad them, and pass rows=5",
+    ):
         trace(lambda h, w: jaxops.matmul_reduce_scatter(h, w, AXIS), of((5, 6)), W)
 
 
@@ -76,9 +79,13 @@ def test_layers(kind):
     from flax import nnx
 
     layer = kind(6, 8, AXIS, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"axis_name='tensor' is not an axis here: call this layer inside jax\.shard_map"):
+    with pytest.raises(
+        ValueError, match=r"axis_name='tensor' is not an axis here: call this layer inside jax\.shard_map"
+    ):
         layer(jnp.ones((4, 6)))
-    with pytest.raises(ValueError, match=r"this device has a kernel of shape \(6, 8\), and its part of \(6, 8\) over axis 'tensor' is"):
+    with pytest.raises(
+        ValueError, match=r"this device has a kernel of shape \(6, 8\), and its part of \(6, 8\) over axis 'tensor' is"
+    ):
         trace(layer, of((4, 6 if kind is ColumnParallelLinear else 3)))
     with pytest.raises(ValueError, match=r"x has shape \(4, 5\); it must be \[rows, "):
         trace(layer, of((4, 5)))

@@ -24,7 +24,9 @@ def check(got: tuple, want: tuple, dtype: str, scale: float = 3) -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.parametrize(("dtype", "devices"), [("float32", 1), ("float32", 2), ("float32", 4), ("bfloat16", 4), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "devices"), [("float32", 1), ("float32", 2), ("float32", 4), ("bfloat16", 4), ("float16", 2)]
+)
 def test_values_and_gradients(name, dtype, devices):
     x, w, bias, dy = make(12, 20, 8, dtype)
     got = results(over(mesh_of(devices), name, bias=True), (x, w, bias), (), dy)
@@ -65,7 +67,9 @@ def test_several_weights(rows):
     def product(x, w, w2, bias):
         return jaxops.all_gather_matmul(x, (w, w2), AXIS, bias=(bias, None), rows=rows)
 
-    f = jax.shard_map(product, mesh=mesh_of(4), in_specs=(P(AXIS), P(None, AXIS), P(None, AXIS), P(AXIS)), out_specs=P(None, AXIS))
+    f = jax.shard_map(
+        product, mesh=mesh_of(4), in_specs=(P(AXIS), P(None, AXIS), P(None, AXIS), P(AXIS)), out_specs=P(None, AXIS)
+    )
     (y, y2), vjp = jax.vjp(jax.jit(f), x, w, w2, bias)
     first, second = wanted(x, w, bias, dy, rows), wanted(x, w2, np.zeros(16), dy2, rows)
     dx, dw, dw2, dbias = vjp((dy, dy2))
@@ -92,7 +96,9 @@ def test_another_axis_beside(check_vma, order):
 
     rows, columns = P(("data", AXIS)), P(None, AXIS)
     specs = (rows, columns, P(AXIS), P("data", AXIS))
-    f = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(specs[3], rows, columns, P(AXIS)), check_vma=check_vma)
+    f = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=(specs[3], rows, columns, P(AXIS)), check_vma=check_vma
+    )
     check(jax.jit(f)(x, w, bias, dy), wanted(x, w, bias, dy), "float32")
 
 
@@ -122,7 +128,9 @@ def test_only_local_rows_are_kept(name):
     text = jax.jit(f).lower(x, w, dy).as_text()
     gathers = name == "all_gather_matmul"
     assert sorted(kept) == ([(3, 8), (8, 2)] if gathers else [(2, 8), (12, 2)])
-    assert (text.count('"stablehlo.all_gather"'), text.count('"stablehlo.reduce_scatter"')) == ((2, 1) if gathers else (1, 1))
+    assert (text.count('"stablehlo.all_gather"'), text.count('"stablehlo.reduce_scatter"')) == (
+        (2, 1) if gathers else (1, 1)
+    )
     assert text.count("optimization_barrier") == gathers
 
 
@@ -149,7 +157,9 @@ def test_a_megatron_block():
     f = jax.shard_map(inside, mesh=mesh_of(4), in_specs=specs, out_specs=P())
     gradients = jax.jit(jax.value_and_grad(f, argnums=(0, 1)), donate_argnums=0)
     first, again = (gradients(jax.tree.map(jnp.copy, (up, down)), x) for _ in range(2))
-    alone = jax.value_and_grad(lambda weights, x: loss(lambda x, up, down: jax.nn.gelu(x @ up) @ down, weights, x), argnums=(0, 1))
+    alone = jax.value_and_grad(
+        lambda weights, x: loss(lambda x, up, down: jax.nn.gelu(x @ up) @ down, weights, x), argnums=(0, 1)
+    )
     for got, twice, want in zip(*map(jax.tree.leaves, (first, again, jax.jit(alone)((up, down), x))), strict=True):
         assert_close(got, want, "float32", scale=5)
         np.testing.assert_array_equal(got, twice)
@@ -163,7 +173,10 @@ def test_second_derivative(name):
     def gradient(f, x, w):
         return jnp.sum(jax.grad(lambda w: jnp.sum(jnp.sin(f(x, w, bias))))(w) ** 2)
 
-    both = [jax.jit(jax.grad(gradient, argnums=(1, 2)), static_argnums=0)(g, x, w) for g in (f, lambda x, w, bias: x @ w + bias[None])]
+    both = [
+        jax.jit(jax.grad(gradient, argnums=(1, 2)), static_argnums=0)(g, x, w)
+        for g in (f, lambda x, w, bias: x @ w + bias[None])
+    ]
     for got, want in zip(*both, strict=True):
         assert_close(got, want, "float32", scale=5)
 

@@ -174,7 +174,9 @@ def gated_residual(
     return _run(spec, arrays, backend, plan)[0]
 
 
-def _prepare(rows: dict, modulation: dict, offsets, per, norm, affine: dict, eps: float, activation, out_dtype) -> tuple[Spec, Arrays]:
+def _prepare(
+    rows: dict, modulation: dict, offsets, per, norm, affine: dict, eps: float, activation, out_dtype
+) -> tuple[Spec, Arrays]:
     """Checks every argument; the arrays of a call, and what is static in it."""
     for name, value in rows.items():
         check_float(name, value, "[T, D]")
@@ -209,7 +211,9 @@ def _is_per_row(per: str | None, counts: dict[str, int], T: int, first: str, off
     check_choice("per", per, (None, *PER))
     if len(set(counts.values())) > 1:
         found = ", ".join(map(str, counts.values()))
-        raise ValueError(f"{', '.join(counts)} have {found} rows; all must have one for each sequence, or all one for each row of {first}.")
+        raise ValueError(
+            f"{', '.join(counts)} have {found} rows; all must have one for each sequence, or all one for each row of {first}."
+        )
     names, count = " and ".join(counts), next(iter(counts.values()))
     B = 1 if offsets is None else offsets.shape[0] - 1
     allowed = {"sequence": B, "row": T} if per is None else {per: {"sequence": B, "row": T}[per]}
@@ -258,7 +262,9 @@ def _call_forward(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays) -> A
 
 def _call_fwd(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays):
     if spec.out_dtype in FP8:
-        raise NotImplementedError(f"a result in {spec.out_dtype} has no gradient: leave out_dtype away where it is trained, and quantise what comes out.")
+        raise NotImplementedError(
+            f"a result in {spec.out_dtype} has no gradient: leave out_dtype away where it is trained, and quantise what comes out."
+        )
     # _call, not _forward: a second derivative differentiates what stands here.
     results: Any = _call(spec, plan, bool(plan.save_stats), arrays)
     residual, y, scales, stats = results
@@ -283,7 +289,11 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: di
     """dx_in: cotangent of the new residual, or None; dy: of y, or None. The gradients as Arrays, None where there is none."""
     (T, D), B = arrays.x.shape, arrays.offsets.shape[0] - 1
     if 0 in (T, D, B):
-        found = {name: jnp.zeros_like(value) for name, value in arrays._asdict().items() if value is not None and name != "offsets"}
+        found = {
+            name: jnp.zeros_like(value)
+            for name, value in arrays._asdict().items()
+            if value is not None and name != "offsets"
+        }
     elif plan.backend == "xla":
         found = backward_xla(spec, arrays, dx_in, dy)
     else:

@@ -39,7 +39,11 @@ def _bwd_kernel(*refs, names: tuple[str, ...], summed: tuple[str, ...], spec: Sp
         terms: dict[str, Chunks] = {}
         dx = m.get("dx_in", [])
         if spec.norm is not None:
-            saved = {name: plgpu.load(ref[name].at[rows], mask=rows_in & inside, other=0.0) for name in STATS[spec.norm] if name in ref}
+            saved = {
+                name: plgpu.load(ref[name].at[rows], mask=rows_in & inside, other=0.0)
+                for name in STATS[spec.norm]
+                if name in ref
+            }
             n, stats = columns.normalise(m["x"], spec, saved or None, rows_in & inside)
             dy = m["dy"]
             activated = [activate(u, spec.activation) for u in affine(n, weight, bias)]
@@ -62,12 +66,17 @@ def _bwd_kernel(*refs, names: tuple[str, ...], summed: tuple[str, ...], spec: Sp
         if "gate" in ref:
             dx = [jnp.where(inside, d, 0.0) for d in dx]
             terms["gate"] = [d * b for d, b in zip(dx, m["h"], strict=True)]
-            columns.store(ref["dh"], rows, rows_in, [jnp.where(inside, d * g, 0.0) for d, g in zip(dx, m["gate"], strict=True)])
+            columns.store(
+                ref["dh"], rows, rows_in, [jnp.where(inside, d * g, 0.0) for d, g in zip(dx, m["gate"], strict=True)]
+            )
         if spec.per_row:
             for name in ("gate", "scale", "shift"):
                 if f"d{name}" in ref:
                     columns.store(ref[f"d{name}"], rows, rows_in, terms[name])
-        return [[s + term for s, term in zip(chunks, terms[name], strict=True)] for name, chunks in zip(summed, sums, strict=True)]
+        return [
+            [s + term for s, term in zip(chunks, terms[name], strict=True)]
+            for name, chunks in zip(summed, sums, strict=True)
+        ]
 
     zeros = [[jnp.zeros((tiles.step, tiles.block), jnp.float32) for _ in columns] for _ in summed]
     sums = steps_of(tile, tiles, load, body, zeros)
@@ -77,14 +86,21 @@ def _bwd_kernel(*refs, names: tuple[str, ...], summed: tuple[str, ...], spec: Sp
             value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
             # A sequence of one tile is done; a longer one's parts are added up in order by a second kernel.
             columns.store(ref[f"d{name}"], own, jnp.broadcast_to(whole, (1, 1)), value)
-            columns.store(ref[f"parts_{name}"], jnp.broadcast_to(t, (1, 1)), jnp.broadcast_to(jnp.logical_not(whole), (1, 1)), value)
+            columns.store(
+                ref[f"parts_{name}"],
+                jnp.broadcast_to(t, (1, 1)),
+                jnp.broadcast_to(jnp.logical_not(whole), (1, 1)),
+                value,
+            )
         starts = ref["sequences"].shape[0]
         at, in_starts = (jnp.broadcast_to(value, (1,)) for value in (jnp.minimum(t, starts - 1), t < starts))
         plgpu.store(ref["sequences"].at[at], jnp.broadcast_to(tile.sequence, (1,)), mask=in_starts)
 
 
 @traced_once("spec", "tiles", "interpret")
-def backward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array], *, interpret: bool) -> dict[str, jax.Array]:
+def backward_pallas(
+    spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array], *, interpret: bool
+) -> dict[str, jax.Array]:
     """Gradients by name, as far as there are such inputs: x, h, gate, scale, shift, weight, bias. No size is 0.
 
     Args:
@@ -97,7 +113,9 @@ def backward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: d
     (T, D), B = x.shape, offsets.shape[0] - 1
     modulation = {name: value for name in ("gate", "scale", "shift") if (value := getattr(arrays, name)) is not None}
     affines = {name: value for name in ("weight", "bias") if (value := getattr(arrays, name)) is not None}
-    sums = ({} if spec.per_row else {name: value.dtype for name, value in modulation.items()}) | dict.fromkeys(affines, jnp.dtype("float32"))
+    sums = ({} if spec.per_row else {name: value.dtype for name, value in modulation.items()}) | dict.fromkeys(
+        affines, jnp.dtype("float32")
+    )
 
     given = arrays._asdict() | {"dy": dy, "dx_in": dx_in} | stats
     unread = {"shift"} | ({"x"} if spec.norm is None else set())
@@ -108,7 +126,9 @@ def backward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: d
     outs |= {f"d{name}": ((T, D), value.dtype) for name, value in modulation.items()} if spec.per_row else {}
     outs |= {f"d{name}": ((B, D), dtype) for name, dtype in sums.items()}
     outs |= {f"parts_{name}": ((count, D), jnp.dtype("float32")) for name in sums}
-    outs |= {"sequences": ((pl.cdiv(T, tiles.rows),), jnp.dtype("int32"))} if sums else {}  # of each multiple of tiles.rows
+    outs |= (
+        {"sequences": ((pl.cdiv(T, tiles.rows),), jnp.dtype("int32"))} if sums else {}
+    )  # of each multiple of tiles.rows
     found = launch(
         functools.partial(_bwd_kernel, names=(*operands, *outs), summed=tuple(sums), spec=spec, tiles=tiles),
         *operands.values(),
@@ -124,4 +144,6 @@ def backward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: d
         finished = finish_sums(offsets, results["sequences"], parts, done, T=T, rows=tiles.rows, interpret=interpret)
         results |= {f"d{name}": value for name, value in zip(sums, finished, strict=True)}
     gradients = {name: results[f"d{name}"] for name in ("x", "h", *modulation) if f"d{name}" in results}
-    return gradients | {name: jnp.sum(results[f"d{name}"], axis=0).astype(value.dtype) for name, value in affines.items()}
+    return gradients | {
+        name: jnp.sum(results[f"d{name}"], axis=0).astype(value.dtype) for name, value in affines.items()
+    }

@@ -37,14 +37,20 @@ def _fwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tiles: Rows, save_sta
         x = m["x"]
         if "gate" in ref:
             # Rounded before the statistics: y is adaln of the new residual as it is stored. An outside row keeps its residual, whatever h holds.
-            x = [jnp.where(inside, a + g * b, a).astype(ref["x"].dtype).astype(jnp.float32) for a, g, b in zip(x, m["gate"], m["h"], strict=True)]
+            x = [
+                jnp.where(inside, a + g * b, a).astype(ref["x"].dtype).astype(jnp.float32)
+                for a, g, b in zip(x, m["gate"], m["h"], strict=True)
+            ]
             columns.store(ref["residual"], rows, rows_in, x)
         if spec.norm is not None:
             n, stats = columns.normalise(x, spec)
             for name in STATS[spec.norm] if save_stats else ():
                 plgpu.store(ref[name].at[rows], stats[name], mask=rows_in)
             a = [activate(u, spec.activation)[0] for u in affine(n, weight, bias)]
-            y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in zip(a, m["scale"], m["shift"], strict=True)]
+            y = [
+                jnp.where(inside, b * (1 + scale) + shift, 0.0)
+                for b, scale, shift in zip(a, m["scale"], m["shift"], strict=True)
+            ]
             if "y_scales" in ref:
                 quantized = [quantize_blocks(chunk, ref["y"].dtype) for chunk in y]
                 y = [values for values, _ in quantized]
@@ -57,7 +63,9 @@ def _fwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tiles: Rows, save_sta
 
 
 @traced_once("spec", "tiles", "save_stats", "interpret")
-def forward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, *, save_stats: bool, interpret: bool) -> dict[str, jax.Array]:
+def forward_pallas(
+    spec: Spec, tiles: Rows, arrays: Arrays, *, save_stats: bool, interpret: bool
+) -> dict[str, jax.Array]:
     """By name, as far as they are wanted: residual [T, D], y [T, D] in spec.out_dtype and its y_scales (FP8), mean and rstd [T]. No size is 0."""
     x, offsets = arrays.x, arrays.offsets
     T, D = x.shape
@@ -68,7 +76,9 @@ def forward_pallas(spec: Spec, tiles: Rows, arrays: Arrays, *, save_stats: bool,
         tiles = dataclasses.replace(tiles, block=max(BLOCK, tiles.block))
         outs["y_scales"] = ((pl.cdiv(D, BLOCK), T), jnp.dtype("float32"))
     if spec.norm is not None:
-        outs |= {"y": ((T, D), jnp.dtype(spec.out_dtype))} | (dict.fromkeys(STATS[spec.norm], ((T,), jnp.dtype("float32"))) if save_stats else {})
+        outs |= {"y": ((T, D), jnp.dtype(spec.out_dtype))} | (
+            dict.fromkeys(STATS[spec.norm], ((T,), jnp.dtype("float32"))) if save_stats else {}
+        )
     found = launch(
         functools.partial(_fwd_kernel, names=(*operands, *outs), spec=spec, tiles=tiles, save_stats=save_stats),
         *operands.values(),

@@ -121,7 +121,9 @@ def key_of_row(row: dict) -> tuple:
     return key_of(row["pass"], row["D"], row["dtype"], row["gated"])
 
 
-def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+def make_plan(
+    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
+) -> Plan:
     """Decides how to run `problem` on `device`: an explicit plan's rows, then a tuned row's, then the heuristic's.
 
     Args:
@@ -185,7 +187,9 @@ def candidates(pass_name: str, problem: Problem) -> list[Rows]:
     """Every Rows worth measuring for one pass: the heuristic's, and those that hold 8 to 64 columns a thread."""
     found, D = [heuristic(pass_name, problem)], problem.D
     owned, most = ((8, 16, 32), 64) if pass_name == "fwd" else ((64, 128), 48)
-    for rows, step, size, warps, ahead in itertools.product(owned, (1, 2, 4), (512, 1024, 4096), (1, 2, 4, 8, 16), (True, False)):
+    for rows, step, size, warps, ahead in itertools.product(
+        owned, (1, 2, 4), (512, 1024, 4096), (1, 2, 4, 8, 16), (True, False)
+    ):
         block = _block(D, size)
         held = step * -(-D // block) * block / (32 * warps)
         tiles = Rows(rows, step, block, warps, ahead)

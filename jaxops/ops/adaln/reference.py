@@ -26,7 +26,9 @@ def gated_residual_reference(residual, h, gate, sequence_offsets, *, per_row=Fal
     return residual.astype(jnp.float32) + jnp.where(inside, update, 0)
 
 
-def adaln_reference(x, scale, shift, sequence_offsets, *, norm="layer", weight=None, bias=None, eps=1e-6, activation=None, per_row=False) -> jax.Array:
+def adaln_reference(
+    x, scale, shift, sequence_offsets, *, norm="layer", weight=None, bias=None, eps=1e-6, activation=None, per_row=False
+) -> jax.Array:
     """float32 [T, D]; arguments as `jaxops.adaln`; per_row says that scale and shift have a vector for every row."""
     mine = _rows_of_sequences(sequence_offsets, x.shape[0])
     inside = jnp.sum(mine, axis=1, keepdims=True) > 0

@@ -95,7 +95,10 @@ class Columns:
 
     def load_vector(self, ref) -> Chunks:
         """ref [D] as [1, block] arrays."""
-        return [plgpu.load(ref.at[columns], mask=columns_in, other=None if columns_in is None else 0.0) for columns, columns_in in self]
+        return [
+            plgpu.load(ref.at[columns], mask=columns_in, other=None if columns_in is None else 0.0)
+            for columns, columns_in in self
+        ]
 
     def store(self, ref, rows: jax.Array, rows_in: jax.Array, values: Chunks) -> None:
         self._store(lambda columns: ref.at[rows, columns], ref.dtype, rows_in, values)
@@ -117,7 +120,10 @@ class Columns:
 
     def inside(self, values: Chunks) -> Chunks:
         """Zeros past D again, after an operation that does not keep them."""
-        return [value if columns_in is None else jnp.where(columns_in, value, 0.0) for (_, columns_in), value in zip(self, values, strict=True)]
+        return [
+            value if columns_in is None else jnp.where(columns_in, value, 0.0)
+            for (_, columns_in), value in zip(self, values, strict=True)
+        ]
 
     def normalise(
         self, x: Chunks, spec: Spec, stats: dict[str, jax.Array] | None = None, rows_in: jax.Array | None = None

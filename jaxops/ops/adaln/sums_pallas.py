@@ -17,7 +17,10 @@ _COLUMNS, _MANY, _FEW = 64, 64, 16
 
 
 def _sums_kernel(offsets_ref, sequences_ref, *refs, T: int, rows: int):
-    parts, out = refs[: len(refs) // 3], refs[-(len(refs) // 3) :]  # between them the results so far, which are the results' own memory
+    parts, out = (
+        refs[: len(refs) // 3],
+        refs[-(len(refs) // 3) :],
+    )  # between them the results so far, which are the results' own memory
     B, D, starts = offsets_ref.shape[0] - 1, parts[0].shape[1], sequences_ref.shape[0]
     program, columns = pl.program_id(0), pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)[None, :]
     by_sequence = starts >= B
@@ -55,7 +58,14 @@ def _sums_kernel(offsets_ref, sequences_ref, *refs, T: int, rows: int):
 
 
 def finish_sums(
-    offsets: jax.Array, sequences: jax.Array, parts: list[jax.Array], done: list[jax.Array], *, T: int, rows: int, interpret: bool
+    offsets: jax.Array,
+    sequences: jax.Array,
+    parts: list[jax.Array],
+    done: list[jax.Array],
+    *,
+    T: int,
+    rows: int,
+    interpret: bool,
 ) -> list[jax.Array]:
     """done[B, D] with the rows of sequences of several tiles filled in from parts[tiles, D], which lie as `rows_pallas.Tile` says.
 

@@ -40,7 +40,9 @@ def forward_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     n = jnp.where(inside, x, 0).astype(jnp.float32)
     if spec.norm == "layer":
         n = n - jnp.mean(n, axis=1, keepdims=True)
-    u = n * lax.rsqrt(jnp.where(inside, jnp.mean(n * n, axis=1, keepdims=True), 1) + spec.eps)  # with eps 0 an outside row is finite, too
+    u = n * lax.rsqrt(
+        jnp.where(inside, jnp.mean(n * n, axis=1, keepdims=True), 1) + spec.eps
+    )  # with eps 0 an outside row is finite, too
     if weight is not None:
         u = u * weight.astype(jnp.float32)[None, :]
     if bias is not None:
@@ -67,6 +69,8 @@ def backward_xla(spec: Spec, arrays: Arrays, dx_in, dy) -> dict[str, jax.Array]:
     if arrays.gate is not None:
         only_gate = dataclasses.replace(spec, norm=None)
         gated = arrays._replace(x=jnp.zeros_like(arrays.x))
-        _, vjp = jax.vjp(lambda h, gate: forward_xla(only_gate, gated._replace(h=h, gate=gate))["residual"], arrays.h, arrays.gate)
+        _, vjp = jax.vjp(
+            lambda h, gate: forward_xla(only_gate, gated._replace(h=h, gate=gate))["residual"], arrays.h, arrays.gate
+        )
         gradients |= dict(zip(("h", "gate"), vjp(dx), strict=True))
     return gradients

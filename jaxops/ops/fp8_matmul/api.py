@@ -90,7 +90,9 @@ def fp8_matmul(
     else:
         check_array("x", x, "a JAX array [..., K]")
         if jnp.dtype(x.dtype).name not in FLOATS:
-            raise TypeError(f"x is {jnp.dtype(x.dtype).name}; it must be {', '.join(FLOATS)}, or what jaxops.quantize returns.")
+            raise TypeError(
+                f"x is {jnp.dtype(x.dtype).name}; it must be {', '.join(FLOATS)}, or what jaxops.quantize returns."
+            )
         if not x.shape:
             raise ValueError("x has shape (); it must be [..., K].")
         *leading, K = x.shape

@@ -43,10 +43,14 @@ def check_cache(name: str, q, of: str, x, shape: str, recipe: Recipe) -> None:
 def check_amax(amax, recipe: Recipe) -> None:
     if not recipe.delayed:
         if amax is not None:
-            raise ValueError(f"recipe={recipe.name!r} scales by what its tensors hold now; only recipe='delayed' takes amax.")
+            raise ValueError(
+                f"recipe={recipe.name!r} scales by what its tensors hold now; only recipe='delayed' takes amax."
+            )
         return
     if not isinstance(amax, tuple) or len(amax) != 2:
-        raise ValueError("recipe='delayed' needs amax=(largest magnitude of x, of w) of earlier steps: two float32 scalars.")
+        raise ValueError(
+            "recipe='delayed' needs amax=(largest magnitude of x, of w) of earlier steps: two float32 scalars."
+        )
     for name, value in zip(("amax[0] (of x)", "amax[1] (of w)"), amax, strict=True):
         check_array(name, value, "a float32 scalar")
         if value.shape != () or value.dtype != jnp.float32:

@@ -83,7 +83,19 @@ def _multiply(a: _Side, b: _Side, first: jax.Array, steps: jax.Array) -> jax.Arr
     return acc if blocks else scaled(acc, first)
 
 
-def _rows_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, G: int, num_i: int, tiles: Tiles, scalings: tuple[str, str]):
+def _rows_kernel(
+    schedule_ref,
+    a_ref,
+    a_scales_ref,
+    b_ref,
+    b_scales_ref,
+    out_ref,
+    *,
+    G: int,
+    num_i: int,
+    tiles: Tiles,
+    scalings: tuple[str, str],
+):
     (M, N), K = out_ref.shape, a_ref.shape[1]
     t, j = panel_order(pl.program_id(0), num_i, pl.cdiv(N, tiles.bn), tiles.panel)
     group, start, end = _scheduled(schedule_ref, t, 3)
@@ -97,12 +109,17 @@ def _rows_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref
     plgpu.store(out_ref.at[rows[:, None], cols[None, :]], out, mask=(rows < end)[:, None] & (cols < N)[None, :])
 
 
-def _contraction_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, tiles: Tiles, scalings: tuple[str, str]):
+def _contraction_kernel(
+    schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, tiles: Tiles, scalings: tuple[str, str]
+):
     G, M, N = out_ref.shape
     num_i, num_j = pl.cdiv(M, tiles.bm), pl.cdiv(N, tiles.bn)
     i, j = panel_order(pl.program_id(0) % (num_i * num_j), num_i, num_j, tiles.panel)
     g, start, end, first = _scheduled(schedule_ref, pl.program_id(0) // (num_i * num_j), 4)
-    rows, cols = i * tiles.bm + jnp.arange(tiles.bm, dtype=jnp.int32), j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
+    rows, cols = (
+        i * tiles.bm + jnp.arange(tiles.bm, dtype=jnp.int32),
+        j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32),
+    )
     a = _Side(a_ref, a_scales_ref, scalings[0], (), jnp.minimum(rows, M - 1))
     b = _Side(b_ref, b_scales_ref, scalings[1], (), jnp.minimum(cols, N - 1))
     # A group's last step ends in zeros, which the quantiser has written: nothing is masked.
@@ -147,13 +164,23 @@ def _launch(schedule, a: Operand, b: Operand, **how) -> jax.Array:
 
 
 @traced_once("scalings", "shape", "programs", "out_dtype", "tiles", "interpret")
-def _launch_arrays(*arrays: jax.Array, scalings: tuple[str, str], shape: tuple[int, ...], programs: int, out_dtype, tiles: Tiles, interpret: bool) -> jax.Array:
+def _launch_arrays(
+    *arrays: jax.Array,
+    scalings: tuple[str, str],
+    shape: tuple[int, ...],
+    programs: int,
+    out_dtype,
+    tiles: Tiles,
+    interpret: bool,
+) -> jax.Array:
     """arrays: the schedule, A, its scales, B, its scales. shape: of the result, [M, N], or [G, M, N] of a ragged contraction."""
     how: dict[str, Any] = {"tiles": tiles, "scalings": scalings}
     if len(shape) == 3:
         kernel = functools.partial(_contraction_kernel, **how)
     else:
-        kernel = functools.partial(_rows_kernel, G=arrays[3].shape[0], num_i=programs // pl.cdiv(shape[1], tiles.bn), **how)
+        kernel = functools.partial(
+            _rows_kernel, G=arrays[3].shape[0], num_i=programs // pl.cdiv(shape[1], tiles.bn), **how
+        )
     return launch(
         kernel,
         *arrays,

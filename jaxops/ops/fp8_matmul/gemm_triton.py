@@ -30,7 +30,9 @@ ROUNDS = {2: 4, 3: 1}
 
 
 @gluon.jit
-def _locate(t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr):
+def _locate(
+    t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr
+):
     """Of tile t: group, first row in A, in B and in C, end of its rows in C, first column, first row in K, steps of K."""
     num_j = gl.cdiv(N, BN)
     num_i = gl.cdiv(M, BM) + G + 1 if KIND == ROWS else gl.cdiv(M, BM)
@@ -40,7 +42,9 @@ def _locate(t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr
         group = gl.load(schedule + i)
         start = gl.load(schedule + entries + i)
         end = gl.load(schedule + 2 * entries + i)
-        steps = gl.where(group < G, gl.cdiv(K, BK), 0)  # a tile outside the groups is stored as the zeros that it starts from
+        steps = gl.where(
+            group < G, gl.cdiv(K, BK), 0
+        )  # a tile outside the groups is stored as the zeros that it starts from
         group = min(group, G - 1)
         return group, start, group * N + j * BN, start, end, j * BN, 0, steps
     if KIND == CONTRACTION:
@@ -53,7 +57,15 @@ def _locate(t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr
 
 
 @gluon.jit
-def _produce(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr):
+def _produce(
+    made,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    PANEL: gl.constexpr,
+    KIND: gl.constexpr,
+    SCALES: gl.constexpr,
+):
     a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K = made
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
@@ -63,7 +75,9 @@ def _produce(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAN
     s = 0
     phase = 1
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, a_row, b_row, _c_row, _c_end, col, first_k, steps = _locate(t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
+        group, a_row, b_row, _c_row, _c_end, col, first_k, steps = _locate(
+            t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND
+        )
         # TMA wants to start at whole 16 bytes, groups start anywhere: a consumer's box of scales starts up to three rows early, and is twice as long.
         early = a_row % 4 if KIND == ROWS else 0
         scale = 0.0
@@ -78,11 +92,21 @@ def _produce(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAN
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
             mbarrier.expect(full.index(s), nbytes)
             for i in gl.static_range(CONSUMERS):
-                tma.async_load(a_desc, [a_row + i * ROWS_OF_ONE, (first_k + k) * BK], full.index(s), a_bufs.index(CONSUMERS * s + i))
+                tma.async_load(
+                    a_desc,
+                    [a_row + i * ROWS_OF_ONE, (first_k + k) * BK],
+                    full.index(s),
+                    a_bufs.index(CONSUMERS * s + i),
+                )
             tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
             if SCALES >= BLOCK:
                 for i in gl.static_range(CONSUMERS):
-                    tma.async_load(sa, [first_k + k, a_row - early + i * ROWS_OF_ONE], full.index(s), sa_bufs.index(CONSUMERS * s + i))
+                    tma.async_load(
+                        sa,
+                        [first_k + k, a_row - early + i * ROWS_OF_ONE],
+                        full.index(s),
+                        sa_bufs.index(CONSUMERS * s + i),
+                    )
             if SCALES == OUTER:
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
             if SCALES == BLOCK:
@@ -91,7 +115,17 @@ def _produce(made, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PAN
 
 
 @gluon.jit
-def _scales(sa_bufs, sb_bufs, s, early, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr):
+def _scales(
+    sa_bufs,
+    sb_bufs,
+    s,
+    early,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    KIND: gl.constexpr,
+    SCALES: gl.constexpr,
+    MMA: gl.constexpr,
+):
     """Of one step: what a consumer's rows are multiplied by, and of OUTER what its columns are."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     sa = sa_bufs.index(CONSUMERS * s + WHICH).reshape([sa_bufs.shape[2]])
@@ -109,18 +143,34 @@ def _promote(acc, part, rows, cols, SCALES: gl.constexpr):
     """acc + part * scales, of one step. Where it stands, for the compiler may not move it: it would collect the sums of a round at its end, and spill."""
     if SCALES == BLOCK:
         assembly: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
-        acc = gl.inline_asm_elementwise(assembly, "=f,f,f,f", [part, rows[:, None], acc], dtype=gl.float32, is_pure=False, pack=1)
+        acc = gl.inline_asm_elementwise(
+            assembly, "=f,f,f,f", [part, rows[:, None], acc], dtype=gl.float32, is_pure=False, pack=1
+        )
     elif SCALES == OUTER:
         assembly: gl.constexpr = "{ .reg .f32 t; mul.f32 t, $1, $2; fma.rn.f32 $0, t, $3, $4; }"
         scaled = [part, rows[:, None], cols[None, :], acc]
         acc = gl.inline_asm_elementwise(assembly, "=f,f,f,f,f", scaled, dtype=gl.float32, is_pure=False, pack=1)
     else:
-        acc = gl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [part, acc], dtype=gl.float32, is_pure=False, pack=1)
+        acc = gl.inline_asm_elementwise(
+            "add.f32 $0, $1, $2;", "=f,f,f", [part, acc], dtype=gl.float32, is_pure=False, pack=1
+        )
     return acc
 
 
 @gluon.jit
-def _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+def _sum_fast(
+    acc,
+    a_bufs,
+    b_bufs,
+    full,
+    empty,
+    steps,
+    s,
+    phase,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """acc + A @ B.T over all steps in the tensor core's own accumulator; one step is multiplied while the one before is given back."""
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
@@ -137,7 +187,9 @@ def _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, WHICH: gl.const
 def _multiply_step(into, a_bufs, b_bufs, full, s, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
     """Starts one step's product, into the registers of a value that is no longer needed."""
     mbarrier.wait(full.index(s), phase)
-    return warpgroup_mma(a_bufs.index(CONSUMERS * s + WHICH), b_bufs.index(s).permute((1, 0)), into, use_acc=False, is_async=True)
+    return warpgroup_mma(
+        a_bufs.index(CONSUMERS * s + WHICH), b_bufs.index(s).permute((1, 0)), into, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
@@ -189,7 +241,26 @@ def _consume(
     used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K = used
+    (
+        sa,
+        sb,
+        schedule,
+        c_desc,
+        c_ptr,
+        a_bufs,
+        b_bufs,
+        sa_bufs,
+        sb_bufs,
+        c_bufs,
+        full,
+        empty,
+        tiles,
+        entries,
+        G,
+        M,
+        N,
+        K,
+    ) = used
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     s = 0
@@ -199,7 +270,9 @@ def _consume(
     group, a_row, b_row, c_row, c_end, col, _, steps = _locate(t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         following = min(t + gl.num_programs(0), tiles - 1)
-        next_group, next_a, next_b, next_c, next_end, next_col, _, next_steps = _locate(following, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
+        next_group, next_a, next_b, next_c, next_end, next_col, _, next_steps = _locate(
+            following, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND
+        )
         scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
         scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
         acc = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
@@ -214,12 +287,29 @@ def _consume(
         row = c_row + WHICH * ROWS_OF_ONE
         if row < c_end:  # not so in the tiles that no group needs
             if SCALES == TENSOR:
-                acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))  # rows outside stay zero
+                acc = acc * (
+                    scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0)
+                )  # rows outside stay zero
             elif SCALES == VECTOR:
                 inside = steps > 0 if KIND == ROWS else True  # rows outside stay zero, whatever stands in the scales
-                acc = _scale_vectors(acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row, c_end - row if inside else 0, N - col if inside else 0, MMA)
+                acc = _scale_vectors(
+                    acc,
+                    sa + a_row + WHICH * ROWS_OF_ONE,
+                    sb + b_row,
+                    c_end - row if inside else 0,
+                    N - col if inside else 0,
+                    MMA,
+                )
             store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND == DENSE, ALIGNED)
-        group, a_row, b_row, c_row, c_end, col, steps = next_group, next_a, next_b, next_c, next_end, next_col, next_steps
+        group, a_row, b_row, c_row, c_end, col, steps = (
+            next_group,
+            next_a,
+            next_b,
+            next_c,
+            next_end,
+            next_col,
+            next_steps,
+        )
     tma.store_wait(0)
 
 
@@ -234,9 +324,13 @@ def fp8_gemm_kernel(
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sa_bufs = gl.allocate_shared_memory(
-        gl.float32, [CONSUMERS * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1], sa.layout if SCALES >= BLOCK else FLAT
+        gl.float32,
+        [CONSUMERS * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
+        sa.layout if SCALES >= BLOCK else FLAT,
     )
-    sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN] if SCALES == OUTER else [STAGES, 1], sb.layout if SCALES == OUTER else FLAT)
+    sb_bufs = gl.allocate_shared_memory(
+        gl.float32, [STAGES, 1, BN] if SCALES == OUTER else [STAGES, 1], sb.layout if SCALES == OUTER else FLAT
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -244,7 +338,26 @@ def fp8_gemm_kernel(
         mbarrier.init(empty.index(s), count=CONSUMERS)
     c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
     made = (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K)
-    used = (sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, entries, G, M, N, K)
+    used = (
+        sa,
+        sb,
+        schedule,
+        c_desc,
+        c_ptr,
+        a_bufs,
+        b_bufs,
+        sa_bufs,
+        sb_bufs,
+        c_bufs,
+        full,
+        empty,
+        tiles,
+        entries,
+        G,
+        M,
+        N,
+        K,
+    )
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
@@ -260,7 +373,18 @@ def fp8_gemm_kernel(
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
-def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length: int = 0, out_dtype, fast: bool, tiles: Tiles, cores: int) -> jax.Array:
+def multiply_triton(
+    a: Operand,
+    b: Operand,
+    offsets=None,
+    *,
+    ragged=None,
+    length: int = 0,
+    out_dtype,
+    fast: bool,
+    tiles: Tiles,
+    cores: int,
+) -> jax.Array:
     """A @ B.T on Hopper.
 
     Args:
@@ -290,10 +414,16 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
         entries = schedule.shape[0] // COLUMNS
     values = []
     for x, rows in ((a, 64), (b, bn)):
-        values.append(TensorDescriptor.from_array(whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=tile_layout(x.values.dtype, (64, 128))))
+        values.append(
+            TensorDescriptor.from_array(
+                whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=tile_layout(x.values.dtype, (64, 128))
+            )
+        )
     sa, sb = a.scales, b.scales
     if scales >= BLOCK.value:
-        sa = TensorDescriptor.from_array(whole_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT)
+        sa = TensorDescriptor.from_array(
+            whole_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT
+        )
     if scales == OUTER.value:
         sb = TensorDescriptor.from_array(whole_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
     aligned = N % 8 == 0
@@ -309,7 +439,9 @@ def multiply_triton(a: Operand, b: Operand, offsets=None, *, ragged=None, length
 
 
 def scales_of(a: Operand, b: Operand) -> int:
-    return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": OUTER if b.scaling == "block_1x128" else BLOCK}[a.scaling].value
+    return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": OUTER if b.scaling == "block_1x128" else BLOCK}[
+        a.scaling
+    ].value
 
 
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

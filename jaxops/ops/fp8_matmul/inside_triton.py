@@ -28,7 +28,24 @@ def _columns(col):
 
 
 @gluon.jit
-def _produce(x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K, STAGES: gl.constexpr, PANEL: gl.constexpr):
+def _produce(
+    x_desc,
+    b_desc,
+    b64_desc,
+    sb,
+    x_bufs,
+    b_bufs,
+    b64_bufs,
+    sb_bufs,
+    full,
+    empty,
+    tiles,
+    M,
+    N,
+    K,
+    STAGES: gl.constexpr,
+    PANEL: gl.constexpr,
+):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     s = 0
     phase = 1
@@ -132,9 +149,15 @@ def _consume(
             q, scale = _cast(x_bufs.index(s), HALF * 64, A, PAIRS, POW2)
             part0 = warpgroup_mma(q, b_bufs.index(s).permute((1, 0)), gl.zeros_like(acc0), use_acc=False, is_async=True)
             q1 = gl.convert_layout(q, gl.DotOperandLayout(0, NARROW, 4))
-            part1 = warpgroup_mma(q1, b64_bufs.index(s).permute((1, 0)), gl.zeros_like(acc1), use_acc=False, is_async=True)
-            rows0 = gl.convert_layout(scale, gl.SliceLayout(1, WIDE)) * sb_bufs.index(2 * s).load(gl.SliceLayout(1, WIDE))
-            rows1 = gl.convert_layout(scale, gl.SliceLayout(1, NARROW)) * sb_bufs.index(2 * s + 1).load(gl.SliceLayout(1, NARROW))
+            part1 = warpgroup_mma(
+                q1, b64_bufs.index(s).permute((1, 0)), gl.zeros_like(acc1), use_acc=False, is_async=True
+            )
+            rows0 = gl.convert_layout(scale, gl.SliceLayout(1, WIDE)) * sb_bufs.index(2 * s).load(
+                gl.SliceLayout(1, WIDE)
+            )
+            rows1 = gl.convert_layout(scale, gl.SliceLayout(1, NARROW)) * sb_bufs.index(2 * s + 1).load(
+                gl.SliceLayout(1, NARROW)
+            )
             part0 = warpgroup_mma_wait(1, deps=[part0])
             acc0 += part0 * rows0[:, None]
             part1 = warpgroup_mma_wait(0, deps=[part1])
@@ -150,7 +173,19 @@ def _consume(
 
 @gluon.jit
 def fp8_gemm_inside_kernel(
-    x_desc, b_desc, b64_desc, sb, c_ptr, tiles, M, N, K, STAGES: gl.constexpr, PANEL: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr
+    x_desc,
+    b_desc,
+    b64_desc,
+    sb,
+    c_ptr,
+    tiles,
+    M,
+    N,
+    K,
+    STAGES: gl.constexpr,
+    PANEL: gl.constexpr,
+    POW2: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 128, BK], x_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 128, BK], b_desc.layout)
@@ -175,7 +210,10 @@ def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, 
     count = -(-M // 128) * -(-N // 192)
     x_desc = TensorDescriptor.from_array(whole_16_bytes(x), (128, 128), layout=tile_layout(x.dtype, (128, 128)))
     values = whole_16_bytes(b.values)
-    b_descs = [TensorDescriptor.from_array(values, (rows, 128), layout=tile_layout(values.dtype, (64, 128))) for rows in (128, 64)]
+    b_descs = [
+        TensorDescriptor.from_array(values, (rows, 128), layout=tile_layout(values.dtype, (64, 128)))
+        for rows in (128, 64)
+    ]
     return triton_call(
         x_desc, *b_descs, b.scales.reshape(-1), kernel=fp8_gemm_inside_kernel, out_type=out_struct((M, N), out_dtype, like=x),
         grid=min(cores, count), name="fp8_gemm_inside", tiles=count, M=M, N=N, K=K,

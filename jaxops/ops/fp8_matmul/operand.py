@@ -7,7 +7,10 @@ import jax.numpy as jnp
 
 from jaxops._lib.fp8 import BLOCK, Quantized
 
-TRANSPOSABLE = ("tensorwise", "block_128x128")  # their scales are those of the transpose: a layout that is not there can be made of the other
+TRANSPOSABLE = (
+    "tensorwise",
+    "block_128x128",
+)  # their scales are those of the transpose: a layout that is not there can be made of the other
 
 
 class Operand(NamedTuple):
@@ -63,6 +66,10 @@ def dequantize_operand(operand: Operand) -> jax.Array:
         scales = scales.reshape(scales.shape + (1,) * (values.ndim - scales.ndim))
     else:
         *_, rows, K = values.shape
-        scales = jnp.swapaxes(scales, -1, -2) if scaling == "block_1x128" else jnp.repeat(scales, BLOCK, axis=-2)[..., :rows, :]
+        scales = (
+            jnp.swapaxes(scales, -1, -2)
+            if scaling == "block_1x128"
+            else jnp.repeat(scales, BLOCK, axis=-2)[..., :rows, :]
+        )
         scales = jnp.repeat(scales, BLOCK, axis=-1)[..., :K]
     return values.astype(jnp.float32) * scales

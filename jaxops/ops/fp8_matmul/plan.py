@@ -12,7 +12,11 @@ from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
 BACKENDS = ("triton", "pallas", "xla")
-HOPPER_TILES = ((128, 128), (192, 128), (128, 256))  # two consumers, three, and two where the tensor core sums by itself
+HOPPER_TILES = (
+    (128, 128),
+    (192, 128),
+    (128, 256),
+)  # two consumers, three, and two where the tensor core sums by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,9 @@ class Tiles:
             raise ValueError(f"Tiles.kernel={self.kernel!r} must be one of {', '.join(map(repr, BACKENDS))}.")
         if self.kernel == "triton":
             if (self.bm, self.bn) not in HOPPER_TILES:
-                raise ValueError(f"Tiles of {self.bm}x{self.bn}: the triton kernel has {', '.join(f'{bm}x{bn}' for bm, bn in HOPPER_TILES)}.")
+                raise ValueError(
+                    f"Tiles of {self.bm}x{self.bn}: the triton kernel has {', '.join(f'{bm}x{bn}' for bm, bn in HOPPER_TILES)}."
+                )
         else:
             for name in ("bm", "bn"):
                 if (size := getattr(self, name)) < 16 or size & (size - 1):
@@ -49,14 +55,20 @@ class Tiles:
             raise ValueError(f"Tiles.warps={self.warps} must be 1, 2, 4, 8 or 16.")
         if self.panel < 1:
             raise ValueError(f"Tiles.panel={self.panel} must be at least 1.")
-        if self.stages < (least := 2 if self.kernel == "triton" else 1):  # the triton kernel starts a step before it gives back the one before
+        if self.stages < (
+            least := 2 if self.kernel == "triton" else 1
+        ):  # the triton kernel starts a step before it gives back the one before
             raise ValueError(f"Tiles.stages={self.stages} must be at least {least}.")
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that the load pipeline takes, and what "triton" stores its tiles from, in bytes."""
         pipeline = self.stages * BLOCK * (self.bm + self.bn)
-        return pipeline if self.kernel != "triton" else pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256
+        return (
+            pipeline
+            if self.kernel != "triton"
+            else pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +113,9 @@ def key_of_row(row: dict) -> tuple:
     return key_of(row["pass"], row["M"], row["K"], row["N"], row["G"], row["recipe"])
 
 
-def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+def make_plan(
+    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
+) -> Plan:
     """Decides how to run `problem` on `device`: an explicit plan's tiles, then a tuned row's, then the heuristic's.
 
     Args:
@@ -143,12 +157,21 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
 
 def casts_inside(problem: Problem, backend: str) -> bool:
     """Whether the forward can cast x inside its product."""
-    return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and RECIPES[problem.recipe].x.scaling == "block_1x128"
+    return (
+        backend == "triton"
+        and problem.G == 0
+        and problem.dtype == "bfloat16"
+        and RECIPES[problem.recipe].x.scaling == "block_1x128"
+    )
 
 
 def heuristic(pass_name: str, problem: Problem, backend: str, cores: int = 132) -> Tiles:
     """What runs where nothing was measured; cores: multiprocessors of the device."""
-    out_rows, out_cols = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
+    out_rows, out_cols = {
+        "fwd": (problem.M, problem.N),
+        "dgrad": (problem.M, problem.K),
+        "wgrad": (problem.K, problem.N),
+    }[pass_name]
     if backend == "triton":
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, cores)
 
@@ -186,10 +209,21 @@ def candidates(pass_name: str, problem: Problem, device: Device, backend: str = 
     found = [heuristic(pass_name, problem, backend, device.cores)]
     if backend == "triton":
         fast = pass_name in RECIPES[problem.recipe].fast
-        shapes = ((128, 256, 8, (3,)), (128, 128, 8, (4, 5))) if fast else ((128, 128, 8, (4, 5)), (192, 128, 8, (3, 4)))
+        shapes = (
+            ((128, 256, 8, (3,)), (128, 128, 8, (4, 5))) if fast else ((128, 128, 8, (4, 5)), (192, 128, 8, (3, 4)))
+        )
     else:
         shapes = tuple(
-            (bm, bn, w, (2, 3, 4)) for bm, bn, w in ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4), (32, 128, 4), (16, 128, 4))
+            (bm, bn, w, (2, 3, 4))
+            for bm, bn, w in (
+                (128, 128, 8),
+                (128, 128, 4),
+                (128, 64, 4),
+                (64, 128, 4),
+                (64, 64, 4),
+                (32, 128, 4),
+                (16, 128, 4),
+            )
         )
     for bm, bn, warps, depths in shapes:
         for stages in depths:

@@ -56,15 +56,25 @@ def _cast(spec: Spec, x, form: Format, layouts: str, offsets=None, amax=None) ->
     """x quantised, and its largest magnitude where an older one is given; as it is where it comes quantised."""
     if isinstance(x, Quantized):
         return x, amax
-    how: dict = {"dtype": form.dtype, "layouts": layouts, "pow2_scales": spec.pow2_scales, "backend": "xla" if spec.plan.backend == "xla" else "pallas"}
+    how: dict = {
+        "dtype": form.dtype,
+        "layouts": layouts,
+        "pow2_scales": spec.pow2_scales,
+        "backend": "xla" if spec.plan.backend == "xla" else "pallas",
+    }
     if amax is not None:
         return quantize_measured(x, amax=amax, **how)
     return quantize(x, scaling=form.scaling, group_offsets=offsets, **how), None
 
 
-def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dtype: str, length: int | None = None) -> jax.Array:
+def multiply(
+    spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dtype: str, length: int | None = None
+) -> jax.Array:
     """length: the rows of the ragged tensors whose column layouts a and b are."""
-    tiles, how = getattr(spec.plan, pass_name), {"out_dtype": jnp.dtype(out_dtype), "fast": pass_name in spec.recipe.fast}
+    tiles, how = (
+        getattr(spec.plan, pass_name),
+        {"out_dtype": jnp.dtype(out_dtype), "fast": pass_name in spec.recipe.fast},
+    )
     if offsets is not None:
         how |= {"ragged": "rows"} if length is None else {"ragged": "contraction", "length": length}
     if tiles is None or tiles.kernel == "xla":
@@ -78,9 +88,13 @@ def _multiply_triton(a: Operand, b: Operand, offsets, **how) -> jax.Array:
     from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton  # jax-triton is imported only where it is called
 
     def multiply(values, scales, b_values, b_scales, offsets):
-        return multiply_triton(Operand(values, scales, a.scaling), Operand(b_values, b_scales, b.scaling), offsets, **how)
+        return multiply_triton(
+            Operand(values, scales, a.scaling), Operand(b_values, b_scales, b.scaling), offsets, **how
+        )
 
-    return sequential_vmap(multiply)(a.values, a.scales, b.values, b.scales, offsets)  # a call through jax-triton has no batching rule
+    return sequential_vmap(multiply)(
+        a.values, a.scales, b.values, b.scales, offsets
+    )  # a call through jax-triton has no batching rule
 
 
 def _multiply_inside(spec: Spec, x: jax.Array, w: Operand) -> jax.Array:
@@ -91,7 +105,12 @@ def _multiply_inside(spec: Spec, x: jax.Array, w: Operand) -> jax.Array:
 
     def multiply(x, values, scales):
         return multiply_inside(
-            x, Operand(values, scales, w.scaling), out_dtype=jnp.dtype(spec.out_dtype), pow2=spec.pow2_scales, tiles=tiles, cores=spec.plan.on.cores
+            x,
+            Operand(values, scales, w.scaling),
+            out_dtype=jnp.dtype(spec.out_dtype),
+            pow2=spec.pow2_scales,
+            tiles=tiles,
+            cores=spec.plan.on.cores,
         )
 
     return sequential_vmap(multiply)(x, w.values, w.scales)
@@ -137,11 +156,15 @@ def _largest(x, amax):
 def _saved_x(spec: Spec, x, xq: Quantized, offsets):
     if spec.recipe.gw_hp:
         if isinstance(x, Quantized):
-            raise NotImplementedError(f"{spec.recipe.name!r} multiplies x as it is into the gradient of w: pass x itself, not a quantised tensor.")
+            raise NotImplementedError(
+                f"{spec.recipe.name!r} multiplies x as it is into the gradient of w: pass x itself, not a quantised tensor."
+            )
         return x.astype(_half(spec))
     if xq.values_t is None or (xq.group_offsets is None) != (offsets is None):
         ragged = "" if offsets is None else " and group_offsets"
-        raise NotImplementedError(f"the gradient of w needs x's column layout too: pass x itself, or quantised with layouts='both'{ragged}.")
+        raise NotImplementedError(
+            f"the gradient of w needs x's column layout too: pass x itself, or quantised with layouts='both'{ragged}."
+        )
     return dataclasses.replace(xq, values=None, scales=None)
 
 
@@ -201,7 +224,11 @@ def _product_bwd(spec: Spec, tree, saved: _Saved, cotangents):
     if isinstance(dy, SymbolicZero) or (saved.x is None and saved.w is None):
         return None, None, None
     recipe, offsets = spec.recipe, saved.offsets
-    layouts = [name for name, asked in (("row", saved.w is not None), ("col", saved.x is not None and not recipe.gw_hp)) if asked]
+    layouts = [
+        name
+        for name, asked in (("row", saved.w is not None), ("col", saved.x is not None and not recipe.gw_hp))
+        if asked
+    ]
     dyq: Any = _cast(spec, dy, recipe.dy, "both" if len(layouts) == 2 else layouts[0], offsets)[0] if layouts else None
     dx = None if saved.w is None else multiply(spec, "dgrad", rows_of(dyq), rows_of(saved.w), offsets, spec.x_dtype)
     if saved.x is None:
@@ -218,7 +245,9 @@ def _half_precision_dw(spec: Spec, x: jax.Array, dy: jax.Array, offsets) -> jax.
     out = jnp.dtype(spec.w_dtype)
     if offsets is not None:
         # "auto" on Hopper: grouped_wgrad's kernel for it, where that takes the shape.
-        return grouped_wgrad(x, dy, offsets, out_dtype=out, backend="auto" if spec.plan.backend == "triton" else spec.plan.backend)
+        return grouped_wgrad(
+            x, dy, offsets, out_dtype=out, backend="auto" if spec.plan.backend == "triton" else spec.plan.backend
+        )
     accumulated = out if out == x.dtype else jnp.dtype("float32")
     return lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=accumulated).astype(out)
 

@@ -14,7 +14,14 @@ def _dot(a: jax.Array, b: jax.Array, precision: lax.Precision) -> jax.Array:
 
 
 def multiply_xla(
-    a: Operand, b: Operand, offsets: jax.Array | None = None, *, ragged: str | None = None, length: int | None = None, out_dtype, fast: bool = False
+    a: Operand,
+    b: Operand,
+    offsets: jax.Array | None = None,
+    *,
+    ragged: str | None = None,
+    length: int | None = None,
+    out_dtype,
+    fast: bool = False,
 ) -> jax.Array:
     """C = A @ B.T in out_dtype. No size is 0.
 
@@ -33,8 +40,16 @@ def multiply_xla(
         # Converted straight into a dot over both last dimensions: XLA's rewriter for NVIDIA GPUs makes that a cuBLASLt call in FP8 for any scales, whose
         # precision says whether its sums are fast. The result is float32, rounded in the pass that scales it: operands dequantised to bfloat16 are not
         # rewritten, and take a scale rounded to bfloat16 (H200, jax 0.11.2, 2026-11-21: a bfloat16 GEMM, all of whose results are 0.4 % off).
-        product = _dot(a.values.astype(jnp.float32), b.values.astype(jnp.float32), lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
-        scaled = product * a.scales.reshape(-1, 1) * b.scales.reshape(1, -1) if a.scaling == "rowwise" else product * a.scales * b.scales
+        product = _dot(
+            a.values.astype(jnp.float32),
+            b.values.astype(jnp.float32),
+            lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST,
+        )
+        scaled = (
+            product * a.scales.reshape(-1, 1) * b.scales.reshape(1, -1)
+            if a.scaling == "rowwise"
+            else product * a.scales * b.scales
+        )
         return scaled.astype(out_dtype)
     assert offsets is not None
     how = {"precision": lax.Precision.HIGHEST, "out_dtype": out_dtype, "backend": "xla"}

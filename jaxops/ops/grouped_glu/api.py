@@ -87,7 +87,9 @@ def grouped_glu(
     check_size("len(group_offsets)", group_offsets.shape[0], "w_gate.shape[0] + 1 (G groups have G + 1 offsets)", G + 1)
     if w_up is None:
         if N % 2:
-            raise ValueError(f"w_gate has shape {tuple(w_gate.shape)}; without w_up it must be [G, K, 2 F], gate's columns and then up's: an even number.")
+            raise ValueError(
+                f"w_gate has shape {tuple(w_gate.shape)}; without w_up it must be [G, K, 2 F], gate's columns and then up's: an even number."
+            )
     else:
         check_float("w_up", w_up, "[G, K, F]")
         if w_up.shape != w_gate.shape:
@@ -99,7 +101,9 @@ def grouped_glu(
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
     device = device_of(x, w_gate, group_offsets)
-    problem = Problem(G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None, x.dtype != compute)
+    problem = Problem(
+        G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None, x.dtype != compute
+    )
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
     spec = Spec(activation, save, precision, compute, x_dtype, w_dtype, x_dtype)
@@ -108,7 +112,15 @@ def grouped_glu(
 
 
 def glu_of_rows(
-    x: jax.Array, weights: Halves, group_offsets: jax.Array, row_indices: jax.Array | None = None, *, activation: str, precision, plan: Plan, save: bool
+    x: jax.Array,
+    weights: Halves,
+    group_offsets: jax.Array,
+    row_indices: jax.Array | None = None,
+    *,
+    activation: str,
+    precision,
+    plan: Plan,
+    save: bool,
 ) -> tuple[jax.Array, Halves]:
     """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is checked, and the plan is as `make_plan`
     leaves it. With row_indices [M] row m is `x[row_indices[m]]`, which the "triton" backend's kernel reads from there; that has no gradient of its own."""
@@ -125,7 +137,9 @@ def _vary(x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array,
     return x, tuple(weights_), offsets
 
 
-def _forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves]:
+def _forward(
+    spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array
+) -> tuple[jax.Array, Halves]:
     """h and, where they are kept, the pre-activations, from operands in the compute dtype."""
     if plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
         return _fused(plan, keep, spec.activation, x, weights, offsets)
@@ -137,7 +151,12 @@ def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Arra
     from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
 
     assert plan.fused is not None  # make_plan fills it
-    how = {"panel": plan.fused.panel, "dynamic": plan.fused.dynamic, "stages": plan.fused.stages, "cores": plan.on.cores}
+    how = {
+        "panel": plan.fused.panel,
+        "dynamic": plan.fused.dynamic,
+        "stages": plan.fused.stages,
+        "cores": plan.on.cores,
+    }
     kernel = functools.partial(fwd_triton, activation=activation, save=save, **how)
     h, *pre = sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
     return h, tuple(pre)
@@ -159,7 +178,9 @@ def _activated(spec: Spec, plan: Plan, pre: Halves, offsets: jax.Array) -> jax.A
 
 def _glu_forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
     """(h, the pre-activations with keep, else none)."""
-    h, pre = _forward(spec, plan, keep, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets)
+    h, pre = _forward(
+        spec, plan, keep, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets
+    )
     return h, pre if keep else ()
 
 
@@ -195,11 +216,15 @@ _glu = differentiable(_glu_forward, _glu_fwd, _glu_bwd, static=3)
 def _dx(spec: Spec, plan: Plan, dpre: Halves, weights: Halves, offsets: jax.Array) -> jax.Array:
     assert plan.products is not None  # make_plan fills it
     products = dataclasses.replace(plan.products, fwd=plan.products.dgrad, dgrad=plan.products.fwd)
-    return grouped_matmul_sum(dpre, weights, offsets, plan=products, transpose_rhs=True, precision=spec.precision, out_dtype=spec.x_dtype)
+    return grouped_matmul_sum(
+        dpre, weights, offsets, plan=products, transpose_rhs=True, precision=spec.precision, out_dtype=spec.x_dtype
+    )
 
 
 def _dweights(spec: Spec, plan: Plan, x: jax.Array, dpre: Halves, offsets: jax.Array) -> Halves:
-    return tuple(grouped_wgrad(x, d, offsets, precision=spec.precision, out_dtype=spec.w_dtype, plan=plan.products) for d in dpre)
+    return tuple(
+        grouped_wgrad(x, d, offsets, precision=spec.precision, out_dtype=spec.w_dtype, plan=plan.products) for d in dpre
+    )
 
 
 def _find_gradients(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:

@@ -20,8 +20,17 @@ BM, BF = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of h, of a ti
 
 
 @gluon.jit
-def _consume(used, WHICH: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr):
-    h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = used
+def _consume(
+    used,
+    WHICH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GATHERED: gl.constexpr,
+):
+    h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F = (
+        used
+    )
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BF, 16])
     s = 0
     phase = 0
@@ -32,14 +41,57 @@ def _consume(used, WHICH: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.conste
         more = steps > 0
         if row < end:
             acc = gl.zeros([BM // 2, 2 * BF], gl.float32, MMA)
-            acc, s, phase = sum_steps(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, False, 2, GATHERED)
+            acc, s, phase = sum_steps(
+                acc,
+                a_bufs,
+                b_bufs,
+                full,
+                empty,
+                turns,
+                places,
+                steps,
+                s,
+                phase,
+                WHICH,
+                STAGES,
+                ROWS,
+                False,
+                2,
+                GATHERED,
+            )
             pre = acc.to(a_bufs.dtype)  # as they are saved: the backward sees the same
             gate, up = pre.reshape([BM // 2, 2, BF]).permute((0, 2, 1)).split()
             # A consumer's buffers in turns: one store fills its own while the one before is still read.
             if gate_desc is not None:
-                store(gate, gate_desc, gate_ptr, bufs.index(BUFFERS * WHICH + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
+                store(
+                    gate,
+                    gate_desc,
+                    gate_ptr,
+                    bufs.index(BUFFERS * WHICH + buf),
+                    row,
+                    end,
+                    col,
+                    F,
+                    MMA,
+                    False,
+                    True,
+                    BUFFERS - 1,
+                )
                 buf = (buf + 1) % BUFFERS
-                store(up, up_desc, up_ptr, bufs.index(BUFFERS * WHICH + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
+                store(
+                    up,
+                    up_desc,
+                    up_ptr,
+                    bufs.index(BUFFERS * WHICH + buf),
+                    row,
+                    end,
+                    col,
+                    F,
+                    MMA,
+                    False,
+                    True,
+                    BUFFERS - 1,
+                )
                 buf = (buf + 1) % BUFFERS
             h = activate(gate, ACTIVATION) * up.to(gl.float32)
             store(h, h_desc, h_ptr, bufs.index(BUFFERS * WHICH + buf), row, end, col, F, MMA, False, True, BUFFERS - 1)
@@ -54,18 +106,69 @@ def grouped_glu_kernel(
     x_desc, x_ptr, indices, gate_w_desc, up_w_desc, schedule, h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, entries, G, M, F, K, T,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2, GATHERED)
+    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(
+        gate_w_desc, BM, 2 * BF, STAGES, ROWS, False, 2, GATHERED
+    )
     bufs = result_buffers(h_ptr, 2 * BUFFERS, BM // 2, BF)
-    used = (h_desc, gate_desc, up_desc, h_ptr, gate_ptr, up_ptr, facts, places, a_bufs, b_bufs, bufs, full, empty, turns, F)
+    used = (
+        h_desc,
+        gate_desc,
+        up_desc,
+        h_ptr,
+        gate_ptr,
+        up_ptr,
+        facts,
+        places,
+        a_bufs,
+        b_bufs,
+        bufs,
+        full,
+        empty,
+        turns,
+        F,
+    )
     if GATHERED:
-        made = (x_ptr, indices, T, gate_w_desc, up_w_desc, schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+        made = (
+            x_ptr,
+            indices,
+            T,
+            gate_w_desc,
+            up_w_desc,
+            schedule,
+            facts,
+            a_bufs,
+            b_bufs,
+            full,
+            empty,
+            entries,
+            G,
+            M,
+            F,
+            K,
+        )
         gl.warp_specialize([
             (_consume, (used, 0, STAGES, BUFFERS, ACTIVATION, GATHERED)),
             (_consume, (used, 1, STAGES, BUFFERS, ACTIVATION, GATHERED)),
             (produce_gathered, (made, BM, 2 * BF, STAGES, PANEL, DYNAMIC)),
         ], [4, 4], [208, 80])  # fmt: skip
     else:
-        made = (x_desc, gate_w_desc, up_w_desc, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, M, F, K)
+        made = (
+            x_desc,
+            gate_w_desc,
+            up_w_desc,
+            (None, None),
+            schedule,
+            facts,
+            a_bufs,
+            b_bufs,
+            full,
+            empty,
+            entries,
+            G,
+            M,
+            F,
+            K,
+        )
         gl.warp_specialize([
             (_consume, (used, 0, STAGES, BUFFERS, ACTIVATION, GATHERED)),
             (_consume, (used, 1, STAGES, BUFFERS, ACTIVATION, GATHERED)),

@@ -142,7 +142,9 @@ class Problem:
         return Product(self.G, self.M, self.K, self.F * (2 if self.joined else 1), self.dtype)
 
 
-def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+def make_plan(
+    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
+) -> Plan:
     """Decides how to run `problem` on `device`: what an explicit plan says, then tuned rows of the products, then the heuristics.
 
     Args:
@@ -164,16 +166,28 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     products = plan.products if plan is not None else None
     if products is None and free:
         products = make_product_plan(problem.product, device, rows)
-    if free and products is not None and products.fwd is not None and products.fwd.kernel == "triton" and not (problem.joined or problem.recast):
+    if (
+        free
+        and products is not None
+        and products.fwd is not None
+        and products.fwd.kernel == "triton"
+        and not (problem.joined or problem.recast)
+    ):
         backend = "triton"
     chosen = choose_backend(device, backend, plan, BACKENDS)
     if chosen == "triton":
         check_triton(problem.product, device)
         if problem.joined:
-            raise NotImplementedError("the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use backend='pallas'.")
+            raise NotImplementedError(
+                "the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use backend='pallas'."
+            )
         if problem.recast:
-            raise NotImplementedError(f"the triton backend gives h in the dtype in which it multiplies, {problem.dtype}: cast x to that, or use 'pallas'.")
-    products = make_product_plan(problem.product, device, rows, backend=chosen if products is None else "auto", plan=products)
+            raise NotImplementedError(
+                f"the triton backend gives h in the dtype in which it multiplies, {problem.dtype}: cast x to that, or use 'pallas'."
+            )
+    products = make_product_plan(
+        problem.product, device, rows, backend=chosen if products is None else "auto", plan=products
+    )
     if chosen == "xla":
         return Plan("xla", products=products, device=device)
     fwd = plan.fwd if plan is not None and plan.fwd is not None else heuristic("fwd", problem)

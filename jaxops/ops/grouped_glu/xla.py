@@ -30,5 +30,7 @@ def bwd_xla(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Halve
     """As `bwd_pallas`."""
     inside = _inside(offsets, dh.shape[0])
     gate, up = _split(pre, inside)
-    found = tuple(half.astype(pre[0].dtype) for half in unit_gradients(spec.activation, gate, up, jnp.where(inside, dh, 0)))
+    found = tuple(
+        half.astype(pre[0].dtype) for half in unit_gradients(spec.activation, gate, up, jnp.where(inside, dh, 0))
+    )
     return (jnp.concatenate(found, axis=1),) if len(pre) == 1 else found

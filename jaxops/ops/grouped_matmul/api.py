@@ -10,7 +10,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.checks import FLOATS, check_array, check_dtype, check_flag, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import (
+    FLOATS,
+    check_array,
+    check_dtype,
+    check_flag,
+    check_float,
+    check_offsets,
+    check_size,
+    compute_dtype_of,
+    float_dtype,
+)
 from jaxops._lib.device import Device, device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
@@ -78,7 +88,12 @@ def grouped_matmul(
     check_float("rhs", rhs, "[G, N, K]" if transpose_rhs else "[G, K, N]")
     check_offsets(group_offsets)
     G, k, n = (rhs.shape[0], rhs.shape[2], rhs.shape[1]) if transpose_rhs else rhs.shape
-    check_size("K of lhs (its columns)", lhs.shape[1], f"K of rhs {tuple(rhs.shape)}{' (transposed)' if transpose_rhs else ''}", k)
+    check_size(
+        "K of lhs (its columns)",
+        lhs.shape[1],
+        f"K of rhs {tuple(rhs.shape)}{' (transposed)' if transpose_rhs else ''}",
+        k,
+    )
     check_size("len(group_offsets)", group_offsets.shape[0], "rhs.shape[0] + 1 (G groups have G + 1 offsets)", G + 1)
     if bias is not None:
         check_float("bias", bias, "[G, N]")
@@ -86,7 +101,9 @@ def grouped_matmul(
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [G, N] = {(G, n)}.")
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs, compute_dtype, "the gradient of rhs stays")
     precision, compute = resolve_precision(precision, compute)
-    plan = _plan(Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), device_of(lhs, rhs, group_offsets), backend, plan)
+    plan = _plan(
+        Problem(G, lhs.shape[0], k, n, compute.name, transpose_rhs), device_of(lhs, rhs, group_offsets), backend, plan
+    )
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = _Spec(plan, precision, compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
     return _matmul(spec, *vary_together(lhs, rhs, bias, group_offsets))
@@ -138,9 +155,13 @@ def grouped_wgrad(
     if accumulate_into is not None:
         check_float("accumulate_into", accumulate_into, "[G, K, N]")
         if accumulate_into.shape != (G, K, N):
-            raise ValueError(f"accumulate_into has shape {tuple(accumulate_into.shape)}; it must be [G, K, N] = {(G, K, N)}.")
+            raise ValueError(
+                f"accumulate_into has shape {tuple(accumulate_into.shape)}; it must be [G, K, N] = {(G, K, N)}."
+            )
         if out_dtype is not None and float_dtype("out_dtype", out_dtype) != accumulate_into.dtype:
-            raise TypeError(f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave out_dtype away.")
+            raise TypeError(
+                f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave out_dtype away."
+            )
         out_dtype = accumulate_into.dtype
     plan = _plan(Problem(G, M, K, N, compute.name), device_of(lhs, dout, group_offsets), backend, plan)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
@@ -198,7 +219,9 @@ def ragged_dot(
         if x is not None:
             check_array(name, x, "an array of integers")
     if len(group_sizes.shape) != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, the rows of each group.")
+        raise TypeError(
+            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, the rows of each group."
+        )
     (G, k, _), H = rhs.shape, group_sizes.shape[0]
     check_size("K of lhs (its columns)", lhs.shape[1], f"K of rhs {tuple(rhs.shape)}", k)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)])
@@ -206,7 +229,9 @@ def ragged_dot(
         check_size("len(group_sizes)", H, "rhs.shape[0]", G)
     else:
         if group_offset.shape != (1,) or not jnp.issubdtype(group_offset.dtype, jnp.integer):
-            raise ValueError(f"group_offset is {group_offset.dtype}{list(group_offset.shape)}; it must be one integer in an array of shape (1,).")
+            raise ValueError(
+                f"group_offset is {group_offset.dtype}{list(group_offset.shape)}; it must be one integer in an array of shape (1,)."
+            )
         # A clamped gather, not a dynamic slice: a shard that starts past H - G has empty groups at its end, not the groups before it.
         offsets = offsets[jnp.clip(group_offset.astype(jnp.int32) + jnp.arange(G + 1, dtype=jnp.int32), 0, H)]
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
@@ -220,10 +245,17 @@ def ragged_dot(
     return _portable_ragged_dot(lhs, rhs, offsets, precision, out, backend, plan)
 
 
-def _portable_ragged_dot(lhs, rhs, offsets, precision: lax.PrecisionLike, out: jnp.dtype, backend: str, plan: Plan | None) -> jax.Array:
+def _portable_ragged_dot(
+    lhs, rhs, offsets, precision: lax.PrecisionLike, out: jnp.dtype, backend: str, plan: Plan | None
+) -> jax.Array:
     """What no kernel multiplies (integers, float64, other algorithms than the kernels'), by the xla backend: as JAX does, without a copy of lhs a group."""
     problem = Problem(rhs.shape[0], lhs.shape[0], lhs.shape[1], rhs.shape[2], lhs.dtype.name)
-    plan = make_plan(problem, device_of(lhs, rhs, offsets), backend="xla" if backend == "auto" and plan is None else backend, plan=plan)
+    plan = make_plan(
+        problem,
+        device_of(lhs, rhs, offsets),
+        backend="xla" if backend == "auto" and plan is None else backend,
+        plan=plan,
+    )
     if plan.backend != "xla":
         raise NotImplementedError(
             f"the {plan.backend} backend multiplies {', '.join(FLOATS)}; this is {lhs.dtype.name} into {out.name} with precision={precision!r}. "
@@ -252,7 +284,9 @@ class _Spec:
     def inner(self, plan: Plan, out_dtype, transpose_rhs: bool = False) -> "_Spec":
         """For a call inside a differentiation rule, whose operands are in the compute dtype already."""
         c = self.compute_dtype
-        return dataclasses.replace(self, plan=plan, out_dtype=jnp.dtype(out_dtype), lhs_dtype=c, second_dtype=c, transpose_rhs=transpose_rhs)
+        return dataclasses.replace(
+            self, plan=plan, out_dtype=jnp.dtype(out_dtype), lhs_dtype=c, second_dtype=c, transpose_rhs=transpose_rhs
+        )
 
     def back(self) -> Plan:
         """The plan of the product that dgrad is: its own forward is this call's dgrad."""
@@ -263,7 +297,9 @@ def _plan(problem: Problem, device: Device, backend: str, plan: Plan | None) -> 
     if not isinstance(problem.M, int):  # a symbolic size of jax.export: kernels have a static grid
         backend = "xla" if backend == "auto" and plan is None else backend
         if "xla" not in (backend, plan.backend if plan is not None else None):
-            raise NotImplementedError(f"M={problem.M} is symbolic; kernels need sizes that are known. Export with backend='xla', or once for each length.")
+            raise NotImplementedError(
+                f"M={problem.M} is symbolic; kernels need sizes that are known. Export with backend='xla', or once for each length."
+            )
     return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
 
 
@@ -272,11 +308,15 @@ def _multiply(spec: _Spec, lhs, rhs, bias, offsets):
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if spec.transpose_rhs else 2]
     a, b = lhs, rhs
     if K == 0:  # a sum of nothing, but the bias still counts: one column of zeros says the same
-        a, b, _ = vary_together(jnp.zeros((M, 1), a.dtype), jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), b.dtype), offsets)
+        a, b, _ = vary_together(
+            jnp.zeros((M, 1), a.dtype), jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), b.dtype), offsets
+        )
     if 0 in (M, G, N):
         return vary_together(jnp.zeros((M, N), spec.out_dtype), offsets)[0]
     if spec.plan.backend == "xla":
-        return fwd_xla(a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype)
+        return fwd_xla(
+            a, b, bias, offsets, transpose_rhs=spec.transpose_rhs, precision=spec.precision, out_dtype=spec.out_dtype
+        )
     assert spec.plan.fwd is not None  # make_plan fills it
     how = {"transpose_rhs": spec.transpose_rhs, "tiles": spec.plan.fwd, "out_dtype": spec.out_dtype}
     if spec.plan.fwd.kernel == "triton":
@@ -293,7 +333,10 @@ def _matmul_fwd(spec: _Spec, lhs, rhs, bias, offsets):
     # this rule can be differentiated once more.
     lhs = named_cast(lhs, spec.compute_dtype, "grouped_matmul.lhs")
     rhs = rhs.astype(spec.compute_dtype)
-    out = checkpoint_name(_matmul(spec.inner(spec.plan, spec.out_dtype, spec.transpose_rhs), lhs, rhs, bias, offsets), "grouped_matmul.out")
+    out = checkpoint_name(
+        _matmul(spec.inner(spec.plan, spec.out_dtype, spec.transpose_rhs), lhs, rhs, bias, offsets),
+        "grouped_matmul.out",
+    )
     return out, (lhs, rhs, bias, offsets)
 
 
@@ -308,7 +351,14 @@ def _matmul_bwd(spec: _Spec, residuals, dout):
         # Sums over the rows of each group, as the weight gradient of a column of ones: the same order of summing every time, no atomics.
         ones, _ = vary_together(jnp.ones((dout.shape[0], 1), spec.compute_dtype), dout)
         if plan.wgrad is not None:
-            narrow = {"kernel": "pallas", "turns": False, "bm": 16, "bn": min(plan.wgrad.bn, 128), "warps": 4, "tail": 0}
+            narrow = {
+                "kernel": "pallas",
+                "turns": False,
+                "bm": 16,
+                "bn": min(plan.wgrad.bn, 128),
+                "warps": 4,
+                "tail": 0,
+            }
             plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, **narrow))
         sums = dataclasses.replace(spec.inner(plan, bias.dtype), precision=lax.Precision.HIGHEST)
         dbias = jnp.squeeze(_wgrad(sums, ones, dout, None, offsets), axis=1)
@@ -329,13 +379,22 @@ def _multiply_wgrad(spec: _Spec, lhs, dout, accumulator, offsets):
     if spec.plan.wgrad.kernel == "triton":
         from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
 
-        return sequential_vmap(functools.partial(wgrad_triton, **how, cores=spec.plan.on.cores))(lhs, dout, accumulator, offsets)
-    return wgrad_pallas(lhs, dout, accumulator, offsets, precision=spec.precision, interpret=spec.plan.on.interpret, **how)
+        return sequential_vmap(functools.partial(wgrad_triton, **how, cores=spec.plan.on.cores))(
+            lhs, dout, accumulator, offsets
+        )
+    return wgrad_pallas(
+        lhs, dout, accumulator, offsets, precision=spec.precision, interpret=spec.plan.on.interpret, **how
+    )
 
 
 def _wgrad_fwd(spec: _Spec, lhs, dout, accumulator, offsets):
     was_there = None if accumulator is None else ()  # all that the backward needs to know of it
-    return checkpoint_name(_wgrad(spec, lhs, dout, accumulator, offsets), "grouped_wgrad.out"), (lhs, dout, was_there, offsets)
+    return checkpoint_name(_wgrad(spec, lhs, dout, accumulator, offsets), "grouped_wgrad.out"), (
+        lhs,
+        dout,
+        was_there,
+        offsets,
+    )
 
 
 def _wgrad_bwd(spec: _Spec, residuals, ct):
@@ -350,27 +409,51 @@ _wgrad = differentiable(_multiply_wgrad, _wgrad_fwd, _wgrad_bwd, static=1)
 
 
 def grouped_matmul_sum(
-    lhs: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_offsets: jax.Array, *, plan: Plan, transpose_rhs: bool = False, precision=None, out_dtype=None
+    lhs: tuple[jax.Array, ...],
+    rhs: tuple[jax.Array, ...],
+    group_offsets: jax.Array,
+    *,
+    plan: Plan,
+    transpose_rhs: bool = False,
+    precision=None,
+    out_dtype=None,
 ) -> jax.Array:
     """`sum_i grouped_matmul(lhs[i], rhs[i], group_offsets)` of one pair or two of equal shapes and dtype, added in float32 and rounded once. For ops that
     build on this one: nothing is checked, and plan.fwd is filled, as `make_plan` leaves it. On Hopper two pairs are one kernel."""
     out = jnp.dtype(lhs[0].dtype if out_dtype is None else out_dtype)
-    if len(lhs) > 1 and plan.fwd is not None and plan.fwd.kernel == "triton" and 0 not in (*lhs[0].shape, *rhs[0].shape):
+    if (
+        len(lhs) > 1
+        and plan.fwd is not None
+        and plan.fwd.kernel == "triton"
+        and 0 not in (*lhs[0].shape, *rhs[0].shape)
+    ):
         precision, c = resolve_precision(precision, lhs[0].dtype)
         *operands, group_offsets = vary_together(*lhs, *rhs, group_offsets)
-        result: Any = _sum_of_two(_Spec(plan, precision, c, out, c, c, transpose_rhs), operands[:2], operands[2:], group_offsets)
+        result: Any = _sum_of_two(
+            _Spec(plan, precision, c, out, c, c, transpose_rhs), operands[:2], operands[2:], group_offsets
+        )
         return result
     wide = out if len(lhs) == 1 else jnp.float32
     how: dict[str, Any] = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": wide, "plan": plan}
-    return functools.reduce(jnp.add, [grouped_matmul(a, b, group_offsets, **how) for a, b in zip(lhs, rhs, strict=True)]).astype(out)
+    return functools.reduce(
+        jnp.add, [grouped_matmul(a, b, group_offsets, **how) for a, b in zip(lhs, rhs, strict=True)]
+    ).astype(out)
 
 
 def _sum_of_two_forward(spec: _Spec, lhs, rhs, offsets):
     from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton
 
     assert spec.plan.fwd is not None
-    both = functools.partial(fwd_triton, transpose_rhs=spec.transpose_rhs, tiles=spec.plan.fwd, out_dtype=spec.out_dtype, cores=spec.plan.on.cores)
-    return sequential_vmap(lambda lhs, rhs, offsets: both(lhs[0], rhs[0], None, offsets, (lhs[1], rhs[1])))(lhs, rhs, offsets)
+    both = functools.partial(
+        fwd_triton,
+        transpose_rhs=spec.transpose_rhs,
+        tiles=spec.plan.fwd,
+        out_dtype=spec.out_dtype,
+        cores=spec.plan.on.cores,
+    )
+    return sequential_vmap(lambda lhs, rhs, offsets: both(lhs[0], rhs[0], None, offsets, (lhs[1], rhs[1])))(
+        lhs, rhs, offsets
+    )
 
 
 def _sum_of_two_fwd(spec: _Spec, lhs, rhs, offsets):

@@ -46,12 +46,16 @@ def _consume(
     waited = 1 - WHICH  # the first consumer has the first turn
     more = True
     while more:
-        group, row, end, col, steps, s, phase, waited = next_tile(facts, places, full, turns, s, phase, waited, WHICH, BM, PARTS)
+        group, row, end, col, steps, s, phase, waited = next_tile(
+            facts, places, full, turns, s, phase, waited, WHICH, BM, PARTS
+        )
         more = steps > 0
         if row < end:
             SHAPE: gl.constexpr = [BM // PARTS, BN]
             acc = _before(c_ptr, row, end, col, N, SHAPE, MMA) if ACCUMULATE else gl.zeros(SHAPE, gl.float32, MMA)
-            acc, s, phase = sum_steps(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS)
+            acc, s, phase = sum_steps(
+                acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS
+            )
             if bias is not None and group >= 0:  # rows outside stay zero
                 acc = _add_bias(acc, bias, group, col, N, MMA)
             if not ACCUMULATE or group >= 0:  # else an empty group's, which stays as it is, to the bit
@@ -78,14 +82,18 @@ def grouped_gemm_kernel(
     ], [4, 1], [224, 56])  # fmt: skip
 
 
-def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype, cores: int) -> jax.Array:
+def fwd_triton(
+    lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype, cores: int
+) -> jax.Array:
     """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8. more: another (lhs, rhs) of the same shapes, whose product is added before rounding."""
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
 
     def describe(a, b):
         a = TensorDescriptor.from_array(a, (tiles.part, 64), layout=tile_layout(a.dtype, (tiles.part, 64)))
         if transpose_rhs:
-            return a, TensorDescriptor.from_array(b.reshape(G * N, K), (tiles.bn, 64), layout=tile_layout(b.dtype, (tiles.bn, 64)))
+            return a, TensorDescriptor.from_array(
+                b.reshape(G * N, K), (tiles.bn, 64), layout=tile_layout(b.dtype, (tiles.bn, 64))
+            )
         # Of three dimensions: past K come zeros, not the next group's rows.
         return a, TensorDescriptor.from_array(b, (1, 64, tiles.bn), layout=tile_layout(b.dtype, (1, 64, tiles.bn)))
 
@@ -94,7 +102,19 @@ def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: 
     out = out_struct((M, N), out_dtype, like=lhs)
     sizes = {"G": G, "M": M, "N": N, "K": K}
     name = "fwd" if not transpose_rhs else "dgrad"
-    return _call(operands, bias, schedule, None, out, tile_bound(M, G, tiles.bm), tiles, sizes, name, cores, TRANSPOSED=transpose_rhs)
+    return _call(
+        operands,
+        bias,
+        schedule,
+        None,
+        out,
+        tile_bound(M, G, tiles.bm),
+        tiles,
+        sizes,
+        name,
+        cores,
+        TRANSPOSED=transpose_rhs,
+    )
 
 
 def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype, cores: int) -> jax.Array:
@@ -106,13 +126,37 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype, co
     out = out_struct((G * M, N), out_dtype, like=lhs)
     accumulator = None if accumulator is None else accumulator.reshape(G * M, N)
     sizes = {"G": G, "M": M, "N": N, "K": 0}
-    return _call((a, b, None, None), None, schedule, accumulator, out, G * -(-M // tiles.bm), tiles, sizes, "wgrad", cores, TRANSPOSED=False).reshape(G, M, N)
+    return _call(
+        (a, b, None, None),
+        None,
+        schedule,
+        accumulator,
+        out,
+        G * -(-M // tiles.bm),
+        tiles,
+        sizes,
+        "wgrad",
+        cores,
+        TRANSPOSED=False,
+    ).reshape(G, M, N)
 
 
 def _call(
-    operands: tuple, bias, schedule, accumulator, out, row_tiles: int, tiles: Tiles, sizes: dict[str, int], name: str, cores: int, **constants
+    operands: tuple,
+    bias,
+    schedule,
+    accumulator,
+    out,
+    row_tiles: int,
+    tiles: Tiles,
+    sizes: dict[str, int],
+    name: str,
+    cores: int,
+    **constants,
 ) -> jax.Array:
-    store_from = OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), accumulator, windows=True)
+    store_from = OutTile(
+        (tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), accumulator, windows=True
+    )
     count = row_tiles * -(-sizes["N"] // tiles.bn)
     work = Scratch(schedule) if tiles.dynamic else schedule
     return triton_call(

@@ -59,17 +59,25 @@ class Tiles:
     def __post_init__(self):
         if self.kernel not in KERNELS:
             raise ValueError(f"Tiles.kernel={self.kernel!r} must be one of {', '.join(map(repr, KERNELS))}.")
-        fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1  # a step starts before the one before is given back
+        fixed = (self.bk, self.warps, self.tail) == (
+            64,
+            8,
+            0,
+        ) and self.stages > 1  # a step starts before the one before is given back
         if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.turns) in HOPPER_TILES):
             sizes = ", ".join(f"{bm}x{bn}{' in turns' if turns else ''}" for bm, bn, turns in HOPPER_TILES)
-            raise ValueError(f"{self}: the triton kernel has tiles of {sizes}, with bk=64, warps=8, tail=0 and at least 2 stages.")
+            raise ValueError(
+                f"{self}: the triton kernel has tiles of {sizes}, with bk=64, warps=8, tail=0 and at least 2 stages."
+            )
         for name in ("bm", "bn", "bk"):
             if (size := getattr(self, name)) < 16 or size & (size - 1):
                 raise ValueError(f"Tiles.{name}={size} must be a power of two and at least 16.")
         if self.warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"Tiles.warps={self.warps} must be 1, 2, 4, 8 or 16.")
         if self.tail and (self.tail < 16 or self.tail & (self.tail - 1) or self.tail >= self.bm):
-            raise ValueError(f"Tiles.tail={self.tail} must be 0, or a power of two, at least 16 and under bm={self.bm}.")
+            raise ValueError(
+                f"Tiles.tail={self.tail} must be 0, or a power of two, at least 16 and under bm={self.bm}."
+            )
         if self.stages < 1 or self.panel < 1:
             raise ValueError(f"Tiles.stages={self.stages} and Tiles.panel={self.panel} must be at least 1.")
 
@@ -133,7 +141,10 @@ def key_of(pass_name: str, G: int, M: int, K: int, N: int, dtype: str) -> tuple:
 
 def key_of_row(row: dict) -> tuple:
     """A shape's rows of either kernel are kept side by side."""
-    return (*key_of(row["pass"], row["G"], row["M"], row["K"], row["N"], row["dtype"]), row["tiles"].get("kernel", "pallas"))
+    return (
+        *key_of(row["pass"], row["G"], row["M"], row["K"], row["N"], row["dtype"]),
+        row["tiles"].get("kernel", "pallas"),
+    )
 
 
 def kernels_for(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -164,7 +175,9 @@ def check_triton(problem: Problem, device: Device) -> None:
 _LEAST_ROWS = 32
 
 
-def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+def make_plan(
+    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
+) -> Plan:
     """Decides how to run `problem` on `device`: an explicit plan's tiles, then a tuned row's, then the heuristic's.
 
     Args:
@@ -204,7 +217,9 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     for name in PASSES:
         explicit = getattr(plan, name) if plan is not None else None
         if explicit is not None and explicit.kernel == "triton" != backend:
-            raise ValueError(f"plan.{name} has kernel='triton' and plan.backend is {backend!r}: write Plan('triton', ...).")
+            raise ValueError(
+                f"plan.{name} has kernel='triton' and plan.backend is {backend!r}: write Plan('triton', ...)."
+            )
         few = name != "wgrad" and p.M < _LEAST_ROWS * p.G
         # By the problem, not by which tuned row is the faster one: rows of the two kernels may come from cards of other temperatures.
         kernel = "pallas" if "pallas" in kernels and (few or len(kernels) == 1) else "triton"
@@ -219,7 +234,11 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         return _hopper_heuristic(pass_name, problem, device)
     rows = -(-problem.M // max(problem.G, 1))
     # However short the mean group, tiles are high enough for one group that holds all rows; Tiles.tail serves the short ones.
-    out_rows, out_cols = {"fwd": (problem.M, problem.N), "dgrad": (problem.M, problem.K), "wgrad": (problem.K, problem.N)}[pass_name]
+    out_rows, out_cols = {
+        "fwd": (problem.M, problem.N),
+        "dgrad": (problem.M, problem.K),
+        "wgrad": (problem.K, problem.N),
+    }[pass_name]
     step = {"fwd": problem.K, "dgrad": problem.N, "wgrad": rows}[pass_name]
     half = jnp.dtype(problem.dtype).itemsize == 2
 
@@ -233,12 +252,25 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
     elif half and rows < _LEAST_ROWS:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and, with 128 columns, 21 instead of 27.
-        bm, bn, bk, warps, stages = 64, 256 if -(-out_cols // 256) * 256 <= 1.05 * -(-out_cols // 128) * 128 else 128, 32, 4, 4
+        bm, bn, bk, warps, stages = (
+            64,
+            256 if -(-out_cols // 256) * 256 <= 1.05 * -(-out_cols // 128) * 128 else 128,
+            32,
+            4,
+            4,
+        )
         if pass_name == "dgrad":
             # Along the sum rhs lies in rows: of 32 numbers each is half a line of memory (H200, 2026-11-22, 90 groups of 23 rows: 22.9 instead of 27.5 us).
             bn, bk, stages = 128, 64, 3
     bm, bn = cover(out_rows, bm), cover(out_cols, bn)
-    tiles = Tiles(bm, bn, cover(step, bk), warps if bm * bn >= 128 * 256 else 4, stages, peel=pass_name == "wgrad" and rows >= 1024)
+    tiles = Tiles(
+        bm,
+        bn,
+        cover(step, bk),
+        warps if bm * bn >= 128 * 256 else 4,
+        stages,
+        peel=pass_name == "wgrad" and rows >= 1024,
+    )
     tiles = dataclasses.replace(tiles, tail=_tail(pass_name, problem, bm))
     while tiles.shared_bytes(problem.dtype) > device.shared_bytes:
         if tiles.stages > 2:
@@ -265,14 +297,19 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     dynamic, short = pass_name == "wgrad" or rows <= 128, pass_name == "wgrad" and rows <= 64
     stages = (3 if rows >= 1024 or short else 4, 4, 5, 6)
     usual, *others = (
-        Tiles(bm, bn, 64, 8, each, turns=turns, dynamic=dynamic or bm == bn, **how) for (bm, bn, turns), each in zip(HOPPER_TILES, stages, strict=True)
+        Tiles(bm, bn, 64, 8, each, turns=turns, dynamic=dynamic or bm == bn, **how)
+        for (bm, bn, turns), each in zip(HOPPER_TILES, stages, strict=True)
     )
     if short and -(-problem.N // 128) % 2:
         return others[-1]
     best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model is kind to them: 152 of them (4,779 rows by 792) took 53 us, 266 half as large 35.
     margin = 1.0 if device.cores < _work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06
-    return best if margin * _clocks(pass_name, problem, best, device) < _clocks(pass_name, problem, usual, device) else usual
+    return (
+        best
+        if margin * _clocks(pass_name, problem, best, device) < _clocks(pass_name, problem, usual, device)
+        else usual
+    )
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -302,10 +339,19 @@ _STEPS = ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (128, 4), (256, 3))  # 
 def candidates(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> list[Tiles]:
     """Every Tiles worth measuring for one pass: the heuristic's, and those that fit the device's shared memory, that the problem's sizes can fill, and that are
     among the best in a model of the chip (`_clocks`)."""
-    found = _hopper_tiles(pass_name, problem, device) if kernel == "triton" else _pallas_tiles(pass_name, problem, device)
+    found = (
+        _hopper_tiles(pass_name, problem, device) if kernel == "triton" else _pallas_tiles(pass_name, problem, device)
+    )
     clocks = [_clocks(pass_name, problem, tiles, device) for tiles in found]
     most = _AMONG_THE_BEST * min(clocks, default=0)
-    return list(dict.fromkeys([heuristic(pass_name, problem, device, kernel), *(tiles for tiles, own in zip(found, clocks, strict=True) if own <= most)]))
+    return list(
+        dict.fromkeys(
+            [
+                heuristic(pass_name, problem, device, kernel),
+                *(tiles for tiles, own in zip(found, clocks, strict=True) if own <= most),
+            ]
+        )
+    )
 
 
 # H200, 2026-11-22: the fastest tiles at each benchmark shape and pass, of either kernel, are 1.16 times the model's best at the most.
@@ -320,7 +366,9 @@ def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> f
     rows = p.M / max(p.G, 1)
     count, steps = _work(pass_name, problem, tiles)
     high = tiles.tail if rows <= tiles.tail else tiles.bm
-    products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)  # multiplications and bytes a clock; of one multiprocessor
+    products, loads, memory = (
+        (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
+    )  # multiplications and bytes a clock; of one multiprocessor
     step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
     resident = 1
     if tiles.kernel == "pallas":
@@ -364,7 +412,10 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     found = []
     ways = (True,) if pass_name == "wgrad" else (False, True)
     for (bm, bn, turns), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
-        depths = [Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, dynamic=dynamic) for stages in (6, 5, 4, 3)]
+        depths = [
+            Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, dynamic=dynamic)
+            for stages in (6, 5, 4, 3)
+        ]
         fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]
         whole = next(tiles for tiles in fit if tiles.stored == bn)
         found += dict.fromkeys((fit[0], whole))

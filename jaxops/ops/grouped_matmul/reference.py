@@ -18,7 +18,9 @@ def grouped_matmul_reference(lhs, rhs, group_offsets, *, transpose_rhs=False, bi
     """float32 [M, N]; arguments as `jaxops.grouped_matmul`."""
     mine = _rows_of_groups(group_offsets, lhs.shape[0])
     rows = jnp.where(mine[:, :, None], lhs.astype(jnp.float32), 0.0)
-    out = jnp.einsum("gmk,gnk->mn" if transpose_rhs else "gmk,gkn->mn", rows, rhs.astype(jnp.float32), precision="highest")
+    out = jnp.einsum(
+        "gmk,gnk->mn" if transpose_rhs else "gmk,gkn->mn", rows, rhs.astype(jnp.float32), precision="highest"
+    )
     if bias is not None:
         out += jnp.einsum("gm,gn->mn", mine.astype(jnp.float32), bias.astype(jnp.float32), precision="highest")
     return out
@@ -27,5 +29,10 @@ def grouped_matmul_reference(lhs, rhs, group_offsets, *, transpose_rhs=False, bi
 def grouped_wgrad_reference(lhs, dout, group_offsets, *, accumulate_into=None) -> jax.Array:
     """float32 [G, K, N]; arguments as `jaxops.grouped_wgrad`."""
     mine = _rows_of_groups(group_offsets, lhs.shape[0])[:, :, None]
-    out = jnp.einsum("gmk,gmn->gkn", jnp.where(mine, lhs.astype(jnp.float32), 0.0), jnp.where(mine, dout.astype(jnp.float32), 0.0), precision="highest")
+    out = jnp.einsum(
+        "gmk,gmn->gkn",
+        jnp.where(mine, lhs.astype(jnp.float32), 0.0),
+        jnp.where(mine, dout.astype(jnp.float32), 0.0),
+        precision="highest",
+    )
     return out if accumulate_into is None else out + accumulate_into.astype(jnp.float32)

@@ -25,7 +25,17 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision:
     rank = pl.program_id(0) // (num_i * num_j)
     i, j = panel_order(pl.program_id(0) % (num_i * num_j), num_i, num_j, tiles.panel)
     g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // COLUMNS) + rank]) for n in range(3))
-    acc = sum_over_rows(lhs_ref, dout_ref, (start, end), i, j, sizes=(K, N), tile=(bm, bn, tiles.bk), peel=tiles.peel, precision=precision)
+    acc = sum_over_rows(
+        lhs_ref,
+        dout_ref,
+        (start, end),
+        i,
+        j,
+        sizes=(K, N),
+        tile=(bm, bn, tiles.bk),
+        peel=tiles.peel,
+        precision=precision,
+    )
     g = jnp.clip(g, 0, G - 1)  # a bound that the compiler can see, as in fwd_pallas.py
     i_in = None if K % bm == 0 else i * bm + jnp.arange(bm, dtype=jnp.int32) < K
     j_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
@@ -41,7 +51,9 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision:
 
 
 @traced_once("tiles", "precision", "out_dtype", "interpret")
-def wgrad_pallas(lhs, dout, accumulator, offsets, *, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool) -> jax.Array:
+def wgrad_pallas(
+    lhs, dout, accumulator, offsets, *, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool
+) -> jax.Array:
     """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in out_dtype. No size is 0."""
     (M, K), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
     schedule = schedule_groups(offsets, M, interpret)

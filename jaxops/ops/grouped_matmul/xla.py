@@ -45,7 +45,9 @@ def _for_each_tile(offsets: jax.Array, M: int, body, init: jax.Array) -> jax.Arr
     count = (hi - lo + bm - 1) // bm
 
     def step(t, carry):
-        first = start[t] if _is_symbolic(M) else jnp.minimum(start[t], M - bm)  # where dynamic_slice would clamp to; the mask below follows
+        first = (
+            start[t] if _is_symbolic(M) else jnp.minimum(start[t], M - bm)
+        )  # where dynamic_slice would clamp to; the mask below follows
         row = first + jnp.arange(bm, dtype=jnp.int32)
         return body(group[t], first, bm, ((start[t] <= row) & (row < end[t]))[:, None], carry)
 
@@ -64,7 +66,9 @@ def fwd_xla(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.Prec
         tile = lax.dot_general(rows, rhs[g], contract, precision=precision, preferred_element_type=sums)
         if bias is not None:
             tile += bias[g].astype(sums)[None, :]
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, tile.astype(out_dtype), lax.dynamic_slice_in_dim(out, first, bm)), first, 0)
+        return lax.dynamic_update_slice_in_dim(
+            out, jnp.where(mine, tile.astype(out_dtype), lax.dynamic_slice_in_dim(out, first, bm)), first, 0
+        )
 
     init, _ = vary_together(jnp.zeros((lhs.shape[0], N), out_dtype), lhs)
     return _for_each_tile(offsets, M, body, init)[:M]

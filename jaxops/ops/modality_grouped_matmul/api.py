@@ -82,19 +82,33 @@ def modality_grouped_matmul(
     needed = "[G, N, K]" if transpose_rhs else "[G, K, N]"
     check_float("lhs", lhs, "[M, K]")
     if not isinstance(rhs, (tuple, list)):
-        raise TypeError(f"rhs is a {type(rhs).__name__}; pass a tuple of one array {needed} a modality, or call jaxops.grouped_matmul with one array.")
+        raise TypeError(
+            f"rhs is a {type(rhs).__name__}; pass a tuple of one array {needed} a modality, or call jaxops.grouped_matmul with one array."
+        )
     if not rhs:
         raise ValueError(f"rhs is empty; pass a tuple of one array {needed} a modality.")
     for i, w in enumerate(rhs):
         check_float(f"rhs[{i}]", w, needed)
     check_offsets(group_offsets, count="all groups")
     shapes = shapes_of(tuple(rhs), transpose_rhs)
-    check_size("K of lhs (its columns)", lhs.shape[1], f"the largest K of rhs {[tuple(w.shape) for w in rhs]}", max(K for _, K, _ in shapes))
+    check_size(
+        "K of lhs (its columns)",
+        lhs.shape[1],
+        f"the largest K of rhs {[tuple(w.shape) for w in rhs]}",
+        max(K for _, K, _ in shapes),
+    )
     groups = sum(G for G, _, _ in shapes)
-    check_size("len(group_offsets)", group_offsets.shape[0], f"the number of groups of all {len(rhs)} modalities + 1", groups + 1)
+    check_size(
+        "len(group_offsets)",
+        group_offsets.shape[0],
+        f"the number of groups of all {len(rhs)} modalities + 1",
+        groups + 1,
+    )
     for i, w in enumerate(rhs):
         if w.dtype != rhs[0].dtype:
-            raise TypeError(f"rhs[0] is {rhs[0].dtype} and rhs[{i}] is {w.dtype}: cast one of them; the modalities' matrices have one dtype.")
+            raise TypeError(
+                f"rhs[0] is {rhs[0].dtype} and rhs[{i}] is {w.dtype}: cast one of them; the modalities' matrices have one dtype."
+            )
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs[0], compute_dtype, "the gradients of rhs stay")
     precision, compute = resolve_precision(precision, compute)
     device = device_of(lhs, tuple(rhs), group_offsets)
@@ -129,7 +143,9 @@ class _Spec:
 
 def _multiply(spec: _Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array) -> jax.Array:
     lhs, rhs = lhs.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in rhs)
-    out = jax.ShapeDtypeStruct((lhs.shape[0], max(w.shape[1 if spec.transpose_rhs else 2] for w in rhs)), spec.out_dtype)
+    out = jax.ShapeDtypeStruct(
+        (lhs.shape[0], max(w.shape[1 if spec.transpose_rhs else 2] for w in rhs)), spec.out_dtype
+    )
     if spec.plan.backend == "xla" or 0 in (*lhs.shape, *out.shape):
         return fwd_xla(lhs, rhs, offsets, out=out, transpose_rhs=spec.transpose_rhs, precision=spec.precision)
     assert spec.plan.fwd is not None  # make_plan fills it
@@ -138,7 +154,9 @@ def _multiply(spec: _Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array) -> j
         how = {"parts": parts, "out": out, "tiles": tiles, "transpose_rhs": spec.transpose_rhs}
         operands = lhs, tuple(rhs[part.number] for part in parts), offsets, result
         if tiles.kernel == "triton":
-            from jaxops.ops.modality_grouped_matmul.gemm_triton import fwd_triton  # jax-triton is imported only where it is called
+            from jaxops.ops.modality_grouped_matmul.gemm_triton import (
+                fwd_triton,
+            )  # jax-triton is imported only where it is called
 
             result = sequential_vmap(functools.partial(fwd_triton, **how, cores=spec.plan.on.cores))(
                 *operands
@@ -152,7 +170,9 @@ def _matmul_fwd(spec: _Spec, lhs, rhs, offsets):
     # As in grouped_matmul: the casts are kept for the backward, and the call goes through the custom_vjp, so that this rule can be differentiated once more.
     lhs = named_cast(lhs, spec.compute_dtype, "modality_grouped_matmul.lhs")
     rhs = tuple(w.astype(spec.compute_dtype) for w in rhs)
-    out = checkpoint_name(_matmul(spec.inner(spec.out_dtype, spec.transpose_rhs), lhs, rhs, offsets), "modality_grouped_matmul.out")
+    out = checkpoint_name(
+        _matmul(spec.inner(spec.out_dtype, spec.transpose_rhs), lhs, rhs, offsets), "modality_grouped_matmul.out"
+    )
     return out, (lhs, rhs, offsets)
 
 
@@ -178,9 +198,13 @@ def _multiply_wgrad(spec: _Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array
         if tiles.kernel == "triton":
             from jaxops.ops.modality_grouped_matmul.gemm_triton import wgrad_triton
 
-            results = sequential_vmap(functools.partial(wgrad_triton, **how, cores=spec.plan.on.cores))(lhs, dout, offsets)
+            results = sequential_vmap(functools.partial(wgrad_triton, **how, cores=spec.plan.on.cores))(
+                lhs, dout, offsets
+            )
         else:
-            results = wgrad_pallas(lhs, dout, offsets, precision=spec.precision, interpret=spec.plan.on.interpret, **how)
+            results = wgrad_pallas(
+                lhs, dout, offsets, precision=spec.precision, interpret=spec.plan.on.interpret, **how
+            )
         for part, result in zip(parts, results, strict=True):
             found[part.number] = result
     return tuple(found)

@@ -18,25 +18,43 @@ from jaxops.ops.grouped_matmul import Tiles
 from jaxops.ops.modality_grouped_matmul.parts import Part
 
 
-def _fwd_kernel(tiles_ref, lhs_ref, *refs, parts: tuple[Part, ...], bound: int, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision):
+def _fwd_kernel(
+    tiles_ref,
+    lhs_ref,
+    *refs,
+    parts: tuple[Part, ...],
+    bound: int,
+    tiles: Tiles,
+    transpose_rhs: bool,
+    precision: lax.Precision,
+):
     rhs_refs, out_ref = refs[: len(parts)], refs[-1]
     M, N = out_ref.shape
     bm, bn = tiles.bm, tiles.bn
     t, j = panel_order(pl.program_id(0), bound, pl.cdiv(N, bn), tiles.panel)
     group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t]) for i in range(3))
-    j, start = jnp.clip(j, 0, pl.cdiv(N, bn) - 1), jnp.clip(start, 0, M)  # bounds that the compiler can see, as in grouped_matmul's kernel
+    j, start = (
+        jnp.clip(j, 0, pl.cdiv(N, bn) - 1),
+        jnp.clip(start, 0, M),
+    )  # bounds that the compiler can see, as in grouped_matmul's kernel
     cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
 
     def store(tile) -> None:
         height = tile.shape[0]
         stored = (start + jnp.arange(height, dtype=jnp.int32) < end)[:, None]
         stored = stored if N % bn == 0 else stored & (cols < N)[None, :]
-        plgpu.store(out_ref.at[pl.ds(start, height), pl.ds(j * bn, bn)], tile.astype(out_ref.dtype), mask=jnp.broadcast_to(stored, (height, bn)))
+        plgpu.store(
+            out_ref.at[pl.ds(start, height), pl.ds(j * bn, bn)],
+            tile.astype(out_ref.dtype),
+            mask=jnp.broadcast_to(stored, (height, bn)),
+        )
 
     def multiply(rhs_ref, first: int, width: int, height: int) -> None:
         g = jnp.clip(group - first, 0, rhs_ref.shape[0] - 1)
         tile = height, bn, tiles.bk
-        acc = sum_over_columns(lhs_ref, rhs_ref, g, start, j, tile=tile, times=1, transpose_rhs=transpose_rhs, precision=precision)
+        acc = sum_over_columns(
+            lhs_ref, rhs_ref, g, start, j, tile=tile, times=1, transpose_rhs=transpose_rhs, precision=precision
+        )
         if width % bn and width < N:  # a row may hold NaN, and its columns past the modality's are zeros nevertheless
             acc = jnp.where((cols < width)[None, :], acc, 0)
         store(acc)
@@ -74,7 +92,9 @@ def fwd_pallas(
     bound = tile_bound(M, G, tiles.bm)
     operands = (schedule, lhs, *rhs, *([] if before is None else [before]))
     return launch(
-        functools.partial(_fwd_kernel, parts=parts, bound=bound, tiles=tiles, transpose_rhs=transpose_rhs, precision=precision),
+        functools.partial(
+            _fwd_kernel, parts=parts, bound=bound, tiles=tiles, transpose_rhs=transpose_rhs, precision=precision
+        ),
         *operands,
         out=out_struct(out.shape, out.dtype, like=lhs),
         grid=(bound * pl.cdiv(width, tiles.bn),),

@@ -11,8 +11,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxops._lib.grouped_gemm_triton import BK, CONTRACTION, ROWS, end_tiles, make_ring, mend_step, next_tile, pass_tile, sum_steps, tell
-from jaxops._lib.hopper_triton import advance, number_taken, panel_order, result_buffers, store_columns, take_number, tile_layout, window
+from jaxops._lib.grouped_gemm_triton import (
+    BK,
+    CONTRACTION,
+    ROWS,
+    end_tiles,
+    make_ring,
+    mend_step,
+    next_tile,
+    pass_tile,
+    sum_steps,
+    tell,
+)
+from jaxops._lib.hopper_triton import (
+    advance,
+    number_taken,
+    panel_order,
+    result_buffers,
+    store_columns,
+    take_number,
+    tile_layout,
+    window,
+)
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
@@ -103,7 +123,9 @@ def _load(
     else:
         start, inside = window(at, end, BK)
         for i in gl.static_range(PARTS):
-            tma.async_load(a_desc, [start, inside, row + i * PART], arrived, a_bufs.index(PARTS * s + i).reshape([1, BK, PART]))
+            tma.async_load(
+                a_desc, [start, inside, row + i * PART], arrived, a_bufs.index(PARTS * s + i).reshape([1, BK, PART])
+            )
         tma.async_load(b_desc, [start, inside, col], arrived, b_bufs.index(s).reshape([1, BK, BN]))
 
 
@@ -163,7 +185,22 @@ def _produce(
             mbarrier.expect(arrived, PARTS * a_descs[0].nbytes_per_cta + b_descs[0].nbytes_per_cta)
             for p in gl.static_range(COUNT):
                 if part == p:
-                    _load(a_descs[p], b_descs[p], arrived, a_bufs, b_bufs, s, row, at, at + left, group, col, KIND, TRANSPOSED, PARTS)
+                    _load(
+                        a_descs[p],
+                        b_descs[p],
+                        arrived,
+                        a_bufs,
+                        b_bufs,
+                        s,
+                        row,
+                        at,
+                        at + left,
+                        group,
+                        col,
+                        KIND,
+                        TRANSPOSED,
+                        PARTS,
+                    )
             if mend:
                 mended = mend_step(arrived, mended, full, a_bufs, b_bufs, s, left, PARTS)
             s, phase = advance(s, phase, STAGES)
@@ -183,11 +220,15 @@ def _consume(
     waited = 1 - WHICH  # the first consumer has the first turn
     more = True
     while more:
-        width, row, end, col, steps, s, phase, waited = next_tile(facts, places, full, turns, s, phase, waited, WHICH, BM, PARTS)
+        width, row, end, col, steps, s, phase, waited = next_tile(
+            facts, places, full, turns, s, phase, waited, WHICH, BM, PARTS
+        )
         more = steps > 0
         if row < end:
             acc = gl.zeros([BM // PARTS, BN], gl.float32, MMA)
-            acc, s, phase = sum_steps(acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS)
+            acc, s, phase = sum_steps(
+                acc, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, KIND, TRANSPOSED, PARTS
+            )
             if KIND == ROWS:
                 if width < col + BN:  # a row may hold NaN, and its columns past the modality's are zeros nevertheless
                     cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, MMA))
@@ -196,7 +237,9 @@ def _consume(
             else:
                 for p in gl.static_range(COUNT):
                     if width == p:
-                        store_columns(acc, c_descs[p], c_ptrs[p], c_bufs.index(WHICH), row, end, col, sizes[p][3], STORED)
+                        store_columns(
+                            acc, c_descs[p], c_ptrs[p], c_bufs.index(WHICH), row, end, col, sizes[p][3], STORED
+                        )
         else:
             s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, PARTS)
     tma.store_wait(0)
@@ -222,7 +265,18 @@ def modality_gemm_kernel(
     ], [4, 1], [216, 72])  # fmt: skip
 
 
-def fwd_triton(lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool, cores: int) -> jax.Array:
+def fwd_triton(
+    lhs,
+    rhs,
+    offsets,
+    before,
+    *,
+    parts: tuple[Part, ...],
+    out: jax.ShapeDtypeStruct,
+    tiles: Tiles,
+    transpose_rhs: bool,
+    cores: int,
+) -> jax.Array:
     """As `fwd_pallas`; bfloat16 or float16, all widths multiples of 8."""
     (M, width), G, row_bytes = out.shape, offsets.shape[0] - 1, (tiles.part, 64)
     block = (1, tiles.bn, 64) if transpose_rhs else (1, 64, tiles.bn)
@@ -232,14 +286,30 @@ def fwd_triton(lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.S
     b_descs = tuple(TensorDescriptor.from_array(w, block, layout=tile_layout(w.dtype, block)) for w in rhs)
     sizes = tuple((*part.groups, k, n) for part, (k, n) in zip(parts, widths, strict=True))
     schedule = schedule_rows(offsets, M, tiles.bm, False, tuple(part.runs for part in parts))
-    c_desc = OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), before, windows=True)
+    c_desc = OutTile(
+        (tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), before, windows=True
+    )
     count = tile_bound(M, G, tiles.bm) * -(-width // tiles.bn)
     results = (out_struct(out.shape, out.dtype, like=lhs),)
     name = "dgrad" if transpose_rhs else "fwd"
-    return _call(schedule, (c_desc,), (a_descs, b_descs, sizes), results, tiles, count, name, cores, N=width, KIND=ROWS.value, TRANSPOSED=transpose_rhs)[0]
+    return _call(
+        schedule,
+        (c_desc,),
+        (a_descs, b_descs, sizes),
+        results,
+        tiles,
+        count,
+        name,
+        cores,
+        N=width,
+        KIND=ROWS.value,
+        TRANSPOSED=transpose_rhs,
+    )[0]
 
 
-def wgrad_triton(lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, out_dtype, cores: int) -> list[jax.Array]:
+def wgrad_triton(
+    lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, out_dtype, cores: int
+) -> list[jax.Array]:
     """As `wgrad_pallas`; bfloat16 or float16, all widths multiples of 8."""
     mine = [shapes[part.number] for part in parts]
 
@@ -253,14 +323,39 @@ def wgrad_triton(lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes,
     schedule = schedule_groups(offsets, lhs.shape[0], False, parts=tuple(first_groups(shapes)[1:-1]))
     results = tuple(out_struct((G * k, n), out_dtype, like=lhs) for G, k, n in mine)
     c_descs = tuple(
-        OutTile((tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), result=i, windows=True) for i, out in enumerate(results)
+        OutTile(
+            (tiles.part, tiles.stored), tile_layout(out.dtype, (1, tiles.part, tiles.stored)), result=i, windows=True
+        )
+        for i, out in enumerate(results)
     )
     count = sum(G * -(-k // tiles.bm) * -(-n // tiles.bn) for G, k, n in mine)
-    found = _call(schedule, c_descs, (a_descs, b_descs, sizes), results, tiles, count, "wgrad", cores, N=0, KIND=CONTRACTION.value, TRANSPOSED=False)
+    found = _call(
+        schedule,
+        c_descs,
+        (a_descs, b_descs, sizes),
+        results,
+        tiles,
+        count,
+        "wgrad",
+        cores,
+        N=0,
+        KIND=CONTRACTION.value,
+        TRANSPOSED=False,
+    )
     return [x.reshape(shape) for x, shape in zip(found, mine, strict=True)]
 
 
-def _call(schedule, c_descs: tuple, operands: tuple, results: tuple, tiles: Tiles, count: int, name: str, cores: int, **constants) -> tuple[jax.Array, ...]:
+def _call(
+    schedule,
+    c_descs: tuple,
+    operands: tuple,
+    results: tuple,
+    tiles: Tiles,
+    count: int,
+    name: str,
+    cores: int,
+    **constants,
+) -> tuple[jax.Array, ...]:
     # jax-triton takes tuples of descriptors and numbers, but no pointers of results in them.
     work = Scratch(schedule) if tiles.dynamic else schedule
     unused = {f"c_ptr_{i}": None for i in range(len(results), MOST)}

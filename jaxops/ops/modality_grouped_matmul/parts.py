@@ -28,7 +28,9 @@ class Part:
 
 def shapes_of(rhs: tuple[jax.Array, ...], transpose: bool = False) -> Shapes:
     """transpose: of the transposes."""
-    return tuple((w.shape[0], w.shape[2], w.shape[1]) if transpose else (w.shape[0], w.shape[1], w.shape[2]) for w in rhs)
+    return tuple(
+        (w.shape[0], w.shape[2], w.shape[1]) if transpose else (w.shape[0], w.shape[1], w.shape[2]) for w in rhs
+    )
 
 
 def first_groups(shapes: Shapes) -> list[int]:
@@ -54,4 +56,8 @@ def launches(shapes: Shapes, tiles: tuple[Tiles, ...]) -> list[tuple[Tiles, tupl
     for part in parts_of(shapes):
         found.setdefault(tiles[part.number], []).append(part)
     most = {tiles: MOST if tiles.kernel == "triton" else len(parts) for tiles, parts in found.items()}
-    return [(tiles, tuple(parts[i : i + most[tiles]])) for tiles, parts in found.items() for i in range(0, len(parts), most[tiles])]
+    return [
+        (tiles, tuple(parts[i : i + most[tiles]]))
+        for tiles, parts in found.items()
+        for i in range(0, len(parts), most[tiles])
+    ]

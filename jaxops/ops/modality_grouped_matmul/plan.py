@@ -52,7 +52,9 @@ def products(problem: Problem) -> list[Product]:
     return [Product(G, rows, K, N, problem.dtype, problem.transpose_rhs) for G, K, N in problem.shapes]
 
 
-def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+def make_plan(
+    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
+) -> Plan:
     """Decides how to run `problem` on `device`: an explicit plan's tiles, else those that `jaxops.grouped_matmul` would take for each modality.
 
     Args:
@@ -72,7 +74,9 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     for name in PASSES:
         tiles = None if plan is None else getattr(plan, name)
         if tiles is not None and len(tiles) != len(each):
-            raise ValueError(f"plan.{name} has tiles for {len(tiles)} modalities; rhs has {len(each)}: write one Tiles for each.")
+            raise ValueError(
+                f"plan.{name} has tiles for {len(tiles)} modalities; rhs has {len(each)}: write one Tiles for each."
+            )
     asked = backend
     if backend == "auto" and plan is None and all("triton" in kernels_for(product, device) for product in each):
         backend = "triton"
@@ -81,7 +85,9 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         return Plan("xla", device=device)
     chosen = []
     for i, product in enumerate(each):
-        given = {name: None if plan is None or getattr(plan, name) is None else getattr(plan, name)[i] for name in PASSES}
+        given = {
+            name: None if plan is None or getattr(plan, name) is None else getattr(plan, name)[i] for name in PASSES
+        }
         # As it was asked for: only "auto" leaves tiny groups to the Pallas kernel.
         chosen.append(make_product_plan(product, device, rows, backend=asked, plan=ProductPlan(backend, **given)))  # pyright: ignore[reportArgumentType]
     passes = {}

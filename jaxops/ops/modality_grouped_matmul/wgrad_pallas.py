@@ -23,7 +23,9 @@ def _tiles_of(shape: tuple[int, int, int], tiles: Tiles) -> tuple[int, int]:
     return pl.cdiv(shape[1], tiles.bm), pl.cdiv(shape[2], tiles.bn)
 
 
-def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *out_refs, parts: tuple[Part, ...], tiles: Tiles, precision: lax.Precision):
+def _wgrad_kernel(
+    groups_ref, lhs_ref, dout_ref, *out_refs, parts: tuple[Part, ...], tiles: Tiles, precision: lax.Precision
+):
     bm, bn = tiles.bm, tiles.bn
 
     def multiply(out_ref, first: int, number) -> None:
@@ -33,8 +35,20 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *out_refs, parts: tuple[Part, .
         i, j = panel_order(number % (num_i * num_j), num_i, num_j, tiles.panel)
         rank = first + number // (num_i * num_j)
         group, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // COLUMNS) + rank]) for n in range(3))
-        acc = sum_over_rows(lhs_ref, dout_ref, (start, end), i, j, sizes=(K, N), tile=(bm, bn, tiles.bk), peel=tiles.peel, precision=precision)
-        there = (i * bm + jnp.arange(bm, dtype=jnp.int32) < K)[:, None] & (j * bn + jnp.arange(bn, dtype=jnp.int32) < N)[None, :]
+        acc = sum_over_rows(
+            lhs_ref,
+            dout_ref,
+            (start, end),
+            i,
+            j,
+            sizes=(K, N),
+            tile=(bm, bn, tiles.bk),
+            peel=tiles.peel,
+            precision=precision,
+        )
+        there = (i * bm + jnp.arange(bm, dtype=jnp.int32) < K)[:, None] & (
+            j * bn + jnp.arange(bn, dtype=jnp.int32) < N
+        )[None, :]
         place = jnp.clip(group - first, 0, G - 1), pl.ds(i * bm, bm), pl.ds(j * bn, bn)
         plgpu.store(out_ref.at[place], acc.astype(out_ref.dtype), mask=there)
 
@@ -49,7 +63,16 @@ def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *out_refs, parts: tuple[Part, .
 
 @traced_once("parts", "shapes", "tiles", "precision", "out_dtype", "interpret")
 def wgrad_pallas(
-    lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool
+    lhs,
+    dout,
+    offsets,
+    *,
+    parts: tuple[Part, ...],
+    shapes: Shapes,
+    tiles: Tiles,
+    precision: lax.Precision,
+    out_dtype,
+    interpret: bool,
 ) -> list[jax.Array]:
     """lhs[M, K], dout[M, N], offsets of all groups -> of each part a [G, K, N] as `shapes`, which are all modalities', in out_dtype. No size is 0."""
     schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))

@@ -9,7 +9,9 @@ from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
 from jaxops.ops.modality_grouped_matmul.parts import Shapes, first_groups, parts_of, shapes_of
 
 
-def fwd_xla(lhs, rhs, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool, precision: lax.Precision) -> jax.Array:
+def fwd_xla(
+    lhs, rhs, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool, precision: lax.Precision
+) -> jax.Array:
     """As `fwd_pallas` over all modalities."""
     how = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": out.dtype, "backend": "xla"}
     result, _ = vary_together(jnp.zeros(out.shape, out.dtype), lhs)
@@ -25,6 +27,13 @@ def wgrad_xla(lhs, dout, offsets, *, shapes: Shapes, precision: lax.Precision, o
     """As `wgrad_pallas` over all modalities."""
     firsts = first_groups(shapes)
     return [
-        grouped_wgrad(lhs[:, :k], dout[:, :n], offsets[first : first + G + 1], precision=precision, out_dtype=out_dtype, backend="xla")
+        grouped_wgrad(
+            lhs[:, :k],
+            dout[:, :n],
+            offsets[first : first + G + 1],
+            precision=precision,
+            out_dtype=out_dtype,
+            backend="xla",
+        )
         for first, (G, k, n) in zip(firsts[:-1], shapes, strict=True)
     ]

@@ -25,7 +25,9 @@ from jaxops.ops.permute import check_routing, combine, permute
 from jaxops.ops.route import Routing
 
 Experts = tuple[jax.Array, jax.Array, jax.Array]  # the weights of gate, up and down
-Fields = tuple[jax.Array, ...]  # of a Routing: JAX fills the trees that a custom_vjp takes with what is no array, which type checkers refuse to see in one
+Fields = tuple[
+    jax.Array, ...
+]  # of a Routing: JAX fills the trees that a custom_vjp takes with what is no array, which type checkers refuse to see in one
 
 
 def moe_mlp(
@@ -95,12 +97,19 @@ def moe_mlp(
     if w_up.shape != w_gate.shape:
         raise ValueError(f"w_up has shape {tuple(w_up.shape)}; it must be that of w_gate, {tuple(w_gate.shape)}.")
     if w_down.shape[:2] != (E, F):
-        raise ValueError(f"w_down has shape {tuple(w_down.shape)}; it must be [E, F, N] with E, F = {E}, {F}, as w_gate is {tuple(w_gate.shape)}.")
+        raise ValueError(
+            f"w_down has shape {tuple(w_down.shape)}; it must be [E, F, N] with E, F = {E}, {F}, as w_gate is {tuple(w_gate.shape)}."
+        )
     for name, w in (("w_up", w_up), ("w_down", w_down)):
         if w.dtype != w_gate.dtype:
             raise TypeError(f"{name} is {w.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
     T, k = check_routing(routing).positions.shape
-    check_size("len(routing.group_offsets)", routing.group_offsets.shape[0], "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
+    check_size(
+        "len(routing.group_offsets)",
+        routing.group_offsets.shape[0],
+        "w_gate.shape[0] + 1 (E experts have E + 1 offsets)",
+        E + 1,
+    )
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
@@ -110,18 +119,33 @@ def moe_mlp(
     device = device_of(x, w_gate, routing)
     problem = Problem(T, k, E, D, F, w_down.shape[2], compute.name)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
-    x, w_gate, w_up, w_down, *fields = vary_together(x, w_gate, w_up, w_down, *(getattr(routing, name) for name in _READ))
+    x, w_gate, w_up, w_down, *fields = vary_together(
+        x, w_gate, w_up, w_down, *(getattr(routing, name) for name in _READ)
+    )
     routing = dataclasses.replace(routing, **dict(zip(_READ, fields, strict=True)))
     spec = Spec(plan, activation, save, precision, compute, out)
-    return _mlp(spec, x, routing.weights, (w_gate, w_up, w_down), tuple(getattr(routing, field.name) for field in dataclasses.fields(Routing)))
+    return _mlp(
+        spec,
+        x,
+        routing.weights,
+        (w_gate, w_up, w_down),
+        tuple(getattr(routing, field.name) for field in dataclasses.fields(Routing)),
+    )
 
 
 _READ = ("weights", "row_positions", "row_indices", "group_offsets")  # of a Routing
 
 
-def _copied_up(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _copied_up(
+    spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     assert spec.plan.unit is not None  # make_plan fills it
-    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": spec.plan.unit, "save": save}
+    how: dict[str, Any] = {
+        "activation": spec.activation,
+        "precision": spec.precision,
+        "plan": spec.plan.unit,
+        "save": save,
+    }
     return glu_of_rows(permute(x, routing, plan=spec.plan.rows), experts[:2], routing.group_offsets, **how)
 
 
@@ -131,7 +155,12 @@ def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, fields: 
     if not spec.plan.gather or 0 in (*x.shape, *routing.row_indices.shape, *experts[0].shape):
         return _copied_up(spec, save, x, experts, routing)
     assert spec.plan.unit is not None
-    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": spec.plan.unit, "save": save}
+    how: dict[str, Any] = {
+        "activation": spec.activation,
+        "precision": spec.precision,
+        "plan": spec.plan.unit,
+        "save": save,
+    }
     return glu_of_rows(x, experts[:2], routing.group_offsets, routing.row_indices, **how)
 
 
@@ -171,7 +200,14 @@ def _mlp_fwd(spec: Spec, x: jax.Array, weights: jax.Array, experts: Experts, fie
     found: Any = _up(spec, spec.save == "preactivations", x, experts, fields)
     h, pre = found
     pre = tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in zip(pre, ("gate", "up"), strict=bool(pre)))
-    return checkpoint_name(_down(spec, h, weights, experts[2], Routing(*fields)), "moe_mlp.out"), (x, weights, experts, pre, fields, kinds)
+    return checkpoint_name(_down(spec, h, weights, experts[2], Routing(*fields)), "moe_mlp.out"), (
+        x,
+        weights,
+        experts,
+        pre,
+        fields,
+        kinds,
+    )
 
 
 def _mlp_bwd(spec: Spec, residuals, dout: jax.Array):
@@ -186,7 +222,9 @@ def _mlp_bwd(spec: Spec, residuals, dout: jax.Array):
 _mlp = differentiable(_mlp_forward, _mlp_fwd, _mlp_bwd, static=1)
 
 
-def _gradients_forward(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: Experts, pre, dout: jax.Array, fields: Fields) -> Any:
+def _gradients_forward(
+    spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, experts: Experts, pre, dout: jax.Array, fields: Fields
+) -> Any:
     """Of x, in the compute dtype, of the router's weights, and of the experts', in w_dtype."""
     routing = Routing(*fields)
     unit, down, offsets = spec.plan.unit, spec.plan.down, routing.group_offsets
@@ -200,21 +238,34 @@ def _gradients_forward(spec: Spec, w_dtype, x: jax.Array, weights: jax.Array, ex
     dw_down = grouped_wgrad(h, dy, offsets, precision=spec.precision, out_dtype=w_dtype, plan=down)
     back = dataclasses.replace(unit.products, fwd=unit.products.dgrad, dgrad=unit.products.fwd)
     _, to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
-    (dx,) = to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, plan=back, transpose_rhs=True, precision=spec.precision))
-    _, _, x = lax.optimization_barrier((dw_down, dx, x))  # x's rows are made when dy's and those of its gradient are gone
+    (dx,) = to_tokens(
+        grouped_matmul_sum((dgate, dup), experts[:2], offsets, plan=back, transpose_rhs=True, precision=spec.precision)
+    )
+    _, _, x = lax.optimization_barrier(
+        (dw_down, dx, x)
+    )  # x's rows are made when dy's and those of its gradient are gone
     rows = permute(x, routing, plan=spec.plan.rows)
-    dw_gate, dw_up = (grouped_wgrad(rows, d, offsets, precision=spec.precision, out_dtype=w_dtype, plan=unit.products) for d in (dgate, dup))
+    dw_gate, dw_up = (
+        grouped_wgrad(rows, d, offsets, precision=spec.precision, out_dtype=w_dtype, plan=unit.products)
+        for d in (dgate, dup)
+    )
     return dx, of_choices(dots, routing), (dw_gate, dw_up, dw_down)
 
 
-def _through_down(spec: Spec, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, routing: Routing) -> tuple[jax.Array, ...]:
+def _through_down(
+    spec: Spec, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, routing: Routing
+) -> tuple[jax.Array, ...]:
     """As `unit_bwd_xla`, from the cotangents of the down projection's rows before the router's weights."""
     offsets, of_rows, down, fused = routing.group_offsets, weights_of_rows(routing), spec.plan.down, spec.plan.fused
     if fused is not None and 0 not in (*dy.shape, *w_down.shape):
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton  # jax-triton is imported only where it is called
 
-        kernel = functools.partial(bwd_triton, activation=spec.activation, panel=fused.panel, dynamic=fused.dynamic, cores=spec.plan.on.cores)
-        return sequential_vmap(kernel)(dy, w_down, gate, up, of_rows, offsets)  # a call through jax-triton has no batching rule
+        kernel = functools.partial(
+            bwd_triton, activation=spec.activation, panel=fused.panel, dynamic=fused.dynamic, cores=spec.plan.on.cores
+        )
+        return sequential_vmap(kernel)(
+            dy, w_down, gate, up, of_rows, offsets
+        )  # a call through jax-triton has no batching rule
     assert down is not None  # make_plan fills it
     back = dataclasses.replace(down, fwd=down.dgrad, dgrad=down.fwd)
     dh = grouped_matmul(dy, w_down, offsets, transpose_rhs=True, precision=spec.precision, plan=back)

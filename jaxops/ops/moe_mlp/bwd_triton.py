@@ -20,7 +20,10 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
 from jaxops._lib.tiling import tile_bound
 
-BM, PIECE = gl.constexpr(128), gl.constexpr(64)  # rows and columns of a tile; of what is loaded, activated and stored at a time
+BM, PIECE = (
+    gl.constexpr(128),
+    gl.constexpr(64),
+)  # rows and columns of a tile; of what is loaded, activated and stored at a time
 HALVES, STAGES = gl.constexpr(2), gl.constexpr(4)
 
 
@@ -45,9 +48,18 @@ def _unit(dh, gate, up, weight, QUARTERS: gl.constexpr, ACTIVATION: gl.constexpr
         gate_left, gate_right = columns(gate)
         up_left, up_right = columns(up)
         weight_left, weight_right = columns(weight)
-        dgate_left, dup_left, h_left, dot_left = _unit(dh_left, gate_left, up_left, weight_left, QUARTERS // 2, ACTIVATION)
-        dgate_right, dup_right, h_right, dot_right = _unit(dh_right, gate_right, up_right, weight_right, QUARTERS // 2, ACTIVATION)
-        return _beside(dgate_left, dgate_right), _beside(dup_left, dup_right), _beside(h_left, h_right), dot_left + dot_right
+        dgate_left, dup_left, h_left, dot_left = _unit(
+            dh_left, gate_left, up_left, weight_left, QUARTERS // 2, ACTIVATION
+        )
+        dgate_right, dup_right, h_right, dot_right = _unit(
+            dh_right, gate_right, up_right, weight_right, QUARTERS // 2, ACTIVATION
+        )
+        return (
+            _beside(dgate_left, dgate_right),
+            _beside(dup_left, dup_right),
+            _beside(h_left, h_right),
+            dot_left + dot_right,
+        )
     else:  # noqa: RET505  # known when it is compiled
         value, slope = activate_and_slope(gate, ACTIVATION)
         up = up.to(gl.float32)
@@ -87,7 +99,9 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
     facts, places, a_bufs, b_bufs, staged, full, empty, turns, ready, F = used
     dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    PIECE_MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+    PIECE_MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
+    )
     rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_MMA))
     cols = gl.arange(0, PIECE, layout=gl.SliceLayout(0, PIECE_MMA))
     gate_buf = staged.index(3 * WHICH)  # in whose place its gradient comes; as up's in its
@@ -99,14 +113,18 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
     loaded = 0
     more = True
     while more:
-        _, row, end, col, steps, s, phase, waited = next_tile(facts, places, full, turns, s, phase, waited, WHICH, BM, 1)
+        _, row, end, col, steps, s, phase, waited = next_tile(
+            facts, places, full, turns, s, phase, waited, WHICH, BM, 1
+        )
         more = steps > 0
         if more:
             _load(dgate_desc, dup_desc, gate_buf, up_buf, ready.index(WHICH), row, end, col)
             upper = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)
             lower = gl.load(weights + row + PIECE + rows, mask=rows < end - row - PIECE, other=0.0)
             dh = gl.zeros([BM, BM], gl.float32, MMA)
-            dh, s, phase = sum_steps(dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1)
+            dh, s, phase = sum_steps(
+                dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1
+            )
             sides = columns(dh)
             for j in gl.static_range(HALVES):
                 if j > 0:
@@ -117,21 +135,43 @@ def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
                 left = col + j * PIECE
                 for i in gl.static_range(HALVES):
                     at = row + i * PIECE
-                    if at < end and left < F:  # all in there: so that one piece's numbers are gone before the next one's come
+                    if (
+                        at < end and left < F
+                    ):  # all in there: so that one piece's numbers are gone before the next one's come
                         part = gl.convert_layout(parts[i], PIECE_MMA, assert_trivial=True)
                         # Columns past F are those of the next expert's weights.
                         part = gl.where((cols < F - left)[None, :], part, 0.0)
                         gate = gate_buf.slice(i * PIECE, PIECE, dim=0)
                         up = up_buf.slice(i * PIECE, PIECE, dim=0)
                         weight = (upper if i == 0 else lower)[:, None].broadcast_to(part.shape)
-                        dgate, dup, h, dot = _unit(part, gate.load(PIECE_MMA), up.load(PIECE_MMA), weight, 4, ACTIVATION)
-                        row_dots = gl.convert_layout(gl.sum(dot, axis=1), gl.SliceLayout(1, PIECE_MMA), assert_trivial=True)
-                        gl.store(dots + gl.cast(left // PIECE, gl.int64) * R + at + rows, row_dots, mask=rows < end - at)
+                        dgate, dup, h, dot = _unit(
+                            part, gate.load(PIECE_MMA), up.load(PIECE_MMA), weight, 4, ACTIVATION
+                        )
+                        row_dots = gl.convert_layout(
+                            gl.sum(dot, axis=1), gl.SliceLayout(1, PIECE_MMA), assert_trivial=True
+                        )
+                        gl.store(
+                            dots + gl.cast(left // PIECE, gl.int64) * R + at + rows, row_dots, mask=rows < end - at
+                        )
                         gate.store(dgate)
                         up.store(dup)
                         h_buf.slice(i * PIECE, PIECE, dim=0).store(h)
                 if left < F:
-                    _store(dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, gate_buf, up_buf, h_buf, row, end, left, F)
+                    _store(
+                        dgate_desc,
+                        dup_desc,
+                        h_desc,
+                        dgate_ptr,
+                        dup_ptr,
+                        h_ptr,
+                        gate_buf,
+                        up_buf,
+                        h_buf,
+                        row,
+                        end,
+                        left,
+                        F,
+                    )
         else:
             s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, 1)
     tma.store_wait(0)

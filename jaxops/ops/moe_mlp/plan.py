@@ -77,7 +77,9 @@ class Spec:
     out_dtype: jnp.dtype
 
 
-def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+def make_plan(
+    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
+) -> Plan:
     """Decides how to run `problem` on `device`: what an explicit plan says, then what the ops that it is made of choose.
 
     Args:
@@ -95,7 +97,9 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
     device = plan_device(Plan, plan, device)
     p, rows = problem, list(rows)
     unit_problem, down_problem = Unit(p.E, p.R, p.D, p.F, p.dtype), Product(p.E, p.R, p.F, p.N, p.dtype)
-    unit, down, row_plan, fused, gather = (getattr(plan, name) if plan is not None else None for name in ("unit", "down", "rows", "fused", "gather"))
+    unit, down, row_plan, fused, gather = (
+        getattr(plan, name) if plan is not None else None for name in ("unit", "down", "rows", "fused", "gather")
+    )
     free = backend == "auto" and plan is None
     if free:
         unit, down = make_unit_plan(unit_problem, device, rows), make_product_plan(down_problem, device, rows)
@@ -108,14 +112,19 @@ def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, ba
         small = p.R <= 128 * p.E  # groups
         gather = p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not small if gather is None else gather
         if gather and p.D % 64:
-            raise NotImplementedError(f"rows are gathered by 64 columns at a time, and x has D = {p.D}: leave plan.gather away.")
+            raise NotImplementedError(
+                f"rows are gathered by 64 columns at a time, and x has D = {p.D}: leave plan.gather away."
+            )
         fused = fused or Order(4 if p.R < 1024 * p.E else 8, dynamic=small)
     return Plan(
         backend=chosen,  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
         unit=make_unit_plan(unit_problem, device, rows, backend=chosen if unit is None else "auto", plan=unit),
         down=make_product_plan(down_problem, device, rows, backend=chosen if down is None else "auto", plan=down),
         rows=make_rows_plan(
-            Rows(p.T, p.D, p.k, p.dtype), device, backend=("pallas" if chosen == "triton" else chosen) if row_plan is None else "auto", plan=row_plan
+            Rows(p.T, p.D, p.k, p.dtype),
+            device,
+            backend=("pallas" if chosen == "triton" else chosen) if row_plan is None else "auto",
+            plan=row_plan,
         ),
         fused=fused if chosen == "triton" else None,
         gather=gather if chosen == "triton" else None,

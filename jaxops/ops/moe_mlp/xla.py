@@ -8,7 +8,9 @@ from jaxops._lib.ragged import clip_bounds
 from jaxops.ops.route import Routing
 
 
-def unit_bwd_xla(activation: str, dh: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def unit_bwd_xla(
+    activation: str, dh: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """dh [R, F] before the router's weights; gate, up [R, F]; weights [R] of the rows -> the gradients of gate and up, the weighted unit (all [R, F]), and
     [1, R] float32, the weights' gradients. Outside the groups all of it is zero."""
     dtype, dh, weights = gate.dtype, dh.astype(jnp.float32), weights[:, None]

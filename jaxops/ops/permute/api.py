@@ -57,12 +57,16 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
     places = _check_places(routing)
     T, k = places.positions.shape
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
-    plan = make_plan(Problem(T, x.shape[1], k, jnp.dtype(x.dtype).name), device_of(x, routing), backend=backend, plan=plan)
+    plan = make_plan(
+        Problem(T, x.shape[1], k, jnp.dtype(x.dtype).name), device_of(x, routing), backend=backend, plan=plan
+    )
     x, *fields = vary_together(x, *places)
     return _permute(plan, x, Places(*fields))
 
 
-def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str = "auto", plan: Plan | None = None) -> jax.Array:
+def combine(
+    rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str = "auto", plan: Plan | None = None
+) -> jax.Array:
     """Adds up what the experts made of each token, with the router's weights: `out[t] = sum_j weights[t, j] * rows[row_positions[t, j]]`, in float32.
 
     A choice that capacity dropped, or whose row lies outside all groups, contributes nothing, and rows outside have no gradient, whatever they hold, NaN too.
@@ -98,7 +102,9 @@ def combine(rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str =
     T, k = places.positions.shape
     check_size("the number of rows", rows.shape[0], "T * k of routing.row_positions", T * k)
     out = float_dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype).name
-    plan = make_plan(Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name), device_of(rows, routing), backend=backend, plan=plan)
+    plan = make_plan(
+        Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name), device_of(rows, routing), backend=backend, plan=plan
+    )
     rows, weights, *fields = vary_together(rows, routing.weights, *places)
     return _combine(plan, out, rows, weights, Places(*fields))
 
@@ -120,18 +126,27 @@ def _check_places(routing: Routing) -> Places:
     if not isinstance(routing, Routing):
         raise TypeError(f"routing is a {type(routing).__name__}; pass the jaxops.Routing that jaxops.route returned.")
     places = Places(routing.row_positions, routing.row_indices, routing.group_offsets)
-    for name, array, shape in (("row_positions", places.positions, "[T, k]"), ("row_indices", places.indices, "[T * k]")):
+    for name, array, shape in (
+        ("row_positions", places.positions, "[T, k]"),
+        ("row_indices", places.indices, "[T * k]"),
+    ):
         check_array(f"routing.{name}", array, f"the {name} {shape} of a Routing")
         if array.dtype != jnp.int32:
             raise TypeError(f"routing.{name} is {array.dtype}; write routing.{name}.astype(jnp.int32).")
     check_offsets(places.offsets, "routing.group_offsets")
     if len(places.positions.shape) != 2:
-        raise ValueError(f"routing.row_positions has shape {tuple(places.positions.shape)}; it must be [T, k]. Of a stack of routings, use jax.vmap.")
+        raise ValueError(
+            f"routing.row_positions has shape {tuple(places.positions.shape)}; it must be [T, k]. Of a stack of routings, use jax.vmap."
+        )
     T, k = places.positions.shape
     if tuple(places.indices.shape) != (T * k,):
-        raise ValueError(f"routing.row_indices has shape {tuple(places.indices.shape)}; it must be [T * k] = ({T * k},), as row_positions are {(T, k)}.")
+        raise ValueError(
+            f"routing.row_indices has shape {tuple(places.indices.shape)}; it must be [T * k] = ({T * k},), as row_positions are {(T, k)}."
+        )
     if T * k >= _MOST_ROWS:
-        raise ValueError(f"{T} tokens with {k} choices are {T * k} rows; row numbers are int32, so fewer than 2**31 are possible: take the tokens in parts.")
+        raise ValueError(
+            f"{T} tokens with {k} choices are {T * k} rows; row numbers are int32, so fewer than 2**31 are possible: take the tokens in parts."
+        )
     return places
 
 

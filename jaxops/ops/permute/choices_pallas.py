@@ -45,7 +45,9 @@ def each_chunk(D: int, block: int, body, carry):
     """Folds body(columns, carry) over a row."""
     if block >= D:
         return body(Columns.of_chunk(0, D, block), carry)
-    return lax.fori_loop(0, pl.cdiv(D, block), lambda chunk, carry: body(Columns.of_chunk(chunk, D, block), carry), carry)
+    return lax.fori_loop(
+        0, pl.cdiv(D, block), lambda chunk, carry: body(Columns.of_chunk(chunk, D, block), carry), carry
+    )
 
 
 @dataclasses.dataclass(frozen=True)

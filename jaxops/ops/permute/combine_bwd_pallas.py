@@ -14,7 +14,9 @@ from jaxops.ops.permute.places import Places
 from jaxops.ops.permute.plan import Tile
 
 
-def _combine_bwd_kernel(positions_ref, offsets_ref, weights_ref, dout_ref, rows_ref, drows_ref, dweights_ref, *, tile: Tile):
+def _combine_bwd_kernel(
+    positions_ref, offsets_ref, weights_ref, dout_ref, rows_ref, drows_ref, dweights_ref, *, tile: Tile
+):
     D = rows_ref.shape[1]
     tokens = Tokens.of_program(pl.program_id(0), tile, positions_ref, offsets_ref)
     lane = min(tile.block, 16 // rows_ref.dtype.itemsize)
@@ -41,7 +43,9 @@ def _combine_bwd_kernel(positions_ref, offsets_ref, weights_ref, dout_ref, rows_
 
 
 @traced_once("tile", "interpret")
-def combine_bwd_pallas(tile: Tile, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def combine_bwd_pallas(
+    tile: Tile, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
     return launch(
         functools.partial(_combine_bwd_kernel, tile=tile),

@@ -32,7 +32,9 @@ def _combine_kernel(*refs, tile: Tile):
 
 
 @traced_once("tile", "out_dtype", "interpret")
-def combine_pallas(tile: Tile, rows: jax.Array, weights: jax.Array | None, places: Places, out_dtype, *, interpret: bool) -> jax.Array:
+def combine_pallas(
+    tile: Tile, rows: jax.Array, weights: jax.Array | None, places: Places, out_dtype, *, interpret: bool
+) -> jax.Array:
     """[T, D]; without weights they are ones. No size is 0."""
     T, D = places.positions.shape[0], rows.shape[1]
     operands = [places.positions, places.offsets, *([] if weights is None else [weights]), rows]

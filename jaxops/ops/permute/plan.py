@@ -100,10 +100,18 @@ def heuristic(pass_name: Pass, problem: Problem) -> Tile:
 def candidates(pass_name: Pass, problem: Problem) -> list[Tile]:
     """Every Tile worth measuring for one pass: the heuristic's, and those whose threads hold one to four loads of a token."""
     found = [heuristic(pass_name, problem)]
-    for rows, most, choices, warps in itertools.product((1, 2, 4, 8), (256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
+    for rows, most, choices, warps in itertools.product(
+        (1, 2, 4, 8), (256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
+    ):
         block = _block(problem.D, most)
         loads = rows * block / (32 * warps * problem.lane)
         tile = Tile(rows, block, choices, warps)
-        if 1 <= loads <= 4 and loads * choices <= 16 and choices <= power_of_2(problem.k) and block <= power_of_2(problem.D) and tile not in found:
+        if (
+            1 <= loads <= 4
+            and loads * choices <= 16
+            and choices <= power_of_2(problem.k)
+            and block <= power_of_2(problem.D)
+            and tile not in found
+        ):
             found.append(tile)
     return found

@@ -20,7 +20,9 @@ def combine_xla(rows: jax.Array, weights: jax.Array | None, places: Places, out_
     return jnp.sum(found, axis=1).astype(out_dtype)
 
 
-def combine_gradient_xla(rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+def combine_gradient_xla(
+    rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places
+) -> tuple[jax.Array, jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k])"""
     has_row, found = _gather(rows, places)
     dweights = jnp.where(has_row, jnp.sum(dout.astype(jnp.float32)[:, None, :] * found, axis=2), 0)

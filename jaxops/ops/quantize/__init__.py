@@ -4,4 +4,14 @@ from jaxops._lib.fp8 import Quantized
 from jaxops.ops.quantize.api import dequantize, quantize, quantize_measured
 from jaxops.ops.quantize.plan import Plan, Problem, Tile, candidates, make_plan
 
-__all__ = ["Plan", "Problem", "Quantized", "Tile", "candidates", "dequantize", "make_plan", "quantize", "quantize_measured"]
+__all__ = [
+    "Plan",
+    "Problem",
+    "Quantized",
+    "Tile",
+    "candidates",
+    "dequantize",
+    "make_plan",
+    "quantize",
+    "quantize_measured",
+]

@@ -18,7 +18,9 @@ from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, both, largest,
 
 def _inside(offsets_ref, rows: jax.Array) -> jax.Array:
     """Which rows are in a group."""
-    first, end = (plgpu.load(offsets_ref.at[jnp.full((1,) * rows.ndim, i, jnp.int32)]) for i in (0, offsets_ref.shape[0] - 1))
+    first, end = (
+        plgpu.load(offsets_ref.at[jnp.full((1,) * rows.ndim, i, jnp.int32)]) for i in (0, offsets_ref.shape[0] - 1)
+    )
     return (rows >= first) & (rows < end)
 
 
@@ -33,7 +35,9 @@ def _tensor_kernel(*refs, grid: Grid, programs: int, M: int, interpret: bool):
     def step(n, most):
         t = n * programs + p
         rows, columns = t // across * grid.tile.rows + grid.rows, t % across * grid.tile.cols + grid.columns
-        inside = rows < M if len(refs) == 2 else (rows < M) & _inside(refs[1], rows)  # past the last tile there are no rows
+        inside = (
+            rows < M if len(refs) == 2 else (rows < M) & _inside(refs[1], rows)
+        )  # past the last tile there are no rows
         x = load(x_ref, (g * M + rows, columns), both(inside, None if K % grid.tile.cols == 0 else columns < K))
         return jnp.maximum(most, sizes_of(infinity_to_nan(x), interpret))
 
@@ -81,7 +85,9 @@ def _lines_kernel(*refs, names: tuple[str, ...], grid: Grid, M: int, interpret: 
 
 
 @traced_once("tile", "row", "col", "interpret")
-def line_amax_pallas(tile: Tile, arrays: Arrays, *, row: bool, col: bool, interpret: bool) -> tuple[jax.Array | None, jax.Array | None]:
+def line_amax_pallas(
+    tile: Tile, arrays: Arrays, *, row: bool, col: bool, interpret: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
     """The largest magnitude of each row [G, M] and of each column [G, K] (over the rows inside the groups), float32, as far as they are wanted."""
     x, offsets = arrays.x, arrays.offsets
     G, M, K = x.shape

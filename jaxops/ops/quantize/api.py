@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import check_array, check_choice, check_dtype, check_flag, check_float, check_offsets, float_dtype
+from jaxops._lib.checks import (
+    check_array,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_float,
+    check_offsets,
+    float_dtype,
+)
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
@@ -80,7 +88,15 @@ def quantize(
     al. 2022 (arXiv:2209.05433); stochastic rounding: Gupta et al. 2015 (arXiv:1502.02551).
     """
     spec = _check(x, scaling, dtype, layouts, group_offsets, amax)
-    return _run(dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales)), x, key, group_offsets, amax, backend, plan)[0]
+    return _run(
+        dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales)),
+        x,
+        key,
+        group_offsets,
+        amax,
+        backend,
+        plan,
+    )[0]
 
 
 def quantize_measured(
@@ -98,7 +114,15 @@ def quantize_measured(
     With amax given it is still one pass over x.
     """
     spec = _check(x, "tensorwise", dtype, layouts, None, amax)
-    return _run(dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales), measure=True), x, None, None, amax, backend, plan)
+    return _run(
+        dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales), measure=True),
+        x,
+        None,
+        None,
+        amax,
+        backend,
+        plan,
+    )
 
 
 def dequantize(q: Quantized, dtype=None) -> jax.Array:
@@ -123,7 +147,9 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
         raise TypeError(f"q is a {type(q).__name__}; pass what jaxops.quantize gave.")
     dtype = float_dtype("dtype", q.dtype if dtype is None else dtype)
     if q.values is None and q.group_offsets is not None:
-        raise NotImplementedError("the padded columns of ragged groups do not say how many rows there were: quantise with layouts='row' or 'both'.")
+        raise NotImplementedError(
+            "the padded columns of ragged groups do not say how many rows there were: quantise with layouts='row' or 'both'."
+        )
     *stack, M, K = q.values.shape if q.values is not None else q.values_t.mT.shape  # pyright: ignore[reportOptionalMemberAccess]  # one is there
     shape = (stack[0] if stack else 1, M, K)
     arrays = q if stack else jax.tree.map(lambda leaf: leaf[None], q)
@@ -154,7 +180,9 @@ def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> 
 def _check(x, scaling, dtype, layouts, offsets, amax) -> Spec:
     check_array("x", x, "a JAX array [M, K] or [G, M, K]")
     if len(x.shape) not in (2, 3):
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [M, K] or a stack [G, M, K]. Write x.reshape(-1, x.shape[-1]).")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; it must be [M, K] or a stack [G, M, K]. Write x.reshape(-1, x.shape[-1])."
+        )
     check_float("x", x, "[M, K]" if len(x.shape) == 2 else "[G, M, K]")
     check_choice("scaling", scaling, SCALINGS)
     check_choice("layouts", layouts, LAYOUTS)
@@ -162,13 +190,19 @@ def _check(x, scaling, dtype, layouts, offsets, amax) -> Spec:
     if offsets is not None:
         check_offsets(offsets)
         if len(x.shape) == 3:
-            raise ValueError(f"x has shape {tuple(x.shape)}, a stack; group_offsets divide the rows of one matrix [M, K].")
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, a stack; group_offsets divide the rows of one matrix [M, K]."
+            )
         if scaling == "block_128x128":
-            raise NotImplementedError("scaling='block_128x128' does not take group_offsets: such blocks are for weights. Use 'block_1x128' for ragged rows.")
+            raise NotImplementedError(
+                "scaling='block_128x128' does not take group_offsets: such blocks are for weights. Use 'block_1x128' for ragged rows."
+            )
     if amax is not None:
         check_array("amax", amax, "a float32 scalar")
         if scaling != "tensorwise":
-            raise ValueError(f"amax is one number for a whole tensor, but scaling={scaling!r}: leave it away, or scale 'tensorwise'.")
+            raise ValueError(
+                f"amax is one number for a whole tensor, but scaling={scaling!r}: leave it away, or scale 'tensorwise'."
+            )
         if jnp.dtype(amax.dtype) != jnp.float32:
             raise TypeError(f"amax is {amax.dtype}; write amax.astype(jnp.float32).")
         if tuple(amax.shape) not in ((), tuple(x.shape[:-2])):
@@ -186,12 +220,16 @@ def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
     factors, found = {}, {}
     if spec.scaling == "tensorwise":
         given = arrays.amax
-        factors["amax"] = tensor_amax_pallas(plan.amax, arrays, interpret=plan.on.interpret) if given is None else given[:, None]
+        factors["amax"] = (
+            tensor_amax_pallas(plan.amax, arrays, interpret=plan.on.interpret) if given is None else given[:, None]
+        )
     elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.x.shape[2]):
         lines = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=plan.on.interpret)
         for name, amax in zip(("row", "col"), lines, strict=True):
             if amax is not None:
-                found["scales" if name == "row" else "scales_t"], factors[f"{name}_factors"] = scale_and_factor(amax, spec.fp8, spec.pow2)
+                found["scales" if name == "row" else "scales_t"], factors[f"{name}_factors"] = scale_and_factor(
+                    amax, spec.fp8, spec.pow2
+                )
     found |= cast_pallas(spec, plan.cast, arrays, factors, interpret=plan.on.interpret)
     if spec.measure:
         found["amax"] = jnp.minimum(jnp.max(found.pop("now", factors["amax"]), axis=1), MOST)
@@ -203,7 +241,9 @@ def _call_forward(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array
 
 
 def _call_fwd(spec: Spec, plan: Plan, arrays: Arrays):
-    raise NotImplementedError(f"a cast to {spec.fp8} has no gradient of its own: differentiate jaxops.fp8_matmul, or quantise jax.lax.stop_gradient(x).")
+    raise NotImplementedError(
+        f"a cast to {spec.fp8} has no gradient of its own: differentiate jaxops.fp8_matmul, or quantise jax.lax.stop_gradient(x)."
+    )
 
 
 def _call_bwd(spec: Spec, plan: Plan, saved, cotangents):

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.fp8 import BLOCK, cast_saturating, cast_stochastic, infinity_to_nan, random_bits, scale_and_factor, without_nan
+from jaxops._lib.fp8 import (
+    BLOCK,
+    cast_saturating,
+    cast_stochastic,
+    infinity_to_nan,
+    random_bits,
+    scale_and_factor,
+    without_nan,
+)
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
@@ -57,7 +65,9 @@ def _find_place(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int
     rows_in = rows_t_in = None if M % tile.rows == 0 else rows < M
     rows_t = rows
     if "tiles" in ref:
-        start, end, block = (plgpu.load(ref["tiles"].at[zero + n * (ref["tiles"].shape[0] // SCHEDULED) + i]) for n in (1, 2, 3))
+        start, end, block = (
+            plgpu.load(ref["tiles"].at[zero + n * (ref["tiles"].shape[0] // SCHEDULED) + i]) for n in (1, 2, 3)
+        )
         rows = start + grid.rows
         rows_in = rows < end
         # A tile outside the groups is in no column. Of a group's last tile all columns are written: zeros fill them up.
@@ -66,10 +76,24 @@ def _find_place(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int
     columns, blocks = j * tile.cols + grid.columns, j * (tile.cols // grid.width) + grid.blocks
     cut = K % tile.cols != 0
     columns_in, blocks_in = (columns < K, blocks < pl.cdiv(K, BLOCK)) if cut else (None, None)
-    return Place(g, zero + (pid % (down * across)) == 0, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in)
+    return Place(
+        g,
+        zero + (pid % (down * across)) == 0,
+        rows,
+        rows_in,
+        rows_t,
+        rows_t_in,
+        block,
+        columns,
+        columns_in,
+        blocks,
+        blocks_in,
+    )
 
 
-def _find_factors(ref: dict, spec: Spec, sizes: jax.Array, place: Place, size: tuple[int, int, int]) -> tuple[jax.Array | None, jax.Array | None]:
+def _find_factors(
+    ref: dict, spec: Spec, sizes: jax.Array, place: Place, size: tuple[int, int, int]
+) -> tuple[jax.Array | None, jax.Array | None]:
     """What the row layout's and the column layout's values are multiplied by; stores the scales that belong to this tile."""
     (G, M, K), p, g = size, place, place.g
 
@@ -111,12 +135,16 @@ def _find_factors(ref: dict, spec: Spec, sizes: jax.Array, place: Place, size: t
     return row, col
 
 
-def _cast_kernel(*refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tuple[int, int, int], down: int, interpret: bool):
+def _cast_kernel(
+    *refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tuple[int, int, int], down: int, interpret: bool
+):
     ref = dict(zip(names, refs, strict=True))
     G, M, K = size
     pid = pl.program_id(0)
     if spec.scaling == "tensorwise":
-        pid = G * down * pl.cdiv(K, grid.tile.cols) - 1 - pid  # backwards: what the pass before has read last is still in L2
+        pid = (
+            G * down * pl.cdiv(K, grid.tile.cols) - 1 - pid
+        )  # backwards: what the pass before has read last is still in L2
     p = _find_place(ref, pid, grid, size, down)
     x = infinity_to_nan(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
     sizes = sizes_of(x, interpret)
@@ -130,7 +158,11 @@ def _cast_kernel(*refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tu
 
     def cast(factor):
         values = x * factor
-        return cast_saturating(values, spec.fp8, saturates=not interpret) if random is None else cast_stochastic(values, spec.fp8, random)
+        return (
+            cast_saturating(values, spec.fp8, saturates=not interpret)
+            if random is None
+            else cast_stochastic(values, spec.fp8, random)
+        )
 
     if spec.row:
         store(ref["values"], (p.g * M + p.rows, p.columns), cast(factors[0]), both(p.rows_in, p.columns_in))
@@ -139,7 +171,9 @@ def _cast_kernel(*refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tu
 
 
 @traced_once("spec", "tile", "interpret")
-def cast_pallas(spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool) -> dict[str, jax.Array]:
+def cast_pallas(
+    spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool
+) -> dict[str, jax.Array]:
     """By name, as far as they are wanted: values, scales, values_t, scales_t as in `Quantized`, all with a leading G. No size is 0.
 
     Args:
@@ -173,7 +207,9 @@ def cast_pallas(spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.A
     outs |= {"now": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
     grid = Grid.of(tile, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
     found = launch(
-        functools.partial(_cast_kernel, names=(*operands, *outs), spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret),
+        functools.partial(
+            _cast_kernel, names=(*operands, *outs), spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret
+        ),
         *operands.values(),
         out=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
         grid=(programs,),

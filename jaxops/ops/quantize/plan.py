@@ -86,7 +86,9 @@ class Tile:
     def __post_init__(self):
         check_powers_of_2(self, "rows", "cols", "patch", "near", "warps", "panel")
         if self.patch * self.near > self.rows:
-            raise ValueError(f"Tile.patch={self.patch} times Tile.near={self.near} must be at most Tile.rows={self.rows}.")
+            raise ValueError(
+                f"Tile.patch={self.patch} times Tile.near={self.near} must be at most Tile.rows={self.rows}."
+            )
         if self.programs < 1:
             raise ValueError(f"Tile.programs={self.programs} must be positive.")
 
@@ -143,7 +145,9 @@ def key_of_row(row: dict) -> tuple:
     return key_of(row["pass"], row["K"], row["dtype"], row["scaling"], row["layouts"])
 
 
-def make_plan(problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None) -> Plan:
+def make_plan(
+    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
+) -> Plan:
     """Decides how to run `problem` on `device`: an explicit plan's tiles, then a tuned row's, then the heuristic's.
 
     Args:
@@ -184,7 +188,9 @@ def _check(name: str, tile: Tile, p: Problem) -> None:
         raise ValueError(f"{what}: cols must be at most {BLOCK} with scaling={p.scaling!r}, layouts={p.layouts!r}.")
     blocks = p.scaling == "block_128x128" or (p.scaling == "block_1x128" and p.layouts != "col")
     if blocks and tile.cols % BLOCK:
-        raise ValueError(f"{what}: cols must be a multiple of {BLOCK} with scaling={p.scaling!r}, layouts={p.layouts!r}.")
+        raise ValueError(
+            f"{what}: cols must be a multiple of {BLOCK} with scaling={p.scaling!r}, layouts={p.layouts!r}."
+        )
 
 
 def heuristic(pass_name: str, problem: Problem) -> Tile:
@@ -195,7 +201,14 @@ def heuristic(pass_name: str, problem: Problem) -> Tile:
         if problem.layouts == "row":
             return Tile(BLOCK, BLOCK, warps=8, panel=8)
         # H200, 2026-11-21, 8192 x 14336, both layouts: patches of 32 bytes, 1x128 2,945 instead of 2,414 GB/s.
-        return Tile(BLOCK, BLOCK, 32, 2, 4 if problem.scaling.startswith("block") else 16, panel=8 if problem.scaling.startswith("block") else 1)
+        return Tile(
+            BLOCK,
+            BLOCK,
+            32,
+            2,
+            4 if problem.scaling.startswith("block") else 16,
+            panel=8 if problem.scaling.startswith("block") else 1,
+        )
     if problem.whole_row:
         cols = max(BLOCK, power_of_2(problem.K))
         return Tile(max(1, 8192 // cols), cols, warps=max(4, cols // 2048))
@@ -217,7 +230,10 @@ def candidates(pass_name: str, problem: Problem) -> list[Tile]:
         cols = max(BLOCK, power_of_2(problem.K))
         tiles = (Tile(rows, cols, warps=warps) for rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)))
     else:
-        tiles = (Tile(rows, cols, warps=warps) for rows, cols, warps in itertools.product((8, 16, 32, 64), (128, 256, 512, 1024), (2, 4, 8)))
+        tiles = (
+            Tile(rows, cols, warps=warps)
+            for rows, cols, warps in itertools.product((8, 16, 32, 64), (128, 256, 512, 1024), (2, 4, 8))
+        )
     for tile in tiles:
         if 32 <= tile.rows * tile.cols / (32 * tile.warps) <= 128 and tile not in found:
             found.append(tile)

@@ -9,7 +9,12 @@ from jaxops._lib.fp8 import BLOCK, LEAST, MOST
 def quantize_reference(x: jax.Array, scaling: str, dtype) -> tuple[jax.Array, jax.Array]:
     """(values [M, K], scales [1, 1], [M, 1], [M, cdiv(K, 128)] or [cdiv(M, 128), cdiv(K, 128)]) of x [M, K]; `values * scales of its block` is x."""
     M, K = x.shape
-    height, width = {"tensorwise": (M, K), "rowwise": (1, K), "block_1x128": (1, BLOCK), "block_128x128": (BLOCK, BLOCK)}[scaling]
+    height, width = {
+        "tensorwise": (M, K),
+        "rowwise": (1, K),
+        "block_1x128": (1, BLOCK),
+        "block_128x128": (BLOCK, BLOCK),
+    }[scaling]
     i, j = jnp.arange(M)[:, None] // height, jnp.arange(K)[None, :] // width  # each element's block
     x, most = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
     amax = jnp.zeros((-(-M // height), -(-K // width))).at[i, j].max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))

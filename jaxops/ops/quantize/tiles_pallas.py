@@ -11,7 +11,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.fp8 import BLOCK, magnitudes
 from jaxops.ops.quantize.plan import Tile
 
-ROWS, BLOCKS, COLUMNS = (0, 1, 5), (2,), (4, 3)  # axes of a tile's array; those of its columns in the order in which a reduction is cheapest
+ROWS, BLOCKS, COLUMNS = (
+    (0, 1, 5),
+    (2,),
+    (4, 3),
+)  # axes of a tile's array; those of its columns in the order in which a reduction is cheapest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +40,20 @@ class Grid:
     @property
     def shape(self) -> tuple[int, ...]:
         t = self.tile
-        return (t.patch, t.rows // (t.patch * t.near), t.cols // self.width, self.width // self.vector, self.vector, t.near)
+        return (
+            t.patch,
+            t.rows // (t.patch * t.near),
+            t.cols // self.width,
+            self.width // self.vector,
+            self.vector,
+            t.near,
+        )
 
     def _along(self, axis: int) -> jax.Array:
         size = self.shape[axis]
-        return lax.broadcast_in_dim(jnp.arange(size, dtype=jnp.int32), [size if i == axis else 1 for i in range(6)], (axis,))
+        return lax.broadcast_in_dim(
+            jnp.arange(size, dtype=jnp.int32), [size if i == axis else 1 for i in range(6)], (axis,)
+        )
 
     @property
     def rows(self) -> jax.Array:
@@ -95,4 +108,8 @@ def load(ref, index, mask: jax.Array | None) -> jax.Array:
 
 def store(ref, index, value: jax.Array, mask: jax.Array | None) -> None:
     shape = _shape(index)
-    plgpu.store(ref.at[index], jnp.broadcast_to(value, shape).astype(ref.dtype), mask=None if mask is None else jnp.broadcast_to(mask, shape))
+    plgpu.store(
+        ref.at[index],
+        jnp.broadcast_to(value, shape).astype(ref.dtype),
+        mask=None if mask is None else jnp.broadcast_to(mask, shape),
+    )

@@ -3,7 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import BLOCK, MOST, Quantized, cast_saturating, cast_stochastic, infinity_to_nan, magnitudes, random_bits, scale_and_factor
+from jaxops._lib.fp8 import (
+    BLOCK,
+    MOST,
+    Quantized,
+    cast_saturating,
+    cast_stochastic,
+    infinity_to_nan,
+    magnitudes,
+    random_bits,
+    scale_and_factor,
+)
 from jaxops._lib.ragged import padded_rows, padded_starts
 from jaxops.ops.quantize.plan import Arrays, Spec
 
@@ -32,7 +42,9 @@ def _blocks(x: jax.Array, height: int) -> jax.Array:
     return x.reshape(G, x.shape[1] // height, height, x.shape[2] // BLOCK, BLOCK)
 
 
-def _quantize_rows(spec: Spec, x: jax.Array, amax: jax.Array | None, random: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _quantize_rows(
+    spec: Spec, x: jax.Array, amax: jax.Array | None, random: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """values [G, R, C] and scales of the row layout of x[G, R, C]; amax [G] with tensorwise scaling."""
     G, R, C = x.shape
     if spec.scaling == "tensorwise":
@@ -45,8 +57,12 @@ def _quantize_rows(spec: Spec, x: jax.Array, amax: jax.Array | None, random: jax
     else:
         height = BLOCK if spec.scaling == "block_128x128" else 1
         blocks = _blocks(magnitudes(x), height)
-        scale, factor = scale_and_factor(jnp.max(blocks, axis=(2, 4), initial=0.0), spec.fp8, spec.pow2)  # [G, R / height, C / 128]
-        factors = jnp.broadcast_to(factor[:, :, None, :, None], blocks.shape).reshape(G, blocks.shape[1] * height, blocks.shape[3] * BLOCK)[:, :R, :C]
+        scale, factor = scale_and_factor(
+            jnp.max(blocks, axis=(2, 4), initial=0.0), spec.fp8, spec.pow2
+        )  # [G, R / height, C / 128]
+        factors = jnp.broadcast_to(factor[:, :, None, :, None], blocks.shape).reshape(
+            G, blocks.shape[1] * height, blocks.shape[3] * BLOCK
+        )[:, :R, :C]
         scale = scale if height > 1 else scale.mT
     values = infinity_to_nan(x) * factors
     return (cast_saturating(values, spec.fp8) if random is None else cast_stochastic(values, spec.fp8, random)), scale
@@ -78,7 +94,11 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     elif spec.col:
         assert offsets is not None
         held = rows_of_columns(offsets, M)
-        padded = jnp.where((held >= 0)[None, :, None], x[:, jnp.maximum(held, 0)], 0) if M else jnp.zeros((G, held.shape[0], K), x.dtype)
+        padded = (
+            jnp.where((held >= 0)[None, :, None], x[:, jnp.maximum(held, 0)], 0)
+            if M
+            else jnp.zeros((G, held.shape[0], K), x.dtype)
+        )
         found["values_t"], found["scales_t"] = layout(padded, held[None], swap=True)
     if "scales" not in found and spec.scaling == "tensorwise":
         found["scales"] = found["scales_t"]

@@ -5,4 +5,14 @@ from jaxops.ops.route.logits import router_logits
 from jaxops.ops.route.plan import Plan, Problem, Tile, candidates, make_plan
 from jaxops.ops.route.routing import Routing
 
-__all__ = ["Plan", "Problem", "Routing", "Tile", "candidates", "make_plan", "route", "router_logits", "update_router_bias"]
+__all__ = [
+    "Plan",
+    "Problem",
+    "Routing",
+    "Tile",
+    "candidates",
+    "make_plan",
+    "route",
+    "router_logits",
+    "update_router_bias",
+]

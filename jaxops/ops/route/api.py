@@ -89,9 +89,13 @@ def route(
     if bias is not None:
         check_array("bias", bias, "a float32 array [E]")
         if tuple(bias.shape) != (E,):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [E] = ({E},), a number for each column of logits.")
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; it must be [E] = ({E},), a number for each column of logits."
+            )
         if bias.dtype != jnp.float32:
-            raise TypeError(f"bias is {bias.dtype}; write bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost.")
+            raise TypeError(
+                f"bias is {bias.dtype}; write bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost."
+            )
         bias = jax.lax.stop_gradient(bias)
     plan = make_plan(Problem(T, E), device_of(logits, bias), backend=backend, plan=plan)
     spec = dataclasses.replace(spec, normalize=check_flag("normalize", normalize), scale=check_number("scale", scale))
@@ -133,7 +137,11 @@ def update_router_bias(bias: jax.Array, load: jax.Array, rate: float | jax.Array
 
 def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any, capacity: Any) -> Spec:
     """The static part of a call; normalize and scale are filled in later."""
-    k, num_groups, top_groups = check_integer("k", k), check_integer("num_groups", num_groups), check_integer("top_groups", top_groups)
+    k, num_groups, top_groups = (
+        check_integer("k", k),
+        check_integer("num_groups", num_groups),
+        check_integer("top_groups", top_groups),
+    )
     check_choice("score", score, SCORES)
     if not 1 <= k <= E:
         raise ValueError(f"k={k} must be from 1 to E={E}, the number of experts.")
@@ -142,11 +150,15 @@ def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any,
     if not 1 <= top_groups <= num_groups:
         raise ValueError(f"top_groups={top_groups} must be from 1 to num_groups={num_groups}.")
     if k > top_groups * (E // num_groups):
-        raise ValueError(f"k={k} experts cannot come from top_groups={top_groups} groups of {E // num_groups}: at most {top_groups * (E // num_groups)} can.")
+        raise ValueError(
+            f"k={k} experts cannot come from top_groups={top_groups} groups of {E // num_groups}: at most {top_groups * (E // num_groups)} can."
+        )
     if capacity is not None and check_integer("capacity", capacity) < 1:
         raise ValueError(f"capacity={capacity} must be at least 1, or None to drop nothing.")
     if T * E >= _MOST_ELEMENTS:
-        raise ValueError(f"logits have {T} x {E} elements; row numbers are int32, so fewer than 2**31 are possible: route the tokens in parts.")
+        raise ValueError(
+            f"logits have {T} x {E} elements; row numbers are int32, so fewer than 2**31 are possible: route the tokens in parts."
+        )
     # A token chooses an expert once, so T rows are as many as there can be; and all groups are as good as none.
     capacity = None if capacity is None or capacity >= T else int(capacity)
     num_groups, top_groups = (1, 1) if top_groups == num_groups else (num_groups, top_groups)
@@ -157,7 +169,16 @@ def _route_forward(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | 
     (T, E), k = logits.shape, spec.k
     if T == 0:
         zero, none = jnp.zeros((), jnp.float32), jnp.zeros((0, k), jnp.int32)
-        return Routing(none.astype(jnp.float32), none, none.reshape(0), none, jnp.zeros(E + 1, jnp.int32), jnp.zeros(E, jnp.int32), zero, zero)
+        return Routing(
+            none.astype(jnp.float32),
+            none,
+            none.reshape(0),
+            none,
+            jnp.zeros(E + 1, jnp.int32),
+            jnp.zeros(E, jnp.int32),
+            zero,
+            zero,
+        )
     if plan.backend == "xla":
         return forward_xla(spec, logits, bias)
     assert plan.fwd is not None  # make_plan fills it
@@ -194,7 +215,11 @@ def _gradient_fwd(spec: Spec, plan: Plan, saved: Saved, cotangents: Cotangents):
 def _gradient_bwd(spec: Spec, plan: Plan, operands, cotangent):
     """Second derivatives are JAX's own, of the portable backend."""
     saved, cotangents = operands
-    _, vjp = jax.vjp(lambda logits, cotangents: _find_gradient(spec, Plan("xla"), saved._replace(logits=logits), cotangents), saved.logits, cotangents)
+    _, vjp = jax.vjp(
+        lambda logits, cotangents: _find_gradient(spec, Plan("xla"), saved._replace(logits=logits), cotangents),
+        saved.logits,
+        cotangents,
+    )
     dlogits, dcotangents = vjp(cotangent)
     return Saved(dlogits, None, None, None), dcotangents  # pyright: ignore[reportArgumentType]  # None is what custom_vjp takes for no gradient
 

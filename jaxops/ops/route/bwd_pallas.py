@@ -21,7 +21,9 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
     columns = Columns(E)
     experts, shape = columns.experts, (tile.step, columns.width)
     one = jnp.zeros((1, 1), jnp.int32)
-    dshare = plgpu.load(ref["daux"].at[one]) * (E / (T * T * k)) * columns.load_vector(ref["load"], 0).astype(jnp.float32)
+    dshare = (
+        plgpu.load(ref["daux"].at[one]) * (E / (T * T * k)) * columns.load_vector(ref["load"], 0).astype(jnp.float32)
+    )
     dz = plgpu.load(ref["dz"].at[one]) * (2 / T)
 
     def body(row, row_in, carry):
@@ -44,7 +46,9 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
             dscores = jnp.where(member, (dscores - mean) / sums, 0.0)
         if spec.score == "softmax":
             dscores = dscores + dshare
-            dlogits = found.softmax * (dscores - jnp.sum(found.softmax * dscores, axis=1, keepdims=True) + dz * found.logsumexp)
+            dlogits = found.softmax * (
+                dscores - jnp.sum(found.softmax * dscores, axis=1, keepdims=True) + dz * found.logsumexp
+            )
         else:
             dscores = dscores + (dshare - jnp.sum(found.share * dshare, axis=1, keepdims=True)) / found.total
             dlogits = dscores * found.scores * (1 - found.scores) + found.softmax * (dz * found.logsumexp)
@@ -58,8 +62,14 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
 def backward_pallas(spec: Spec, tile: Tile, saved: Saved, cotangents: Cotangents, *, interpret: bool) -> jax.Array:
     """The gradient of logits [T, E], in their dtype. T is not 0."""
     logits = saved.logits
-    given = {"logits": logits, "experts": saved.experts, "load": saved.load} | ({} if spec.capacity is None else {"row_positions": saved.row_positions})
-    given |= {"dweights": cotangents.weights, "daux": cotangents.aux_loss.reshape(1), "dz": cotangents.z_loss.reshape(1)}
+    given = {"logits": logits, "experts": saved.experts, "load": saved.load} | (
+        {} if spec.capacity is None else {"row_positions": saved.row_positions}
+    )
+    given |= {
+        "dweights": cotangents.weights,
+        "daux": cotangents.aux_loss.reshape(1),
+        "dz": cotangents.z_loss.reshape(1),
+    }
     return launch(
         functools.partial(_bwd_kernel, names=(*given, "dlogits"), spec=spec, tile=tile),
         *given.values(),

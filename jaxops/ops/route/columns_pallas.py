@@ -82,7 +82,11 @@ class Columns:
 
     def load_vector(self, ref, other) -> jax.Array:
         """ref [E] as [1, width]."""
-        return plgpu.load(ref.at[self.experts]) if self.full else plgpu.load(ref.at[self.experts], mask=self.inside, other=other)
+        return (
+            plgpu.load(ref.at[self.experts])
+            if self.full
+            else plgpu.load(ref.at[self.experts], mask=self.inside, other=other)
+        )
 
     def store(self, ref, row: jax.Array, row_in: jax.Array, values: jax.Array) -> None:
         at, mask = self.at(ref, row, row_in)

@@ -42,7 +42,9 @@ def _best_groups(scores: jax.Array, columns: Columns, top_groups: int) -> jax.Ar
         first = of_groups(jnp.min, jnp.where(values == best, experts, _MOST))
         sums = best + of_groups(jnp.max, jnp.where(experts == first, -jnp.inf, values))
     numbers = jnp.arange(shape[2], dtype=jnp.int32)[None, :]
-    keys = keys_of(sums.reshape(rows, shape[2]))  # what only fills up comes last: nothing is less than its -inf, and of equal ones the first wins
+    keys = keys_of(
+        sums.reshape(rows, shape[2])
+    )  # what only fills up comes last: nothing is less than its -inf, and of equal ones the first wins
     left = lax.fori_loop(0, top_groups, lambda _, left: jnp.where(numbers == _largest(left, numbers), GONE, left), keys)
     return jnp.broadcast_to((left == GONE).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
 
@@ -82,9 +84,15 @@ def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
 
         # Not left != keys: where a compiler finds the keys twice, as XLA does for Pallas' interpreter, two roundings would differ.
         counts, shares, z = sums
-        counts = counts + jnp.sum((row_in & (keys != GONE) & (left == GONE)).astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
+        counts = counts + jnp.sum(
+            (row_in & (keys != GONE) & (left == GONE)).astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32
+        )
         shares = shares + jnp.sum(jnp.where(row_in, found.share, 0.0), axis=0, keepdims=True)
-        return counts, shares, z + jnp.sum(jnp.where(row_in, found.logsumexp * found.logsumexp, 0.0), axis=0, keepdims=True)
+        return (
+            counts,
+            shares,
+            z + jnp.sum(jnp.where(row_in, found.logsumexp * found.logsumexp, 0.0), axis=0, keepdims=True),
+        )
 
     shape = (1, columns.width)
     zeros = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros((1, 1), jnp.float32))
@@ -105,9 +113,13 @@ def _count_kernel(counts_ref, sums_ref, before_ref, load_ref, totals_ref, *, ste
         tile = (i * step + jnp.arange(step, dtype=jnp.int32))[:, None]
         mask = (tile < tiles) & (column < E)
         counts = plgpu.load(counts_ref.at[tile, column], mask=mask, other=0)
-        plgpu.store(before_ref.at[tile, column], count + jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts, mask=mask)
+        plgpu.store(
+            before_ref.at[tile, column], count + jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts, mask=mask
+        )
         sums = plgpu.load(sums_ref.at[tile, column], mask=(tile < tiles) & (column <= E), other=0.0)
-        return count + jnp.sum(counts, axis=0, keepdims=True, dtype=jnp.int32), total + jnp.sum(sums, axis=0, keepdims=True)
+        return count + jnp.sum(counts, axis=0, keepdims=True, dtype=jnp.int32), total + jnp.sum(
+            sums, axis=0, keepdims=True
+        )
 
     zeros = (jnp.zeros((1, _COLUMNS), jnp.int32), jnp.zeros((1, _COLUMNS), jnp.float32))
     count, total = lax.fori_loop(0, pl.cdiv(tiles, step), add, zeros)
@@ -144,7 +156,9 @@ def _place_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         plgpu.store(ref["row_indices"].at[position], token, mask=has_row)
         if spec.capacity is not None:
             dropped = member & (rank >= spec.capacity)
-            plgpu.store(ref["weights"].at[token, jnp.where(dropped, slot, k)], jnp.zeros(shape, jnp.float32), mask=dropped)
+            plgpu.store(
+                ref["weights"].at[token, jnp.where(dropped, slot, k)], jnp.zeros(shape, jnp.float32), mask=dropped
+            )
         return before + jnp.sum(member.astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
 
     steps_of(pid, tile, T, body, plgpu.load(at, mask=there, other=0))
@@ -152,14 +166,21 @@ def _place_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         # The rows that belong to no expert: each program's share of all rows, as far as they lie behind the last expert's.
         first = pid * tile.rows * k
         last = first + jnp.arange(power_of_2(tile.rows * k), dtype=jnp.int32)[None, :]
-        plgpu.store(ref["row_indices"].at[last], jnp.zeros_like(last), mask=(last >= end) & (last < jnp.minimum(first + tile.rows * k, T * k)))
+        plgpu.store(
+            ref["row_indices"].at[last],
+            jnp.zeros_like(last),
+            mask=(last >= end) & (last < jnp.minimum(first + tile.rows * k, T * k)),
+        )
 
     @pl.when(pid == 0)
     def _():
         plgpu.store(ref["group_offsets"].at[experts], starts, mask=columns.inside)
         plgpu.store(ref["group_offsets"].at[one + E], end)
         shares = columns.load_vector(ref["totals"], 0.0)
-        plgpu.store(ref["aux_loss"].at[one], (E / (T * T * k)) * jnp.sum(load.astype(jnp.float32) * shares, axis=1, keepdims=True))
+        plgpu.store(
+            ref["aux_loss"].at[one],
+            (E / (T * T * k)) * jnp.sum(load.astype(jnp.float32) * shares, axis=1, keepdims=True),
+        )
         plgpu.store(ref["z_loss"].at[one], plgpu.load(ref["totals"].at[one + E]) * (1 / T))
 
 
@@ -183,22 +204,47 @@ def forward_pallas(spec: Spec, tile: Tile, logits: jax.Array, bias: jax.Array | 
         )
 
     given = {"logits": logits} | ({} if bias is None else {"bias": bias})
-    outs = {"experts": ((T, k), i32), "weights": ((T, k), f32), "counts": ((tiles, E), i32), "sums": ((tiles, E + 1), f32)}
+    outs = {
+        "experts": ((T, k), i32),
+        "weights": ((T, k), f32),
+        "counts": ((tiles, E), i32),
+        "sums": ((tiles, E + 1), f32),
+    }
     choose = functools.partial(_choose_kernel, names=(*given, *outs), spec=spec, tile=tile)
-    experts, weights, counts, sums = run(choose, "route_choose", tiles, tile.warps, [*given.values()], [*outs.values()], {})
+    experts, weights, counts, sums = run(
+        choose, "route_choose", tiles, tile.warps, [*given.values()], [*outs.values()], {}
+    )
 
     step = max(16, min(_TILES, power_of_2(tiles)))
     count = functools.partial(_count_kernel, step=step)
     outs = [((tiles, E), i32), ((E,), i32), ((E + 1,), f32)]
-    before, load, totals = run(count, "route_count", pl.cdiv(E + 1, _COLUMNS), max(1, step // 128), [counts, sums], outs, {})
+    before, load, totals = run(
+        count, "route_count", pl.cdiv(E + 1, _COLUMNS), max(1, step // 128), [counts, sums], outs, {}
+    )
 
     given = {"experts": experts, "before": before, "load": load, "totals": totals}
-    outs = {"row_positions": ((T, k), i32), "row_indices": ((T * k,), i32), "group_offsets": ((E + 1,), i32), "aux_loss": ((1,), f32), "z_loss": ((1,), f32)}
+    outs = {
+        "row_positions": ((T, k), i32),
+        "row_indices": ((T * k,), i32),
+        "group_offsets": ((E + 1,), i32),
+        "aux_loss": ((1,), f32),
+        "z_loss": ((1,), f32),
+    }
     names, aliases = (*given, *outs), {}
     if spec.capacity is not None:  # a dropped choice's weight becomes zero in place
-        given["chosen_weights"], outs["weights"], names = weights, ((T, k), f32), (*given, "chosen_weights", *outs, "weights")
+        given["chosen_weights"], outs["weights"], names = (
+            weights,
+            ((T, k), f32),
+            (*given, "chosen_weights", *outs, "weights"),
+        )
         aliases = {len(given) - 1: len(outs) - 1}
     place = functools.partial(_place_kernel, names=names, spec=spec, tile=tile)
-    found = dict(zip(outs, run(place, "route_place", tiles, tile.warps, [*given.values()], [*outs.values()], aliases), strict=True))
+    found = dict(
+        zip(
+            outs,
+            run(place, "route_place", tiles, tile.warps, [*given.values()], [*outs.values()], aliases),
+            strict=True,
+        )
+    )
     losses = {name: found[name].reshape(()) for name in ("aux_loss", "z_loss")}
     return Routing(**{"weights": weights, "experts": experts, "load": load} | found | losses)

@@ -41,7 +41,9 @@ def _parts(a: jax.Array) -> list[jax.Array]:
     """Three bfloat16 arrays with the sum a."""
     found = []
     for _ in range(3):
-        part = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # XLA may leave out a cast to bfloat16 and back, but not this
+        part = lax.reduce_precision(
+            a, exponent_bits=8, mantissa_bits=7
+        )  # XLA may leave out a cast to bfloat16 and back, but not this
         found.append(part.astype(jnp.bfloat16))
         a = a - part
     return found

@@ -43,4 +43,13 @@ def route_reference(spec: Spec, logits: jax.Array, bias: jax.Array | None = None
     shares = scores / (scores.sum(axis=1, keepdims=True) + TINY)
     aux_loss = E * jnp.sum(load / R * shares.mean(axis=0))
     z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
-    return Routing(jnp.where(kept, weights * spec.scale, 0), experts, indices, positions, offsets, load.astype(jnp.int32), aux_loss, z_loss)
+    return Routing(
+        jnp.where(kept, weights * spec.scale, 0),
+        experts,
+        indices,
+        positions,
+        offsets,
+        load.astype(jnp.int32),
+        aux_loss,
+        z_loss,
+    )

@@ -15,10 +15,14 @@ def forward_xla(spec: Spec, logits: jax.Array, bias: jax.Array | None) -> Routin
     logits = logits.astype(jnp.float32)
     experts = _choose(spec, logits, bias)
     flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # by token within an expert: a token chooses an expert once
+    order = jnp.argsort(flat, stable=True).astype(
+        jnp.int32
+    )  # by token within an expert: a token chooses an expert once
     offsets = jnp.searchsorted(flat[order], jnp.arange(E + 1, dtype=jnp.int32)).astype(jnp.int32)
     load = jnp.diff(offsets)
-    positions = jnp.zeros_like(order).at[order].set(jnp.arange(T * k, dtype=jnp.int32), unique_indices=True).reshape(T, k)
+    positions = (
+        jnp.zeros_like(order).at[order].set(jnp.arange(T * k, dtype=jnp.int32), unique_indices=True).reshape(T, k)
+    )
     indices = order // k
     if spec.capacity is not None:
         rank = positions - offsets[experts]
@@ -66,10 +70,14 @@ def _over_their_sum(scores: jax.Array) -> jax.Array:
 def _over_their_sum_jvp(primals, tangents):
     (scores,), (change,) = primals, tangents
     shares = _over_their_sum(scores)
-    return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
+    return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / (
+        jnp.sum(scores, axis=1, keepdims=True) + TINY
+    )
 
 
-def _weights_and_losses(spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _weights_and_losses(
+    spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What depends on the float32 logits smoothly, given what was chosen."""
     T, E = logits.shape
     shares = scores = jax.nn.softmax(logits)

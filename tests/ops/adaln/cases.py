@@ -17,7 +17,11 @@ from tests.compare import assert_close
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 KERNELS = RUNS[1:]
 
-OPERANDS = {"adaln": ("x", "scale", "shift"), "gated_residual": ("x", "h", "gate"), "gated_residual_adaln": ("x", "h", "gate", "scale", "shift")}
+OPERANDS = {
+    "adaln": ("x", "scale", "shift"),
+    "gated_residual": ("x", "h", "gate"),
+    "gated_residual_adaln": ("x", "h", "gate", "scale", "shift"),
+}
 MODULATION = ("gate", "scale", "shift")
 
 # Rows smaller than the tests' sizes, unlike from pass to pass, and each way to walk over them. A second register array a row doubles what XLA compiles
@@ -51,13 +55,25 @@ class Variant:
 
     @property
     def options(self) -> dict:
-        return {} if self.op == "gated_residual" else {"norm": self.norm, "activation": self.activation, "eps": self.eps}
+        return (
+            {} if self.op == "gated_residual" else {"norm": self.norm, "activation": self.activation, "eps": self.eps}
+        )
 
     def plan_for(self, run: str) -> Plan:
         return Plan("xla") if run == "xla" else PLANS[self.plan]
 
 
-def make_case(sizes, D: int, *, dtype="float32", modulation_dtype=None, per_row: bool = False, before: int = 0, after: int = 0, seed: int = 0) -> dict:
+def make_case(
+    sizes,
+    D: int,
+    *,
+    dtype="float32",
+    modulation_dtype=None,
+    per_row: bool = False,
+    before: int = 0,
+    after: int = 0,
+    seed: int = 0,
+) -> dict:
     """x and h [T, D], gate, scale and shift [B, D] or [T, D], weight and bias [D], offsets, and cotangents dy and dresidual.
 
     Rows outside the sequences hold NaN (and, in odd columns, numbers) in everything that has a row for each of them.
@@ -66,7 +82,11 @@ def make_case(sizes, D: int, *, dtype="float32", modulation_dtype=None, per_row:
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     T, B = int(offsets[-1]) + after, len(sizes)
     outside = (np.arange(T) < offsets[0]) | (np.arange(T) >= offsets[-1])
-    shapes = dict.fromkeys(("x", "h", "dy", "dresidual"), (T, D)) | dict.fromkeys(MODULATION, (T if per_row else B, D)) | {"weight": (D,), "bias": (D,)}
+    shapes = (
+        dict.fromkeys(("x", "h", "dy", "dresidual"), (T, D))
+        | dict.fromkeys(MODULATION, (T if per_row else B, D))
+        | {"weight": (D,), "bias": (D,)}
+    )
     values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         if shape[0] == T and (per_row or name not in MODULATION) and len(shape) == 2:
@@ -104,7 +124,9 @@ def apply_reference(variant: Variant, given: dict, offsets, dtype) -> dict:
         x = found["residual"] = x + jax.lax.stop_gradient(rounded - x)
     if variant.op != "gated_residual":
         affine = {name: given[name] for name in ("weight", "bias") if name in given}
-        found["y"] = adaln_reference(x, given["scale"], given["shift"], offsets, **affine, **variant.options, per_row=variant.per_row)
+        found["y"] = adaln_reference(
+            x, given["scale"], given["shift"], offsets, **affine, **variant.options, per_row=variant.per_row
+        )
     return found
 
 
@@ -140,9 +162,14 @@ def run_all(case: dict, variant: Variant, run: str) -> dict:
 @functools.partial(jax.jit, static_argnames=("variant",))
 def reference_all(case: dict, variant: Variant) -> dict:
     rows = {"x", "h", "dy", "dresidual", *(MODULATION if variant.per_row else ())}
-    clean = {name: jnp.where(outside_of(case), 0, value.astype(jnp.float32)) if name in rows else value for name, value in case.items()}
+    clean = {
+        name: jnp.where(outside_of(case), 0, value.astype(jnp.float32)) if name in rows else value
+        for name, value in case.items()
+    }
     given = {name: clean[name].astype(jnp.float32) for name in variant.names}
-    return _results_and_gradients(lambda given: apply_reference(variant, given, case["offsets"], case["x"].dtype), given, clean)
+    return _results_and_gradients(
+        lambda given: apply_reference(variant, given, case["offsets"], case["x"].dtype), given, clean
+    )
 
 
 def check(case: dict, variant: Variant, run: str, *, reference: Variant | None = None) -> None:
@@ -159,7 +186,9 @@ def check(case: dict, variant: Variant, run: str, *, reference: Variant | None =
         found = np.array(value)
         if name in ("residual", "y", "dx", "dh") or (variant.per_row and name[1:] in MODULATION):
             there = np.asarray(case[passed[name]])[outside] if name in passed else np.zeros_like(found[outside])
-            assert found[outside].tobytes() == there.tobytes() if name in passed else not found[outside].any(), f"{name} outside: {found[outside]}"
+            assert found[outside].tobytes() == there.tobytes() if name in passed else not found[outside].any(), (
+                f"{name} outside: {found[outside]}"
+            )
             found[outside] = 0
         elif name[1:] in MODULATION:
             assert not found[empty].any(), f"{name} of an empty sequence"

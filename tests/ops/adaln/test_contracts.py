@@ -50,7 +50,13 @@ def test_only_one_result_is_wanted(run):
     plan = VARIANT.plan_for(run)
     for name in ("residual", "y"):
         f = jit(jax.grad(lambda given, name=name: jnp.sum(jnp.sin(apply(VARIANT, plan, given, CASE["offsets"])[name]))))
-        want = jit(jax.grad(lambda given, name=name: jnp.sum(jnp.sin(apply_reference(VARIANT, given, CASE["offsets"], "float32")[name]))))
+        want = jit(
+            jax.grad(
+                lambda given, name=name: jnp.sum(
+                    jnp.sin(apply_reference(VARIANT, given, CASE["offsets"], "float32")[name])
+                )
+            )
+        )
         for (path, g), w in zip(jax.tree.leaves_with_path(f(OPERANDS)), jax.tree.leaves(want(OPERANDS)), strict=True):
             assert_close(g, w, "float32", jax.tree_util.keystr(path))
 

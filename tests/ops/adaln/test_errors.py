@@ -34,14 +34,42 @@ ADALN_ERRORS = {
     "shift-rank": ({"shift": shape(B, D, 1)}, ValueError, r"shift has shape \(3, 6, 1\).*\[B, D\]"),
     "shift-int": ({"shift": shape(B, D, dtype="uint8")}, TypeError, r"shift is uint8.*shift\.astype"),
     "shift-columns": ({"shift": shape(B, D - 1)}, ValueError, r"D of shift.* is 5.*D of x is 6"),
-    "shift-rows": ({"shift": shape(T, D)}, ValueError, r"scale, shift have 3, 8 rows.*one for each sequence.*one for each row of x"),
-    "rows": (dict.fromkeys(("scale", "shift"), shape(2, D)), ValueError, r"scale and shift have 2 rows; with 4 sequence_offsets.*B=3.*T=8"),
-    "rows-no-offsets": ({"sequence_offsets": None}, ValueError, r"scale and shift have 3 rows; without sequence_offsets.*1 \(one sequence\) or T=8"),
-    "offsets-rank": ({"sequence_offsets": OFFSETS[None]}, ValueError, r"sequence_offsets has shape \(1, 4\).*\(B \+ 1,\).*each sequence starts"),
+    "shift-rows": (
+        {"shift": shape(T, D)},
+        ValueError,
+        r"scale, shift have 3, 8 rows.*one for each sequence.*one for each row of x",
+    ),
+    "rows": (
+        dict.fromkeys(("scale", "shift"), shape(2, D)),
+        ValueError,
+        r"scale and shift have 2 rows; with 4 sequence_offsets.*B=3.*T=8",
+    ),
+    "rows-no-offsets": (
+        {"sequence_offsets": None},
+        ValueError,
+        r"scale and shift have 3 rows; without sequence_offsets.*1 \(one sequence\) or T=8",
+    ),
+    "offsets-rank": (
+        {"sequence_offsets": OFFSETS[None]},
+        ValueError,
+        r"sequence_offsets has shape \(1, 4\).*\(B \+ 1,\).*each sequence starts",
+    ),
     "offsets-none": ({"sequence_offsets": OFFSETS[:0]}, ValueError, r"sequence_offsets has shape \(0,\).*\(B \+ 1,\)"),
-    "offsets-int64": ({"sequence_offsets": OFFSETS.astype(np.int64)}, TypeError, r"sequence_offsets is int64.*sequence_offsets\.astype\(jnp\.int32\)"),
-    "offsets-float": ({"sequence_offsets": OFFSETS.astype(np.float32)}, TypeError, r"sequence_offsets is float32.*astype\(jnp\.int32\)"),
-    "offsets-list": ({"sequence_offsets": OFFSETS.tolist()}, TypeError, r"sequence_offsets is a list.*int32.*\(B \+ 1,\)"),
+    "offsets-int64": (
+        {"sequence_offsets": OFFSETS.astype(np.int64)},
+        TypeError,
+        r"sequence_offsets is int64.*sequence_offsets\.astype\(jnp\.int32\)",
+    ),
+    "offsets-float": (
+        {"sequence_offsets": OFFSETS.astype(np.float32)},
+        TypeError,
+        r"sequence_offsets is float32.*astype\(jnp\.int32\)",
+    ),
+    "offsets-list": (
+        {"sequence_offsets": OFFSETS.tolist()},
+        TypeError,
+        r"sequence_offsets is a list.*int32.*\(B \+ 1,\)",
+    ),
     "weight-rank": ({"weight": shape(1, D)}, ValueError, r"weight has shape \(1, 6\).*\[D\]"),
     "weight-columns": ({"weight": shape(D + 1)}, ValueError, r"len\(weight\) is 7.*D of x is 6"),
     "weight-int": ({"weight": shape(D, dtype="int32")}, TypeError, r"weight is int32.*weight\.astype"),
@@ -78,10 +106,22 @@ ADALN_ERRORS = {
         ValueError,
         r"scale and shift have 1 rows; without sequence_offsets and per='row' they must have T=8",
     ),
-    "out_dtype": ({"out_dtype": "int32"}, TypeError, "out_dtype=int32.*bfloat16, float16, float32, float8_e4m3fn, float8_e5m2"),
+    "out_dtype": (
+        {"out_dtype": "int32"},
+        TypeError,
+        "out_dtype=int32.*bfloat16, float16, float32, float8_e4m3fn, float8_e5m2",
+    ),
     "backend": ({"backend": "triton"}, ValueError, "backend='triton'.*'auto', 'pallas' or 'xla'"),
-    "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
-    "backend-and-plan": ({"backend": "xla", "plan": Plan("pallas")}, ValueError, r"backend='xla' contradicts plan\.backend='pallas'"),
+    "plan-and-backend": (
+        {"backend": "pallas", "plan": Plan("xla")},
+        ValueError,
+        r"backend='pallas' contradicts plan\.backend='xla'",
+    ),
+    "backend-and-plan": (
+        {"backend": "xla", "plan": Plan("pallas")},
+        ValueError,
+        r"backend='xla' contradicts plan\.backend='pallas'",
+    ),
 }
 GATED_ERRORS = {
     "residual-rank": ({"residual": shape(T)}, ValueError, r"residual has shape \(8,\).*\[T, D\]"),
@@ -98,10 +138,22 @@ GATED_ERRORS = {
         ValueError,
         r"gate have 8 rows.*B = T = 8.*per='row'",
     ),
-    "gate-rows-no-offsets": ({"sequence_offsets": None}, ValueError, r"gate have 3 rows; without sequence_offsets.*T=8"),
-    "offsets-int64": ({"sequence_offsets": OFFSETS.astype(np.int64)}, TypeError, r"sequence_offsets is int64.*astype\(jnp\.int32\)"),
+    "gate-rows-no-offsets": (
+        {"sequence_offsets": None},
+        ValueError,
+        r"gate have 3 rows; without sequence_offsets.*T=8",
+    ),
+    "offsets-int64": (
+        {"sequence_offsets": OFFSETS.astype(np.int64)},
+        TypeError,
+        r"sequence_offsets is int64.*astype\(jnp\.int32\)",
+    ),
     "backend": ({"backend": "cuda"}, ValueError, "backend='cuda'.*'auto', 'pallas' or 'xla'"),
-    "plan-and-backend": ({"backend": "xla", "plan": Plan("pallas")}, ValueError, r"backend='xla' contradicts plan\.backend='pallas'"),
+    "plan-and-backend": (
+        {"backend": "xla", "plan": Plan("pallas")},
+        ValueError,
+        r"backend='xla' contradicts plan\.backend='pallas'",
+    ),
 }
 BOTH_ERRORS = {
     "h-shape": ({"h": shape(D, T)}, ValueError, r"h has shape \(6, 8\).*that of residual, \(8, 6\)"),
@@ -114,14 +166,22 @@ BOTH_ERRORS = {
     "per-missing": ({**SAME, "gate": shape(T, D)}, ValueError, r"gate and scale and shift have 8 rows.*per='sequence'"),
     "per": ({"per": "row"}, ValueError, r"gate and scale and shift have 3 rows.*per='row' they must have T=8"),
     "out_dtype": ({"out_dtype": "float64"}, TypeError, "out_dtype=float64.*float8_e4m3fn"),
-    "plan-and-backend": ({"backend": "xla", "plan": Plan("pallas")}, ValueError, r"backend='xla' contradicts plan\.backend='pallas'"),
+    "plan-and-backend": (
+        {"backend": "xla", "plan": Plan("pallas")},
+        ValueError,
+        r"backend='xla' contradicts plan\.backend='pallas'",
+    ),
 }
 FUNCTIONS = {
     "adaln": (jaxops.adaln, ADALN, ADALN_ERRORS),
     "gated": (jaxops.gated_residual, GATED, GATED_ERRORS),
     "both": (jaxops.gated_residual_adaln, BOTH, BOTH_ERRORS),
 }
-CASES = [pytest.param(fn, good, *case, id=f"{op}-{name}") for op, (fn, good, errors) in FUNCTIONS.items() for name, case in errors.items()]
+CASES = [
+    pytest.param(fn, good, *case, id=f"{op}-{name}")
+    for op, (fn, good, errors) in FUNCTIONS.items()
+    for name, case in errors.items()
+]
 
 
 def split(arguments: dict) -> tuple[dict, dict]:

@@ -52,7 +52,12 @@ def check_quantised(q: Quantized, want, dtype: str, slack: float = 2e-5) -> None
 def forward(op: str, variant: Variant, run: str, dtype: str):
     """jitted, from a case to the op's result."""
     names = ("x", "scale", "shift") if op == "adaln" else ("x", "h", "gate", "scale", "shift")
-    options = {"norm": variant.norm, "activation": variant.activation, "out_dtype": dtype, "plan": variant.plan_for(run)}
+    options = {
+        "norm": variant.norm,
+        "activation": variant.activation,
+        "out_dtype": dtype,
+        "plan": variant.plan_for(run),
+    }
     return jax.jit(lambda case: getattr(jaxops, op)(*(case[name] for name in names), case["offsets"], **options))
 
 
@@ -95,14 +100,21 @@ def test_gated(run):
     assert new.dtype == jnp.bfloat16
     inside = slice(2, 23)
     new = np.asarray(new)
-    assert_close(new[inside], np.asarray(jax.jit(gated_residual_reference)(case["x"], case["h"], case["gate"], case["offsets"]))[inside], "bfloat16")
+    assert_close(
+        new[inside],
+        np.asarray(jax.jit(gated_residual_reference)(case["x"], case["h"], case["gate"], case["offsets"]))[inside],
+        "bfloat16",
+    )
     new = np.where(np.isnan(new), 0, new).astype(new.dtype)
     check_quantised(q, jax.jit(adaln_reference)(new, case["scale"], case["shift"], case["offsets"]), dtype)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_row_of_zeros_is_exact(run):
-    x, options = np.zeros((2, 130), np.float32), {"out_dtype": "float8_e4m3fn", "plan": Variant(plan="wide").plan_for(run)}
+    x, options = (
+        np.zeros((2, 130), np.float32),
+        {"out_dtype": "float8_e4m3fn", "plan": Variant(plan="wide").plan_for(run)},
+    )
     q = jax.jit(functools.partial(jaxops.adaln, **options))(x, x[:1], x[:1])
     assert not dequantised(q).any()
     assert (np.asarray(q.scales) > 0).all()
@@ -111,7 +123,10 @@ def test_a_row_of_zeros_is_exact(run):
 @pytest.mark.parametrize("run", RUNS)
 def test_what_is_not_finite(run):
     """An infinity in a shift is NaN in the result, and reaches no scale; nor does NaN."""
-    x, options = np.random.default_rng(0).normal(size=(3, 130)).astype(np.float32), {"out_dtype": "float8_e4m3fn", "plan": Variant(plan="wide").plan_for(run)}
+    x, options = (
+        np.random.default_rng(0).normal(size=(3, 130)).astype(np.float32),
+        {"out_dtype": "float8_e4m3fn", "plan": Variant(plan="wide").plan_for(run)},
+    )
     shift = np.zeros((1, 130), np.float32)
     x[:, :3] = 0  # under the layer norm's mean and deviation: small beside the others
     f = jax.jit(functools.partial(jaxops.adaln, **options))
@@ -152,7 +167,9 @@ def test_vmap(run):
     got = jax.jit(jax.vmap(lambda x: f(case | {"x": x})))(xs)
     for i in range(2):
         want = f(case | {"x": xs[i]})
-        np.testing.assert_array_equal(dequantised(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], got)), dequantised(want))
+        np.testing.assert_array_equal(
+            dequantised(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], got)), dequantised(want)
+        )
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -164,7 +181,13 @@ def test_more_than_int32_reaches(run, batch):
     xs = np.stack([np.roll(case["x"], i, axis=1) for i in range(batch)])
     want = [f(case | {"x": x}) for x in xs]
     with window(1000 if batch == 1 else 2000):  # 1,200 numbers each
-        got = jax.jit(jax.vmap(lambda x: f(case | {"x": x})) if batch > 1 else lambda xs: jax.tree.map(lambda leaf: leaf[None], f(case | {"x": xs[0]})))(xs)
+        got = jax.jit(
+            jax.vmap(lambda x: f(case | {"x": x}))
+            if batch > 1
+            else lambda xs: jax.tree.map(lambda leaf: leaf[None], f(case | {"x": xs[0]}))
+        )(xs)
     for i in range(batch):
-        np.testing.assert_array_equal(np.asarray(got.values[i]).view(np.uint8), np.asarray(want[i].values).view(np.uint8))
+        np.testing.assert_array_equal(
+            np.asarray(got.values[i]).view(np.uint8), np.asarray(want[i].values).view(np.uint8)
+        )
         np.testing.assert_array_equal(got.scales[i], want[i].scales)

@@ -43,7 +43,9 @@ def row(pass_name: str, rows: Rows, problem: Problem = PROBLEM, **change) -> dic
 
 def test_explicit_then_tuned_then_heuristic():
     rows = [row("fwd", mark(2)), row("bwd", mark(4))]
-    assert make_plan(PROBLEM, H200, rows, plan=Plan(fwd=mark(8), save_stats=True)) == Plan("pallas", mark(8), mark(4), save_stats=True)
+    assert make_plan(PROBLEM, H200, rows, plan=Plan(fwd=mark(8), save_stats=True)) == Plan(
+        "pallas", mark(8), mark(4), save_stats=True
+    )
     plan = make_plan(PROBLEM, H200, rows[:1])
     assert (plan.fwd, plan.bwd) == (mark(2), heuristic("bwd", PROBLEM))
 
@@ -63,7 +65,9 @@ def test_whole_explicit_plan_is_kept(save_stats):
     assert make_plan(PROBLEM, H200, [row(name, mark(8)) for name in PASSES], plan=plan) == plan
 
 
-@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"D": 1153}, {"gated": True}], ids=lambda c: "-".join(map(str, *c.items())))
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float32"}, {"D": 1153}, {"gated": True}], ids=lambda c: "-".join(map(str, *c.items()))
+)
 def test_row_of_another_key_is_not_taken(change):
     rows = [row(name, mark(2), **change) for name in PASSES]
     assert make_plan(PROBLEM, H200, rows) == make_plan(PROBLEM, H200)
@@ -78,7 +82,11 @@ def test_new_lengths_and_numbers_of_sequences_find_the_row():
 
 def test_statistics_are_saved_where_it_pays():
     """Measured: plan.py says where."""
-    saved = [make_plan(dataclasses.replace(PROBLEM, D=D, gated=gated), H200).save_stats for D in (1024, 2048) for gated in (False, True)]
+    saved = [
+        make_plan(dataclasses.replace(PROBLEM, D=D, gated=gated), H200).save_stats
+        for D in (1024, 2048)
+        for gated in (False, True)
+    ]
     assert saved == [False, False, False, True]
 
 
@@ -163,7 +171,9 @@ def test_shipped_row(row):
 def test_few_rows_are_spread_over_the_card():
     """A tuned row, too, owns fewer rows where there would not be warps enough; an explicit one is obeyed."""
     tuned = {"pass": "bwd", "D": 1024, "dtype": "bfloat16", "gated": False, "rows": vars(Rows(64, 2, 512, 4, True))}
-    found = {T: make_plan(Problem(T, 1024, 4, "bfloat16"), H200, [tuned]).bwd.rows for T in (65536, 32768, 16384, 4096, 1)}
+    found = {
+        T: make_plan(Problem(T, 1024, 4, "bfloat16"), H200, [tuned]).bwd.rows for T in (65536, 32768, 16384, 4096, 1)
+    }
     assert found == {65536: 64, 32768: 64, 16384: 32, 4096: 16, 1: 16}
     explicit = Plan("pallas", bwd=Rows(64, 2, 512, 4))
     assert make_plan(Problem(1, 1024, 4, "bfloat16"), H200, [tuned], plan=explicit).bwd == explicit.bwd
@@ -174,12 +184,17 @@ def test_few_rows_are_spread_over_the_card():
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
 
 
-def lowered(variant: Variant, problem: Problem, plan: Plan | None, backward: bool, modulation_dtype: str | None = None) -> str:
+def lowered(
+    variant: Variant, problem: Problem, plan: Plan | None, backward: bool, modulation_dtype: str | None = None
+) -> str:
     """The StableHLO of one op's forward, or of its forward and backward."""
     s, T, D, B = jax.ShapeDtypeStruct, problem.T, problem.D, problem.B
     shapes = {name: (T, D) if name in ("x", "h") or variant.per_row else (B, D) for name in OPERANDS[variant.op]}
     shapes |= {name: (D,) for name in ("weight", "bias") if variant.affine}
-    given = {name: s(shape, problem.dtype if name in ("x", "h") else modulation_dtype or problem.dtype) for name, shape in shapes.items()}
+    given = {
+        name: s(shape, problem.dtype if name in ("x", "h") else modulation_dtype or problem.dtype)
+        for name, shape in shapes.items()
+    }
     results = {"adaln": ["y"], "gated_residual": ["residual"]}.get(variant.op, ["residual", "y"])
     cotangents = dict.fromkeys(results, s((T, D), problem.dtype))
 
@@ -206,9 +221,21 @@ SMALL = Problem(512, 1000, 5, "bfloat16")
 LOWERED = [
     pytest.param(Variant(plan="auto"), ["adaln_fwd"], ["adaln_bwd", "adaln_sums"], id="adaln"),
     pytest.param(Variant(per_row=True, activation="gelu"), ["adaln_fwd"], ["adaln_bwd"], id="adaln-per-row"),
-    pytest.param(Variant("gated_residual"), ["gated_residual_fwd"], ["gated_residual_bwd", "adaln_sums"], id="gated_residual"),
-    pytest.param(Variant("gated_residual", per_row=True), ["gated_residual_fwd"], ["gated_residual_bwd"], id="gated_residual-per-row"),
-    pytest.param(Variant("gated_residual_adaln", "rms", "silu"), ["adaln_fwd"], ["adaln_bwd", "adaln_sums"], id="gated_residual_adaln"),
+    pytest.param(
+        Variant("gated_residual"), ["gated_residual_fwd"], ["gated_residual_bwd", "adaln_sums"], id="gated_residual"
+    ),
+    pytest.param(
+        Variant("gated_residual", per_row=True),
+        ["gated_residual_fwd"],
+        ["gated_residual_bwd"],
+        id="gated_residual-per-row",
+    ),
+    pytest.param(
+        Variant("gated_residual_adaln", "rms", "silu"),
+        ["adaln_fwd"],
+        ["adaln_bwd", "adaln_sums"],
+        id="gated_residual_adaln",
+    ),
 ]
 
 
@@ -258,5 +285,7 @@ def test_fp8_lowers_for_an_h200(D, dtype):
 def test_no_offsets_lower_for_an_h200():
     s = jax.ShapeDtypeStruct
     for rows in (1, 512):
-        text = lower_for_h200(jaxops.adaln, s((512, 64), "bfloat16"), s((rows, 64), "bfloat16"), s((rows, 64), "bfloat16"))
+        text = lower_for_h200(
+            jaxops.adaln, s((512, 64), "bfloat16"), s((rows, 64), "bfloat16"), s((rows, 64), "bfloat16")
+        )
         assert text.count(KERNEL) == 1

@@ -65,7 +65,9 @@ def test_layouts(run, sizes, before):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("empty", list(itertools.product([False, True], repeat=5)), ids=lambda p: "".join("0" if e else "x" for e in p))
+@pytest.mark.parametrize(
+    "empty", list(itertools.product([False, True], repeat=5)), ids=lambda p: "".join("0" if e else "x" for e in p)
+)
 def test_every_pattern_of_empty_sequences(run, empty):
     sizes = [0 if e else 3 + 4 * i for i, e in enumerate(empty)]
     check(make_case(sizes, 37, before=3, after=58 - sum(sizes)), FIVE, run)
@@ -77,7 +79,11 @@ def test_every_pattern_of_empty_sequences(run, empty):
 def test_random_layouts(run, B, data):
     """Any sizes, anywhere, in the shapes that are compiled already."""
     ends = sorted(data.draw(st.lists(st.integers(0, 61), min_size=B + 1, max_size=B + 1)))
-    check(make_case(np.diff(ends), 37, before=ends[0], after=61 - ends[-1], seed=data.draw(st.integers(0, 9))), FIVE if B == 5 else TWELVE, run)
+    check(
+        make_case(np.diff(ends), 37, before=ends[0], after=61 - ends[-1], seed=data.draw(st.integers(0, 9))),
+        FIVE if B == 5 else TWELVE,
+        run,
+    )
 
 
 BFLOAT16 = Variant("gated_residual_adaln", "layer", "gelu", affine=True, plan="whole")
@@ -95,7 +101,13 @@ BFLOAT16 = Variant("gated_residual_adaln", "layer", "gelu", affine=True, plan="w
 )
 def test_dtypes(run, variant, dtype, modulation_dtype):
     sizes = [9, 0, 31, 2, 1]
-    check(make_case(sizes, 64, dtype=dtype, modulation_dtype=modulation_dtype, per_row=variant.per_row, before=5, after=13), variant, run)
+    check(
+        make_case(
+            sizes, 64, dtype=dtype, modulation_dtype=modulation_dtype, per_row=variant.per_row, before=5, after=13
+        ),
+        variant,
+        run,
+    )
 
 
 # More columns than register arrays, and rows and columns that fill them.
@@ -113,7 +125,12 @@ def test_sizes(run, sizes, D, variant):
 
 @pytest.mark.parametrize("run", KERNELS)
 @hypothesis.settings(max_examples=2)
-@hypothesis.given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), D=st.integers(2, 40), after=st.integers(0, 9), variant=st.sampled_from(VARIANTS))
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5),
+    D=st.integers(2, 40),
+    after=st.integers(0, 9),
+    variant=st.sampled_from(VARIANTS),
+)
 def test_random_shapes(run, sizes, D, after, variant):
     hypothesis.assume(sum(sizes) + after > 0)
     # As large as the variance where a row has few columns: without it the gradient of such a row is a difference of
@@ -135,7 +152,11 @@ def test_sequences_of_many_tiles(run):
 def test_many_sequences(run, plan):
     """More than the search for a row's sequence sees in one step (128); the sums go by sequence, or by multiples of a tile's rows."""
     rng = np.random.default_rng(0)
-    for sizes in (rng.multinomial(290, np.full(259, 1 / 259)), [0] * 200 + [140] + [0] * 20 + [1] * 30 + [120] + [0] * 7, [1] * 259):
+    for sizes in (
+        rng.multinomial(290, np.full(259, 1 / 259)),
+        [0] * 200 + [140] + [0] * 20 + [1] * 30 + [120] + [0] * 7,
+        [1] * 259,
+    ):
         check(make_case(sizes, 3, before=1, after=299 - sum(sizes)), Variant("adaln", "rms", eps=0.5, plan=plan), run)
 
 
@@ -266,10 +287,14 @@ def test_both_in_one_are_one_after_the_other(run):
     case = make_case([9, 0, 31, 2, 1], 64, dtype=dtype, before=5, after=13)
     both = run_all(case, variant, run)
     plan = variant.plan_for(run)
-    alone = jax.jit(functools.partial(jaxops.gated_residual, plan=plan))(case["x"], case["h"], case["gate"], case["offsets"])
+    alone = jax.jit(functools.partial(jaxops.gated_residual, plan=plan))(
+        case["x"], case["h"], case["gate"], case["offsets"]
+    )
     assert np.asarray(both["residual"]).tobytes() == np.asarray(alone).tobytes()
     adaln = dataclasses.replace(variant, op="adaln")
-    y = jax.jit(lambda given: apply(adaln, plan, given, case["offsets"])["y"])({**{n: case[n] for n in adaln.names}, "x": alone})
+    y = jax.jit(lambda given: apply(adaln, plan, given, case["offsets"])["y"])(
+        {**{n: case[n] for n in adaln.names}, "x": alone}
+    )
     assert_close(both["y"], y, dtype)
 
 
@@ -288,7 +313,15 @@ def test_offsets_that_break_the_contract(run):
     """Below 0, past T, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
     for sizes, variant in (([9, 0, 31, 2, 1], FIVE), ([5] * 12, TWELVE)):
         case = make_case(sizes, 37, before=0, after=61 - sum(sizes))
-        for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7], [61, 0, 61, 0]):
+        for bad in (
+            [-5, 10, 30, 40],
+            [0, 10, 30, 10_000],
+            [0, 30, 10, 40],
+            [2**31 - 1, -(2**31), 0, 7],
+            [61, 0, 61, 0],
+        ):
             offsets = np.resize(np.array(bad, np.int32), len(sizes) + 1)
             got = jax.block_until_ready(run_all(case | {"offsets": offsets}, variant, run))
-            assert {name: value.shape for name, value in got.items()} == {name: case["x" if name in ("y", "residual") else name[1:]].shape for name in got}
+            assert {name: value.shape for name, value in got.items()} == {
+                name: case["x" if name in ("y", "residual") else name[1:]].shape for name in got
+            }

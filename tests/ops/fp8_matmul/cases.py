@@ -32,7 +32,14 @@ def options_of(run: str) -> dict:
     if run in ("xla", "triton"):
         return {"backend": run}
     if run == "interpret":
-        return {"plan": Plan("pallas", fwd=Tiles("pallas", 16, 32, panel=2), dgrad=Tiles("pallas", 32, 16, panel=3), wgrad=Tiles("pallas", 64, 32, panel=1))}
+        return {
+            "plan": Plan(
+                "pallas",
+                fwd=Tiles("pallas", 16, 32, panel=2),
+                dgrad=Tiles("pallas", 32, 16, panel=3),
+                wgrad=Tiles("pallas", 64, 32, panel=1),
+            )
+        }
     small, wide = Tiles("pallas", 64, 64, 4, 2, panel=2), Tiles("pallas", 128, 64, 4, 3, panel=3)
     return {"plan": Plan("pallas", fwd=wide, dgrad=small, wgrad=small)}
 
@@ -61,7 +68,12 @@ def scale_and_factor(amax: np.ndarray, dtype: str, pow2: bool = False) -> tuple[
 def quantised(x: np.ndarray, scaling: str, dtype: str, *, amax=None, pow2: bool = False) -> np.ndarray:
     """float64: the matrix as its row layout gives it back."""
     x = np.asarray(x, np.float32)
-    rows, cols = {"tensorwise": x.shape, "rowwise": (1, x.shape[1]), "block_1x128": (1, BLOCK), "block_128x128": (BLOCK, BLOCK)}[scaling]
+    rows, cols = {
+        "tensorwise": x.shape,
+        "rowwise": (1, x.shape[1]),
+        "block_1x128": (1, BLOCK),
+        "block_128x128": (BLOCK, BLOCK),
+    }[scaling]
     out = np.zeros(x.shape)
     for i in range(0, x.shape[0], max(rows, 1)):
         for j in range(0, x.shape[1], max(cols, 1)):
@@ -91,13 +103,19 @@ class Case:
         return (row < offsets[0]) | (row >= offsets[-1])
 
 
-def make_case(M: int, K: int, N: int, *, sizes=None, before: int = 0, dtype="float32", w_dtype=None, seed: int = 0) -> Case:
+def make_case(
+    M: int, K: int, N: int, *, sizes=None, before: int = 0, dtype="float32", w_dtype=None, seed: int = 0
+) -> Case:
     """Rows and columns of unlike magnitudes, so that a scale that is taken for another one shows; M counts only without sizes."""
     rng = np.random.default_rng(seed)
     offsets = None if sizes is None else before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
     def normal(*shape):
-        return rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)) / 2) * np.exp(rng.normal(size=shape[-1:]) / 2)
+        return (
+            rng.normal(size=shape)
+            * np.exp(rng.normal(size=(*shape[:-1], 1)) / 2)
+            * np.exp(rng.normal(size=shape[-1:]) / 2)
+        )
 
     x, w, dy = normal(M, K), normal(*([] if sizes is None else [len(sizes)]), K, N), normal(M, N)
     if offsets is not None:
@@ -155,7 +173,11 @@ def reference(case: Case, recipe: str, pow2: bool = False) -> tuple[np.ndarray, 
         if form.scaling == "tensorwise":
             return rows(v, form, amax)[lo:hi]
         if form.scaling == "rowwise":  # one scale a column for all groups
-            return quantised(v[inside].T, form.scaling, form.dtype, pow2=pow2).T[lo - inside[0] : hi - inside[0]] if len(inside) else v[:0].astype(np.float64)
+            return (
+                quantised(v[inside].T, form.scaling, form.dtype, pow2=pow2).T[lo - inside[0] : hi - inside[0]]
+                if len(inside)
+                else v[:0].astype(np.float64)
+            )
         return quantised(v[lo:hi].T, form.scaling, form.dtype, pow2=pow2).T
 
     xq, dyq = rows(x, chosen.x, amax_x), rows(dy, chosen.dy)

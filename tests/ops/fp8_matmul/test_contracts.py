@@ -27,13 +27,22 @@ def results(run, recipe, case, x, w, dy):
 
 
 @pytest.mark.parametrize(
-    ("run", "name"), [("xla", "dense"), *(pytest.param(run, name, marks=pytest.mark.gpu) for run in ("gpu", "triton") for name in ("dense", "groups"))]
+    ("run", "name"),
+    [
+        ("xla", "dense"),
+        *(pytest.param(run, name, marks=pytest.mark.gpu) for run in ("gpu", "triton") for name in ("dense", "groups")),
+    ],
 )
 def test_vmap(run, name):
     """Each example is quantised by itself, and its weight gradient is its own."""
     case = {"dense": DENSE, "groups": GROUPS}[name]
-    xs, dys = (jnp.asarray(np.stack([v, 30 * v, np.float32(0.2) * v[:, ::-1]])) for v in (np.asarray(case.x), np.asarray(case.dy)))
-    f = functools.partial(results, run, "tensorwise", case)  # with one scale a tensor a batch that is taken as a whole shows
+    xs, dys = (
+        jnp.asarray(np.stack([v, 30 * v, np.float32(0.2) * v[:, ::-1]]))
+        for v in (np.asarray(case.x), np.asarray(case.dy))
+    )
+    f = functools.partial(
+        results, run, "tensorwise", case
+    )  # with one scale a tensor a batch that is taken as a whole shows
     got = [np.asarray(g) for g in jax.jit(jax.vmap(f, in_axes=(0, None, 0)))(xs, case.w, dys)]
     for i in range(3):
         want = reference(dataclasses.replace(case, x=xs[i], dy=dys[i]), "tensorwise")
@@ -61,13 +70,23 @@ def test_microbatches_share_a_cast(run):
 
 def casts(function, *args) -> list[tuple]:
     """Shapes of the FP8 arrays that a traced function has from a cast to FP8, in the order in which they come."""
-    made = [equation.outvars[0].aval for equation in equations(jax.make_jaxpr(function)(*args).jaxpr) if equation.primitive.name == "convert_element_type"]
+    made = [
+        equation.outvars[0].aval
+        for equation in equations(jax.make_jaxpr(function)(*args).jaxpr)
+        if equation.primitive.name == "convert_element_type"
+    ]
     return [aval.shape for aval in made if aval.dtype.itemsize == 1]
 
 
 @pytest.mark.parametrize(
     ("argnums", "recipe", "count"),
-    [(None, "blockwise", 2), (0, "blockwise", 4), (1, "blockwise", 4), ((0, 1), "blockwise", 6), ((0, 1), "blockwise_with_gw_hp", 4)],
+    [
+        (None, "blockwise", 2),
+        (0, "blockwise", 4),
+        (1, "blockwise", 4),
+        ((0, 1), "blockwise", 6),
+        ((0, 1), "blockwise_with_gw_hp", 4),
+    ],
 )
 def test_what_no_gradient_needs_is_not_cast(argnums, recipe, count):
     """x row and w col in the forward. For dx: w row, dy row. For dw: x col, dy col, or neither of them in half precision."""
@@ -81,9 +100,13 @@ def test_what_no_gradient_needs_is_not_cast(argnums, recipe, count):
 def test_residuals(capsys):
     """Between forward and backward there are x's column layout and w's row layout: a byte a number and the scales."""
     s = jax.ShapeDtypeStruct
-    print_saved_residuals(lambda x, w: jaxops.fp8_matmul(x, w, backend="xla"), s((256, 384), jnp.bfloat16), s((384, 512), jnp.float32))
+    print_saved_residuals(
+        lambda x, w: jaxops.fp8_matmul(x, w, backend="xla"), s((256, 384), jnp.bfloat16), s((384, 512), jnp.float32)
+    )
     saved = re.findall(r"^(\w+)\[([\d,]*)\] (?!from the argument)", capsys.readouterr().out, re.MULTILINE)
-    assert sorted(saved) == sorted([("f8_e4m3fn", "384,256"), ("f32", "2,384"), ("f8_e4m3fn", "384,512"), ("f32", "3,4")])
+    assert sorted(saved) == sorted(
+        [("f8_e4m3fn", "384,256"), ("f32", "2,384"), ("f8_e4m3fn", "384,512"), ("f32", "3,4")]
+    )
 
 
 @pytest.mark.parametrize("case", [DENSE, GROUPS], ids=["dense", "groups"])

@@ -28,7 +28,11 @@ SHARED_ERRORS = {
     "recipe": ({"recipe": "mxfp8"}, ValueError, "recipe='mxfp8'.*'tensorwise'.*'blockwise_with_gw_hp'"),
     "out_dtype": ({"out_dtype": "int32"}, TypeError, "out_dtype=int32.*bfloat16, float16, float32"),
     "backend": ({"backend": "cublas"}, ValueError, "backend='cublas'.*'auto', 'triton', 'pallas' or 'xla'"),
-    "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
+    "plan-and-backend": (
+        {"backend": "pallas", "plan": Plan("xla")},
+        ValueError,
+        r"backend='pallas' contradicts plan\.backend='xla'",
+    ),
 }
 DENSE_ERRORS = SHARED_ERRORS | {
     "x-list": ({"x": [[1.0] * K] * M}, TypeError, r"x is a list.*\[\.\.\., K\]"),
@@ -41,23 +45,51 @@ DENSE_ERRORS = SHARED_ERRORS | {
     "K-quantized": ({"w": q(K + 1, N)}, ValueError, r"K of x.* is 4.*K of w \(5, 6\) is 5"),
     "x-quantized-rank": ({"x": q(2, M, K, scaling="block_1x128")}, ValueError, r"x has shape \(2, 8, 4\).*\[M, K\]"),
     "x-quantized-scaling": ({"x": q(M, K)}, ValueError, "x has block_128x128 scales.*'blockwise'.*'block_1x128'"),
-    "w-quantized-scaling": ({"w": q(K, N, scaling="rowwise")}, ValueError, "w has rowwise scales.*recipe='blockwise'.*'block_128x128'"),
+    "w-quantized-scaling": (
+        {"w": q(K, N, scaling="rowwise")},
+        ValueError,
+        "w has rowwise scales.*recipe='blockwise'.*'block_128x128'",
+    ),
     "w-no-column-layout": (
         {"w": q(K, N, scaling="rowwise", layouts="row"), "recipe": "rowwise"},
         ValueError,
         "no column layout, and rowwise scales.*layouts='both'",
     ),
-    "w-empty": ({"w": Quantized(None, None, scaling="block_128x128")}, ValueError, "w has neither a row nor a column layout"),
+    "w-empty": (
+        {"w": Quantized(None, None, scaling="block_128x128")},
+        ValueError,
+        "w has neither a row nor a column layout",
+    ),
     "cache-type": ({"w_quantized": s(K, N)}, TypeError, r"w_quantized is a .*jaxops\.quantize"),
     "cache-shape": ({"w_quantized": q(N, K)}, ValueError, r"w_quantized has shape \(6, 4\).*that of w, \(4, 6\)"),
-    "cache-scaling": ({"w_quantized": q(K, N, scaling="tensorwise")}, ValueError, "w_quantized has tensorwise scales.*'block_128x128'"),
-    "cache-of-quantized": ({"w": q(K, N), "w_quantized": q(K, N)}, ValueError, "w is quantised already: leave w_quantized away"),
+    "cache-scaling": (
+        {"w_quantized": q(K, N, scaling="tensorwise")},
+        ValueError,
+        "w_quantized has tensorwise scales.*'block_128x128'",
+    ),
+    "cache-of-quantized": (
+        {"w": q(K, N), "w_quantized": q(K, N)},
+        ValueError,
+        "w is quantised already: leave w_quantized away",
+    ),
     "amax-unasked": ({"amax": SCALARS}, ValueError, "recipe='blockwise'.*only recipe='delayed' takes amax"),
     "amax-missing": ({"recipe": "delayed"}, ValueError, "recipe='delayed' needs amax"),
     "amax-one": ({"recipe": "delayed", "amax": s()}, ValueError, "recipe='delayed' needs amax=.*two float32 scalars"),
-    "amax-shape": ({"recipe": "delayed", "amax": (s(), s(1))}, TypeError, r"amax\[1\] \(of w\) is float32\[1\].*scalar"),
-    "amax-dtype": ({"recipe": "delayed", "amax": (s(dtype="bfloat16"), s())}, TypeError, r"amax\[0\] \(of x\) is bfloat16\[\].*float32"),
-    "amax-float": ({"recipe": "delayed", "amax": (1.0, s())}, TypeError, r"amax\[0\] \(of x\) is a float.*float32 scalar"),
+    "amax-shape": (
+        {"recipe": "delayed", "amax": (s(), s(1))},
+        TypeError,
+        r"amax\[1\] \(of w\) is float32\[1\].*scalar",
+    ),
+    "amax-dtype": (
+        {"recipe": "delayed", "amax": (s(dtype="bfloat16"), s())},
+        TypeError,
+        r"amax\[0\] \(of x\) is bfloat16\[\].*float32",
+    ),
+    "amax-float": (
+        {"recipe": "delayed", "amax": (1.0, s())},
+        TypeError,
+        r"amax\[0\] \(of x\) is a float.*float32 scalar",
+    ),
 }
 GROUPED_ERRORS = SHARED_ERRORS | {
     "delayed": ({"recipe": "delayed"}, ValueError, "recipe='delayed': write 'tensorwise'"),
@@ -66,11 +98,22 @@ GROUPED_ERRORS = SHARED_ERRORS | {
     "rhs-rank": ({"rhs": s(K, N)}, ValueError, r"rhs has shape \(4, 6\).*\[G, K, N\]"),
     "K": ({"lhs": s(M, K + 1)}, ValueError, r"K of lhs.* is 5.*K of rhs \(3, 4, 6\) is 4"),
     "offsets-length": ({"group_offsets": s(G, dtype="int32")}, ValueError, r"len\(group_offsets\) is 3.*is 4"),
-    "offsets-int64": ({"group_offsets": s(G + 1, dtype="uint32")}, TypeError, r"group_offsets is uint32.*astype\(jnp\.int32\)"),
-    "cache-shape": ({"rhs_quantized": q(G, N, K)}, ValueError, r"rhs_quantized has shape \(3, 6, 4\).*that of rhs, \(3, 4, 6\)"),
+    "offsets-int64": (
+        {"group_offsets": s(G + 1, dtype="uint32")},
+        TypeError,
+        r"group_offsets is uint32.*astype\(jnp\.int32\)",
+    ),
+    "cache-shape": (
+        {"rhs_quantized": q(G, N, K)},
+        ValueError,
+        r"rhs_quantized has shape \(3, 6, 4\).*that of rhs, \(3, 4, 6\)",
+    ),
 }
 CASES = [pytest.param(jaxops.fp8_matmul, DENSE, *case, id=f"dense-{name}") for name, case in DENSE_ERRORS.items()]
-CASES += [pytest.param(jaxops.fp8_grouped_matmul, GROUPED, *case, id=f"grouped-{name}") for name, case in GROUPED_ERRORS.items()]
+CASES += [
+    pytest.param(jaxops.fp8_grouped_matmul, GROUPED, *case, id=f"grouped-{name}")
+    for name, case in GROUPED_ERRORS.items()
+]
 
 
 def trace(fn, arguments: dict):
@@ -80,12 +123,18 @@ def trace(fn, arguments: dict):
 
     def call(*arrays):
         arrays = iter(arrays)
-        return fn(**jax.tree.unflatten(tree, [next(arrays) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]))
+        return fn(
+            **jax.tree.unflatten(
+                tree, [next(arrays) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+            )
+        )
 
     return jax.eval_shape(call, *shapes)
 
 
-@pytest.mark.parametrize(("fn", "good"), [(jaxops.fp8_matmul, DENSE), (jaxops.fp8_grouped_matmul, GROUPED)], ids=["dense", "grouped"])
+@pytest.mark.parametrize(
+    ("fn", "good"), [(jaxops.fp8_matmul, DENSE), (jaxops.fp8_grouped_matmul, GROUPED)], ids=["dense", "grouped"]
+)
 def test_what_the_errors_differ_from_is_right(fn, good):
     """Otherwise a case below could fail for another reason than its own."""
     assert trace(fn, good).shape == (M, N)

@@ -20,7 +20,12 @@ from tests.ops.fp8_matmul.cases import BLOCK, RUNS, kind_of, options_of
 from tests.window import window
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-TENSOR, ROW, BLOCKS, OUTER = "tensorwise-tensorwise", "rowwise-rowwise", "block_1x128-block_128x128", "block_1x128-block_1x128"
+TENSOR, ROW, BLOCKS, OUTER = (
+    "tensorwise-tensorwise",
+    "rowwise-rowwise",
+    "block_1x128-block_128x128",
+    "block_1x128-block_1x128",
+)
 DENSE = [TENSOR, ROW, BLOCKS, OUTER]
 ROWS, CONTRACTION = [TENSOR, ROW, BLOCKS], [TENSOR, ROW, OUTER]
 
@@ -29,7 +34,9 @@ def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Ope
     """Random numbers over much of the format's range, and scales that differ from block to block."""
     *stack, rows, K = shape
     blocks = [-(-size // BLOCK) for size in (rows, K)]
-    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[scaling]
+    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[
+        scaling
+    ]
     values = np.clip(rng.normal(size=shape) * 100, -448, 448).astype(getattr(ml_dtypes, dtype))
     return Operand(values, np.exp(rng.normal(size=(*stack, *scales)) / 2).astype(np.float32), scaling)  # pyright: ignore[reportArgumentType]
 
@@ -37,7 +44,9 @@ def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Ope
 @functools.partial(jax.jit, static_argnames=("scalings", "run", "ragged", "length", "out_dtype", "fast", "bm"))
 def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast, bm):
     a, b = (Operand(*pair, scaling) for pair, scaling in zip(arrays, scalings, strict=True))
-    how = {"ragged": ragged, "out_dtype": jnp.dtype(out_dtype), "fast": fast} | ({"length": length} if length is not None else {})
+    how = {"ragged": ragged, "out_dtype": jnp.dtype(out_dtype), "fast": fast} | (
+        {"length": length} if length is not None else {}
+    )
     if run == "xla":
         return multiply_xla(a, b, offsets, **how)
     if run == "triton":
@@ -46,8 +55,16 @@ def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast, b
 
         recipe = {"tensorwise": "tensorwise", "rowwise": "rowwise"}.get(a.scaling, "blockwise")
         K = a.values.shape[1]
-        sizes = (a.values.shape[0], K, b.values.shape[-2]) if length is None else (length, a.values.shape[0], b.values.shape[0])
-        plan = make_plan(Problem(*sizes, recipe, "bfloat16", 0 if offsets is None else len(offsets) - 1), current_device(), backend="triton")
+        sizes = (
+            (a.values.shape[0], K, b.values.shape[-2])
+            if length is None
+            else (length, a.values.shape[0], b.values.shape[0])
+        )
+        plan = make_plan(
+            Problem(*sizes, recipe, "bfloat16", 0 if offsets is None else len(offsets) - 1),
+            current_device(),
+            backend="triton",
+        )
         tiles = plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad
         tiles = tiles if bm is None else dataclasses.replace(tiles, bm=bm, bn=128, stages=3)
         return multiply_triton(a, b, offsets, **how, tiles=tiles, cores=current_device().cores)
@@ -55,7 +72,9 @@ def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast, b
     return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=run == "interpret")
 
 
-def multiply(a: Operand, b: Operand, offsets=None, *, run, ragged=None, length=None, out_dtype="float32", fast=False, bm=None):
+def multiply(
+    a: Operand, b: Operand, offsets=None, *, run, ragged=None, length=None, out_dtype="float32", fast=False, bm=None
+):
     """bm: rows of the triton kernel's tile; None is what the plan takes."""
     options_of(run)  # skips where its device is not there
     arrays = (a.values, a.scales), (b.values, b.scales)
@@ -73,7 +92,12 @@ def wide(x: Operand) -> np.ndarray:
     if values.ndim == 3:
         return np.stack([wide(Operand(v, s, x.scaling)) for v, s in zip(x.values, x.scales, strict=True)])
     row, column = np.indices(values.shape)
-    places = {"tensorwise": (), "rowwise": (row,), "block_1x128": (column // BLOCK, row), "block_128x128": (row // BLOCK, column // BLOCK)}
+    places = {
+        "tensorwise": (),
+        "rowwise": (row,),
+        "block_1x128": (column // BLOCK, row),
+        "block_128x128": (row // BLOCK, column // BLOCK),
+    }
     return values * scales[places[x.scaling]]
 
 
@@ -96,7 +120,9 @@ def test_dense(run, scalings):
     rng = np.random.default_rng(0)
     M, K, N = 150, 268, 161
     dtypes = (E5M2 if scalings == TENSOR else E4M3), E4M3
-    a, b = (operand(rng, shape, s, d) for shape, s, d in zip(((M, K), (N, K)), scalings.split("-"), dtypes, strict=True))
+    a, b = (
+        operand(rng, shape, s, d) for shape, s, d in zip(((M, K), (N, K)), scalings.split("-"), dtypes, strict=True)
+    )
     check(multiply(a, b, run=run), wide(a) @ wide(b).T, run)
 
 
@@ -178,14 +204,26 @@ def check_contraction(run, scalings, sizes, before, after, M, N, seed=0, **how) 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("scalings", ROWS)
 def test_rows(run, scalings):
-    for sizes, before, after in (((17, 0, 60), 11, 19), ((16, 32, 16), 3, 40), ((0, 107, 0), 0, 0), ((0, 0, 0), 50, 57), ((1, 1, 1), 103, 1)):
+    for sizes, before, after in (
+        ((17, 0, 60), 11, 19),
+        ((16, 32, 16), 3, 40),
+        ((0, 107, 0), 0, 0),
+        ((0, 0, 0), 50, 57),
+        ((1, 1, 1), 103, 1),
+    ):
         check_rows(run, scalings, sizes, before, after, 139, 45)
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("scalings", CONTRACTION)
 def test_contraction(run, scalings):
-    for sizes, before, after in (((17, 0, 260), 11, 19), ((128, 129, 50), 0, 0), ((0, 307, 0), 0, 0), ((0, 0, 0), 150, 157), ((1, 1, 1), 303, 1)):
+    for sizes, before, after in (
+        ((17, 0, 260), 11, 19),
+        ((128, 129, 50), 0, 0),
+        ((0, 307, 0), 0, 0),
+        ((0, 0, 0), 150, 157),
+        ((1, 1, 1), 303, 1),
+    ):
         check_contraction(run, scalings, sizes, before, after, 37, 50)
 
 
@@ -215,15 +253,25 @@ def test_offsets_that_break_the_contract(run):
     """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
     rng = np.random.default_rng(0)
     K = 130
-    for N, out_dtype in ((33, "float32"), (40, "bfloat16"))[: 2 if run == "triton" else 1]:  # the second goes through TMA
+    for N, out_dtype in ((33, "float32"), (40, "bfloat16"))[
+        : 2 if run == "triton" else 1
+    ]:  # the second goes through TMA
         rows = operand(rng, (72, K), "block_1x128"), operand(rng, (4, N, K), "block_128x128")
         columns = [operand(rng, (size, padded_rows(72, 4)), "block_1x128") for size in (19, N)]
-        for bad in ([-5, 10, 20, 30, 40], [0, 10, 30, 50, 10_000], [0, 30, 10, 20, 72], [2**31 - 1, -(2**31), 0, 7, 9], [72, 0, 72, 0, 72]):
+        for bad in (
+            [-5, 10, 20, 30, 40],
+            [0, 10, 30, 50, 10_000],
+            [0, 30, 10, 20, 72],
+            [2**31 - 1, -(2**31), 0, 7, 9],
+            [72, 0, 72, 0, 72],
+        ):
             offsets = np.array(bad, np.int32)
             for bm in tile_rows(run):
                 how = {"run": run, "out_dtype": out_dtype, "bm": bm}
                 assert jax.block_until_ready(multiply(*rows, offsets, ragged="rows", **how)).shape == (72, N)
-                assert jax.block_until_ready(multiply(*columns, offsets, ragged="contraction", length=72, **how)).shape == (4, 19, N)
+                assert jax.block_until_ready(
+                    multiply(*columns, offsets, ragged="contraction", length=72, **how)
+                ).shape == (4, 19, N)
 
 
 @pytest.mark.parametrize("run", ["interpret"])

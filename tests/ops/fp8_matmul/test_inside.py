@@ -56,7 +56,12 @@ def test_a_call_raises_it():
     with pytest.raises(ValueError, match=r"cast='inside'.*float32"):
         jax.eval_shape(functools.partial(jaxops.fp8_matmul, plan=INSIDE), x, w)
     with pytest.raises(ValueError, match=r"cast='inside'.*grouped"):
-        jax.eval_shape(functools.partial(jaxops.fp8_grouped_matmul, plan=INSIDE), x, jax.ShapeDtypeStruct((3, 4, 6), "float32"), offsets)
+        jax.eval_shape(
+            functools.partial(jaxops.fp8_grouped_matmul, plan=INSIDE),
+            x,
+            jax.ShapeDtypeStruct((3, 4, 6), "float32"),
+            offsets,
+        )
 
 
 def test_nobody_takes_it_unasked(monkeypatch):
@@ -91,7 +96,9 @@ def check(case: Case, **how) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 131, 257), (65, 128, 127), (129, 389, 261), (300, 16, 1024), (2050, 1041, 1537)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (7, 131, 257), (65, 128, 127), (129, 389, 261), (300, 16, 1024), (2050, 1041, 1537)], ids=str
+)
 def test_equals_a_cast_before(sizes, pow2):
     """Rows, columns and K that fill no tile, one tile and several; weights in float32."""
     check(make_case(*sizes, dtype="bfloat16", w_dtype="float32"), pow2=pow2)
@@ -146,7 +153,9 @@ def test_every_bfloat16_number(pow2):
     """Scales and casts to the bit: multiplied by one, each number comes back as it was cast; once beside its own binade, once beside any others."""
     rng = np.random.default_rng(0)
     bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16).reshape(512, 128)  # each row a binade
-    others = rng.permutation(np.where(bits & 0x7FFF > 0x7F80, 0, bits).ravel()).reshape(512, 128).view(jnp.bfloat16)  # without NaN
+    others = (
+        rng.permutation(np.where(bits & 0x7FFF > 0x7F80, 0, bits).ravel()).reshape(512, 128).view(jnp.bfloat16)
+    )  # without NaN
     smaller = (others.astype(np.float32) * np.exp2(rng.integers(-80, 1, (512, 1)))).astype(jnp.bfloat16)
     x = np.concatenate([rng.permuted(bits, axis=1).view(jnp.bfloat16), smaller])
     case = Case(jnp.asarray(x), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((1024, 128), jnp.bfloat16))

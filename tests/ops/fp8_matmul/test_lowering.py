@@ -19,27 +19,43 @@ G = 3
 
 
 def lower(device, fn, *shapes) -> str:
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    ):
         return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def operand(scaling: str, *shape: int, dtype="float8_e4m3fn"):
     *stack, rows, K = shape
     blocks = [-(-size // 128) for size in (rows, K)]
-    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[scaling]
+    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[
+        scaling
+    ]
     return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((*stack, *scales), "float32")
 
 
 def lowered(device, ragged: str | None, scalings: tuple[str, str], tiles: Tiles) -> str:
     """One product; with one scale an operand also of two formats."""
     M, K, N = SMALL.M, SMALL.K, SMALL.N
-    a_shape, b_shape = {None: ((M, K), (N, K)), "rows": ((M, K), (G, N, K)), "contraction": ((K, padded_rows(M, G)), (N, padded_rows(M, G)))}[ragged]
+    a_shape, b_shape = {
+        None: ((M, K), (N, K)),
+        "rows": ((M, K), (G, N, K)),
+        "contraction": ((K, padded_rows(M, G)), (N, padded_rows(M, G))),
+    }[ragged]
     a = operand(scalings[0], *a_shape, dtype="float8_e5m2" if scalings[0] == "tensorwise" else "float8_e4m3fn")
     offsets = None if ragged is None else jax.ShapeDtypeStruct((G + 1,), "int32")
 
     def multiply(a, b, offsets):
         a, b = (Operand(*x, scaling) for x, scaling in zip((a, b), scalings, strict=True))
-        return multiply_pallas(a, b, offsets, ragged=ragged, length=M if ragged == "contraction" else None, out_dtype="bfloat16", tiles=tiles)
+        return multiply_pallas(
+            a,
+            b,
+            offsets,
+            ragged=ragged,
+            length=M if ragged == "contraction" else None,
+            out_dtype="bfloat16",
+            tiles=tiles,
+        )
 
     return lower(device, multiply, a, operand(scalings[1], *b_shape), offsets)
 
@@ -69,7 +85,15 @@ def test_candidates_are_there_and_fit():
 
 
 @pytest.mark.parametrize("ragged", [None, "rows", "contraction"], ids=str)
-@pytest.mark.parametrize("scalings", [("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("block_1x128", "block_128x128"), ("block_1x128", "block_1x128")])
+@pytest.mark.parametrize(
+    "scalings",
+    [
+        ("tensorwise", "tensorwise"),
+        ("rowwise", "rowwise"),
+        ("block_1x128", "block_128x128"),
+        ("block_1x128", "block_1x128"),
+    ],
+)
 def test_every_product(ragged, scalings):
     assert kernels(lowered(H200, ragged, scalings, Tiles("pallas", 64, 32, 4))) == (1 if ragged is None else 2)
 
@@ -98,7 +122,9 @@ def test_a_users_call_over_groups():
         y, vjp = jax.vjp(lambda x, w: jaxops.fp8_grouped_matmul(x, w, offsets, backend="pallas"), x, w)
         return y, vjp(dy)
 
-    text = lower(H200, gradients, s((M, K), "bfloat16"), s((G, K, N), "bfloat16"), s((M, N), "bfloat16"), s((G + 1,), "int32"))
+    text = lower(
+        H200, gradients, s((M, K), "bfloat16"), s((G, K, N), "bfloat16"), s((M, N), "bfloat16"), s((G + 1,), "int32")
+    )
     assert text.count('"fp8_matmul_rows"') == 2
     assert text.count('"fp8_matmul_contraction"') == 1
     assert "transpose" not in text

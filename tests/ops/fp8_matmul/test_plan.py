@@ -18,9 +18,21 @@ from tests.plans import by_choices
 
 make_plan = by_choices(fp8_matmul.make_plan)
 
-H200, L4, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+H200, L4, CPU, TPU = (
+    Device("NVIDIA H200", "gpu"),
+    Device("NVIDIA L4", "gpu"),
+    Device("cpu", "cpu"),
+    Device("TPU v5 lite", "tpu"),
+)
 HOPPER = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA H800", "NVIDIA GH200 480GB"]
-OTHER = ["NVIDIA L4", "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA RTX 6000 Ada Generation", "NVIDIA B200", "NVIDIA GeForce RTX 5090"]
+OTHER = [
+    "NVIDIA L4",
+    "NVIDIA L40S",
+    "NVIDIA GeForce RTX 4090",
+    "NVIDIA RTX 6000 Ada Generation",
+    "NVIDIA B200",
+    "NVIDIA GeForce RTX 5090",
+]
 BEFORE_ADA = ["NVIDIA A100-SXM4-80GB", "NVIDIA A10G", "NVIDIA GeForce RTX 3090", "Tesla V100-SXM2-16GB"]
 PROBLEM = Problem(1000, 520, 700, "blockwise", "bfloat16", 8)
 
@@ -85,7 +97,9 @@ def test_other_cards_with_fp8_take_pallas(kind):
 @pytest.mark.parametrize("kind", BEFORE_ADA)
 def test_cards_before_ada_take_xla(kind):
     """XLA converts where the card cannot."""
-    assert make_plan(PROBLEM, Device(kind, "gpu")) == make_plan(PROBLEM, Device(kind, "gpu"), backend="xla") == Plan("xla")
+    assert (
+        make_plan(PROBLEM, Device(kind, "gpu")) == make_plan(PROBLEM, Device(kind, "gpu"), backend="xla") == Plan("xla")
+    )
     for named in ({"backend": "pallas"}, {"plan": Plan()}):
         with pytest.raises(NotImplementedError, match=rf"capability 8\.9 or newer.*{kind}.*backend='xla'"):
             make_plan(PROBLEM, Device(kind, "gpu"), **named)
@@ -104,12 +118,17 @@ def test_elsewhere_xla():
         make_plan(PROBLEM, TPU, backend="pallas")
 
 
-@pytest.mark.parametrize(("kind", "installed", "backend"), [("NVIDIA H200", True, "triton"), ("NVIDIA H200", False, "pallas"), ("NVIDIA L4", True, "pallas")])
+@pytest.mark.parametrize(
+    ("kind", "installed", "backend"),
+    [("NVIDIA H200", True, "triton"), ("NVIDIA H200", False, "pallas"), ("NVIDIA L4", True, "pallas")],
+)
 def test_what_a_call_is_traced_for(monkeypatch, kind, installed, backend):
     """The abstract device of the enclosing mesh, not the machine that traces."""
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "" if installed else "they are not installed")
     abstract = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)
+    ):
         assert make_plan(PROBLEM, current_device()).backend == backend
 
 
@@ -118,7 +137,9 @@ def test_explicit_then_tuned_then_heuristic():
     rows = [row("fwd", mark(101)), row("dgrad", mark(102)), row("dgrad", mark(103))]
     plan = make_plan(PROBLEM, H200, rows, plan=Plan("triton", fwd=mark(100)))
     assert plan == Plan("triton", "before", mark(100), mark(102), heuristic("wgrad", PROBLEM, "triton"))
-    assert make_plan(PROBLEM, H200) == Plan("triton", "before", *(heuristic(name, PROBLEM, "triton") for name in PASSES))
+    assert make_plan(PROBLEM, H200) == Plan(
+        "triton", "before", *(heuristic(name, PROBLEM, "triton") for name in PASSES)
+    )
     whole = Plan("triton", "before", mark(100), mark(101), mark(102))
     assert make_plan(PROBLEM, H200, rows, plan=whole) == whole
 
@@ -193,8 +214,15 @@ def test_three_consumers_where_their_tiles_fill_the_card():
         return [heuristic(name, Problem(M, K, N, recipe, "bfloat16", G), "triton").bm for name in PASSES]
 
     assert rows_of_a_tile(8192, 8192, 8192) == [192, 192, 192]
-    assert rows_of_a_tile(8192, 8192, 8192, recipe="tensorwise") == [128, 192, 192]  # the forward's sums are the tensor core's, 256 columns wide
-    assert rows_of_a_tile(8192, 4096, 4096, recipe="tensorwise")[1:] == [128, 128]  # eleven rounds of 192 rows are more than 16 of 128
+    assert rows_of_a_tile(8192, 8192, 8192, recipe="tensorwise") == [
+        128,
+        192,
+        192,
+    ]  # the forward's sums are the tensor core's, 256 columns wide
+    assert rows_of_a_tile(8192, 4096, 4096, recipe="tensorwise")[1:] == [
+        128,
+        128,
+    ]  # eleven rounds of 192 rows are more than 16 of 128
     assert rows_of_a_tile(8192, 7168, 2048)[0] == 128  # six rounds of 192 rows, eight of 128
     assert rows_of_a_tile(32768, 2048, 768, G=128)[:2] == [128, 128]  # groups of 256 rows are two tiles of either
 
@@ -204,7 +232,12 @@ SIZES = st.one_of(st.integers(0, 300), st.sampled_from([512, 1408, 4096, 14336, 
 
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(
-    M=SIZES, K=SIZES, N=SIZES, G=st.sampled_from([0, 1, 8, 256]), recipe=st.sampled_from(list(RECIPES)), kind=st.sampled_from(["triton", "pallas"])
+    M=SIZES,
+    K=SIZES,
+    N=SIZES,
+    G=st.sampled_from([0, 1, 8, 256]),
+    recipe=st.sampled_from(list(RECIPES)),
+    kind=st.sampled_from(["triton", "pallas"]),
 )
 def test_heuristic(M, K, N, G, recipe, kind):
     """It fits its device; tiles of 256 columns are for sums that the tensor core does alone; it is what tuning begins with, which repeats nothing."""
@@ -221,4 +254,6 @@ def test_heuristic(M, K, N, G, recipe, kind):
 
 def test_a_call_on_a_cpu_needs_no_jax_triton(monkeypatch):
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: pytest.fail("asked for"))
-    assert jax.eval_shape(jaxops.fp8_matmul, jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")).shape == (3, 5)
+    assert jax.eval_shape(
+        jaxops.fp8_matmul, jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")
+    ).shape == (3, 5)

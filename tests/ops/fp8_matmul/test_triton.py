@@ -63,20 +63,41 @@ class Product:
         return {"fwd": (recipe.x, recipe.w), "dgrad": (recipe.dy, recipe.w), "wgrad": (recipe.x, recipe.dy)}[self.name]
 
     def __str__(self) -> str:
-        return "-".join([self.recipe, self.name, *["groups"] * self.grouped, f"{self.chosen.bm}x{self.chosen.bn}x{self.chosen.stages}"])
+        return "-".join(
+            [
+                self.recipe,
+                self.name,
+                *["groups"] * self.grouped,
+                f"{self.chosen.bm}x{self.chosen.bn}x{self.chosen.stages}",
+            ]
+        )
 
     @functools.cached_property
     def kernel(self) -> Kernel:
         a_form, b_form = self.formats
         padded = padded_rows(M, G) if self.grouped else M
         stack = [G] if self.grouped and self.name != "wgrad" else []
-        a_shape, b_shape = {"fwd": ((M, K), (self.n, K)), "dgrad": ((M, self.n), (K, self.n)), "wgrad": ((K, padded), (self.n, padded))}[self.name]
+        a_shape, b_shape = {
+            "fwd": ((M, K), (self.n, K)),
+            "dgrad": ((M, self.n), (K, self.n)),
+            "wgrad": ((K, padded), (self.n, padded)),
+        }[self.name]
         ragged = None if not self.grouped else "contraction" if self.name == "wgrad" else "rows"
 
         def multiply(a, b, offsets):
             a, b = Operand(*a, a_form.scaling), Operand(*b, b_form.scaling)
             out = "float32" if self.name == "wgrad" else "bfloat16"  # of a float32 master
-            return multiply_triton(a, b, offsets, ragged=ragged, length=M, out_dtype=jnp.dtype(out), fast=self.fast, tiles=self.chosen, cores=132)
+            return multiply_triton(
+                a,
+                b,
+                offsets,
+                ragged=ragged,
+                length=M,
+                out_dtype=jnp.dtype(out),
+                fast=self.fast,
+                tiles=self.chosen,
+                cores=132,
+            )
 
         offsets = jax.ShapeDtypeStruct((G + 1,), "int32") if self.grouped else None
         return compiled(multiply, operand(a_form, *a_shape), operand(b_form, *stack, *b_shape), offsets)[0]
@@ -85,7 +106,9 @@ class Product:
 def operand(form, *shape: int):
     *stack, rows, k = shape
     blocks = [-(-size // 128) for size in (rows, k)]
-    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[form.scaling]
+    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[
+        form.scaling
+    ]
     return jax.ShapeDtypeStruct(shape, form.dtype), jax.ShapeDtypeStruct((*stack, *scales), "float32")
 
 
@@ -118,7 +141,9 @@ CANDIDATES = {
     for tiles in candidates(name, Problem(M, K, N, recipe, "bfloat16", groups), H200)
 }
 # Each tile and depth that may be tuned is compiled for one product at least.
-PRODUCTS += [product for size, product in CANDIDATES.items() if size not in {size_of(product.chosen) for product in PRODUCTS}]
+PRODUCTS += [
+    product for size, product in CANDIDATES.items() if size not in {size_of(product.chosen) for product in PRODUCTS}
+]
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)
@@ -135,21 +160,34 @@ def test_product(product, tmp_path):
 
 def test_the_products_are_of_every_kind():
     operands = [[Operand(None, None, form.scaling) for form in product.formats] for product in PRODUCTS]
-    kinds = {(product.grouped and product.name == "wgrad", product.grouped, scales_of(*pair)) for product, pair in zip(PRODUCTS, operands, strict=True)}
+    kinds = {
+        (product.grouped and product.name == "wgrad", product.grouped, scales_of(*pair))
+        for product, pair in zip(PRODUCTS, operands, strict=True)
+    }
     assert len({scales for _, _, scales in kinds}) == 4
-    assert {(contraction, grouped) for contraction, grouped, _ in kinds} == {(False, False), (False, True), (True, True)}
-    assert {product.fast for product, pair in zip(PRODUCTS, operands, strict=True) if scales_of(*pair) < BLOCK.value} == {True, False}
+    assert {(contraction, grouped) for contraction, grouped, _ in kinds} == {
+        (False, False),
+        (False, True),
+        (True, True),
+    }
+    assert {
+        product.fast for product, pair in zip(PRODUCTS, operands, strict=True) if scales_of(*pair) < BLOCK.value
+    } == {True, False}
     assert len(CANDIDATES) >= 3  # two widths, two depths
 
 
-@pytest.mark.parametrize(("pow2", "out", "n"), [(False, "bfloat16", N), (True, "float32", ODD_N)], ids=["any-scale", "pow2"])
+@pytest.mark.parametrize(
+    ("pow2", "out", "n"), [(False, "bfloat16", N), (True, "float32", ODD_N)], ids=["any-scale", "pow2"]
+)
 def test_inside(pow2, out, n, tmp_path):
     """x comes from registers, half of it a consumer; however the tile's columns are cut, 128 of K are multiplied by all of them."""
     b = operand(RECIPES["blockwise"].w, n, K)
     tiles = heuristic("fwd", Problem(M, K, n, "blockwise", "bfloat16"), "triton")
 
     def multiply(x, b):
-        return multiply_inside(x, Operand(*b, "block_128x128"), out_dtype=jnp.dtype(out), pow2=pow2, tiles=tiles, cores=132)
+        return multiply_inside(
+            x, Operand(*b, "block_128x128"), out_dtype=jnp.dtype(out), pow2=pow2, tiles=tiles, cores=132
+        )
 
     (kernel,) = compiled(multiply, jax.ShapeDtypeStruct((M, K), "bfloat16"), b)
     instructions = wgmmas(kernel)
@@ -171,21 +209,32 @@ def gradients(op, **options):
 def test_a_users_call(cast):
     """ "auto" takes these kernels on an H200, for all three products."""
     options = {} if cast == "before" else {"plan": Plan("triton", cast="inside")}
-    shapes = [jax.ShapeDtypeStruct(*shape) for shape in (((M, K), "bfloat16"), ((K, N), "float32"), ((M, N), "bfloat16"))]
+    shapes = [
+        jax.ShapeDtypeStruct(*shape) for shape in (((M, K), "bfloat16"), ((K, N), "float32"), ((M, N), "bfloat16"))
+    ]
     kernels = compiled(gradients(jaxops.fp8_matmul, **options), *shapes)
     first = "fp8_gemm_kernel" if cast == "before" else "fp8_gemm_inside_kernel"
     assert sorted(kernel.name for kernel in kernels) == sorted([first, "fp8_gemm_kernel", "fp8_gemm_kernel"])
 
 
 def test_a_users_call_over_groups():
-    shapes = [jax.ShapeDtypeStruct(*shape) for shape in (((M, K), "bfloat16"), ((G, K, N), "float32"), ((M, N), "bfloat16"), ((G + 1,), "int32"))]
-    assert [kernel.name for kernel in compiled(gradients(jaxops.fp8_grouped_matmul), *shapes)] == ["fp8_gemm_kernel"] * 3
+    shapes = [
+        jax.ShapeDtypeStruct(*shape)
+        for shape in (((M, K), "bfloat16"), ((G, K, N), "float32"), ((M, N), "bfloat16"), ((G + 1,), "int32"))
+    ]
+    assert [kernel.name for kernel in compiled(gradients(jaxops.fp8_grouped_matmul), *shapes)] == [
+        "fp8_gemm_kernel"
+    ] * 3
 
 
 def test_how_a_result_is_stored():
     """bfloat16 by TMA where its rows start at whole 16 bytes, and of groups 16 bytes a thread where a tile is not whole; anything else number by number."""
     found = {}
-    for name, product in {"dense": Product("blockwise", "fwd"), "groups": Product("blockwise", "fwd", grouped=True), "unaligned": UNALIGNED}.items():
+    for name, product in {
+        "dense": Product("blockwise", "fwd"),
+        "groups": Product("blockwise", "fwd", grouped=True),
+        "unaligned": UNALIGNED,
+    }.items():
         ptx = product.kernel.ptx
         found[name] = "cp.async.bulk.tensor.2d.global.shared" in ptx, "st.global.v4" in ptx, "st.global" in ptx
     assert found == {"dense": (True, False, False), "groups": (True, True, True), "unaligned": (False, False, True)}
@@ -240,7 +289,12 @@ def test_results_come_behind_operands():
     """jax-triton would pass the buffer of z as y's."""
     x = jax.ShapeDtypeStruct((512,), "float32")
     with pytest.raises(TypeError, match="_late_operand takes z, an array, after the pointer of a result, y"):
-        compiled(lambda x: launch_triton.triton_call(x, kernel=_late_operand, out_type=x, grid=1, name="late", z=x, BLOCK=512), x)
+        compiled(
+            lambda x: launch_triton.triton_call(
+                x, kernel=_late_operand, out_type=x, grid=1, name="late", z=x, BLOCK=512
+            ),
+            x,
+        )
 
 
 def test_slices_are_not_read_or_written_in_place():
@@ -248,9 +302,13 @@ def test_slices_are_not_read_or_written_in_place():
     s = jax.ShapeDtypeStruct
 
     def layers(x, weights, offsets):
-        return jax.lax.scan(lambda _, w: (None, jaxops.grouped_matmul(x, w, offsets, backend="triton")), None, weights)[1]
+        return jax.lax.scan(lambda _, w: (None, jaxops.grouped_matmul(x, w, offsets, backend="triton")), None, weights)[
+            1
+        ]
 
-    call, barriers = call_and_barriers(layers, s((512, 256), "bfloat16"), s((3, 2, 256, 512), "bfloat16"), s((3,), "int32"))
+    call, barriers = call_and_barriers(
+        layers, s((512, 256), "bfloat16"), s((3, 2, 256, 512), "bfloat16"), s((3,), "int32")
+    )
     behind = [any(operand in barrier.outvars for barrier in barriers) for operand in call.invars]
     assert behind == [True, True, True, False]  # rows, weights, work list; and what is not initialised
     assert any(result in barrier.invars for barrier in barriers for result in call.outvars)
@@ -267,7 +325,11 @@ def call_and_barriers(fn, *shapes):
 
     with on_h200():
         whole = jax.make_jaxpr(fn)(*shapes).jaxpr
-    (equations,) = [jaxpr.eqns for jaxpr in jaxprs(whole) if any(equation.primitive.name == "triton_kernel_call" for equation in jaxpr.eqns)]
+    (equations,) = [
+        jaxpr.eqns
+        for jaxpr in jaxprs(whole)
+        if any(equation.primitive.name == "triton_kernel_call" for equation in jaxpr.eqns)
+    ]
     (call,) = [equation for equation in equations if equation.primitive.name == "triton_kernel_call"]
     return call, [equation for equation in equations if equation.primitive.name == "optimization_barrier"]
 
@@ -277,7 +339,11 @@ def test_a_result_in_an_operands_memory_is_none_of_a_slice():
     s = jax.ShapeDtypeStruct
 
     def layers(x, dout, stacked, offsets):
-        return jax.lax.scan(lambda _, into: (None, jaxops.grouped_wgrad(x, dout, offsets, accumulate_into=into, backend="triton")), None, stacked)[1]
+        return jax.lax.scan(
+            lambda _, into: (None, jaxops.grouped_wgrad(x, dout, offsets, accumulate_into=into, backend="triton")),
+            None,
+            stacked,
+        )[1]
 
     arrays = s((512, 256), "bfloat16"), s((512, 512), "bfloat16"), s((3, 2, 256, 512), "float32"), s((3,), "int32")
     call, barriers = call_and_barriers(layers, *arrays)
@@ -291,12 +357,18 @@ def test_a_half_precision_wgrad_is_grouped_matmuls_own(backend):
     """In "auto" on Hopper its Gluon kernel; a backend that is named multiplies the weights' gradient, too."""
 
     def gradient(x, w, dy, offsets):
-        _, vjp = jax.vjp(lambda w: jaxops.fp8_grouped_matmul(x, w, offsets, recipe="blockwise_with_gw_hp", backend=backend), w)
+        _, vjp = jax.vjp(
+            lambda w: jaxops.fp8_grouped_matmul(x, w, offsets, recipe="blockwise_with_gw_hp", backend=backend), w
+        )
         return vjp(dy)
 
     s = jax.ShapeDtypeStruct
     shapes = s((1024, 512), "bfloat16"), s((G, 512, 256), "float32"), s((1024, 256), "bfloat16"), s((G + 1,), "int32")
     with on_h200():
         jaxpr = jax.make_jaxpr(gradient)(*shapes).jaxpr
-    kernels = [equation.primitive.name for equation in equations(jaxpr) if equation.params.get("name") == "grouped_matmul_wgrad"]
+    kernels = [
+        equation.primitive.name
+        for equation in equations(jaxpr)
+        if equation.params.get("name") == "grouped_matmul_wgrad"
+    ]
     assert kernels == {"auto": ["triton_kernel_call"], "pallas": ["pallas_call"], "xla": []}[backend]

@@ -16,7 +16,22 @@ import jaxops
 from jaxops.ops.fp8_matmul import RECIPES
 from jaxops.ops.quantize import Quantized
 from tests.compare import assert_close
-from tests.ops.fp8_matmul.cases import BLOCK, DENSE, FEW, GROUPED, RUNS, Case, apply, check, delayed_amax, kind_of, make_case, options_of, quantised, reference
+from tests.ops.fp8_matmul.cases import (
+    BLOCK,
+    DENSE,
+    FEW,
+    GROUPED,
+    RUNS,
+    Case,
+    apply,
+    check,
+    delayed_amax,
+    kind_of,
+    make_case,
+    options_of,
+    quantised,
+    reference,
+)
 
 
 def every_recipe(names, interpreted) -> list:
@@ -25,7 +40,10 @@ def every_recipe(names, interpreted) -> list:
         pytest.param(name, run, id=f"{name}-{run}")
         for name, run in itertools.product(names, ("xla", "interpret"))
         if (name in interpreted if run == "interpret" else name != "rowwise_with_gw_hp")  # test_dtypes has that one
-    ] + [pytest.param(name, run, marks=pytest.mark.gpu, id=f"{name}-{run}") for name, run in itertools.product(names, ("gpu", "triton"))]
+    ] + [
+        pytest.param(name, run, marks=pytest.mark.gpu, id=f"{name}-{run}")
+        for name, run in itertools.product(names, ("gpu", "triton"))
+    ]
 
 
 @pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE, ()))
@@ -69,7 +87,11 @@ def test_an_infinity_stays_not_finite(recipe, run):
     x, w, dy = (np.array(value) for value in (case.x, case.w, case.dy))
     x[3, 5], x[4, 129], w[7, 2], dy[6, 8] = np.inf, -np.inf, np.inf, -np.inf
     # The infinities of x are not in its largest magnitude, nor are w's.
-    largest = tuple(jnp.float32(np.max(np.abs(value[np.isfinite(value)]))) for value in (x, w)) if recipe == "delayed" else None
+    largest = (
+        tuple(jnp.float32(np.max(np.abs(value[np.isfinite(value)]))) for value in (x, w))
+        if recipe == "delayed"
+        else None
+    )
 
     @jax.jit
     def run_all(x, w, dy):
@@ -144,7 +166,9 @@ def test_delayed_measures_as_it_goes(run):
 
     @functools.partial(jax.jit, static_argnames="rows")
     def measured(x, w, w_quantized, rows=None):
-        return jaxops.fp8_matmul(x[:rows], w, recipe="delayed", amax=amax, w_quantized=w_quantized, **options_of(run))[1]
+        return jaxops.fp8_matmul(x[:rows], w, recipe="delayed", amax=amax, w_quantized=w_quantized, **options_of(run))[
+            1
+        ]
 
     want = [float(np.max(np.abs(np.asarray(v)))) for v in (case.x, case.w)]
     assert list(map(float, measured(case.x, case.w, None))) == want
@@ -211,7 +235,12 @@ def check_y_and_dx(case: Case, w8: Quantized, recipe: str, run: str, want) -> No
 @pytest.mark.parametrize("run", FEW)
 @pytest.mark.parametrize(
     ("recipe", "layouts", "sizes"),
-    [("blockwise", "col", None), ("tensorwise", "row", None), ("rowwise", "both", None), ("blockwise", "row", (9, 0, 12))],
+    [
+        ("blockwise", "col", None),
+        ("tensorwise", "row", None),
+        ("rowwise", "both", None),
+        ("blockwise", "row", (9, 0, 12)),
+    ],
     ids=lambda x: "groups" if isinstance(x, tuple) else str(x),
 )
 def test_quantized_w(run, recipe, layouts, sizes):
@@ -234,7 +263,10 @@ def test_deepseek_layout(run, sizes):
     case = make_case(21, K, N, sizes=sizes)
     x, dy = (quantised(np.asarray(v), "block_1x128", "float8_e4m3fn") for v in (case.x, case.dy))
     groups = [(slice(None), w)] if sizes is None else [(slice(0, 9), w[0]), (slice(9, 21), w[2])]
-    want = np.concatenate([x[rows] @ one for rows, one in groups]), np.concatenate([dy[rows] @ one.T for rows, one in groups])
+    want = (
+        np.concatenate([x[rows] @ one for rows, one in groups]),
+        np.concatenate([dy[rows] @ one.T for rows, one in groups]),
+    )
     check_y_and_dx(case, Quantized.from_deepseek(jnp.asarray(weight), jnp.asarray(scale_inv)), "blockwise", run, want)
 
 
@@ -250,7 +282,9 @@ def test_adaln_feeds_fp8_matmul(run):
         return h, jaxops.fp8_matmul(h, w, **options_of(run))
 
     h, got = f(x, w)
-    want = np.asarray(jaxops.dequantize(h, "float32")).astype(np.float64) @ quantised(np.asarray(w), "block_128x128", "float8_e4m3fn")
+    want = np.asarray(jaxops.dequantize(h, "float32")).astype(np.float64) @ quantised(
+        np.asarray(w), "block_128x128", "float8_e4m3fn"
+    )
     assert_close(got, want, **kind_of(run, got.dtype.name))
     with pytest.raises(NotImplementedError, match="column layout"):  # which the gradient of w needs
         jax.eval_shape(jax.grad(lambda w: jnp.sum(f(x, w)[1].astype(jnp.float32))), w)

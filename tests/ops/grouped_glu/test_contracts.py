@@ -51,8 +51,12 @@ def test_shard_map_over_experts(run):
         return jax.lax.psum(glu(run, x, w_gate, w_up, mine), "e")
 
     # Pallas' interpreter cannot follow varying axes; the kernels' own types are checked by lowering, below.
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("e"), P("e"), P()), out_specs=P(), check_vma=run == "xla")
-    got = jax.jit(jax.value_and_grad(lambda *operands: jnp.sum(jnp.sin(sharded(*operands))), argnums=(0, 1, 2)))(*OPERANDS)
+    sharded = jax.shard_map(
+        shard, mesh=mesh, in_specs=(P(), P("e"), P("e"), P()), out_specs=P(), check_vma=run == "xla"
+    )
+    got = jax.jit(jax.value_and_grad(lambda *operands: jnp.sum(jnp.sin(sharded(*operands))), argnums=(0, 1, 2)))(
+        *OPERANDS
+    )
     assert_same(got, reference_gradients(*OPERANDS))
 
 
@@ -60,7 +64,10 @@ def test_shard_map_over_experts(run):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_the_forward_keeps(save, kept, dtype):
     """Beside operands in the compute dtype: gate and up in it, or nothing of their size."""
-    _, vjp = jax.eval_shape(lambda *operands: jax.vjp(lambda x: glu("xla", x, *operands[1:], save=save, compute_dtype=dtype), operands[0]), *OPERANDS)
+    _, vjp = jax.eval_shape(
+        lambda *operands: jax.vjp(lambda x: glu("xla", x, *operands[1:], save=save, compute_dtype=dtype), operands[0]),
+        *OPERANDS,
+    )
     shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(vjp)]
     assert shapes.count(((40, 20), dtype)) == kept
     assert sum(shape == (40, 20) for shape, _ in shapes) == kept
@@ -72,4 +79,7 @@ def test_what_is_not_kept_is_multiplied_again(save, products):
     jax.checkpoint: XLA would find that it has multiplied the same already."""
     step = jax.jit(jax.grad(lambda *operands: loss("xla", *operands, CASE.offsets, save=save), argnums=(0, 1, 2)))
     text = step.lower(*OPERANDS[:3]).as_text()
-    assert (text.count("stablehlo.while"), text.count("stablehlo.optimization_barrier")) == (products, int(save == "nothing"))
+    assert (text.count("stablehlo.while"), text.count("stablehlo.optimization_barrier")) == (
+        products,
+        int(save == "nothing"),
+    )

@@ -25,22 +25,58 @@ ERRORS = {
     "x-list": ({"x": [[1.0] * K] * M}, TypeError, r"x is a list.*\[M, K\]"),
     "x-int": ({"x": zeros(M, K, dtype="int32")}, TypeError, r"x is int32.*bfloat16, float16, float32.*x\.astype"),
     "w_gate-rank": ({"w_gate": zeros(K, F)}, ValueError, r"w_gate has shape \(4, 6\).*\[G, K, F\]"),
-    "w_gate-rank-joined": ({"w_gate": zeros(K, F), "w_up": None}, ValueError, r"w_gate has shape \(4, 6\).*\[G, K, 2 F\]"),
-    "w_gate-odd": ({"w_gate": zeros(G, K, 7), "w_up": None}, ValueError, r"w_gate has shape \(3, 4, 7\); without w_up.*\[G, K, 2 F\].*even"),
-    "w_up-shape": ({"w_up": zeros(G, K, F + 1)}, ValueError, r"w_up has shape \(3, 4, 7\); it must be that of w_gate, \(3, 4, 6\)"),
+    "w_gate-rank-joined": (
+        {"w_gate": zeros(K, F), "w_up": None},
+        ValueError,
+        r"w_gate has shape \(4, 6\).*\[G, K, 2 F\]",
+    ),
+    "w_gate-odd": (
+        {"w_gate": zeros(G, K, 7), "w_up": None},
+        ValueError,
+        r"w_gate has shape \(3, 4, 7\); without w_up.*\[G, K, 2 F\].*even",
+    ),
+    "w_up-shape": (
+        {"w_up": zeros(G, K, F + 1)},
+        ValueError,
+        r"w_up has shape \(3, 4, 7\); it must be that of w_gate, \(3, 4, 6\)",
+    ),
     "w_up-dtype": ({"w_up": zeros(G, K, F, dtype="bfloat16")}, TypeError, r"w_up is bfloat16 and w_gate is float32"),
     "w_up-int": ({"w_up": zeros(G, K, F, dtype="int8")}, TypeError, r"w_up is int8.*w_up\.astype"),
     "K": ({"x": zeros(M, K + 1)}, ValueError, r"K of x.* is 5.*K of w_gate \(3, 4, 6\) is 4"),
-    "offsets-length": ({"group_offsets": OFFSETS[:-1]}, ValueError, r"len\(group_offsets\) is 3.*w_gate\.shape\[0\] \+ 1.* is 4"),
-    "offsets-int64": ({"group_offsets": OFFSETS.astype(np.int64)}, TypeError, r"group_offsets is int64.*group_offsets\.astype\(jnp\.int32\)"),
-    "two-dtypes": ({"x": zeros(M, K, dtype="bfloat16")}, TypeError, r"x is bfloat16 and w_gate is float32.*compute_dtype=jnp\.bfloat16"),
+    "offsets-length": (
+        {"group_offsets": OFFSETS[:-1]},
+        ValueError,
+        r"len\(group_offsets\) is 3.*w_gate\.shape\[0\] \+ 1.* is 4",
+    ),
+    "offsets-int64": (
+        {"group_offsets": OFFSETS.astype(np.int64)},
+        TypeError,
+        r"group_offsets is int64.*group_offsets\.astype\(jnp\.int32\)",
+    ),
+    "two-dtypes": (
+        {"x": zeros(M, K, dtype="bfloat16")},
+        TypeError,
+        r"x is bfloat16 and w_gate is float32.*compute_dtype=jnp\.bfloat16",
+    ),
     "compute_dtype": ({"compute_dtype": jnp.int8}, TypeError, r"compute_dtype=int8.*bfloat16, float16, float32"),
-    "activation": ({"activation": "swiglu"}, ValueError, r"activation='swiglu': write 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid'"),
+    "activation": (
+        {"activation": "swiglu"},
+        ValueError,
+        r"activation='swiglu': write 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid'",
+    ),
     "activation-callable": ({"activation": jax.nn.silu}, ValueError, r"activation=.*: write 'silu'"),
     "save": ({"save": "all"}, ValueError, r"save='all': write 'preactivations', 'nothing'"),
     "backend": ({"backend": "cublas"}, ValueError, r"backend='cublas'.*'auto', 'triton', 'pallas' or 'xla'"),
-    "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
-    "precision": ({"precision": lax.DotAlgorithmPreset.BF16_BF16_F32_X3}, NotImplementedError, r"precision=BF16_BF16_F32_X3"),
+    "plan-and-backend": (
+        {"backend": "pallas", "plan": Plan("xla")},
+        ValueError,
+        r"backend='pallas' contradicts plan\.backend='xla'",
+    ),
+    "precision": (
+        {"precision": lax.DotAlgorithmPreset.BF16_BF16_F32_X3},
+        NotImplementedError,
+        r"precision=BF16_BF16_F32_X3",
+    ),
 }
 
 

@@ -16,24 +16,42 @@ from tests.plans import by_choices, choices
 
 make_plan = by_choices(grouped_glu.make_plan)
 
-H200, A100, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+H200, A100, CPU, TPU = (
+    Device("NVIDIA H200", "gpu"),
+    Device("NVIDIA A100-SXM4-80GB", "gpu"),
+    Device("cpu", "cpu"),
+    Device("TPU v5 lite", "tpu"),
+)
 PROBLEM = Problem(8, 4096, 1024, 3584, "bfloat16")
 PRODUCT = grouped_matmul.Problem(8, 4096, 1024, 3584, "bfloat16")
 
 
 def test_explicit_then_heuristic():
     chosen = make_plan(PROBLEM, A100)
-    assert chosen == Plan("pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM), choices(grouped_matmul.make_plan(PRODUCT, A100)))
+    assert chosen == Plan(
+        "pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM), choices(grouped_matmul.make_plan(PRODUCT, A100))
+    )
     mine = Plan(bwd=Block(1, 64, 1))
     products = choices(grouped_matmul.make_plan(PRODUCT, H200, backend="pallas"))
     assert make_plan(PROBLEM, H200, plan=mine) == Plan("pallas", heuristic("fwd", PROBLEM), Block(1, 64, 1), products)
-    assert "bwd=Block(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(make_plan(PROBLEM, H200, plan=mine))
+    assert "bwd=Block(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(
+        make_plan(PROBLEM, H200, plan=mine)
+    )
 
 
 def test_the_products_take_their_tuned_rows():
     """Of the width that is multiplied: gate and up together where they are one array."""
     tiles = grouped_matmul.Tiles(16, 16, 16)
-    row = {"pass": "fwd", "G": 8, "M": 4096, "K": 1024, "N": 2 * 3584, "dtype": "bfloat16", "tiles": vars(tiles), "us": 1.0}
+    row = {
+        "pass": "fwd",
+        "G": 8,
+        "M": 4096,
+        "K": 1024,
+        "N": 2 * 3584,
+        "dtype": "bfloat16",
+        "tiles": vars(tiles),
+        "us": 1.0,
+    }
     joined = Problem(8, 4096, 1024, 3584, "bfloat16", joined=True)
     assert [make_plan(p, A100, [row]).products.fwd == tiles for p in (PROBLEM, joined)] == [False, True]
 
@@ -43,7 +61,11 @@ def test_backend_by_device():
     assert [make_plan(PROBLEM, device).backend for device in (H200, A100, CPU, TPU)] == [hopper, "pallas", "xla", "xla"]
     assert make_plan(PROBLEM, H200).products == choices(grouped_matmul.make_plan(PRODUCT, H200))
     assert make_plan(PROBLEM, CPU).products == grouped_matmul.Plan("xla")
-    assert make_plan(PROBLEM, H200, backend="xla") == make_plan(PROBLEM, H200, plan=Plan("xla")) == Plan("xla", products=grouped_matmul.Plan("xla"))
+    assert (
+        make_plan(PROBLEM, H200, backend="xla")
+        == make_plan(PROBLEM, H200, plan=Plan("xla"))
+        == Plan("xla", products=grouped_matmul.Plan("xla"))
+    )
     interpreted = make_plan(PROBLEM, CPU, backend="pallas")
     assert (interpreted.backend, interpreted.products.backend) == ("pallas", "pallas")
     apart = Plan("pallas", products=grouped_matmul.Plan("xla"))
@@ -68,16 +90,25 @@ def test_heuristic_and_candidates_are_legal(F):
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
 
 
-def lowered(M: int, K: int, F: int, *, joined: bool = False, dtype: str = "bfloat16", plan: Plan | None = None, **options) -> list[str]:
+def lowered(
+    M: int, K: int, F: int, *, joined: bool = False, dtype: str = "bfloat16", plan: Plan | None = None, **options
+) -> list[str]:
     """The kernels of a call's forward and backward, in order, without those that list the products' work."""
     s, G = jax.ShapeDtypeStruct, 4
 
     def both(x, w_gate, w_up, dh, offsets):
-        h, vjp = jax.vjp(lambda *given: jaxops.grouped_glu(*given, *([None] if joined else []), offsets, plan=plan, **options), x, w_gate, *w_up)
+        h, vjp = jax.vjp(
+            lambda *given: jaxops.grouped_glu(*given, *([None] if joined else []), offsets, plan=plan, **options),
+            x,
+            w_gate,
+            *w_up,
+        )
         return h, vjp(dh)
 
     weight = s((G, K, 2 * F if joined else F), dtype)
-    text = lower_for_h200(both, s((M, K), dtype), weight, () if joined else (weight,), s((M, F), dtype), s((G + 1,), "int32"))
+    text = lower_for_h200(
+        both, s((M, K), dtype), weight, () if joined else (weight,), s((M, F), dtype), s((G + 1,), "int32")
+    )
     names = re.findall(r'"((?:grouped|schedule)_\w+)"', text)
     assert text.count(KERNEL) == len(names)
     return [name for name in names if not name.startswith("schedule")]
@@ -94,7 +125,13 @@ def test_a_call_is_these_kernels(activation):
 
 
 def test_one_array_is_one_product_each():
-    assert lowered(77, 33, 65, joined=True, backend="pallas", dtype="float32", activation="relu") == [FWD, "grouped_glu_fwd", "grouped_glu_bwd", DGRAD, WGRAD]
+    assert lowered(77, 33, 65, joined=True, backend="pallas", dtype="float32", activation="relu") == [
+        FWD,
+        "grouped_glu_fwd",
+        "grouped_glu_bwd",
+        DGRAD,
+        WGRAD,
+    ]
 
 
 def test_candidates_lower_for_an_h200():

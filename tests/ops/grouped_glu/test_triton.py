@@ -29,12 +29,21 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-@pytest.mark.parametrize(("activation", "save", "dynamic", "stages"), [("silu", True, False, 3), ("silu", False, True, 4), ("relu", True, True, 4)])
+@pytest.mark.parametrize(
+    ("activation", "save", "dynamic", "stages"),
+    [("silu", True, False, 3), ("silu", False, True, 4), ("relu", True, True, 4)],
+)
 def test_kernel(activation, save, dynamic, stages, tmp_path):
     """A consumer multiplies its 64 rows by 128 columns of both weights at once, 64 of K in four instructions."""
     how = {"activation": activation, "save": save, "panel": 4, "dynamic": dynamic, "stages": stages}
     offsets = shape(G + 1, dtype="int32")
-    (kernel,) = compiled(lambda x, a, b, o: fwd_triton(x, (a, b), o, **how, cores=132), shape(M, K), shape(G, K, F), shape(G, K, F), offsets)
+    (kernel,) = compiled(
+        lambda x, a, b, o: fwd_triton(x, (a, b), o, **how, cores=132),
+        shape(M, K),
+        shape(G, K, F),
+        shape(G, K, F),
+        offsets,
+    )
     check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, SHARED_BYTES, tmp_path)
     assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
     assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
@@ -107,7 +116,9 @@ def test_h_of_another_dtype():
 @functools.partial(jax.jit, static_argnames=("activation", "save", "fused"))
 def results(x, w_gate, w_up, dh, offsets, activation, save, fused=None):
     def unit(x, w_gate, w_up):
-        return jaxops.grouped_glu(x, w_gate, w_up, offsets, activation=activation, save=save, plan=Plan("triton", fused=fused))
+        return jaxops.grouped_glu(
+            x, w_gate, w_up, offsets, activation=activation, save=save, plan=Plan("triton", fused=fused)
+        )
 
     h, vjp = jax.vjp(unit, x, w_gate, w_up)
     return h, *vjp(dh)
@@ -138,15 +149,22 @@ def test_values(sizes, activation, save):
 def test_every_order_and_depth_give_the_same_bits(save):
     """The shallow pipeline has two buffers to store from, in turns."""
     case = make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5)
-    ways = [Fused(panel, dynamic, stages) for panel, dynamic, stages in ((4, True, 4), (1, False, 4), (8, False, 3), (4, True, 3))]
+    ways = [
+        Fused(panel, dynamic, stages)
+        for panel, dynamic, stages in ((4, True, 4), (1, False, 4), (8, False, 3), (4, True, 3))
+    ]
     found = [[np.asarray(x).tobytes() for x in results(*case.arrays, "silu", save, fused)] for fused in ways]
     assert found[0] == found[1] == found[2] == found[3]
 
 
 @pytest.mark.gpu
 def test_vmap():
-    cases = [make_case(sizes, 72, 136, dtype="bfloat16", seed=i) for i, sizes in enumerate(([100, 200, 300], [0, 600, 0]))]
-    x, gate, up, offsets = (jnp.stack(arrays) for arrays in zip(*((c.x, c.w_gate, c.w_up, c.offsets) for c in cases), strict=True))
+    cases = [
+        make_case(sizes, 72, 136, dtype="bfloat16", seed=i) for i, sizes in enumerate(([100, 200, 300], [0, 600, 0]))
+    ]
+    x, gate, up, offsets = (
+        jnp.stack(arrays) for arrays in zip(*((c.x, c.w_gate, c.w_up, c.offsets) for c in cases), strict=True)
+    )
     got = jax.jit(jax.vmap(lambda *given: jaxops.grouped_glu(*given, backend="triton")))(x, gate, up, offsets)
     for h, case in zip(got, cases, strict=True):
         assert_close(h, reference_all(case.arrays)[0], "bfloat16", scale=2)

@@ -52,7 +52,9 @@ def test_what_stands_outside_is_not_read(run, joined):
     spec = Spec("silu", "nothing", jax.lax.Precision.HIGHEST, *4 * (jnp.dtype("float32"),))
     plan = dataclasses.replace(plan_of(run), device=current_device())
     pre = (jnp.concatenate([case.dh, case.dh], axis=1),) if joined else (case.dh, case.dh)
-    h, dpre = jax.jit(lambda *given: (_activated(spec, plan, *given[::2]), _gradients(spec, plan, *given)))(pre, case.dh, case.offsets)
+    h, dpre = jax.jit(lambda *given: (_activated(spec, plan, *given[::2]), _gradients(spec, plan, *given)))(
+        pre, case.dh, case.offsets
+    )
     clean = jnp.where(case.outside, 0, case.dh)
     assert_close(h, jax.nn.silu(clean) * clean, "float32")
     for half in dpre:
@@ -81,7 +83,9 @@ def test_activations_far_out(name):
     value, slope = jax.jit(ACTIVATIONS[name])(u)
     wide = u.astype(np.float64)
     np.testing.assert_allclose(value, IN_FLOAT64[name](wide), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(slope, (IN_FLOAT64[name](wide + 1e-5) - IN_FLOAT64[name](wide - 1e-5)) / 2e-5, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        slope, (IN_FLOAT64[name](wide + 1e-5) - IN_FLOAT64[name](wide - 1e-5)) / 2e-5, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -121,7 +125,9 @@ def test_compute_dtype(run):
     assert [a.dtype for a in (h, dx, *dw)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
     assert h_wide.dtype == dx_wide.dtype == jnp.float32
 
-    @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})  # on a GPU XLA leaves out casts to bfloat16 and back
+    @functools.partial(
+        jax.jit, compiler_options={"xla_allow_excess_precision": False}
+    )  # on a GPU XLA leaves out casts to bfloat16 and back
     def gradient_of_x(x, wide, dh):
         pre = [grouped_matmul_reference(x, w.astype(jnp.bfloat16), case.offsets).astype(jnp.bfloat16) for w in wide]
         dpre = [d.astype(jnp.bfloat16) for d in unit_gradients("silu", *pre, dh)]

@@ -26,13 +26,21 @@ def plan_of(run: str) -> Plan:
     if run == "xla":
         return Plan("xla")
     if run == "interpret":
-        return Plan("pallas", Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3, tail=16), Tiles(16, 16, 16, panel=2, peel=True))
+        return Plan(
+            "pallas",
+            Tiles(16, 32, 16, panel=2),
+            Tiles(32, 16, 16, panel=3, tail=16),
+            Tiles(16, 16, 16, panel=2, peel=True),
+        )
     if run == "triton":
         turns, wide, narrow = (
-            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", turns=turns) for bm, bn, turns in ((128, 128, True), (128, 256, False), (128, 128, False))
+            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", turns=turns)
+            for bm, bn, turns in ((128, 128, True), (128, 256, False), (128, 128, False))
         )
         return Plan("triton", turns, wide, narrow)
-    return Plan("pallas", Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2))
+    return Plan(
+        "pallas", Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +77,9 @@ def run_all(case_arrays, run: str, transpose_rhs: bool = False, precision: str |
 
     def f(lhs, rhs, bias):
         weights = jnp.swapaxes(rhs, 1, 2) if transpose_rhs else rhs
-        return jaxops.grouped_matmul(lhs, weights, offsets, bias=bias, transpose_rhs=transpose_rhs, precision=precision, plan=plan_of(run))
+        return jaxops.grouped_matmul(
+            lhs, weights, offsets, bias=bias, transpose_rhs=transpose_rhs, precision=precision, plan=plan_of(run)
+        )
 
     out, vjp = jax.vjp(f, lhs, rhs, bias)
     return out, *vjp(dout)
@@ -85,7 +95,9 @@ def reference_all(case_arrays):
     return out, *vjp(jnp.where(outside, 0, dout.astype(jnp.float32)))
 
 
-def check(case: Case, run: str, *, kind: str = "float32", precision: str | None = "highest", transpose_rhs: bool = False) -> None:
+def check(
+    case: Case, run: str, *, kind: str = "float32", precision: str | None = "highest", transpose_rhs: bool = False
+) -> None:
     """Every output and gradient equals the reference's; empty groups' gradients and outside rows are exactly zero."""
     arrays = tuple(vars(case).values())
     got = run_all(arrays, run, transpose_rhs=transpose_rhs, precision=precision)
@@ -109,13 +121,18 @@ def sum_and_gradients(lhs: tuple, rhs: tuple, dout, offsets, run: str, transpose
             return sum(grouped_matmul_reference(a, b, offsets) for a, b in zip(lhs, rhs, strict=True))
         rhs = tuple(jnp.swapaxes(b, 1, 2) for b in rhs) if transpose_rhs else rhs
         plan = dataclasses.replace(plan_of(run), device=current_device())
-        return grouped_matmul_sum(lhs, rhs, offsets, plan=plan, transpose_rhs=transpose_rhs, precision="highest" if run != "triton" else None)
+        return grouped_matmul_sum(
+            lhs, rhs, offsets, plan=plan, transpose_rhs=transpose_rhs, precision="highest" if run != "triton" else None
+        )
 
     lhs, rhs = lhs[:pairs], rhs[:pairs]
     if run == "reference":
         row = jnp.arange(dout.shape[0])
         outside = ((row < offsets[0]) | (row >= offsets[-1]))[:, None]
-        (lhs, rhs), dout = jax.tree.map(lambda x: x.astype(jnp.float32), (lhs, rhs)), jnp.where(outside, 0, dout.astype(jnp.float32))
+        (lhs, rhs), dout = (
+            jax.tree.map(lambda x: x.astype(jnp.float32), (lhs, rhs)),
+            jnp.where(outside, 0, dout.astype(jnp.float32)),
+        )
     out, vjp = jax.vjp(f, lhs, rhs)
     return out, *vjp(dout.astype(out.dtype))
 
@@ -124,8 +141,12 @@ def check_sum(run: str, sizes, K: int, N: int, *, dtype: str, transpose_rhs: boo
     """The sum was rounded once: where its terms cancel, terms that were rounded before would show. Nothing from outside the groups is in it."""
     case, other = (make_case(sizes, K, N, dtype=dtype, seed=seed, **where) for seed in (0, 1))
     given = (case.lhs, other.lhs), (case.rhs, other.rhs), case.dout, case.offsets
-    got, want = (sum_and_gradients(*given, run, transpose_rhs and run != "reference", pairs) for run in (run, "reference"))
-    for g, w, primal in zip(jax.tree.leaves(got), jax.tree.leaves(want), (case.dout, *given[0][:pairs], *given[1][:pairs]), strict=True):
+    got, want = (
+        sum_and_gradients(*given, run, transpose_rhs and run != "reference", pairs) for run in (run, "reference")
+    )
+    for g, w, primal in zip(
+        jax.tree.leaves(got), jax.tree.leaves(want), (case.dout, *given[0][:pairs], *given[1][:pairs]), strict=True
+    ):
         assert g.dtype == primal.dtype
         assert_close(g, w, dtype)
     error, half_ulp = np.abs(np.asarray(got[0], np.float32) - want[0]), float(jnp.finfo(dtype).eps) / 2

@@ -41,7 +41,9 @@ def test_shard_map_over_experts(backend):
 
     # Pallas' interpreter cannot follow varying axes; the kernels' own types are checked by lowering, below.
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("e"), P()), out_specs=P(), check_vma=backend == "xla")
-    got = jax.jit(jax.value_and_grad(lambda lhs, rhs: jnp.sum(jnp.sin(sharded(lhs, rhs, CASE.offsets))), argnums=(0, 1)))(CLEAN_LHS, CASE.rhs)
+    got = jax.jit(
+        jax.value_and_grad(lambda lhs, rhs: jnp.sum(jnp.sin(sharded(lhs, rhs, CASE.offsets))), argnums=(0, 1))
+    )(CLEAN_LHS, CASE.rhs)
     want = reference_gradients(CLEAN_LHS, CASE.rhs, CASE.offsets)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close(g, w, "float32", scale=10)
@@ -61,7 +63,9 @@ def test_shard_map_checks_hoppers_kernels_varying_axes():
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P()))
     s = jax.ShapeDtypeStruct
     with jax.sharding.use_abstract_mesh(mesh):
-        text = str(jax.make_jaxpr(sharded)(s((64, 32), jnp.bfloat16), s((4, 32, 48), jnp.bfloat16), s((2, 5), jnp.int32)))
+        text = str(
+            jax.make_jaxpr(sharded)(s((64, 32), jnp.bfloat16), s((4, 32, 48), jnp.bfloat16), s((2, 5), jnp.int32))
+        )
     assert "psum" in text
     assert text.count("grouped_matmul_wgrad") >= 1
 
@@ -69,7 +73,10 @@ def test_shard_map_checks_hoppers_kernels_varying_axes():
 @pytest.mark.parametrize("run", KERNELS)
 def test_donation_aliases_the_accumulator(run):
     accumulator = jnp.zeros((4, 16, 24), jnp.float32)
-    step = jax.jit(lambda acc: jaxops.grouped_wgrad(CASE.lhs, CASE.dout, CASE.offsets, accumulate_into=acc, plan=plan_of(run)), donate_argnums=0)
+    step = jax.jit(
+        lambda acc: jaxops.grouped_wgrad(CASE.lhs, CASE.dout, CASE.offsets, accumulate_into=acc, plan=plan_of(run)),
+        donate_argnums=0,
+    )
     compiled = step.lower(accumulator).compile()
     assert "input_output_alias" in compiled.as_text()
     out = compiled(accumulator)

@@ -77,7 +77,9 @@ def test_whole_explicit_plan_is_kept():
 
 
 @pytest.mark.parametrize(
-    "change", [{"dtype": "float32"}, {"K": 1025}, {"N": 100}, {"M": 1025}, {"M": 512}, {"G": 9}, {"G": 4}], ids=lambda c: "-".join(map(str, *c.items()))
+    "change",
+    [{"dtype": "float32"}, {"K": 1025}, {"N": 100}, {"M": 1025}, {"M": 512}, {"G": 9}, {"G": 4}],
+    ids=lambda c: "-".join(map(str, *c.items())),
 )
 def test_row_of_another_key_is_not_taken(change):
     rows = [row(name, mark(100), **change) for name in PASSES]
@@ -95,7 +97,9 @@ def test_transposed_rhs_finds_rows_under_swapped_sizes_and_pass():
     """Its forward reads rhs as dgrad does, so it takes what was measured for the dgrad of a problem with K and N swapped."""
     swapped = dataclasses.replace(PROBLEM, K=PROBLEM.N, N=PROBLEM.K)
     rows = [row(name, mark(100 + i), swapped) for i, name in enumerate(PASSES)]
-    assert rows[0]["K"].bit_length() != rows[0]["N"].bit_length()  # otherwise the sizes fall into one bucket and nothing is told apart
+    assert (
+        rows[0]["K"].bit_length() != rows[0]["N"].bit_length()
+    )  # otherwise the sizes fall into one bucket and nothing is told apart
     transposed = dataclasses.replace(PROBLEM, transpose_rhs=True)
     assert make_plan(transposed, H200, rows) == Plan("pallas", fwd=mark(101), dgrad=mark(100), wgrad=mark(102))
     assert make_plan(PROBLEM, H200, rows) == make_plan(PROBLEM, H200)
@@ -126,25 +130,36 @@ def test_kernel_by_device_and_problem(monkeypatch):
         return plan.backend, *(getattr(plan, name).kernel for name in PASSES)
 
     pallas = ("pallas",) * 4
-    assert kernels(EIGHTS) == kernels(EIGHTS, backend="triton") == kernels(EIGHTS, plan=Plan("triton")) == ("triton",) * 4
+    assert (
+        kernels(EIGHTS) == kernels(EIGHTS, backend="triton") == kernels(EIGHTS, plan=Plan("triton")) == ("triton",) * 4
+    )
     assert kernels(EIGHTS, backend="pallas") == kernels(EIGHTS, GPUS[1]) == pallas
-    assert [hopper_can(dataclasses.replace(EIGHTS, **change)) for change in ({"K": 500}, {"N": 700}, {"dtype": "float32"}, {"K": 0})] == [False] * 4
+    assert [
+        hopper_can(dataclasses.replace(EIGHTS, **change))
+        for change in ({"K": 500}, {"N": 700}, {"dtype": "float32"}, {"K": 0})
+    ] == [False] * 4
     assert kernels(dataclasses.replace(EIGHTS, K=500)) == pallas
     few = dataclasses.replace(EIGHTS, M=100)
     assert kernels(few) == ("triton", "pallas", "pallas", "triton")
     assert kernels(few, backend="triton") == ("triton",) * 4
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "they are not installed")
     device_facts.warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="jaxops takes its Pallas kernels on this NVIDIA H200.*they are not installed"):
+    with pytest.warns(
+        RuntimeWarning, match="jaxops takes its Pallas kernels on this NVIDIA H200.*they are not installed"
+    ):
         make_plan(EIGHTS, H200)
     assert kernels(EIGHTS) == pallas  # said once
     with pytest.raises(NotImplementedError, match=r"they are not installed.*backend='pallas'"):
         make_plan(EIGHTS, H200, backend="triton")
 
 
-@pytest.mark.parametrize(("change", "said"), [({"dtype": "float32"}, "this is float32"), ({"K": 500}, "K=500"), ({"N": 700}, "N=700")])
+@pytest.mark.parametrize(
+    ("change", "said"), [({"dtype": "float32"}, "this is float32"), ({"K": 500}, "K=500"), ({"N": 700}, "N=700")]
+)
 def test_triton_says_what_it_cannot(change, said):
-    with pytest.raises(NotImplementedError, match=f"bfloat16 and float16, with K and N multiples of 8.*{said}.*backend='pallas'"):
+    with pytest.raises(
+        NotImplementedError, match=f"bfloat16 and float16, with K and N multiples of 8.*{said}.*backend='pallas'"
+    ):
         make_plan(dataclasses.replace(EIGHTS, **change), H200, backend="triton")
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
         make_plan(EIGHTS, CPU, plan=Plan("triton"))
@@ -165,7 +180,9 @@ def test_rows_of_both_kernels():
     assert make_plan(EIGHTS, H200, rows[1:], backend="pallas").fwd == heuristic("fwd", EIGHTS, H200)
 
 
-@pytest.mark.parametrize("change", [{"bm": 64}, {"bn": 64}, {"turns": True}, {"bk": 32}, {"warps": 4}, {"tail": 16}, {"stages": 1}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"bm": 64}, {"bn": 64}, {"turns": True}, {"bk": 32}, {"warps": 4}, {"tail": 16}, {"stages": 1}], ids=str
+)
 def test_tiles_that_the_triton_kernel_has_not(change):
     with pytest.raises(ValueError, match="the triton kernel has tiles of 128x256"):
         dataclasses.replace(Tiles(128, 256, 64, 8, kernel="triton"), **change)
@@ -282,7 +299,9 @@ def test_rows_are_shipped():
 
 
 @pytest.mark.parametrize(
-    ("file", "row"), SHIPPED, ids=lambda x: "-".join(str(x[k]) for k in ("pass", "G", "M", "K", "N", "dtype")) if isinstance(x, dict) else None
+    ("file", "row"),
+    SHIPPED,
+    ids=lambda x: "-".join(str(x[k]) for k in ("pass", "G", "M", "K", "N", "dtype")) if isinstance(x, dict) else None,
 )
 def test_shipped_row(file, row):
     """It parses, says what was measured where, is found at its own shape, fits its device, and is among what tuning would measure again."""
@@ -339,13 +358,17 @@ def kernels_of(pass_name: str, tiles: list[Tiles]) -> list[Tiles]:
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_shipped_tiles_lower_for_an_h200(pass_name):
     shipped = {Tiles(**row["tiles"]) for _, row in SHIPPED if row["pass"] == pass_name and row["device"] == H200.kind}
-    for tiles in (tiles for tiles in shipped if tiles.kernel == "pallas"):  # the other kernel is compiled in test_triton.py
+    for tiles in (
+        tiles for tiles in shipped if tiles.kernel == "pallas"
+    ):  # the other kernel is compiled in test_triton.py
         assert_two_kernels(lowered(pass_name, tiles), pass_name)
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_candidates_lower_for_an_h200(pass_name):
-    for tiles in kernels_of(pass_name, candidates(pass_name, SMALL, H200))[::2]:  # every second: each size of each dimension is still among them
+    for tiles in kernels_of(pass_name, candidates(pass_name, SMALL, H200))[
+        ::2
+    ]:  # every second: each size of each dimension is still among them
         assert_two_kernels(lowered(pass_name, tiles), pass_name)
 
 

@@ -24,7 +24,10 @@ PRESETS = lax.DotAlgorithmPreset
 def operands(lhs_dtype="float32", rhs_dtype="float32", seed: int = 0):
     """lhs[M, K], rhs[G, K, N], dout[M, N]."""
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.normal(size=s), d) for s, d in (((M, K), lhs_dtype), ((G, K, N), rhs_dtype), ((M, N), "float32")))
+    return tuple(
+        jnp.asarray(rng.normal(size=s), d)
+        for s, d in (((M, K), lhs_dtype), ((G, K, N), rhs_dtype), ((M, N), "float32"))
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("run", "backward"))
@@ -40,11 +43,17 @@ def theirs(lhs, rhs, sizes, dout):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("sizes", [SIZES, [0] * G, [0, 0, M, 0, 0, 0], [10, 10, 10, 10, 10, 6]], ids=["rows-past-the-sum", "no-rows", "one-group", "all-rows"])
+@pytest.mark.parametrize(
+    "sizes",
+    [SIZES, [0] * G, [0, 0, M, 0, 0, 0], [10, 10, 10, 10, 10, 6]],
+    ids=["rows-past-the-sum", "no-rows", "one-group", "all-rows"],
+)
 def test_values_and_gradients(run, sizes):
     lhs, rhs, dout = operands()
     sizes = jnp.array(sizes, jnp.int32)
-    for name, got, want in zip(("out", "dlhs", "drhs"), ours(lhs, rhs, sizes, dout, run=run), theirs(lhs, rhs, sizes, dout), strict=True):
+    for name, got, want in zip(
+        ("out", "dlhs", "drhs"), ours(lhs, rhs, sizes, dout, run=run), theirs(lhs, rhs, sizes, dout), strict=True
+    ):
         assert got.dtype == want.dtype
         assert_close(got, want, "float32", name)
 
@@ -89,7 +98,9 @@ def test_mixed_dtypes_in_the_kernels():
 @pytest.mark.parametrize(("dtype", "preferred"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_preferred_element_type(dtype, preferred):
     lhs, rhs, _ = operands(dtype, dtype)
-    jitted = (jax.jit(functools.partial(f, preferred_element_type=preferred)) for f in (jaxops.ragged_dot, lax.ragged_dot))
+    jitted = (
+        jax.jit(functools.partial(f, preferred_element_type=preferred)) for f in (jaxops.ragged_dot, lax.ragged_dot)
+    )
     got, want = (f(lhs, rhs, jnp.array(SIZES)) for f in jitted)
     assert got.dtype == want.dtype == jnp.dtype(preferred)
     assert_close(got, want, got.dtype.name)
@@ -119,7 +130,9 @@ def test_precision_in_every_spelling_of_lax_dot(precision, means):
     lhs, rhs, _ = operands()
     jax.eval_shape(functools.partial(lax.dot, precision=precision), lhs, rhs[0])  # the spelling is one that JAX takes
     for run in ("xla", "interpret"):
-        assert jax.eval_shape(functools.partial(jaxops.ragged_dot, precision=precision, plan=plan_of(run)), lhs, rhs, jnp.array(SIZES)).shape == (M, N)
+        assert jax.eval_shape(
+            functools.partial(jaxops.ragged_dot, precision=precision, plan=plan_of(run)), lhs, rhs, jnp.array(SIZES)
+        ).shape == (M, N)
     # None follows the flag below; without it, it is the default.
     assert resolve_precision(precision, "float32") == (lax.Precision[means], jnp.dtype("float32"))
 
@@ -127,8 +140,15 @@ def test_precision_in_every_spelling_of_lax_dot(precision, means):
 def test_precision_reaches_the_product():
     lhs, rhs, _ = operands()
     got = jax.jit(functools.partial(jaxops.ragged_dot, precision=PRESETS.F32_F32_F32))(lhs, rhs, jnp.array(SIZES))
-    assert_close(got, jax.jit(functools.partial(lax.ragged_dot, precision="highest"))(lhs, rhs, jnp.array(SIZES)), "float32")
-    text = {p: str(jax.make_jaxpr(functools.partial(jaxops.ragged_dot, precision=p, backend="xla"))(lhs, rhs, jnp.array(SIZES))) for p in ("highest", "high")}
+    assert_close(
+        got, jax.jit(functools.partial(lax.ragged_dot, precision="highest"))(lhs, rhs, jnp.array(SIZES)), "float32"
+    )
+    text = {
+        p: str(
+            jax.make_jaxpr(functools.partial(jaxops.ragged_dot, precision=p, backend="xla"))(lhs, rhs, jnp.array(SIZES))
+        )
+        for p in ("highest", "high")
+    }
     assert "HIGHEST" in text["highest"]
     assert "HIGHEST" not in text["high"]
 
@@ -187,17 +207,28 @@ def test_operands_are_rounded_as_the_algorithm_says():
 @pytest.mark.parametrize("backend", ["pallas", "triton"])
 def test_kernels_refuse_what_they_do_not_multiply(backend):
     lhs, rhs, _ = operands()
-    for change in ({"precision": "BF16_BF16_F32_X3"}, {"preferred_element_type": "float64"}, {"lhs": lhs.astype(jnp.int8), "rhs": rhs.astype(jnp.int8)}):
+    for change in (
+        {"precision": "BF16_BF16_F32_X3"},
+        {"preferred_element_type": "float64"},
+        {"lhs": lhs.astype(jnp.int8), "rhs": rhs.astype(jnp.int8)},
+    ):
         with pytest.raises(NotImplementedError, match=r"backend='auto' or 'xla'|backend='pallas'"):
             jaxops.ragged_dot(**{"lhs": lhs, "rhs": rhs, "group_sizes": jnp.array(SIZES), "backend": backend, **change})
 
 
-@pytest.mark.parametrize(("dtype", "preferred"), [("int8", None), ("int8", "int32"), ("int16", "int32"), ("int32", None), ("uint8", "uint32")])
+@pytest.mark.parametrize(
+    ("dtype", "preferred"),
+    [("int8", None), ("int8", "int32"), ("int16", "int32"), ("int32", None), ("uint8", "uint32")],
+)
 def test_integers(dtype, preferred):
     """As JAX's, which wraps around where the result's dtype is too narrow."""
     rng = np.random.default_rng(3)
-    lhs, rhs = (jnp.asarray(rng.integers(0 if dtype[0] == "u" else -100, 100, size), dtype) for size in ((M, K), (G, K, N)))
-    got, want = (f(lhs, rhs, jnp.array(SIZES), preferred_element_type=preferred) for f in (jaxops.ragged_dot, lax.ragged_dot))
+    lhs, rhs = (
+        jnp.asarray(rng.integers(0 if dtype[0] == "u" else -100, 100, size), dtype) for size in ((M, K), (G, K, N))
+    )
+    got, want = (
+        f(lhs, rhs, jnp.array(SIZES), preferred_element_type=preferred) for f in (jaxops.ragged_dot, lax.ragged_dot)
+    )
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
 
@@ -236,7 +267,9 @@ def test_export_with_a_symbolic_number_of_rows():
 @functools.partial(jax.jit, static_argnames="run")
 def shard(lhs, rhs, sizes, offset, dout, run: str):
     """A shard's result and its weights' gradient; which shard it is stays on the device."""
-    out, vjp = jax.vjp(lambda rhs: jaxops.ragged_dot(lhs, rhs, sizes, "highest", group_offset=offset, plan=plan_of(run)), rhs)
+    out, vjp = jax.vjp(
+        lambda rhs: jaxops.ragged_dot(lhs, rhs, sizes, "highest", group_offset=offset, plan=plan_of(run)), rhs
+    )
     return out, *vjp(dout)
 
 
@@ -245,7 +278,10 @@ def test_group_offset(run):
     lhs, rhs, dout = operands()
     sizes = jnp.array(SIZES, jnp.int32)
     whole, _, weights = ours(lhs, rhs, sizes, dout, run=run)
-    shards = [tuple(map(np.asarray, shard(lhs, np.asarray(rhs)[at : at + 2], sizes, jnp.array([at]), dout, run))) for at in (0, 2, 4)]
+    shards = [
+        tuple(map(np.asarray, shard(lhs, np.asarray(rhs)[at : at + 2], sizes, jnp.array([at]), dout, run)))
+        for at in (0, 2, 4)
+    ]
     # Every row belongs to one shard, and the others' zeros add nothing: the same up to the order of the products' sums.
     assert_close(sum(out for out, _ in shards), whole, "float32")
     assert_close(np.concatenate([drhs for _, drhs in shards]), weights, "float32")
@@ -305,7 +341,11 @@ def test_group_sizes_from_numpy():
     [
         ({"group_sizes": jnp.ones(G - 1, jnp.int32)}, ValueError, r"len\(group_sizes\) is 5.*rhs\.shape\[0\] is 6"),
         ({"group_sizes": jnp.ones(G)}, TypeError, r"group_sizes is float32\[6\].*integers"),
-        ({"group_sizes": jnp.ones((1, G), jnp.int32)}, (TypeError, ValueError), r"group_sizes is int32\[1, 6\].*vector"),
+        (
+            {"group_sizes": jnp.ones((1, G), jnp.int32)},
+            (TypeError, ValueError),
+            r"group_sizes is int32\[1, 6\].*vector",
+        ),
         ({"group_sizes": SIZES}, TypeError, "group_sizes is a list"),
         ({"group_offset": jnp.zeros(2, jnp.int32)}, ValueError, r"group_offset is int32\[2\].*\(1,\)"),
         ({"group_offset": jnp.int32(0)}, ValueError, r"group_offset is int32\[\].*\(1,\)"),
@@ -340,4 +380,8 @@ def test_forward_mode():
     out, vjp = jax.vjp(f, lhs)
     _, transposed = jax.vjp(vjp, jnp.zeros_like(out))
     (tangent,) = transposed((2 * lhs,))
-    assert_close(tangent, jax.jvp(lambda lhs: lax.ragged_dot(lhs, rhs, jnp.array(SIZES), "highest"), (lhs,), (2 * lhs,))[1], "float32")
+    assert_close(
+        tangent,
+        jax.jvp(lambda lhs: lax.ragged_dot(lhs, rhs, jnp.array(SIZES), "highest"), (lhs,), (2 * lhs,))[1],
+        "float32",
+    )

@@ -25,7 +25,10 @@ from tests.ops.grouped_matmul.cases import make_case, reference_all
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them
 H200 = Device("NVIDIA H200", "gpu")
 # Of each size the deepest pipeline, which may store half of a tile's columns at a time, and the deepest that leaves room for all of them.
-TILES = {(tiles.bm, tiles.bn, tiles.turns, tiles.stored): tiles for tiles in candidates("wgrad", Problem(256, 4096, 7168, 2048, "bfloat16"), H200, "triton")}
+TILES = {
+    (tiles.bm, tiles.bn, tiles.turns, tiles.stored): tiles
+    for tiles in candidates("wgrad", Problem(256, 4096, 7168, 2048, "bfloat16"), H200, "triton")
+}
 NAMED = {"ids": lambda tiles: f"{tiles.bm}x{tiles.bn}-{tiles.stages}{'-turns' if tiles.turns else ''}"}
 
 
@@ -37,10 +40,18 @@ def kernel_of(name: str, tiles: Tiles, out: str = "bfloat16", bias: bool = False
     offsets, how = shape(G + 1, dtype="int32"), {"tiles": tiles, "out_dtype": jnp.dtype(out)}
     if name == "wgrad":
         accumulator = shape(G, K, N, dtype=out) if accumulate else None
-        (kernel,) = compiled(lambda *arrays: wgrad_triton(*arrays, **how, cores=132), shape(M, K), shape(M, N), accumulator, offsets)
+        (kernel,) = compiled(
+            lambda *arrays: wgrad_triton(*arrays, **how, cores=132), shape(M, K), shape(M, N), accumulator, offsets
+        )
     else:
         rhs, how["transpose_rhs"] = shape(G, *((N, K) if name == "dgrad" else (K, N))), name == "dgrad"
-        (kernel,) = compiled(lambda *arrays: fwd_triton(*arrays, **how, cores=132), shape(M, K), rhs, shape(G, N) if bias else None, offsets)
+        (kernel,) = compiled(
+            lambda *arrays: fwd_triton(*arrays, **how, cores=132),
+            shape(M, K),
+            rhs,
+            shape(G, N) if bias else None,
+            offsets,
+        )
     return kernel
 
 
@@ -69,7 +80,11 @@ def test_every_tile_is_a_candidate():
 
 
 # Every tile of 128x256 in all passes, each other one in one of them.
-COMPILED = [(tiles, name) for i, tiles in enumerate(TILES.values()) for name in (PASSES if tiles.bn == 256 else PASSES[i % 3 : i % 3 + 1])]
+COMPILED = [
+    (tiles, name)
+    for i, tiles in enumerate(TILES.values())
+    for name in (PASSES if tiles.bn == 256 else PASSES[i % 3 : i % 3 + 1])
+]
 
 
 @pytest.mark.parametrize(("tiles", "name"), COMPILED, ids=lambda x: x if isinstance(x, str) else NAMED["ids"](x))
@@ -89,16 +104,37 @@ def test_kernel(tiles, name, tmp_path):
 )
 def test_variant(name, out, options, tmp_path):
     tiles = TILES[128, 256, False, 256]
-    check(kernel_of(name, tiles, out, **options), ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path)
+    check(
+        kernel_of(name, tiles, out, **options),
+        ["m64n256k16.f32.bf16.bf16"] * 8,
+        2,
+        tiles.shared_bytes("bfloat16"),
+        tmp_path,
+    )
 
 
-@pytest.mark.parametrize(("size", "transposed"), [((128, 256, False, 128), True), ((128, 128, True, 64), False)], ids=["halves", "turns"])
+@pytest.mark.parametrize(
+    ("size", "transposed"), [((128, 256, False, 128), True), ((128, 128, True, 64), False)], ids=["halves", "turns"]
+)
 def test_kernel_of_two_products(size, transposed, tmp_path):
     """The same instructions in the same loop: the second product is further steps of a tile, that the producer loads from elsewhere."""
     tiles, a, b = TILES[size], shape(M, K), shape(G, *((N, K) if transposed else (K, N)))
     how = {"transpose_rhs": transposed, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
-    (kernel,) = compiled(lambda a, b, c, d, offsets: fwd_triton(a, b, None, offsets, (c, d), **how, cores=132), a, b, a, b, shape(G + 1, dtype="int32"))
-    check(kernel, [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64), 2, tiles.shared_bytes("bfloat16"), tmp_path)
+    (kernel,) = compiled(
+        lambda a, b, c, d, offsets: fwd_triton(a, b, None, offsets, (c, d), **how, cores=132),
+        a,
+        b,
+        a,
+        b,
+        shape(G + 1, dtype="int32"),
+    )
+    check(
+        kernel,
+        [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64),
+        2,
+        tiles.shared_bytes("bfloat16"),
+        tmp_path,
+    )
 
 
 def test_a_users_call():
@@ -117,7 +153,10 @@ def test_shard_map_checks_varying_axes():
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
 
     def shard(lhs, rhs, offsets):
-        return jax.grad(lambda *given: jnp.sum(jaxops.grouped_matmul(*given, offsets, backend="triton").astype(jnp.float32)), argnums=(0, 1))(lhs, rhs)
+        return jax.grad(
+            lambda *given: jnp.sum(jaxops.grouped_matmul(*given, offsets, backend="triton").astype(jnp.float32)),
+            argnums=(0, 1),
+        )(lhs, rhs)
 
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=(P("d"), P()))
     with jax.sharding.use_abstract_mesh(mesh):
@@ -138,11 +177,20 @@ def test_values(tiles, sizes, bias, dynamic):
 
     @jax.jit
     def ours(lhs, rhs, bias, dout):
-        out, vjp = jax.vjp(lambda *args: jaxops.grouped_matmul(*args[:2], case.offsets, bias=args[2], plan=Plan("triton", tiles, tiles, tiles)), lhs, rhs, bias)
+        out, vjp = jax.vjp(
+            lambda *args: jaxops.grouped_matmul(
+                *args[:2], case.offsets, bias=args[2], plan=Plan("triton", tiles, tiles, tiles)
+            ),
+            lhs,
+            rhs,
+            bias,
+        )
         return out, *vjp(dout)
 
     got = ours(*given, case.dout)
-    for name, g, w in zip(("out", "dlhs", "drhs", "dbias"), got, reference_all((*given, case.dout, case.offsets)), strict=True):
+    for name, g, w in zip(
+        ("out", "dlhs", "drhs", "dbias"), got, reference_all((*given, case.dout, case.offsets)), strict=True
+    ):
         assert_close(g, w, "bfloat16", name)
     again = ours(*given, case.dout)
     assert [np.asarray(x).tobytes() for x in got] == [np.asarray(x).tobytes() for x in again]
@@ -168,7 +216,9 @@ def test_products_that_share_a_work_list():
     once, twice, gradient, twice_gradient = both(case.lhs, case.rhs, case.dout)
     np.testing.assert_array_equal(np.asarray(twice), 2 * np.asarray(once))
     np.testing.assert_array_equal(np.asarray(twice_gradient), 2 * np.asarray(gradient))
-    assert_close(once, reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[0], "bfloat16")
+    assert_close(
+        once, reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[0], "bfloat16"
+    )
 
 
 @pytest.mark.gpu
@@ -177,7 +227,10 @@ def test_products_that_share_a_work_list():
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 def test_two_products(tiles, transposed, dynamic):
     """With every tile, and again to the bit: the sum of the products of pairs in either order, NaN outside the groups."""
-    case, other = (make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5, seed=seed) for seed in (0, 1))
+    case, other = (
+        make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5, seed=seed)
+        for seed in (0, 1)
+    )
     plan = Plan("triton", fwd=dataclasses.replace(tiles, dynamic=dynamic), device=H200)
 
     @jax.jit
@@ -209,7 +262,13 @@ def test_a_matrix_that_is_nan():
     case = make_case([100, 200, 300], 72, 136, dtype="bfloat16")
     rhs = case.rhs.at[1].set(jnp.nan)
     for transposed in (False, True):
-        out = jaxops.grouped_matmul(case.lhs, jnp.swapaxes(rhs, 1, 2) if transposed else rhs, case.offsets, transpose_rhs=transposed, backend="triton")
+        out = jaxops.grouped_matmul(
+            case.lhs,
+            jnp.swapaxes(rhs, 1, 2) if transposed else rhs,
+            case.offsets,
+            transpose_rhs=transposed,
+            backend="triton",
+        )
         assert np.isnan(np.asarray(out[100:300])).all()
         assert np.isfinite(np.asarray(out[:100], np.float32)).all()
         assert np.isfinite(np.asarray(out[300:], np.float32)).all()
@@ -231,4 +290,9 @@ def test_stacked_layers():
         for got, want in zip(found, one_by_one(weights[i]), strict=True):
             np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
     for i, w in enumerate(weights):
-        assert_close(one_by_one(w)[0], reference_all((lhs, w, jnp.zeros_like(cases[0].bias), dout, offsets))[0], "bfloat16", str(i))
+        assert_close(
+            one_by_one(w)[0],
+            reference_all((lhs, w, jnp.zeros_like(cases[0].bias), dout, offsets))[0],
+            "bfloat16",
+            str(i),
+        )

@@ -122,7 +122,10 @@ def test_command_without_a_shape():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("grouped-matmul", "--shape", "8,64,32,16", "--dtype", "foo"), "'foo' is not one of bfloat16, float16, float32"),
+        (
+            ("grouped-matmul", "--shape", "8,64,32,16", "--dtype", "foo"),
+            "'foo' is not one of bfloat16, float16, float32",
+        ),
         (("grouped-matmul", "--shape", "8,64,32,16", "--passes", "fwd,bwd"), "'bwd' is not one of fwd, dgrad, wgrad"),
         (("adaln", "--shape", "8,64,2", "--passes", "dgrad"), "'dgrad' is not one of fwd, bwd"),
         (("adaln", "--shape", "8,64,2", "--dtype", "int8"), "'int8' is not one of"),
@@ -137,7 +140,9 @@ def test_a_command_with_a_wrong_option(words, says):
     assert says in re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
-@pytest.mark.parametrize("words", [("grouped-matmul", "8,64,32,16"), ("adaln", "8,64,2"), ("quantize", "8,64"), ("fp8-matmul", "0,64,64,64")])
+@pytest.mark.parametrize(
+    "words", [("grouped-matmul", "8,64,32,16"), ("adaln", "8,64,2"), ("quantize", "8,64"), ("fp8-matmul", "0,64,64,64")]
+)
 def test_a_command_on_a_cpu(words):
     """One line, and no traceback."""
     with jax.default_device(jax.devices("cpu")[0]):
@@ -225,7 +230,14 @@ def test_tune_takes_the_fastest_that_is_right(faked_gpu):
     assert len(wrong) == 1
     assert str(BROKEN) in wrong[0]
     assert not any(str(BROKEN) in line and " us" in line for line in said), "a wrong candidate was timed"
-    assert {name: found[name] for name in ("pass", "G", "M", "K", "N", "dtype")} == {"pass": "fwd", "G": 2, "M": 32, "K": 16, "N": 16, "dtype": "float32"}
+    assert {name: found[name] for name in ("pass", "G", "M", "K", "N", "dtype")} == {
+        "pass": "fwd",
+        "G": 2,
+        "M": 32,
+        "K": 16,
+        "N": 16,
+        "dtype": "float32",
+    }
     # The mean over the routings, a call's: 31 rows of the 32.
     assert found["us"] == pytest.approx(0.1)
     assert found["tflops"] == pytest.approx(2 * 31 * 16 * 16 / 0.1e-6 / 1e12, abs=0.05)

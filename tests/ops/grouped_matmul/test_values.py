@@ -14,7 +14,17 @@ import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.reference import grouped_wgrad_reference
 from tests.compare import assert_close
-from tests.ops.grouped_matmul.cases import HALF_RUNS, KERNELS, RUNS, check, check_sum, make_case, plan_of, reference_all, run_all
+from tests.ops.grouped_matmul.cases import (
+    HALF_RUNS,
+    KERNELS,
+    RUNS,
+    check,
+    check_sum,
+    make_case,
+    plan_of,
+    reference_all,
+    run_all,
+)
 
 WGRAD_REFERENCE = jax.jit(grouped_wgrad_reference)
 ROUTINGS = [
@@ -39,7 +49,11 @@ def test_float32(run, transpose_rhs, sizes, before, after):
     [
         ("xla", "float16"),
         ("interpret", "bfloat16"),
-        *(pytest.param(run, dtype, marks=pytest.mark.gpu) for run in ("gpu", "triton") for dtype in ("bfloat16", "float16")),
+        *(
+            pytest.param(run, dtype, marks=pytest.mark.gpu)
+            for run in ("gpu", "triton")
+            for dtype in ("bfloat16", "float16")
+        ),
     ],
 )
 @pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
@@ -48,7 +62,9 @@ def test_half(run, dtype, sizes, before, after):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("empty", list(itertools.product([False, True], repeat=4)), ids=lambda p: "".join("0" if e else "x" for e in p))
+@pytest.mark.parametrize(
+    "empty", list(itertools.product([False, True], repeat=4)), ids=lambda p: "".join("0" if e else "x" for e in p)
+)
 def test_every_pattern_of_empty_groups(run, empty):
     sizes = [0 if e else 5 + 7 * i for i, e in enumerate(empty)]
     check(make_case(sizes, 19, 33, after=64 - sum(sizes)), run)
@@ -56,10 +72,18 @@ def test_every_pattern_of_empty_groups(run, empty):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["rhs", "transposed"])
-@pytest.mark.parametrize("empty", list(itertools.product([False, True], repeat=4)), ids=lambda p: "".join("0" if e else "x" for e in p))
+@pytest.mark.parametrize(
+    "empty", list(itertools.product([False, True], repeat=4)), ids=lambda p: "".join("0" if e else "x" for e in p)
+)
 def test_every_pattern_of_empty_groups_on_hopper(transpose_rhs, empty):
     sizes = [0 if e else 5 + 70 * i for i, e in enumerate(empty)]
-    check(make_case(sizes, 200, 328, after=450 - sum(sizes), dtype="bfloat16"), "triton", kind="bfloat16", precision=None, transpose_rhs=transpose_rhs)
+    check(
+        make_case(sizes, 200, 328, after=450 - sum(sizes), dtype="bfloat16"),
+        "triton",
+        kind="bfloat16",
+        precision=None,
+        transpose_rhs=transpose_rhs,
+    )
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -79,7 +103,9 @@ def test_random_routings(run, data):
     """One compiled shape, M = 96 (on Hopper 700) and G = 7: any sizes, anywhere."""
     M, kind = (700, "bfloat16") if run == "triton" else (96, "float32")
     ends = sorted(data.draw(st.lists(st.integers(0, M), min_size=8, max_size=8)))
-    case = make_case(np.diff(ends), 24, 40, before=ends[0], after=M - ends[-1], seed=data.draw(st.integers(0, 9)), dtype=kind)
+    case = make_case(
+        np.diff(ends), 24, 40, before=ends[0], after=M - ends[-1], seed=data.draw(st.integers(0, 9)), dtype=kind
+    )
     check(case, run, kind=kind, precision="highest" if kind == "float32" else None)
 
 
@@ -92,7 +118,11 @@ def test_a_hundred_groups(run):
 @pytest.mark.parametrize("run", KERNELS)
 @hypothesis.settings(max_examples=2)
 @hypothesis.given(
-    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5), K=st.integers(1, 70), N=st.integers(1, 70), after=st.integers(0, 9), transpose_rhs=st.booleans()
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5),
+    K=st.integers(1, 70),
+    N=st.integers(1, 70),
+    after=st.integers(0, 9),
+    transpose_rhs=st.booleans(),
 )
 def test_random_shapes(run, sizes, K, N, after, transpose_rhs):
     hypothesis.assume(sum(sizes) + after > 0)
@@ -111,7 +141,9 @@ def test_heuristic_and_tuned_plans(dtype, sizes):
         return jaxops.grouped_matmul(lhs, rhs, case.offsets, bias=bias)
 
     out, vjp = jax.vjp(f, case.lhs, case.rhs, case.bias)
-    for name, got, want in zip(("out", "dlhs", "drhs", "dbias"), (out, *vjp(case.dout)), reference_all(arrays), strict=True):
+    for name, got, want in zip(
+        ("out", "dlhs", "drhs", "dbias"), (out, *vjp(case.dout)), reference_all(arrays), strict=True
+    ):
         assert_close(got, want, "bfloat16" if dtype == "bfloat16" else "tf32", name)
 
 
@@ -164,7 +196,11 @@ def check_wgrad(run, accumulate, sizes, K, N, dtype, out_dtype):
         )
     )(case.lhs, case.dout, before)
     assert got.dtype == jnp.dtype(out_dtype)
-    assert_close(got, WGRAD_REFERENCE(case.lhs, case.dout, case.offsets, accumulate_into=before if accumulate else None), out_dtype)
+    assert_close(
+        got,
+        WGRAD_REFERENCE(case.lhs, case.dout, case.offsets, accumulate_into=before if accumulate else None),
+        out_dtype,
+    )
     unchanged = before[1] if accumulate else np.zeros((K, N), out_dtype)
     assert np.asarray(got[1]).tobytes() == unchanged.tobytes()
 
@@ -196,7 +232,9 @@ def test_gradients_of_wgrad(run):
         return vjp(ct)
 
     got = jax.jit(functools.partial(gradients, ours))(case.lhs, case.dout)
-    want = jax.jit(functools.partial(gradients, grouped_wgrad_reference))(*(np.where(case.outside, 0, x) for x in (case.lhs, case.dout)))
+    want = jax.jit(functools.partial(gradients, grouped_wgrad_reference))(
+        *(np.where(case.outside, 0, x) for x in (case.lhs, case.dout))
+    )
     for name, g, w in zip(("dlhs", "ddout", "daccumulator"), got, want, strict=True):
         assert_close(g, w, "float32", name)
 
@@ -213,7 +251,9 @@ def test_sum(run, pairs, dtype, transpose_rhs):
 @pytest.mark.gpu
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["rhs", "transposed"])
 @pytest.mark.parametrize(
-    ("sizes", "K", "N"), [([300, 0, 1, 723, 0, 512], 712, 1032), ([5, 3, 0, 1], 72, 136), ([0, 0, 70], 64, 8)], ids=["ragged", "few", "last"]
+    ("sizes", "K", "N"),
+    [([300, 0, 1, 723, 0, 512], 712, 1032), ([5, 3, 0, 1], 72, 136), ([0, 0, 70], 64, 8)],
+    ids=["ragged", "few", "last"],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sum_on_hopper(dtype, sizes, K, N, transpose_rhs):

@@ -32,7 +32,9 @@ def plan_of(run: str) -> Plan:
     if run == "interpret":
         a, b, c = Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3, tail=16), Tiles(16, 16, 16, panel=2, peel=True)
     elif run == "triton":
-        a, b, c = (Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", turns=turns, dynamic=bm == bn) for bm, bn, turns in HOPPER_TILES)
+        a, b, c = (
+            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", turns=turns, dynamic=bm == bn) for bm, bn, turns in HOPPER_TILES
+        )
     else:
         a, b, c = Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2)
     return Plan("triton" if run == "triton" else "pallas", (a, b, a), (b, b, b), (c, c, a))
@@ -65,10 +67,18 @@ def make_case(sizes, shapes=SHAPES, *, dtype="float32", before: int = 0, after: 
     rng = np.random.default_rng(seed)
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     M = int(offsets[-1]) + after
-    lhs, dout, *rhs = (rng.normal(size=shape) for shape in ((M, max(k for _, k, _ in shapes)), (M, max(n for _, _, n in shapes)), *shapes))
+    lhs, dout, *rhs = (
+        rng.normal(size=shape)
+        for shape in ((M, max(k for _, k, _ in shapes)), (M, max(n for _, _, n in shapes)), *shapes)
+    )
     case = Case(lhs, tuple(rhs), dout, offsets)
     lhs, dout = np.where(case.there(1), lhs, np.nan), np.where(case.there(2), dout, np.nan)
-    return Case(jnp.asarray(lhs, dtype), tuple(jnp.asarray(w, dtype) for w in rhs), jnp.asarray(dout, dtype), jnp.asarray(offsets, jnp.int32))
+    return Case(
+        jnp.asarray(lhs, dtype),
+        tuple(jnp.asarray(w, dtype) for w in rhs),
+        jnp.asarray(dout, dtype),
+        jnp.asarray(offsets, jnp.int32),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("run", "transpose_rhs", "precision", "plan"))
@@ -78,7 +88,9 @@ def run_all(arrays, run: str, transpose_rhs: bool = False, precision: str | None
 
     def f(lhs, rhs):
         weights = tuple(jnp.swapaxes(w, 1, 2) for w in rhs) if transpose_rhs else rhs
-        return jaxops.modality_grouped_matmul(lhs, weights, offsets, transpose_rhs=transpose_rhs, precision=precision, plan=plan or plan_of(run))
+        return jaxops.modality_grouped_matmul(
+            lhs, weights, offsets, transpose_rhs=transpose_rhs, precision=precision, plan=plan or plan_of(run)
+        )
 
     out, vjp = jax.vjp(f, lhs, rhs)
     return out, *vjp(dout)
@@ -87,17 +99,32 @@ def run_all(arrays, run: str, transpose_rhs: bool = False, precision: str | None
 @jax.jit
 def reference_all(lhs, rhs, dout, offsets):
     """lhs and dout without NaN."""
-    out, vjp = jax.vjp(lambda lhs, rhs: modality_grouped_matmul_reference(lhs, rhs, offsets), *jax.tree.map(lambda x: x.astype(jnp.float32), (lhs, rhs)))
+    out, vjp = jax.vjp(
+        lambda lhs, rhs: modality_grouped_matmul_reference(lhs, rhs, offsets),
+        *jax.tree.map(lambda x: x.astype(jnp.float32), (lhs, rhs)),
+    )
     return out, *vjp(dout.astype(jnp.float32))
 
 
-def check(case: Case, run: str, *, kind: str = "float32", precision: str | None = "highest", transpose_rhs: bool = False, plan: Plan | None = None) -> None:
+def check(
+    case: Case,
+    run: str,
+    *,
+    kind: str = "float32",
+    precision: str | None = "highest",
+    transpose_rhs: bool = False,
+    plan: Plan | None = None,
+) -> None:
     """The result and every gradient equal the reference's; empty groups' gradients, rows outside and columns that are no modality's are exactly zero."""
     out, dlhs, drhs = run_all(case.arrays(), run, transpose_rhs=transpose_rhs, precision=precision, plan=plan)
     clean = (jnp.where(case.there(1), case.lhs, 0), case.rhs, jnp.where(case.there(2), case.dout, 0), case.offsets)
     want_out, want_dlhs, want_drhs = reference_all(*clean)
     assert len(drhs) == len(case.rhs)
-    named = [("out", out, want_out), ("dlhs", dlhs, want_dlhs), *((f"drhs[{i}]", g, w) for i, (g, w) in enumerate(zip(drhs, want_drhs, strict=True)))]
+    named = [
+        ("out", out, want_out),
+        ("dlhs", dlhs, want_dlhs),
+        *((f"drhs[{i}]", g, w) for i, (g, w) in enumerate(zip(drhs, want_drhs, strict=True))),
+    ]
     for name, got, want in named:
         assert got.dtype == case.lhs.dtype, f"{name} is {got.dtype}"
         assert_close(got, want, kind, name)

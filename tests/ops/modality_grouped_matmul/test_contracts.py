@@ -22,7 +22,10 @@ def test_shard_map_checks_hoppers_kernels_varying_axes():
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
 
     def shard(lhs, rhs, offsets):
-        return jax.grad(lambda lhs, rhs: jnp.sum(jaxops.modality_grouped_matmul(lhs, rhs, offsets[0], backend="triton")), argnums=(0, 1))(lhs, rhs)
+        return jax.grad(
+            lambda lhs, rhs: jnp.sum(jaxops.modality_grouped_matmul(lhs, rhs, offsets[0], backend="triton")),
+            argnums=(0, 1),
+        )(lhs, rhs)
 
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P()))
     s = jax.ShapeDtypeStruct
@@ -44,7 +47,12 @@ def test_the_result_is_written_in_place():
     )  # fmt: skip
     calls = [line for line in text.splitlines() if "custom_call" in line]
     assert len(calls) == 4  # of each launch the work list, and the product
-    assert [("operand_index = 3" in call or "operand_index = 4" in call) for call in calls] == [False, False, False, True]
+    assert [("operand_index = 3" in call or "operand_index = 4" in call) for call in calls] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     others = [line for line in text.splitlines() if " stablehlo." in line and "custom_call" not in line]
     assert not others, others
 
@@ -57,9 +65,17 @@ def test_dgrad_has_tiles_of_its_own():
         shapes = tuple((G, n, k) if transpose_rhs else (G, k, n) for G, k, n in SHAPES)
 
         def gradients(lhs, rhs, offsets, transpose_rhs=transpose_rhs):
-            f = lambda lhs, rhs: jnp.sum(jnp.sin(jaxops.modality_grouped_matmul(lhs, rhs, offsets, transpose_rhs=transpose_rhs, plan=plan)))
+            f = lambda lhs, rhs: jnp.sum(
+                jnp.sin(jaxops.modality_grouped_matmul(lhs, rhs, offsets, transpose_rhs=transpose_rhs, plan=plan))
+            )
             return jax.grad(f, argnums=(0, 1))(lhs, rhs)
 
-        text = lower_for_h200(gradients, s((64, 24), jnp.float32), tuple(s(shape, jnp.float32) for shape in shapes), s((4,), jnp.int32))
+        text = lower_for_h200(
+            gradients, s((64, 24), jnp.float32), tuple(s(shape, jnp.float32) for shape in shapes), s((4,), jnp.int32)
+        )
         found = dict(re.findall(r'name = "modality_grouped_matmul_(\w+)".*?num_warps = (\d)', text))
-        assert found == {"dgrad" if transpose_rhs else "fwd": "2", "fwd" if transpose_rhs else "dgrad": "4", "wgrad": "8"}
+        assert found == {
+            "dgrad" if transpose_rhs else "fwd": "2",
+            "fwd" if transpose_rhs else "dgrad": "4",
+            "wgrad": "8",
+        }

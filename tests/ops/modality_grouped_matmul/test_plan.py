@@ -36,7 +36,10 @@ def mark(panel: int, **change) -> Tiles:
 
 def of_each(problem: Problem, device: Device, **how) -> list:
     rows = -(-problem.M // len(problem.shapes))
-    return [make_product_plan(Product(G, rows, K, N, problem.dtype, problem.transpose_rhs), device, **how) for G, K, N in problem.shapes]
+    return [
+        make_product_plan(Product(G, rows, K, N, problem.dtype, problem.transpose_rhs), device, **how)
+        for G, K, N in problem.shapes
+    ]
 
 
 def size(tiles: Tiles) -> tuple:
@@ -50,7 +53,9 @@ def test_each_modality_has_the_size_that_grouped_matmul_gives_it(device, transpo
     plan = make_plan(problem, device)
     assert plan.backend == ("triton" if device is H200 else "pallas")
     for name in PASSES:
-        assert [size(tiles) for tiles in getattr(plan, name)] == [size(getattr(found, name)) for found in of_each(problem, device)]
+        assert [size(tiles) for tiles in getattr(plan, name)] == [
+            size(getattr(found, name)) for found in of_each(problem, device)
+        ]
 
 
 def test_tiles_of_one_size_are_the_largest_matrices():
@@ -68,7 +73,15 @@ def test_tiles_of_one_size_are_the_largest_matrices():
 def test_explicit_then_tuned():
     """Rows are grouped_matmul's, found by each modality's own shape."""
     G, K, N = TEXT
-    row = {"pass": "fwd", "G": G, "M": 32768 // 3, "K": K, "N": N, "dtype": "bfloat16", "tiles": dataclasses.asdict(mark(100))}
+    row = {
+        "pass": "fwd",
+        "G": G,
+        "M": 32768 // 3,
+        "K": K,
+        "N": N,
+        "dtype": "bfloat16",
+        "tiles": dataclasses.asdict(mark(100)),
+    }
     plan = make_plan(PROBLEM, A100, [row])
     assert plan.fwd[1] == mark(100)
     assert plan.fwd[0] == make_plan(PROBLEM, A100).fwd[0]
@@ -111,7 +124,10 @@ def test_launches():
     """One for all modalities of equal tiles, of the Hopper kernel no more than four."""
     shapes = ((1, 8, 8),) * 6
     a, b = mark(1), mark(2)
-    assert [(tiles, [part.number for part in parts]) for tiles, parts in launches(shapes, (a, b, a, a, b, a))] == [(a, [0, 2, 3, 5]), (b, [1, 4])]
+    assert [(tiles, [part.number for part in parts]) for tiles, parts in launches(shapes, (a, b, a, a, b, a))] == [
+        (a, [0, 2, 3, 5]),
+        (b, [1, 4]),
+    ]
     assert len(launches(shapes, (a,) * 6)) == 1
     hopper = Tiles(128, 256, 64, 8, 3, kernel="triton")
     assert [[part.number for part in parts] for _, parts in launches(shapes, (hopper,) * 6)] == [[0, 1, 2, 3], [4, 5]]

@@ -35,14 +35,24 @@ def kernel_of(plan: Plan | None, shapes, transpose_rhs: bool = False, **options)
     how = {"plan": plan, "transpose_rhs": transpose_rhs, **options}
     K, groups = max(s[1] for s in shapes), sum(s[0] for s in shapes)
     rhs = tuple(shape(G, n, k) if transpose_rhs else shape(G, k, n) for G, k, n in shapes)
-    (kernel,) = compiled(lambda *arrays: jaxops.modality_grouped_matmul(*arrays, **how), shape(M, K), rhs, shape(groups + 1, dtype="int32"))
+    (kernel,) = compiled(
+        lambda *arrays: jaxops.modality_grouped_matmul(*arrays, **how),
+        shape(M, K),
+        rhs,
+        shape(groups + 1, dtype="int32"),
+    )
     return kernel
 
 
 def wgrad_kernel_of(tiles: Tiles, shapes) -> Kernel:
     K, N, groups = max(s[1] for s in shapes), max(s[2] for s in shapes), sum(s[0] for s in shapes)
     how = {"parts": tuple(parts_of(shapes)), "shapes": shapes, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
-    (kernel,) = compiled(lambda *arrays: gemm_triton.wgrad_triton(*arrays, **how, cores=132), shape(M, K), shape(M, N), shape(groups + 1, dtype="int32"))
+    (kernel,) = compiled(
+        lambda *arrays: gemm_triton.wgrad_triton(*arrays, **how, cores=132),
+        shape(M, K),
+        shape(M, N),
+        shape(groups + 1, dtype="int32"),
+    )
     return kernel
 
 
@@ -63,23 +73,37 @@ def test_as_many_modalities_as_a_launch_has(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), [((128, 128, True), "fwd"), ((128, 128, False), "dgrad"), ((256, 128, False), "wgrad")], ids=["turns", "halves", "high"]
+    ("size", "name"),
+    [((128, 128, True), "fwd"), ((128, 128, False), "dgrad"), ((256, 128, False), "wgrad")],
+    ids=["turns", "halves", "high"],
 )
 def test_other_tiles(size, name, tmp_path):
     tiles = TILES[size]
-    kernel = wgrad_kernel_of(tiles, SHAPES[:2]) if name == "wgrad" else kernel_of(Plan("triton", (tiles, tiles)), SHAPES[:2], name == "dgrad")
+    kernel = (
+        wgrad_kernel_of(tiles, SHAPES[:2])
+        if name == "wgrad"
+        else kernel_of(Plan("triton", (tiles, tiles)), SHAPES[:2], name == "dgrad")
+    )
     check_kernel(kernel, tiles, tmp_path, 2)
 
 
 def test_a_users_call():
     """Without tiles of its own."""
-    assert kernel_of(Plan("triton"), ((8, 512, 1024), (64, 512, 256)), out_dtype=jnp.float32).name == "modality_gemm_kernel"
+    assert (
+        kernel_of(Plan("triton"), ((8, 512, 1024), (64, 512, 256)), out_dtype=jnp.float32).name
+        == "modality_gemm_kernel"
+    )
 
 
 @pytest.fixture
 def in_python(monkeypatch):
     """The kernel's arithmetic on Python's numbers."""
-    names = {"cdiv": lambda a, b: -(-a // b), "where": lambda c, a, b: a if c else b, "static_range": range, "load": lambda at: at[0][at[1]]}
+    names = {
+        "cdiv": lambda a, b: -(-a // b),
+        "where": lambda c, a, b: a if c else b,
+        "static_range": range,
+        "load": lambda at: at[0][at[1]],
+    }
     monkeypatch.setattr(gemm_triton, "gl", types.SimpleNamespace(**names))
     monkeypatch.setattr(gemm_triton, "panel_order", gemm_triton.panel_order.fn)
 
@@ -107,7 +131,9 @@ def test_every_tile_of_the_result_is_located_once(in_python, high, width):
     sizes, BN, entries = ((0, 2, 64, 200), (2, 5, 64, 512), (5, 6, 64, 8)), 128, 30
     schedule = Array([*[0] * 4 * entries, *np.cumsum(high).tolist(), *[sum(high)] * (entries - 3)])
     across = -(-width // BN)
-    found = [gemm_triton._locate_rows.fn(t, schedule, entries, sizes, width, BN, 4, 3) for t in range(sum(high) * across)]
+    found = [
+        gemm_triton._locate_rows.fn(t, schedule, entries, sizes, width, BN, 4, 3) for t in range(sum(high) * across)
+    ]
     assert len({(i, col) for i, col, _ in found}) == len(found)
     whose = np.repeat(np.arange(3), high)
     for i, col, part in found:
@@ -122,13 +148,23 @@ def test_every_tile_of_the_matrices_is_located_once(in_python):
     per = [-(-k // 128) * -(-n // 256) for _, _, k, n in sizes]
     count = sum((end - first) * tiles for (first, end, *_), tiles in zip(sizes, per, strict=True))
     found = [gemm_triton._locate_sums.fn(t, sizes, 128, 256, 4, 3) for t in range(count)]
-    want = [(g, row, col, p) for p, (first, end, k, n) in enumerate(sizes) for g in range(first, end) for row in range(0, k, 128) for col in range(0, n, 256)]
+    want = [
+        (g, row, col, p)
+        for p, (first, end, k, n) in enumerate(sizes)
+        for g in range(first, end)
+        for row in range(0, k, 128)
+        for col in range(0, n, 256)
+    ]
     assert sorted(found) == sorted(want)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}")
-@pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128], [5, 9, 70, 0, 0, 1200]], ids=["ragged", "one", "last"])
+@pytest.mark.parametrize(
+    "tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}"
+)
+@pytest.mark.parametrize(
+    "sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128], [5, 9, 70, 0, 0, 1200]], ids=["ragged", "one", "last"]
+)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_values(tiles, sizes, dynamic):
     """Two tiles and more a program, rings that are used again and again; NaN in whatever is no modality's."""
@@ -137,17 +173,23 @@ def test_values(tiles, sizes, dynamic):
     case = make_case(sizes, ((2, 712, 1032), (3, 200, 264), (1, 72, 520)), dtype="bfloat16", before=7, after=5)
     check_values(case, "triton", kind="bfloat16", precision=None, plan=plan)
     once, again = (run_all(case.arrays(), "triton", precision=None, plan=plan) for _ in range(2))
-    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(once)] == [np.asarray(x).tobytes() for x in jax.tree.leaves(again)]
+    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(once)] == [
+        np.asarray(x).tobytes() for x in jax.tree.leaves(again)
+    ]
 
 
 @pytest.mark.gpu
 def test_float32_results_and_five_modalities():
     """float32 leaves from registers; the fifth modality is another launch's."""
-    case = make_case([90, 0, 300, 41, 7, 0, 130, 64, 33], (*HOPPER, (2, 136, 24), (1, 328, 712)), dtype="bfloat16", before=3, after=9)
+    case = make_case(
+        [90, 0, 300, 41, 7, 0, 130, 64, 33], (*HOPPER, (2, 136, 24), (1, 328, 712)), dtype="bfloat16", before=3, after=9
+    )
     each = (TILES[128, 256, False],) * 5
     plan = Plan("triton", each, each, each)
     check_values(case, "triton", kind="bfloat16", precision=None, plan=plan)
-    wide = jax.jit(lambda lhs, rhs: jaxops.modality_grouped_matmul(lhs, rhs, case.offsets, out_dtype=jnp.float32, plan=plan))(case.lhs, case.rhs)
+    wide = jax.jit(
+        lambda lhs, rhs: jaxops.modality_grouped_matmul(lhs, rhs, case.offsets, out_dtype=jnp.float32, plan=plan)
+    )(case.lhs, case.rhs)
     out, *_ = run_all(case.arrays(), "triton", precision=None, plan=plan)
     np.testing.assert_array_equal(np.asarray(wide.astype(jnp.bfloat16)), np.asarray(out))
 

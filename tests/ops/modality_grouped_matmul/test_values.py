@@ -13,7 +13,17 @@ import jaxops
 from jaxops.ops.modality_grouped_matmul import Plan
 from jaxops.ops.modality_grouped_matmul.reference import modality_grouped_matmul_reference
 from tests.compare import assert_close
-from tests.ops.modality_grouped_matmul.cases import EIGHTS, HALF_RUNS, HOPPER, RUNS, SHAPES, check, make_case, plan_of, run_all
+from tests.ops.modality_grouped_matmul.cases import (
+    EIGHTS,
+    HALF_RUNS,
+    HOPPER,
+    RUNS,
+    SHAPES,
+    check,
+    make_case,
+    plan_of,
+    run_all,
+)
 
 # Groups of SHAPES: two, three, one. Every routing has 80 rows: one compilation.
 ROUTINGS = [
@@ -54,7 +64,9 @@ def test_random_routings(run, data):
     """The shape of test_float32: any sizes, anywhere. On Hopper more rows and wider matrices."""
     M, shapes, kind = (700, HOPPER, "bfloat16") if run == "triton" else (80, SHAPES, "float32")
     ends = sorted(data.draw(st.lists(st.integers(0, M), min_size=7, max_size=7)))
-    case = make_case(np.diff(ends), shapes, before=ends[0], after=M - ends[-1], seed=data.draw(st.integers(0, 9)), dtype=kind)
+    case = make_case(
+        np.diff(ends), shapes, before=ends[0], after=M - ends[-1], seed=data.draw(st.integers(0, 9)), dtype=kind
+    )
     check(case, run, kind=kind, precision="highest" if kind == "float32" else None)
 
 
@@ -66,7 +78,9 @@ def test_a_row_that_is_nan_stays_in_its_group_and_columns(run):
     (_, _, n), (_, k, _) = shapes[:2]
     row, other = 17 + 4, 17 + 10 + 2  # of modality 0's last group; of modality 1's first
     lhs, dout = case.lhs.at[row, : shapes[0][1]].set(jnp.nan), case.dout.at[other, : shapes[1][2]].set(jnp.nan)
-    out, dlhs, drhs = run_all((lhs, case.rhs, dout, case.offsets), run, precision="highest" if kind == "float32" else None)
+    out, dlhs, drhs = run_all(
+        (lhs, case.rhs, dout, case.offsets), run, precision="highest" if kind == "float32" else None
+    )
     for result, broken, width in ((out, row, n), (dlhs, other, k)):
         result = np.asarray(result, np.float32)
         assert np.isnan(result[broken, :width]).all()
@@ -97,7 +111,12 @@ def test_a_chain_of_two_needs_nothing_in_between():
     ours = functools.partial(jaxops.modality_grouped_matmul, precision="highest")
     got = jax.jit(functools.partial(both, ours))(case.lhs, case.rhs, down)
     clean = jnp.where(case.there(1), case.lhs, 0)
-    assert_close(got, jax.jit(functools.partial(both, modality_grouped_matmul_reference))(clean, case.rhs, down), "float32", scale=2)
+    assert_close(
+        got,
+        jax.jit(functools.partial(both, modality_grouped_matmul_reference))(clean, case.rhs, down),
+        "float32",
+        scale=2,
+    )
 
 
 @pytest.mark.parametrize("run", HALF_RUNS)
@@ -113,7 +132,10 @@ def test_compute_dtype(run):
 
     out, dx, drhs = results(case.lhs.astype(jnp.bfloat16), case.rhs, case.dout)
     assert (out.dtype, dx.dtype, [d.dtype for d in drhs]) == (jnp.float32, jnp.bfloat16, [jnp.float32] * 3)
-    rounded = [np.where(case.there(axis), x, 0).astype(jnp.bfloat16).astype(np.float32) for axis, x in ((1, case.lhs), (2, case.dout))]
+    rounded = [
+        np.where(case.there(axis), x, 0).astype(jnp.bfloat16).astype(np.float32)
+        for axis, x in ((1, case.lhs), (2, case.dout))
+    ]
 
     @jax.jit
     def gradient(x, rhs, dout):
@@ -128,21 +150,42 @@ def test_compute_dtype(run):
 @pytest.mark.parametrize("run", HALF_RUNS)
 def test_offsets_that_break_the_contract(run):
     """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
-    shapes, kind = (HOPPER, "bfloat16") if run == "triton" else (SHAPES, "float32")  # compiled already, for test_float32
+    shapes, kind = (
+        (HOPPER, "bfloat16") if run == "triton" else (SHAPES, "float32")
+    )  # compiled already, for test_float32
     case = make_case([17, 10, 13, 20, 5, 15], shapes, dtype=kind)
-    for bad in ([-5, 10, 30, 40, 50, 60, 70], [0, 10, 30, 9, 10_000, 3, 80], [0, 80, 0, 80, 0, 80, 0], [2**31 - 1, -(2**31), 0, 7, 9, -1, 80]):
-        out, dlhs, drhs = run_all((*case.arrays()[:3], jnp.array(bad, jnp.int32)), run, precision="highest" if kind == "float32" else None)
-        assert (out.shape, dlhs.shape, [d.shape for d in drhs]) == (case.dout.shape, case.lhs.shape, [w.shape for w in case.rhs])
+    for bad in (
+        [-5, 10, 30, 40, 50, 60, 70],
+        [0, 10, 30, 9, 10_000, 3, 80],
+        [0, 80, 0, 80, 0, 80, 0],
+        [2**31 - 1, -(2**31), 0, 7, 9, -1, 80],
+    ):
+        out, dlhs, drhs = run_all(
+            (*case.arrays()[:3], jnp.array(bad, jnp.int32)), run, precision="highest" if kind == "float32" else None
+        )
+        assert (out.shape, dlhs.shape, [d.shape for d in drhs]) == (
+            case.dout.shape,
+            case.lhs.shape,
+            [w.shape for w in case.rhs],
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_heuristic_plans(dtype):
     """On the GPU, with the plans that users get; float32 by TF32, as x @ w."""
-    case = make_case([300, 0, 1, 723, 0, 512, 65, 40], ((3, 384, 640), (4, 640, 128), (1, 256, 256)), dtype=dtype, before=7, after=5)
+    case = make_case(
+        [300, 0, 1, 723, 0, 512, 65, 40], ((3, 384, 640), (4, 640, 128), (1, 256, 256)), dtype=dtype, before=7, after=5
+    )
     lhs, rhs, dout, offsets = case.arrays()
     out, vjp = jax.vjp(lambda lhs, rhs: jaxops.modality_grouped_matmul(lhs, rhs, offsets), lhs, rhs)
     lhs, dout = (jnp.where(case.there(axis), x, 0).astype(jnp.float32) for axis, x in ((1, lhs), (2, dout)))
-    want, want_vjp = jax.vjp(lambda lhs, rhs: modality_grouped_matmul_reference(lhs, rhs, offsets), lhs, tuple(w.astype(jnp.float32) for w in rhs))
-    for got, wanted in zip(jax.tree.leaves((out, vjp(case.dout))), jax.tree.leaves((want, want_vjp(dout))), strict=True):
+    want, want_vjp = jax.vjp(
+        lambda lhs, rhs: modality_grouped_matmul_reference(lhs, rhs, offsets),
+        lhs,
+        tuple(w.astype(jnp.float32) for w in rhs),
+    )
+    for got, wanted in zip(
+        jax.tree.leaves((out, vjp(case.dout))), jax.tree.leaves((want, want_vjp(dout))), strict=True
+    ):
         assert_close(got, wanted, "bfloat16" if dtype == "bfloat16" else "tf32")

@@ -72,23 +72,38 @@ def make_case(variant: Variant, seed: int = 0) -> dict:
     bad = np.where(has_row(routing).any(axis=1), 1, np.nan)[:, None]
     G, D, F, N = v.experts, v.D, v.F, v.N
     shapes = {"x": (v.T, D), "w_gate": (G, D, F), "w_up": (G, D, F), "w_down": (G, F, N), "dout": (v.T, N)}
-    case = {name: rng.normal(size=shape) / (max(1, shape[1]) ** 0.5 if name[0] == "w" else 1) for name, shape in shapes.items()}
+    case = {
+        name: rng.normal(size=shape) / (max(1, shape[1]) ** 0.5 if name[0] == "w" else 1)
+        for name, shape in shapes.items()
+    }
     case |= {name: case[name] * bad for name in ("x", "dout")}
-    return {"routing": routing} | {name: jnp.asarray(array, (v.out_dtype if name == "dout" else None) or v.dtype) for name, array in case.items()}
+    return {"routing": routing} | {
+        name: jnp.asarray(array, (v.out_dtype if name == "dout" else None) or v.dtype) for name, array in case.items()
+    }
 
 
 def clean(case: dict) -> dict:
     """What the reference can read: zeros for the NaN that reaches nothing."""
     kept = has_row(case["routing"])
     rows = {name: jnp.where(kept.any(axis=1)[:, None], case[name], 0) for name in ("x", "dout")}
-    return case | rows | {"routing": dataclasses.replace(case["routing"], weights=jnp.where(kept, case["routing"].weights, 0))}
+    return (
+        case
+        | rows
+        | {"routing": dataclasses.replace(case["routing"], weights=jnp.where(kept, case["routing"].weights, 0))}
+    )
 
 
 def mlp(variant: Variant, run: str, x, w_gate, w_up, w_down, routing: jaxops.Routing, **options) -> jax.Array:
     if run == "reference":
         out = moe_mlp_reference(x, w_gate, w_up, w_down, routing, activation=variant.activation)
         return out.astype(variant.out_dtype or variant.dtype)
-    how = {"activation": variant.activation, "save": variant.save, "out_dtype": variant.out_dtype, "precision": "highest", "plan": plan_of(run)}
+    how = {
+        "activation": variant.activation,
+        "save": variant.save,
+        "out_dtype": variant.out_dtype,
+        "precision": "highest",
+        "plan": plan_of(run),
+    }
     return jaxops.moe_mlp(x, w_gate, w_up, w_down, routing, **how | options)
 
 
@@ -113,7 +128,9 @@ def compiled(run: str, variant: Variant, **options):
 
 def want_of(case: dict, variant: Variant) -> dict:
     # One compilation for all that differs in nothing the reference looks at.
-    same = dataclasses.replace(variant, out_dtype=None, capacity=None, first=0, last=variant.experts, save="preactivations")
+    same = dataclasses.replace(
+        variant, out_dtype=None, capacity=None, first=0, last=variant.experts, save="preactivations"
+    )
     return compiled("reference", same)(clean(case))
 
 

@@ -39,11 +39,15 @@ def test_shard_map_over_experts():
 
     def shard(x, weights, *experts):
         mine = jax.lax.dynamic_slice_in_dim(ROUTING.group_offsets, jax.lax.axis_index("e") * 2, 3)
-        return jax.lax.psum(mlp(SHARD, "xla", x, *experts, dataclasses.replace(ROUTING, weights=weights, group_offsets=mine)), "e")
+        return jax.lax.psum(
+            mlp(SHARD, "xla", x, *experts, dataclasses.replace(ROUTING, weights=weights, group_offsets=mine)), "e"
+        )
 
     specs = (P(), P(), P("e"), P("e"), P("e"))
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P())
-    got = jax.jit(jax.value_and_grad(lambda *operands: jnp.sum(jnp.sin(sharded(*operands))), argnums=(0, 1, 2, 3, 4)))(*OPERANDS)
+    got = jax.jit(jax.value_and_grad(lambda *operands: jnp.sum(jnp.sin(sharded(*operands))), argnums=(0, 1, 2, 3, 4)))(
+        *OPERANDS
+    )
     assert_all_close(got, reference_gradients())
 
 
@@ -53,11 +57,21 @@ def test_what_the_forward_keeps(compute_dtype, save, kept):
     """Of the rows gate and up, or nothing; beside them x and the experts in the compute dtype, and the routing."""
 
     def f(x, weights, *experts):
-        return mlp(SHARD, "xla", x, *experts, dataclasses.replace(ROUTING, weights=weights), save=save, compute_dtype=compute_dtype)
+        return mlp(
+            SHARD,
+            "xla",
+            x,
+            *experts,
+            dataclasses.replace(ROUTING, weights=weights),
+            save=save,
+            compute_dtype=compute_dtype,
+        )
 
     _, vjp = jax.eval_shape(functools.partial(jax.vjp, f), *OPERANDS)
     R, places = SHARD.T * SHARD.k, (SHARD.T, SHARD.k)
-    found = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(vjp) if len(leaf.shape) > 1 and leaf.shape != places]
+    found = [
+        (leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(vjp) if len(leaf.shape) > 1 and leaf.shape != places
+    ]
     operands = [(CASE[name].shape, compute_dtype) for name in ("x", "w_gate", "w_up", "w_down")]
     assert sorted(found) == sorted(operands + kept * [((R, SHARD.F), compute_dtype)])
 
@@ -67,7 +81,11 @@ def test_what_is_not_kept_is_made_again(save, products):
     """Three products' loops over tiles forward; backward one for the gradient of the down projection's rows, two for that of x, three for those of the experts;
     and gate's and up's once more, behind a barrier: XLA would find that it has multiplied the same already, and keep that. So with the rows' copy. Another one
     stands before the copy of x's rows: they are made when the cotangent's and those of x's gradient are gone."""
-    step = jax.jit(lambda case: dict(zip(NAMES, compiled("xla", dataclasses.replace(SHARD, save=save))(case).values(), strict=True)))
+    step = jax.jit(
+        lambda case: dict(
+            zip(NAMES, compiled("xla", dataclasses.replace(SHARD, save=save))(case).values(), strict=True)
+        )
+    )
     text = step.lower(CASE).as_text()
     assert (text.count("stablehlo.while"), text.count("stablehlo.optimization_barrier")) == (products, 2)
 

@@ -15,7 +15,12 @@ from tests.plans import by_choices, choices
 
 make_plan = by_choices(moe_mlp.make_plan)
 
-H200, L4, CPU, TPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu"), Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
+H200, L4, CPU, TPU = (
+    Device("NVIDIA H200", "gpu"),
+    Device("NVIDIA L4", "gpu"),
+    Device("cpu", "cpu"),
+    Device("TPU v5 lite", "tpu"),
+)
 PROBLEM = Problem(4096, 2, 8, 1024, 3584, 1024, "bfloat16")
 UNIT = grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16")
 DOWN = grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16")
@@ -24,7 +29,10 @@ ROWS = permute.Problem(4096, 1024, 2, "bfloat16")
 
 def of_parts(device: Device, backend: str, fused: Order | None = None) -> Plan:
     """What the ops themselves would choose."""
-    unit, down = grouped_glu.make_plan(UNIT, device, backend=backend), grouped_matmul.make_plan(DOWN, device, backend=backend)
+    unit, down = (
+        grouped_glu.make_plan(UNIT, device, backend=backend),
+        grouped_matmul.make_plan(DOWN, device, backend=backend),
+    )
     rows = permute.make_plan(ROWS, device, backend="pallas" if backend == "triton" else backend)
     return choices(Plan(backend, unit, down, rows, fused))  # pyright: ignore[reportArgumentType]
 
@@ -39,7 +47,11 @@ def test_backend_by_device():
     )
     assert make_plan(PROBLEM, H200).backend == ("triton" if not gluon_missing() else "pallas")
     for device, backend in ((H200, "pallas"), (H200, "xla"), (CPU, "pallas"), (L4, "xla")):
-        assert make_plan(PROBLEM, device, backend=backend) == make_plan(PROBLEM, device, plan=Plan(backend)) == of_parts(device, backend)
+        assert (
+            make_plan(PROBLEM, device, backend=backend)
+            == make_plan(PROBLEM, device, plan=Plan(backend))
+            == of_parts(device, backend)
+        )
     with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*TPU.*backend='xla'"):
         make_plan(PROBLEM, TPU, backend="pallas")
     for device in (L4, CPU, TPU):
@@ -52,26 +64,39 @@ def test_explicit_plans_are_obeyed():
     tiles = grouped_matmul.Tiles(16, 16, 16)
     given = Plan("pallas", grouped_glu.Plan("xla"), grouped_matmul.Plan("pallas", wgrad=tiles), permute.Plan("xla"))
     plan = make_plan(PROBLEM, L4, plan=given)
-    assert (plan.backend, plan.unit, plan.rows, plan.fused) == ("pallas", choices(grouped_glu.make_plan(UNIT, L4, backend="xla")), permute.Plan("xla"), None)
+    assert (plan.backend, plan.unit, plan.rows, plan.fused) == (
+        "pallas",
+        choices(grouped_glu.make_plan(UNIT, L4, backend="xla")),
+        permute.Plan("xla"),
+        None,
+    )
     chosen = grouped_matmul.make_plan(DOWN, L4)
     assert plan.down == grouped_matmul.Plan("pallas", chosen.fwd, chosen.dgrad, tiles)
     unit = make_plan(PROBLEM, L4, plan=Plan(unit=grouped_glu.Plan(bwd=grouped_glu.Block(1, 64, 1)))).unit
     assert unit == choices(grouped_glu.make_plan(UNIT, L4, plan=grouped_glu.Plan(bwd=grouped_glu.Block(1, 64, 1))))
     assert "bwd=Block(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(unit)
-    assert make_plan(PROBLEM, L4, plan=Plan("pallas", fused=Order())) == make_plan(PROBLEM, L4)  # only the triton backend has that kernel
+    assert make_plan(PROBLEM, L4, plan=Plan("pallas", fused=Order())) == make_plan(
+        PROBLEM, L4
+    )  # only the triton backend has that kernel
     with pytest.raises(ValueError, match="contradicts"):
         make_plan(PROBLEM, L4, backend="xla", plan=given)
 
 
 def test_the_products_take_their_tuned_rows():
     tiles = grouped_matmul.Tiles(16, 16, 16)
-    rows = [{"pass": "fwd", "G": 8, "M": 8192, "K": K, "N": N, "dtype": "bfloat16", "tiles": vars(tiles), "us": 1.0} for K, N in ((1024, 3584), (3584, 1024))]
+    rows = [
+        {"pass": "fwd", "G": 8, "M": 8192, "K": K, "N": N, "dtype": "bfloat16", "tiles": vars(tiles), "us": 1.0}
+        for K, N in ((1024, 3584), (3584, 1024))
+    ]
     for row in rows:
         plan = make_plan(PROBLEM, L4, [row])
         assert plan.unit is not None
         assert plan.unit.products is not None
         assert plan.down is not None
-        assert [product.fwd == tiles for product in (plan.unit.products, plan.down)] == [row["K"] == 1024, row["K"] == 3584]
+        assert [product.fwd == tiles for product in (plan.unit.products, plan.down)] == [
+            row["K"] == 1024,
+            row["K"] == 3584,
+        ]
 
 
 FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in ("fwd", "dgrad", "wgrad"))
@@ -88,7 +113,9 @@ def test_a_call_is_these_kernels(save, again):
 
     s = jax.ShapeDtypeStruct
     shapes = [(40, 64), (4, 64, 96), (4, 64, 96), (4, 96, 32)]
-    text = lower_for_h200(both, s((40, 4), jnp.float32), s((40, 32), jnp.bfloat16), *(s(shape, jnp.bfloat16) for shape in shapes))
+    text = lower_for_h200(
+        both, s((40, 4), jnp.float32), s((40, 32), jnp.bfloat16), *(s(shape, jnp.bfloat16) for shape in shapes)
+    )
     names = re.findall(r'name = "((?:permute|grouped|combine|schedule)\w*)"', text)
     assert text.count("__gpu$xla.gpu.triton") == len(names)
     forward, backward = (

@@ -41,7 +41,14 @@ def routing_of(T: int, k: int, E: int) -> jaxops.Routing:
 def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = False) -> Kernel:
     how = {"activation": activation, "panel": 4, "dynamic": dynamic}
     rows = shape(R, F, dtype=dtype)
-    operands = (shape(R, D, dtype=dtype), shape(E, F, D, dtype=dtype), rows, rows, shape(R, dtype="float32"), shape(E + 1, dtype="int32"))
+    operands = (
+        shape(R, D, dtype=dtype),
+        shape(E, F, D, dtype=dtype),
+        rows,
+        rows,
+        shape(R, dtype="float32"),
+        shape(E + 1, dtype="int32"),
+    )
     (kernel,) = compiled(lambda *operands: bwd_triton(*operands, **how, cores=132), *operands)
     return kernel
 
@@ -62,8 +69,14 @@ OPERANDS = (shape(500, D), shape(E, D, F), shape(E, D, F), shape(E, F, D))
 def launched(call, *shapes) -> list[tuple[str, int]]:
     """The Gluon kernels of a call, in order: name and how many results each writes."""
     with on_h200():
-        calls = [equation for equation in equations(jax.make_jaxpr(call)(*shapes).jaxpr) if equation.primitive.name == "triton_kernel_call"]
-    results = lambda call: [var for var in call.outvars if var.aval.dtype != jnp.int32]  # not the work list, in which programs count
+        calls = [
+            equation
+            for equation in equations(jax.make_jaxpr(call)(*shapes).jaxpr)
+            if equation.primitive.name == "triton_kernel_call"
+        ]
+    results = lambda call: [
+        var for var in call.outvars if var.aval.dtype != jnp.int32
+    ]  # not the work list, in which programs count
     return [(call.params["name"], len(results(call))) for call in calls]
 
 
@@ -82,8 +95,15 @@ def test_a_users_call(save, kept):
 
     again = [("grouped_glu_fwd", 3)] * (save == "nothing")
     backward = [("moe_mlp_bwd", 4), (WGRAD, 1), (DGRAD, 1), (WGRAD, 1), (WGRAD, 1)]
-    assert launched(gradients, routing_of(500, 2, E), shape(500, D), *OPERANDS) == [("grouped_glu_fwd", kept), (FWD, 1), *again, *backward]
-    assert launched(lambda routing, *given: jaxops.moe_mlp(*given, routing, save=save), routing_of(500, 2, E), *OPERANDS) == [("grouped_glu_fwd", 1), (FWD, 1)]
+    assert launched(gradients, routing_of(500, 2, E), shape(500, D), *OPERANDS) == [
+        ("grouped_glu_fwd", kept),
+        (FWD, 1),
+        *again,
+        *backward,
+    ]
+    assert launched(
+        lambda routing, *given: jaxops.moe_mlp(*given, routing, save=save), routing_of(500, 2, E), *OPERANDS
+    ) == [("grouped_glu_fwd", 1), (FWD, 1)]
 
 
 @pytest.mark.parametrize("empty", ["E", "T"])
@@ -95,21 +115,30 @@ def test_nothing_to_do_launches_nothing(empty):
 
     T, G = (0, 2) if empty == "T" else (16, 0)
     routing = dataclasses.replace(routing_of(T, 2, 2), group_offsets=shape(G + 1, dtype="int32"))
-    assert launched(gradients, routing, shape(T, 64), shape(T, 64), shape(G, 64, 64), shape(G, 64, 64), shape(G, 64, 64)) == []
+    assert (
+        launched(gradients, routing, shape(T, 64), shape(T, 64), shape(G, 64, 64), shape(G, 64, 64), shape(G, 64, 64))
+        == []
+    )
 
 
 def test_plan():
     plan = make_plan(PROBLEM, H200)
     assert plan == make_plan(PROBLEM, H200, backend="triton") == make_plan(PROBLEM, H200, plan=Plan("triton"))
     assert (plan.backend, plan.fused) == ("triton", Order(8))
-    assert plan.unit == grouped_glu.make_plan(grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="triton")
-    assert plan.down == grouped_matmul.make_plan(grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16"), H200, backend="triton")
+    assert plan.unit == grouped_glu.make_plan(
+        grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="triton"
+    )
+    assert plan.down == grouped_matmul.make_plan(
+        grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16"), H200, backend="triton"
+    )
     assert plan.rows is not None
     assert plan.rows.backend == "pallas"
     assert make_plan(dataclasses.replace(PROBLEM, E=64), H200).fused == Order(4, dynamic=True)
     assert make_plan(dataclasses.replace(PROBLEM, E=16), H200).fused == Order(4)
     assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Order(2))).fused == Order(2)
-    assert make_plan(PROBLEM, H200, plan=Plan("pallas", unit=grouped_glu.Plan("triton"))).unit == plan.unit  # filled, and nothing of it is lost
+    assert (
+        make_plan(PROBLEM, H200, plan=Plan("pallas", unit=grouped_glu.Plan("triton"))).unit == plan.unit
+    )  # filled, and nothing of it is lost
     assert make_plan(PROBLEM, H200, backend="pallas").unit == grouped_glu.make_plan(
         grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="pallas"
     )
@@ -165,12 +194,21 @@ def test_shard_map_checks_the_kernels_varying_axes():
     routing = routing_of(256, 2, E)
 
     def shard(x, routing, *experts):
-        return jax.grad(lambda *given: jnp.sum(jaxops.moe_mlp(*given, routing, backend="triton").astype(jnp.float32)), argnums=(0, 1, 2, 3))(x, *experts)
+        return jax.grad(
+            lambda *given: jnp.sum(jaxops.moe_mlp(*given, routing, backend="triton").astype(jnp.float32)),
+            argnums=(0, 1, 2, 3),
+        )(x, *experts)
 
-    specs = dataclasses.replace(jax.tree.map(lambda _: P(), routing), weights=P("d"), experts=P("d"), row_indices=P("d"), row_positions=P("d"))
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), specs, P(), P(), P()), out_specs=(P("d"), P(), P(), P()))
+    specs = dataclasses.replace(
+        jax.tree.map(lambda _: P(), routing), weights=P("d"), experts=P("d"), row_indices=P("d"), row_positions=P("d")
+    )
+    sharded = jax.shard_map(
+        shard, mesh=mesh, in_specs=(P("d"), specs, P(), P(), P()), out_specs=(P("d"), P(), P(), P())
+    )
     with jax.sharding.use_abstract_mesh(mesh):
-        text = str(jax.make_jaxpr(sharded)(shape(256, 64), routing, shape(E, 64, 128), shape(E, 64, 128), shape(E, 128, 64)))
+        text = str(
+            jax.make_jaxpr(sharded)(shape(256, 64), routing, shape(E, 64, 128), shape(E, 64, 128), shape(E, 128, 64))
+        )
     assert "psum" in text
     assert "moe_mlp_bwd" in text
 
@@ -213,7 +251,9 @@ def test_values(name, dtype, fused):
 def test_activations(activation, save):
     variant = dataclasses.replace(SIZES["few"], dtype="bfloat16", activation=activation, save=save)
     case = make_case(variant)
-    check_values(jitted("triton", variant, plan=None, backend="triton", precision=None)(case), want_of(case, variant), variant)
+    check_values(
+        jitted("triton", variant, plan=None, backend="triton", precision=None)(case), want_of(case, variant), variant
+    )
 
 
 @pytest.mark.gpu
@@ -228,7 +268,12 @@ def test_groups_of_every_size(seed):
     offsets = before + np.concatenate([[0], np.cumsum(sizes)])
     offsets = jnp.asarray(np.minimum(offsets, 600), jnp.int32)
     order = jnp.asarray(rng.permutation(600), jnp.int32)
-    routing = dataclasses.replace(case["routing"], row_indices=order, row_positions=jnp.argsort(order).astype(jnp.int32)[:, None], group_offsets=offsets)
+    routing = dataclasses.replace(
+        case["routing"],
+        row_indices=order,
+        row_positions=jnp.argsort(order).astype(jnp.int32)[:, None],
+        group_offsets=offsets,
+    )
     case |= {"routing": routing}
     got = jitted("triton", variant, plan=None, backend="triton", precision=None)(case)
     check_values(got, want_of(case, variant), variant)
@@ -245,12 +290,19 @@ def test_gathered(name):
     wild, row = np.asarray(case["routing"].row_indices).copy(), np.arange(variant.T * variant.k)
     wild[(row < first) | (row >= end)] = np.iinfo(np.int32).min
     case["routing"] = dataclasses.replace(case["routing"], row_indices=jnp.asarray(wild))
-    units = [None, *(grouped_glu.Plan("triton", fused=fused) for fused in (grouped_glu.Fused(1, stages=4), grouped_glu.Fused(2)))]
-    plans = [Plan("triton", unit=unit, gather=gather) for unit, gather in ((None, False), *((unit, True) for unit in units))]
+    units = [
+        None,
+        *(grouped_glu.Plan("triton", fused=fused) for fused in (grouped_glu.Fused(1, stages=4), grouped_glu.Fused(2))),
+    ]
+    plans = [
+        Plan("triton", unit=unit, gather=gather) for unit, gather in ((None, False), *((unit, True) for unit in units))
+    ]
     copied, *gathered = (jitted("triton", variant, plan=plan, precision=None)(case) for plan in plans)
     check_values(gathered[0], want_of(case, variant), variant)
     for found in gathered:
-        assert [np.asarray(found[key]).tobytes() for key in NAMES] == [np.asarray(copied[key]).tobytes() for key in NAMES]
+        assert [np.asarray(found[key]).tobytes() for key in NAMES] == [
+            np.asarray(copied[key]).tobytes() for key in NAMES
+        ]
 
 
 @pytest.mark.gpu
@@ -262,7 +314,9 @@ def test_gathered_rows_are_tokens_whatever_the_indices():
     run = jitted("triton", variant, plan=Plan("triton", gather=True), precision=None, save="nothing")
 
     def out(*indices: int) -> np.ndarray:
-        changed = dataclasses.replace(case["routing"], row_indices=case["routing"].row_indices.at[at].set(jnp.array(indices, jnp.int32)))
+        changed = dataclasses.replace(
+            case["routing"], row_indices=case["routing"].row_indices.at[at].set(jnp.array(indices, jnp.int32))
+        )
         return np.asarray(run(case | {"routing": changed})["out"])
 
     wild = np.iinfo(np.int32)
@@ -281,7 +335,10 @@ def test_bad_tokens_stay_with_themselves():
     others = np.arange(variant.T) != token
     for name in ("out", "dx", "dweights"):
         np.testing.assert_array_equal(np.asarray(bad[name])[others], np.asarray(good[name])[others], err_msg=name)
-    spoilt = [np.isnan(np.asarray(bad[name], np.float32)).reshape(variant.experts, -1).any(axis=1).sum() for name in ("dw_gate", "dw_up", "dw_down")]
+    spoilt = [
+        np.isnan(np.asarray(bad[name], np.float32)).reshape(variant.experts, -1).any(axis=1).sum()
+        for name in ("dw_gate", "dw_up", "dw_down")
+    ]
     assert 0 < max(spoilt) <= variant.k
 
 
@@ -294,7 +351,9 @@ def test_a_bad_expert_stays_with_its_tokens(name):
     run = jitted("triton", variant, plan=None, backend="triton", precision=None)
     bad = int(np.argmax(np.diff(np.asarray(case["routing"].group_offsets)) > 0)) + 1
     got, want = run(case | {"w_down": case["w_down"].at[bad].set(jnp.nan)}), run(case)
-    others = ~(np.asarray(case["routing"].experts) == variant.first + bad).any(axis=1)  # experts are numbered over all devices
+    others = ~(np.asarray(case["routing"].experts) == variant.first + bad).any(
+        axis=1
+    )  # experts are numbered over all devices
     assert others.any()
     for key in ("out", "dx", "dweights"):
         np.testing.assert_array_equal(np.asarray(got[key])[others], np.asarray(want[key])[others], err_msg=key)
@@ -315,5 +374,8 @@ def test_nothing_saved():
     """The same to the bit as with what the forward saved."""
     variant = dataclasses.replace(SIZES["ragged"], dtype="bfloat16")
     case, _ = cases("ragged", "bfloat16")
-    saved, again = (jitted("triton", variant, plan=None, backend="triton", precision=None, save=save)(case) for save in ("preactivations", "nothing"))
+    saved, again = (
+        jitted("triton", variant, plan=None, backend="triton", precision=None, save=save)(case)
+        for save in ("preactivations", "nothing")
+    )
     assert [np.asarray(saved[key]).tobytes() for key in NAMES] == [np.asarray(again[key]).tobytes() for key in NAMES]

@@ -75,8 +75,12 @@ def test_activations(run, activation):
 def test_nothing_saved(run):
     """The same to the bit as with what the forward saved."""
     case = make_case(SHARD)
-    saved, again = (compiled(run, dataclasses.replace(SHARD, save=save))(case) for save in ("preactivations", "nothing"))
-    assert {name: np.asarray(x).tobytes() for name, x in saved.items()} == {name: np.asarray(x).tobytes() for name, x in again.items()}
+    saved, again = (
+        compiled(run, dataclasses.replace(SHARD, save=save))(case) for save in ("preactivations", "nothing")
+    )
+    assert {name: np.asarray(x).tobytes() for name, x in saved.items()} == {
+        name: np.asarray(x).tobytes() for name, x in again.items()
+    }
 
 
 @pytest.mark.parametrize("run", QUICK)
@@ -94,8 +98,16 @@ def test_compute_dtype(x_dtype, run):
     """Float32 weights under bfloat16 products: their gradients are float32 and were never rounded."""
     variant = Variant(T=9, D=32, F=48, N=40, k=2, E=4, dtype="bfloat16", first=1)
     case = make_case(variant)
-    wide = case | {name: case[name].astype(jnp.float32) for name in case if name[0] == "w" or (x_dtype == "float32" and name in ("x", "dout"))}
-    got = compiled(run, variant if x_dtype == "bfloat16" else dataclasses.replace(variant, dtype="float32"), compute_dtype=jnp.bfloat16)(wide)
+    wide = case | {
+        name: case[name].astype(jnp.float32)
+        for name in case
+        if name[0] == "w" or (x_dtype == "float32" and name in ("x", "dout"))
+    }
+    got = compiled(
+        run,
+        variant if x_dtype == "bfloat16" else dataclasses.replace(variant, dtype="float32"),
+        compute_dtype=jnp.bfloat16,
+    )(wide)
     dtypes = {"out": x_dtype, "dx": x_dtype} | dict.fromkeys(NAMES[2:], "float32")
     assert {name: x.dtype for name, x in got.items()} == dtypes
     for name, want in want_of(case, variant).items():
@@ -103,13 +115,17 @@ def test_compute_dtype(x_dtype, run):
     narrow = compiled(run, variant)(case)
     for name in ("dw_gate", "dw_up", "dw_down"):
         assert np.any(np.asarray(got[name]) != np.asarray(got[name]).astype(jnp.bfloat16).astype(np.float32)), name
-        np.testing.assert_array_equal(np.asarray(got[name]).astype(jnp.bfloat16), np.asarray(narrow[name]), err_msg=name)
+        np.testing.assert_array_equal(
+            np.asarray(got[name]).astype(jnp.bfloat16), np.asarray(narrow[name]), err_msg=name
+        )
 
 
 def test_rows_outside_have_no_weight():
     """Whatever their choices' weights are, and whatever else stands in such rows."""
     case = make_case(SHARD)
-    routing = dataclasses.replace(case["routing"], weights=jnp.where(has_row(case["routing"]), case["routing"].weights, jnp.nan))
+    routing = dataclasses.replace(
+        case["routing"], weights=jnp.where(has_row(case["routing"]), case["routing"].weights, jnp.nan)
+    )
     want, kept = np.zeros(SHARD.T * SHARD.k, np.float32), has_row(routing)
     want[np.asarray(routing.row_positions)[kept]] = np.asarray(routing.weights)[kept]
     np.testing.assert_array_equal(jax.jit(weights_of_rows)(routing), want)
@@ -120,7 +136,8 @@ def test_weights_of_zero(run):
     """They have gradients all the same: what the experts' output would be worth. The experts have none then."""
     case = make_case(SHARD)
     case["routing"] = dataclasses.replace(
-        case["routing"], weights=jnp.where(np.arange(SHARD.T)[:, None] < 8, 0 * case["routing"].weights, case["routing"].weights)
+        case["routing"],
+        weights=jnp.where(np.arange(SHARD.T)[:, None] < 8, 0 * case["routing"].weights, case["routing"].weights),
     )
     got = check(case, SHARD, run)
     kept = has_row(case["routing"])
@@ -139,7 +156,9 @@ def test_bad_tokens_stay_with_themselves(run):
     experts = np.isin(np.arange(SHARD.first, SHARD.last), np.asarray(routing.experts)[token])
     assert experts.sum() == SHARD.k
     bad = case | {name: case[name].at[token].set(jnp.nan) for name in ("x", "dout")}
-    got = compiled(run, SHARD)(bad | {"routing": dataclasses.replace(routing, weights=routing.weights.at[token, 1].set(jnp.nan))})
+    got = compiled(run, SHARD)(
+        bad | {"routing": dataclasses.replace(routing, weights=routing.weights.at[token, 1].set(jnp.nan))}
+    )
     for name, values in got.items():
         touched = experts if name in ("dw_gate", "dw_up", "dw_down") else np.arange(SHARD.T) == token
         values = np.asarray(values)
@@ -155,7 +174,9 @@ def test_bad_experts_stay_with_their_tokens(run):
     good = compiled(run, variant)(case)
     sizes = np.diff(np.asarray(case["routing"].group_offsets))
     bad = np.stack([sizes == 0, np.arange(variant.E) == sizes.argmax()]).any(axis=0)
-    got = compiled(run, variant)(case | {name: jnp.where(bad[:, None, None], jnp.nan, case[name]) for name in ("w_gate", "w_up", "w_down")})
+    got = compiled(run, variant)(
+        case | {name: jnp.where(bad[:, None, None], jnp.nan, case[name]) for name in ("w_gate", "w_up", "w_down")}
+    )
     chosen = (np.asarray(case["routing"].experts) == sizes.argmax()).any(axis=1)
     assert 0 < chosen.sum() < variant.T
     for name in ("out", "dx"):
@@ -221,13 +242,16 @@ def test_with_route(run):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("T", "D", "F", "N", "k", "E"), [(4096, 1024, 512, 1024, 8, 64), (1000, 712, 1032, 136, 4, 16), (77, 65, 131, 33, 3, 5), (300, 64, 72, 64, 2, 128)]
+    ("T", "D", "F", "N", "k", "E"),
+    [(4096, 1024, 512, 1024, 8, 64), (1000, 712, 1032, 136, 4, 16), (77, 65, 131, 33, 3, 5), (300, 64, 72, 64, 2, 128)],
 )
 def test_plans_that_users_get(T, D, F, N, k, E, dtype):
     """On the GPU, with "auto": Hopper's kernels where they can, the last one with tiny groups."""
     variant = Variant(T=T, D=D, F=F, N=N, k=k, E=E, dtype=dtype, capacity=2 * T * k // E, first=1)
     case = make_case(variant)
-    got, want = (compiled("auto", variant, plan=None, backend=backend, precision=None)(case) for backend in ("auto", "xla"))
+    got, want = (
+        compiled("auto", variant, plan=None, backend=backend, precision=None)(case) for backend in ("auto", "xla")
+    )
     for name in NAMES:
         assert_close(got[name], want[name], "bfloat16" if dtype == "bfloat16" else "tf32", name, scale=3, roundings=4)
     check_zeros(got, case["routing"])

@@ -76,10 +76,15 @@ def make_case(variant: Variant, seed: int = 0) -> dict:
     v, rng = variant, np.random.default_rng(seed + 100)
     routing = make_routing(v, seed)
     bad = np.where(inside(routing), 1, np.nan)[:, None]
-    normal = {name: rng.normal(size=shape) for name, shape in (("x", (v.T, v.D)), ("dout", (v.T, v.D)), ("rows", bad.shape), ("drows", bad.shape))}
+    normal = {
+        name: rng.normal(size=shape)
+        for name, shape in (("x", (v.T, v.D)), ("dout", (v.T, v.D)), ("rows", bad.shape), ("drows", bad.shape))
+    }
     normal |= {name: rng.normal(size=(v.T * v.k, v.D)) * bad for name in ("rows", "drows")}
     dtypes = {"dout": v.out_dtype or v.dtype}
-    return {"routing": routing} | {name: jnp.asarray(array, dtypes.get(name, v.dtype)) for name, array in normal.items()}
+    return {"routing": routing} | {
+        name: jnp.asarray(array, dtypes.get(name, v.dtype)) for name, array in normal.items()
+    }
 
 
 def permute(variant: Variant, run: str, x, routing: Routing) -> jax.Array:

@@ -20,7 +20,9 @@ ROUTING = dataclasses.replace(CASE["routing"], weights=jnp.nan_to_num(CASE["rout
 
 def layer(run, x, weights, routing=ROUTING, variant=SHARD):
     """Tokens to their experts, which bend them, and back."""
-    return combine(variant, run, jnp.sin(3 * permute(variant, run, x, routing)), dataclasses.replace(routing, weights=weights))
+    return combine(
+        variant, run, jnp.sin(3 * permute(variant, run, x, routing)), dataclasses.replace(routing, weights=weights)
+    )
 
 
 def assert_all_close(got, want, scale=2.0) -> None:
@@ -52,7 +54,10 @@ def test_shard_map_over_experts(run):
     def whole(x, routing):
         return layer("reference", x, routing.weights, routing, variant)
 
-    got, want = (jax.jit(jax.value_and_grad(functools.partial(total, f), argnums=(0, 1)))(case["x"], routing.weights) for f in (sharded, whole))
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(total, f), argnums=(0, 1)))(case["x"], routing.weights)
+        for f in (sharded, whole)
+    )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     assert_all_close(got[1], want[1], scale=5)
 
@@ -66,11 +71,16 @@ def test_the_portable_backend_adds_without_scatter():
 def test_with_route_and_a_grouped_product(run):
     """A whole layer of experts, with a capacity: results and the gradients of tokens, experts and logits as those of each token's experts one by one."""
     T, D, E, k = SHARD.T, 4, 6, SHARD.k
-    x, w, logits = (jnp.asarray(np.random.default_rng(i).normal(size=size), jnp.float32) for i, size in enumerate(((T, D), (E, D, 5), (T, E))))
+    x, w, logits = (
+        jnp.asarray(np.random.default_rng(i).normal(size=size), jnp.float32)
+        for i, size in enumerate(((T, D), (E, D, 5), (T, E)))
+    )
 
     def experts(x, w, logits):
         routing = jaxops.route(logits, k, capacity=5)
-        rows = jaxops.grouped_matmul(permute(SHARD, run, x, routing), w, routing.group_offsets, precision="highest", backend="xla")
+        rows = jaxops.grouped_matmul(
+            permute(SHARD, run, x, routing), w, routing.group_offsets, precision="highest", backend="xla"
+        )
         return combine(SHARD, run, rows, routing)
 
     def one_by_one(x, w, logits):

@@ -50,7 +50,9 @@ def test_heuristic_and_candidates_are_legal(D):
                     held = tile.rows * tile.block / (32 * tile.warps)
                     assert problem.lane <= held
                     assert held * tile.choices <= 16 * problem.lane
-            assert -(-D // found[0].block) * found[0].block < 2 * D or D < 256  # columns that are not there are fewer than those that are
+            assert (
+                -(-D // found[0].block) * found[0].block < 2 * D or D < 256
+            )  # columns that are not there are fewer than those that are
 
 
 def lowered(T: int, D: int, k: int, dtype: str = "bfloat16", out_dtype=None, plan: Plan | None = None) -> list[str]:
@@ -58,14 +60,22 @@ def lowered(T: int, D: int, k: int, dtype: str = "bfloat16", out_dtype=None, pla
 
     def both(x, rows, drows, dout, weights, positions, indices, offsets):
         def ops(x, rows, weights):
-            routing = Routing(weights, positions, indices, positions, offsets, offsets[1:], weights[0, 0], weights[0, 0])
+            routing = Routing(
+                weights, positions, indices, positions, offsets, offsets[1:], weights[0, 0], weights[0, 0]
+            )
             return jaxops.permute(x, routing, plan=plan), jaxops.combine(rows, routing, out_dtype=out_dtype, plan=plan)
 
         out, vjp = jax.vjp(ops, x, rows, weights)
         return *out, *vjp((drows, dout))
 
     s = jax.ShapeDtypeStruct
-    shapes = [((T, D), dtype), ((T * k, D), dtype), ((T * k, D), dtype), ((T, D), out_dtype or dtype), ((T, k), "float32")]
+    shapes = [
+        ((T, D), dtype),
+        ((T * k, D), dtype),
+        ((T * k, D), dtype),
+        ((T, D), out_dtype or dtype),
+        ((T, k), "float32"),
+    ]
     shapes += [((T, k), "int32"), ((T * k,), "int32"), ((9,), "int32")]
     text = lower_for_h200(both, *(s(*shape) for shape in shapes))
     names = re.findall(r'name = "(\w+)"', text)
@@ -92,7 +102,9 @@ def test_a_call_is_these_kernels(T, D, k, options):
 @pytest.mark.parametrize("D", [96, 2048])
 def test_candidates_lower_for_an_h200(D):
     """Some of them: warps change no shape in a kernel."""
-    found = list({(t.rows, t.block, t.choices): t for t in candidates("combine", dataclasses.replace(PROBLEM, D=D))}.values())
+    found = list(
+        {(t.rows, t.block, t.choices): t for t in candidates("combine", dataclasses.replace(PROBLEM, D=D))}.values()
+    )
     for tile in found[::13]:
         assert len(lowered(4096, D, 8, plan=Plan("pallas", tile, tile, tile))) == 4
 

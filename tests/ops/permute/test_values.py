@@ -37,8 +37,14 @@ def test_bad_rows_stay_with_their_tokens(run):
     """NaN in a token, its row, weight or cotangent reaches that token, its rows and its weights, and nothing else."""
     case, good = make_case(PLAIN), compiled(run, PLAIN)(make_case(PLAIN))
     mine = np.asarray(case["routing"].row_positions)[4]
-    bad = case | {name: case[name].at[4].set(jnp.nan) for name in ("x", "dout")} | {name: case[name].at[mine[0]].set(jnp.nan) for name in ("rows", "drows")}
-    got = compiled(run, PLAIN)(bad | {"routing": dataclasses.replace(case["routing"], weights=case["routing"].weights.at[4, 1].set(jnp.nan))})
+    bad = (
+        case
+        | {name: case[name].at[4].set(jnp.nan) for name in ("x", "dout")}
+        | {name: case[name].at[mine[0]].set(jnp.nan) for name in ("rows", "drows")}
+    )
+    got = compiled(run, PLAIN)(
+        bad | {"routing": dataclasses.replace(case["routing"], weights=case["routing"].weights.at[4, 1].set(jnp.nan))}
+    )
     for name, values in got.items():
         touched = np.isin(np.arange(len(values)), mine if name in ("rows", "drows") else 4)
         assert np.isnan(np.asarray(values)[touched]).any(axis=1).all(), name
@@ -62,12 +68,18 @@ def test_wild_positions_and_offsets(run):
     case = make_case(PLAIN)
     R = PLAIN.T * PLAIN.k
     rows = jnp.nan_to_num(case["rows"])
-    wild = np.random.default_rng(0).choice(np.array([-(2**31), -7, -1, 0, 3, R - 1, R, R + 5, 2**31 - 1], np.int32), size=(PLAIN.T, PLAIN.k))
+    wild = np.random.default_rng(0).choice(
+        np.array([-(2**31), -7, -1, 0, 3, R - 1, R, R + 5, 2**31 - 1], np.int32), size=(PLAIN.T, PLAIN.k)
+    )
     for first, end in ((-9, 10**6), (0, R), (5, R + 1), (-(2**31), 2**31 - 1), (2**31 - 1, -(2**31)), (20, 10)):
         lo = np.clip(first, 0, R)
         hi = np.clip(end, lo, R)
         given, clipped = (
-            {"routing": dataclasses.replace(case["routing"], row_positions=jnp.asarray(wild), group_offsets=jnp.array(offsets, jnp.int32))}
+            {
+                "routing": dataclasses.replace(
+                    case["routing"], row_positions=jnp.asarray(wild), group_offsets=jnp.array(offsets, jnp.int32)
+                )
+            }
             for offsets in ([first, 7, 7, 11, 12, 12, end], [lo, 7, 7, 11, 12, 12, hi])
         )
         got = compiled(run, PLAIN)(case | given | {"rows": rows, "drows": rows})
@@ -83,7 +95,9 @@ def test_wild_positions_and_offsets(run):
 def test_wild_indices(run):
     """The rows may be wrong, but there are some: nothing raises, and what lies outside is zero."""
     case = make_case(SHARD)
-    indices = jnp.asarray(np.random.default_rng(0).choice(np.array([-(2**31), -1, 0, 2**31 - 1], np.int32), size=SHARD.T * SHARD.k))
+    indices = jnp.asarray(
+        np.random.default_rng(0).choice(np.array([-(2**31), -1, 0, 2**31 - 1], np.int32), size=SHARD.T * SHARD.k)
+    )
     got = compiled(run, SHARD)(case | {"routing": dataclasses.replace(case["routing"], row_indices=indices)})
     assert np.isfinite(np.asarray(got["rows"])).all()
     assert np.isfinite(np.asarray(got["drows"])).all()
@@ -103,7 +117,9 @@ def test_shards_add_up(run):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("T", "D", "k"), [(4096, 2048, 8), (1000, 2880, 4), (333, 16384, 2), (77, 65, 11), (5000, 96, 1)])
+@pytest.mark.parametrize(
+    ("T", "D", "k"), [(4096, 2048, 8), (1000, 2880, 4), (333, 16384, 2), (77, 65, 11), (5000, 96, 1)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_heuristic_plans(T, D, k, dtype):
     """On the GPU, with the plans that users get."""

@@ -41,14 +41,27 @@ class Variant:
     amax: Tile | None = None
 
     def __str__(self):
-        return "-".join([self.scaling, self.layouts, *(name for name in ("pow2", "stochastic", "ragged") if getattr(self, name)), self.dtype[7:11]])
+        return "-".join(
+            [
+                self.scaling,
+                self.layouts,
+                *(name for name in ("pow2", "stochastic", "ragged") if getattr(self, name)),
+                self.dtype[7:11],
+            ]
+        )
 
 
 @functools.cache
 def compiled(run: str, variant: Variant):
     """A jitted function from x (and offsets) to a Quantized."""
     v = variant
-    options = {"scaling": v.scaling, "layouts": v.layouts, "dtype": v.dtype, "pow2_scales": v.pow2, "key": KEY if v.stochastic else None}
+    options = {
+        "scaling": v.scaling,
+        "layouts": v.layouts,
+        "dtype": v.dtype,
+        "pow2_scales": v.pow2,
+        "key": KEY if v.stochastic else None,
+    }
     plan = Plan(backend_of(run), cast=v.tile, amax=v.amax)
     return jax.jit(lambda x, offsets=None: jaxops.quantize(x, group_offsets=offsets, plan=plan, **options))
 
@@ -133,7 +146,9 @@ def np_rows(x: np.ndarray, v: Variant, random: np.ndarray | None, amax=None) -> 
             factors[:, columns] = np.repeat(factor, height)[:R, None]
         scale = scale if height > 1 else scale.T
     with np.errstate(all="ignore"):
-        values = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x) * factors  # too small to be seen in any format
+        values = (
+            np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x) * factors
+        )  # too small to be seen in any format
     return np_cast(np.where(np.isinf(x), np.nan, values), v.dtype, random), scale
 
 

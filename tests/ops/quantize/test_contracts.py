@@ -41,7 +41,9 @@ def test_no_gradient(run, call):
         "vjp of a stack": lambda x: jaxops.dequantize(jaxops.quantize(x[None], scaling="rowwise", plan=plan)).sum(),
         "measured": lambda x: jaxops.ops.quantize.quantize_measured(x, plan=plan)[1],
     }[call]
-    with pytest.raises(NotImplementedError, match=r"float8_e4m3fn has no gradient of its own.*jaxops\.fp8_matmul.*stop_gradient"):
+    with pytest.raises(
+        NotImplementedError, match=r"float8_e4m3fn has no gradient of its own.*jaxops\.fp8_matmul.*stop_gradient"
+    ):
         jax.eval_shape(jax.grad(quantize), X)
     jax.eval_shape(jax.grad(lambda x: quantize(jax.lax.stop_gradient(x)) + x.sum()), X)
 

@@ -22,20 +22,48 @@ ERRORS = {
     "x-int": ({"x": shape(M, K, dtype="int8")}, TypeError, r"x is int8.*bfloat16, float16, float32.*x\.astype"),
     "x-float8": ({"x": shape(M, K, dtype="float8_e5m2")}, TypeError, r"x is float8_e5m2"),
     "x-list": ({"x": [[1.0]]}, TypeError, r"x is a list.*\[M, K\]"),
-    "scaling": ({"scaling": "blockwise"}, ValueError, r"scaling='blockwise'.*'tensorwise', 'rowwise', 'block_1x128', 'block_128x128'"),
+    "scaling": (
+        {"scaling": "blockwise"},
+        ValueError,
+        r"scaling='blockwise'.*'tensorwise', 'rowwise', 'block_1x128', 'block_128x128'",
+    ),
     "layouts": ({"layouts": "column"}, ValueError, r"layouts='column'.*'row', 'col', 'both'"),
     "dtype": ({"dtype": jnp.bfloat16}, TypeError, r"dtype=bfloat16.*float8_e4m3fn, float8_e5m2"),
     "dtype-fnuz": ({"dtype": jnp.float8_e4m3fnuz}, TypeError, r"dtype=float8_e4m3fnuz"),
     "backend": ({"backend": "triton"}, ValueError, r"backend='triton'.*'auto', 'pallas' or 'xla'"),
-    "plan": ({"backend": "xla", "plan": Plan("pallas")}, ValueError, r"backend='xla' contradicts plan\.backend='pallas'"),
+    "plan": (
+        {"backend": "xla", "plan": Plan("pallas")},
+        ValueError,
+        r"backend='xla' contradicts plan\.backend='pallas'",
+    ),
     "offsets-rank": ({"group_offsets": OFFSETS[None]}, ValueError, r"group_offsets has shape \(1, 3\)"),
-    "offsets-int64": ({"group_offsets": OFFSETS.astype(np.int64)}, TypeError, r"group_offsets is int64.*astype\(jnp\.int32\)"),
-    "offsets-stack": ({"x": shape(2, M, K), "group_offsets": OFFSETS}, ValueError, r"x has shape \(2, 6, 10\), a stack.*one matrix \[M, K\]"),
-    "offsets-128": ({"scaling": "block_128x128", "group_offsets": OFFSETS}, NotImplementedError, r"'block_128x128' does not take group_offsets.*'block_1x128'"),
+    "offsets-int64": (
+        {"group_offsets": OFFSETS.astype(np.int64)},
+        TypeError,
+        r"group_offsets is int64.*astype\(jnp\.int32\)",
+    ),
+    "offsets-stack": (
+        {"x": shape(2, M, K), "group_offsets": OFFSETS},
+        ValueError,
+        r"x has shape \(2, 6, 10\), a stack.*one matrix \[M, K\]",
+    ),
+    "offsets-128": (
+        {"scaling": "block_128x128", "group_offsets": OFFSETS},
+        NotImplementedError,
+        r"'block_128x128' does not take group_offsets.*'block_1x128'",
+    ),
     "amax": ({"amax": np.float32(1)}, ValueError, r"amax is one number.*scaling='block_1x128'.*'tensorwise'"),
-    "amax-dtype": ({"scaling": "tensorwise", "amax": np.float16(1)}, TypeError, r"amax is float16.*amax\.astype\(jnp\.float32\)"),
+    "amax-dtype": (
+        {"scaling": "tensorwise", "amax": np.float16(1)},
+        TypeError,
+        r"amax is float16.*amax\.astype\(jnp\.float32\)",
+    ),
     "amax-python": ({"scaling": "tensorwise", "amax": 1.0}, TypeError, r"amax is a float.*float32 scalar"),
-    "amax-shape": ({"scaling": "tensorwise", "amax": np.ones(2, np.float32)}, ValueError, r"amax has shape \(2,\).*must be \(\)"),
+    "amax-shape": (
+        {"scaling": "tensorwise", "amax": np.ones(2, np.float32)},
+        ValueError,
+        r"amax has shape \(2,\).*must be \(\)",
+    ),
 }
 
 

@@ -60,7 +60,13 @@ def test_a_row_serves_every_length_and_its_own_widths():
 
 
 def test_backend_by_device():
-    kinds = [("NVIDIA H200", "gpu"), ("NVIDIA L4", "gpu"), ("NVIDIA A100-SXM4-80GB", "gpu"), ("cpu", "cpu"), ("TPU v5 lite", "tpu")]
+    kinds = [
+        ("NVIDIA H200", "gpu"),
+        ("NVIDIA L4", "gpu"),
+        ("NVIDIA A100-SXM4-80GB", "gpu"),
+        ("cpu", "cpu"),
+        ("TPU v5 lite", "tpu"),
+    ]
     assert [make_plan(PROBLEM, Device(*kind)).backend for kind in kinds] == ["pallas", "pallas", "xla", "xla", "xla"]
     assert make_plan(PROBLEM, Device("cpu", "cpu"), backend="pallas").backend == "pallas"  # interpreted
     assert "cast=Tile(rows=" in str(make_plan(PROBLEM, H200))
@@ -102,12 +108,16 @@ def test_shipped_row(row):
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
 
 
-def kernels_of(shape=(512, 1000), x_dtype="bfloat16", groups: int | None = None, **options) -> tuple[list[str], set[str]]:
+def kernels_of(
+    shape=(512, 1000), x_dtype="bfloat16", groups: int | None = None, **options
+) -> tuple[list[str], set[str]]:
     """The kernels' names in order, and XLA's own operations."""
     s = jax.ShapeDtypeStruct
     arrays = [s(shape, x_dtype), *([] if groups is None else [s((groups + 1,), "int32")])]
     text = lower_for_h200(lambda x, offsets=None: jaxops.quantize(x, group_offsets=offsets, **options), *arrays)
-    return re.findall(r'"((?:quantize|schedule)_\w+)"', text), set(re.findall(r"= \"?stablehlo\.(\w+)", text)) - {"custom_call"}
+    return re.findall(r'"((?:quantize|schedule)_\w+)"', text), set(re.findall(r"= \"?stablehlo\.(\w+)", text)) - {
+        "custom_call"
+    }
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
@@ -130,7 +140,11 @@ def test_a_call_is_these_kernels(scaling, looks, layouts):
 def test_ragged_is_one_small_kernel_more():
     assert kernels_of(groups=9, layouts="both")[0] == ["schedule_rows", "quantize_cast"]
     assert kernels_of(groups=9, layouts="row")[0] == ["quantize_cast"]
-    assert kernels_of(groups=9, layouts="col", scaling="tensorwise")[0] == ["quantize_amax", "schedule_rows", "quantize_cast"]
+    assert kernels_of(groups=9, layouts="col", scaling="tensorwise")[0] == [
+        "quantize_amax",
+        "schedule_rows",
+        "quantize_cast",
+    ]
 
 
 def test_very_long_rows_are_looked_at_first():
@@ -141,10 +155,22 @@ def test_very_long_rows_are_looked_at_first():
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes_lower_for_an_h200(dtype):
     for scaling in ("rowwise", "block_1x128"):
-        assert kernels_of((129, 257), dtype, scaling=scaling, layouts="both", dtype=jax.numpy.float8_e5m2, key=np.zeros(2, np.uint32))[0][-1] == "quantize_cast"
+        assert (
+            kernels_of(
+                (129, 257),
+                dtype,
+                scaling=scaling,
+                layouts="both",
+                dtype=jax.numpy.float8_e5m2,
+                key=np.zeros(2, np.uint32),
+            )[0][-1]
+            == "quantize_cast"
+        )
 
 
-@pytest.mark.parametrize(("scaling", "layouts"), [("block_1x128", "both"), ("block_1x128", "row"), ("rowwise", "row"), ("tensorwise", "row")])
+@pytest.mark.parametrize(
+    ("scaling", "layouts"), [("block_1x128", "both"), ("block_1x128", "row"), ("rowwise", "row"), ("tensorwise", "row")]
+)
 def test_candidates_lower_for_an_h200(scaling, layouts):
     """One of each shape: warps and panels change nothing that is lowered."""
     problem = Problem(512, 1000, "bfloat16", scaling, layouts)
@@ -170,7 +196,11 @@ def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
     code, output = command("--shape", "256,384", "--scaling", "tensorwise,block_1x128", "--layouts", "both")
     assert code == 0, output
     rows = tuned_rows("quantize", device)
-    assert [(r["pass"], r["scaling"]) for r in rows] == [("amax", "tensorwise"), ("cast", "tensorwise"), ("cast", "block_1x128")]
+    assert [(r["pass"], r["scaling"]) for r in rows] == [
+        ("amax", "tensorwise"),
+        ("cast", "tensorwise"),
+        ("cast", "block_1x128"),
+    ]
     assert rows[2]["gbps"] == round(256 * 384 * 4 / 10 / 1e3, 1)
     problem = Problem(1, 384, "bfloat16", "tensorwise", "both")
     plan = make_plan(problem, device, rows)

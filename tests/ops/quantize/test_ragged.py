@@ -63,7 +63,12 @@ def test_row_layout_is_that_without_groups(run):
 def test_broken_offsets_stay_in_bounds(run):
     """Wrong rows, but nothing is read or written past an end: XLA would show NaN, and the sanitizer sees the kernels (tests/sanitize.py)."""
     f = compiled(run, BLOCKS)
-    for offsets in ([-9, 50, 90, 120, 400], [250, 100, 299, 0, 300], [2**31 - 1, -(2**31), 7, 300, 5], [0, 300, 0, 300, 0]):
+    for offsets in (
+        [-9, 50, 90, 120, 400],
+        [250, 100, 299, 0, 300],
+        [2**31 - 1, -(2**31), 7, 300, 5],
+        [0, 300, 0, 300, 0],
+    ):
         got = f(X, jnp.array(offsets, jnp.int32))
         assert got.values_t.shape == (K, padded_rows(M, G))
         jax.block_until_ready(got)
@@ -98,7 +103,10 @@ def test_padded_starts_of_broken_offsets_are_in_bounds():
 def test_dequantize_takes_the_row_layout():
     q = compiled("xla", BLOCKS)(X, jnp.array(OFFSETS["unaligned"], jnp.int32))
     dequantize = jax.jit(jaxops.dequantize)
-    np.testing.assert_array_equal(bits_of(dequantize(q)), bits_of(dequantize(dataclasses.replace(q, values_t=None, scales_t=None, group_offsets=None))))
+    np.testing.assert_array_equal(
+        bits_of(dequantize(q)),
+        bits_of(dequantize(dataclasses.replace(q, values_t=None, scales_t=None, group_offsets=None))),
+    )
     col = dataclasses.replace(q, values=None, scales=None)
     with pytest.raises(NotImplementedError, match=r"how many rows there were.*layouts='row' or 'both'"):
         jaxops.dequantize(col)

@@ -11,7 +11,9 @@ from tests.ops.quantize.cases import E4M3, E5M2, KEY, RUNS, Variant, bits_of, ch
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("variant", [Variant(stochastic=True), Variant("tensorwise", "row", E5M2, pow2=True, stochastic=True)], ids=str)
+@pytest.mark.parametrize(
+    "variant", [Variant(stochastic=True), Variant("tensorwise", "row", E5M2, pow2=True, stochastic=True)], ids=str
+)
 def test_values(run, variant):
     x = make_x((150, 261), "float32", seed=9)
     check_equal(compiled(run, variant)(x), np_quantize(x, variant), variant)
@@ -29,12 +31,30 @@ def test_neighbours_and_mean(dtype):
     """Of every number the result is one of its two neighbours, the upper one as often as it is near to it: normal, subnormal, tiny and exact ones."""
     least = float(jnp.finfo(dtype).smallest_subnormal)
     numbers = np.array(
-        [1.0, 1.03, -1.1, 3.3, 100.7, 447.0 if dtype == E4M3 else 57000.0, 0.3 * least, -1.75 * least, 5.01 * least, 0.01 * least, 0.0], np.float32
+        [
+            1.0,
+            1.03,
+            -1.1,
+            3.3,
+            100.7,
+            447.0 if dtype == E4M3 else 57000.0,
+            0.3 * least,
+            -1.75 * least,
+            5.01 * least,
+            0.01 * least,
+            0.0,
+        ],
+        np.float32,
     )
     n = 40_000
     words = tuple(jnp.int32(w) for w in (123456789, -987654321))
-    bits = random_bits(jnp.arange(len(numbers), dtype=jnp.int32)[:, None], jnp.arange(n, dtype=jnp.int32)[None, :], words)
-    got = np.asarray(jax.jit(lambda v, b: cast_stochastic(v, dtype, b))(jnp.broadcast_to(numbers[:, None], bits.shape), bits), np.float64)
+    bits = random_bits(
+        jnp.arange(len(numbers), dtype=jnp.int32)[:, None], jnp.arange(n, dtype=jnp.int32)[None, :], words
+    )
+    got = np.asarray(
+        jax.jit(lambda v, b: cast_stochastic(v, dtype, b))(jnp.broadcast_to(numbers[:, None], bits.shape), bits),
+        np.float64,
+    )
     grid = np.unique(np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64))
     grid = grid[np.isfinite(grid)]
     for number, found in zip(numbers.astype(np.float64), got, strict=True):
@@ -54,7 +74,10 @@ def test_bits_are_random():
     assert np.sum((counts - n / 256) ** 2) / (n / 256) < 255 + 6 * np.sqrt(2 * 255)  # chi square
     u = x / 2**20 - 0.5
     others = [u[:, 1:] * u[:, :-1], u[1:] * u[:-1], u[1:, 1:] * u[:-1, :-1], u[:128] * u[128:]]
-    others += [u * (np.asarray(draw(*key)).view(np.uint32) / 2**32 - 0.5) for key in ((jnp.int32(1), jnp.int32(3)), (jnp.int32(2), jnp.int32(2)))]
+    others += [
+        u * (np.asarray(draw(*key)).view(np.uint32) / 2**32 - 0.5)
+        for key in ((jnp.int32(1), jnp.int32(3)), (jnp.int32(2), jnp.int32(2)))
+    ]
     for product in others:
         assert abs(product.mean()) < 5 / 12 / np.sqrt(product.size)
     # Of four corners, the sum of two minus the sum of the others: rows and columns that only add up would make it vanish.

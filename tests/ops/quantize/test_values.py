@@ -11,7 +11,21 @@ import pytest
 import jaxops
 from jaxops.ops.quantize import Plan, Tile, quantize_measured
 from jaxops.ops.quantize.reference import quantize_reference
-from tests.ops.quantize.cases import E4M3, E5M2, KERNELS, KEY, RUNS, SCALINGS, Variant, backend_of, bits_of, check_equal, compiled, make_x, np_quantize
+from tests.ops.quantize.cases import (
+    E4M3,
+    E5M2,
+    KERNELS,
+    KEY,
+    RUNS,
+    SCALINGS,
+    Variant,
+    backend_of,
+    bits_of,
+    check_equal,
+    compiled,
+    make_x,
+    np_quantize,
+)
 from tests.window import window
 
 SHAPE = (150, 261)  # two tiles and three, neither of them full
@@ -31,7 +45,10 @@ def check(run: str, variant: Variant, x: jax.Array) -> None:
         ("interpret", "row", "block_1x128"),
         ("interpret", "col", "block_1x128"),
         ("interpret", "col", "tensorwise"),
-        *(pytest.param(*all_, marks=pytest.mark.gpu) for all_ in itertools.product(("gpu", "gpu-xla"), LAYOUTS, SCALINGS)),
+        *(
+            pytest.param(*all_, marks=pytest.mark.gpu)
+            for all_ in itertools.product(("gpu", "gpu-xla"), LAYOUTS, SCALINGS)
+        ),
     ],
 )
 def test_bfloat16(run, layouts, scaling):
@@ -93,7 +110,9 @@ def test_nothing_but_nan_or_zeros(run, scaling):
             assert np.isfinite(np.asarray(scales)).all()
             assert (np.asarray(scales) > 0).all()
         for q in (got, got.T):
-            np.testing.assert_array_equal(dequantize(q), np.full(SHAPE if q is got else SHAPE[::-1], 0 * value, np.float32))
+            np.testing.assert_array_equal(
+                dequantize(q), np.full(SHAPE if q is got else SHAPE[::-1], 0 * value, np.float32)
+            )
 
 
 # What tuning may choose instead of the heuristic's tiles, from one to many warps.
@@ -105,7 +124,9 @@ def test_nothing_but_nan_or_zeros(run, scaling):
         Variant("block_1x128", "col", tile=Tile(128, 64, 32, 2, 4, 2)),
         Variant("block_1x128", "row", tile=Tile(8, 256, warps=2, panel=4)),
         Variant("tensorwise", "row", tile=Tile(32, 64, warps=2), amax=Tile(8, 32, programs=7)),
-        Variant("rowwise", "row", tile=Tile(8, 128, warps=1)),  # a row does not fit into it: as with very long rows, another pass looks first
+        Variant(
+            "rowwise", "row", tile=Tile(8, 128, warps=1)
+        ),  # a row does not fit into it: as with very long rows, another pass looks first
     ],
     ids=lambda v: f"{v}-{v.tile.rows}x{v.tile.cols}",
 )
@@ -125,7 +146,9 @@ def test_stack(run, scaling):
     for i in range(2):
         check_equal(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], got), np_quantize(x[i], variant), variant)
     dequantize = jax.jit(jaxops.dequantize)
-    np.testing.assert_array_equal(bits_of(dequantize(got))[1], bits_of(dequantize(jax.tree.map(lambda leaf: np.asarray(leaf)[1], got))))
+    np.testing.assert_array_equal(
+        bits_of(dequantize(got))[1], bits_of(dequantize(jax.tree.map(lambda leaf: np.asarray(leaf)[1], got)))
+    )
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -185,7 +208,9 @@ def test_given_amax(run):
 @pytest.mark.parametrize("run", ["xla", RUNS[2]])
 def test_given_amax_and_nothing_measured(run):
     x, variant = make_x((20, 130), seed=5), Variant("tensorwise", "row")
-    q = jax.jit(lambda x, amax: jaxops.quantize(x, scaling="tensorwise", amax=amax, backend=backend_of(run)))(x, jnp.float32(2.0))
+    q = jax.jit(lambda x, amax: jaxops.quantize(x, scaling="tensorwise", amax=amax, backend=backend_of(run)))(
+        x, jnp.float32(2.0)
+    )
     check_equal(q, np_quantize(x, variant, amax=np.float32(2.0)), variant)
 
 
@@ -195,7 +220,9 @@ def test_given_amax_of_a_stack(run):
     q, now = jax.jit(lambda x: quantize_measured(x, amax=jnp.array([1.0, 4.0]), backend=backend_of(run)))(x)
     for i, amax in enumerate((1.0, 4.0)):
         variant = Variant("tensorwise", "row")
-        check_equal(jax.tree.map(lambda leaf, i=i: leaf[i], q), np_quantize(x[i], variant, amax=np.float32(amax)), variant)
+        check_equal(
+            jax.tree.map(lambda leaf, i=i: leaf[i], q), np_quantize(x[i], variant, amax=np.float32(amax)), variant
+        )
     assert now.shape == (2,)
     sizes = np.abs(np.asarray(x, np.float32))
     assert np.isinf(sizes[0]).any()  # which the largest magnitude leaves out
@@ -208,10 +235,17 @@ def test_what_overflows_only_times_the_factor_saturates(run, stochastic):
     """Under a given amax far below it: finite numbers become the largest, infinities NaN, and -0 stays what it is."""
     x = np.zeros((3, 130), jnp.bfloat16)
     x[0, :6] = 3e38, -3e38, np.inf, -np.inf, np.nan, -0.0
-    options = {"scaling": "tensorwise", "layouts": "both", "key": KEY if stochastic else None, "backend": backend_of(run)}
+    options = {
+        "scaling": "tensorwise",
+        "layouts": "both",
+        "key": KEY if stochastic else None,
+        "backend": backend_of(run),
+    }
     q = jax.jit(lambda x: jaxops.quantize(x, amax=jnp.float32(1e-20), **options))(x)
     for values in (np.asarray(q.values)[0, :6], np.asarray(q.values_t)[:6, 0]):
-        np.testing.assert_array_equal(values.astype(np.float32), np.array([448, -448, np.nan, np.nan, np.nan, 0], np.float32))
+        np.testing.assert_array_equal(
+            values.astype(np.float32), np.array([448, -448, np.nan, np.nan, np.nan, 0], np.float32)
+        )
         assert np.signbit(values.astype(np.float32)[5])
 
 
@@ -232,7 +266,13 @@ def test_dequantize(scaling, dtype):
     x = jax.random.normal(jax.random.key(0), SHAPE).astype(jnp.bfloat16)
     q = compiled("xla", Variant(scaling, dtype=dtype))(x)
     half = 2.0**-4 if dtype == E4M3 else 2.0**-3
-    dequantize = jax.jit(lambda q: (jaxops.dequantize(q), jaxops.dequantize(q.T).T, jaxops.dequantize(dataclasses.replace(q, values=None, scales=None))))
+    dequantize = jax.jit(
+        lambda q: (
+            jaxops.dequantize(q),
+            jaxops.dequantize(q.T).T,
+            jaxops.dequantize(dataclasses.replace(q, values=None, scales=None)),
+        )
+    )
     for found in dequantize(q):
         assert found.dtype == jnp.bfloat16
         error = np.abs(np.asarray(found - x, np.float32))
@@ -246,7 +286,12 @@ def test_dequantize(scaling, dtype):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_large(run, scaling):
     """Many tiles on every multiprocessor, and widths with and without 16-byte loads."""
-    for shape, dtype in (((4096, 3072), "bfloat16"), ((1000, 4090), "bfloat16"), ((513, 20_000), "bfloat16"), ((2048, 2048), "float32")):
+    for shape, dtype in (
+        ((4096, 3072), "bfloat16"),
+        ((1000, 4090), "bfloat16"),
+        ((513, 20_000), "bfloat16"),
+        ((2048, 2048), "float32"),
+    ):
         for layouts in ("row", "both"):
             variant = Variant(scaling, layouts)
             x = make_x(shape, dtype, seed=8)

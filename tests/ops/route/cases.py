@@ -110,13 +110,18 @@ def check_places(routing: Routing, variant: Variant) -> None:
     np.testing.assert_array_equal(r.row_indices[rows:], 0)
     expert_of_row = np.repeat(np.arange(E), np.diff(r.group_offsets))
     np.testing.assert_array_equal(expert_of_row[r.row_positions[kept]], r.experts[kept])
-    assert (np.diff(expert_of_row * T + r.row_indices[:rows]) > 0).all(), "rows are not in the order of experts and tokens"
+    assert (np.diff(expert_of_row * T + r.row_indices[:rows]) > 0).all(), (
+        "rows are not in the order of experts and tokens"
+    )
     assert (r.weights[~kept] == 0).all()
 
 
 def check(case: dict, variant: Variant, run: str) -> tuple[Routing, jax.Array]:
     """Everything equals the reference's: what was chosen to the bit, the rest to the rounding."""
-    (got, gradient), (want, wanted_gradient) = compiled(run, variant)(case), compiled("reference", _of_shape(variant))(case)
+    (got, gradient), (want, wanted_gradient) = (
+        compiled(run, variant)(case),
+        compiled("reference", _of_shape(variant))(case),
+    )
     for name in CHOSEN:
         assert getattr(got, name).dtype == jnp.int32, name
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)

@@ -23,7 +23,10 @@ def test_a_routing_is_a_pytree():
 
 def test_feeds_a_grouped_product():
     """Experts after the router, and the sum with the router's weights: the same as each token's experts one by one."""
-    x, w = (np.random.default_rng(seed).normal(size=size).astype(np.float32) for seed, size in enumerate(((VARIANT.T, 4), (VARIANT.E, 4, 5))))
+    x, w = (
+        np.random.default_rng(seed).normal(size=size).astype(np.float32)
+        for seed, size in enumerate(((VARIANT.T, 4), (VARIANT.E, 4, 5)))
+    )
 
     @jax.jit
     def layer(x, w):

@@ -9,25 +9,49 @@ import jaxops
 from jaxops.ops.route import Plan, Tile
 
 LOGITS = np.zeros((5, 12), np.float32)
-GOOD = {"logits": LOGITS, "k": 2, "bias": np.zeros(12, np.float32), "num_groups": 4, "top_groups": 2, "capacity": 3, "score": "sigmoid"}
+GOOD = {
+    "logits": LOGITS,
+    "k": 2,
+    "bias": np.zeros(12, np.float32),
+    "num_groups": 4,
+    "top_groups": 2,
+    "capacity": 3,
+    "score": "sigmoid",
+}
 
 # What differs from the arguments above, the error, and what its message must name.
 ERRORS = {
     "logits-rank": ({"logits": LOGITS[None]}, ValueError, r"logits has shape \(1, 5, 12\).*\[T, E\]"),
     "logits-list": ({"logits": LOGITS.tolist()}, TypeError, r"logits is a list.*\[T, E\]"),
-    "logits-int": ({"logits": LOGITS.astype(np.int32)}, TypeError, r"logits is int32.*bfloat16, float16, float32.*logits\.astype"),
-    "logits-no-experts": ({"logits": LOGITS[:, :0], "bias": None, "num_groups": 1, "top_groups": 1}, ValueError, r"k=2 must be from 1 to E=0"),
+    "logits-int": (
+        {"logits": LOGITS.astype(np.int32)},
+        TypeError,
+        r"logits is int32.*bfloat16, float16, float32.*logits\.astype",
+    ),
+    "logits-no-experts": (
+        {"logits": LOGITS[:, :0], "bias": None, "num_groups": 1, "top_groups": 1},
+        ValueError,
+        r"k=2 must be from 1 to E=0",
+    ),
     "k-zero": ({"k": 0}, ValueError, r"k=0 must be from 1 to E=12, the number of experts"),
     "k-too-large": ({"k": 13}, ValueError, r"k=13 must be from 1 to E=12"),
     "k-float": ({"k": 2.0}, TypeError, r"k is a float.*Python integer"),
     "k-array": ({"k": jnp.int32(2)}, TypeError, r"k is a ArrayImpl.*Python integer, known when the call is traced"),
     "k-of-groups": ({"k": 7}, ValueError, r"k=7 experts cannot come from top_groups=2 groups of 3: at most 6"),
     "score": ({"score": "tanh"}, ValueError, r"score='tanh': write 'softmax', 'sigmoid'"),
-    "scale-array": ({"scale": jnp.ones(())}, TypeError, r"scale is a ArrayImpl.*Python number, known when the call is traced"),
+    "scale-array": (
+        {"scale": jnp.ones(())},
+        TypeError,
+        r"scale is a ArrayImpl.*Python number, known when the call is traced",
+    ),
     "scale-string": ({"scale": "2"}, TypeError, r"scale is a str.*Python number"),
     "bias-rank": ({"bias": np.zeros((1, 12), np.float32)}, ValueError, r"bias has shape \(1, 12\).*\[E\] = \(12,\)"),
     "bias-size": ({"bias": np.zeros(5, np.float32)}, ValueError, r"bias has shape \(5,\).*\(12,\).*column of logits"),
-    "bias-bfloat16": ({"bias": jnp.zeros(12, jnp.bfloat16)}, TypeError, r"bias is bfloat16; write bias\.astype\(jnp\.float32\)"),
+    "bias-bfloat16": (
+        {"bias": jnp.zeros(12, jnp.bfloat16)},
+        TypeError,
+        r"bias is bfloat16; write bias\.astype\(jnp\.float32\)",
+    ),
     "bias-list": ({"bias": [0.0] * 12}, TypeError, r"bias is a list.*float32 array \[E\]"),
     "num_groups-divides": ({"num_groups": 5}, ValueError, r"num_groups=5 must divide the E=12"),
     "num_groups-zero": ({"num_groups": 0}, ValueError, r"num_groups=0 must divide the E=12"),
@@ -38,7 +62,11 @@ ERRORS = {
     "capacity-zero": ({"capacity": 0}, ValueError, r"capacity=0 must be at least 1, or None"),
     "capacity-float": ({"capacity": 1.25}, TypeError, r"capacity is a float.*Python integer"),
     "backend": ({"backend": "triton"}, ValueError, "backend='triton'.*'auto', 'pallas' or 'xla'"),
-    "plan-and-backend": ({"backend": "pallas", "plan": Plan("xla")}, ValueError, r"backend='pallas' contradicts plan\.backend='xla'"),
+    "plan-and-backend": (
+        {"backend": "pallas", "plan": Plan("xla")},
+        ValueError,
+        r"backend='pallas' contradicts plan\.backend='xla'",
+    ),
 }
 
 

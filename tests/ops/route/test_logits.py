@@ -16,7 +16,13 @@ WAYS = ["plain", "parts", pytest.param("gpu", marks=pytest.mark.gpu)]
 def product(request, monkeypatch):
     if request.param != "gpu":
         capability = (9, 0) if request.param == "parts" else None
-        monkeypatch.setattr(logits, "device_of", lambda *operands: Device("NVIDIA H200" if capability else "cpu", "gpu" if capability else "cpu", capability))
+        monkeypatch.setattr(
+            logits,
+            "device_of",
+            lambda *operands: Device(
+                "NVIDIA H200" if capability else "cpu", "gpu" if capability else "cpu", capability
+            ),
+        )
     return router_logits
 
 
@@ -24,7 +30,11 @@ def operands(T: int, D: int, E: int, dtype: str = "bfloat16") -> tuple[jax.Array
     """Kernel and cotangent of very different sizes, and of all mantissas."""
     rng = np.random.default_rng(T)
     x, kernel, d = (rng.normal(size=shape) for shape in ((T, D), (D, E), (T, E)))
-    return jnp.asarray(x, dtype), jnp.asarray(kernel * 10.0 ** rng.integers(-4, 4, size=(D, 1)), jnp.float32), jnp.asarray(d, jnp.float32)
+    return (
+        jnp.asarray(x, dtype),
+        jnp.asarray(kernel * 10.0 ** rng.integers(-4, 4, size=(D, 1)), jnp.float32),
+        jnp.asarray(d, jnp.float32),
+    )
 
 
 def error(got, want) -> float:
@@ -60,7 +70,10 @@ def test_second_derivative(product):
         return jnp.sum(jax.grad(lambda kernel: jnp.sum(d * jnp.sin(product(x, kernel))))(kernel) ** 2)
 
     want = jax.grad(lambda kernel: gradient_of_kernel(logits._plain, x, kernel))(kernel)
-    assert error(jax.grad(lambda kernel: gradient_of_kernel(product, x, kernel))(kernel), np.asarray(want, np.float64)) < 1e-4
+    assert (
+        error(jax.grad(lambda kernel: gradient_of_kernel(product, x, kernel))(kernel), np.asarray(want, np.float64))
+        < 1e-4
+    )
 
 
 def test_no_tokens(product):

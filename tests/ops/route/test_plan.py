@@ -21,7 +21,9 @@ PROBLEM = Problem(4096, 128)
 
 def test_explicit_then_heuristic():
     assert make_plan(PROBLEM, DEVICE) == Plan("pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM))
-    assert make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tile(128, 1))) == Plan("pallas", heuristic("fwd", PROBLEM), Tile(128, 1))
+    assert make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tile(128, 1))) == Plan(
+        "pallas", heuristic("fwd", PROBLEM), Tile(128, 1)
+    )
     assert "bwd=Tile(rows=128, step=1, warps=1)" in str(make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tile(128, 1))))
 
 

@@ -24,7 +24,9 @@ VARIANTS = {
     "sigmoid": Variant(16, 3, dtype="bfloat16", score="sigmoid", normalize=False, fwd=Tile(4, 1), bwd=Tile(2, 2)),
     "biased-softmax": Variant(130, 5, bias=True, normalize=False, scale=0.5, capacity=2, fwd=Tile(4, 4, 2)),
     "one-expert": Variant(1, 1, T=5, dtype="float16", capacity=3),
-    "all-experts": Variant(11, 11, T=9, dtype="bfloat16", score="sigmoid"),  # and more choices than are written out one by one
+    "all-experts": Variant(
+        11, 11, T=9, dtype="bfloat16", score="sigmoid"
+    ),  # and more choices than are written out one by one
     "one-token-groups-of-one": Variant(5, 3, T=1, num_groups=5, top_groups=4, bias=True),
 }
 
@@ -37,7 +39,9 @@ def test_variants(run, variant):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("variant", [PLAIN, DROPPING, DEEPSEEK, GROUPED], ids=["plain", "dropping", "deepseek", "grouped"])
+@pytest.mark.parametrize(
+    "variant", [PLAIN, DROPPING, DEEPSEEK, GROUPED], ids=["plain", "dropping", "deepseek", "grouped"]
+)
 def test_ties(run, variant):
     """Of equal ones the lower number wins, of groups too. Negative zero is zero."""
     rng = np.random.default_rng(0)
@@ -75,9 +79,13 @@ def test_scores_that_round_to_equal_numbers(run):
     variant = VARIANTS["sigmoid"]
     case = make_case(variant)
     for offset in (40, -150):
-        logits = jnp.asarray(offset + rng.permuted(np.tile(np.arange(variant.E), (variant.T, 1)), axis=1), variant.dtype)
+        logits = jnp.asarray(
+            offset + rng.permuted(np.tile(np.arange(variant.E), (variant.T, 1)), axis=1), variant.dtype
+        )
         routing, gradient = compiled(run, variant)(case | {"logits": logits})
-        np.testing.assert_array_equal(routing.experts, np.argsort(-np.asarray(logits, np.float32), axis=1)[:, : variant.k])
+        np.testing.assert_array_equal(
+            routing.experts, np.argsort(-np.asarray(logits, np.float32), axis=1)[:, : variant.k]
+        )
         np.testing.assert_allclose(routing.weights, float(offset > 0), atol=1e-20)
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
@@ -111,7 +119,10 @@ def test_bad_logits(run, variant):
     assert np.isnan(float(routing.z_loss))
     if variant is PLAIN:
         np.testing.assert_array_equal(np.asarray(routing.experts)[3], [0, 1, 2])
-        np.testing.assert_array_equal(np.asarray(routing.experts)[[5, 8]], np.asarray(jax.lax.top_k(np.nan_to_num(logits, nan=-np.inf), 3)[1])[[5, 8]])
+        np.testing.assert_array_equal(
+            np.asarray(routing.experts)[[5, 8]],
+            np.asarray(jax.lax.top_k(np.nan_to_num(logits, nan=-np.inf), 3)[1])[[5, 8]],
+        )
         assert np.isnan(np.asarray(routing.weights)[[5, 8, 36]]).all()
 
 
@@ -144,7 +155,9 @@ def test_a_sum_over_rows_gives_the_tokens_back(run):
 def test_even_load_is_one(run):
     """Of scores that are even, too. (k = E: every expert is chosen by every token.)"""
     variant = VARIANTS["all-experts"]
-    routing, _ = compiled(run, variant)(make_case(variant) | {"logits": jnp.zeros((variant.T, variant.E), variant.dtype)})
+    routing, _ = compiled(run, variant)(
+        make_case(variant) | {"logits": jnp.zeros((variant.T, variant.E), variant.dtype)}
+    )
     np.testing.assert_allclose(routing.aux_loss, 1, rtol=1e-6)
     np.testing.assert_allclose(routing.z_loss, np.log(variant.E) ** 2, rtol=1e-6)
 
@@ -175,7 +188,9 @@ def test_heuristic_plans(T, E, k):
 def test_the_bias_update():
     bias, load = jnp.array([0.25, 0.0, -1.0, 3.0]), jnp.array([10, 30, 20, 20], jnp.int32)
     np.testing.assert_array_equal(jaxops.update_router_bias(bias, load, 0.5), [0.75, -0.5, -1.0, 3.0])
-    np.testing.assert_array_equal(jax.jit(jaxops.update_router_bias)(bias, load.astype(jnp.float32), 0.5), [0.75, -0.5, -1.0, 3.0])
+    np.testing.assert_array_equal(
+        jax.jit(jaxops.update_router_bias)(bias, load.astype(jnp.float32), 0.5), [0.75, -0.5, -1.0, 3.0]
+    )
 
 
 def test_the_bias_balances():
@@ -193,4 +208,8 @@ def test_the_bias_balances():
         bias, routing = step(bias)
     assert int(first.load.max()) > 140
     assert int(routing.load.max()) < 80
-    np.testing.assert_allclose(routing.weights, np.take_along_axis(np.asarray(jax.nn.sigmoid(logits)), np.asarray(routing.experts), 1), rtol=1e-5)
+    np.testing.assert_allclose(
+        routing.weights,
+        np.take_along_axis(np.asarray(jax.nn.sigmoid(logits)), np.asarray(routing.experts), 1),
+        rtol=1e-5,
+    )

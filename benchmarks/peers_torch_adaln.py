@@ -17,7 +17,7 @@ from benchmarks.shapes import group_offsets, sampled_packed_rows, sequence_lengt
 WAYS = ("index", "repeat", "index_float32", "onehot")
 MODES = ("default", "max-autotune-no-cudagraphs")
 _BACKWARD_ONLY = ("index_float32", "onehot")  # they differ from "index" in the gradient only
-_EPS = 1e-6
+_EPSILON = 1e-6
 _CHUNK = 4096
 
 
@@ -189,7 +189,7 @@ class Worker:
         x, h, gate, scale, shift = (leaf.requires_grad_() for leaf in leaves)
         new_residual = x + gate * h
         n = new_residual - new_residual.mean(-1, keepdim=True)
-        y = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + _EPS) * (1 + scale) + shift
+        y = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + _EPSILON) * (1 + scale) + shift
         dy, dnew_residual = self.tensors["dy"][rows].float(), self.tensors["dnew_residual"][rows].float()
         cotangents = [dnew_residual if gated else zeros, dy]
         grads = torch.autograd.grad([new_residual, y], [x, h, gate, scale, shift], cotangents)
@@ -237,7 +237,7 @@ def _forward(torch, way: str) -> Callable:
             return (values.float() if way == "index_float32" else values)[ids]
 
         new_residual = x if h is None else (x + of_rows(gate) * h).to(x.dtype)
-        y = torch.nn.functional.layer_norm(new_residual, (x.shape[-1],), eps=_EPS) * (1 + of_rows(scale)) + of_rows(
+        y = torch.nn.functional.layer_norm(new_residual, (x.shape[-1],), eps=_EPSILON) * (1 + of_rows(scale)) + of_rows(
             shift
         )
         y = y.to(x.dtype)

@@ -34,7 +34,7 @@ class DecoderConfig:
       normalize: whether a token's weights of its experts are divided by their sum.
       qk_norm: whether queries and keys are normalized, head by head (Qwen3).
       rope_base: of the rotary positions.
-      norm_eps: added to the mean square in every norm.
+      norm_epsilon: added to the mean square in every norm.
       tie_embeddings: whether the logits are products with the embeddings.
       dtype: of the computation; parameters and logits are float32, and the router's product.
       recipe: of attention's and the gated units' matrix products in FP8 (`jaxops.fp8_matmul`); None leaves them in dtype. Embedding, router and logits are
@@ -59,7 +59,7 @@ class DecoderConfig:
     normalize: bool = True
     qk_norm: bool = False
     rope_base: PositiveFloat = 10_000.0
-    norm_eps: PositiveFloat = 1e-6
+    norm_epsilon: PositiveFloat = 1e-6
     tie_embeddings: bool = False
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
@@ -156,7 +156,7 @@ class Attention(nnx.Module):
         self.k = linear(c.width, c.kv_heads * c.head_dim)
         self.v = linear(c.width, c.kv_heads * c.head_dim)
         self.out = linear(c.heads * c.head_dim, c.width)
-        norm = functools.partial(nnx.RMSNorm, c.head_dim, epsilon=c.norm_eps, dtype=dtype, rngs=rngs)
+        norm = functools.partial(nnx.RMSNorm, c.head_dim, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
         self.q_norm = norm() if c.qk_norm else nnx.data(None)
         self.k_norm = norm() if c.qk_norm else nnx.data(None)
 
@@ -260,7 +260,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         norm = functools.partial(
-            nnx.RMSNorm, config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs
+            nnx.RMSNorm, config.width, epsilon=config.norm_epsilon, dtype=jnp.dtype(config.dtype), rngs=rngs
         )
         self.attention_norm = norm()
         self.attention = Attention(config, rngs=rngs)
@@ -293,7 +293,7 @@ class Decoder(nnx.Module):
             c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs
         )
         self.blocks = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), c.layers, rngs)
-        self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, dtype=dtype, rngs=rngs)
+        self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
         self.head = (
             nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
         )

@@ -66,7 +66,7 @@ class Keys(pydantic.BaseModel):
             "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
             "hidden": self.intermediate_size,
             "rope_base": float(theta),
-            "norm_eps": self.rms_norm_eps,
+            "norm_epsilon": self.rms_norm_eps,
             "tie_embeddings": self.tie_word_embeddings,
         }
 
@@ -271,7 +271,7 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,
         kind.hidden: c.hidden,
-        "rms_norm_eps": c.norm_eps,
+        "rms_norm_eps": c.norm_epsilon,
         "rope_theta": c.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base},
         "tie_word_embeddings": c.tie_embeddings,

@@ -83,12 +83,12 @@ def check_choice(name: str, value: str | None, known) -> None:
         raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
 
 
-def check_eps(name: str, value: Any) -> float:
+def check_epsilon(name: str, value: Any) -> float:
     """value as a float: a finite Python number, at least 0."""
-    eps = check_number(name, value)
-    if eps < 0:
+    epsilon = check_number(name, value)
+    if epsilon < 0:
         raise ValueError(f"{name} is {value}; it must be at least 0, such as 1e-6.")
-    return eps
+    return epsilon
 
 
 def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = "G") -> None:

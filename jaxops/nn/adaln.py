@@ -25,7 +25,7 @@ def _check(num_features: int, cond_features: int | None, backend: str, *epsilons
     check_backend(backend, "pallas")
     row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     for epsilon in epsilons:
-        jax.eval_shape(functools.partial(adaln, eps=epsilon, backend="xla", **options), row, row, row)
+        jax.eval_shape(functools.partial(adaln, epsilon=epsilon, backend="xla", **options), row, row, row)
 
 
 def _make_modulation(
@@ -143,7 +143,7 @@ class _AdaNorm(nnx.Module):
             norm=self.norm,
             weight=weight,
             bias=bias,
-            eps=self.epsilon,
+            epsilon=self.epsilon,
             activation=self.activation,
             per=self.per,
             out_dtype=dtype,
@@ -341,9 +341,9 @@ class AdaLNZeroBlock(nnx.Module):
         dtype = canonicalize_dtype(x, _kernel(self.modulation), dtype=self.dtype)
         norm: dict[str, Any] = {"norm": self.norm, "out_dtype": dtype}
         way: dict[str, Any] = {"per": self.per, "backend": self.backend, "plan": self.plan}
-        y = adaln(x, scale1, shift1, sequence_offsets, eps=before_mixer, **norm, **way)
+        y = adaln(x, scale1, shift1, sequence_offsets, epsilon=before_mixer, **norm, **way)
         h = _checked("mixer", self.mixer(y, sequence_offsets), x)
-        x, y = gated_residual_adaln(x, h, gate1, scale2, shift2, sequence_offsets, eps=before_mlp, **norm, **way)
+        x, y = gated_residual_adaln(x, h, gate1, scale2, shift2, sequence_offsets, epsilon=before_mlp, **norm, **way)
         h = self.mlp(y)
         has_aux = isinstance(h, tuple) and len(h) == 2
         h, aux = h if has_aux else (h, None)

@@ -115,16 +115,16 @@ def head(p: dict, cond: jax.Array, parts: int) -> list[jax.Array]:
 
 def norm_reference(kind: str, p: dict, a: Arguments) -> jax.Array:
     scale, shift = head(p, a["cond"], 2)
-    return adaln_reference(a["x"], scale, shift, a["offsets"], norm=kind, weight=p["weight"], eps=0.1)
+    return adaln_reference(a["x"], scale, shift, a["offsets"], norm=kind, weight=p["weight"], epsilon=0.1)
 
 
 def block_reference(p: dict, a: Arguments) -> jax.Array:
     scale1, shift1, gate1, scale2, shift2, gate2 = head(p, a["cond"], 6)
     x = gated_residual_reference(
-        a["x"], jnp.sin(adaln_reference(a["x"], scale1, shift1, a["offsets"], eps=0.1)), gate1, a["offsets"]
+        a["x"], jnp.sin(adaln_reference(a["x"], scale1, shift1, a["offsets"], epsilon=0.1)), gate1, a["offsets"]
     )
     return gated_residual_reference(
-        x, jnp.tanh(adaln_reference(x, scale2, shift2, a["offsets"], eps=0.1)), gate2, a["offsets"]
+        x, jnp.tanh(adaln_reference(x, scale2, shift2, a["offsets"], epsilon=0.1)), gate2, a["offsets"]
     )
 
 

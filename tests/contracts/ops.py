@@ -76,7 +76,7 @@ def adaln_op(name: str, names: tuple[str, ...], call, reference, outside, **more
 
 
 def affine(a: Arguments) -> dict[str, Any]:
-    return {"weight": a["weight"], "bias": a["bias"], "eps": 0.1}
+    return {"weight": a["weight"], "bias": a["bias"], "epsilon": 0.1}
 
 
 def bent(a: Arguments) -> dict[str, Any]:

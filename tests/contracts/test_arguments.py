@@ -82,7 +82,7 @@ RULES = {
     "capacity": Rule((None, 3, np.int32(3)), COUNT, (0, -1)),
     "compute_dtype": FLOAT,
     "dequantize.dtype": FLOAT,
-    "eps": Rule(
+    "epsilon": Rule(
         (0, 0.0, 1e-5, np.float32(1e-5)),
         ("1e-6", None, True, jnp.float32(1e-6)),
         (-1, -1e-9, float("nan"), float("inf")),

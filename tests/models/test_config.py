@@ -159,4 +159,4 @@ def test_attention_is_this_machines(monkeypatch):
 def test_yaml_is_what_others_read(tmp_path):
     """The writer's file is plain YAML, whoever loads it."""
     config.write(PRESETS["demo"], tmp_path / "config.yaml")
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]["norm_eps"] == 1e-6
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]["norm_epsilon"] == 1e-6

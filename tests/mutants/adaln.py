@@ -23,8 +23,8 @@ MUTATIONS = {
         f"{ADALN}/bwd_pallas.py", "rows, rows_in & inside) for name in (\"x\"", "rows, rows_in) for name in (\"x\"", VARIANTS),
     "adaln mask: a bad scale reaches rows outside": (
         f"{ADALN}/bwd_pallas.py", "jnp.where(inside, d * stats[\"rstd\"], 0.0)", "d * stats[\"rstd\"]", f"{ROWS}::test_a_bad_row_stays_in_its_sequence"),
-    "adaln mask: rows that are not there, with eps 0": (
-        f"{ADALN}/bwd_pallas.py", "spec, saved or None, rows_in & inside)", "spec, saved or None)", f"{ROWS}::test_no_eps"),
+    "adaln mask: rows that are not there, with epsilon 0": (
+        f"{ADALN}/bwd_pallas.py", "spec, saved or None, rows_in & inside)", "spec, saved or None)", f"{ROWS}::test_zero_epsilon"),
     "adaln mask: every tile is a whole sequence": (
         f"{ADALN}/bwd_pallas.py", "whole = (tile.start == tile.lo) & (tile.end == tile.hi) & inside", "whole = (tile.start == tile.lo) & inside", LAYOUTS),
     "adaln mask: an empty head is one of the parts": (
@@ -56,7 +56,7 @@ MUTATIONS = {
     "adaln x64: an array of int64": (
         f"{ADALN}/rows_pallas.py", "lax.full_like(count, size)", "lax.full_like(count, size, dtype=int)", X64),
     "adaln block: the first epsilon twice": (
-        "nn/adaln.py", "eps=before_mlp", "eps=before_mixer", "tests/nn/test_diffusers.py::test_dit"),
+        "nn/adaln.py", "epsilon=before_mlp", "epsilon=before_mixer", "tests/nn/test_diffusers.py::test_dit"),
     "adaln block: a table is not added": (
         "nn/adaln.py", "made = cond.astype(dtype) + ", "made = cond.astype(dtype) + 0 * ", "tests/nn/test_diffusers.py::test_latte_block"),
 }

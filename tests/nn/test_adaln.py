@@ -91,10 +91,10 @@ def rows_of_sequences(values: jax.Array) -> jax.Array:
     )
 
 
-def plain_norm(norm: str, x: jax.Array, eps: float = 1e-6) -> jax.Array:
+def plain_norm(norm: str, x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
     x = x.astype(jnp.float32)
     x = x - x.mean(axis=1, keepdims=True) if norm == "layer" else x
-    return x / jnp.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
+    return x / jnp.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon)
 
 
 def heads(module, cond: jax.Array, parts: int) -> list[jax.Array]:

@@ -154,7 +154,7 @@ def test_heads(name, backend):
     """The guide's table says in which order their columns lie."""
     columns, is_rms = HEADS_ALONE[name], name == "LuminaRMSNormZero"
     module = Head(len(columns), use_bias=not name.endswith("no_bias"), use_weight=is_rms, rngs=nnx.Rngs(0))
-    how = {"norm": "rms", "eps": 1e-5} if is_rms else {"eps": 1e-6}
+    how = {"norm": "rms", "epsilon": 1e-5} if is_rms else {"epsilon": 1e-6}
 
     def call(module, inputs):
         x, offsets = packed(inputs)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import FLOATS, check_choice, check_dtype, check_eps, check_float, check_offsets, check_size
+from jaxops._lib.checks import FLOATS, check_choice, check_dtype, check_epsilon, check_float, check_offsets, check_size
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import BLOCK, FP8, Quantized
@@ -28,7 +28,7 @@ def adaln(
     norm: Literal["layer", "rms"] = "layer",
     weight: jax.Array | None = None,
     bias: jax.Array | None = None,
-    eps: float = 1e-6,
+    epsilon: float = 1e-6,
     activation: Literal["silu", "gelu", "gelu_tanh"] | None = None,
     per: Literal["sequence", "row"] | None = None,
     out_dtype=None,
@@ -57,7 +57,7 @@ def adaln(
         every row: into one sequence (scale [1, D]), or each with its own vector (scale [T, D]).
       norm: "layer", or "rms" (Zhang and Sennrich 2019, arXiv:1910.07467), which takes no mean away.
       weight, bias: [D], a learned affine map after the norm, or None.
-      eps: a Python number, added to the variance ("layer") or mean square ("rms").
+      epsilon: a Python number, added to the variance ("layer") or mean square ("rms").
       activation: "silu", "gelu" (with erf), "gelu_tanh" (its approximation) or None, before the modulation.
       per: "sequence" where scale and shift are [B, D], "row" where they are [T, D]. None reads it from the shapes, and
         raises where both fit: with offsets and B = T.
@@ -71,8 +71,8 @@ def adaln(
 
     Raises:
       ValueError: shapes that do not fit together, B = T without `per`, an unknown norm, activation, per or backend, an
-        eps below 0 or not finite.
-      TypeError: dtypes that the kernels do not take, an eps that is no Python number; forward-mode differentiation
+        epsilon below 0 or not finite.
+      TypeError: dtypes that the kernels do not take, an epsilon that is no Python number; forward-mode differentiation
         (JAX's own error).
       NotImplementedError: the gradient of an FP8 result.
 
@@ -82,7 +82,7 @@ def adaln(
     """
     modulation = {"scale": scale, "shift": shift}
     affine = {"weight": weight, "bias": bias}
-    spec, arrays = _prepare({"x": x}, modulation, sequence_offsets, per, norm, affine, eps, activation, out_dtype)
+    spec, arrays = _prepare({"x": x}, modulation, sequence_offsets, per, norm, affine, epsilon, activation, out_dtype)
     return _run(spec, arrays, backend, plan)[1]
 
 
@@ -97,7 +97,7 @@ def gated_residual_adaln(
     norm: Literal["layer", "rms"] = "layer",
     weight: jax.Array | None = None,
     bias: jax.Array | None = None,
-    eps: float = 1e-6,
+    epsilon: float = 1e-6,
     activation: Literal["silu", "gelu", "gelu_tanh"] | None = None,
     per: Literal["sequence", "row"] | None = None,
     out_dtype=None,
@@ -123,7 +123,7 @@ def gated_residual_adaln(
       residual: [T, D], bfloat16, float16 or float32.
       h: [T, D], what a block's half has made of its input.
       gate, scale, shift: [B, D] or [T, D], all three alike, as in `adaln`.
-      sequence_offsets, norm, weight, bias, eps, activation, per, out_dtype, backend, plan: as in `adaln`.
+      sequence_offsets, norm, weight, bias, epsilon, activation, per, out_dtype, backend, plan: as in `adaln`.
 
     Returns:
       (the new residual [T, D] in residual.dtype, y [T, D] in out_dtype or as `Quantized`).
@@ -135,7 +135,7 @@ def gated_residual_adaln(
     """
     modulation = {"gate": gate, "scale": scale, "shift": shift}
     rows, affine = {"residual": residual, "h": h}, {"weight": weight, "bias": bias}
-    spec, arrays = _prepare(rows, modulation, sequence_offsets, per, norm, affine, eps, activation, out_dtype)
+    spec, arrays = _prepare(rows, modulation, sequence_offsets, per, norm, affine, epsilon, activation, out_dtype)
     return _run(spec, arrays, backend, plan)
 
 
@@ -175,7 +175,7 @@ def gated_residual(
 
 
 def _prepare(
-    rows: dict, modulation: dict, offsets, per, norm, affine: dict, eps: float, activation, out_dtype
+    rows: dict, modulation: dict, offsets, per, norm, affine: dict, epsilon: float, activation, out_dtype
 ) -> tuple[Spec, Arrays]:
     """Checks every argument; the arrays of a call, and what is static in it."""
     for name, value in rows.items():
@@ -200,7 +200,7 @@ def _prepare(
     check_choice("norm", norm, STATS if "scale" in modulation else (None,))
     check_choice("activation", activation, ACTIVATIONS)
     out = check_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype, (*FLOATS, *FP8)).name
-    spec = Spec(norm, check_eps("eps", eps), activation, per_row, out)
+    spec = Spec(norm, check_epsilon("epsilon", epsilon), activation, per_row, out)
     values: dict[str, Any] = dict.fromkeys(Arrays._fields) | modulation | affine
     values |= {"x": x, "h": rows.get("h"), "offsets": offsets}
     return spec, Arrays(*vary_together(*(values[name] for name in Arrays._fields)))

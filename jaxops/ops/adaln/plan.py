@@ -45,14 +45,14 @@ class Spec:
 
     Attributes:
       norm: "layer", "rms", or None where only the gated residual is wanted.
-      eps: added to the variance (or mean square).
+      epsilon: added to the variance (or mean square).
       activation: of the normalised and affine row, before the modulation.
       per_row: gate, scale and shift have a vector for every row instead of one for every sequence.
       out_dtype: name of y's dtype.
     """
 
     norm: Literal["layer", "rms"] | None
-    eps: float
+    epsilon: float
     activation: Literal["silu", "gelu", "gelu_tanh"] | None
     per_row: bool
     out_dtype: str

@@ -27,7 +27,17 @@ def gated_residual_reference(residual, h, gate, sequence_offsets, *, per_row=Fal
 
 
 def adaln_reference(
-    x, scale, shift, sequence_offsets, *, norm="layer", weight=None, bias=None, eps=1e-6, activation=None, per_row=False
+    x,
+    scale,
+    shift,
+    sequence_offsets,
+    *,
+    norm="layer",
+    weight=None,
+    bias=None,
+    epsilon=1e-6,
+    activation=None,
+    per_row=False,
 ) -> jax.Array:
     """float32 [T, D]; arguments as `jaxops.adaln`; per_row says that scale and shift have a vector for every row."""
     mine = _rows_of_sequences(sequence_offsets, x.shape[0])
@@ -35,7 +45,7 @@ def adaln_reference(
     x = jnp.where(inside, x.astype(jnp.float32), 0)
     if norm == "layer":
         x = x - jnp.mean(x, axis=1, keepdims=True)
-    y = x * jax.lax.rsqrt(jnp.mean(x**2, axis=1, keepdims=True) + eps)
+    y = x * jax.lax.rsqrt(jnp.mean(x**2, axis=1, keepdims=True) + epsilon)
     if weight is not None:
         y = y * weight.astype(jnp.float32)[None, :]
     if bias is not None:

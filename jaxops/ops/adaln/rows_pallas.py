@@ -130,7 +130,7 @@ class Columns:
     ) -> tuple[Chunks, dict[str, jax.Array]]:
         """x without its mean (layer) and over its standard deviation (or RMS), and those statistics, each [step, 1], unless they are given.
 
-        The mean goes first, so that a large one cancels nothing of the variance. Rows that rows_in leaves out are zeros, and stay so with eps 0, too.
+        The mean goes first, so that a large one cancels nothing of the variance. Rows that rows_in leaves out are zeros, and stay so with epsilon 0, too.
         """
         stats = dict(stats or {})
         if spec.norm == "layer":
@@ -139,7 +139,7 @@ class Columns:
             x = self.inside([value - stats["mean"] for value in x])
         if "rstd" not in stats:
             square = self.mean([value * value for value in x])
-            stats["rstd"] = lax.rsqrt((square if rows_in is None else jnp.where(rows_in, square, 1.0)) + spec.eps)
+            stats["rstd"] = lax.rsqrt((square if rows_in is None else jnp.where(rows_in, square, 1.0)) + spec.epsilon)
         return [value * stats["rstd"] for value in x], stats
 
 

@@ -41,8 +41,8 @@ def forward_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     if spec.norm == "layer":
         n = n - jnp.mean(n, axis=1, keepdims=True)
     u = n * lax.rsqrt(
-        jnp.where(inside, jnp.mean(n * n, axis=1, keepdims=True), 1) + spec.eps
-    )  # with eps 0 an outside row is finite, too
+        jnp.where(inside, jnp.mean(n * n, axis=1, keepdims=True), 1) + spec.epsilon
+    )  # with epsilon 0 an outside row is finite, too
     if weight is not None:
         u = u * weight.astype(jnp.float32)[None, :]
     if bias is not None:

@@ -46,7 +46,7 @@ class Variant:
     activation: str | None = None
     affine: bool = False
     per_row: bool = False
-    eps: float = 1e-6
+    epsilon: float = 1e-6
     plan: str = "ahead"
 
     @property
@@ -56,7 +56,9 @@ class Variant:
     @property
     def options(self) -> dict:
         return (
-            {} if self.op == "gated_residual" else {"norm": self.norm, "activation": self.activation, "eps": self.eps}
+            {}
+            if self.op == "gated_residual"
+            else {"norm": self.norm, "activation": self.activation, "epsilon": self.epsilon}
         )
 
     def plan_for(self, run: str) -> Plan:

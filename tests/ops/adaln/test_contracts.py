@@ -15,7 +15,7 @@ from tests.hopper import lower_for_h200, on_h200
 from tests.jaxprs import equations
 from tests.ops.adaln.cases import KERNELS, MODULATION, RUNS, Variant, apply, apply_reference, make_case, outside_of
 
-VARIANT = Variant("gated_residual_adaln", eps=0.1, plan="whole")
+VARIANT = Variant("gated_residual_adaln", epsilon=0.1, plan="whole")
 GIVEN = VARIANT.names
 
 

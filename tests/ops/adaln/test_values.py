@@ -135,7 +135,7 @@ def test_random_shapes(run, sizes, D, after, variant):
     hypothesis.assume(sum(sizes) + after > 0)
     # As large as the variance where a row has few columns: without it the gradient of such a row is a difference of
     # nearly equal numbers.
-    variant = dataclasses.replace(variant, eps=0.5)
+    variant = dataclasses.replace(variant, epsilon=0.5)
     check(make_case(sizes, D, per_row=variant.per_row, after=after), variant, run)
 
 
@@ -144,7 +144,7 @@ def test_sequences_of_many_tiles(run):
     """With one row a tile, sequences take more tiles than the sums add at a time (64), whole steps of 16 of them, some more, and fewer."""
     variant = Variant("gated_residual_adaln", "rms", affine=True, plan="single")
     for sizes in ([150, 20, 1, 0, 32], [64, 65, 16, 17, 41], [203, 0, 0, 0, 0], [63, 80, 15, 2, 43]):
-        check(make_case(sizes, 5, before=2, after=205 - sum(sizes)), dataclasses.replace(variant, eps=0.5), run)
+        check(make_case(sizes, 5, before=2, after=205 - sum(sizes)), dataclasses.replace(variant, epsilon=0.5), run)
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -157,7 +157,9 @@ def test_many_sequences(run, plan):
         [0] * 200 + [140] + [0] * 20 + [1] * 30 + [120] + [0] * 7,
         [1] * 259,
     ):
-        check(make_case(sizes, 3, before=1, after=299 - sum(sizes)), Variant("adaln", "rms", eps=0.5, plan=plan), run)
+        check(
+            make_case(sizes, 3, before=1, after=299 - sum(sizes)), Variant("adaln", "rms", epsilon=0.5, plan=plan), run
+        )
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -180,7 +182,7 @@ def test_every_row_finds_its_sequence(run, B):
 def test_no_offsets(run, rows):
     """One vector for all rows, or one for each."""
     case = make_case([7], 6, per_row=rows == 7)
-    variant = Variant("gated_residual_adaln", per_row=rows == 7, eps=0.5)
+    variant = Variant("gated_residual_adaln", per_row=rows == 7, epsilon=0.5)
     got = compiled_forward(run, variant)(case, None)
     for name, want in compiled_forward("reference", variant)(case, case["offsets"]).items():
         assert_close(got[name], want, "float32", name)
@@ -191,7 +193,7 @@ def test_no_offsets(run, rows):
 def test_as_many_sequences_as_rows(run, per_row):
     """Where B = T, `per` says which of them a vector belongs to. Not under jit."""
     case = make_case([2, 0, 1, 4, 0, 0, 0], 6)
-    variant = Variant(eps=0.5, per_row=per_row)
+    variant = Variant(epsilon=0.5, per_row=per_row)
     got = apply(variant, variant.plan_for(run), case, case["offsets"])["y"]
     assert_close(got, compiled_forward("reference", variant)(case, case["offsets"])["y"], "float32")
 
@@ -232,11 +234,13 @@ def test_one_vector_a_row_where_sequences_are_given(run):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_no_eps(run):
-    """With eps 0, too, rows that are not there, or outside, are zeros: a tile's last step holds some."""
-    variant = Variant("adaln", "rms", affine=True, eps=0.0, plan="whole")
+def test_zero_epsilon(run):
+    """With epsilon 0, too, rows that are not there, or outside, are zeros: a tile's last step holds some."""
+    variant = Variant("adaln", "rms", affine=True, epsilon=0.0, plan="whole")
     # 1e-30 is nothing beside a row's mean square, and keeps the reference's outside rows, zeros, finite.
-    check(make_case([9, 0, 5], 24, before=3, after=2), variant, run, reference=dataclasses.replace(variant, eps=1e-30))
+    check(
+        make_case([9, 0, 5], 24, before=3, after=2), variant, run, reference=dataclasses.replace(variant, epsilon=1e-30)
+    )
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -255,10 +259,10 @@ def test_a_bad_row_stays_in_its_sequence(run):
     assert np.isnan(np.asarray(got["dscale"][0])).all()
 
 
-def float64_norm(x, eps: float, norm: str = "layer") -> np.ndarray:
+def float64_norm(x, epsilon: float, norm: str = "layer") -> np.ndarray:
     x = np.asarray(x, np.float64)
     x = x - x.mean(1, keepdims=True) if norm == "layer" else x
-    return x / np.sqrt((x**2).mean(1, keepdims=True) + eps)
+    return x / np.sqrt((x**2).mean(1, keepdims=True) + epsilon)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -273,7 +277,7 @@ def test_large_mean(run, D):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_constant_rows(run):
-    """Variance 0: eps alone is under the root. The number is small, for eps makes 1000 times as large what x - sum * (1 / 37) leaves of it in one fma."""
+    """Variance 0: epsilon alone is under the root. The number is small, for epsilon makes 1000 times as large what x - sum * (1 / 37) leaves of it in one fma."""
     case = make_case([9, 0, 31, 2, 1], 37, before=5, after=13)
     x = np.array(case["x"])
     x[7], x[20] = 2.0**-5, 0.0

@@ -216,9 +216,9 @@ def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def main(
-    folders: list[str] | None = typer.Argument(
+    folders: list[str] | None = typer.Argument(  # noqa: B008
         None, help="Folders of rows; every folder of benchmarks/results by default."
-    ),  # noqa: B008
+    ),
     plots: bool = typer.Option(True, help="Draw <folder>/<op>.png too, and a picture of each trace."),
 ) -> None:
     """Prints markdown."""

@@ -20,7 +20,7 @@ from benchmarks import checks, harness, shapes
 from benchmarks.shapes import RouteShape
 
 PASSES = ("fwd", "fwd+bwd")
-SMOKE = RouteShape("smoke", 40, 16, 3, num_groups=4, top_groups=2)
+SMOKE = RouteShape("smoke", 40, 16, 3, expert_groups=4, top_expert_groups=2)
 LEAST_SAME = 0.999  # tokens that choose the same in every backend: the sums of two scores, by which a group is chosen, may round to the other one
 
 Named = dict[str, jax.Array]
@@ -37,19 +37,25 @@ class Case:
 
 
 def make_inputs(shape: RouteShape) -> Named:
-    """Logits, the bias where there are groups, and the weights' cotangent."""
+    """Logits, the selection bias where there are groups, and the weights' cotangent."""
     inputs = {
         "logits": harness.normal(0, (shape.T, shape.E), jnp.float32),
         "dweights": harness.normal(1, (shape.T, shape.k), jnp.float32),
     }
-    return inputs | ({"bias": 0.1 * harness.normal(2, (shape.E,), jnp.float32)} if shape.num_groups > 1 else {})
+    return inputs | (
+        {"selection_bias": 0.1 * harness.normal(2, (shape.E,), jnp.float32)} if shape.expert_groups > 1 else {}
+    )
 
 
 def side(case: Case, backend: str) -> Callable[[Named], Named]:
     """From inputs to the parts of a Routing by name, and dlogits in fwd+bwd."""
 
     def forward(logits: jax.Array, inputs: Named) -> Named:
-        return vars(jaxops.route(logits, case.shape.k, bias=inputs.get("bias"), **case.shape.options, backend=backend))
+        return vars(
+            jaxops.route(
+                logits, case.shape.k, selection_bias=inputs.get("selection_bias"), **case.shape.options, backend=backend
+            )
+        )
 
     def both(inputs: Named) -> Named:
         def loss(logits):

@@ -127,8 +127,8 @@ class RouteShape:
     T: int
     E: int
     k: int
-    num_groups: int = 1
-    top_groups: int = 1
+    expert_groups: int = 1
+    top_expert_groups: int = 1
 
     @property
     def name(self) -> str:
@@ -141,9 +141,14 @@ class RouteShape:
     @property
     def options(self) -> dict:
         """Of `jaxops.route`."""
-        if self.num_groups == 1:
+        if self.expert_groups == 1:
             return {}
-        return {"score": "sigmoid", "scale": 2.5, "num_groups": self.num_groups, "top_groups": self.top_groups}
+        return {
+            "score": "sigmoid",
+            "weight_scale": 2.5,
+            "expert_groups": self.expert_groups,
+            "top_expert_groups": self.top_expert_groups,
+        }
 
     def moved_bytes(self, pass_name: str) -> int:
         """What one pass must read and write at the least, of float32 logits: they and, a choice each, weight, expert, row and token; with the backward the
@@ -159,7 +164,7 @@ ROUTES = {
     for shape in (
         RouteShape("mixtral", T, 8, 2),
         RouteShape("qwen3_30b", T, 128, 8),
-        RouteShape("dsv3", T, 256, 8, num_groups=8, top_groups=4),
+        RouteShape("dsv3", T, 256, 8, expert_groups=8, top_expert_groups=4),
     )
 }
 

@@ -244,8 +244,8 @@ def routing() -> None:
     for E, k, options in (
         (64, 8, {}),
         (13, 3, {"capacity": 20, "score": "sigmoid"}),
-        (160, 6, {"num_groups": 8, "top_groups": 3, "capacity": 9}),
-        (256, 9, {"num_groups": 8, "top_groups": 4, "score": "sigmoid"}),
+        (160, 6, {"expert_groups": 8, "top_expert_groups": 3, "capacity": 9}),
+        (256, 9, {"expert_groups": 8, "top_expert_groups": 4, "score": "sigmoid"}),
     ):
         logits, bias = rng.normal(size=(M + 1, E)).astype(np.float32), jnp.asarray(rng.normal(size=E), jnp.float32)
         logits[7], logits[9, 1] = np.nan, np.inf
@@ -254,7 +254,7 @@ def routing() -> None:
             @jax.jit
             def run(logits, bias, k=k, options=options, tile=tile):
                 def smooth(logits):
-                    r = jaxops.route(logits, k, bias=bias, **options, plan=routes.Plan("pallas", tile, tile))
+                    r = jaxops.route(logits, k, selection_bias=bias, **options, plan=routes.Plan("pallas", tile, tile))
                     return (r.weights, r.aux_loss, r.z_loss), r
 
                 found, vjp, r = jax.vjp(smooth, logits, has_aux=True)

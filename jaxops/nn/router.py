@@ -21,7 +21,7 @@ class RouterBias(nnx.Variable[jax.Array]):
     >>> from flax import nnx
     >>> from jaxops.nn import Router, RouterBias
     >>> router = Router(8, 3, k=1, use_bias=True, rngs=nnx.Rngs(0))
-    >>> nnx.state(router, RouterBias)["bias"][...]
+    >>> nnx.state(router, RouterBias)["selection_bias"][...]
     Array([0., 0., 0.], dtype=float32)
 
     Args:
@@ -38,7 +38,7 @@ class RouterBias(nnx.Variable[jax.Array]):
     def __init__(self, value: jax.Array, **metadata):
         if hasattr(value, "dtype") and value.dtype != jnp.float32:
             raise TypeError(
-                f"a router's bias is {value.dtype}; it must be float32: in bfloat16 a step of 0.001 would be lost."
+                f"selection_bias is {value.dtype}; it must be float32: in bfloat16 a step of 0.001 would be lost."
             )
         super().__init__(value, **metadata)
 
@@ -50,32 +50,32 @@ class Router(nnx.Module):
     >>> from flax import nnx
     >>> from jaxops.nn import Router
     >>> router = Router(8, 4, k=2, score="sigmoid", use_bias=True, rngs=nnx.Rngs(0))
-    >>> router.kernel.shape, router.bias.shape
+    >>> router.kernel.shape, router.selection_bias.shape
     ((8, 4), (4,))
     >>> routing = router(jnp.ones((6, 8), jnp.bfloat16))
     >>> routing.experts.shape, routing.load.sum()
     ((6, 2), Array(12, dtype=int32))
     >>> router.update_bias(routing.load, rate=0.001)  # once a training step
-    >>> sorted({abs(round(float(b), 3)) for b in router.bias[...]})
+    >>> sorted({abs(round(float(b), 3)) for b in router.selection_bias[...]})
     [0.001]
 
     Attributes:
       kernel: [in_features, num_experts] in param_dtype.
-      bias: a `RouterBias` [num_experts] float32, or None.
+      selection_bias: a `RouterBias` [num_experts] float32, or None.
 
     Args:
       in_features: columns of x.
       num_experts: experts E to choose from.
       k: experts a token.
-      score, normalize, scale, num_groups, top_groups, capacity, backend: as in `jaxops.route`.
-      use_bias: whether there is a bias that `update_bias` moves so that the experts get equal loads.
+      score, normalize, weight_scale, expert_groups, top_expert_groups, capacity, backend: as in `jaxops.route`.
+      use_bias: whether there is a selection_bias that `update_bias` moves so that the experts get equal loads.
       param_dtype: dtype of the kernel.
       kernel_init: called with (key, [in_features, num_experts], param_dtype); lecun_normal by default.
       rngs: the stream `params` makes the kernel.
 
     Raises:
       ValueError: a size below 1; k, groups or capacity that do not fit num_experts, an unknown score or backend.
-      TypeError: k, groups, capacity or scale that are no Python numbers.
+      TypeError: k, groups, capacity or weight_scale that are no Python numbers.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Router(nnx.Module):
         *,
         score: Literal["softmax", "sigmoid"] = "softmax",
         normalize: bool = True,
-        scale: float = 1.0,
-        num_groups: int = 1,
-        top_groups: int = 1,
+        weight_scale: float = 1.0,
+        expert_groups: int = 1,
+        top_expert_groups: int = 1,
         capacity: int | None = None,
         use_bias: bool = False,
         param_dtype: Dtype = jnp.float32,
@@ -100,24 +100,24 @@ class Router(nnx.Module):
         check_backend(backend, "pallas")
         options = {
             "score": score,
-            "scale": scale,
-            "num_groups": num_groups,
-            "top_groups": top_groups,
+            "weight_scale": weight_scale,
+            "expert_groups": expert_groups,
+            "top_expert_groups": top_expert_groups,
             "capacity": capacity,
         }
         no_token = jax.ShapeDtypeStruct((0, num_experts), jnp.float32)
         jax.eval_shape(functools.partial(route, k=k, backend="xla", **options), no_token)  # the op's own checks
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))
-        self.bias: RouterBias | None
-        self.bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if use_bias else nnx.data(None)
+        self.selection_bias: RouterBias | None
+        self.selection_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if use_bias else nnx.data(None)
         self.in_features = in_features
         self.num_experts = num_experts
         self.k = k
         self.score: Literal["softmax", "sigmoid"] = score
         self.normalize = normalize
-        self.scale = scale
-        self.num_groups = num_groups
-        self.top_groups = top_groups
+        self.weight_scale = weight_scale
+        self.expert_groups = expert_groups
+        self.top_expert_groups = top_expert_groups
         self.capacity = capacity
         self.use_bias = use_bias
         self.param_dtype = param_dtype
@@ -144,24 +144,24 @@ class Router(nnx.Module):
             self.k,
             score=self.score,
             normalize=self.normalize,
-            scale=self.scale,
-            bias=None if self.bias is None else self.bias[...],
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
+            weight_scale=self.weight_scale,
+            selection_bias=None if self.selection_bias is None else self.selection_bias[...],
+            expert_groups=self.expert_groups,
+            top_expert_groups=self.top_expert_groups,
             capacity=self.capacity,
             backend=self.backend,
         )
 
     def update_bias(self, load: jax.Array, rate: float) -> None:
-        """Moves the bias by `jaxops.update_router_bias`: once a training step, outside the gradient; with several devices, with the load's sum over them.
+        """Moves the selection_bias by `jaxops.update_router_bias`: once a training step, outside the gradient; with several devices, with the load's sum over them.
 
         Args:
           load: [num_experts], the `load` of what a call has returned, or a sum of such.
           rate: the size of the step.
 
         Raises:
-          ValueError: a router without bias, a load of another shape.
+          ValueError: a router without selection_bias, a load of another shape.
         """
-        if self.bias is None:
-            raise ValueError("this router has no bias to update: make it with use_bias=True.")
-        self.bias[...] = update_router_bias(self.bias[...], load, rate)
+        if self.selection_bias is None:
+            raise ValueError("this router has no selection_bias to update: make it with use_bias=True.")
+        self.selection_bias[...] = update_router_bias(self.selection_bias[...], load, rate)

@@ -131,7 +131,9 @@ def block_reference(p: dict, a: Arguments) -> jax.Array:
 def router_reference(p: dict, x: jax.Array) -> jaxops.Routing:
     return without_tokens(
         route_reference(
-            Spec(2, "softmax", True, 1.0, 1, 1, None), jnp.matmul(x, p["kernel"], precision="highest"), p.get("bias")
+            Spec(2, "softmax", True, 1.0, 1, 1, None),
+            jnp.matmul(x, p["kernel"], precision="highest"),
+            p.get("selection_bias"),
         )
     )
 

@@ -279,7 +279,7 @@ def without_tokens(routing: jaxops.Routing) -> jaxops.Routing:
     return dataclasses.replace(routing, aux_loss=jnp.float32(0), z_loss=jnp.float32(0))
 
 
-ROUTE = {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2, "capacity": 5}
+ROUTE = {"score": "sigmoid", "weight_scale": 2.5, "expert_groups": 4, "top_expert_groups": 2, "capacity": 5}
 TOKENS = {"T": 13, "D": 19, "k": 3, "E": 4}
 ROUTING_OPS = [
     Op(
@@ -304,15 +304,15 @@ ROUTING_OPS = [
         large=(({"T": 600_000, "D": 4096, "k": 2, "E": 8, "F": 4096, "N": 4096}, {}),),
     ),
     Op(
-        "route", lambda a, **how: jaxops.route(a["logits"], 3, bias=a["bias"], **ROUTE, **how),
-        lambda d: {"logits": f32(d["T"], 12), "bias": f32(12)}, {"T": 17},
+        "route", lambda a, **how: jaxops.route(a["logits"], 3, selection_bias=a["selection_bias"], **ROUTE, **how),
+        lambda d: {"logits": f32(d["T"], 12), "selection_bias": f32(12)}, {"T": 17},
         ways_of(lambda run: route.Plan("xla") if run == "xla" else route.Plan("pallas", FWD, BWD)),
-        lambda a: without_tokens(route_reference(Spec(3, normalize=True, **ROUTE), a["logits"], a["bias"])), wrt=("logits", "bias"), local=("logits",),
+        lambda a: without_tokens(route_reference(Spec(3, normalize=True, **ROUTE), a["logits"], a["selection_bias"])), wrt=("logits", "selection_bias"), local=("logits",),
         module=route, problem=route.Problem(16384, 64), large=(),
     ),
     Op(
-        "update_router_bias", lambda a: jaxops.update_router_bias(a["bias"], a["load"], 0.25), lambda d: {"bias": f32(d["E"]), "load": i32(d["E"])}, {"E": 8},
-        {"xla": {}}, lambda a: a["bias"] + 0.25 * jnp.sign(jnp.mean(a["load"].astype(jnp.float32)) - a["load"]), local=("bias", "load"),
+        "update_router_bias", lambda a: jaxops.update_router_bias(a["selection_bias"], a["load"], 0.25), lambda d: {"selection_bias": f32(d["E"]), "load": i32(d["E"])}, {"E": 8},
+        {"xla": {}}, lambda a: a["selection_bias"] + 0.25 * jnp.sign(jnp.mean(a["load"].astype(jnp.float32)) - a["load"]), local=("selection_bias", "load"),
         integers=lambda rng, d: {"load": rng.integers(0, 9, d["E"]).astype(np.int32)},
     ),
 ]  # fmt: skip

@@ -92,7 +92,7 @@ RULES = {
     "multiple": Rule((1, np.int32(7)), (*COUNT, None), (0, -128)),
     "norm": Rule(("rms",), (), CHOICE),
     "normalize": FLAG,
-    "num_groups": Rule((2, np.int64(2)), (*COUNT, None), (0, -1, 3)),
+    "expert_groups": Rule((2, np.int64(2)), (*COUNT, None), (0, -1, 3)),
     "out_dtype": FLOAT,
     "pow2_scales": FLAG,
     "precision": PRECISION,
@@ -105,11 +105,11 @@ RULES = {
     ),
     "recipe": Rule(("rowwise",), (), CHOICE),
     "save": Rule(("nothing",), (), CHOICE),
-    "scale": Rule((2, 2.5, np.float32(2.5)), ("1", None, True, ARRAY, np.ones(1)), (float("nan"), float("inf"))),
+    "weight_scale": Rule((2, 2.5, np.float32(2.5)), ("1", None, True, ARRAY, np.ones(1)), (float("nan"), float("inf"))),
     "scaling": Rule(("rowwise",), (), CHOICE),
     "score": Rule(("sigmoid",), (), CHOICE),
     "steps": Rule((1, np.int32(3)), (*COUNT, None), (0, -8)),
-    "top_groups": Rule((1, np.int64(1)), (*COUNT, None), (0, -1, 2)),
+    "top_expert_groups": Rule((1, np.int64(1)), (*COUNT, None), (0, -1, 2)),
     "transpose_rhs": FLAG,
 }
 # Arrays, checked with each op's shapes, in its own tests; and plans, of which all ops keep one rule.
@@ -139,6 +139,7 @@ OTHERS = {
         "routing",
         "rows",
         "scale",
+        "selection_bias",
         "sequence_offsets",
         "shift",
         "w",
@@ -152,8 +153,6 @@ OTHERS = {
 
 
 def rule_of(function: str, argument: str) -> Rule | None:
-    if function in ("adaln", "gated_residual_adaln") and argument == "scale":  # an array there
-        return None
     return RULES.get(f"{function}.{argument}", RULES.get(argument))
 
 

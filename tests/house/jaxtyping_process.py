@@ -198,9 +198,9 @@ def fp8_grouped_matmul(
 
 @typed
 def route(
-    logits: Float[Array, "T E"], k: int, *, bias: Float32[Array, " E"] | None = None, **options
+    logits: Float[Array, "T E"], k: int, *, selection_bias: Float32[Array, " E"] | None = None, **options
 ) -> jaxops.Routing:
-    return jaxops.route(logits, k, bias=bias, **options)
+    return jaxops.route(logits, k, selection_bias=selection_bias, **options)
 
 
 @typed
@@ -261,9 +261,9 @@ def permute_and_combine(
 
 @typed
 def update_router_bias(
-    bias: Float32[Array, " E"], load: Int[Array, " E"] | Float[Array, " E"], rate: float
+    selection_bias: Float32[Array, " E"], load: Int[Array, " E"] | Float[Array, " E"], rate: float
 ) -> Float32[Array, " E"]:
-    return jaxops.update_router_bias(bias, load, rate)
+    return jaxops.update_router_bias(selection_bias, load, rate)
 
 
 @typed
@@ -420,7 +420,9 @@ def test_right_shapes_of_routings_pass(backend, dtype):
         )
         return (
             parts,
-            route(logits, 2, bias=bias, num_groups=3, top_groups=2, score="sigmoid", backend=backend).load,
+            route(
+                logits, 2, selection_bias=bias, expert_groups=3, top_expert_groups=2, score="sigmoid", backend=backend
+            ).load,
             update_router_bias(bias, parts[5], 0.1),
         )
 
@@ -487,7 +489,7 @@ def test_right_shapes_pass_under_transformations():
         lambda: adaln_per_row(LHS, VECTORS, VECTORS, OFFSETS),
         lambda: gated_residual(LHS, LHS[1:], VECTORS, OFFSETS),
         lambda: gated_residual_adaln(LHS, LHS, VECTORS, VECTORS, LHS, OFFSETS),
-        lambda: route(LHS, 2, bias=VECTORS),
+        lambda: route(LHS, 2, selection_bias=VECTORS),
         lambda: route(VECTOR, 2),
         lambda: route_parts(LHS, SIZES, SIZES),
         lambda: update_router_bias(VECTOR, SIZES, 0.1),

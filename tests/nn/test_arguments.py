@@ -93,11 +93,16 @@ def test_backend(name):
     [
         ("Router", {"k": 5}, ValueError, "k=5 must be from 1 to E=4, the number of experts"),
         ("Router", {"score": "tanh"}, ValueError, "score='tanh': write 'softmax', 'sigmoid'"),
-        ("Router", {"num_groups": 3}, ValueError, "num_groups=3 must divide the E=4 experts"),
-        ("Router", {"num_groups": 2, "top_groups": 3}, ValueError, "top_groups=3 must be from 1 to num_groups=2"),
-        ("Router", {"num_groups": 4}, ValueError, "k=2 experts cannot come from top_groups=1 groups of 1"),
+        ("Router", {"expert_groups": 3}, ValueError, "expert_groups=3 must divide the E=4 experts"),
+        (
+            "Router",
+            {"expert_groups": 2, "top_expert_groups": 3},
+            ValueError,
+            "top_expert_groups=3 must be from 1 to expert_groups=2",
+        ),
+        ("Router", {"expert_groups": 4}, ValueError, "k=2 experts cannot come from top_expert_groups=1 groups of 1"),
         ("Router", {"capacity": 0}, ValueError, "capacity=0 must be at least 1, or None"),
-        ("Router", {"scale": "2"}, TypeError, "scale is a str; it must be a Python number"),
+        ("Router", {"weight_scale": "2"}, TypeError, "weight_scale is a str; it must be a Python number"),
         ("MoE", {"activation": "swiglu"}, ValueError, "activation='swiglu': write 'silu', 'gelu'"),
         ("MoE", {"router": functools.partial(Router, k=5)}, ValueError, "k=5 must be from 1 to E=4"),
         (

@@ -88,12 +88,12 @@ CASES = {
     "shared": {
         "shared_features": 20,
         "activation": "relu",
-        "router": {"score": "sigmoid", "normalize": False, "scale": 2.5, "capacity": 9},
+        "router": {"score": "sigmoid", "normalize": False, "weight_scale": 2.5, "capacity": 9},
     },
     "gated-shared": {
         "shared_features": 8,
         "gate_shared": True,
-        "router": {"num_groups": 2, "top_groups": 1, "use_bias": True},
+        "router": {"expert_groups": 2, "top_expert_groups": 1, "use_bias": True},
     },
 }
 
@@ -222,21 +222,21 @@ def test_a_sum_over_devices_is_rounded_once():
 def test_router_bias():
     """It decides who is chosen, gets no gradient, and moves towards equal loads."""
     router = Router(D, E, 1, score="sigmoid", use_bias=True, rngs=nnx.Rngs(0))
-    router.bias[...] = router.bias[...].at[2].set(100.0)
+    router.selection_bias[...] = router.selection_bias[...].at[2].set(100.0)
     x = tokens()
     routing = apply(router, x)
     assert routing.load.tolist() == [0, 0, T, 0]
     router.update_bias(routing.load, 0.5)
-    np.testing.assert_array_equal(router.bias[...], [0.5, 0.5, 99.5, 0.5])
+    np.testing.assert_array_equal(router.selection_bias[...], [0.5, 0.5, 99.5, 0.5])
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(router, nnx.Param))) == {"kernel": (D, E)}
-    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(router, RouterBias))) == {"bias": (E,)}
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(router, RouterBias))) == {"selection_bias": (E,)}
 
     @nnx.jit
     def step(router, x):
         router.update_bias(router(x).load, 0.5)
 
     step(router, x)
-    np.testing.assert_array_equal(router.bias[...], [1.0, 1.0, 99.0, 1.0])
+    np.testing.assert_array_equal(router.selection_bias[...], [1.0, 1.0, 99.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -319,9 +319,9 @@ def test_errors():
         moe(jnp.ones((T, D + 1)))
     with pytest.raises(ValueError, match=r"x has shape \(2, 3, 8\).*\[T, in_features=8\].*flatten"):
         moe.router(jnp.ones((2, 3, D)))
-    with pytest.raises(ValueError, match=r"no bias to update.*use_bias=True"):
+    with pytest.raises(ValueError, match=r"no selection_bias to update.*use_bias=True"):
         moe.router.update_bias(jnp.ones(E), 0.1)
-    with pytest.raises(TypeError, match=r"router's bias is bfloat16; it must be float32"):
+    with pytest.raises(TypeError, match=r"selection_bias is bfloat16; it must be float32"):
         RouterBias(jnp.zeros(E, jnp.bfloat16))
     moe.router = lambda x: jaxops.route(x, 1)
     with pytest.raises(ValueError, match="the router chose among 8 experts; this layer has num_experts=4"):

@@ -27,23 +27,23 @@ def route(
     *,
     score: Literal["softmax", "sigmoid"] = "softmax",
     normalize: bool = True,
-    scale: float = 1.0,
-    bias: jax.Array | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
+    weight_scale: float = 1.0,
+    selection_bias: jax.Array | None = None,
+    expert_groups: int = 1,
+    top_expert_groups: int = 1,
     capacity: int | None = None,
     backend: str = "auto",
     plan: Plan | None = None,
 ) -> Routing:
     """Chooses k of E experts for each token, and finds where the chosen rows lie when they are sorted by expert: what a grouped product needs.
 
-    Scores are `softmax(logits)` or `sigmoid(logits)`, in float32. A token takes the k experts with the largest `scores + bias` (of equal ones that with the
-    lower number), from its best groups only, where there are groups. Its weights are the scores of those k, without bias, divided by their sum with
-    `normalize` (to which 1e-20 is added), times `scale`. Rows are sorted by expert and within an expert by token; `group_offsets` says where each one's start.
+    Scores are `softmax(logits)` or `sigmoid(logits)`, in float32. A token takes the k experts with the largest `scores + selection_bias` (of equal ones that with the
+    lower number), from its best groups only, where there are groups. Its weights are the scores of those k, without selection_bias, divided by their sum with
+    `normalize` (to which 1e-20 is added), times `weight_scale`. Rows are sorted by expert and within an expert by token; `group_offsets` says where each one's start.
     Nothing reaches the host: other logits never recompile. Differentiable (reverse mode) in logits through weights, aux_loss and z_loss; the choice itself has
     no gradient. Deterministic: no atomics.
 
-    Without bias and without groups the logits are compared instead of the scores, which are in the same order: the choice is the same to the bit on every
+    Without selection_bias and without groups the logits are compared instead of the scores, which are in the same order: the choice is the same to the bit on every
     device and backend, also where scores round to equal numbers.
 
     >>> import jax.numpy as jnp, jaxops
@@ -58,13 +58,13 @@ def route(
       logits: [T, E], bfloat16, float16 or float32: of the T tokens of this call; every one is routed. -inf keeps an expert from being chosen as long as
         others are left. A NaN ranks last among its token's experts; where it makes a score NaN, it makes that token's weights and both losses NaN, too
         (softmax: all scores of the token, sigmoid: its own and the weights' sum). Choices stay k different experts, whatever the logits.
-      k: experts a token, from 1 to E (with groups: to what top_groups of them hold).
+      k: experts a token, from 1 to E (with groups: to what top_expert_groups of them hold).
       score: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
-      normalize: whether a token's weights add up to scale.
-      scale: a Python number, the routed scaling factor of DeepSeek-V3.
-      bias: [E] float32, added to the scores for the choice alone (balancing without a loss, see `update_router_bias`); it gets no gradient.
-      num_groups: experts are in that many groups of E / num_groups neighbours.
-      top_groups: how many groups a token may choose from: those with the largest sum of their two best `scores + bias`.
+      normalize: whether a token's weights add up to weight_scale.
+      weight_scale: a Python number, the routed scaling factor of DeepSeek-V3.
+      selection_bias: [E] float32, added to the scores for the choice alone (balancing without a loss, see `update_router_bias`); it gets no gradient.
+      expert_groups: experts are in that many groups of E / expert_groups neighbours.
+      top_expert_groups: how many groups a token may choose from: those with the largest sum of their two best `scores + selection_bias`.
       capacity: most rows of an expert: those of the first tokens that chose it. A choice past it is dropped: it has no row and weight 0. The token's other
         weights stay as they are, and are not divided by what is left of their sum. None drops nothing.
       backend: "auto" takes the Pallas kernels on a GPU and plain XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla" runs or raises.
@@ -74,36 +74,38 @@ def route(
       A `Routing`. Its losses are means over the tokens of this call (under shard_map, of this device) without any factor; both are 0 where T is 0.
 
     Raises:
-      ValueError: logits of another rank, k, groups or capacity that do not fit, a bias of another shape, an unknown score or backend.
+      ValueError: logits of another rank, k, groups or capacity that do not fit, a selection_bias of another shape, an unknown score or backend.
       TypeError: dtypes that the kernels do not take, static arguments that are no Python numbers; forward-mode differentiation (JAX's own error).
 
     Residuals: named "route.routing" (checkpoint names).
 
     Source: aux_loss is equation 4 of the Switch Transformer (Fedus et al. 2021, arXiv:2101.03961), for k > 1 and sigmoid scores as equations 17 to 20 of
     DeepSeek-V3 (arXiv:2412.19437), over this call's tokens instead of each sequence's; z_loss is equation 5 of ST-MoE (Zoph et al. 2022, arXiv:2202.08906);
-    bias, groups and their two best scores are DeepSeek-V3's.
+    selection_bias, groups and their two best scores are DeepSeek-V3's.
     """
     check_float("logits", logits, "[T, E]")
     T, E = logits.shape
-    spec = _check(T, E, k, score, num_groups, top_groups, capacity)
-    if bias is not None:
-        check_array("bias", bias, "a float32 array [E]")
-        if tuple(bias.shape) != (E,):
+    spec = _check(T, E, k, score, expert_groups, top_expert_groups, capacity)
+    if selection_bias is not None:
+        check_array("selection_bias", selection_bias, "a float32 array [E]")
+        if tuple(selection_bias.shape) != (E,):
             raise ValueError(
-                f"bias has shape {tuple(bias.shape)}; it must be [E] = ({E},), a number for each column of logits."
+                f"selection_bias has shape {tuple(selection_bias.shape)}; it must be [E] = ({E},), a number for each column of logits."
             )
-        if bias.dtype != jnp.float32:
+        if selection_bias.dtype != jnp.float32:
             raise TypeError(
-                f"bias is {bias.dtype}; write bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost."
+                f"selection_bias is {selection_bias.dtype}; write selection_bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost."
             )
-        bias = jax.lax.stop_gradient(bias)
-    plan = make_plan(Problem(T, E), device_of(logits, bias), backend=backend, plan=plan)
-    spec = dataclasses.replace(spec, normalize=check_flag("normalize", normalize), scale=check_number("scale", scale))
-    return _route(spec, plan, *vary_together(logits, bias))
+        selection_bias = jax.lax.stop_gradient(selection_bias)
+    plan = make_plan(Problem(T, E), device_of(logits, selection_bias), backend=backend, plan=plan)
+    spec = dataclasses.replace(
+        spec, normalize=check_flag("normalize", normalize), weight_scale=check_number("weight_scale", weight_scale)
+    )
+    return _route(spec, plan, *vary_together(logits, selection_bias))
 
 
-def update_router_bias(bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """The next step's bias: `rate` more for an expert that fewer tokens chose than the mean, `rate` less for one that more did.
+def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:
+    """The next step's selection_bias: `rate` more for an expert that fewer tokens chose than the mean, `rate` less for one that more did.
 
     Once a training step, outside the gradient; with several devices, of the load's sum over them (`jax.lax.psum`).
 
@@ -112,7 +114,7 @@ def update_router_bias(bias: jax.Array, load: jax.Array, rate: float | jax.Array
     Array([-0.5,  0.5,  0. ], dtype=float32)
 
     Args:
-      bias: [E] float32, as `route` takes it.
+      selection_bias: [E] float32, as `route` takes it.
       load: [E], a number for each expert: `Routing.load`, or its sum over devices or microbatches.
       rate: the size of the step, a number or a scalar array; DeepSeek-V3 has 0.001, and 0 at the end.
 
@@ -120,38 +122,40 @@ def update_router_bias(bias: jax.Array, load: jax.Array, rate: float | jax.Array
       [E] float32.
 
     Raises:
-      ValueError: bias and load of different shapes.
+      ValueError: selection_bias and load of different shapes.
       TypeError: a rate that is no number.
 
     Source: Wang et al. 2024 (arXiv:2408.15664), and DeepSeek-V3 (arXiv:2412.19437), 2.1.2.
     """
-    check_array("bias", bias, "a float32 array [E]")
+    check_array("selection_bias", selection_bias, "a float32 array [E]")
     check_array("load", load, "the load [E] of a Routing")
-    if bias.shape != load.shape or len(bias.shape) != 1:
-        raise ValueError(f"bias has shape {tuple(bias.shape)} and load {tuple(load.shape)}; both must be [E].")
+    if selection_bias.shape != load.shape or len(selection_bias.shape) != 1:
+        raise ValueError(
+            f"selection_bias has shape {tuple(selection_bias.shape)} and load {tuple(load.shape)}; both must be [E]."
+        )
     if not isinstance(rate, (jax.Array, np.ndarray)) or rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.number):
         rate = check_number("rate", rate)
     load = load.astype(jnp.float32)
-    return bias + rate * jnp.sign(jnp.mean(load) - load)
+    return selection_bias + rate * jnp.sign(jnp.mean(load) - load)
 
 
-def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any, capacity: Any) -> Spec:
-    """The static part of a call; normalize and scale are filled in later."""
-    k, num_groups, top_groups = (
+def _check(T: int, E: int, k: Any, score: str, expert_groups: Any, top_expert_groups: Any, capacity: Any) -> Spec:
+    """The static part of a call; normalize and weight_scale are filled in later."""
+    k, expert_groups, top_expert_groups = (
         check_integer("k", k),
-        check_integer("num_groups", num_groups),
-        check_integer("top_groups", top_groups),
+        check_integer("expert_groups", expert_groups),
+        check_integer("top_expert_groups", top_expert_groups),
     )
     check_choice("score", score, SCORES)
     if not 1 <= k <= E:
         raise ValueError(f"k={k} must be from 1 to E={E}, the number of experts.")
-    if num_groups < 1 or E % num_groups:
-        raise ValueError(f"num_groups={num_groups} must divide the E={E} experts into equal groups.")
-    if not 1 <= top_groups <= num_groups:
-        raise ValueError(f"top_groups={top_groups} must be from 1 to num_groups={num_groups}.")
-    if k > top_groups * (E // num_groups):
+    if expert_groups < 1 or E % expert_groups:
+        raise ValueError(f"expert_groups={expert_groups} must divide the E={E} experts into equal groups.")
+    if not 1 <= top_expert_groups <= expert_groups:
+        raise ValueError(f"top_expert_groups={top_expert_groups} must be from 1 to expert_groups={expert_groups}.")
+    if k > top_expert_groups * (E // expert_groups):
         raise ValueError(
-            f"k={k} experts cannot come from top_groups={top_groups} groups of {E // num_groups}: at most {top_groups * (E // num_groups)} can."
+            f"k={k} experts cannot come from top_expert_groups={top_expert_groups} groups of {E // expert_groups}: at most {top_expert_groups * (E // expert_groups)} can."
         )
     if capacity is not None and check_integer("capacity", capacity) < 1:
         raise ValueError(f"capacity={capacity} must be at least 1, or None to drop nothing.")
@@ -161,11 +165,13 @@ def _check(T: int, E: int, k: Any, score: str, num_groups: Any, top_groups: Any,
         )
     # A token chooses an expert once, so T rows are as many as there can be; and all groups are as good as none.
     capacity = None if capacity is None or capacity >= T else int(capacity)
-    num_groups, top_groups = (1, 1) if top_groups == num_groups else (num_groups, top_groups)
-    return Spec(k, score, True, 1.0, num_groups, top_groups, capacity)
+    expert_groups, top_expert_groups = (
+        (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
+    )
+    return Spec(k, score, True, 1.0, expert_groups, top_expert_groups, capacity)
 
 
-def _route_forward(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None) -> Any:
+def _route_forward(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: jax.Array | None) -> Any:
     (T, E), k = logits.shape, spec.k
     if T == 0:
         zero, none = jnp.zeros((), jnp.float32), jnp.zeros((0, k), jnp.int32)
@@ -180,14 +186,14 @@ def _route_forward(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | 
             zero,
         )
     if plan.backend == "xla":
-        return forward_xla(spec, logits, bias)
+        return forward_xla(spec, logits, selection_bias)
     assert plan.fwd is not None  # make_plan fills it
-    return forward_pallas(spec, plan.fwd, logits, bias, interpret=plan.on.interpret)
+    return forward_pallas(spec, plan.fwd, logits, selection_bias, interpret=plan.on.interpret)
 
 
-def _route_fwd(spec: Spec, plan: Plan, logits: jax.Array, bias: jax.Array | None):
+def _route_fwd(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: jax.Array | None):
     # One name for all of it: what is left out would take the whole op to make again.
-    routing: Any = checkpoint_name(_route(spec, plan, logits, bias), "route.routing")
+    routing: Any = checkpoint_name(_route(spec, plan, logits, selection_bias), "route.routing")
     return routing, Saved(logits, routing.experts, routing.row_positions, routing.load)
 
 

@@ -38,7 +38,7 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
             return jnp.where(mine, dweight, dweights), member | mine
 
         dweights, member = each(k, put, (jnp.zeros(shape, jnp.float32), jnp.full(shape, False)))
-        dscores = dweights * spec.scale
+        dscores = dweights * spec.weight_scale
         if spec.normalize:
             # A dropped choice has no weight, but its score is in the sum that the others are divided by.
             sums = jnp.sum(jnp.where(member, found.scores, 0.0), axis=1, keepdims=True) + TINY

@@ -28,8 +28,8 @@ def _largest(keys: jax.Array, numbers: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(keys == top, numbers, _MOST), axis=1, keepdims=True)
 
 
-def _best_groups(scores: jax.Array, columns: Columns, top_groups: int) -> jax.Array:
-    """[rows, width]: which columns are in the top_groups groups with the largest sum of their two best scores [rows, width]."""
+def _best_groups(scores: jax.Array, columns: Columns, top_expert_groups: int) -> jax.Array:
+    """[rows, width]: which columns are in the top_expert_groups groups with the largest sum of their two best scores [rows, width]."""
 
     def of_groups(reduce, values):
         return reduce(reduce(values, axis=1, keepdims=True), axis=3, keepdims=True)
@@ -45,7 +45,9 @@ def _best_groups(scores: jax.Array, columns: Columns, top_groups: int) -> jax.Ar
     keys = keys_of(
         sums.reshape(rows, shape[2])
     )  # what only fills up comes last: nothing is less than its -inf, and of equal ones the first wins
-    left = lax.fori_loop(0, top_groups, lambda _, left: jnp.where(numbers == _largest(left, numbers), GONE, left), keys)
+    left = lax.fori_loop(
+        0, top_expert_groups, lambda _, left: jnp.where(numbers == _largest(left, numbers), GONE, left), keys
+    )
     return jnp.broadcast_to((left == GONE).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
 
 
@@ -53,20 +55,20 @@ def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
     """A program's tokens: their experts and weights, and of each expert how many tokens chose it and the sum of its shares."""
     ref = dict(zip(names, refs, strict=True))
     (T, E), k, pid = ref["logits"].shape, spec.k, pl.program_id(0)
-    columns = Columns(E, spec.num_groups)
+    columns = Columns(E, spec.expert_groups)
     experts = columns.experts
     places = jnp.arange(power_of_2(k), dtype=jnp.int32)[None, :]
-    bias = columns.load_vector(ref["bias"], 0.0) if "bias" in ref else None
+    selection_bias = columns.load_vector(ref["selection_bias"], 0.0) if "selection_bias" in ref else None
 
     def body(row, row_in, sums):
         logits = columns.load(ref["logits"], row, row_in)
         found = Scores.of(logits, spec)
-        biased = found.scores if bias is None else found.scores + bias
-        keys = keys_of(logits if bias is None else biased)
+        biased = found.scores if selection_bias is None else found.scores + selection_bias
+        keys = keys_of(logits if selection_bias is None else biased)
         if not columns.full:
             keys = jnp.where(columns.inside, keys, GONE)
-        if spec.num_groups > 1:
-            keys = jnp.where(_best_groups(biased, columns, spec.top_groups), keys, GONE)
+        if spec.expert_groups > 1:
+            keys = jnp.where(_best_groups(biased, columns, spec.top_expert_groups), keys, GONE)
 
         def choose(j, carry):
             left, chosen = carry
@@ -80,7 +82,7 @@ def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
         if spec.normalize:
             weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
         plgpu.store(ref["experts"].at[row, places], chosen, mask=mask)
-        plgpu.store(ref["weights"].at[row, places], weights * spec.scale, mask=mask)
+        plgpu.store(ref["weights"].at[row, places], weights * spec.weight_scale, mask=mask)
 
         # Not left != keys: where a compiler finds the keys twice, as XLA does for Pallas' interpreter, two roundings would differ.
         counts, shares, z = sums
@@ -185,7 +187,9 @@ def _place_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
 
 
 @traced_once("spec", "tile", "interpret")
-def forward_pallas(spec: Spec, tile: Tile, logits: jax.Array, bias: jax.Array | None, *, interpret: bool) -> Routing:
+def forward_pallas(
+    spec: Spec, tile: Tile, logits: jax.Array, selection_bias: jax.Array | None, *, interpret: bool
+) -> Routing:
     """T is not 0."""
     (T, E), k = logits.shape, spec.k
     tiles = pl.cdiv(T, tile.rows)
@@ -203,7 +207,7 @@ def forward_pallas(spec: Spec, tile: Tile, logits: jax.Array, bias: jax.Array | 
             aliases=aliases,
         )
 
-    given = {"logits": logits} | ({} if bias is None else {"bias": bias})
+    given = {"logits": logits} | ({} if selection_bias is None else {"selection_bias": selection_bias})
     outs = {
         "experts": ((T, k), i32),
         "weights": ((T, k), f32),

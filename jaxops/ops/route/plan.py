@@ -22,17 +22,17 @@ class Spec:
       k: experts a token.
       score: "softmax" or "sigmoid".
       normalize: divide a token's weights by their sum.
-      scale: of the weights.
-      num_groups, top_groups: experts are in num_groups equal groups of neighbours, of which a token may choose from its best top_groups.
+      weight_scale: factor on the weights.
+      expert_groups, top_expert_groups: experts are in expert_groups equal groups of neighbours, of which a token may choose from its best top_expert_groups.
       capacity: most rows of an expert, or None where nothing can be dropped.
     """
 
     k: int
     score: str
     normalize: bool
-    scale: float
-    num_groups: int
-    top_groups: int
+    weight_scale: float
+    expert_groups: int
+    top_expert_groups: int
     capacity: int | None
 
 

@@ -7,7 +7,7 @@ from jaxops.ops.route.plan import TINY, Spec
 from jaxops.ops.route.routing import Routing
 
 
-def route_reference(spec: Spec, logits: jax.Array, bias: jax.Array | None = None) -> Routing:
+def route_reference(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None = None) -> Routing:
     """As `jaxops.route`, by sorting each token's experts and counting their members in matrices of ones and zeros. T is not 0."""
     T, E = logits.shape
     R, capacity = T * spec.k, spec.capacity or T
@@ -19,11 +19,11 @@ def route_reference(spec: Spec, logits: jax.Array, bias: jax.Array | None = None
         return -jnp.where(jnp.isnan(values), -jnp.inf, jax.lax.stop_gradient(values))
 
     # The logits have the order of the scores, and keep it where scores round to equal numbers.
-    biased = scores if bias is None else scores + bias[None, :]
-    ranked = falling(logits if bias is None else biased)
-    size = E // spec.num_groups
-    groups = jnp.sort(falling(biased).reshape(T, spec.num_groups, size), axis=2)[:, :, :2].sum(axis=2)
-    best = jnp.argsort(groups, axis=1, stable=True)[:, : spec.top_groups]
+    biased = scores if selection_bias is None else scores + selection_bias[None, :]
+    ranked = falling(logits if selection_bias is None else biased)
+    size = E // spec.expert_groups
+    groups = jnp.sort(falling(biased).reshape(T, spec.expert_groups, size), axis=2)[:, :, :2].sum(axis=2)
+    best = jnp.argsort(groups, axis=1, stable=True)[:, : spec.top_expert_groups]
     excluded = jnp.all(best[:, :, None] != jnp.arange(E)[None, None, :] // size, axis=1)
     experts = jnp.lexsort((ranked, excluded), axis=1)[:, : spec.k].astype(jnp.int32)
 
@@ -44,7 +44,7 @@ def route_reference(spec: Spec, logits: jax.Array, bias: jax.Array | None = None
     aux_loss = E * jnp.sum(load / R * shares.mean(axis=0))
     z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
     return Routing(
-        jnp.where(kept, weights * spec.scale, 0),
+        jnp.where(kept, weights * spec.weight_scale, 0),
         experts,
         indices,
         positions,

@@ -9,11 +9,11 @@ from jaxops.ops.route.plan import TINY, Spec
 from jaxops.ops.route.routing import Cotangents, Routing, Saved
 
 
-def forward_xla(spec: Spec, logits: jax.Array, bias: jax.Array | None) -> Routing:
+def forward_xla(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> Routing:
     """T is not 0."""
     (T, E), k = logits.shape, spec.k
     logits = logits.astype(jnp.float32)
-    experts = _choose(spec, logits, bias)
+    experts = _choose(spec, logits, selection_bias)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(
         jnp.int32
@@ -41,22 +41,22 @@ def backward_xla(spec: Spec, saved: Saved, cotangents: Cotangents) -> jax.Array:
     return vjp(tuple(cotangents))[0]
 
 
-def _choose(spec: Spec, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> jax.Array:
     """[T, k] int32."""
     T, E = logits.shape
     # A score rises with its logit, so where nothing is added to the scores, the logits themselves say which is the largest: no rounding makes ties.
     keys = keys_of(logits)
-    if bias is not None or spec.num_groups > 1:
+    if selection_bias is not None or spec.expert_groups > 1:
         scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
-        if bias is not None:
-            scores = scores + bias[None, :]
+        if selection_bias is not None:
+            scores = scores + selection_bias[None, :]
             keys = keys_of(scores)
-        if spec.num_groups > 1:
-            grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.num_groups, -1)
+        if spec.expert_groups > 1:
+            grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.expert_groups, -1)
             best_two, _ = lax.top_k(grouped, min(2, grouped.shape[2]))
-            _, best = lax.top_k(keys_of(jnp.sum(best_two, axis=2)), spec.top_groups)
-            allowed = jnp.any(best[:, :, None] == jnp.arange(spec.num_groups)[None, None, :], axis=1)
-            keys = jnp.where(jnp.repeat(allowed, E // spec.num_groups, axis=1), keys, GONE)
+            _, best = lax.top_k(keys_of(jnp.sum(best_two, axis=2)), spec.top_expert_groups)
+            allowed = jnp.any(best[:, :, None] == jnp.arange(spec.expert_groups)[None, None, :], axis=1)
+            keys = jnp.where(jnp.repeat(allowed, E // spec.expert_groups, axis=1), keys, GONE)
     return lax.top_k(keys, spec.k)[1].astype(jnp.int32)
 
 
@@ -87,7 +87,7 @@ def _weights_and_losses(
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if spec.normalize:
         weights = _over_their_sum(weights)
-    weights = weights * spec.scale
+    weights = weights * spec.weight_scale
     if spec.capacity is not None:
         weights = jnp.where(positions < T * spec.k, weights, 0)
     aux_loss = (E / (T * T * spec.k)) * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))

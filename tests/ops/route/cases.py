@@ -34,45 +34,47 @@ class Variant:
     dtype: str = "float32"
     score: str = "softmax"
     normalize: bool = True
-    scale: float = 1.0
-    bias: bool = False
-    num_groups: int = 1
-    top_groups: int = 1
+    weight_scale: float = 1.0
+    selection_bias: bool = False
+    expert_groups: int = 1
+    top_expert_groups: int = 1
     capacity: int | None = None
     fwd: Tile = FWD
     bwd: Tile = BWD
 
     @property
     def options(self) -> dict:
-        names = ("score", "normalize", "scale", "num_groups", "top_groups", "capacity")
+        names = ("score", "normalize", "weight_scale", "expert_groups", "top_expert_groups", "capacity")
         return {name: getattr(self, name) for name in names}
 
     def plan_for(self, run: str) -> Plan:
         return Plan("xla") if run == "xla" else Plan("pallas", self.fwd, self.bwd)
 
     def bias_of(self, case: dict):
-        return case["bias"] if self.bias else None
+        return case["selection_bias"] if self.selection_bias else None
 
 
 # Everything at once: what the contracts are tested with, too, so that it is compiled once.
-DEEPSEEK = Variant(12, 3, score="sigmoid", scale=2.5, bias=True, num_groups=4, top_groups=2, capacity=7)
+DEEPSEEK = Variant(
+    12, 3, score="sigmoid", weight_scale=2.5, selection_bias=True, expert_groups=4, top_expert_groups=2, capacity=7
+)
 
 
 def make_case(variant: Variant, seed: int = 0) -> dict:
-    """logits, bias, and cotangents of weights, aux_loss and z_loss."""
+    """logits, selection_bias, and cotangents of weights, aux_loss and z_loss."""
     rng = np.random.default_rng(seed)
     case = {"logits": jnp.asarray(2 * rng.normal(size=(variant.T, variant.E)), variant.dtype)}
-    shapes = {"bias": (variant.E,), "dweights": (variant.T, variant.k), "daux_loss": (), "dz_loss": ()}
+    shapes = {"selection_bias": (variant.E,), "dweights": (variant.T, variant.k), "daux_loss": (), "dz_loss": ()}
     case |= {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-    return case | {"bias": 0.3 * case["bias"]}
+    return case | {"selection_bias": 0.3 * case["selection_bias"]}
 
 
-def apply(variant: Variant, run: str, logits, bias=None) -> Routing:
-    return jaxops.route(logits, variant.k, bias=bias, **variant.options, plan=variant.plan_for(run))
+def apply(variant: Variant, run: str, logits, selection_bias=None) -> Routing:
+    return jaxops.route(logits, variant.k, selection_bias=selection_bias, **variant.options, plan=variant.plan_for(run))
 
 
-def apply_reference(variant: Variant, logits, bias=None) -> Routing:
-    return route_reference(Spec(variant.k, **variant.options), logits, bias)
+def apply_reference(variant: Variant, logits, selection_bias=None) -> Routing:
+    return route_reference(Spec(variant.k, **variant.options), logits, selection_bias)
 
 
 def _everything(function, variant: Variant, case: dict) -> tuple[Routing, jax.Array]:

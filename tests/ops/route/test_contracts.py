@@ -14,7 +14,7 @@ CASE = make_case(VARIANT)
 
 def test_a_routing_is_a_pytree():
     """Through jit, with its fields by name."""
-    routing = jax.jit(lambda logits: apply(VARIANT, "xla", logits, CASE["bias"]))(CASE["logits"])
+    routing = jax.jit(lambda logits: apply(VARIANT, "xla", logits, CASE["selection_bias"]))(CASE["logits"])
     assert isinstance(routing, jaxops.Routing)
     doubled = jax.tree.map(lambda leaf: 2 * leaf, routing)
     np.testing.assert_array_equal(doubled.load, 2 * np.asarray(routing.load))
@@ -30,7 +30,7 @@ def test_feeds_a_grouped_product():
 
     @jax.jit
     def layer(x, w):
-        routing = apply(VARIANT, "xla", CASE["logits"], CASE["bias"])
+        routing = apply(VARIANT, "xla", CASE["logits"], CASE["selection_bias"])
         rows = jaxops.grouped_matmul(x[routing.row_indices], w, routing.group_offsets)
         gathered = jnp.take(rows, routing.row_positions, axis=0, mode="fill", fill_value=0)
         return jnp.einsum("tkd,tk->td", gathered, routing.weights), routing

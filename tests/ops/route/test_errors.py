@@ -12,9 +12,9 @@ LOGITS = np.zeros((5, 12), np.float32)
 GOOD = {
     "logits": LOGITS,
     "k": 2,
-    "bias": np.zeros(12, np.float32),
-    "num_groups": 4,
-    "top_groups": 2,
+    "selection_bias": np.zeros(12, np.float32),
+    "expert_groups": 4,
+    "top_expert_groups": 2,
     "capacity": 3,
     "score": "sigmoid",
 }
@@ -29,7 +29,7 @@ ERRORS = {
         r"logits is int32.*bfloat16, float16, float32.*logits\.astype",
     ),
     "logits-no-experts": (
-        {"logits": LOGITS[:, :0], "bias": None, "num_groups": 1, "top_groups": 1},
+        {"logits": LOGITS[:, :0], "selection_bias": None, "expert_groups": 1, "top_expert_groups": 1},
         ValueError,
         r"k=2 must be from 1 to E=0",
     ),
@@ -37,28 +37,48 @@ ERRORS = {
     "k-too-large": ({"k": 13}, ValueError, r"k=13 must be from 1 to E=12"),
     "k-float": ({"k": 2.0}, TypeError, r"k is a float.*Python integer"),
     "k-array": ({"k": jnp.int32(2)}, TypeError, r"k is a ArrayImpl.*Python integer, known when the call is traced"),
-    "k-of-groups": ({"k": 7}, ValueError, r"k=7 experts cannot come from top_groups=2 groups of 3: at most 6"),
+    "k-of-groups": ({"k": 7}, ValueError, r"k=7 experts cannot come from top_expert_groups=2 groups of 3: at most 6"),
     "score": ({"score": "tanh"}, ValueError, r"score='tanh': write 'softmax', 'sigmoid'"),
-    "scale-array": (
-        {"scale": jnp.ones(())},
+    "weight_scale-array": (
+        {"weight_scale": jnp.ones(())},
         TypeError,
-        r"scale is a ArrayImpl.*Python number, known when the call is traced",
+        r"weight_scale is a ArrayImpl.*Python number, known when the call is traced",
     ),
-    "scale-string": ({"scale": "2"}, TypeError, r"scale is a str.*Python number"),
-    "bias-rank": ({"bias": np.zeros((1, 12), np.float32)}, ValueError, r"bias has shape \(1, 12\).*\[E\] = \(12,\)"),
-    "bias-size": ({"bias": np.zeros(5, np.float32)}, ValueError, r"bias has shape \(5,\).*\(12,\).*column of logits"),
-    "bias-bfloat16": (
-        {"bias": jnp.zeros(12, jnp.bfloat16)},
+    "weight_scale-string": ({"weight_scale": "2"}, TypeError, r"weight_scale is a str.*Python number"),
+    "selection_bias-rank": (
+        {"selection_bias": np.zeros((1, 12), np.float32)},
+        ValueError,
+        r"selection_bias has shape \(1, 12\).*\[E\] = \(12,\)",
+    ),
+    "selection_bias-size": (
+        {"selection_bias": np.zeros(5, np.float32)},
+        ValueError,
+        r"selection_bias has shape \(5,\).*\(12,\).*column of logits",
+    ),
+    "selection_bias-bfloat16": (
+        {"selection_bias": jnp.zeros(12, jnp.bfloat16)},
         TypeError,
-        r"bias is bfloat16; write bias\.astype\(jnp\.float32\)",
+        r"selection_bias is bfloat16; write selection_bias\.astype\(jnp\.float32\)",
     ),
-    "bias-list": ({"bias": [0.0] * 12}, TypeError, r"bias is a list.*float32 array \[E\]"),
-    "num_groups-divides": ({"num_groups": 5}, ValueError, r"num_groups=5 must divide the E=12"),
-    "num_groups-zero": ({"num_groups": 0}, ValueError, r"num_groups=0 must divide the E=12"),
-    "num_groups-float": ({"num_groups": 4.0}, TypeError, r"num_groups is a float"),
-    "top_groups-zero": ({"top_groups": 0}, ValueError, r"top_groups=0 must be from 1 to num_groups=4"),
-    "top_groups-too-large": ({"top_groups": 5}, ValueError, r"top_groups=5 must be from 1 to num_groups=4"),
-    "top_groups-none": ({"top_groups": None}, TypeError, r"top_groups is a NoneType"),
+    "selection_bias-list": (
+        {"selection_bias": [0.0] * 12},
+        TypeError,
+        r"selection_bias is a list.*float32 array \[E\]",
+    ),
+    "expert_groups-divides": ({"expert_groups": 5}, ValueError, r"expert_groups=5 must divide the E=12"),
+    "expert_groups-zero": ({"expert_groups": 0}, ValueError, r"expert_groups=0 must divide the E=12"),
+    "expert_groups-float": ({"expert_groups": 4.0}, TypeError, r"expert_groups is a float"),
+    "top_expert_groups-zero": (
+        {"top_expert_groups": 0},
+        ValueError,
+        r"top_expert_groups=0 must be from 1 to expert_groups=4",
+    ),
+    "top_expert_groups-too-large": (
+        {"top_expert_groups": 5},
+        ValueError,
+        r"top_expert_groups=5 must be from 1 to expert_groups=4",
+    ),
+    "top_expert_groups-none": ({"top_expert_groups": None}, TypeError, r"top_expert_groups is a NoneType"),
     "capacity-zero": ({"capacity": 0}, ValueError, r"capacity=0 must be at least 1, or None"),
     "capacity-float": ({"capacity": 1.25}, TypeError, r"capacity is a float.*Python integer"),
     "backend": ({"backend": "triton"}, ValueError, "backend='triton'.*'auto', 'pallas' or 'xla'"),
@@ -93,10 +113,10 @@ def test_too_many_logits():
         jax.eval_shape(lambda logits: jaxops.route(logits, 8), jax.ShapeDtypeStruct((1 << 24, 256), "bfloat16"))
 
 
-@pytest.mark.parametrize(("bias", "load"), [((4,), (5,)), ((2, 2), (2, 2)), ((), ())])
-def test_bias_update(bias, load):
-    with pytest.raises(ValueError, match=r"bias has shape .* and load .*both must be \[E\]"):
-        jaxops.update_router_bias(jnp.zeros(bias), jnp.zeros(load), 0.1)
+@pytest.mark.parametrize(("selection_bias", "load"), [((4,), (5,)), ((2, 2), (2, 2)), ((), ())])
+def test_bias_update(selection_bias, load):
+    with pytest.raises(ValueError, match=r"selection_bias has shape .* and load .*both must be \[E\]"):
+        jaxops.update_router_bias(jnp.zeros(selection_bias), jnp.zeros(load), 0.1)
 
 
 @pytest.mark.parametrize(

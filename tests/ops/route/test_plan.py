@@ -53,11 +53,11 @@ KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
 
 def lowered(T: int, E: int, k: int, dtype: str = "bfloat16", plan: Plan | None = None, **options) -> list[str]:
     """The kernels of a call's forward and backward, in order; nothing but kernels may stand between them."""
-    has_bias = options.pop("bias", False)
+    has_bias = options.pop("selection_bias", False)
 
-    def both(logits, bias, dweights):
+    def both(logits, selection_bias, dweights):
         def smooth(logits):
-            routing = jaxops.route(logits, k, bias=bias if has_bias else None, plan=plan, **options)
+            routing = jaxops.route(logits, k, selection_bias=selection_bias if has_bias else None, plan=plan, **options)
             return (routing.weights, routing.aux_loss, routing.z_loss), routing
 
         out, vjp, routing = jax.vjp(smooth, logits, has_aux=True)
@@ -74,12 +74,17 @@ def lowered(T: int, E: int, k: int, dtype: str = "bfloat16", plan: Plan | None =
 CALLS = {
     "mixtral": (4096, 8, 2, {}),
     "qwen3": (32768, 128, 8, {"dtype": "float32"}),
-    "dsv3": (32768, 256, 8, {"score": "sigmoid", "bias": True, "num_groups": 8, "top_groups": 4, "scale": 2.5}),
-    "dsv2": (1000, 160, 6, {"num_groups": 8, "top_groups": 3, "normalize": False}),
-    "odd": (77, 130, 3, {"capacity": 9, "num_groups": 13, "top_groups": 2, "dtype": "float16"}),
+    "dsv3": (
+        32768,
+        256,
+        8,
+        {"score": "sigmoid", "selection_bias": True, "expert_groups": 8, "top_expert_groups": 4, "weight_scale": 2.5},
+    ),
+    "dsv2": (1000, 160, 6, {"expert_groups": 8, "top_expert_groups": 3, "normalize": False}),
+    "odd": (77, 130, 3, {"capacity": 9, "expert_groups": 13, "top_expert_groups": 2, "dtype": "float16"}),
     "one": (1, 1, 1, {"capacity": 1}),
     "all": (33, 70, 70, {}),
-    "many": (500, 3000, 4, {"bias": True}),
+    "many": (500, 3000, 4, {"selection_bias": True}),
 }
 
 

@@ -15,19 +15,21 @@ from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, apply, check
 # T is 37 and a program has 8 tokens, two at a time, or others where a variant says so. Groups of 3 fill up to 4; of 8 have two parts of 4.
 PLAIN = Variant(12, 3)
 DROPPING = Variant(8, 2, capacity=5)
-GROUPED = Variant(24, 4, num_groups=3, top_groups=2, fwd=Tile(16, 16, 4), bwd=Tile(8, 1))
+GROUPED = Variant(24, 4, expert_groups=3, top_expert_groups=2, fwd=Tile(16, 16, 4), bwd=Tile(8, 1))
 VARIANTS = {
     "plain": PLAIN,
     "dropping": DROPPING,
     "deepseek": DEEPSEEK,
     "grouped": GROUPED,
     "sigmoid": Variant(16, 3, dtype="bfloat16", score="sigmoid", normalize=False, fwd=Tile(4, 1), bwd=Tile(2, 2)),
-    "biased-softmax": Variant(130, 5, bias=True, normalize=False, scale=0.5, capacity=2, fwd=Tile(4, 4, 2)),
+    "biased-softmax": Variant(
+        130, 5, selection_bias=True, normalize=False, weight_scale=0.5, capacity=2, fwd=Tile(4, 4, 2)
+    ),
     "one-expert": Variant(1, 1, T=5, dtype="float16", capacity=3),
     "all-experts": Variant(
         11, 11, T=9, dtype="bfloat16", score="sigmoid"
     ),  # and more choices than are written out one by one
-    "one-token-groups-of-one": Variant(5, 3, T=1, num_groups=5, top_groups=4, bias=True),
+    "one-token-groups-of-one": Variant(5, 3, T=1, expert_groups=5, top_expert_groups=4, selection_bias=True),
 }
 
 
@@ -45,7 +47,7 @@ def test_variants(run, variant):
 def test_ties(run, variant):
     """Of equal ones the lower number wins, of groups too. Negative zero is zero."""
     rng = np.random.default_rng(0)
-    case = make_case(variant) | {"bias": jnp.zeros(variant.E)}
+    case = make_case(variant) | {"selection_bias": jnp.zeros(variant.E)}
     for logits in (rng.integers(-1, 2, size=(variant.T, variant.E)), np.zeros((variant.T, variant.E))):
         logits = logits * np.where(rng.random(logits.shape) < 0.5, 1.0, -1.0) if not logits.any() else logits
         check(case | {"logits": jnp.asarray(logits, variant.dtype)}, variant, run)
@@ -94,7 +96,7 @@ def test_scores_that_round_to_equal_numbers(run):
 def test_masked_experts(run):
     """-inf is never chosen as long as there are others, has no gradient, and makes nothing NaN."""
     for variant in (PLAIN, DEEPSEEK):
-        case = make_case(variant) | {"bias": jnp.zeros(variant.E)}
+        case = make_case(variant) | {"selection_bias": jnp.zeros(variant.E)}
         masked = case | {"logits": case["logits"].at[:, [0, 4, 10]].set(-jnp.inf)}
         routing, gradient = check(masked, variant, run)
         assert not np.isin(routing.experts, [0, 4, 10]).any()
@@ -174,7 +176,7 @@ def test_more_tiles_than_one_step_counts(run, monkeypatch):
 @pytest.mark.parametrize(("T", "E", "k"), [(4096, 8, 2), (32768, 128, 8), (5000, 160, 6), (300, 1000, 3)])
 def test_heuristic_plans(T, E, k):
     """On the GPU, with the plans that users get; the sums over so many tokens round more."""
-    groups = {"num_groups": 8, "top_groups": 4} if E % 8 == 0 and E > 8 else {}
+    groups = {"expert_groups": 8, "top_expert_groups": 4} if E % 8 == 0 and E > 8 else {}
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(T, E)), jnp.bfloat16)
     got = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="pallas")
     want = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="xla")
@@ -186,26 +188,26 @@ def test_heuristic_plans(T, E, k):
 
 
 def test_the_bias_update():
-    bias, load = jnp.array([0.25, 0.0, -1.0, 3.0]), jnp.array([10, 30, 20, 20], jnp.int32)
-    np.testing.assert_array_equal(jaxops.update_router_bias(bias, load, 0.5), [0.75, -0.5, -1.0, 3.0])
+    selection_bias, load = jnp.array([0.25, 0.0, -1.0, 3.0]), jnp.array([10, 30, 20, 20], jnp.int32)
+    np.testing.assert_array_equal(jaxops.update_router_bias(selection_bias, load, 0.5), [0.75, -0.5, -1.0, 3.0])
     np.testing.assert_array_equal(
-        jax.jit(jaxops.update_router_bias)(bias, load.astype(jnp.float32), 0.5), [0.75, -0.5, -1.0, 3.0]
+        jax.jit(jaxops.update_router_bias)(selection_bias, load.astype(jnp.float32), 0.5), [0.75, -0.5, -1.0, 3.0]
     )
 
 
 def test_the_bias_balances():
-    """A router that likes one expert is brought to an even load by nothing but the bias; the weights never see it."""
+    """A router that likes one expert is brought to an even load by nothing but the selection bias; the weights never see it."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(256, 4)) + np.array([1.5, 0, 0, -0.5]), jnp.float32)
 
     @jax.jit
-    def step(bias):
-        routing = jaxops.route(logits, 1, score="sigmoid", bias=bias, normalize=False)
-        return jaxops.update_router_bias(bias, routing.load, 0.01), routing
+    def step(selection_bias):
+        routing = jaxops.route(logits, 1, score="sigmoid", selection_bias=selection_bias, normalize=False)
+        return jaxops.update_router_bias(selection_bias, routing.load, 0.01), routing
 
-    bias, first = step(jnp.zeros(4))
+    selection_bias, first = step(jnp.zeros(4))
     for _ in range(60):
-        bias, routing = step(bias)
+        selection_bias, routing = step(selection_bias)
     assert int(first.load.max()) > 140
     assert int(routing.load.max()) < 80
     np.testing.assert_allclose(

@@ -30,7 +30,6 @@ from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
-from jaxops.ops.quantize import Tile
 from jaxops.tuning import current_device
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
@@ -49,8 +48,8 @@ TILES = [
 ]
 
 ROWS = [
-    (adaln.Rows(16, 1, 128, 1, ahead=True), adaln.Rows(64, 1, 64, 2, ahead=True)),
-    (adaln.Rows(8, 2, 256, 4), adaln.Rows(4, 4, 32, 4)),
+    (adaln.Tiles(16, 1, 128, 1, ahead=True), adaln.Tiles(64, 1, 64, 2, ahead=True)),
+    (adaln.Tiles(8, 2, 256, 4), adaln.Tiles(4, 4, 32, 4)),
 ]
 
 
@@ -189,7 +188,7 @@ def grouped_glu() -> None:
     x, w_gate, w_up, dh = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N))
     )
-    blocks = (None, units.Block(16, 256), units.Block(8, 64, 1))
+    blocks = (None, units.Tiles(16, 256), units.Tiles(8, 64, 1))
     plans = [
         (units.Plan("pallas", block, block, Plan("pallas")), joined)
         for block, joined in itertools.product(blocks, (False, True))
@@ -220,7 +219,8 @@ def moe_mlp() -> None:
     plans = [experts.Plan("pallas")]
     if current_device().is_hopper:
         plans += [
-            experts.Plan("triton", fused=experts.Order(panel, dynamic)) for panel, dynamic in ((4, False), (1, True))
+            experts.Plan("triton", fused=experts.TileOrder(panel, dynamic))
+            for panel, dynamic in ((4, False), (1, True))
         ]
     for plan, save in itertools.product(plans, ("preactivations", "nothing")):
 
@@ -249,7 +249,7 @@ def routing() -> None:
     ):
         logits, bias = rng.normal(size=(M + 1, E)).astype(np.float32), jnp.asarray(rng.normal(size=E), jnp.float32)
         logits[7], logits[9, 1] = np.nan, np.inf
-        for tile in (None, routes.Tile(8, 2, 4), routes.Tile(16, 16)):
+        for tile in (None, routes.Tiles(8, 2, 4), routes.Tiles(16, 16)):
 
             @jax.jit
             def run(logits, bias, k=k, options=options, tile=tile):
@@ -274,7 +274,7 @@ def permute() -> None:
         x, rows, logits = (jnp.asarray(rng.normal(size=size), "float32") for size in ((M, D), (M * k, D), (M, 16)))
         good = jaxops.route(logits, k, capacity=M * k // 16)
         bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, k)), row_indices=jnp.resize(wild, M * k))
-        for tile in (None, permuting.Tile(4, 64, 2, 2), permuting.Tile(1, 256, 16, 8)):
+        for tile in (None, permuting.Tiles(4, 64, 2, 2), permuting.Tiles(1, 256, 16, 8)):
 
             @jax.jit
             def run(x, rows, routing, tile=tile):
@@ -303,7 +303,10 @@ def quantize() -> None:
     """Every scaling in both layouts, each dtype, ragged and not, stochastically rounded and not, a stack; tiles as the heuristic has them and others."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(M, K)), jnp.bfloat16)
-    tiles = {"block_1x128": [None, Tile(128, 128, 4, 8, 4, 1)], "tensorwise": [None, Tile(128, 64, 32, 2, 8, 2)]}
+    tiles = {
+        "block_1x128": [None, quantizing.Tiles(128, 128, 4, 8, 4, 1)],
+        "tensorwise": [None, quantizing.Tiles(128, 64, 32, 2, 8, 2)],
+    }
     for scaling in ("tensorwise", "rowwise", "block_1x128", "block_128x128"):
         for tile in tiles.get(scaling, [None]):
 

@@ -106,7 +106,7 @@ def tune(
 def tune_adaln(
     problem: adaln.Problem,
     passes: Sequence[str] = ADALN_PASSES,
-    rows: Sequence[adaln.Rows] | None = None,
+    rows: Sequence[adaln.Tiles] | None = None,
     say: Callable = print,
 ) -> list[dict]:
     """As `tune`, for `jaxops.adaln` or, with problem.gated, `jaxops.gated_residual_adaln`: layer norm, sequences of unequal length.
@@ -156,7 +156,7 @@ def tune_adaln(
 
 
 def tune_quantize(
-    problem: quantize.Problem, tiles: Sequence[quantize.Tile] | None = None, say: Callable = print
+    problem: quantize.Problem, tiles: Sequence[quantize.Tiles] | None = None, say: Callable = print
 ) -> list[dict]:
     """As `tune`, for `jaxops.quantize`: a whole call is timed, first with each tile of the pass that looks for the largest magnitudes (where there is
     one), then with each of the cast.
@@ -301,7 +301,7 @@ def _run(name: str, backend: str, tiles: Tiles | None, a, b, offsets):
     return grouped_matmul(a, b, offsets, transpose_rhs=name == "dgrad", plan=plan)
 
 
-def _run_adaln(name: str, backend: str, rows: adaln.Rows | None, arrays, modulation, offsets):
+def _run_adaln(name: str, backend: str, rows: adaln.Tiles | None, arrays, modulation, offsets):
     plan = adaln.Plan("xla") if backend == "xla" else dataclasses.replace(adaln.Plan(), **{name: rows})
     gated = len(modulation) == 3
     inputs, cotangents = (arrays[:2], tuple(arrays[2:])) if gated else (arrays[:1], arrays[1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.adaln import Plan, Rows
+from jaxops.ops.adaln import Plan, Tiles
 from tests.anew import traced_anew
 from tests.hopper import lower_for_h200, on_h200
 from tests.jaxprs import kernel_arrays, overflow_int32
@@ -160,7 +160,7 @@ def test_quantize_on_a_gpu():
 def test_adaln_on_a_gpu():
     """A matrix of 2.46e9 numbers: sampled rows against float32, and the checksums of all rows against the same kernel's over chunks that int32 reaches."""
     x, scale, shift = make_x(), jnp.full((1, COLUMNS), 0.5, jnp.bfloat16), jnp.full((1, COLUMNS), -0.25, jnp.bfloat16)
-    plan = Plan("pallas", Rows(4, 1, COLUMNS, 8))  # one for both sizes: other tiles may sum a row in another order
+    plan = Plan("pallas", Tiles(4, 1, COLUMNS, 8))  # one for both sizes: other tiles may sum a row in another order
     f = jax.jit(functools.partial(jaxops.adaln, out_dtype=E4M3, plan=plan))
 
     def reference(first: int, count: int):

@@ -1,6 +1,6 @@
 """Adaptive layer normalisation over packed sequences of unequal length, and the gated residual that stands before it."""
 
 from jaxops.ops.adaln.api import adaln, gated_residual, gated_residual_adaln
-from jaxops.ops.adaln.plan import Plan, Problem, Rows, candidates, make_plan
+from jaxops.ops.adaln.plan import Plan, Problem, Tiles, candidates, make_plan
 
-__all__ = ["Plan", "Problem", "Rows", "adaln", "candidates", "gated_residual", "gated_residual_adaln", "make_plan"]
+__all__ = ["Plan", "Problem", "Tiles", "adaln", "candidates", "gated_residual", "gated_residual_adaln", "make_plan"]

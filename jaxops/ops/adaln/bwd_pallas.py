@@ -10,12 +10,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.adaln.plan import STATS, Arrays, Rows, Spec
+from jaxops.ops.adaln.plan import STATS, Arrays, Spec, Tiles
 from jaxops.ops.adaln.rows_pallas import Chunks, Columns, activate, affine, find_tile, steps_of, tile_count, widen
 from jaxops.ops.adaln.sums_pallas import finish_sums
 
 
-def _bwd_kernel(*refs, names: tuple[str, ...], summed: tuple[str, ...], spec: Spec, tiles: Rows):
+def _bwd_kernel(*refs, names: tuple[str, ...], summed: tuple[str, ...], spec: Spec, tiles: Tiles):
     ref = dict(zip(names, refs, strict=True))
     T, D = ref["dx_in" if spec.norm is None else "x"].shape
     B = ref["offsets"].shape[0] - 1
@@ -99,7 +99,7 @@ def _bwd_kernel(*refs, names: tuple[str, ...], summed: tuple[str, ...], spec: Sp
 
 @traced_once("spec", "tiles", "interpret")
 def backward_pallas(
-    spec: Spec, tiles: Rows, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array], *, interpret: bool
+    spec: Spec, tiles: Tiles, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array], *, interpret: bool
 ) -> dict[str, jax.Array]:
     """Gradients by name, as far as there are such inputs: x, h, gate, scale, shift, weight, bias. No size is 0.
 

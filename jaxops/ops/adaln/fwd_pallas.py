@@ -12,11 +12,11 @@ from jaxops._lib.fp8 import BLOCK, FP8, quantize_blocks
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.adaln.plan import STATS, Arrays, Rows, Spec
+from jaxops.ops.adaln.plan import STATS, Arrays, Spec, Tiles
 from jaxops.ops.adaln.rows_pallas import Columns, activate, affine, find_tile, steps_of, tile_count, widen
 
 
-def _fwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tiles: Rows, save_stats: bool):
+def _fwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tiles: Tiles, save_stats: bool):
     ref = dict(zip(names, refs, strict=True))
     T, D = ref["x"].shape
     B = ref["offsets"].shape[0] - 1
@@ -64,7 +64,7 @@ def _fwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tiles: Rows, save_sta
 
 @traced_once("spec", "tiles", "save_stats", "interpret")
 def forward_pallas(
-    spec: Spec, tiles: Rows, arrays: Arrays, *, save_stats: bool, interpret: bool
+    spec: Spec, tiles: Tiles, arrays: Arrays, *, save_stats: bool, interpret: bool
 ) -> dict[str, jax.Array]:
     """By name, as far as they are wanted: residual [T, D], y [T, D] in spec.out_dtype and its y_scales (FP8), mean and rstd [T]. No size is 0."""
     x, offsets = arrays.x, arrays.offsets

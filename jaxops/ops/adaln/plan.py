@@ -59,7 +59,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Tiles:
     """How one pass is cut into programs.
 
     Attributes:
@@ -79,7 +79,7 @@ class Rows:
     def __post_init__(self):
         check_powers_of_2(self, "rows", "step", "block", "warps")
         if self.step > self.rows:
-            raise ValueError(f"Rows.step={self.step} must be at most Rows.rows={self.rows}.")
+            raise ValueError(f"Tiles.step={self.step} must be at most Tiles.rows={self.rows}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Plan(BasePlan):
     """
 
     backend: Literal["pallas", "xla"] = "pallas"
-    fwd: Rows | None = None
-    bwd: Rows | None = None
+    fwd: Tiles | None = None
+    bwd: Tiles | None = None
     save_stats: bool | None = None
 
 
@@ -144,7 +144,7 @@ def make_plan(
     for name in PASSES:
         explicit = getattr(plan, name) if plan is not None else None
         row = table.get(key_of(name, p.D, p.dtype, p.gated))
-        chosen[name] = explicit or (_spread(name, Rows(**row["rows"]), problem.T) if row else heuristic(name, problem))
+        chosen[name] = explicit or (_spread(name, Tiles(**row["rows"]), problem.T) if row else heuristic(name, problem))
     save_stats = plan.save_stats if plan is not None else None
     if save_stats is None:
         # H200, 2026-11-21, bfloat16: with a gate 995 -> 925 us (D 4096) and 749 -> 711 (D 3072) backward for 1 % more forward; without, nothing.
@@ -152,7 +152,7 @@ def make_plan(
     return Plan("pallas", **chosen, save_stats=save_stats, device=device)
 
 
-def _spread(pass_name: str, rows: Rows, T: int) -> Rows:
+def _spread(pass_name: str, rows: Tiles, T: int) -> Tiles:
     """With fewer rows a program where there are not enough in all for 2,048 warps, 16 on each of an H200's multiprocessors.
 
     H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92 and 59 us.
@@ -170,8 +170,8 @@ def _block(D: int, most: int) -> int:
     return min(sizes, key=lambda block: (-(-D // block) * block, -block))
 
 
-def heuristic(pass_name: str, problem: Problem) -> Rows:
-    """Rows for a width that nobody tuned, after what was measured at D 1024 to 6144 (H200, 2026-11-21).
+def heuristic(pass_name: str, problem: Problem) -> Tiles:
+    """Tiles for a width that nobody tuned, after what was measured at D 1024 to 6144 (H200, 2026-11-21).
 
     A step is one row (several, where they are short), the next one on its way. fwd takes 16 rows a program; bwd 64, so that few parts of its sums are
     left to add up.
@@ -179,12 +179,12 @@ def heuristic(pass_name: str, problem: Problem) -> Rows:
     block = _block(problem.D, 4096 if problem.D >= 16384 else 1024)
     columns = -(-problem.D // block) * block
     warps = 1 << max(0, min(4 if pass_name == "fwd" else 5, (columns // 512 - 1).bit_length() if columns > 512 else 0))
-    rows = Rows(16 if pass_name == "fwd" else 64, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
+    rows = Tiles(16 if pass_name == "fwd" else 64, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
     return _spread(pass_name, rows, problem.T)
 
 
-def candidates(pass_name: str, problem: Problem) -> list[Rows]:
-    """Every Rows worth measuring for one pass: the heuristic's, and those that hold 8 to 64 columns a thread."""
+def candidates(pass_name: str, problem: Problem) -> list[Tiles]:
+    """Every Tiles worth measuring for one pass: the heuristic's, and those that hold 8 to 64 columns a thread."""
     found, D = [heuristic(pass_name, problem)], problem.D
     owned, most = ((8, 16, 32), 64) if pass_name == "fwd" else ((64, 128), 48)
     for rows, step, size, warps, ahead in itertools.product(
@@ -192,7 +192,7 @@ def candidates(pass_name: str, problem: Problem) -> list[Rows]:
     ):
         block = _block(D, size)
         held = step * -(-D // block) * block / (32 * warps)
-        tiles = Rows(rows, step, block, warps, ahead)
+        tiles = Tiles(rows, step, block, warps, ahead)
         if 8 <= held <= most and block >= 128 * warps and tiles not in found:
             found.append(tiles)
     return found

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.ragged import runs
-from jaxops.ops.adaln.plan import Rows, Spec
+from jaxops.ops.adaln.plan import Spec, Tiles
 
 _WIDTH = 128  # offsets that one step of the search for a row's sequence compares: one step finds it among 128, two among 16,384
 
@@ -157,7 +157,7 @@ def activate(u: jax.Array, activation: str | None) -> tuple[jax.Array, jax.Array
     return (u, None) if activation is None else ACTIVATIONS[activation](u)
 
 
-def steps_of(tile: Tile, tiles: Rows, load, body, carry):
+def steps_of(tile: Tile, tiles: Tiles, load, body, carry):
     """Folds body(rows [step, 1], which of them there are, load(those two), carry) over a tile's rows."""
 
     def rows_of(i):

@@ -9,10 +9,10 @@ from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
-from jaxops.ops.grouped_glu.plan import Block, Halves, Spec
+from jaxops.ops.grouped_glu.plan import Halves, Spec, Tiles
 
 
-def _bwd_kernel(offsets_ref, dh_ref, *refs, activation: str, block: Block):
+def _bwd_kernel(offsets_ref, dh_ref, *refs, activation: str, block: Tiles):
     pre, dpre = refs[: len(refs) // 2], refs[len(refs) // 2 :]
     M, F = dh_ref.shape
     place = Place.of(offsets_ref, M, F, block)
@@ -23,7 +23,7 @@ def _bwd_kernel(offsets_ref, dh_ref, *refs, activation: str, block: Block):
 
 
 @traced_once("spec", "block", "interpret")
-def bwd_pallas(spec: Spec, block: Block, pre: Halves, dh: jax.Array, offsets: jax.Array, *, interpret: bool) -> Halves:
+def bwd_pallas(spec: Spec, block: Tiles, pre: Halves, dh: jax.Array, offsets: jax.Array, *, interpret: bool) -> Halves:
     """The gradients of pre, in its shapes and dtype; rows outside the groups are zero. No size is 0."""
     M, F = dh.shape
     found = launch(

@@ -9,10 +9,10 @@ from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_glu.halves_pallas import Place, halves_of, program_count
-from jaxops.ops.grouped_glu.plan import Block, Halves, Spec
+from jaxops.ops.grouped_glu.plan import Halves, Spec, Tiles
 
 
-def _fwd_kernel(offsets_ref, *refs, activation: str, block: Block):
+def _fwd_kernel(offsets_ref, *refs, activation: str, block: Tiles):
     *pre, h_ref = refs
     M, F = h_ref.shape
     place = Place.of(offsets_ref, M, F, block)
@@ -21,7 +21,7 @@ def _fwd_kernel(offsets_ref, *refs, activation: str, block: Block):
 
 
 @traced_once("spec", "block", "interpret")
-def fwd_pallas(spec: Spec, block: Block, pre: Halves, offsets: jax.Array, *, interpret: bool) -> jax.Array:
+def fwd_pallas(spec: Spec, block: Tiles, pre: Halves, offsets: jax.Array, *, interpret: bool) -> jax.Array:
     """h [M, F] in spec.out_dtype; rows outside the groups are zero. No size is 0."""
     M, F = pre[0].shape[0], pre[0].shape[1] * len(pre) // 2
     return launch(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops.ops.grouped_glu.plan import Block
+from jaxops.ops.grouped_glu.plan import Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Place:
     inside: jax.Array
 
     @classmethod
-    def of(cls, offsets_ref, M: int, F: int, block: Block) -> "Place":
+    def of(cls, offsets_ref, M: int, F: int, block: Tiles) -> "Place":
         across, shape = pl.cdiv(F, block.columns), (block.rows, block.columns)
         program = pl.program_id(0)
         rows = (program // across * block.rows + jnp.arange(block.rows, dtype=jnp.int32))[:, None]
@@ -44,5 +44,5 @@ def halves_of(refs, F: int) -> list[tuple]:
     return [(refs[0], 0), (refs[-1], F if len(refs) == 1 else 0)]
 
 
-def program_count(M: int, F: int, block: Block) -> int:
+def program_count(M: int, F: int, block: Tiles) -> int:
     return pl.cdiv(M, block.rows) * pl.cdiv(F, block.columns)

@@ -52,7 +52,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class Tiles:
     """How an activation pass is cut into programs.
 
     Attributes:
@@ -70,7 +70,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class TileOrder:
     """How a kernel that multiplies and activates at once goes through its tiles of 128 rows and 128 columns.
 
     Attributes:
@@ -87,8 +87,8 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused(Order):
-    """As `Order`, of the forward's kernel.
+class FusedTiles(TileOrder):
+    """As `TileOrder`, of the forward's kernel.
 
     Attributes:
       stages: depth of the load pipeline: 3, or 4, which leaves each consumer one buffer to store from instead of two. H200, 2026-11-22, qwen3_30b's 32,768 rows
@@ -101,7 +101,7 @@ class Fused(Order):
     def __post_init__(self):
         super().__post_init__()
         if self.stages not in (3, 4):
-            raise ValueError(f"Fused.stages={self.stages} must be 3 or 4.")
+            raise ValueError(f"FusedTiles.stages={self.stages} must be 3 or 4.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +118,10 @@ class Plan(BasePlan):
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
-    fwd: Block | None = None
-    bwd: Block | None = None
+    fwd: Tiles | None = None
+    bwd: Tiles | None = None
     products: ProductPlan | None = None
-    fused: Fused | None = None
+    fused: FusedTiles | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,26 +194,26 @@ def make_plan(
     bwd = plan.bwd if plan is not None and plan.bwd is not None else heuristic("bwd", problem)
     if chosen == "pallas":
         return Plan("pallas", fwd, bwd, products, device=device)
-    usual = Fused(4, dynamic=True, stages=4) if problem.M < 1024 * problem.G else Fused(8)
+    usual = FusedTiles(4, dynamic=True, stages=4) if problem.M < 1024 * problem.G else FusedTiles(8)
     fused = plan.fused if plan is not None and plan.fused is not None else usual
     return Plan("triton", fwd, bwd, products, fused, device=device)
 
 
-def heuristic(pass_name: Pass, problem: Problem) -> Block:
+def heuristic(pass_name: Pass, problem: Problem) -> Tiles:
     """32 elements of each array a thread in fwd and 16 in bwd, which holds five arrays instead of three; as few columns to spare as there can be, and of as
     many a row as 16-byte loads of a warp take."""
     least = min(256, power_of_2(problem.F))
     sizes = [size for size in (least, 512, 1024) if size >= least]
     columns = min(sizes, key=lambda size: (-(-problem.F // size) * size, -size))
-    return Block(max(1, (4096 if pass_name == "fwd" else 2048) // columns), columns, 4)
+    return Tiles(max(1, (4096 if pass_name == "fwd" else 2048) // columns), columns, 4)
 
 
-def candidates(pass_name: Pass, problem: Problem) -> list[Block]:
-    """Every Block worth measuring for one pass: the heuristic's, and those of 8 to 64 elements a thread."""
+def candidates(pass_name: Pass, problem: Problem) -> list[Tiles]:
+    """Every Tiles worth measuring for one pass: the heuristic's, and those of 8 to 64 elements a thread."""
     found = [heuristic(pass_name, problem)]
     widest = max(32, power_of_2(problem.F))
     for rows, columns, warps in itertools.product((1, 2, 4, 8, 16, 32), (128, 256, 512, 1024, 2048), (1, 2, 4, 8)):
-        block = Block(rows, columns, warps)
+        block = Tiles(rows, columns, warps)
         if columns <= widest and 8 <= rows * columns / (32 * warps) <= 64 and block not in found:
             found.append(block)
     return found

@@ -1,6 +1,6 @@
 """The experts of a mixture-of-experts layer, from tokens to tokens: what lies between its products is fused into them where the chip can."""
 
 from jaxops.ops.moe_mlp.api import moe_mlp
-from jaxops.ops.moe_mlp.plan import Order, Plan, Problem, make_plan
+from jaxops.ops.moe_mlp.plan import Plan, Problem, TileOrder, make_plan
 
-__all__ = ["Order", "Plan", "Problem", "make_plan", "moe_mlp"]
+__all__ = ["Plan", "Problem", "TileOrder", "make_plan", "moe_mlp"]

@@ -9,9 +9,9 @@ from jax import lax
 
 from jaxops._lib.device import Device
 from jaxops._lib.plans import BasePlan, choose_backend, plan_device
-from jaxops.ops.grouped_glu import Order
 from jaxops.ops.grouped_glu import Plan as UnitPlan
 from jaxops.ops.grouped_glu import Problem as Unit
+from jaxops.ops.grouped_glu import TileOrder
 from jaxops.ops.grouped_glu import make_plan as make_unit_plan
 from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
@@ -44,7 +44,7 @@ class Plan(BasePlan):
     unit: UnitPlan | None = None
     down: ProductPlan | None = None
     rows: RowsPlan | None = None
-    fused: Order | None = None
+    fused: TileOrder | None = None
     gather: bool | None = None
 
 
@@ -115,7 +115,7 @@ def make_plan(
             raise NotImplementedError(
                 f"rows are gathered by 64 columns at a time, and x has D = {p.D}: leave plan.gather away."
             )
-        fused = fused or Order(4 if p.R < 1024 * p.E else 8, dynamic=small)
+        fused = fused or TileOrder(4 if p.R < 1024 * p.E else 8, dynamic=small)
     return Plan(
         backend=chosen,  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
         unit=make_unit_plan(unit_problem, device, rows, backend=chosen if unit is None else "auto", plan=unit),

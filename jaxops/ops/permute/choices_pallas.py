@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import clip_bounds
-from jaxops.ops.permute.plan import Tile
+from jaxops.ops.permute.plan import Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Choices:
 class Tokens:
     """A program's tokens, [1, rows, 1]; which of them there are; lo and hi, the first row of all groups and the end of the last one's."""
 
-    tile: Tile
+    tile: Tiles
     positions_ref: Any
     number: jax.Array
     there: jax.Array
@@ -91,7 +91,7 @@ class Tokens:
     hi: jax.Array
 
     @classmethod
-    def of_program(cls, number, tile: Tile, positions_ref, offsets_ref) -> "Tokens":
+    def of_program(cls, number, tile: Tiles, positions_ref, offsets_ref) -> "Tokens":
         T, k = positions_ref.shape
         first, end = (plgpu.load(offsets_ref.at[jnp.int32(i)]) for i in (0, offsets_ref.shape[0] - 1))
         token = (number * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32))[None, :, None]

@@ -11,11 +11,11 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Tokens, each_chunk
 from jaxops.ops.permute.places import Places
-from jaxops.ops.permute.plan import Tile
+from jaxops.ops.permute.plan import Tiles
 
 
 def _combine_bwd_kernel(
-    positions_ref, offsets_ref, weights_ref, dout_ref, rows_ref, drows_ref, dweights_ref, *, tile: Tile
+    positions_ref, offsets_ref, weights_ref, dout_ref, rows_ref, drows_ref, dweights_ref, *, tile: Tiles
 ):
     D = rows_ref.shape[1]
     tokens = Tokens.of_program(pl.program_id(0), tile, positions_ref, offsets_ref)
@@ -44,7 +44,7 @@ def _combine_bwd_kernel(
 
 @traced_once("tile", "interpret")
 def combine_bwd_pallas(
-    tile: Tile, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool
+    tile: Tiles, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
     return launch(

@@ -11,10 +11,10 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Columns, Tokens
 from jaxops.ops.permute.places import Places
-from jaxops.ops.permute.plan import Tile
+from jaxops.ops.permute.plan import Tiles
 
 
-def _combine_kernel(*refs, tile: Tile):
+def _combine_kernel(*refs, tile: Tiles):
     positions_ref, offsets_ref, *weights_refs, rows_ref, out_ref = refs
     D = rows_ref.shape[1]
     chunks = pl.cdiv(D, tile.block)
@@ -33,7 +33,7 @@ def _combine_kernel(*refs, tile: Tile):
 
 @traced_once("tile", "out_dtype", "interpret")
 def combine_pallas(
-    tile: Tile, rows: jax.Array, weights: jax.Array | None, places: Places, out_dtype, *, interpret: bool
+    tile: Tiles, rows: jax.Array, weights: jax.Array | None, places: Places, out_dtype, *, interpret: bool
 ) -> jax.Array:
     """[T, D]; without weights they are ones. No size is 0."""
     T, D = places.positions.shape[0], rows.shape[1]

@@ -13,10 +13,10 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.choices_pallas import Columns, Tokens
 from jaxops.ops.permute.places import Places
-from jaxops.ops.permute.plan import Tile
+from jaxops.ops.permute.plan import Tiles
 
 
-def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tile):
+def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles):
     D = x_ref.shape[1]
     chunks = pl.cdiv(D, tile.block)
     columns = Columns.of_chunk(pl.program_id(0) % chunks, D, tile.block)
@@ -32,7 +32,7 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tile):
 
 
 @traced_once("tile", "interpret")
-def permute_pallas(tile: Tile, x: jax.Array, places: Places, *, interpret: bool) -> jax.Array:
+def permute_pallas(tile: Tiles, x: jax.Array, places: Places, *, interpret: bool) -> jax.Array:
     """[R, D] in x's dtype. No size is 0."""
     T, D = x.shape
     return launch(

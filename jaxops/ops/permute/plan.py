@@ -13,7 +13,7 @@ Pass = Literal["permute", "combine", "combine_bwd"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class Tiles:
     """How one pass is cut into programs.
 
     Attributes:
@@ -45,9 +45,9 @@ class Plan(BasePlan):
     """
 
     backend: Literal["pallas", "xla"] = "pallas"
-    permute: Tile | None = None
-    combine: Tile | None = None
-    combine_bwd: Tile | None = None
+    permute: Tiles | None = None
+    combine: Tiles | None = None
+    combine_bwd: Tiles | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +89,23 @@ def _block(D: int, most: int) -> int:
     return min(sizes, key=lambda block: (-(-D // block) * block, -block))
 
 
-def heuristic(pass_name: Pass, problem: Problem) -> Tile:
+def heuristic(pass_name: Pass, problem: Problem) -> Tiles:
     """Four warps, each thread of which has one 16-byte load of a token on its way, and one of each of up to 8 choices: enough of them for the memory, and few
     enough registers for many programs at a time. Short rows share a program."""
     held = 4 * 32 * problem.lane
     block = _block(problem.D, held)
-    return Tile(held // block, block, min(8, power_of_2(problem.k)), 4)
+    return Tiles(held // block, block, min(8, power_of_2(problem.k)), 4)
 
 
-def candidates(pass_name: Pass, problem: Problem) -> list[Tile]:
-    """Every Tile worth measuring for one pass: the heuristic's, and those whose threads hold one to four loads of a token."""
+def candidates(pass_name: Pass, problem: Problem) -> list[Tiles]:
+    """Every Tiles worth measuring for one pass: the heuristic's, and those whose threads hold one to four loads of a token."""
     found = [heuristic(pass_name, problem)]
     for rows, most, choices, warps in itertools.product(
         (1, 2, 4, 8), (256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
     ):
         block = _block(problem.D, most)
         loads = rows * block / (32 * warps * problem.lane)
-        tile = Tile(rows, block, choices, warps)
+        tile = Tiles(rows, block, choices, warps)
         if (
             1 <= loads <= 4
             and loads * choices <= 16

@@ -2,13 +2,13 @@
 
 from jaxops._lib.fp8 import Quantized
 from jaxops.ops.quantize.api import dequantize, quantize, quantize_measured
-from jaxops.ops.quantize.plan import Plan, Problem, Tile, candidates, make_plan
+from jaxops.ops.quantize.plan import Plan, Problem, Tiles, candidates, make_plan
 
 __all__ = [
     "Plan",
     "Problem",
     "Quantized",
-    "Tile",
+    "Tiles",
     "candidates",
     "dequantize",
     "make_plan",

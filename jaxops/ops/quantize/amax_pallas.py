@@ -12,7 +12,7 @@ from jaxops._lib.fp8 import infinity_to_nan, without_nan
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.quantize.plan import Arrays, Tile
+from jaxops.ops.quantize.plan import Arrays, Tiles
 from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, both, largest, load, sizes_of, store
 
 
@@ -46,7 +46,7 @@ def _tensor_kernel(*refs, grid: Grid, programs: int, M: int, interpret: bool):
 
 
 @traced_once("tile", "interpret")
-def tensor_amax_pallas(tile: Tile, arrays: Arrays, *, interpret: bool) -> jax.Array:
+def tensor_amax_pallas(tile: Tiles, arrays: Arrays, *, interpret: bool) -> jax.Array:
     """[G, programs] float32: parts of each tensor's largest magnitude, over the rows inside the groups where there are such."""
     x, offsets = arrays.x, arrays.offsets
     G, M, K = x.shape
@@ -86,7 +86,7 @@ def _lines_kernel(*refs, names: tuple[str, ...], grid: Grid, M: int, interpret: 
 
 @traced_once("tile", "row", "col", "interpret")
 def line_amax_pallas(
-    tile: Tile, arrays: Arrays, *, row: bool, col: bool, interpret: bool
+    tile: Tiles, arrays: Arrays, *, row: bool, col: bool, interpret: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The largest magnitude of each row [G, M] and of each column [G, K] (over the rows inside the groups), float32, as far as they are wanted."""
     x, offsets = arrays.x, arrays.offsets

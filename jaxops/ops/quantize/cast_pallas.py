@@ -25,7 +25,7 @@ from jaxops._lib.schedule_pallas import COLUMNS as SCHEDULED
 from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.quantize.plan import Arrays, Spec, Tile
+from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
 from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, both, largest, load, sizes_of, store
 
 
@@ -172,7 +172,7 @@ def _cast_kernel(
 
 @traced_once("spec", "tile", "interpret")
 def cast_pallas(
-    spec: Spec, tile: Tile, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool
+    spec: Spec, tile: Tiles, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool
 ) -> dict[str, jax.Array]:
     """By name, as far as they are wanted: values, scales, values_t, scales_t as in `Quantized`, all with a leading G. No size is 0.
 

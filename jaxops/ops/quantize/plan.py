@@ -61,7 +61,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class Tiles:
     """How one pass is cut into programs.
 
     Attributes:
@@ -87,10 +87,10 @@ class Tile:
         check_powers_of_2(self, "rows", "cols", "patch", "near", "warps", "panel")
         if self.patch * self.near > self.rows:
             raise ValueError(
-                f"Tile.patch={self.patch} times Tile.near={self.near} must be at most Tile.rows={self.rows}."
+                f"Tiles.patch={self.patch} times Tiles.near={self.near} must be at most Tiles.rows={self.rows}."
             )
         if self.programs < 1:
-            raise ValueError(f"Tile.programs={self.programs} must be positive.")
+            raise ValueError(f"Tiles.programs={self.programs} must be positive.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Plan(BasePlan):
     """
 
     backend: Literal["pallas", "xla"] = "pallas"
-    cast: Tile | None = None
-    amax: Tile | None = None
+    cast: Tiles | None = None
+    amax: Tiles | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +173,12 @@ def make_plan(
     for name in PASSES:
         explicit = getattr(plan, name) if plan is not None else None
         row = table.get(key_of(name, p.K, p.dtype, p.scaling, p.layouts))
-        chosen[name] = explicit or (Tile(**row["tile"]) if row else heuristic(name, problem))
+        chosen[name] = explicit or (Tiles(**row["tile"]) if row else heuristic(name, problem))
         _check(name, chosen[name], problem)
     return Plan("pallas", **chosen, device=device)
 
 
-def _check(name: str, tile: Tile, p: Problem) -> None:
+def _check(name: str, tile: Tiles, p: Problem) -> None:
     what = f"Plan.{name}={tile}"
     if name == "amax":
         return
@@ -193,15 +193,15 @@ def _check(name: str, tile: Tile, p: Problem) -> None:
         )
 
 
-def heuristic(pass_name: str, problem: Problem) -> Tile:
+def heuristic(pass_name: str, problem: Problem) -> Tiles:
     """A tile for what nobody tuned: 64 to 128 elements a thread, all of them loaded at once."""
     if pass_name == "amax":
-        return Tile(16, 512, warps=4)
+        return Tiles(16, 512, warps=4)
     if problem.tall:
         if problem.layouts == "row":
-            return Tile(BLOCK, BLOCK, warps=8, panel=8)
+            return Tiles(BLOCK, BLOCK, warps=8, panel=8)
         # H200, 2026-11-21, 8192 x 14336, both layouts: patches of 32 bytes, 1x128 2,945 instead of 2,414 GB/s.
-        return Tile(
+        return Tiles(
             BLOCK,
             BLOCK,
             32,
@@ -211,27 +211,29 @@ def heuristic(pass_name: str, problem: Problem) -> Tile:
         )
     if problem.whole_row:
         cols = max(BLOCK, power_of_2(problem.K))
-        return Tile(max(1, 8192 // cols), cols, warps=max(4, cols // 2048))
-    return Tile(16, 512, warps=4)
+        return Tiles(max(1, 8192 // cols), cols, warps=max(4, cols // 2048))
+    return Tiles(16, 512, warps=4)
 
 
-def candidates(pass_name: str, problem: Problem) -> list[Tile]:
-    """Every Tile worth measuring for one pass: the heuristic's first."""
+def candidates(pass_name: str, problem: Problem) -> list[Tiles]:
+    """Every Tiles worth measuring for one pass: the heuristic's first."""
     found = [heuristic(pass_name, problem)]
     if pass_name == "cast" and problem.tall:
         patches = (16, 32, 64) if problem.layouts != "row" else (1,)
         nears = (1, 2, 4) if problem.layouts != "row" else (1,)
         tiles = (
-            Tile(BLOCK, BLOCK, patch, near, warps, panel)
+            Tiles(BLOCK, BLOCK, patch, near, warps, panel)
             for patch, near, warps, panel in itertools.product(patches, nears, (4, 8, 16), (1, 8, 64))
             if patch * near <= BLOCK
         )
     elif pass_name == "cast" and problem.whole_row:
         cols = max(BLOCK, power_of_2(problem.K))
-        tiles = (Tile(rows, cols, warps=warps) for rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)))
+        tiles = (
+            Tiles(rows, cols, warps=warps) for rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
+        )
     else:
         tiles = (
-            Tile(rows, cols, warps=warps)
+            Tiles(rows, cols, warps=warps)
             for rows, cols, warps in itertools.product((8, 16, 32, 64), (128, 256, 512, 1024), (2, 4, 8))
         )
     for tile in tiles:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK, magnitudes
-from jaxops.ops.quantize.plan import Tile
+from jaxops.ops.quantize.plan import Tiles
 
 ROWS, BLOCKS, COLUMNS = (
     (0, 1, 5),
@@ -28,12 +28,12 @@ class Grid:
     next bytes.
     """
 
-    tile: Tile
+    tile: Tiles
     vector: int
     width: int  # of a block
 
     @classmethod
-    def of(cls, tile: Tile, itemsize: int, by_blocks: bool) -> "Grid":
+    def of(cls, tile: Tiles, itemsize: int, by_blocks: bool) -> "Grid":
         width = min(BLOCK, tile.cols) if by_blocks else tile.cols
         return cls(tile, min(16 // itemsize, width), width)
 

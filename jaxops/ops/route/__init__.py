@@ -2,14 +2,14 @@
 
 from jaxops.ops.route.api import route, update_router_bias
 from jaxops.ops.route.logits import router_logits
-from jaxops.ops.route.plan import Plan, Problem, Tile, candidates, make_plan
+from jaxops.ops.route.plan import Plan, Problem, Tiles, candidates, make_plan
 from jaxops.ops.route.routing import Routing
 
 __all__ = [
     "Plan",
     "Problem",
     "Routing",
-    "Tile",
+    "Tiles",
     "candidates",
     "make_plan",
     "route",

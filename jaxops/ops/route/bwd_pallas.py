@@ -11,11 +11,11 @@ from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, each, load_column, steps_of
-from jaxops.ops.route.plan import TINY, Spec, Tile
+from jaxops.ops.route.plan import TINY, Spec, Tiles
 from jaxops.ops.route.routing import Cotangents, Saved
 
 
-def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
+def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tiles):
     ref = dict(zip(names, refs, strict=True))
     (T, E), k = ref["logits"].shape, spec.k
     columns = Columns(E)
@@ -59,7 +59,7 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
 
 
 @traced_once("spec", "tile", "interpret")
-def backward_pallas(spec: Spec, tile: Tile, saved: Saved, cotangents: Cotangents, *, interpret: bool) -> jax.Array:
+def backward_pallas(spec: Spec, tile: Tiles, saved: Saved, cotangents: Cotangents, *, interpret: bool) -> jax.Array:
     """The gradient of logits [T, E], in their dtype. T is not 0."""
     logits = saved.logits
     given = {"logits": logits, "experts": saved.experts, "load": saved.load} | (

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.powers import power_of_2
-from jaxops.ops.route.plan import TINY, Spec, Tile
+from jaxops.ops.route.plan import TINY, Spec, Tiles
 
 _PLACES = 4  # neighbouring experts that a thread loads at once: 16 bytes of float32
 _UNROLLED = 8  # choices a token up to which a loop over them is written out, so that all loads are on their way at once
@@ -93,7 +93,7 @@ class Columns:
         plgpu.store(at, values.astype(ref.dtype), mask=mask)
 
 
-def steps_of(pid: jax.Array, tile: Tile, T: int, body, carry):
+def steps_of(pid: jax.Array, tile: Tiles, T: int, body, carry):
     """Folds body(tokens [step, 1], which of them there are, carry) over a program's tokens."""
 
     def step(i, carry):

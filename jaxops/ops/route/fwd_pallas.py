@@ -14,7 +14,7 @@ from jaxops._lib.powers import power_of_2
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, each, load_column, steps_of
 from jaxops.ops.route.keys import GONE, keys_of
-from jaxops.ops.route.plan import TINY, Spec, Tile
+from jaxops.ops.route.plan import TINY, Spec, Tiles
 from jaxops.ops.route.routing import Routing
 
 # The sums over tiles: few columns a program are many programs, and 8 of 4 bytes are a sector of the L2; 1024 tiles of them are one step for 32,768 tokens.
@@ -51,7 +51,7 @@ def _best_groups(scores: jax.Array, columns: Columns, top_expert_groups: int) ->
     return jnp.broadcast_to((left == GONE).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
 
 
-def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
+def _choose_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tiles):
     """A program's tokens: their experts and weights, and of each expert how many tokens chose it and the sum of its shares."""
     ref = dict(zip(names, refs, strict=True))
     (T, E), k, pid = ref["logits"].shape, spec.k, pl.program_id(0)
@@ -129,7 +129,7 @@ def _count_kernel(counts_ref, sums_ref, before_ref, load_ref, totals_ref, *, ste
     plgpu.store(totals_ref.at[column], total, mask=column <= E)
 
 
-def _place_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
+def _place_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tiles):
     """A program's tokens: the row of each choice, and each row's token."""
     ref = dict(zip(names, refs, strict=True))
     (T, k), E, pid = ref["experts"].shape, ref["load"].shape[0], pl.program_id(0)
@@ -188,7 +188,7 @@ def _place_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tile):
 
 @traced_once("spec", "tile", "interpret")
 def forward_pallas(
-    spec: Spec, tile: Tile, logits: jax.Array, selection_bias: jax.Array | None, *, interpret: bool
+    spec: Spec, tile: Tiles, logits: jax.Array, selection_bias: jax.Array | None, *, interpret: bool
 ) -> Routing:
     """T is not 0."""
     (T, E), k = logits.shape, spec.k

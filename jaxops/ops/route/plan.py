@@ -37,7 +37,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class Tiles:
     """How one pass is cut into programs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Tile:
     def __post_init__(self):
         check_powers_of_2(self, "rows", "step", "warps")
         if self.step > self.rows:
-            raise ValueError(f"Tile.step={self.step} must be at most Tile.rows={self.rows}.")
+            raise ValueError(f"Tiles.step={self.step} must be at most Tiles.rows={self.rows}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Plan(BasePlan):
     """
 
     backend: Literal["pallas", "xla"] = "pallas"
-    fwd: Tile | None = None
-    bwd: Tile | None = None
+    fwd: Tiles | None = None
+    bwd: Tiles | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: 
     return Plan("pallas", **chosen, device=device)
 
 
-def heuristic(pass_name: Pass, problem: Problem) -> Tile:
+def heuristic(pass_name: Pass, problem: Problem) -> Tiles:
     """Up to 16 scores a thread of one warp: Triton lays warps along the experts first, and every maximum over them would wait for all. (From 1,024 experts on
     there is no other way: a warp for each 1,024.)
 
@@ -107,13 +107,13 @@ def heuristic(pass_name: Pass, problem: Problem) -> Tile:
     rows = 64 if pass_name == "fwd" else step
     while rows > step and -(-problem.T // rows) < 528:
         rows //= 2
-    return Tile(rows, step, max(1, min(32, width // 1024)))
+    return Tiles(rows, step, max(1, min(32, width // 1024)))
 
 
-def candidates(pass_name: Pass, problem: Problem) -> list[Tile]:
-    """Every Tile worth measuring for one pass: the heuristic's, and those with 4 to 64 scores a thread."""
+def candidates(pass_name: Pass, problem: Problem) -> list[Tiles]:
+    """Every Tiles worth measuring for one pass: the heuristic's, and those with 4 to 64 scores a thread."""
     found, width = [heuristic(pass_name, problem)], power_of_2(problem.E)
     for rows, step, warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4)):
-        if step <= rows and 4 <= step * width / (32 * warps) <= 64 and (tile := Tile(rows, step, warps)) not in found:
+        if step <= rows and 4 <= step * width / (32 * warps) <= 64 and (tile := Tiles(rows, step, warps)) not in found:
             found.append(tile)
     return found

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.adaln import Plan, Rows
+from jaxops.ops.adaln import Plan, Tiles
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from tests.compare import assert_close
 
@@ -24,15 +24,15 @@ OPERANDS = {
 }
 MODULATION = ("gate", "scale", "shift")
 
-# Rows smaller than the tests' sizes, unlike from pass to pass, and each way to walk over them. A second register array a row doubles what XLA compiles
+# Tiles smaller than the tests' sizes, unlike from pass to pass, and each way to walk over them. A second register array a row doubles what XLA compiles
 # for the interpreter, so only "ahead" (forward) and "single" (backward) have one at the usual 37 columns.
 PLANS = {
-    "ahead": Plan("pallas", Rows(4, 1, 32, 4, ahead=True), Rows(8, 1, 64, 4, ahead=True), save_stats=False),
-    "steps": Plan("pallas", Rows(8, 2, 64, 4), Rows(4, 2, 64, 2), save_stats=True),
-    "ahead-steps": Plan("pallas", Rows(8, 4, 64, 4, ahead=True), Rows(16, 2, 64, 4, ahead=True), save_stats=True),
-    "whole": Plan("pallas", Rows(4, 4, 128, 4), Rows(8, 8, 64, 4), save_stats=False),
-    "single": Plan("pallas", Rows(1, 1, 64, 1), Rows(1, 1, 32, 1), save_stats=True),
-    "wide": Plan("pallas", Rows(4, 2, 512, 4), Rows(4, 2, 512, 4)),
+    "ahead": Plan("pallas", Tiles(4, 1, 32, 4, ahead=True), Tiles(8, 1, 64, 4, ahead=True), save_stats=False),
+    "steps": Plan("pallas", Tiles(8, 2, 64, 4), Tiles(4, 2, 64, 2), save_stats=True),
+    "ahead-steps": Plan("pallas", Tiles(8, 4, 64, 4, ahead=True), Tiles(16, 2, 64, 4, ahead=True), save_stats=True),
+    "whole": Plan("pallas", Tiles(4, 4, 128, 4), Tiles(8, 8, 64, 4), save_stats=False),
+    "single": Plan("pallas", Tiles(1, 1, 64, 1), Tiles(1, 1, 32, 1), save_stats=True),
+    "wide": Plan("pallas", Tiles(4, 2, 512, 4), Tiles(4, 2, 512, 4)),
     "auto": Plan("pallas"),  # what a user gets
 }
 

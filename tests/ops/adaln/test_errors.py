@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.adaln import Plan, Rows
+from jaxops.ops.adaln import Plan, Tiles
 
 T, D, B = 8, 6, 3
 OFFSETS = np.array([0, 2, 5, 8], np.int32)
@@ -212,18 +212,18 @@ def test_error(fn, good, change, error, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"rows": 12}, r"Rows\.rows=12.*power of two"),
-        ({"rows": 0}, r"Rows\.rows=0.*power of two"),
-        ({"step": 3}, r"Rows\.step=3.*power of two"),
-        ({"step": -1}, r"Rows\.step=-1.*power of two"),
-        ({"block": 100}, r"Rows\.block=100.*power of two"),
-        ({"block": 0}, r"Rows\.block=0.*power of two"),
-        ({"warps": 6}, r"Rows\.warps=6.*power of two"),
-        ({"warps": 64}, r"Rows\.warps=64.*at most 32"),
-        ({"step": 32}, r"Rows\.step=32.*at most Rows\.rows=16"),
+        ({"rows": 12}, r"Tiles\.rows=12.*power of two"),
+        ({"rows": 0}, r"Tiles\.rows=0.*power of two"),
+        ({"step": 3}, r"Tiles\.step=3.*power of two"),
+        ({"step": -1}, r"Tiles\.step=-1.*power of two"),
+        ({"block": 100}, r"Tiles\.block=100.*power of two"),
+        ({"block": 0}, r"Tiles\.block=0.*power of two"),
+        ({"warps": 6}, r"Tiles\.warps=6.*power of two"),
+        ({"warps": 64}, r"Tiles\.warps=64.*at most 32"),
+        ({"step": 32}, r"Tiles\.step=32.*at most Tiles\.rows=16"),
     ],
     ids=str,
 )
 def test_rows_that_no_kernel_can_have(change, match):
     with pytest.raises(ValueError, match=match):
-        Rows(**{"rows": 16, "step": 1, "block": 128, "warps": 4, **change})
+        Tiles(**{"rows": 16, "step": 1, "block": 128, "warps": 4, **change})

@@ -15,7 +15,7 @@ import jaxops
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops import adaln
-from jaxops.ops.adaln import Plan, Problem, Rows, candidates
+from jaxops.ops.adaln import Plan, Problem, Tiles, candidates
 from jaxops.ops.adaln.plan import PASSES, heuristic, key_of_row
 from tests.hopper import lower_for_h200
 from tests.ops.adaln.cases import OPERANDS, Variant, apply
@@ -31,12 +31,12 @@ WIDTHS = [64, 1000, 1024, 3072, 4096, 16384]
 SHIPPED = list(tuned_rows("adaln", H200))
 
 
-def mark(rows: int) -> Rows:
-    """Rows that no heuristic gives, told apart by their number."""
-    return Rows(rows, 1, 16, 32)
+def mark(rows: int) -> Tiles:
+    """Tiles that no heuristic gives, told apart by their number."""
+    return Tiles(rows, 1, 16, 32)
 
 
-def row(pass_name: str, rows: Rows, problem: Problem = PROBLEM, **change) -> dict:
+def row(pass_name: str, rows: Tiles, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("T", "D", "B", "dtype", "gated")}
     return {"pass": pass_name, **sizes, "rows": dataclasses.asdict(rows), **change}
 
@@ -108,7 +108,7 @@ def test_printing_shows_the_choice():
     text = str(make_plan(PROBLEM, H200, [row("fwd", mark(2))]))
     assert "backend='pallas'" in text
     assert f"fwd={mark(2)}" in text
-    assert "bwd=Rows(rows=" in text
+    assert "bwd=Tiles(rows=" in text
     assert "save_stats=False" in text
     assert "backend='xla'" in str(make_plan(PROBLEM, CPU))
 
@@ -140,7 +140,7 @@ def test_make_plan_is_pure(monkeypatch):
     pass_name=st.sampled_from(PASSES),
 )
 def test_heuristic_and_candidates_are_legal(T, D, B, dtype, gated, pass_name):
-    """Rows refuses what no kernel can have. A row is held in registers: not twice as many columns as there are, and not so many that they spill."""
+    """Tiles refuses what no kernel can have. A row is held in registers: not twice as many columns as there are, and not so many that they spill."""
     problem = Problem(T, D, B, dtype, gated)
     found = candidates(pass_name, problem)
     chosen = heuristic(pass_name, problem)
@@ -164,18 +164,18 @@ def test_shipped_row(row):
     assert row["device"] == H200.kind
     problem = Problem(65536, row["D"], 64, row["dtype"], row["gated"])
     plan = make_plan(problem, H200, SHIPPED)
-    assert getattr(plan, row["pass"]) == Rows(**row["rows"])
-    assert Rows(**row["rows"]) in candidates(row["pass"], problem)
+    assert getattr(plan, row["pass"]) == Tiles(**row["rows"])
+    assert Tiles(**row["rows"]) in candidates(row["pass"], problem)
 
 
 def test_few_rows_are_spread_over_the_card():
     """A tuned row, too, owns fewer rows where there would not be warps enough; an explicit one is obeyed."""
-    tuned = {"pass": "bwd", "D": 1024, "dtype": "bfloat16", "gated": False, "rows": vars(Rows(64, 2, 512, 4, True))}
+    tuned = {"pass": "bwd", "D": 1024, "dtype": "bfloat16", "gated": False, "rows": vars(Tiles(64, 2, 512, 4, True))}
     found = {
         T: make_plan(Problem(T, 1024, 4, "bfloat16"), H200, [tuned]).bwd.rows for T in (65536, 32768, 16384, 4096, 1)
     }
     assert found == {65536: 64, 32768: 64, 16384: 32, 4096: 16, 1: 16}
-    explicit = Plan("pallas", bwd=Rows(64, 2, 512, 4))
+    explicit = Plan("pallas", bwd=Tiles(64, 2, 512, 4))
     assert make_plan(Problem(1, 1024, 4, "bfloat16"), H200, [tuned], plan=explicit).bwd == explicit.bwd
     assert heuristic("fwd", Problem(65536, 1024, 4, "bfloat16")).rows == 16
     assert heuristic("fwd", Problem(1024, 1024, 4, "bfloat16")).rows == 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.grouped_glu import Block, Plan
+from jaxops.ops.grouped_glu import Plan, Tiles
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from tests.compare import assert_close
 from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
@@ -23,7 +23,7 @@ def plan_of(run: str) -> Plan:
     """Blocks that are smaller than the tests' sizes; interpreted, the activation alone is a kernel: grouped matmul's own tests interpret its kernels."""
     if run == "xla":
         return Plan("xla")
-    return Plan("pallas", Block(8, 32), Block(4, 16), product_plan_of("xla" if run == "interpret" else run))
+    return Plan("pallas", Tiles(8, 32), Tiles(4, 16), product_plan_of("xla" if run == "interpret" else run))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxops
-from jaxops.ops.grouped_glu import Block, Plan
+from jaxops.ops.grouped_glu import Plan, Tiles
 
 M, K, F, G = 8, 4, 6, 3
 OFFSETS = np.array([0, 2, 5, 8], np.int32)
@@ -95,13 +95,13 @@ def test_error(change, error, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"rows": 12}, r"Block\.rows=12.*power of two"),
-        ({"columns": 0}, r"Block\.columns=0.*power of two"),
-        ({"warps": 6}, r"Block\.warps=6.*power of two"),
-        ({"warps": 64}, r"Block\.warps=64.*at most 32"),
+        ({"rows": 12}, r"Tiles\.rows=12.*power of two"),
+        ({"columns": 0}, r"Tiles\.columns=0.*power of two"),
+        ({"warps": 6}, r"Tiles\.warps=6.*power of two"),
+        ({"warps": 64}, r"Tiles\.warps=64.*at most 32"),
     ],
     ids=str,
 )
 def test_blocks_that_no_kernel_can_have(change, match):
     with pytest.raises(ValueError, match=match):
-        Block(**{"rows": 4, "columns": 128, "warps": 4, **change})
+        Tiles(**{"rows": 4, "columns": 128, "warps": 4, **change})

@@ -8,7 +8,7 @@ import pytest
 import jaxops
 from jaxops._lib.device import Device, gluon_missing
 from jaxops.ops import grouped_glu, grouped_matmul
-from jaxops.ops.grouped_glu import Block, Plan, Problem, candidates
+from jaxops.ops.grouped_glu import Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_glu.plan import PASSES, heuristic
 from jaxops.ops.grouped_matmul.plan import PASSES as PRODUCT_PASSES
 from tests.hopper import lower_for_h200
@@ -31,10 +31,10 @@ def test_explicit_then_heuristic():
     assert chosen == Plan(
         "pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM), choices(grouped_matmul.make_plan(PRODUCT, A100))
     )
-    mine = Plan(bwd=Block(1, 64, 1))
+    mine = Plan(bwd=Tiles(1, 64, 1))
     products = choices(grouped_matmul.make_plan(PRODUCT, H200, backend="pallas"))
-    assert make_plan(PROBLEM, H200, plan=mine) == Plan("pallas", heuristic("fwd", PROBLEM), Block(1, 64, 1), products)
-    assert "bwd=Block(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(
+    assert make_plan(PROBLEM, H200, plan=mine) == Plan("pallas", heuristic("fwd", PROBLEM), Tiles(1, 64, 1), products)
+    assert "bwd=Tiles(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(
         make_plan(PROBLEM, H200, plan=mine)
     )
 
@@ -76,7 +76,7 @@ def test_backend_by_device():
 
 @pytest.mark.parametrize("F", [1, 3, 96, 768, 1408, 2048, 14336, 40_000])
 def test_heuristic_and_candidates_are_legal(F):
-    """Block refuses what no kernel can have. Elements are held in registers: not so many a thread that they spill."""
+    """Tiles refuses what no kernel can have. Elements are held in registers: not so many a thread that they spill."""
     for name in PASSES:
         problem = Problem(8, 4096, 64, F, "bfloat16")
         found = candidates(name, problem)

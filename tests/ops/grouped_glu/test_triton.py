@@ -14,7 +14,7 @@ import jaxops
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.device import Device
 from jaxops.ops import grouped_matmul
-from jaxops.ops.grouped_glu import Fused, Plan, Problem, make_plan
+from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, make_plan
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
 from tests.compare import assert_close
 from tests.gluon import SHARED_BYTES, check, compiled
@@ -74,18 +74,22 @@ def test_a_users_call():
 
 def test_plan():
     plan = make_plan(PROBLEM, H200, backend="triton")
-    assert (plan.backend, plan.fused, plan.products.backend) == ("triton", Fused(4, dynamic=True, stages=4), "triton")
+    assert (plan.backend, plan.fused, plan.products.backend) == (
+        "triton",
+        FusedTiles(4, dynamic=True, stages=4),
+        "triton",
+    )
     assert plan.bwd == make_plan(PROBLEM, H200, backend="pallas").bwd
-    assert make_plan(Problem(8, 32768, K, F, "bfloat16"), H200, backend="triton").fused == Fused(8)
-    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Fused(2))).fused == Fused(2)
+    assert make_plan(Problem(8, 32768, K, F, "bfloat16"), H200, backend="triton").fused == FusedTiles(8)
+    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=FusedTiles(2))).fused == FusedTiles(2)
     assert make_plan(PROBLEM, H200).backend == "triton"
     assert make_plan(PROBLEM, H200, backend="pallas").backend == "pallas"
     for other in ({"joined": True}, {"recast": True}, {"dtype": "float32"}, {"M": 31 * G}):
         assert make_plan(dataclasses.replace(PROBLEM, **other), H200).backend == "pallas"
-    with pytest.raises(ValueError, match=r"Fused\.panel=0"):
-        Fused(0)
-    with pytest.raises(ValueError, match=r"Fused\.stages=5 must be 3 or 4"):
-        Fused(stages=5)
+    with pytest.raises(ValueError, match=r"FusedTiles\.panel=0"):
+        FusedTiles(0)
+    with pytest.raises(ValueError, match=r"FusedTiles\.stages=5 must be 3 or 4"):
+        FusedTiles(stages=5)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_plan():
     ids=["card", "float32", "K", "F", "joined"],
 )
 def test_what_it_cannot(problem, device, says):
-    for plan in (Plan("triton"), Plan("triton", fused=Fused(), products=grouped_matmul.Plan("xla"))):
+    for plan in (Plan("triton"), Plan("triton", fused=FusedTiles(), products=grouped_matmul.Plan("xla"))):
         with pytest.raises(NotImplementedError, match=says):
             make_plan(problem, device, plan=plan)
 
@@ -150,7 +154,7 @@ def test_every_order_and_depth_give_the_same_bits(save):
     """The shallow pipeline has two buffers to store from, in turns."""
     case = make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5)
     ways = [
-        Fused(panel, dynamic, stages)
+        FusedTiles(panel, dynamic, stages)
         for panel, dynamic, stages in ((4, True, 4), (1, False, 4), (8, False, 3), (4, True, 3))
     ]
     found = [[np.asarray(x).tobytes() for x in results(*case.arrays, "silu", save, fused)] for fused in ways]

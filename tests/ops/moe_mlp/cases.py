@@ -27,7 +27,7 @@ def plan_of(run: str) -> Plan:
     if run == "xla":
         return Plan("xla")
     products = product_plan_of("xla" if run == "interpret" else run)
-    unit = grouped_glu.Plan("pallas", grouped_glu.Block(8, 32), grouped_glu.Block(4, 16), products)
+    unit = grouped_glu.Plan("pallas", grouped_glu.Tiles(8, 32), grouped_glu.Tiles(4, 16), products)
     return Plan("pallas", unit, products, permute.Plan("pallas", TILE, TILE, TILE))
 
 

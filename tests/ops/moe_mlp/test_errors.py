@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxops
-from jaxops.ops.moe_mlp import Order, Plan
+from jaxops.ops.moe_mlp import Plan, TileOrder
 from tests.ops.permute.cases import Variant, make_routing
 
 T, D, F, N, E = 5, 4, 6, 3, 3
@@ -145,5 +145,5 @@ def test_error(change, error, match):
 
 
 def test_panels_that_no_kernel_can_have():
-    with pytest.raises(ValueError, match=r"Order\.panel=0 must be at least 1"):
-        Order(0)
+    with pytest.raises(ValueError, match=r"TileOrder\.panel=0 must be at least 1"):
+        TileOrder(0)

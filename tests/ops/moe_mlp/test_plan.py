@@ -9,7 +9,7 @@ import pytest
 import jaxops
 from jaxops._lib.device import Device, gluon_missing
 from jaxops.ops import grouped_glu, grouped_matmul, moe_mlp, permute
-from jaxops.ops.moe_mlp import Order, Plan, Problem
+from jaxops.ops.moe_mlp import Plan, Problem, TileOrder
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices, choices
 
@@ -27,7 +27,7 @@ DOWN = grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16")
 ROWS = permute.Problem(4096, 1024, 2, "bfloat16")
 
 
-def of_parts(device: Device, backend: str, fused: Order | None = None) -> Plan:
+def of_parts(device: Device, backend: str, fused: TileOrder | None = None) -> Plan:
     """What the ops themselves would choose."""
     unit, down = (
         grouped_glu.make_plan(UNIT, device, backend=backend),
@@ -72,10 +72,10 @@ def test_explicit_plans_are_obeyed():
     )
     chosen = grouped_matmul.make_plan(DOWN, L4)
     assert plan.down == grouped_matmul.Plan("pallas", chosen.fwd, chosen.dgrad, tiles)
-    unit = make_plan(PROBLEM, L4, plan=Plan(unit=grouped_glu.Plan(bwd=grouped_glu.Block(1, 64, 1)))).unit
-    assert unit == choices(grouped_glu.make_plan(UNIT, L4, plan=grouped_glu.Plan(bwd=grouped_glu.Block(1, 64, 1))))
-    assert "bwd=Block(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(unit)
-    assert make_plan(PROBLEM, L4, plan=Plan("pallas", fused=Order())) == make_plan(
+    unit = make_plan(PROBLEM, L4, plan=Plan(unit=grouped_glu.Plan(bwd=grouped_glu.Tiles(1, 64, 1)))).unit
+    assert unit == choices(grouped_glu.make_plan(UNIT, L4, plan=grouped_glu.Plan(bwd=grouped_glu.Tiles(1, 64, 1))))
+    assert "bwd=Tiles(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(unit)
+    assert make_plan(PROBLEM, L4, plan=Plan("pallas", fused=TileOrder())) == make_plan(
         PROBLEM, L4
     )  # only the triton backend has that kernel
     with pytest.raises(ValueError, match="contradicts"):

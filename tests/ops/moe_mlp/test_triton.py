@@ -16,7 +16,7 @@ import jaxops
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul
-from jaxops.ops.moe_mlp import Order, Plan, Problem, make_plan
+from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled
 from tests.hopper import H200 as ABSTRACT
@@ -124,7 +124,7 @@ def test_nothing_to_do_launches_nothing(empty):
 def test_plan():
     plan = make_plan(PROBLEM, H200)
     assert plan == make_plan(PROBLEM, H200, backend="triton") == make_plan(PROBLEM, H200, plan=Plan("triton"))
-    assert (plan.backend, plan.fused) == ("triton", Order(8))
+    assert (plan.backend, plan.fused) == ("triton", TileOrder(8))
     assert plan.unit == grouped_glu.make_plan(
         grouped_glu.Problem(8, 8192, 1024, 3584, "bfloat16"), H200, backend="triton"
     )
@@ -133,9 +133,9 @@ def test_plan():
     )
     assert plan.rows is not None
     assert plan.rows.backend == "pallas"
-    assert make_plan(dataclasses.replace(PROBLEM, E=64), H200).fused == Order(4, dynamic=True)
-    assert make_plan(dataclasses.replace(PROBLEM, E=16), H200).fused == Order(4)
-    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=Order(2))).fused == Order(2)
+    assert make_plan(dataclasses.replace(PROBLEM, E=64), H200).fused == TileOrder(4, dynamic=True)
+    assert make_plan(dataclasses.replace(PROBLEM, E=16), H200).fused == TileOrder(4)
+    assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=TileOrder(2))).fused == TileOrder(2)
     assert (
         make_plan(PROBLEM, H200, plan=Plan("pallas", unit=grouped_glu.Plan("triton"))).unit == plan.unit
     )  # filled, and nothing of it is lost
@@ -182,7 +182,7 @@ def test_what_auto_leaves_to_the_others():
 )
 def test_what_it_cannot(change, device, says):
     problem = dataclasses.replace(PROBLEM, **change)
-    parts = Plan("triton", grouped_glu.Plan("xla"), grouped_matmul.Plan("xla"), fused=Order())
+    parts = Plan("triton", grouped_glu.Plan("xla"), grouped_matmul.Plan("xla"), fused=TileOrder())
     for plan in (Plan("triton"), parts):
         with pytest.raises(NotImplementedError, match=says):
             make_plan(problem, device, plan=plan)
@@ -231,7 +231,7 @@ def cases(name: str, dtype: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [Order(1), Order(4, dynamic=True), Order(8)], ids=["1", "4-dynamic", "8"])
+@pytest.mark.parametrize("fused", [TileOrder(1), TileOrder(4, dynamic=True), TileOrder(8)], ids=["1", "4-dynamic", "8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SIZES)
 def test_values(name, dtype, fused):
@@ -292,7 +292,10 @@ def test_gathered(name):
     case["routing"] = dataclasses.replace(case["routing"], row_indices=jnp.asarray(wild))
     units = [
         None,
-        *(grouped_glu.Plan("triton", fused=fused) for fused in (grouped_glu.Fused(1, stages=4), grouped_glu.Fused(2))),
+        *(
+            grouped_glu.Plan("triton", fused=fused)
+            for fused in (grouped_glu.FusedTiles(1, stages=4), grouped_glu.FusedTiles(2))
+        ),
     ]
     plans = [
         Plan("triton", unit=unit, gather=gather) for unit, gather in ((None, False), *((unit, True) for unit in units))

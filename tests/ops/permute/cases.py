@@ -10,14 +10,14 @@ import pytest
 
 import jaxops
 from jaxops import Routing
-from jaxops.ops.permute import Plan, Tile
+from jaxops.ops.permute import Plan, Tiles
 from jaxops.ops.permute.places import Places
 from jaxops.ops.permute.reference import combine_reference, permute_reference
 from tests.compare import assert_close
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
-TILE = Tile(4, 8, 2, 1)  # smaller than the tests' sizes in every way
+TILE = Tiles(4, 8, 2, 1)  # smaller than the tests' sizes in every way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Variant:
     capacity: int | None = None
     first: int = 0
     last: int | None = None
-    tile: Tile = TILE
+    tile: Tiles = TILE
 
     def plan_for(self, run: str) -> Plan:
         return Plan("xla") if run == "xla" else Plan("pallas", self.tile, self.tile, self.tile)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.permute import Plan, Tile
+from jaxops.ops.permute import Plan, Tiles
 from tests.ops.permute.cases import Variant, make_routing
 
 VARIANT = Variant(T=5, k=2, E=3)
@@ -118,14 +118,14 @@ def test_too_many_rows():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"rows": 12}, r"Tile\.rows=12.*power of two"),
-        ({"block": 0}, r"Tile\.block=0.*power of two"),
-        ({"choices": 3}, r"Tile\.choices=3.*power of two"),
-        ({"warps": 6}, r"Tile\.warps=6.*power of two"),
-        ({"warps": 64}, r"Tile\.warps=64.*at most 32"),
+        ({"rows": 12}, r"Tiles\.rows=12.*power of two"),
+        ({"block": 0}, r"Tiles\.block=0.*power of two"),
+        ({"choices": 3}, r"Tiles\.choices=3.*power of two"),
+        ({"warps": 6}, r"Tiles\.warps=6.*power of two"),
+        ({"warps": 64}, r"Tiles\.warps=64.*at most 32"),
     ],
     ids=str,
 )
 def test_tiles_that_no_kernel_can_have(change, match):
     with pytest.raises(ValueError, match=match):
-        Tile(**{"rows": 2, "block": 256, "choices": 8, "warps": 4, **change})
+        Tiles(**{"rows": 2, "block": 256, "choices": 8, "warps": 4, **change})

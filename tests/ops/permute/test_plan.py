@@ -11,7 +11,7 @@ import jaxops
 from jaxops import Routing
 from jaxops._lib.device import Device
 from jaxops.ops import permute
-from jaxops.ops.permute import Plan, Problem, Tile, candidates
+from jaxops.ops.permute import Plan, Problem, Tiles, candidates
 from jaxops.ops.permute.plan import PASSES, heuristic
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices
@@ -24,8 +24,8 @@ PROBLEM = Problem(4096, 2048, 8, "bfloat16")
 
 def test_explicit_then_heuristic():
     assert make_plan(PROBLEM, DEVICE) == Plan("pallas", *(heuristic(name, PROBLEM) for name in PASSES))
-    assert make_plan(PROBLEM, DEVICE, plan=Plan(combine=Tile(2, 256, 4, 1))).combine == Tile(2, 256, 4, 1)
-    assert "combine_bwd=Tile(rows=1, block=1024, choices=8, warps=4)" in str(make_plan(PROBLEM, DEVICE))
+    assert make_plan(PROBLEM, DEVICE, plan=Plan(combine=Tiles(2, 256, 4, 1))).combine == Tiles(2, 256, 4, 1)
+    assert "combine_bwd=Tiles(rows=1, block=1024, choices=8, warps=4)" in str(make_plan(PROBLEM, DEVICE))
 
 
 def test_backend_by_device():
@@ -38,7 +38,7 @@ def test_backend_by_device():
 
 @pytest.mark.parametrize("D", [1, 7, 64, 768, 2048, 2880, 7168, 16384])
 def test_heuristic_and_candidates_are_legal(D):
-    """Tile refuses what no kernel can have. A thread loads 16 bytes at a time, and holds no more of them than it has registers for."""
+    """Tiles refuses what no kernel can have. A thread loads 16 bytes at a time, and holds no more of them than it has registers for."""
     for k in (1, 2, 6, 8, 70):
         for dtype in ("bfloat16", "float32"):
             problem = Problem(4096, D, k, dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.permute import Tile
+from jaxops.ops.permute import Tiles
 from tests.compare import assert_close
 from tests.ops.permute.cases import RUNS, SHARD, Variant, check, compiled, make_case
 
@@ -18,9 +18,9 @@ VARIANTS = {
     "plain": PLAIN,
     "shard": SHARD,
     "one-choice": Variant(T=5, D=8, k=1, dtype="float16"),
-    "dropping": Variant(D=32, k=2, capacity=3, dtype="bfloat16", tile=Tile(2, 16, 2, 1)),
-    "eight": Variant(T=7, D=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", tile=Tile(1, 8, 8, 4)),
-    "wide-blocks": Variant(T=9, D=5, k=5, E=5, capacity=7, out_dtype="bfloat16", tile=Tile(16, 16, 8, 2)),
+    "dropping": Variant(D=32, k=2, capacity=3, dtype="bfloat16", tile=Tiles(2, 16, 2, 1)),
+    "eight": Variant(T=7, D=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", tile=Tiles(1, 8, 8, 4)),
+    "wide-blocks": Variant(T=9, D=5, k=5, E=5, capacity=7, out_dtype="bfloat16", tile=Tiles(16, 16, 8, 2)),
     "one-token": Variant(T=1, D=1, k=2, E=2, first=1),  # rows before the groups, and none behind them
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.quantize import Plan, Tile
+from jaxops.ops.quantize import Plan, Tiles
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU; "gpu" compiles the same kernels, "gpu-xla" the portable backend, for the GPU.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("gpu-xla", marks=pytest.mark.gpu)]
@@ -37,8 +37,8 @@ class Variant:
     pow2: bool = False
     stochastic: bool = False
     ragged: bool = False
-    tile: Tile | None = None
-    amax: Tile | None = None
+    tile: Tiles | None = None
+    amax: Tiles | None = None
 
     def __str__(self):
         return "-".join(

@@ -7,7 +7,7 @@ import pytest
 
 import jaxops
 from jaxops._lib.device import Device
-from jaxops.ops.quantize import Plan, Problem, Tile, make_plan
+from jaxops.ops.quantize import Plan, Problem, Tiles, make_plan
 
 M, K = 6, 10
 OFFSETS = np.array([0, 2, 6], np.int32)
@@ -99,29 +99,29 @@ def test_a_gpu_without_fp8(kind):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"rows": 12}, r"Tile\.rows=12.*power of two"),
-        ({"cols": 0}, r"Tile\.cols=0.*power of two"),
-        ({"patch": 3}, r"Tile\.patch=3.*power of two"),
-        ({"near": -1}, r"Tile\.near=-1.*power of two"),
-        ({"panel": 5}, r"Tile\.panel=5.*power of two"),
-        ({"warps": 64}, r"Tile\.warps=64.*at most 32"),
-        ({"patch": 16, "near": 2}, r"Tile\.patch=16 times Tile\.near=2.*at most Tile\.rows=16"),
-        ({"programs": 0}, r"Tile\.programs=0.*positive"),
+        ({"rows": 12}, r"Tiles\.rows=12.*power of two"),
+        ({"cols": 0}, r"Tiles\.cols=0.*power of two"),
+        ({"patch": 3}, r"Tiles\.patch=3.*power of two"),
+        ({"near": -1}, r"Tiles\.near=-1.*power of two"),
+        ({"panel": 5}, r"Tiles\.panel=5.*power of two"),
+        ({"warps": 64}, r"Tiles\.warps=64.*at most 32"),
+        ({"patch": 16, "near": 2}, r"Tiles\.patch=16 times Tiles\.near=2.*at most Tiles\.rows=16"),
+        ({"programs": 0}, r"Tiles\.programs=0.*positive"),
     ],
     ids=str,
 )
 def test_tiles_that_no_kernel_can_have(change, match):
     with pytest.raises(ValueError, match=match):
-        Tile(**{"rows": 16, "cols": 128, **change})
+        Tiles(**{"rows": 16, "cols": 128, **change})
 
 
 @pytest.mark.parametrize(
     ("tile", "options", "match"),
     [
-        (Tile(64, 128), {"layouts": "both"}, r"rows must be 128 .*layouts='both'"),
-        (Tile(128, 256), {"layouts": "col"}, r"cols must be at most 128"),
-        (Tile(16, 64), {}, r"cols must be a multiple of 128"),
-        (Tile(128, 64), {"scaling": "block_128x128"}, r"cols must be a multiple of 128"),
+        (Tiles(64, 128), {"layouts": "both"}, r"rows must be 128 .*layouts='both'"),
+        (Tiles(128, 256), {"layouts": "col"}, r"cols must be at most 128"),
+        (Tiles(16, 64), {}, r"cols must be a multiple of 128"),
+        (Tiles(128, 64), {"scaling": "block_128x128"}, r"cols must be a multiple of 128"),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ import jaxops.tuning
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, tuned_rows
 from jaxops.ops import quantize
-from jaxops.ops.quantize import Plan, Problem, Tile, candidates
+from jaxops.ops.quantize import Plan, Problem, Tiles, candidates
 from jaxops.ops.quantize.plan import LAYOUTS, PASSES, heuristic, key_of_row
 from jaxops.tuning.__main__ import app
 from tests.hopper import lower_for_h200
@@ -27,7 +27,7 @@ make_plan = by_choices(quantize.make_plan)
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(1000, 4096, "bfloat16")
 SHIPPED = list(tuned_rows("quantize", H200))
-MARK = {"cast": Tile(2, 2048, warps=1), "amax": Tile(4, 1024, warps=1)}  # no heuristic gives them
+MARK = {"cast": Tiles(2, 2048, warps=1), "amax": Tiles(4, 1024, warps=1)}  # no heuristic gives them
 
 
 def row(pass_name: str, problem: Problem = PROBLEM, **change) -> dict:
@@ -37,7 +37,7 @@ def row(pass_name: str, problem: Problem = PROBLEM, **change) -> dict:
 
 def test_explicit_then_tuned_then_heuristic():
     rows = [row("cast"), row("amax")]
-    explicit = Tile(8, 128)
+    explicit = Tiles(8, 128)
     assert make_plan(PROBLEM, H200, rows, plan=Plan(cast=explicit)) == Plan("pallas", explicit, MARK["amax"])
     plan = make_plan(PROBLEM, H200, [row("cast"), row("cast", tile=vars(explicit))])
     assert plan == Plan("pallas", MARK["cast"], heuristic("amax", PROBLEM))
@@ -69,7 +69,7 @@ def test_backend_by_device():
     ]
     assert [make_plan(PROBLEM, Device(*kind)).backend for kind in kinds] == ["pallas", "pallas", "xla", "xla", "xla"]
     assert make_plan(PROBLEM, Device("cpu", "cpu"), backend="pallas").backend == "pallas"  # interpreted
-    assert "cast=Tile(rows=" in str(make_plan(PROBLEM, H200))
+    assert "cast=Tiles(rows=" in str(make_plan(PROBLEM, H200))
 
 
 @hypothesis.settings(max_examples=200)
@@ -101,8 +101,8 @@ def test_shipped_row(row):
     """It says what was measured, is found, and is among what tuning would measure again."""
     assert row["device"] == H200.kind
     problem = Problem(row["M"], row["K"], row["dtype"], row["scaling"], row["layouts"])
-    assert getattr(make_plan(problem, H200, SHIPPED), row["pass"]) == Tile(**row["tile"])
-    assert Tile(**row["tile"]) in candidates(row["pass"], problem)
+    assert getattr(make_plan(problem, H200, SHIPPED), row["pass"]) == Tiles(**row["tile"])
+    assert Tiles(**row["tile"]) in candidates(row["pass"], problem)
 
 
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO

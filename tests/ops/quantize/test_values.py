@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.quantize import Plan, Tile, quantize_measured
+from jaxops.ops.quantize import Plan, Tiles, quantize_measured
 from jaxops.ops.quantize.reference import quantize_reference
 from tests.ops.quantize.cases import (
     E4M3,
@@ -120,12 +120,12 @@ def test_nothing_but_nan_or_zeros(run, scaling):
 @pytest.mark.parametrize(
     "variant",
     [
-        Variant("block_1x128", "both", tile=Tile(128, 128, 4, 8, 4, 1)),
-        Variant("block_1x128", "col", tile=Tile(128, 64, 32, 2, 4, 2)),
-        Variant("block_1x128", "row", tile=Tile(8, 256, warps=2, panel=4)),
-        Variant("tensorwise", "row", tile=Tile(32, 64, warps=2), amax=Tile(8, 32, programs=7)),
+        Variant("block_1x128", "both", tile=Tiles(128, 128, 4, 8, 4, 1)),
+        Variant("block_1x128", "col", tile=Tiles(128, 64, 32, 2, 4, 2)),
+        Variant("block_1x128", "row", tile=Tiles(8, 256, warps=2, panel=4)),
+        Variant("tensorwise", "row", tile=Tiles(32, 64, warps=2), amax=Tiles(8, 32, programs=7)),
         Variant(
-            "rowwise", "row", tile=Tile(8, 128, warps=1)
+            "rowwise", "row", tile=Tiles(8, 128, warps=1)
         ),  # a row does not fit into it: as with very long rows, another pass looks first
     ],
     ids=lambda v: f"{v}-{v.tile.rows}x{v.tile.cols}",

@@ -10,7 +10,7 @@ import pytest
 
 import jaxops
 from jaxops import Routing
-from jaxops.ops.route import Plan, Tile
+from jaxops.ops.route import Plan, Tiles
 from jaxops.ops.route.plan import Spec
 from jaxops.ops.route.reference import route_reference
 from tests.compare import assert_close
@@ -21,7 +21,7 @@ KERNELS = RUNS[1:]
 SMOOTH = ("weights", "aux_loss", "z_loss")  # what has a gradient
 CHOSEN = tuple(field.name for field in dataclasses.fields(Routing) if field.name not in SMOOTH)
 
-FWD, BWD = Tile(8, 2), Tile(4, 4)  # smaller than the tests' sizes
+FWD, BWD = Tiles(8, 2), Tiles(4, 4)  # smaller than the tests' sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Variant:
     expert_groups: int = 1
     top_expert_groups: int = 1
     capacity: int | None = None
-    fwd: Tile = FWD
-    bwd: Tile = BWD
+    fwd: Tiles = FWD
+    bwd: Tiles = BWD
 
     @property
     def options(self) -> dict:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.route import Plan, Tile
+from jaxops.ops.route import Plan, Tiles
 
 LOGITS = np.zeros((5, 12), np.float32)
 GOOD = {
@@ -122,14 +122,14 @@ def test_bias_update(selection_bias, load):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"rows": 12}, r"Tile\.rows=12.*power of two"),
-        ({"step": 0}, r"Tile\.step=0.*power of two"),
-        ({"step": 32}, r"Tile\.step=32.*at most Tile\.rows=16"),
-        ({"warps": 6}, r"Tile\.warps=6.*power of two"),
-        ({"warps": 64}, r"Tile\.warps=64.*at most 32"),
+        ({"rows": 12}, r"Tiles\.rows=12.*power of two"),
+        ({"step": 0}, r"Tiles\.step=0.*power of two"),
+        ({"step": 32}, r"Tiles\.step=32.*at most Tiles\.rows=16"),
+        ({"warps": 6}, r"Tiles\.warps=6.*power of two"),
+        ({"warps": 64}, r"Tiles\.warps=64.*at most 32"),
     ],
     ids=str,
 )
 def test_tiles_that_no_kernel_can_have(change, match):
     with pytest.raises(ValueError, match=match):
-        Tile(**{"rows": 16, "step": 4, "warps": 4, **change})
+        Tiles(**{"rows": 16, "step": 4, "warps": 4, **change})

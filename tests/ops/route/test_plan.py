@@ -8,7 +8,7 @@ import pytest
 import jaxops
 from jaxops._lib.device import Device
 from jaxops.ops import route
-from jaxops.ops.route import Plan, Problem, Tile, candidates
+from jaxops.ops.route import Plan, Problem, Tiles, candidates
 from jaxops.ops.route.plan import PASSES, heuristic
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices
@@ -21,10 +21,10 @@ PROBLEM = Problem(4096, 128)
 
 def test_explicit_then_heuristic():
     assert make_plan(PROBLEM, DEVICE) == Plan("pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM))
-    assert make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tile(128, 1))) == Plan(
-        "pallas", heuristic("fwd", PROBLEM), Tile(128, 1)
+    assert make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tiles(128, 1))) == Plan(
+        "pallas", heuristic("fwd", PROBLEM), Tiles(128, 1)
     )
-    assert "bwd=Tile(rows=128, step=1, warps=1)" in str(make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tile(128, 1))))
+    assert "bwd=Tiles(rows=128, step=1, warps=1)" in str(make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tiles(128, 1))))
 
 
 def test_backend_by_device():
@@ -37,7 +37,7 @@ def test_backend_by_device():
 
 @pytest.mark.parametrize("E", [1, 3, 8, 60, 128, 160, 256, 1000, 5000])
 def test_heuristic_and_candidates_are_legal(E):
-    """Tile refuses what no kernel can have. Scores are held in registers: not so many a thread that they spill, and no more counts than are worth reading."""
+    """Tiles refuses what no kernel can have. Scores are held in registers: not so many a thread that they spill, and no more counts than are worth reading."""
     for T in (0, 1, 4096, 32768, 1 << 20):
         for name in PASSES:
             found = candidates(name, Problem(T, E))

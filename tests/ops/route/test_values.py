@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.route import Tile
+from jaxops.ops.route import Tiles
 from tests.compare import assert_close
 from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, apply, check, check_places, compiled, make_case
 
 # T is 37 and a program has 8 tokens, two at a time, or others where a variant says so. Groups of 3 fill up to 4; of 8 have two parts of 4.
 PLAIN = Variant(12, 3)
 DROPPING = Variant(8, 2, capacity=5)
-GROUPED = Variant(24, 4, expert_groups=3, top_expert_groups=2, fwd=Tile(16, 16, 4), bwd=Tile(8, 1))
+GROUPED = Variant(24, 4, expert_groups=3, top_expert_groups=2, fwd=Tiles(16, 16, 4), bwd=Tiles(8, 1))
 VARIANTS = {
     "plain": PLAIN,
     "dropping": DROPPING,
     "deepseek": DEEPSEEK,
     "grouped": GROUPED,
-    "sigmoid": Variant(16, 3, dtype="bfloat16", score="sigmoid", normalize=False, fwd=Tile(4, 1), bwd=Tile(2, 2)),
+    "sigmoid": Variant(16, 3, dtype="bfloat16", score="sigmoid", normalize=False, fwd=Tiles(4, 1), bwd=Tiles(2, 2)),
     "biased-softmax": Variant(
-        130, 5, selection_bias=True, normalize=False, weight_scale=0.5, capacity=2, fwd=Tile(4, 4, 2)
+        130, 5, selection_bias=True, normalize=False, weight_scale=0.5, capacity=2, fwd=Tiles(4, 4, 2)
     ),
     "one-expert": Variant(1, 1, T=5, dtype="float16", capacity=3),
     "all-experts": Variant(
@@ -168,7 +168,7 @@ def test_even_load_is_one(run):
 def test_more_tiles_than_one_step_counts(run, monkeypatch):
     """The sums over tiles go in steps."""
     monkeypatch.setattr("jaxops.ops.route.fwd_pallas._TILES", 16)
-    variant = Variant(8, 2, T=70, score="sigmoid", fwd=Tile(2, 2))
+    variant = Variant(8, 2, T=70, score="sigmoid", fwd=Tiles(2, 2))
     check(make_case(variant), variant, run)
 
 

@@ -1,8 +1,9 @@
-"""C = A @ B.T of FP8 operands for Hopper, in Gluon: TMA loads and stores, one producer warp, two or three consumers of four warps each, a persistent grid.
+"""C = A @ B.T of FP8 operands on Hopper, in Gluon: persistent, one producer warp, two or three consumer warp groups.
 
-One kernel for every product of the op. A consumer owns 64 rows of a tile of C; while one consumer scales what the tensor core gave it, the others
-multiply. FP8 accumulation in Hopper's tensor core keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), so but for FAST the partial
-sums of 128 of K are added to float32 accumulators; the scales of 128-blocks come in the same step, beside the tiles.
+One kernel for every product of the op. A consumer warp group computes 64 rows of a tile of C; while one scales its
+partial sums, the others keep the tensor core busy. Hopper's tensor core accumulates FP8 products with about 14 bits
+(DeepSeek-V3, arXiv:2412.19437, section 3.3.2), so unless FAST is set each K step of 128 is added to float32
+accumulators in registers. The scales of 1x128 and 128x128 blocks are loaded with the tiles of their K step.
 """
 
 import jax
@@ -19,13 +20,14 @@ from jaxops._lib.tiling import tile_bound
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 
-# Where a tile's rows and its part of K come from: one product; row tiles of groups, each group with its own B; one product a group over its part of K.
+# One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
 DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# Scales: one for A and one for B; one for each row of A and of B; 1x128 of A by 128x128 of B; 1x128 of both.
+# Scales: one per operand; one per row of A and of B; 1x128 blocks of A and 128x128 of B; 1x128 blocks of both.
 TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 BK = gl.constexpr(128)
-ROWS_OF_ONE = gl.constexpr(64)  # of a tile, a consumer's
-# Two consumers overlap their own products with their sums, four steps at a time; of three, which have fewer registers, two others multiply meanwhile.
+ROWS_OF_ONE = gl.constexpr(64)  # rows of a tile per consumer
+# K steps per round, by the number of consumers. Two consumers overlap their own wgmma with their sums within a round of
+# four steps. Three have fewer registers: a round is one step, and the other two multiply while one sums.
 ROUNDS = {2: 4, 3: 1}
 
 
@@ -33,7 +35,7 @@ ROUNDS = {2: 4, 3: 1}
 def _locate(
     t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr
 ):
-    """Of tile t: group, first row in A, in B and in C, end of its rows in C, first column, first row in K, steps of K."""
+    """Tile t: group; first row in A, B and C; end of its rows in C; first column; first K step; number of K steps."""
     num_j = gl.cdiv(N, BN)
     num_i = gl.cdiv(M, BM) + G + 1 if KIND == ROWS else gl.cdiv(M, BM)
     p = t % (num_i * num_j) if KIND == CONTRACTION else t
@@ -42,9 +44,8 @@ def _locate(
         group = gl.load(schedule + i)
         start = gl.load(schedule + entries + i)
         end = gl.load(schedule + 2 * entries + i)
-        steps = gl.where(
-            group < G, gl.cdiv(K, BK), 0
-        )  # a tile outside the groups is stored as the zeros that it starts from
+        # A tile outside the groups has no steps: it stores its initial accumulator, zeros.
+        steps = gl.where(group < G, gl.cdiv(K, BK), 0)
         group = min(group, G - 1)
         return group, start, group * N + j * BN, start, end, j * BN, 0, steps
     if KIND == CONTRACTION:
@@ -78,12 +79,13 @@ def _produce(
         group, a_row, b_row, _c_row, _c_end, col, first_k, steps = _locate(
             t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND
         )
-        # TMA wants to start at whole 16 bytes, groups start anywhere: a consumer's box of scales starts up to three rows early, and is twice as long.
+        # A TMA box starts at a multiple of 16 bytes, a group at any row: a consumer's box of scales starts up to three
+        # rows early and is twice as long.
         early = a_row % 4 if KIND == ROWS else 0
         scale = 0.0
         sb_first = sb
         if SCALES == BLOCK:
-            # One scalar a step, read from global memory a step ahead: here it costs the consumers nothing.
+            # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
             sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
             scale = gl.load(sb_first)
         for k in range(steps):
@@ -126,7 +128,7 @@ def _scales(
     SCALES: gl.constexpr,
     MMA: gl.constexpr,
 ):
-    """Of one step: what a consumer's rows are multiplied by, and of OUTER what its columns are."""
+    """The scales of one step: of a consumer's rows, and with OUTER also of its columns."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     sa = sa_bufs.index(CONSUMERS * s + WHICH).reshape([sa_bufs.shape[2]])
     rows = sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
@@ -140,7 +142,9 @@ def _scales(
 
 @gluon.jit
 def _promote(acc, part, rows, cols, SCALES: gl.constexpr):
-    """acc + part * scales, of one step. Where it stands, for the compiler may not move it: it would collect the sums of a round at its end, and spill."""
+    """acc + part * scales for one step. Inline assembly, because the compiler would move all sums of a round to the
+    round's end, and spill.
+    """
     if SCALES == BLOCK:
         assembly: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
         acc = gl.inline_asm_elementwise(
@@ -171,7 +175,7 @@ def _sum_fast(
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """acc + A @ B.T over all steps in the tensor core's own accumulator; one step is multiplied while the one before is given back."""
+    """acc + A @ B.T, all steps accumulated by the tensor core; a stage is released while the next step multiplies."""
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
         acc = warpgroup_mma(a_bufs.index(CONSUMERS * s + WHICH), b_bufs.index(s).permute((1, 0)), acc, is_async=True)
@@ -185,7 +189,7 @@ def _sum_fast(
 
 @gluon.jit
 def _multiply_step(into, a_bufs, b_bufs, full, s, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Starts one step's product, into the registers of a value that is no longer needed."""
+    """Starts the wgmma of one step. `into` provides the registers of the result; its value is not used."""
     mbarrier.wait(full.index(s), phase)
     return warpgroup_mma(
         a_bufs.index(CONSUMERS * s + WHICH), b_bufs.index(s).permute((1, 0)), into, use_acc=False, is_async=True
@@ -195,11 +199,12 @@ def _multiply_step(into, a_bufs, b_bufs, full, s, phase, WHICH: gl.constexpr, CO
 @gluon.jit
 def _sum_rounds(
     acc, rounds, ROUND: gl.constexpr, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, early,
-    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """acc + A @ B.T over ROUND steps a round, each step's product scaled and added in float32 while the tensor core is at the next step's.
+    """acc + A @ B.T in rounds of ROUND steps: a step is scaled and added in float32 while the next step multiplies.
 
-    Products in flight stay within a round: across rounds ptxas would wait for every product before it starts the next.
+    No wgmma is in flight across rounds: ptxas would then wait for every wgmma before it starts the next.
     """
     for _ in range(rounds):
         s1 = s
@@ -213,7 +218,7 @@ def _sum_rounds(
                 part1 = _multiply_step(done, a_bufs, b_bufs, full, s1, phase, WHICH, CONSUMERS)
             rows = 0.0
             cols = 0
-            if SCALES == BLOCK:  # before the wait, so that the product hides it; OUTER's would not fit the registers
+            if SCALES == BLOCK:  # loaded before the wait, behind the wgmma; OUTER's scales would not fit the registers
                 rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
             if i + 1 < ROUND:
                 done, part1 = warpgroup_mma_wait(1, deps=[part0, part1])
@@ -265,7 +270,7 @@ def _consume(
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     s = 0
     phase = 0
-    # What stands in global memory is read a tile ahead, so that its latency lies beside the products of the tile before.
+    # The work list is read one tile ahead, so that the latency of global memory overlaps the previous tile's products.
     t = gl.program_id(0)
     group, a_row, b_row, c_row, c_end, col, _, steps = _locate(t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -279,19 +284,19 @@ def _consume(
         if FAST:
             acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, WHICH, CONSUMERS, STAGES)
         else:
-            for each in gl.static_range(2 if ROUND > 1 else 1):  # whole rounds, and the steps that are left
+            for each in gl.static_range(2 if ROUND > 1 else 1):  # whole rounds, then the remaining steps
                 acc, s, phase = _sum_rounds(
-                    acc, steps // ROUND if each == 0 else steps % ROUND, ROUND if each == 0 else 1, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase,
-                    a_row % 4, WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
+                    acc, steps // ROUND if each == 0 else steps % ROUND, ROUND if each == 0 else 1,
+                    a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, a_row % 4,
+                    WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
                 )  # fmt: skip
         row = c_row + WHICH * ROWS_OF_ONE
-        if row < c_end:  # not so in the tiles that no group needs
+        if row < c_end:  # false for the unused entries of the work list
+            # Rows outside the groups stay zero, even where their scales are NaN.
             if SCALES == TENSOR:
-                acc = acc * (
-                    scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0)
-                )  # rows outside stay zero
+                acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))
             elif SCALES == VECTOR:
-                inside = steps > 0 if KIND == ROWS else True  # rows outside stay zero, whatever stands in the scales
+                inside = steps > 0 if KIND == ROWS else True
                 acc = _scale_vectors(
                     acc,
                     sa + a_row + WHICH * ROWS_OF_ONE,
@@ -316,8 +321,8 @@ def _consume(
 @gluon.jit
 def fp8_gemm_kernel(
     a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr,
-    ROUND: gl.constexpr, ALIGNED: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
@@ -385,13 +390,11 @@ def multiply_triton(
     tiles: Tiles,
     cores: int,
 ) -> jax.Array:
-    """A @ B.T on Hopper.
+    """A @ B.T on Hopper; arguments as in `multiply_xla`.
 
     Args:
-      a, b: [M, K] and [N, K]; [G, N, K] for ragged "rows"; two ragged column layouts [M, Kp] and [N, Kp] for "contraction".
-      offsets: [G + 1] int32, for the ragged ones.
-      length: for "contraction": how many rows the offsets count.
-      fast: the tensor core sums over all of K. Not with block scales.
+      fast: the tensor core accumulates over all of K; ignored with block scales.
+      cores: multiprocessors of the device, the largest persistent grid.
     """
     if tiles.bn > 128 and not (fast and scales_of(a, b) < BLOCK.value):
         raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
@@ -429,11 +432,12 @@ def multiply_triton(
     aligned = N % 8 == 0
     by_tma = aligned and jnp.dtype(out_dtype).itemsize == 2
     out = triton_call(
-        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
-        kernel=fp8_gemm_kernel, out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
-        grid=min(cores, count), name=f"fp8_gemm_{ragged or 'dense'}", tiles=count, entries=entries, G=G, M=M, N=N, K=K,
-        BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value,
-        ROUND=ROUNDS[bm // 64], ALIGNED=aligned,
+        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule,
+        OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
+        kernel=fp8_gemm_kernel, grid=min(cores, count), name=f"fp8_gemm_{ragged or 'dense'}",
+        out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
+        tiles=count, entries=entries, G=G, M=M, N=N, K=K, BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel,
+        KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value, ROUND=ROUNDS[bm // 64], ALIGNED=aligned,
     )  # fmt: skip
     return out.reshape(G, M, N) if ragged == "contraction" else out
 

@@ -1,7 +1,7 @@
-"""C = x @ B.T for Hopper with x in bfloat16: each consumer finds the scales of its 64 x 128 of x, casts them in registers and multiplies from there.
+"""C = x @ B.T on Hopper with x in bfloat16: a consumer casts its 64 x 128 of x in registers, which wgmma reads as A.
 
-The cast of x costs no pass over memory, but every block of 192 columns of C does it again: it pays where C is narrow. Sums of 256
-columns would not fit the registers beside the cast.
+The cast needs no pass over memory, but is repeated for every 192 columns of C: it pays where C is narrow. Accumulators
+of 256 columns would not fit the registers beside the cast.
 """
 
 import jax
@@ -22,7 +22,7 @@ LEAST, MOST, PER_MOST = gl.constexpr(fp8.LEAST), gl.constexpr(fp8.MOST), gl.cons
 
 @gluon.jit
 def _columns(col):
-    """First columns of a tile's 128 and of its 64: neither crosses a 128x128 block of B's scales."""
+    """First columns of the tile's 128 and 64 columns: neither part crosses a 128x128 block of B's scales."""
     odd = col // 64 % 2
     return col + 64 * odd, col + 128 * (1 - odd)
 
@@ -72,7 +72,7 @@ def _produce(
 
 @gluon.jit
 def _scale_and_factor(amax, POW2: gl.constexpr):
-    """As `jaxops._lib.fp8.scale_and_factor`, to the bit, for e4m3 and an amax that is a bfloat16 number."""
+    """`jaxops._lib.fp8.scale_and_factor` for e4m3 and a bfloat16 amax, equal to the bit."""
     m = gl.minimum(gl.maximum(amax, LEAST), MOST)
     bits = m.to(gl.int32, bitcast=True)
     biased = bits >> 23
@@ -87,19 +87,22 @@ def _scale_and_factor(amax, POW2: gl.constexpr):
 
 @gluon.jit
 def _larger_pairs(a, b):
-    """The larger of two pairs of bfloat16 numbers without sign, a pair in 32 bits; a NaN is left out."""
+    """Elementwise maximum of two pairs of non-negative bfloat16 numbers, a pair in 32 bits; NaN is ignored."""
     return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _cast(x_buf, FIRST: gl.constexpr, A: gl.constexpr, PAIRS: gl.constexpr, POW2: gl.constexpr):
-    """Rows FIRST to FIRST + 64 of one step in FP8, in registers, and their scales. By hand: the compiler takes two thirds more instructions."""
+    """Rows FIRST to FIRST + 63 of one step in FP8, in registers, and their scales. In assembly: the compiler's own code
+    has two thirds more instructions.
+    """
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     pairs = x_buf.reinterpret(gl.int32, [x_buf.shape[0], 64], SHARED).slice(FIRST, 64).load(PAIRS)
     pair = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_pairs)
     amax = gl.maximum((pair & -0x10000).to(gl.float32, bitcast=True), (pair << 16).to(gl.float32, bitcast=True))
     scale, factor = _scale_and_factor(amax, POW2)
-    # quantize turns an infinity into NaN, which makes its row of C NaN. A NaN scale does the same, once for 128 numbers.
+    # quantize casts an infinity to NaN, so that its row of C is NaN. A NaN scale has the same effect, once per 128
+    # numbers.
     scale = gl.where(amax < float("inf"), scale, float("nan"))
     factor = gl.convert_layout(factor, gl.SliceLayout(1, A))
     x = x_buf.slice(FIRST, 64).load(A)
@@ -165,8 +168,8 @@ def _consume(
             mbarrier.arrive(empty.index(s), count=1)
             s, phase = advance(s, phase, STAGES)
         wide, narrow = _columns(col)
-        # Not by TMA: the consumers, which do far more than multiply, would stay in step. H200, 2026-11-21, 8192 x 4096 x 4096: 415 us, and 383 with stores by
-        # each thread.
+        # No TMA store: it would keep the two consumers in step. 8192 x 4096 x 4096: 415 us with TMA, 383 us with stores
+        # by each thread (H200, 2026-11-21).
         store(acc0, None, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, wide, N, WIDE, True, ALIGNED)
         store_tile(acc1.to(c_ptr.dtype.element_ty), c_ptr, c_row + HALF * 64, c_end, narrow, N, NARROW, ALIGNED)
 
@@ -198,14 +201,17 @@ def fp8_gemm_inside_kernel(
         mbarrier.init(empty.index(s), count=2)
     c_bufs = result_buffers(c_ptr, 2, 64, 128)
     gl.warp_specialize([
-        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 0, STAGES, PANEL, POW2, ALIGNED)),
-        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K, 1, STAGES, PANEL, POW2, ALIGNED)),
-        (_produce, (x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K, STAGES, PANEL)),
+        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K,
+                    0, STAGES, PANEL, POW2, ALIGNED)),
+        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K,
+                    1, STAGES, PANEL, POW2, ALIGNED)),
+        (_produce, (x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K,
+                    STAGES, PANEL)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
 def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, tiles: Tiles, cores: int) -> jax.Array:
-    """x[M, K], cast in 1x128 blocks, @ B.T with b[N, K] in 128x128 blocks -> [M, N]. Of tiles only the panel counts."""
+    """x[M, K], cast in 1x128 blocks, times B.T with b[N, K] in 128x128 blocks -> [M, N]. tiles: only panel is used."""
     (M, K), N = x.shape, b.values.shape[0]
     count = -(-M // 128) * -(-N // 192)
     x_desc = TensorDescriptor.from_array(whole_16_bytes(x), (128, 128), layout=tile_layout(x.dtype, (128, 128)))
@@ -215,7 +221,7 @@ def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, 
         for rows in (128, 64)
     ]
     return triton_call(
-        x_desc, *b_descs, b.scales.reshape(-1), kernel=fp8_gemm_inside_kernel, out_type=out_struct((M, N), out_dtype, like=x),
-        grid=min(cores, count), name="fp8_gemm_inside", tiles=count, M=M, N=N, K=K,
+        x_desc, *b_descs, b.scales.reshape(-1), kernel=fp8_gemm_inside_kernel, grid=min(cores, count),
+        name="fp8_gemm_inside", out_type=out_struct((M, N), out_dtype, like=x), tiles=count, M=M, N=N, K=K,
         STAGES=3, PANEL=tiles.panel, POW2=pow2, ALIGNED=N % 8 == 0,
     )  # fmt: skip

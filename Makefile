@@ -30,8 +30,14 @@ lint: $(VENV)/.has-test$(with_cuda)  ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-mutate: $(VENV)/.has-test$(with_cuda)  ## break the code on purpose, each break must turn a test red: ARGS="quantize" for those with that in their names
-	$(BIN)/python tests/mutations.py $(ARGS)
+# The mutated file must be on disk, since Triton reads sources: all runs in a copy of what git tracks.
+mutate: $(VENV)/.has-test,mutate$(with_cuda)  ## change one operator or number at a time, list what no test sees: FILE=jaxops/ops/route/xla.py TESTS=tests/ops/route
+	@test -f "$(FILE)" && test -n "$(TESTS)" || { echo "name both, FILE= and TESTS="; exit 2; }
+	@copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; git ls-files -z | xargs -0 cp --parents -t "$$copy"; cd "$$copy"; \
+	export CI=true PYTHONPATH="$$copy" JAX_COMPILATION_CACHE_DIR="$$copy/.jax" PATH="$(abspath $(BIN)):$$PATH"; \
+	sed 's|"FILE"|"$(FILE)"|; s|PYTHON|$(abspath $(BIN))/python|; s|TESTS"|$(TESTS)"|' tests/mutation.toml >config.toml; \
+	cosmic-ray baseline config.toml && cosmic-ray init config.toml session && cr-filter-operators session config.toml && \
+	cosmic-ray exec config.toml session && cr-report --surviving-only --show-diff session
 
 bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer that can be imported: BENCH=adaln ARGS="--shapes t65536_d3072"
 	@failed=0; for name in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$name $(ARGS) || failed=1; done; exit $$failed

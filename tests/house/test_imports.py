@@ -1,4 +1,4 @@
-"""Who may import whom: models -> jaxops.nn -> jaxops.parallel -> jaxops.ops.<op> -> jaxops._lib, read from the sources."""
+"""Imports go one way: benchmarks -> models -> jaxops.nn -> jaxops.parallel -> jaxops.ops.<op> -> jaxops._lib."""
 
 import ast
 import os
@@ -6,12 +6,11 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 import jaxops
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = sorted(file for folder in ("jaxops", "models", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+OURS = ("jaxops", "models", "benchmarks", "tests")
 PUBLIC = {"jaxops", "jaxops.nn", "jaxops.parallel", "jaxops.tuning", "jaxops.profiling", "jaxops.offload"}
 
 
@@ -20,7 +19,7 @@ def module_of(file: pathlib.Path) -> str:
 
 
 def imports_of(source: str) -> set[str]:
-    """Whole names of all modules that a source imports, wherever in it; `from package import module` counts as that module."""
+    """Whole names of the modules that a source imports, anywhere in it; both names of a foreign `from x import y`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -29,8 +28,9 @@ def imports_of(source: str) -> set[str]:
             assert node.level == 0, "relative import"
             package = ROOT.joinpath(*node.module.split("."))
             for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
                 is_module = (package / alias.name).is_dir() or (package / f"{alias.name}.py").is_file()
-                found.add(f"{node.module}.{alias.name}" if is_module else node.module)
+                found |= {whole} if is_module else {node.module} if inside(node.module, *OURS) else {node.module, whole}
     return found
 
 
@@ -65,34 +65,29 @@ def may_import(module: str, name: str) -> bool:
 
 
 def wrong_arrows(module: str, source: str) -> list[str]:
-    return sorted(
-        name
-        for name in imports_of(source)
-        if inside(name, "jaxops", "models", "benchmarks", "tests") and not may_import(module, name)
-    )
+    return sorted(name for name in imports_of(source) if inside(name, *OURS) and not may_import(module, name))
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=module_of)
-def test_arrows(file):
-    module, source = module_of(file), file.read_text()
+def broken_rules(module: str, source: str) -> list[str]:
+    """Imports that this module must not have."""
     imports = imports_of(source)
-    assert wrong_arrows(module, source) == []
+    broken = wrong_arrows(module, source)
     if inside(module, "jaxops") and not inside(module, "jaxops.nn"):
-        assert not [name for name in imports if inside(name, "flax")], "only jaxops.nn imports flax"
+        broken += [name for name in imports if inside(name, "flax")]
     if inside(module, "jaxops.ops") and not module.endswith(("_pallas", "_mosaic")):
-        assert not [name for name in imports if "pallas" in name and name.startswith("jax.")], (
-            "only a kernel's own file knows Pallas"
-        )
-    if not module.endswith("_triton"):
-        allowed = inside(module, "benchmarks")  # peers and their versions
-        assert allowed or not [name for name in imports if inside(name, "triton", "jax_triton")], (
-            "only a kernel's own file knows jax-triton"
-        )
+        broken += [name for name in imports if "pallas" in name and name.startswith("jax.")]
+    if not module.endswith("_triton") and not inside(module, "benchmarks"):  # benchmarks import peers
+        broken += [name for name in imports if inside(name, "triton", "jax_triton")]
+    return broken
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
+def test_arrows():
+    found = {module_of(file): broken_rules(module_of(file), file.read_text()) for file in SOURCES}
+    assert not {module: broken for module, broken in found.items() if broken}
+
+
+def test_a_wrong_arrow_is_seen():
+    for module, source in [
         ("models.train", "from jaxops.ops.grouped_matmul import make_plan"),
         ("models.train", "import jaxops._lib.device"),
         ("jaxops.nn.grouped_linear", "from jaxops._lib import checks"),
@@ -100,38 +95,39 @@ def test_arrows(file):
         ("jaxops.ops.adaln.api", "from jaxops.ops.grouped_matmul import plan"),
         ("jaxops.ops.adaln.api", "import jaxops.tuning"),
         ("jaxops.ops.adaln.api", "def f():\n    from jaxops import nn"),
+        ("jaxops.ops.adaln.api", "from jax.experimental import pallas"),
+        ("jaxops.ops.adaln.api", "import triton"),
+        ("jaxops.parallel", "import flax"),
         ("jaxops._lib.device", "from jaxops.ops.grouped_matmul import Plan"),
         ("jaxops.tuning", "from jaxops.nn import GroupedLinear"),
         ("jaxops.profiling", "import benchmarks.harness"),
-    ],
-)
-def test_a_wrong_arrow_is_seen(module, source):
-    assert wrong_arrows(module, source)
+    ]:
+        assert broken_rules(module, source), (module, source)
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["pass", "jax.eval_shape(jaxops.fp8_matmul, jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5)))"],
-    ids=["import", "fp8-on-a-cpu"],
-)
-def test_import_jaxops_is_light(call):
-    """Triton and jax-triton are loaded where a Hopper kernel is called, and only there; an op and Pallas where the op is first used."""
-    heavy = [
-        "flax",
-        "jax_triton",
-        "triton",
-        "typer",
-        "optax",
-        *(["jax.experimental.pallas", "jaxops.ops"] if call == "pass" else []),
-    ]
-    assert printed(f"import sys, jax, jaxops; {call}; print([name for name in {heavy} if name in sys.modules])") == "[]"
+IN_A_FRESH_PROCESS = """
+import sys
+import jax, jaxops
+
+loaded = lambda names: [name for name in names if name in sys.modules]
+heavy = ["flax", "jax_triton", "triton", "typer", "optax"]
+assert not loaded([*heavy, "jax.experimental.pallas", "jaxops.ops"]), "import jaxops loads an op"
+jax.eval_shape(jaxops.fp8_matmul, jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5)))
+assert not loaded(heavy), "a call on a CPU loads what only Hopper's kernels need"
+from jaxops import *
+assert all(globals()[name] is getattr(jaxops, name) for name in jaxops.__all__)
+assert set(jaxops.__all__) <= set(dir(jaxops))
+assert jaxops.nn.MoE.__name__ == "MoE"
+assert not hasattr(jaxops, "nothing")
+"""
 
 
-def test_public_names_are_found():
-    """In a fresh process, by each way to ask for them; one that is not there is an AttributeError."""
-    code = "import jaxops; from jaxops import *; print(sorted(n for n in jaxops.__all__ if globals()[n] is not getattr(jaxops, n)), "
-    code += "set(jaxops.__all__) <= set(dir(jaxops)), jaxops.nn.MoE.__name__, hasattr(jaxops, 'nothing'))"
-    assert printed(code) == "[] True MoE False"
+def test_import_is_light_and_public_names_are_found():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", IN_A_FRESH_PROCESS], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_public_names_are_listed_once_for_people_and_once_for_python():
@@ -145,10 +141,3 @@ def test_public_names_are_listed_once_for_people_and_once_for_python():
     }
     assert seen == jaxops._MODULES
     assert sorted(name for names in seen.values() for name in names) == sorted(jaxops.__all__)
-
-
-def printed(code: str) -> str:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout.strip()

@@ -45,7 +45,7 @@ def _combine_bwd_kernel(
 @traced_once("tile", "interpret")
 def combine_bwd_pallas(
     tile: Tiles, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+) -> list[jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
     return launch(
         functools.partial(_combine_bwd_kernel, tile=tile),

@@ -1,0 +1,86 @@
+"""The renamed package stands alone, every op runs in both packages, and results that differ are refused."""
+
+import importlib.resources
+import json
+import pathlib
+import re
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import jaxops
+from benchmarks import before, bench_before, harness
+from benchmarks.before_cases import OPS, cases_of
+from tests.command_line import run
+
+# Of each op one or two programs: each takes a second to compile.
+NAMES = "dgrad,wgrad,skewed fwd+bwd,tensorwise fwd+bwd,block_1x128 row,unequal fwd"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("before")
+    before.rename_package(pathlib.Path(jaxops.__file__).parent, folder, "abc1234")
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == before.NAME]:
+        del sys.modules[name]
+
+
+def test_the_copy_uses_its_own_modules_rows_and_cache(folder):
+    package, commit = before.load_before(folder)
+    assert commit == "abc1234"
+    assert package.grouped_matmul is not jaxops.grouped_matmul
+    assert package.grouped_matmul.__module__.startswith(before.NAME)
+    rows = importlib.resources.files(f"{before.NAME}.ops") / "grouped_matmul" / "tuned" / "nvidia_h200.jsonl"
+    assert rows.is_file()
+    sources = "".join(file.read_text() for file in (folder / before.NAME).rglob("*.py"))
+    assert f'user_cache_path("{before.NAME}")' in sources
+    assert not re.search(r"\bjaxops\b", sources)
+
+
+def test_without_a_copy_the_command_is_named(tmp_path):
+    with pytest.raises(ImportError, match=r"python -m benchmarks\.before COMMIT"):
+        before.load_before(tmp_path)
+
+
+def test_smoke_run_writes_both_sides_of_every_case(folder, tmp_path):
+    result = run(
+        bench_before.main, "--smoke", "--out", str(tmp_path), "--folder", str(folder), "--rounds", "1", "--names", NAMES
+    )
+    assert result.exit_code == 0, result.output
+    assert "all " in result.output
+    rows = [json.loads(line) for line in (tmp_path / "before.jsonl").read_text().splitlines()]
+    measured = [row for row in rows if row["op"] in (*OPS, "moe")]
+    wanted = [case for op in OPS for case in cases_of(op, smoke=True) if any(n in case.label for n in NAMES.split(","))]
+    assert len(measured) == 2 * len(wanted)
+    assert {row["op"] for row in measured} == set(OPS)
+    for row in measured:
+        assert set(harness.ROW_KEYS) <= set(row)
+        assert list(row["vs"]) == (["before"] if row["backend"] == "jaxops" else [])
+        assert row["before"] == "abc1234"
+        assert row["max_err"] == 0
+
+
+def test_results_that_differ_or_are_nan_are_refused():
+    x = jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16)
+    assert bench_before.demand_same({"jaxops": (x, None), "before": (x, None)}) == 0
+    for wrong in (x.at[3].add(1), x * 1.03, x.at[0].set(jnp.nan)):
+        with pytest.raises(ArithmeticError, match="differ"):
+            bench_before.demand_same({"jaxops": (x, wrong), "before": (x, x)})
+
+
+def test_named_cases_cover_the_benchmarks():
+    counts = {op: len(cases_of(op, smoke=False)) for op in OPS}
+    assert counts == {
+        "grouped_matmul": 24,
+        "grouped_wgrad": 12,
+        "grouped_glu": 20,
+        "moe": 12,
+        "modality_grouped_matmul": 12,
+        "fp8_matmul": 36,
+        "fp8_grouped_matmul": 36,
+        "quantize": 40,
+        "adaln": 24,
+        "gated_residual_adaln": 24,
+    }

@@ -12,6 +12,10 @@ Array([3., 0., 4., 1.], dtype=float32)
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Its context is part of jax.jit's cache key. Created inside a trace (an op's first import), it would make jax.jit
+# compile the function that called the op a second time.
+from jaxops._lib import tuned as _tuned  # noqa: F401
+
 if TYPE_CHECKING:  # what type checkers and editors read; at run time a name is imported when it is first used
     from jaxops.lengths import bucket_length
     from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln

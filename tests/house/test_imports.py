@@ -60,7 +60,7 @@ def may_import(module: str, name: str) -> bool:
     if inside(module, "jaxops.parallel"):
         return inside(name, "jaxops.parallel", "jaxops._lib") or is_public_op(name)
     if module == "jaxops":
-        return is_public_op(name) or name in ("jaxops.lengths", "jaxops.parallel")
+        return is_public_op(name) or name in ("jaxops.lengths", "jaxops.parallel", "jaxops._lib.tuned")
     return not inside(name, "jaxops.nn")  # tuning, profiling, offload
 
 
@@ -112,6 +112,9 @@ import jax, jaxops
 loaded = lambda names: [name for name in names if name in sys.modules]
 heavy = ["flax", "jax_triton", "triton", "typer", "optax"]
 assert not loaded([*heavy, "jax.experimental.pallas", "jaxops.ops"]), "import jaxops loads an op"
+f = jax.jit(lambda x: jaxops.adaln(x, x[:1], x[:1]))
+f(jax.numpy.ones((2, 8))), f(jax.numpy.ones((2, 8)))
+assert f._cache_size() == 1, "an op that is imported inside a trace changes jit's cache key"
 jax.eval_shape(jaxops.fp8_matmul, jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5)))
 assert not loaded(heavy), "a call on a CPU loads what only Hopper's kernels need"
 from jaxops import *

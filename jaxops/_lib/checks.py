@@ -1,4 +1,4 @@
-"""Checks of arguments, before anything is launched: what was passed, what is needed, what to write instead."""
+"""Checks of arguments before any launch. Errors say what was passed, what is needed, and what to write instead."""
 
 import numbers
 from typing import Any
@@ -17,22 +17,22 @@ def check_array(name: str, x, needed: str) -> None:
 
 
 def check_float(name: str, x: jax.Array, shape: str) -> None:
-    """x is a bfloat16, float16 or float32 array with the rank of `shape`, written like "[M, K]"."""
+    """x is a bfloat16, float16 or float32 array of the rank of `shape`, e.g. "[M, K]"."""
     check_array(name, x, f"a JAX array {shape}")
     if len(x.shape) != shape.count(",") + 1:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}.")
-    if jnp.dtype(x.dtype).name not in FLOATS:
-        raise TypeError(
-            f"{name} is {jnp.dtype(x.dtype).name}; the kernels take {', '.join(FLOATS)}. Cast it, e.g. {name}.astype(jnp.bfloat16)."
-        )
+    dtype = jnp.dtype(x.dtype).name
+    if dtype not in FLOATS:
+        known = ", ".join(FLOATS)
+        raise TypeError(f"{name} is {dtype}; the kernels take {known}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
 
 
 def check_dtype(name: str, dtype, known: tuple[str, ...] = ()) -> jnp.dtype:
-    """The dtype, one of those known by these names; any without names."""
+    """The dtype, whose name must be in `known` unless that is empty."""
     needed = f"it must be one of {', '.join(known)}." if known else "it must be a dtype, such as jnp.float32."
     try:
         found = jnp.dtype(dtype)
-    except TypeError as error:  # numpy's own error does not say of which argument
+    except TypeError as error:  # numpy's own error does not name the argument
         raise TypeError(f"{name}={dtype!r}; {needed}") from error
     if known and found.name not in known:
         raise TypeError(f"{name}={found.name}; {needed}")
@@ -40,12 +40,12 @@ def check_dtype(name: str, dtype, known: tuple[str, ...] = ()) -> jnp.dtype:
 
 
 def float_dtype(name: str, dtype) -> jnp.dtype:
-    """One of those that the kernels multiply."""
+    """bfloat16, float16 or float32."""
     return check_dtype(name, dtype, FLOATS)
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """value is True or False, of Python or numpy: any other would count as one of them, "no" as True."""
+    """value is Python's or numpy's True or False, not merely truthy: "no" would be."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; write True or False.")
     return bool(value)
@@ -53,24 +53,29 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """value is a Python or numpy integer, known when the call is traced, and at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"{name} is a {type(value).__name__}; it must be a Python integer, known when the call is traced."
-        )
-    if least is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}.")
+    _check_kind(name, value, numbers.Integral, "integer")
+    _check_least(name, value, least)
     return int(value)
 
 
-def check_number(name: str, value: Any) -> float:
-    """value is a finite Python or numpy number, known when the call is traced."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{name} is a {type(value).__name__}; it must be a Python number, known when the call is traced."
-        )
+def check_number(name: str, value: Any, least: int | None = None) -> float:
+    """value is a finite Python or numpy number, known when the call is traced, and at least `least`."""
+    _check_kind(name, value, numbers.Real, "number")
     if not np.isfinite(float(value)):
         raise ValueError(f"{name} is {value}; it must be finite.")
+    _check_least(name, value, least)
     return float(value)
+
+
+def _check_kind(name: str, value: Any, kind: type, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        needed = f"it must be a Python {what}, known when the call is traced."
+        raise TypeError(f"{name} is a {type(value).__name__}; {needed}")
+
+
+def _check_least(name: str, value: Any, least: int | None) -> None:
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}.")
 
 
 def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
@@ -83,22 +88,12 @@ def check_choice(name: str, value: str | None, known) -> None:
         raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
 
 
-def check_epsilon(name: str, value: Any) -> float:
-    """value as a float: a finite Python number, at least 0."""
-    epsilon = check_number(name, value)
-    if epsilon < 0:
-        raise ValueError(f"{name} is {value}; it must be at least 0, such as 1e-6.")
-    return epsilon
-
-
 def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = "G") -> None:
     """offsets is int32 of rank 1 with at least one entry. Its values stay on the device and are never read here."""
     check_array(name, offsets, f"an int32 array of shape ({count} + 1,)")
     if len(offsets.shape) != 1 or offsets.shape[0] < 1:
-        what = name.split("_")[0]
-        raise ValueError(
-            f"{name} has shape {tuple(offsets.shape)}; it must be ({count} + 1,): where each {what} starts, then where the last one ends."
-        )
+        needed = f"({count} + 1,): where each {name.split('_')[0]} starts, then where the last one ends."
+        raise ValueError(f"{name} has shape {tuple(offsets.shape)}; it must be {needed}")
     if offsets.dtype != jnp.int32:
         raise TypeError(f"{name} is {offsets.dtype}; write {name}.astype(jnp.int32).")
 
@@ -106,8 +101,10 @@ def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = 
 def compute_dtype_of(
     name: str, x: jax.Array, other_name: str, other: jax.Array, compute_dtype, gradients: str = ""
 ) -> jnp.dtype:
-    """In which x and other are multiplied: compute_dtype, or theirs, which is then one. gradients: whose gradient compute_dtype leaves as it is, where the
-    caller may choose one."""
+    """The dtype that x and other are multiplied in: compute_dtype, else their own, which must be the same.
+
+    gradients: named in the error as unchanged by compute_dtype; "" if the caller has no such argument.
+    """
     if compute_dtype is not None:
         return float_dtype("compute_dtype", compute_dtype)
     if x.dtype != other.dtype:

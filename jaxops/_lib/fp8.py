@@ -1,4 +1,4 @@
-"""FP8 number formats: the pytree of a quantised tensor, how a scale is found, and the casts. Every device and backend gets the same bits."""
+"""FP8: the pytree of a quantised tensor, scales and casts, with the same bits on every device and backend."""
 
 import dataclasses
 
@@ -11,27 +11,28 @@ from jaxops._lib.checks import check_array, float_dtype
 BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (DeepSeek-V3, arXiv:2412.19437)
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 SCALINGS = ("tensorwise", "rowwise", "block_1x128", "block_128x128")
-LEAST = 2.0**-92  # counts as the largest magnitude of what holds nothing larger: finite scales and factors, exact zeros
-MOST = 2.0**128 - 2.0**120  # a larger one counts as this, the largest bfloat16
+LEAST = 2.0**-92  # smaller largest magnitudes count as this one: scales and factors are finite, zeros stay exact
+MOST = 2.0**128 - 2.0**120  # larger ones count as this one, the largest bfloat16
 _FACTOR_BITS = 15  # of a factor's mantissa
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A tensor [M, K] in FP8: `values * scales` gives it back, or `values_t * scales_t` its transpose. A stack of G tensors has a leading G everywhere.
+    """A tensor [M, K] in FP8: `values * scales`, or transposed `values_t * scales_t`. A stack has a leading G in all.
 
-    The two layouts are quantised each by itself from the tensor; FP8 products read the one whose contraction axis comes last.
+    Each layout is quantised by itself; FP8 products read the one whose contracted axis is last.
 
     Attributes:
-      values: [M, K] float8, the row layout; None where only the other one was asked.
-      scales: float32; tensorwise [], rowwise [M], block_1x128 [cdiv(K, 128), M] (the block's number first), block_128x128 [cdiv(M, 128), cdiv(K, 128)].
+      values: [M, K] float8, the row layout, or None.
+      scales: float32; tensorwise [], rowwise [M], block_1x128 [cdiv(K, 128), M],
+        block_128x128 [cdiv(M, 128), cdiv(K, 128)].
       values_t: [K, M] float8, the column layout, or None.
       scales_t: as scales, with M and K exchanged.
-      scaling: what shares a scale, one of `SCALINGS`; of values_t it is said along its own rows, the tensor's columns.
-      dtype: name of the tensor's dtype before, which `dequantize` gives back.
-      group_offsets: [G + 1] int32 where the tensor's rows were quantised as ragged groups. The columns of values_t are then padded: each group starts at
-        a multiple of 128 (`jaxops._lib.ragged.padded_starts`), zeros fill up its last 128, and what stands behind the last group is unspecified.
+      scaling: which elements share a scale, one of `SCALINGS`; for values_t, of the transpose.
+      dtype: name of the tensor's dtype before quantisation, the default of `dequantize`.
+      group_offsets: [G + 1] int32 if the rows are ragged groups, else None. Then each group's columns of values_t start
+        at a multiple of 128 and are zero-filled to the next one; columns behind the last group are unspecified.
     """
 
     values: jax.Array | None
@@ -44,23 +45,22 @@ class Quantized:
 
     @property
     def T(self) -> "Quantized":
-        """The transposed tensor: the two layouts change places. With block_128x128 and tensorwise scales it equals the transpose's own quantisation."""
+        """The transpose, with the layouts swapped; as quantised itself with block_128x128 or tensorwise scales."""
         if self.group_offsets is not None:
             raise NotImplementedError(
                 "a tensor of ragged groups has no transpose: the columns of its values_t are padded."
             )
-        return dataclasses.replace(
-            self, values=self.values_t, scales=self.scales_t, values_t=self.values, scales_t=self.scales
-        )
+        swapped = {"values": self.values_t, "scales": self.scales_t, "values_t": self.values, "scales_t": self.scales}
+        return dataclasses.replace(self, **swapped)
 
     @classmethod
     def from_deepseek(cls, weight: jax.Array, weight_scale_inv: jax.Array, dtype: str = "bfloat16") -> "Quantized":
         """The matrix w [K, N] of a linear layer y = x @ w, from a checkpoint in DeepSeek-V3's layout, without a copy.
 
         Args:
-          weight: [N, K] float8_e4m3fn, or a stack [G, N, K].
-          weight_scale_inv: [cdiv(N, 128), cdiv(K, 128)] float32 (a stack: [G, ...]), what a block is multiplied by.
-          dtype: of w, once dequantised: bfloat16, float16 or float32.
+          weight: [N, K] float8, or a stack [G, N, K].
+          weight_scale_inv: [cdiv(N, 128), cdiv(K, 128)] float32 (a stack: [G, ...]), the factor of each block.
+          dtype: of w once dequantised: bfloat16, float16 or float32.
 
         Raises:
           ValueError: scales of another shape.
@@ -69,22 +69,18 @@ class Quantized:
         check_array("weight", weight, "a float8 array [N, K] or [G, N, K]")
         check_array("weight_scale_inv", weight_scale_inv, "a float32 array, a scale for each 128 x 128")
         *stack, N, K = weight.shape
-        needed = (*stack, -(-N // BLOCK), -(-K // BLOCK))
+        needed, known = (*stack, -(-N // BLOCK), -(-K // BLOCK)), ", ".join(FP8)
         if jnp.dtype(weight.dtype).name not in FP8:
-            raise TypeError(
-                f"weight is {weight.dtype}; it must be one of {', '.join(FP8)}. Quantise other weights with jaxops.quantize."
-            )
+            hint = "Quantise other weights with jaxops.quantize."
+            raise TypeError(f"weight is {weight.dtype}; it must be one of {known}. {hint}")
         if weight_scale_inv.shape != needed:
-            raise ValueError(
-                f"weight_scale_inv has shape {weight_scale_inv.shape}; a weight {weight.shape} needs {needed}, a scale for each 128 x 128."
-            )
+            got = f"weight_scale_inv has shape {weight_scale_inv.shape}"
+            raise ValueError(f"{got}; a weight {weight.shape} needs {needed}, a scale for each 128 x 128.")
         if weight_scale_inv.dtype != jnp.float32:
-            raise TypeError(
-                f"weight_scale_inv is {weight_scale_inv.dtype}; write weight_scale_inv.astype(jnp.float32)."
-            )
-        return cls(
-            None, None, weight, weight_scale_inv, scaling="block_128x128", dtype=float_dtype("dtype", dtype).name
-        )
+            got = f"weight_scale_inv is {weight_scale_inv.dtype}"
+            raise TypeError(f"{got}; write weight_scale_inv.astype(jnp.float32).")
+        name = float_dtype("dtype", dtype).name
+        return cls(None, None, weight, weight_scale_inv, scaling="block_128x128", dtype=name)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -96,17 +92,17 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def infinity_to_nan(x: jax.Array) -> jax.Array:
-    """x in float32, with NaN for infinities: the cast would make the largest FP8 number of them, and a product finite.
+    """x in float32, with NaN for infinities, which the cast would saturate to a finite number.
 
-    Call it before the multiplication by a factor: a finite number that overflows there, under a small given amax, must
-    saturate. Infinity times zero is NaN, so this is a multiply-add, in x's own dtype: a comparison and a select in float32
-    made casts to both layouts up to 11 % slower on an H200 (2026-11-23), this up to 7 %.
+    Call it before multiplying by a factor: a finite number that overflows there (amax given and small) must saturate.
+    Infinity times zero is NaN, so this is a multiply-add in x's dtype: casts to both layouts became up to 7 % slower;
+    with a comparison and a select in float32 up to 11 % (H200, 2026-11-23).
     """
     return (x * 0.0 + x).astype(jnp.float32)
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
-    """|x| in float32, zero for NaN and infinities: what the largest magnitude is taken of."""
+    """|x| in float32, zero for NaN and infinities."""
     size = jnp.abs(x.astype(jnp.float32))
     return jnp.where(size < jnp.inf, size, 0.0)
 
@@ -116,11 +112,12 @@ def without_nan(amax: jax.Array) -> jax.Array:
 
 
 def scale_and_factor(amax: jax.Array, dtype, pow2: bool = False) -> tuple[jax.Array, jax.Array]:
-    """(factor that gives values back, factor to multiply by before the cast) of what has the largest magnitude amax, float32 of any shape.
+    """(scale, factor) of a tensor with largest magnitude amax (float32): cast x * factor; values * scale is x again.
 
-    The same bits from every compiler, though division is approximate on a GPU. amax is rounded up to bfloat16 first (which changes no bfloat16 tensor's),
-    so only 128 mantissas occur; the scale is one correctly rounded product. The quotient is rounded to _FACTOR_BITS bits, and for none of the 128
-    does it lie within 8 ulp of where that rounding turns. With pow2 both are powers of two, the scale the least one with which amax does not saturate.
+    Every compiler gives the same bits, though a GPU's division is approximate. amax is rounded up to bfloat16 first (no
+    change for a bfloat16 tensor), which leaves 128 mantissas; the scale is one correctly rounded product; the quotient
+    is rounded to _FACTOR_BITS bits, and for each of the 128 it is at least 8 ulp away from a rounding boundary. With
+    pow2 both are powers of two, and the scale is the least one with which amax does not saturate.
     """
     most = float(jnp.finfo(dtype).max)  # 1.75 times a power of two, in both formats
     exponent = most.as_integer_ratio()[0].bit_length() - 1
@@ -131,18 +128,16 @@ def scale_and_factor(amax: jax.Array, dtype, pow2: bool = False) -> tuple[jax.Ar
         biased = biased - exponent + (mantissa > 0x600000).astype(jnp.int32)
         return _float(biased << 23), _float((254 - biased) << 23)
     drop = 24 - _FACTOR_BITS
-    quotient = _bits(
-        most / _float(mantissa | 0x3F800000)
-    )  # of a number in [1, 2), far from where a fast division gives up
+    # The divisor is in [1, 2), where fast division is accurate.
+    quotient = _bits(most / _float(mantissa | 0x3F800000))
     quotient = (quotient + (1 << (drop - 1))) & ~((1 << drop) - 1)
     return _float(bits) * (1 / most), _float(quotient - ((biased - 127) << 23))
 
 
 def cast_saturating(values: jax.Array, dtype, saturates: bool = False) -> jax.Array:
-    """Rounds float32 to FP8; what is too large, an infinity too, becomes the largest number, NaN stays NaN.
+    """float32 rounded to FP8; numbers too large, infinities included, become the largest FP8 number; NaN stays NaN.
 
-    XLA on the CPU makes NaN of both, hence the clip. With `saturates` the cast does that itself, as the instruction that
-    Triton makes of it (cvt.rn.satfinite) does.
+    saturates: the cast instruction clips (Triton's cvt.rn.satfinite); XLA's on the CPU gives NaN without the clip here.
     """
     if saturates:
         return values.astype(dtype)
@@ -151,12 +146,13 @@ def cast_saturating(values: jax.Array, dtype, saturates: bool = False) -> jax.Ar
 
 
 def cast_stochastic(values: jax.Array, dtype, random: jax.Array) -> jax.Array:
-    """As `cast_saturating`, but up or down in proportion to how near the two neighbours are, by the high bits of `random` (int32, from `random_bits`)."""
+    """As `cast_saturating`, with stochastic rounding by the high bits of `random` (int32)."""
     info = jnp.finfo(dtype)
     most, least, drop = float(info.max), float(info.smallest_normal), 23 - int(info.nmant)
     size = jnp.minimum(jnp.abs(values), most)
-    # Below the least normal number the steps stay as long as its own. Added to it, a number has just these steps where its mantissa is cut.
-    # (That sum rounds away float32 subnormals, so it does not matter who flushes them; and through |.| no compiler fuses the product before into it.)
+    # Subnormals have the spacing of the least normal number: with it added, cutting the mantissa rounds to that
+    # spacing. (The sum drops float32 subnormals, flushed or not; |.| keeps compilers from fusing the product before
+    # into it.)
     raised = jnp.where(size < least, least, 0.0)
     bits = _bits(size + raised) + lax.shift_right_logical(random, jnp.full_like(random, 32 - drop))
     rounded = _float(bits & -(1 << drop)) - raised
@@ -170,20 +166,18 @@ def _mix(h: jax.Array, *rounds: tuple[int, int]) -> jax.Array:
     return h
 
 
-_MIX = (
-    (16, 0x7FEB352D),
-    (15, 0x846CA68B - (1 << 32)),
-)  # of the "lowbias32" integer hash (C. Wellons, nullprogram.com/blog/2018/07/31)
+# (shift, factor) of the "lowbias32" integer hash (C. Wellons, nullprogram.com/blog/2018/07/31).
+_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
 
 
 def random_bits(row: jax.Array, column: jax.Array, words: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """32 bits (int32), the high ones random, for each element, from its place in the tensor and two key words alone: the same in both layouts and every kernel.
+    """int32, random in the high bits: a hash of the element's place and the key, so that layouts and kernels agree.
 
-    A row's and a column's hash are found once for all their elements; an element's own costs two products.
+    Rows and columns are hashed once each; then an element costs two products.
 
     Args:
-      row, column: int32, broadcastable against each other; a stack's row is counted from the stack's first.
-      words: int32 scalars.
+      row, column: int32, broadcastable; rows of a stack are counted from the first tensor's.
+      words: the key, two int32 scalars.
     """
     row_hash = _mix(row * (0x9E3779B1 - (1 << 32)) ^ words[0], *_MIX)
     column_hash = _mix(column * (0x85EBCA77 - (1 << 32)) ^ words[1], *_MIX)
@@ -191,7 +185,7 @@ def random_bits(row: jax.Array, column: jax.Array, words: tuple[jax.Array, jax.A
 
 
 def quantize_blocks(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """(values [T, D], scales [T, D / 128]) of float32 x[T, D], D a multiple of 128: one scale for 128 columns of a row."""
+    """(values [T, D], scales [T, D / 128]) of float32 x[T, D] with 1x128 blocks; D is a multiple of 128."""
     blocks = x.reshape(x.shape[0], -1, BLOCK)
     scale, factor = scale_and_factor(jnp.max(magnitudes(blocks), axis=-1, keepdims=True), dtype)
     return cast_saturating(infinity_to_nan(blocks) * factor, dtype).reshape(x.shape), scale.reshape(x.shape[0], -1)

@@ -1,18 +1,19 @@
-"""Which rows a tile owns and when its turn comes: the arithmetic that turns device-side offsets into work, shared by the kernels and the xla backend."""
+"""Tiles of ragged rows and their order, from device-side offsets: for the kernels and the xla backend."""
 
 import jax
 import jax.numpy as jnp
 
 
 def tile_bound(M: int, G: int, bm: int) -> int:
-    """The most row tiles that any offsets can need: every group and the two runs outside may end in a part tile."""
+    """The most row tiles for any offsets: each group, and each run of rows outside, may end in a partial tile."""
     return -(-M // bm) + G + 1
 
 
 def row_tiles(t: jax.Array, lo: jax.Array, hi: jax.Array, G: int, bm: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Group, first row and end of each row tile t[T], found from the runs lo[R], hi[R] by one compare of t with the running count of tiles.
+    """Group, first row and end of row tiles t[T] of the runs lo[R], hi[R], by a comparison with the running tile count.
 
-    Tiles are numbered run by run and never cross one. A tile outside the groups has group G; so has a tile number past the last tile, and no rows.
+    Tiles are numbered run by run and never cross runs. A tile outside the groups has group G; a number past the last
+    tile has group G and no rows.
     """
     count = (hi - lo + bm - 1) // bm
     after = jnp.cumsum(count, dtype=jnp.int32)
@@ -29,7 +30,7 @@ def row_tiles(t: jax.Array, lo: jax.Array, hi: jax.Array, G: int, bm: int) -> tu
 
 
 def panel_order(pid: jax.Array, num_i: int, num_j: int, panel: int) -> tuple[jax.Array, jax.Array]:
-    """Tile (i, j) of program pid: column by column inside panels of `panel` rows of tiles, so that neighbours share operands in L2."""
+    """Tile (i, j) of program pid: column by column in panels of `panel` rows of tiles, so that neighbours share L2."""
     first = pid // (panel * num_j) * panel
     height = jnp.minimum(num_i - first, panel)
     inside = pid % (panel * num_j)

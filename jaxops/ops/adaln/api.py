@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import FLOATS, check_choice, check_dtype, check_epsilon, check_float, check_offsets, check_size
+from jaxops._lib.checks import FLOATS, check_choice, check_dtype, check_float, check_number, check_offsets, check_size
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import BLOCK, FP8, Quantized
@@ -200,7 +200,7 @@ def _prepare(
     check_choice("norm", norm, STATS if "scale" in modulation else (None,))
     check_choice("activation", activation, ACTIVATIONS)
     out = check_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype, (*FLOATS, *FP8)).name
-    spec = Spec(norm, check_epsilon("epsilon", epsilon), activation, per_row, out)
+    spec = Spec(norm, check_number("epsilon", epsilon, 0), activation, per_row, out)
     values: dict[str, Any] = dict.fromkeys(Arrays._fields) | modulation | affine
     values |= {"x": x, "h": rows.get("h"), "offsets": offsets}
     return spec, Arrays(*vary_together(*(values[name] for name in Arrays._fields)))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import MEANT
+from jaxops._lib.activations import activate
 
 
 def _rows_of_sequences(offsets: jax.Array, T: int) -> jax.Array:
@@ -50,6 +50,6 @@ def adaln_reference(
         y = y * weight.astype(jnp.float32)[None, :]
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
-    y = y if activation is None else MEANT[activation](y)
+    y = activate(y, activation)
     y = y * (1 + _of_rows(scale, None if per_row else mine)) + _of_rows(shift, None if per_row else mine)
     return jnp.where(inside, y, 0)

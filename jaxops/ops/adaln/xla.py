@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.activations import MEANT
+from jaxops._lib.activations import activate
 from jaxops._lib.fp8 import BLOCK, FP8, quantize_blocks
 from jaxops.ops.adaln.plan import Arrays, Spec
 
@@ -47,7 +47,7 @@ def forward_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
         u = u * weight.astype(jnp.float32)[None, :]
     if bias is not None:
         u = u + bias.astype(jnp.float32)[None, :]
-    a = u if spec.activation is None else MEANT[spec.activation](u)
+    a = activate(u, spec.activation)
     y = jnp.where(inside, a * (1 + of_rows(scale)) + of_rows(shift), 0)
     if spec.out_dtype in FP8:
         D = y.shape[1]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import MEANT
+from jaxops._lib.activations import activate
 
 
 def grouped_glu_reference(x, w_gate, w_up, group_offsets, *, activation="silu") -> jax.Array:
@@ -14,4 +14,4 @@ def grouped_glu_reference(x, w_gate, w_up, group_offsets, *, activation="silu") 
     mine = (group_offsets[:-1, None] <= row) & (row < group_offsets[1:, None])  # [G, M]
     rows = jnp.where(mine[:, :, None], x.astype(jnp.float32), 0.0)
     gate, up = (jnp.einsum("gmk,gkf->mf", rows, w.astype(jnp.float32), precision="highest") for w in (w_gate, w_up))
-    return jnp.where(jnp.any(mine, axis=0)[:, None], MEANT[activation](gate) * up, 0.0)
+    return jnp.where(jnp.any(mine, axis=0)[:, None], activate(gate, activation) * up, 0.0)

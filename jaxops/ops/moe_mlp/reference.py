@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import MEANT
+from jaxops._lib.activations import activate
 from jaxops.ops.route import Routing
 
 
@@ -16,5 +16,5 @@ def moe_mlp_reference(x, w_gate, w_up, w_down, routing: Routing, *, activation="
     expert = jnp.clip(expert, 0, w_gate.shape[0] - 1)
     with jax.default_matmul_precision("highest"):
         gate, up = (jnp.einsum("td,tjdf->tjf", x, w[expert]) for w in (w_gate, w_up))
-        y = jnp.einsum("tjf,tjfn->tjn", MEANT[activation](gate) * up, w_down[expert])
+        y = jnp.einsum("tjf,tjfn->tjn", activate(gate, activation) * up, w_down[expert])
     return jnp.sum(jnp.where(kept[:, :, None], routing.weights[:, :, None] * y, 0), axis=1)

@@ -139,13 +139,13 @@ CASES = {
         lambda rows, weights: jaxops.combine(rows, with_weights(weights)), ((2 * T, K), (T, 2)), {"combine.out"}
     ),
     "route": Case(lambda logits: jaxops.route(logits, 2), ((T, E),), {"route.routing"}),
-    "fp8_matmul": Case(functools.partial(fp8, recipe="tensorwise"), (X, KN), named("fp8_matmul", "x w out")),
-    "fp8_matmul-blocks": Case(fp8, (X, KN), named("fp8_matmul", "x w out")),
+    "fp8_matmul": Case(functools.partial(fp8, recipe="tensorwise"), (X, KN), named("fp8_matmul", "lhs rhs out")),
+    "fp8_matmul-blocks": Case(fp8, (X, KN), named("fp8_matmul", "lhs rhs out")),
     "fp8_matmul-gw_hp": Case(
-        functools.partial(fp8, recipe="rowwise_with_gw_hp"), (X, KN), named("fp8_matmul", "x w out")
+        functools.partial(fp8, recipe="rowwise_with_gw_hp"), (X, KN), named("fp8_matmul", "lhs rhs out")
     ),
     "fp8_matmul-quantized_before": Case(
-        lambda x, w: fp8(x, w, w_quantized=QUANTIZED), (X, KN), named("fp8_matmul", "x out")
+        lambda x, w: fp8(x, w, rhs_quantized=QUANTIZED), (X, KN), named("fp8_matmul", "lhs out")
     ),
     "fp8_grouped_matmul": Case(
         lambda x, w: jaxops.fp8_grouped_matmul(x, w, OFFSETS), (X, EKN), named("fp8_grouped_matmul", "lhs rhs out")

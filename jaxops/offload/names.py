@@ -13,7 +13,7 @@ OF_JAXOPS = tuple(
         "all_gather_matmul": "x out",
         "combine": "out",
         "fp8_grouped_matmul": "lhs rhs out",
-        "fp8_matmul": "x w out",
+        "fp8_matmul": "lhs rhs out",
         "gated_residual": "out",
         "gated_residual_adaln": "residual out stats",
         "grouped_glu": "x gate up gate_up out",

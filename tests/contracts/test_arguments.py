@@ -145,7 +145,6 @@ OTHERS = {
         "w",
         "w_down",
         "w_gate",
-        "w_quantized",
         "w_up",
     ),
     *("weight", "x"),

@@ -1,4 +1,4 @@
-"""The public dense function; grouped.py has the ragged one, product.py what both share."""
+"""The public functions, dense and over ragged groups, and their checks; product.py has the custom_vjp."""
 
 import math
 from typing import Any
@@ -6,32 +6,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import FLOATS, check_array, check_flag, check_size
+from jaxops._lib.checks import FLOATS, check_array, check_flag, check_offsets, check_size, float_dtype
 from jaxops._lib.device import device_of
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.fp8_matmul.checks import check_amax, check_cache, check_out_dtype, check_tensor
+from jaxops.ops.fp8_matmul.operand import shape_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem, make_plan
 from jaxops.ops.fp8_matmul.product import Operands, Spec, product
-from jaxops.ops.fp8_matmul.recipes import find_recipe
+from jaxops.ops.fp8_matmul.recipes import RECIPES, Format, Recipe
 
 
 def fp8_matmul(
-    x: jax.Array | Quantized,
-    w: jax.Array | Quantized,
+    lhs: jax.Array | Quantized,
+    rhs: jax.Array | Quantized,
     *,
     recipe: str = "blockwise",
-    w_quantized: Quantized | None = None,
+    rhs_quantized: Quantized | None = None,
     amax: tuple[jax.Array, jax.Array] | None = None,
     out_dtype=None,
     pow2_scales: bool = False,
     backend: str = "auto",
     plan: Plan | None = None,
 ):
-    """`x @ w` in FP8: the linear layer's product and, in the backward, its two gradients, each with its casts.
+    """`lhs @ rhs` in FP8: the product of a linear layer and its two gradients, with their casts.
 
-    x, w and the result's gradient are each cast in one pass, which writes both layouts where a gradient will need the second one. Sums are float32.
-    Differentiable (reverse mode, once) in x and w; what no gradient is asked of is not cast for one. Deterministic.
+    lhs, rhs and the result's cotangent are each cast in one pass, which writes both layouts where a gradient needs the
+    second one. Accumulation is float32. Differentiable (reverse mode, first order) in lhs and rhs; an operand without a
+    gradient is not cast for one. Deterministic.
 
     >>> import jax, jax.numpy as jnp, jaxops
     >>> x, w = jnp.ones((2, 3, 64), jnp.bfloat16), jnp.full((64, 32), 0.5)
@@ -46,66 +47,182 @@ def fp8_matmul(
 
     Recipes, by torchao's names:
 
-    | recipe | x | w | gradient of the result | notes |
+    | recipe | lhs | rhs | cotangent of the result | notes |
     |---|---|---|---|---|
-    | tensorwise | one scale, e4m3 | one scale, e4m3 | one scale, e5m2 | the forward may sum in about 14 bits |
-    | delayed | as tensorwise, scaled by `amax` | as x | as tensorwise | one pass a cast |
-    | rowwise | a scale a row, e4m3 | a scale a column | a scale a row, e4m3 | as tensorwise |
+    | tensorwise | one scale, e4m3 | one scale, e4m3 | one scale, e5m2 | the forward may accumulate in about 14 bits |
+    | delayed | as tensorwise, scaled by `amax` | as lhs | as tensorwise | one pass per cast |
+    | rowwise | a scale per row, e4m3 | a scale per column | a scale per row, e4m3 | as tensorwise |
     | blockwise | 1x128, e4m3 | 128x128, e4m3 | 1x128, e4m3 | DeepSeek-V3's |
-    | rowwise_with_gw_hp, blockwise_with_gw_hp | | | | w's gradient is a product in bfloat16, of x and the gradient as they are |
+    | rowwise_with_gw_hp, blockwise_with_gw_hp | | | | the gradient of rhs is a bfloat16 product of unquantized tensors
+    |
 
     Args:
-      x: [..., K], bfloat16, float16 or float32; or [M, K] `Quantized` as the recipe wants it, e.g. from `adaln(out_dtype="float8_e4m3fn")`: it has no
-        gradient.
-      w: [K, N], one of the same dtypes (of its own); or `Quantized`, by `quantize(w, layouts="col")` or `Quantized.from_deepseek`: it has no gradient,
-        and x's takes the row layout, or for one scale and 128x128 ones a transposed copy of the column layout.
+      lhs: [..., K], bfloat16, float16 or float32; or [M, K] `Quantized` with the recipe's scaling, e.g. from
+        `adaln(out_dtype="float8_e4m3fn")`: it has no gradient.
+      rhs: [K, N], one of the same dtypes, not necessarily lhs's; or `Quantized`, by `quantize(rhs, layouts="col")` or
+        `Quantized.from_deepseek`: it has no gradient. The gradient of lhs then needs its row layout, or with tensorwise
+        and 128x128 scales makes it by transposing the column layout.
       recipe: see above.
-      w_quantized: `quantize(w, layouts="both")`, kept from an earlier call with the same w (another microbatch): w is not cast again; its gradient is.
-      amax: recipe "delayed" only, and needed there: the largest magnitudes of x and of w in earlier steps, two float32 scalars. Finite
-        numbers that are larger now saturate.
-      out_dtype: dtype of the result; x.dtype by default.
-      pow2_scales: scales are powers of two. Of what is quantised here.
-      backend: "auto" takes the fastest kernel there is: "triton" (Hopper, with jax-triton), "pallas" (Ada and later; interpreted on a CPU), and "xla" on
-        CPU and TPU. Named, it runs or raises.
+      rhs_quantized: `quantize(rhs, layouts="both")` from an earlier call with the same rhs (another microbatch): rhs is
+        not cast again. rhs still gets its gradient.
+      amax: recipe "delayed" only, and required there: the largest magnitudes of lhs and of rhs in earlier steps, two
+        float32 scalars. Larger finite numbers saturate.
+      out_dtype: dtype of the result; lhs.dtype by default.
+      pow2_scales: whether scales are rounded up to powers of two, for the tensors that this call quantizes.
+      backend: "auto" takes the fastest available: "triton" (Hopper, with jax-triton), "pallas" (Ada and later;
+        interpreted on a CPU), or "xla" on CPU and TPU. A named backend runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
-      [..., N] in out_dtype; with recipe "delayed" (that, (largest magnitude of x, of w)) as they are now, for later steps.
+      [..., N] in out_dtype; with recipe "delayed" (result, (largest magnitude of lhs, of rhs)) measured in this call.
 
     Raises:
-      ValueError: shapes that do not fit together, an unknown recipe or backend, an amax that the recipe does not take, a quantised tensor with other scales
-        than the recipe's or without the layout that is needed.
+      ValueError: shapes that do not fit together, an unknown recipe or backend, an amax without recipe "delayed", a
+        quantized tensor with another scaling than the recipe's or without the layout that is needed.
       TypeError: dtypes that the kernels do not take; forward-mode differentiation (JAX's own error).
-      NotImplementedError: a GPU without FP8 (before Ada); the gradient of w where x is quantised in one layout only.
+      NotImplementedError: a GPU without FP8 (before Ada); the gradient of rhs where lhs is quantized in one layout
+        only.
 
-    Under `vmap` each example is quantised by itself. In `shard_map` each shard is; scales are not shared over devices.
+    Under `vmap` each example has its own scales, and in `shard_map` each shard; scales are not shared across devices.
 
-    Residuals: named "fp8_matmul.x", "fp8_matmul.w", "fp8_matmul.out" (checkpoint names).
+    Residuals: named "fp8_matmul.lhs", "fp8_matmul.rhs", "fp8_matmul.out" (checkpoint names).
 
-    Source: torchao's float8 recipes; 1x128 and 128x128 scales of DeepSeek-V3 (arXiv:2412.19437); formats of Micikevicius et al. 2022 (arXiv:2209.05433).
+    Source: torchao's float8 recipes; 1x128 and 128x128 scales of DeepSeek-V3 (arXiv:2412.19437); formats of
+      Micikevicius et al. 2022 (arXiv:2209.05433).
     """
-    chosen = find_recipe(recipe)
-    if isinstance(x, Quantized):
-        *leading, K = check_tensor("x", x, "[M, K]", chosen, chosen.x)
-    else:
-        check_array("x", x, "a JAX array [..., K]")
-        if jnp.dtype(x.dtype).name not in FLOATS:
-            raise TypeError(
-                f"x is {jnp.dtype(x.dtype).name}; it must be {', '.join(FLOATS)}, or what jaxops.quantize returns."
-            )
-        if not x.shape:
-            raise ValueError("x has shape (); it must be [..., K].")
-        *leading, K = x.shape
-        x = x.reshape(math.prod(leading), K)
-    k, N = check_tensor("w", w, "[K, N]", chosen, chosen.w)
-    check_size("K of x (its last axis)", K, f"K of w {(k, N)}", k)
-    check_cache("w_quantized", w_quantized, "w", w, "[K, N]", chosen)
-    check_amax(amax, chosen)
-    out = check_out_dtype(out_dtype, x)
-    device = device_of(x, w)
-    problem = Problem(math.prod(leading), K, N, recipe, jnp.dtype(x.dtype).name)
+    leading = None
+    if not isinstance(lhs, Quantized):
+        check_array("lhs", lhs, "a JAX array [..., K]")
+        if not lhs.shape:
+            raise ValueError("lhs has shape (); it must be [..., K].")
+        *leading, K = lhs.shape
+        lhs = lhs.reshape(math.prod(leading), K)
+    operands = Operands(lhs, rhs, rhs_quantized, amax)
+    out, measured = _run(operands, recipe, tuple(RECIPES), out_dtype, pow2_scales, backend, plan)
+    out = out if leading is None else out.reshape(*leading, out.shape[-1])
+    return (out, measured) if RECIPES[recipe].delayed else out
+
+
+def fp8_grouped_matmul(
+    lhs: jax.Array | Quantized,
+    rhs: jax.Array | Quantized,
+    group_offsets: jax.Array,
+    *,
+    recipe: str = "blockwise",
+    rhs_quantized: Quantized | None = None,
+    out_dtype=None,
+    pow2_scales: bool = False,
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> jax.Array:
+    """`grouped_matmul` in FP8: `out[rows of g] = lhs[rows of g] @ rhs[g]`, with the casts and products of `fp8_matmul`.
+
+    Groups may be empty, unaligned and of any size; the offsets stay on the device and new values never recompile. The
+    caller pads nothing: the casts of lhs and of the result's cotangent start a new block of 128 rows at each group.
+    Rows outside all groups are written as zeros; their input values (NaN included) affect no output, no gradient and no
+    scale. Differentiable (reverse mode, first order) in lhs and rhs; an empty group's gradient is exactly zero.
+    Deterministic.
+
+    >>> import jax.numpy as jnp, jaxops
+    >>> tokens, experts = jnp.ones((6, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4), 3 * jnp.eye(4)])
+    >>> offsets = jnp.array([0, 2, 2, 5], jnp.int32)  # expert 1 has no rows, row 5 no expert
+    >>> [round(value, 3) for value in jaxops.fp8_grouped_matmul(tokens, experts, offsets)[:, 0].tolist()]
+    [1.0, 1.0, 3.0, 3.0, 3.0, 0.0]
+
+    Args:
+      lhs: [M, K], bfloat16, float16 or float32; or `Quantized` with the recipe's scaling, by
+        `quantize(lhs, group_offsets=group_offsets)`: it has no gradient.
+      rhs: [G, K, N], one of the same dtypes, not necessarily lhs's; or `Quantized`, as in `fp8_matmul`.
+      group_offsets: [G + 1] int32, non-decreasing, within 0 to M. Other values give unspecified rows, but no access out
+        of bounds.
+      recipe: one of `fp8_matmul`'s, but not "delayed". With tensorwise and rowwise scales each rhs[g] has its own.
+      rhs_quantized, out_dtype, pow2_scales, backend, plan: as in `fp8_matmul`.
+
+    Returns:
+      [M, N] in out_dtype.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `fp8_matmul`.
+
+    Residuals: named "fp8_grouped_matmul.lhs", "fp8_grouped_matmul.rhs", "fp8_grouped_matmul.out" (checkpoint names).
+
+    Source: grouped GEMMs with 1x128 and 128x128 scales of DeepSeek-V3 (arXiv:2412.19437), whose DeepGEMM needs padded
+    groups.
+    """
+    check_offsets(group_offsets)
+    operands = Operands(lhs, rhs, rhs_quantized, offsets=group_offsets)
+    recipes = tuple(name for name, known in RECIPES.items() if not known.delayed)
+    return _run(operands, recipe, recipes, out_dtype, pow2_scales, backend, plan)[0]
+
+
+def _run(
+    operands: Operands, name: str, recipes: tuple[str, ...], out_dtype, pow2_scales, backend: str, plan: Plan | None
+) -> Any:
+    """(result [M, N], measured magnitudes or None), after all checks."""
+    if name not in recipes:
+        raise ValueError(f"recipe={name!r}: write {', '.join(map(repr, recipes[:-1]))} or {recipes[-1]!r}.")
+    recipe, (lhs, rhs, rhs_quantized, amax, offsets) = RECIPES[name], operands
+    rhs_shape = "[K, N]" if offsets is None else "[G, K, N]"
+    M, K = _check_tensor("lhs", lhs, "[M, K]", recipe, recipe.x)
+    *groups, k, N = _check_tensor("rhs", rhs, rhs_shape, recipe, recipe.w)
+    check_size("K of lhs (its last axis)", K, f"K of rhs {(*groups, k, N)}", k)
+    if offsets is not None:
+        needed_by = "rhs.shape[0] + 1 (G groups have G + 1 offsets)"
+        check_size("len(group_offsets)", offsets.shape[0], needed_by, groups[0] + 1)
+    if rhs_quantized is not None:
+        if isinstance(rhs, Quantized):
+            raise ValueError("rhs is quantized already: omit rhs_quantized.")
+        shape = _check_quantized("rhs_quantized", rhs_quantized, rhs_shape, recipe, recipe.w)
+        if shape != (*groups, k, N):
+            raise ValueError(f"rhs_quantized has shape {shape}; it must be that of rhs, {(*groups, k, N)}.")
+    _check_amax(amax, recipe)
+    out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
+    device, dtypes = device_of(lhs, rhs, offsets), [jnp.dtype(x.dtype).name for x in (lhs, rhs)]
+    problem = Problem(M, K, N, name, dtypes[0], *groups)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
-    spec = Spec(chosen, plan, problem.dtype, jnp.dtype(w.dtype).name, out, check_flag("pow2_scales", pow2_scales))
-    results: Any = product(spec, Operands(x, w, w_quantized, amax))
-    y, measured = results[0].reshape(*leading, N), results[1]
-    return (y, measured) if chosen.delayed else y
+    return product(Spec(recipe, plan, *dtypes, out.name, check_flag("pow2_scales", pow2_scales)), operands)
+
+
+def _check_tensor(name: str, x, shape: str, recipe: Recipe, form: Format) -> tuple[int, ...]:
+    """x's shape; x is a float array, or quantized as the recipe says. shape: its rank, written like "[K, N]"."""
+    if isinstance(x, Quantized):
+        return _check_quantized(name, x, shape, recipe, form)
+    check_array(name, x, f"a JAX array {shape}")
+    _check_rank(name, x.shape, shape)
+    if jnp.dtype(x.dtype).name not in FLOATS:
+        raise TypeError(
+            f"{name} is {jnp.dtype(x.dtype).name}; it must be {', '.join(FLOATS)} (write {name}.astype(jnp.bfloat16)), "
+            "or what jaxops.quantize returns."
+        )
+    return tuple(x.shape)
+
+
+def _check_quantized(name: str, q, shape: str, recipe: Recipe, form: Format) -> tuple[int, ...]:
+    if not isinstance(q, Quantized):
+        raise TypeError(f"{name} is a {type(q).__name__}; pass what jaxops.quantize returns.")
+    if q.values is None and q.values_t is None:
+        raise ValueError(f"{name} has neither a row nor a column layout.")
+    _check_rank(name, shape_of(q), shape)
+    if q.scaling != form.scaling:
+        raise ValueError(f"{name} has {q.scaling} scales; recipe={recipe.name!r} takes scaling={form.scaling!r}.")
+    return shape_of(q)
+
+
+def _check_rank(name: str, got: tuple[int, ...], shape: str) -> None:
+    if len(got) != shape.count(",") + 1:
+        raise ValueError(f"{name} has shape {tuple(got)}; it must be {shape}.")
+
+
+def _check_amax(amax, recipe: Recipe) -> None:
+    if not recipe.delayed:
+        if amax is not None:
+            raise ValueError(f"recipe={recipe.name!r} computes its own scales; only recipe='delayed' takes amax.")
+        return
+    if not isinstance(amax, tuple) or len(amax) != 2:
+        raise ValueError(
+            "recipe='delayed' needs amax=(largest magnitude of lhs, of rhs) of earlier steps: two float32 scalars."
+        )
+    for name, value in zip(("amax[0] (of lhs)", "amax[1] (of rhs)"), amax, strict=True):
+        check_array(name, value, "a float32 scalar")
+        if value.shape != () or value.dtype != jnp.float32:
+            raise TypeError(f"{name} is {value.dtype}{list(value.shape)}; it must be a float32 scalar.")

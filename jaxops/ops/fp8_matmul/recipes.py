@@ -1,4 +1,4 @@
-"""Recipes by torchao's names: which tensor takes which FP8 format and how many numbers share a scale, and what each product may do."""
+"""Recipes by torchao's names: the FP8 format and the scaling of each tensor, and how each product accumulates."""
 
 import dataclasses
 from typing import Literal
@@ -6,12 +6,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How one tensor is quantised.
-
-    Attributes:
-      scaling: as in `jaxops.quantize`.
-      dtype: the name of an FP8 dtype.
-    """
+    """How one tensor is quantized: `scaling` as in `jaxops.quantize`, and the name of an FP8 dtype."""
 
     scaling: Literal["tensorwise", "rowwise", "block_1x128", "block_128x128"]
     dtype: str = "float8_e4m3fn"
@@ -19,14 +14,14 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the three products of a linear layer are done.
+    """How the three products of a linear layer run.
 
     Attributes:
-      name: what a caller writes.
-      x, w, dy: formats of the activations, the weights and the gradient of the result.
-      gw_hp: the weight gradient is a bfloat16 product of x and dy as they were before any cast.
-      fast: passes in which the tensor core may sum over all of K by itself, in about 14 bits.
-      delayed: x and w are scaled by what the caller has measured in earlier steps.
+      name: the public `recipe=`.
+      x, w, dy: formats of lhs, rhs and the result's cotangent.
+      gw_hp: the gradient of rhs is a bfloat16 product of the unquantized lhs and cotangent.
+      fast: passes whose products the tensor core may accumulate over all of K, in about 14 bits.
+      delayed: lhs and rhs are scaled by the `amax` of earlier steps.
     """
 
     name: str
@@ -39,29 +34,20 @@ class Recipe:
 
 
 def _recipes() -> dict[str, Recipe]:
-    tensor, row, block = Format("tensorwise"), Format("rowwise"), Format("block_1x128")
-    # Gradients reach further down than weights and activations: with one scale for all of them they take the format of the wider range
-    # (Micikevicius et al. 2022, arXiv:2209.05433). The forward's sums are the fast ones, as in TransformerEngine and torchao.
+    tensor, row, block = Format("tensorwise"), Format("rowwise"), (Format("block_1x128"), Format("block_128x128"))
+    # Gradients span more binades than weights and activations: with one scale per tensor they take e5m2, the wider
+    # format (Micikevicius et al. 2022, arXiv:2209.05433). Only the forward accumulates fast, as in TransformerEngine
+    # and torchao.
     gradient, fast = Format("tensorwise", "float8_e5m2"), frozenset({"fwd"})
     found = [
         Recipe("tensorwise", tensor, tensor, gradient, fast=fast),
         Recipe("delayed", tensor, tensor, gradient, fast=fast, delayed=True),
         Recipe("rowwise", row, row, row, fast=fast),
         Recipe("rowwise_with_gw_hp", row, row, row, fast=fast, gw_hp=True),
-        Recipe("blockwise", block, Format("block_128x128"), block),
-        Recipe("blockwise_with_gw_hp", block, Format("block_128x128"), block, gw_hp=True),
+        Recipe("blockwise", *block, block[0]),
+        Recipe("blockwise_with_gw_hp", *block, block[0], gw_hp=True),
     ]
     return {recipe.name: recipe for recipe in found}
 
 
 RECIPES = _recipes()
-
-
-def find_recipe(name: str, supported: tuple[str, ...] = tuple(RECIPES)) -> Recipe:
-    """
-    Raises:
-      ValueError: a recipe that is none, or not among those supported.
-    """
-    if name not in supported:
-        raise ValueError(f"recipe={name!r}: write {', '.join(map(repr, supported[:-1]))} or {supported[-1]!r}.")
-    return RECIPES[name]

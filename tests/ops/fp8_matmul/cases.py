@@ -135,8 +135,7 @@ def apply(case: Case, x, w, recipe: str, run: str, **options):
     """The op's y."""
     options |= options_of(run)
     if case.offsets is not None:
-        rhs_quantized = {"rhs_quantized": options.pop("w_quantized")} if "w_quantized" in options else {}
-        return jaxops.fp8_grouped_matmul(x, w, case.offsets, recipe=recipe, **options, **rhs_quantized)
+        return jaxops.fp8_grouped_matmul(x, w, case.offsets, recipe=recipe, **options)
     if RECIPES[recipe].delayed:
         return jaxops.fp8_matmul(x, w, recipe=recipe, **options)[0]
     return jaxops.fp8_matmul(x, w, recipe=recipe, **options)

@@ -58,7 +58,7 @@ def test_microbatches_share_a_cast(run):
         w8 = jaxops.quantize(w, scaling="block_128x128", layouts="both")
 
         def microbatch(total, x_dy):
-            _, vjp = jax.vjp(lambda w: jaxops.fp8_matmul(x_dy[0], w, w_quantized=w8, **options_of(run)), w)
+            _, vjp = jax.vjp(lambda w: jaxops.fp8_matmul(x_dy[0], w, rhs_quantized=w8, **options_of(run)), w)
             return total + vjp(x_dy[1])[0], None
 
         return jax.lax.scan(microbatch, jnp.zeros_like(w), (x.reshape(3, 7, -1), dy.reshape(3, 7, -1)))[0]

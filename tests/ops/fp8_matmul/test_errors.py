@@ -19,7 +19,7 @@ def q(*shape, scaling="block_128x128", layouts="both", dtype="float8_e4m3fn") ->
     return jax.eval_shape(lambda x: jaxops.quantize(x, scaling=scaling, layouts=layouts, dtype=dtype), s(*shape))
 
 
-DENSE = {"x": s(M, K), "w": s(K, N)}
+DENSE = {"lhs": s(M, K), "rhs": s(K, N)}
 GROUPED = {"lhs": s(M, K), "rhs": s(G, K, N), "group_offsets": s(G + 1, dtype="int32")}
 SCALARS = (s(), s())
 
@@ -35,42 +35,50 @@ SHARED_ERRORS = {
     ),
 }
 DENSE_ERRORS = SHARED_ERRORS | {
-    "x-list": ({"x": [[1.0] * K] * M}, TypeError, r"x is a list.*\[\.\.\., K\]"),
-    "x-int": ({"x": s(M, K, dtype="int8")}, TypeError, r"x is int8.*bfloat16, float16, float32.*jaxops\.quantize"),
-    "x-float8": ({"x": s(M, K, dtype="float8_e4m3fn")}, TypeError, r"x is float8_e4m3fn.*jaxops\.quantize"),
-    "x-scalar": ({"x": s()}, ValueError, r"x has shape \(\).*\[\.\.\., K\]"),
-    "w-rank": ({"w": s(G, K, N)}, ValueError, r"w has shape \(3, 4, 6\).*\[K, N\]"),
-    "w-int": ({"w": s(K, N, dtype="int8")}, TypeError, r"w is int8.*w\.astype"),
-    "K": ({"x": s(M, K + 1)}, ValueError, r"K of x.* is 5.*K of w \(4, 6\) is 4"),
-    "K-quantized": ({"w": q(K + 1, N)}, ValueError, r"K of x.* is 4.*K of w \(5, 6\) is 5"),
-    "x-quantized-rank": ({"x": q(2, M, K, scaling="block_1x128")}, ValueError, r"x has shape \(2, 8, 4\).*\[M, K\]"),
-    "x-quantized-scaling": ({"x": q(M, K)}, ValueError, "x has block_128x128 scales.*'blockwise'.*'block_1x128'"),
-    "w-quantized-scaling": (
-        {"w": q(K, N, scaling="rowwise")},
-        ValueError,
-        "w has rowwise scales.*recipe='blockwise'.*'block_128x128'",
+    "lhs-list": ({"lhs": [[1.0] * K] * M}, TypeError, r"lhs is a list.*\[\.\.\., K\]"),
+    "lhs-int": (
+        {"lhs": s(M, K, dtype="int8")},
+        TypeError,
+        r"lhs is int8.*bfloat16, float16, float32.*jaxops\.quantize",
     ),
-    "w-no-column-layout": (
-        {"w": q(K, N, scaling="rowwise", layouts="row"), "recipe": "rowwise"},
+    "lhs-float8": ({"lhs": s(M, K, dtype="float8_e4m3fn")}, TypeError, r"lhs is float8_e4m3fn.*jaxops\.quantize"),
+    "lhs-scalar": ({"lhs": s()}, ValueError, r"lhs has shape \(\).*\[\.\.\., K\]"),
+    "rhs-rank": ({"rhs": s(G, K, N)}, ValueError, r"rhs has shape \(3, 4, 6\).*\[K, N\]"),
+    "rhs-int": ({"rhs": s(K, N, dtype="int8")}, TypeError, r"rhs is int8.*rhs\.astype"),
+    "K": ({"lhs": s(M, K + 1)}, ValueError, r"K of lhs.* is 5.*K of rhs \(4, 6\) is 4"),
+    "K-quantized": ({"rhs": q(K + 1, N)}, ValueError, r"K of lhs.* is 4.*K of rhs \(5, 6\) is 5"),
+    "lhs-quantized-rank": (
+        {"lhs": q(2, M, K, scaling="block_1x128")},
+        ValueError,
+        r"lhs has shape \(2, 8, 4\).*\[M, K\]",
+    ),
+    "lhs-quantized-scaling": ({"lhs": q(M, K)}, ValueError, "lhs has block_128x128 scales.*'blockwise'.*'block_1x128'"),
+    "rhs-quantized-scaling": (
+        {"rhs": q(K, N, scaling="rowwise")},
+        ValueError,
+        "rhs has rowwise scales.*recipe='blockwise'.*'block_128x128'",
+    ),
+    "rhs-no-column-layout": (
+        {"rhs": q(K, N, scaling="rowwise", layouts="row"), "recipe": "rowwise"},
         ValueError,
         "no column layout, and rowwise scales.*layouts='both'",
     ),
-    "w-empty": (
-        {"w": Quantized(None, None, scaling="block_128x128")},
+    "rhs-empty": (
+        {"rhs": Quantized(None, None, scaling="block_128x128")},
         ValueError,
-        "w has neither a row nor a column layout",
+        "rhs has neither a row nor a column layout",
     ),
-    "cache-type": ({"w_quantized": s(K, N)}, TypeError, r"w_quantized is a .*jaxops\.quantize"),
-    "cache-shape": ({"w_quantized": q(N, K)}, ValueError, r"w_quantized has shape \(6, 4\).*that of w, \(4, 6\)"),
+    "cache-type": ({"rhs_quantized": s(K, N)}, TypeError, r"rhs_quantized is a .*jaxops\.quantize"),
+    "cache-shape": ({"rhs_quantized": q(N, K)}, ValueError, r"rhs_quantized has shape \(6, 4\).*that of rhs, \(4, 6\)"),
     "cache-scaling": (
-        {"w_quantized": q(K, N, scaling="tensorwise")},
+        {"rhs_quantized": q(K, N, scaling="tensorwise")},
         ValueError,
-        "w_quantized has tensorwise scales.*'block_128x128'",
+        "rhs_quantized has tensorwise scales.*'block_128x128'",
     ),
     "cache-of-quantized": (
-        {"w": q(K, N), "w_quantized": q(K, N)},
+        {"rhs": q(K, N), "rhs_quantized": q(K, N)},
         ValueError,
-        "w is quantised already: leave w_quantized away",
+        "rhs is quantized already: omit rhs_quantized",
     ),
     "amax-unasked": ({"amax": SCALARS}, ValueError, "recipe='blockwise'.*only recipe='delayed' takes amax"),
     "amax-missing": ({"recipe": "delayed"}, ValueError, "recipe='delayed' needs amax"),
@@ -78,17 +86,17 @@ DENSE_ERRORS = SHARED_ERRORS | {
     "amax-shape": (
         {"recipe": "delayed", "amax": (s(), s(1))},
         TypeError,
-        r"amax\[1\] \(of w\) is float32\[1\].*scalar",
+        r"amax\[1\] \(of rhs\) is float32\[1\].*scalar",
     ),
     "amax-dtype": (
         {"recipe": "delayed", "amax": (s(dtype="bfloat16"), s())},
         TypeError,
-        r"amax\[0\] \(of x\) is bfloat16\[\].*float32",
+        r"amax\[0\] \(of lhs\) is bfloat16\[\].*float32",
     ),
     "amax-float": (
         {"recipe": "delayed", "amax": (1.0, s())},
         TypeError,
-        r"amax\[0\] \(of x\) is a float.*float32 scalar",
+        r"amax\[0\] \(of lhs\) is a float.*float32 scalar",
     ),
 }
 GROUPED_ERRORS = SHARED_ERRORS | {
@@ -150,7 +158,7 @@ def test_error(fn, good, change, error, match):
 def test_no_weight_gradient_of_a_row_layout_alone(recipe):
     """At the forward already, where the call stands that must change."""
     x = q(M, K, scaling="block_1x128", layouts="row")
-    match = "column layout" if recipe == "blockwise" else "'blockwise_with_gw_hp' multiplies x as it is"
+    match = "column layout" if recipe == "blockwise" else "'blockwise_with_gw_hp' multiplies the unquantized lhs"
     with pytest.raises(NotImplementedError, match=match):
         jax.eval_shape(lambda x, w: jax.vjp(lambda w: jaxops.fp8_matmul(x, w, recipe=recipe), w)[0], x, s(K, N))
 

@@ -165,10 +165,10 @@ def test_delayed_measures_as_it_goes(run):
     w8 = quantized_w(case, "delayed", "both")
 
     @functools.partial(jax.jit, static_argnames="rows")
-    def measured(x, w, w_quantized, rows=None):
-        return jaxops.fp8_matmul(x[:rows], w, recipe="delayed", amax=amax, w_quantized=w_quantized, **options_of(run))[
-            1
-        ]
+    def measured(x, w, rhs_quantized, rows=None):
+        return jaxops.fp8_matmul(
+            x[:rows], w, recipe="delayed", amax=amax, rhs_quantized=rhs_quantized, **options_of(run)
+        )[1]
 
     want = [float(np.max(np.abs(np.asarray(v)))) for v in (case.x, case.w)]
     assert list(map(float, measured(case.x, case.w, None))) == want
@@ -199,7 +199,7 @@ def test_cached_w(run):
             y, vjp = jax.vjp(lambda x, w: apply(case, x, w, "blockwise", run, **cached), x, w)
             return y, *vjp(dy)
 
-        return results(), results(w_quantized=jaxops.quantize(w, scaling="block_128x128", layouts="both"))
+        return results(), results(rhs_quantized=jaxops.quantize(w, scaling="block_128x128", layouts="both"))
 
     for a, b in zip(*f(case.x, case.w, case.dy), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -213,7 +213,7 @@ def test_the_cache_is_what_is_multiplied(run):
 
     @jax.jit
     def f(x, w, dy, w8):
-        y, vjp = jax.vjp(lambda x, w: apply(case, x, w, "blockwise", run, w_quantized=w8), x, w)
+        y, vjp = jax.vjp(lambda x, w: apply(case, x, w, "blockwise", run, rhs_quantized=w8), x, w)
         return y, *vjp(dy)
 
     y, dx, dw = f(case.x, case.w, case.dy, quantized_w(other, "blockwise", "both"))

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 comma := ,
 with_cuda := $(if $(CUDA),$(comma)$(CUDA))
 
-.PHONY: help demo demo-dit test lint mutate bench tune clean
+.PHONY: help demo demo-dit test lint docs mutate bench tune clean
 
 help:  ## print these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ lint: $(VENV)/.has-test$(with_cuda)  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The mutated file must be on disk, since Triton reads sources: all runs in a copy of what git tracks.
+docs: $(VENV)/.has-docs  ## the documentation and the API reference, as a site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+
 mutate: $(VENV)/.has-test,mutate$(with_cuda)  ## change one operator or number at a time, list what no test sees: FILE=jaxops/ops/route/xla.py TESTS=tests/ops/route
 	@test -f "$(FILE)" && test -n "$(TESTS)" || { echo "name both, FILE= and TESTS="; exit 2; }
 	@copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; git ls-files -z | xargs -0 cp --parents -t "$$copy"; cd "$$copy"; \
@@ -45,8 +48,8 @@ bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer 
 tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="grouped-matmul --shape 8,32768,4096,14336"
 	$(BIN)/python -m jaxops.tuning $(ARGS)
 
-clean:  ## remove $(VENV)
-	rm -rf $(VENV)
+clean:  ## remove $(VENV) and site/
+	rm -rf $(VENV) site
 
 # --no-compile: Python compiles what it imports, a small part of what is installed; that saves half a minute. It must then be allowed to keep it, or
 # each of the processes that a test run starts compiles it again.

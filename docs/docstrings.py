@@ -1,0 +1,34 @@
+"""A griffe extension: what jaxops' docstrings have beside Google's sections, as Markdown.
+
+- Examples (`>>> ...`) outside an "Examples" section become code blocks.
+- Paragraphs such as "Residuals: ..." and "Source: ..." get a bold first word.
+"""
+
+import re
+
+import griffe
+
+PARAGRAPH = re.compile(r"^(Residuals|Source|Over several devices): (?=\S)", re.MULTILINE)
+EXAMPLE = re.compile(r"^( *)>>> .*\n(?:^.*\S.*\n?)*", re.MULTILINE)  # until a blank line
+SEVERAL = re.compile(r"^ +\w+(?:, \w+)+(?=: )", re.MULTILINE)  # "gate, up: ..."
+
+
+def markdown(docstring: str) -> str:
+    def fenced(match: re.Match) -> str:
+        return f"{match[1]}```pycon\n{match[0].rstrip()}\n{match[1]}```\n"
+
+    # griffe would read "gate, up" as name and type: a space that it does not split at.
+    text = SEVERAL.sub(lambda match: match[0].replace(", ", ",\N{NO-BREAK SPACE}"), docstring)
+    text = EXAMPLE.sub(fenced, text).replace("](docs/", "](../")  # a page of reference/ shows it
+    lines: list[str] = []
+    joins = False  # inside such a paragraph, whose continuation lines are indented
+    for line in text.splitlines():
+        joins = bool(PARAGRAPH.match(line)) or (joins and line.startswith(" "))
+        lines.append(PARAGRAPH.sub(r"**\1**: ", line) if not line.startswith(" ") or not joins else line.strip())
+    return "\n".join(lines)
+
+
+class Docstrings(griffe.Extension):
+    def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = markdown(obj.docstring.value)

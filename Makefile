@@ -30,10 +30,10 @@ lint: $(VENV)/.has-test$(with_cuda)  ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The mutated file must be on disk, since Triton reads sources: all runs in a copy of what git tracks.
 docs: $(VENV)/.has-docs  ## the documentation and the API reference, as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
+# The mutated file must be on disk, since Triton reads sources: all runs in a copy of what git tracks.
 mutate: $(VENV)/.has-test,mutate$(with_cuda)  ## change one operator or number at a time, list what no test sees: FILE=jaxops/ops/route/xla.py TESTS=tests/ops/route
 	@test -f "$(FILE)" && test -n "$(TESTS)" || { echo "name both, FILE= and TESTS="; exit 2; }
 	@copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; git ls-files -z | xargs -0 cp --parents -t "$$copy"; cd "$$copy"; \

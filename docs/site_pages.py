@@ -8,8 +8,8 @@ import re
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-PAGES |= {"docs/README.md": "index.md", "examples": "examples.md"}
+FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = FROM_ROOT | {"docs/README.md": "index.md", "examples": "examples.md"}
 PICTURES = {"benchmarks/results/nvidia_h200/offload_decoder_7b.png": "pictures/offload_decoder_7b.png"}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#]+)(#[^)]*)?\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -26,8 +26,8 @@ def examples() -> str:
 
 
 def on_files(files: Files, config) -> Files:
-    for source in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        files.append(File.generated(config, PAGES[source], content=(ROOT / source).read_text()))
+    for source, target in FROM_ROOT.items():
+        files.append(File.generated(config, target, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "examples.md", content=examples()))
     for source, target in PICTURES.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))

@@ -1,9 +1,11 @@
-"""What is published: the source distribution, the README outside the repository, and the list of make's targets."""
+"""What is published: the source distribution, the README outside the repository, versions, and make's targets."""
 
 import pathlib
 import re
 import subprocess
 import tomllib
+
+import jaxops
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -33,3 +35,11 @@ def test_make_without_a_target_lists_all():
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert [line.split()[1] for line in printed.splitlines()] == targets[1].split()
+
+
+def test_versions_agree():
+    """CITATION.cff names the package's version; pre-commit formats with the ruff of `make lint`."""
+    citation, hooks = (ROOT / "CITATION.cff").read_text(), (ROOT / ".pre-commit-config.yaml").read_text()
+    assert f"version: {jaxops.__version__}\n" in citation
+    (ruff,) = (extra for extra in PROJECT["project"]["optional-dependencies"]["test"] if extra.startswith("ruff=="))
+    assert f"rev: v{ruff.removeprefix('ruff==')} " in hooks

@@ -1,9 +1,7 @@
 """Flax NNX modules around the ops. Linen users wrap them with `flax.nnx.bridge.to_linen`."""
 
 from jaxops.nn.adaln import AdaLayerNorm, AdaLNZeroBlock, AdaRMSNorm
-from jaxops.nn.fp8 import Fp8GroupedLinear, Fp8Linear
-from jaxops.nn.fp8_dot_general import Fp8DotGeneral
-from jaxops.nn.fp8_product import AmaxHistory
+from jaxops.nn.fp8 import AmaxHistory, Fp8DotGeneral, Fp8Linear
 from jaxops.nn.grouped_linear import GroupedLinear
 from jaxops.nn.moe import MoE
 from jaxops.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
@@ -16,7 +14,6 @@ __all__ = [
     "AmaxHistory",
     "ColumnParallelLinear",
     "Fp8DotGeneral",
-    "Fp8GroupedLinear",
     "Fp8Linear",
     "GroupedLinear",
     "MoE",

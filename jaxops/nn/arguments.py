@@ -1,4 +1,4 @@
-"""What a layer is made with: checks at construction, and parts that the layer makes itself."""
+"""Arguments of layers: checks at construction, and parts that a layer constructs itself."""
 
 import functools
 import inspect
@@ -6,6 +6,8 @@ from typing import Any
 
 from flax import nnx
 from jax import lax
+
+from jaxops.ops.fp8_matmul import RECIPES
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -22,10 +24,15 @@ def check_sizes(**sizes: Any) -> None:
 
 
 def check_backend(backend: Any, *kernels: str) -> None:
-    """Whether the layer's ops know the backend; whether the device runs it is found out where the layer is called."""
+    """The layer's ops know the backend. Whether the device can run it is checked by the call."""
     known = ("auto", *kernels, "xla")
     if not isinstance(backend, str) or backend not in known:
         raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+
+
+def check_recipe(recipe: Any) -> None:
+    if recipe not in tuple(RECIPES):
+        raise ValueError(f"recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}.")
 
 
 def devices_on(argument: str, axis: str, instead: str = "") -> int:
@@ -42,11 +49,12 @@ def devices_on(argument: str, axis: str, instead: str = "") -> int:
         return lax.axis_size(axis)
     except NameError:
         raise ValueError(
-            f"{argument}={axis!r} is not an axis here: call this layer inside jax.shard_map over a mesh that has it{instead}."
+            f"{argument}={axis!r} is not an axis here: call this layer inside jax.shard_map over a mesh that has it"
+            f"{instead}."
         ) from None
 
 
 def make_part(part: Any, *args: Any, rngs: nnx.Rngs) -> Any:
-    """`part(*args, rngs=rngs)` where part is a class or a `functools.partial` of one; otherwise part as it is."""
+    """`part(*args, rngs=rngs)` if part is a class or a `functools.partial` of one, else part itself."""
     made_of = part.func if isinstance(part, functools.partial) else part
     return part(*args, rngs=rngs) if inspect.isclass(made_of) else part

@@ -1,21 +1,110 @@
-"""`Fp8Linear` and `Fp8GroupedLinear`: linear layers whose products run in FP8, forward and backward, from parameters that stay float32 or bfloat16."""
+"""FP8 layers: `Fp8Linear`, `Fp8DotGeneral` for other Flax layers, and `AmaxHistory`, the state of delayed scaling."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxops.nn import grouped_linear
-from jaxops.nn.arguments import check_backend, check_sizes
-from jaxops.nn.fp8_product import Fp8Product, check_recipe
-from jaxops.ops.fp8_matmul import Plan, fp8_grouped_matmul
-from jaxops.ops.grouped_matmul import grouped_matmul
+from jaxops.nn.arguments import check_backend, check_recipe, check_sizes
+from jaxops.nn.linear import LinearParameters
+from jaxops.ops.fp8_matmul import Plan, fp8_matmul
+
+E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-class Fp8Linear(Fp8Product):
-    """`flax.nnx.Linear` in FP8: input, kernel and incoming gradient are quantised as the recipe says, in each step and from unrounded parameters.
+class AmaxHistory(nnx.Variable[jax.Array]):
+    """The largest magnitudes of the last steps, which give delayed scaling its next scales. Not an `nnx.Param`.
+
+    Row 0 is of the activations, row 1 of the kernel, the newest value first; zero marks a step that has not run. An
+    empty row gives a scale of one, as in TransformerEngine and in Flax' own FP8 ops: the first step is coarse and
+    saturates past 448, the second one has its scale.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxops.nn import AmaxHistory
+    >>> history = AmaxHistory(jnp.zeros((2, 4)))
+    >>> [float(amax) for amax in history.amax()]  # both rows are empty
+    [448.0, 448.0]
+    >>> history.record(jnp.float32(3), jnp.float32(0.5))
+    >>> history.record(jnp.float32(2), jnp.float32(0.25))
+    >>> history[...]
+    Array([[2.  , 3.  , 0.  , 0.  ],
+           [0.25, 0.5 , 0.  , 0.  ]], dtype=float32)
+    >>> [float(amax) for amax in history.amax()]
+    [3.0, 0.5]
+
+    Args:
+      value: [2, history] float32, zeros at the start.
+      metadata: as in `flax.nnx.Variable`.
+
+    Returns:
+      A variable, like a `flax.nnx.BatchStat`; `nnx.state(model, AmaxHistory)` selects those of a model.
+
+    Raises:
+      ValueError: a value of another shape.
+    """
+
+    def __init__(self, value: jax.Array, **metadata):
+        shape = jnp.shape(value)
+        if len(shape) < 2 or shape[-2] != 2 or shape[-1] < 1:
+            raise ValueError(f"an amax history has shape {shape}; it must be [2, history], history at least 1.")
+        super().__init__(value, **metadata)
+
+    def amax(self) -> tuple[jax.Array, jax.Array]:
+        """The magnitudes to scale activations and kernel by now: float32 scalars."""
+        most = jnp.max(self[...], axis=-1)
+        x, kernel = jnp.where(most > 0, most, E4M3_MAX)
+        return x, kernel
+
+    def record(self, x: jax.Array, kernel: jax.Array) -> None:
+        """Inserts this step's largest magnitudes and drops the oldest."""
+        now = jax.lax.stop_gradient(jnp.stack([x, kernel]).astype(jnp.float32))
+        self[...] = jnp.concatenate([now[:, None], self[...][:, :-1]], axis=1)
+
+
+class Fp8Product(nnx.Module):
+    """`jaxops.fp8_matmul` with its options, and the history of recipe "delayed"."""
+
+    def __init__(
+        self,
+        recipe: str = "blockwise",
+        *,
+        history: int = 16,
+        pow2_scales: bool = False,
+        backend: str = "auto",
+        plan: Plan | None = None,
+    ):
+        check_recipe(recipe)
+        check_sizes(history=history)
+        check_backend(backend, "triton", "pallas")
+        self.amax_history = AmaxHistory(jnp.zeros((2, history), jnp.float32)) if recipe == "delayed" else nnx.data(None)
+        self.use_running_average = False
+        self.recipe = recipe
+        self.history = history
+        self.pow2_scales = pow2_scales
+        self.backend = backend
+        self.plan = plan
+
+    def product(self, x: jax.Array, kernel: jax.Array, out_dtype) -> jax.Array:
+        """x [..., K] @ kernel [K, N]. With recipe "delayed" it records a step, unless use_running_average."""
+        amax = None if self.amax_history is None else self.amax_history.amax()
+        options = {"out_dtype": out_dtype, "pow2_scales": self.pow2_scales, "backend": self.backend, "plan": self.plan}
+        out: Any = fp8_matmul(x, kernel, recipe=self.recipe, amax=amax, **options)
+        if self.amax_history is None:
+            return out
+        out, now = out
+        if not self.use_running_average:
+            self.amax_history.record(*now)
+        return out
+
+
+class Fp8Linear(Fp8Product, LinearParameters):
+    """`flax.nnx.Linear` in FP8: each step quantizes input, unrounded kernel and cotangent as the recipe says.
 
     The parameters are those of `flax.nnx.Linear`, by name, shape, dtype and initial value, so either loads the other's:
     `nnx.update(linear, nnx.state(fp8_linear, nnx.Param))`, and the other way round.
@@ -24,8 +113,6 @@ class Fp8Linear(Fp8Product):
     >>> from flax import nnx
     >>> from jaxops.nn import Fp8Linear
     >>> layer = Fp8Linear(128, 256, recipe="blockwise", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    >>> layer.kernel.shape, layer.kernel.dtype
-    ((128, 256), dtype('float32'))
     >>> x = jnp.ones((4, 128), jnp.bfloat16)
     >>> layer(x).shape
     (4, 256)
@@ -33,13 +120,11 @@ class Fp8Linear(Fp8Product):
     >>> grads.kernel.shape, grads.kernel.dtype
     ((128, 256), dtype('float32'))
 
-    With recipe "delayed" the scales come from the largest values of the last steps, kept in `amax_history`. A call in training mode changes it, as one
-    of `flax.nnx.BatchNorm` changes its statistics; in `eval()` mode it is only read.
+    With recipe "delayed" the scales come from the largest magnitudes of the last steps, in `amax_history`. A call in
+    training mode updates it, as `flax.nnx.BatchNorm` does its statistics; in `eval()` mode it is only read.
 
     >>> delayed = Fp8Linear(128, 256, recipe="delayed", history=4, rngs=nnx.Rngs(0))
     >>> _ = delayed(3 * jnp.ones((4, 128)))
-    >>> delayed.amax_history[0]
-    Array([3., 0., 0., 0.], dtype=float32)
     >>> delayed.eval()
     >>> _ = delayed(5 * jnp.ones((4, 128)))
     >>> delayed.amax_history[0]
@@ -48,21 +133,23 @@ class Fp8Linear(Fp8Product):
     Attributes:
       kernel: [in_features, out_features] in param_dtype.
       bias: [out_features] in param_dtype, or None.
-      amax_history: an `AmaxHistory` [2, history], or None for all recipes but "delayed".
+      amax_history: an `AmaxHistory` [2, history] with recipe "delayed", else None.
       use_running_average: whether amax_history is only read; `train()` and `eval()` set it.
 
     Args:
       in_features: last axis of x.
       out_features: last axis of the result.
-      recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise" or "blockwise_with_gw_hp", as in `jaxops.fp8_matmul`.
+      recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise" or "blockwise_with_gw_hp", as in
+        `jaxops.fp8_matmul`.
       use_bias: whether a bias is added, in dtype.
-      dtype: dtype of the result; promoted from x and the parameters by default. x and kernel are quantised from their own dtypes.
-      param_dtype: dtype of the parameters, and of their gradients.
-      kernel_init: called with (key, [in, out], param_dtype).
-      bias_init: called with (key, [out], param_dtype).
+      dtype: dtype of the result; promoted from x and the parameters by default. x and kernel are quantized from their
+        own dtypes.
+      param_dtype: dtype of the parameters and of their gradients.
+      kernel_init: called with (key, [in_features, out_features], param_dtype).
+      bias_init: called with (key, [out_features], param_dtype).
       history: steps that recipe "delayed" looks back.
       pow2_scales, backend, plan: as in `jaxops.fp8_matmul`.
-      rngs: the stream `params` makes the parameters.
+      rngs: its stream `params` initializes the parameters.
 
     Raises:
       ValueError: a size or a history below 1, an unknown recipe or backend.
@@ -86,18 +173,11 @@ class Fp8Linear(Fp8Product):
         rngs: nnx.Rngs,
     ):
         check_sizes(in_features=in_features, out_features=out_features)
-        super().__init__(recipe=recipe, history=history, pow2_scales=pow2_scales, backend=backend, plan=plan)
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
-        self.bias: nnx.Param[jax.Array] | None
-        if use_bias:
-            self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))
-        else:
-            self.bias = nnx.data(None)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        Fp8Product.__init__(self, recipe, history=history, pow2_scales=pow2_scales, backend=backend, plan=plan)
+        LinearParameters.__init__(
+            self, in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype,
+            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+        )  # fmt: skip
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Multiplies x by the kernel and adds the bias.
@@ -109,128 +189,96 @@ class Fp8Linear(Fp8Product):
           [..., out_features] in dtype.
 
         Raises:
-          ValueError: x of another shape, an unknown backend.
-          TypeError: dtypes that `jaxops.fp8_matmul` does not quantise.
+          ValueError: x of another shape.
+          TypeError: dtypes that `jaxops.fp8_matmul` does not quantize.
           NotImplementedError: an NVIDIA GPU without FP8, older than compute capability 8.9.
         """
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., in_features={self.in_features}].")
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
-        dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
+        kernel, bias, dtype = self.parameters(x)
         out = self.product(x, kernel, dtype)
         return out if bias is None else out + bias.astype(dtype).reshape((1,) * (out.ndim - 1) + (-1,))
 
 
-class Fp8GroupedLinear(nnx.Module):
-    """`GroupedLinear` in FP8, for the experts of a mixture of experts: as `Fp8Linear` is to `flax.nnx.Linear`.
+class Fp8DotGeneral(Fp8Product):
+    """`jax.lax.dot_general` in FP8, for the `dot_general` argument of Flax layers, e.g. `nnx.Linear` and `nn.Dense`.
 
-    Groups may be empty and unaligned and nothing pads them, forward or backward; their offsets stay on the device. Rows outside all groups come out
-    zero, and reach no scale. The parameters are `GroupedLinear`'s, and either loads the other's. There is no delayed scaling: which rows an expert gets,
-    and so their largest value, is another in every step.
+    The first operand is quantized as activations, the second as weights. `nnx.MultiHeadAttention` takes it as
+    `qkv_dot_general` and `out_dot_general`. `Fp8Linear` is cheaper than `nnx.Linear` with this, which casts its kernel
+    to dtype first.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
-    >>> from jaxops.nn import Fp8GroupedLinear
-    >>> experts = Fp8GroupedLinear(4, 128, 256, recipe="blockwise", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    >>> tokens = jnp.ones((6, 128), jnp.bfloat16)  # sorted by expert
-    >>> experts(tokens, jnp.array([0, 2, 2, 5, 6], jnp.int32)).shape
-    (6, 256)
+    >>> from jaxops.nn import Fp8DotGeneral
+    >>> layer = nnx.Linear(128, 256, dtype=jnp.bfloat16, dot_general=Fp8DotGeneral("blockwise"), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((4, 128))).shape
+    (4, 256)
+    >>> rowwise = {"qkv_dot_general": Fp8DotGeneral("rowwise"), "out_dot_general": Fp8DotGeneral("rowwise")}
+    >>> attention = nnx.MultiHeadAttention(4, 128, **rowwise, decode=False, rngs=nnx.Rngs(0))
+    >>> attention(jnp.ones((2, 8, 128))).shape
+    (2, 8, 128)
+
+    Recipe "delayed" keeps its history here, which the layer's state has under `dot_general`: each product needs its own
+    instance. `dot_general_cls` would make a new one, with an empty history, at every call.
 
     Attributes:
-      kernel: [num_groups, in_features, out_features] in param_dtype.
-      bias: [num_groups, out_features] in param_dtype, or None.
+      amax_history, use_running_average: as in `Fp8Linear`.
 
     Args:
-      num_groups: groups G, such as experts.
-      in_features: columns of x.
-      out_features: columns of the result.
-      recipe: as in `Fp8Linear`, "delayed" excepted.
-      use_bias: whether each group adds a bias.
-      dtype: dtype of the result; promoted from x and the parameters by default. x and kernel are quantised from their own dtypes.
-      param_dtype: dtype of the parameters, and of their gradients.
-      kernel_init: called with (key, [G, in, out], param_dtype). By default lecun_normal with the fan-in of one group.
-      bias_init: called with (key, [G, out], param_dtype).
-      pow2_scales, backend, plan: as in `jaxops.fp8_grouped_matmul`.
-      rngs: the stream `params` makes the parameters.
+      recipe, history: as in `Fp8Linear`.
+      pow2_scales, backend, plan: as in `jaxops.fp8_matmul`.
 
     Raises:
-      ValueError: a size below 1, an unknown recipe or backend.
-      NotImplementedError: recipe "delayed".
+      ValueError: a history below 1, an unknown recipe or backend.
     """
 
-    def __init__(
+    def __call__(
         self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
-        *,
-        recipe: str = "blockwise",
-        use_bias: bool = True,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = grouped_linear.default_kernel_init,
-        bias_init: Initializer = grouped_linear.default_bias_init,
-        pow2_scales: bool = False,
-        backend: str = "auto",
-        plan: Plan | None = None,
-        rngs: nnx.Rngs,
-    ):
-        if recipe == "delayed":
-            raise NotImplementedError(
-                "recipe is 'delayed', and groups have no delayed scaling: an expert's rows are others in every step. Take 'tensorwise', with current scales."
-            )
-        check_recipe(recipe)
-        check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
-        check_backend(backend, "triton", "pallas")
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (num_groups, in_features, out_features), param_dtype))
-        self.bias: nnx.Param[jax.Array] | None
-        if use_bias:
-            self.bias = nnx.Param(bias_init(rngs.params(), (num_groups, out_features), param_dtype))
-        else:
-            self.bias = nnx.data(None)
-        self.num_groups = num_groups
-        self.in_features = in_features
-        self.out_features = out_features
-        self.recipe = recipe
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.pow2_scales = pow2_scales
-        self.backend = backend
-        self.plan = plan
-
-    def __call__(self, x: jax.Array, group_offsets: jax.Array) -> jax.Array:
-        """Multiplies each group of rows by its own kernel and adds its own bias.
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: DimensionNumbers,
+        precision: PrecisionLike = None,
+        preferred_element_type: Dtype | None = None,
+        out_sharding=None,
+    ) -> jax.Array:
+        """As `jax.lax.dot_general`.
 
         Args:
-          x: [M, in_features], bfloat16, float16 or float32, rows sorted by group.
-          group_offsets: [num_groups + 1] int32, non-decreasing, within 0 to M.
+          lhs: activations, bfloat16, float16 or float32.
+          rhs: weights, likewise.
+          dimension_numbers: ((lhs's contracted axes, rhs's), (lhs's batch axes, rhs's)); at least one contracted axis,
+            no batch axes.
+          precision: None or "default".
+          preferred_element_type: dtype of the result; promoted from lhs and rhs by default.
+          out_sharding: None.
 
         Returns:
-          [M, out_features] in dtype.
+          An array with lhs's remaining axes, then rhs's.
 
         Raises:
-          ValueError: x or group_offsets of another shape, an unknown backend.
-          TypeError: dtypes that `jaxops.fp8_grouped_matmul` does not quantise, offsets that are not int32.
-          NotImplementedError: an NVIDIA GPU without FP8, older than compute capability 8.9.
+          ValueError: contracted axes of different sizes, a precision that FP8 does not have.
+          TypeError: dtypes that `jaxops.fp8_matmul` does not quantize.
+          NotImplementedError: batch axes, no contracted axis, an out_sharding, an NVIDIA GPU without FP8.
         """
-        grouped_linear.check_rows(x, group_offsets, self.in_features, self.num_groups)
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
-        dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
-        out = fp8_grouped_matmul(
-            x,
-            kernel,
-            group_offsets,
-            recipe=self.recipe,
-            out_dtype=dtype,
-            pow2_scales=self.pow2_scales,
-            backend=self.backend,
-            plan=self.plan,
-        )
-        if bias is None:
-            return out
-        # A product over no columns is the bias of each row's group, zero outside them; its gradient is summed in a fixed order, as a gather's would not be.
-        none = jnp.zeros((x.shape[0], 0), dtype)
-        return out + grouped_matmul(
-            none, jnp.zeros((self.num_groups, 0, self.out_features), dtype), group_offsets, bias=bias
-        )
+        contracted, batch = dimension_numbers
+        if any(map(len, batch)) or not all(map(len, contracted)):
+            raise NotImplementedError(
+                f"dimension_numbers are {dimension_numbers}; an FP8 product has one contracted axis or more and no "
+                "batch axes. Leave this layer's dot_general at its default, or put the product under jax.vmap."
+            )
+        if out_sharding is not None:
+            constrain = "constrain the result with jax.lax.with_sharding_constraint"
+            raise NotImplementedError(f"out_sharding is {out_sharding}; it must be None: {constrain}.")
+        if precision not in (None, "default", jax.lax.Precision.DEFAULT):
+            raise ValueError(f"precision is {precision!r}; it must be None: the recipe sets the precision.")
+        lhs_axes, rhs_axes = ([axis % x.ndim for axis in axes] for x, axes in zip((lhs, rhs), contracted, strict=True))
+        sides = ((lhs, lhs_axes), (rhs, rhs_axes))
+        lhs_rest, rhs_rest = ([i for i in range(x.ndim) if i not in axes] for x, axes in sides)
+        lhs, rhs = lhs.transpose(lhs_rest + lhs_axes), rhs.transpose(rhs_axes + rhs_rest)
+        M, lhs_K = lhs.shape[: len(lhs_rest)], lhs.shape[len(lhs_rest) :]
+        rhs_K, N = rhs.shape[: len(rhs_axes)], rhs.shape[len(rhs_axes) :]
+        if lhs_K != rhs_K:
+            raise ValueError(f"lhs's contracted axes have sizes {lhs_K}, those of rhs {rhs_K}: they must be equal.")
+        dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
+        K = math.prod(lhs_K)
+        return self.product(lhs.reshape(math.prod(M), K), rhs.reshape(K, math.prod(N)), dtype).reshape(M + N)

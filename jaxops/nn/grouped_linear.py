@@ -1,24 +1,25 @@
-"""`GroupedLinear`: one linear layer a group, over rows that are sorted by group."""
+"""`GroupedLinear`: one linear layer per group, over rows that are sorted by group."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxops.nn.arguments import check_backend, check_sizes
-from jaxops.ops.grouped_matmul import Plan, grouped_matmul
+from jaxops.nn.arguments import check_backend, check_recipe, check_sizes
+from jaxops.nn.linear import LinearParameters
+from jaxops.ops import fp8_matmul, grouped_matmul
 
-# lecun_normal a group: the plain one would count the group axis into the fan-in and start every group too small by sqrt(num_groups).
+# lecun_normal per group: without batch_axis the group axis would count into the fan-in, and every group would start too
+# small by sqrt(num_groups).
 default_kernel_init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
 default_bias_init = nnx.initializers.zeros_init()
 
 
-class GroupedLinear(nnx.Module):
-    """`flax.nnx.Linear` with a kernel and a bias for each group of rows, as the experts of a mixture of experts have.
+class GroupedLinear(LinearParameters):
+    """`flax.nnx.Linear` with a kernel and a bias per group of rows, such as the experts of a mixture of experts.
 
-    Group g is the rows `group_offsets[g]` to `group_offsets[g + 1] - 1` of x. The offsets stay on the device and new values never recompile;
-    groups may be empty. Rows outside all groups come out zero.
+    Group g is the rows `group_offsets[g]` to `group_offsets[g + 1] - 1` of x. The offsets stay on the device and new
+    values never recompile; groups may be empty. Rows outside all groups are written as zeros.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -26,9 +27,15 @@ class GroupedLinear(nnx.Module):
     >>> experts = GroupedLinear(4, 8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     >>> experts.kernel.shape, experts.bias.shape
     ((4, 8, 16), (4, 16))
-    >>> tokens = jnp.ones((6, 8), jnp.bfloat16)  # sorted by expert
-    >>> experts(tokens, jnp.array([0, 2, 2, 5, 6], jnp.int32)).shape
+    >>> tokens, offsets = jnp.ones((6, 8), jnp.bfloat16), jnp.array([0, 2, 2, 5, 6], jnp.int32)  # sorted by expert
+    >>> experts(tokens, offsets).shape
     (6, 16)
+    >>> in_fp8 = GroupedLinear(4, 8, 16, recipe="blockwise", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    >>> in_fp8(tokens, offsets).shape
+    (6, 16)
+
+    With a recipe the products run in FP8, as in `Fp8Linear`; the parameters are the same, so a layer with a recipe and
+    one without load each other's. Delayed scaling has no grouped form: the rows of an expert differ from step to step.
 
     Attributes:
       kernel: [num_groups, in_features, out_features] in param_dtype.
@@ -38,19 +45,22 @@ class GroupedLinear(nnx.Module):
       num_groups: groups G, such as experts.
       in_features: columns of x.
       out_features: columns of the result.
+      recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`.
       use_bias: whether each group adds a bias.
-      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. A parameter keeps a gradient in
-        param_dtype that is never rounded to dtype.
+      dtype: dtype of the multiplication (without a recipe) and of the result; promoted from x and the parameters by
+        default. The gradients of parameters are in param_dtype and never rounded to dtype.
       param_dtype: dtype of the parameters.
-      precision: of float32 products, as in `jaxops.grouped_matmul`.
-      kernel_init: called with (key, [G, in, out], param_dtype). By default lecun_normal with the fan-in of one group; an initializer of your own
-        needs `batch_axis=(0,)` for that.
-      bias_init: called with (key, [G, out], param_dtype).
-      backend, plan: as in `jaxops.grouped_matmul`.
-      rngs: the stream `params` makes the parameters.
+      precision: of float32 products, as in `jaxops.grouped_matmul`; None with a recipe.
+      kernel_init: called with (key, [G, in_features, out_features], param_dtype). By default lecun_normal with the fan-
+        in of one group; your own initializer needs `batch_axis=(0,)` for that.
+      bias_init: called with (key, [G, out_features], param_dtype).
+      pow2_scales: with a recipe, as in `jaxops.fp8_matmul`.
+      backend, plan: as in `jaxops.grouped_matmul`, or with a recipe in `jaxops.fp8_grouped_matmul`.
+      rngs: its stream `params` initializes the parameters.
 
     Raises:
-      ValueError: a size below 1, an unknown backend.
+      ValueError: a size below 1, an unknown recipe or backend, a precision with a recipe, pow2_scales without one.
+      NotImplementedError: recipe "delayed".
     """
 
     def __init__(
@@ -59,31 +69,39 @@ class GroupedLinear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
+        recipe: str | None = None,
         use_bias: bool = True,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        pow2_scales: bool = False,
         backend: str = "auto",
-        plan: Plan | None = None,
+        plan: grouped_matmul.Plan | fp8_matmul.Plan | None = None,
         rngs: nnx.Rngs,
     ):
+        if recipe == "delayed":
+            raise NotImplementedError(
+                "recipe is 'delayed', which has no grouped form: the rows of a group differ from step to step. "
+                "Take 'tensorwise', which scales by the current values."
+            )
+        if recipe is not None:
+            check_recipe(recipe)
+            if precision is not None:
+                raise ValueError(f"precision is {precision!r}; it must be None: recipe={recipe!r} sets the precision.")
+        elif pow2_scales:
+            raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
         check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
         check_backend(backend, "triton", "pallas")
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (num_groups, in_features, out_features), param_dtype))
-        self.bias: nnx.Param[jax.Array] | None
-        if use_bias:
-            self.bias = nnx.Param(bias_init(rngs.params(), (num_groups, out_features), param_dtype))
-        else:
-            self.bias = nnx.data(None)
+        super().__init__(
+            num_groups, in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype,
+            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+        )  # fmt: skip
         self.num_groups = num_groups
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self.recipe = recipe
         self.precision = precision
+        self.pow2_scales = pow2_scales
         self.backend = backend
         self.plan = plan
 
@@ -98,32 +116,31 @@ class GroupedLinear(nnx.Module):
           [M, out_features] in dtype.
 
         Raises:
-          ValueError: x or group_offsets of another shape, an unknown backend.
-          TypeError: dtypes that `jaxops.grouped_matmul` does not multiply, offsets that are not int32.
+          ValueError: x or group_offsets of another shape.
+          TypeError: dtypes that the op does not take, offsets that are not int32.
+          NotImplementedError: with a recipe, an NVIDIA GPU without FP8, older than compute capability 8.9.
         """
-        check_rows(x, group_offsets, self.in_features, self.num_groups)
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
-        dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
-        return grouped_matmul(
-            x,
-            kernel,
-            group_offsets,
-            bias=bias,
-            precision=self.precision,
-            compute_dtype=dtype,
-            out_dtype=dtype,
-            backend=self.backend,
-            plan=self.plan,
-        )
-
-
-def check_rows(x: jax.Array, group_offsets: jax.Array, in_features: int, num_groups: int) -> None:
-    if x.ndim != 2 or x.shape[1] != in_features:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}; it must be [M, in_features={in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
-        )
-    if tuple(group_offsets.shape) != (num_groups + 1,):
-        raise ValueError(
-            f"group_offsets has shape {tuple(group_offsets.shape)}; it must be [num_groups + 1] = ({num_groups + 1},): "
-            "the cumulative sum of the group sizes, with a 0 before it."
-        )
+        G = self.num_groups
+        if x.ndim != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; it must be [M, in_features={self.in_features}]: flatten leading axes "
+                "with x.reshape(-1, x.shape[-1])."
+            )
+        if tuple(group_offsets.shape) != (G + 1,):
+            raise ValueError(
+                f"group_offsets has shape {tuple(group_offsets.shape)}; it must be [num_groups + 1] = ({G + 1},): "
+                "the cumulative sum of the group sizes, with a 0 before it."
+            )
+        kernel, bias, dtype = self.parameters(x)
+        how = {"out_dtype": dtype, "backend": self.backend, "plan": self.plan}
+        if self.recipe is None:
+            how |= {"bias": bias, "precision": self.precision, "compute_dtype": dtype}
+            return grouped_matmul.grouped_matmul(x, kernel, group_offsets, **how)
+        how |= {"recipe": self.recipe, "pow2_scales": self.pow2_scales}
+        out = fp8_matmul.fp8_grouped_matmul(x, kernel, group_offsets, **how)
+        if bias is None:
+            return out
+        # A product over K = 0 is the bias of each row's group, zeros outside. Its gradient is summed in a fixed order,
+        # which that of a gather would not be.
+        no_columns, no_rows = jnp.zeros((x.shape[0], 0), dtype), jnp.zeros((G, 0, self.out_features), dtype)
+        return out + grouped_matmul.grouped_matmul(no_columns, no_rows, group_offsets, bias=bias)

@@ -1,18 +1,20 @@
-"""`ColumnParallelLinear` and `RowParallelLinear`: linear layers whose kernels and rows are spread over the devices of a mesh axis."""
+"""Linear layers whose kernels and rows are sharded over the devices of a mesh axis."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxops.nn.arguments import check_backend, check_sizes, devices_on
+from jaxops.nn.linear import LinearParameters
 from jaxops.parallel import all_gather_matmul, matmul_reduce_scatter
 
 
-class _ParallelLinear(nnx.Module):
-    """What both layers are made with: `flax.nnx.Linear`'s arguments and a mesh axis."""
+class _ParallelLinear(LinearParameters):
+    """The arguments of both layers: those of `flax.nnx.Linear` and a mesh axis."""
 
     def __init__(
         self,
@@ -31,54 +33,48 @@ class _ParallelLinear(nnx.Module):
     ):
         check_sizes(in_features=in_features, out_features=out_features)
         check_backend(backend)
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
-        self.bias: nnx.Param[jax.Array] | None
-        self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else nnx.data(None)
-        self.in_features = in_features
-        self.out_features = out_features
+        super().__init__(
+            in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype,
+            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+        )  # fmt: skip
         self.axis_name = axis_name
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
         self.precision = precision
         self.backend = backend
 
-    def _operands(self, x: jax.Array, columns: int, local: tuple[int, int]) -> tuple[jax.Array, jax.Array | None, dict]:
-        """The kernel, the bias, and how the product is called.
+    def _multiply(self, op: Any, x: jax.Array, rows: Any, shards: tuple[int, int]) -> jax.Array:
+        """op of x and this device's kernel. shards: 1 for an axis of the kernel that is sharded, else 0.
 
         Raises:
-          ValueError: x with other columns; a kernel that is not this device's part.
+          ValueError: no such mesh axis, sizes that its devices do not divide, x with other columns, a whole kernel.
         """
-        if x.ndim != 2 or x.shape[1] != columns:
+        devices, features = devices_on("axis_name", self.axis_name), (self.in_features, self.out_features)
+        for size, sharded in zip(features, shards, strict=True):
+            if sharded and size % devices:
+                raise ValueError(
+                    f"{size} features are no multiple of the {devices} devices of axis {self.axis_name!r}."
+                )
+        local = tuple(size // devices if sharded else size for size, sharded in zip(features, shards, strict=True))
+        if x.ndim != 2 or x.shape[1] != local[0]:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; it must be [rows, {columns}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
+                f"x has shape {tuple(x.shape)}; it must be [rows, {local[0]}]: flatten leading axes with "
+                "x.reshape(-1, x.shape[-1])."
             )
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        kernel, bias, dtype = self.parameters(x)
         if kernel.shape != local:
             raise ValueError(
-                f"this device has a kernel of shape {kernel.shape}, and its part of ({self.in_features}, {self.out_features}) over axis "
-                f"{self.axis_name!r} is {local}: pass the layer's state through in_specs of jax.shard_map, as docs/parallel.md does."
+                f"this device has a kernel of shape {kernel.shape}, and its part of {features} over axis "
+                f"{self.axis_name!r} is {local}: pass the layer's state through in_specs of jax.shard_map, as "
+                "docs/parallel.md does."
             )
-        dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
-        return kernel, bias, {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend}
-
-    def _part(self, size: int) -> int:
-        """
-        Raises:
-          ValueError: no such axis here, or a size that its devices do not divide.
-        """
-        devices = devices_on("axis_name", self.axis_name)
-        if size % devices:
-            raise ValueError(f"{size} features are no multiple of the {devices} devices of axis {self.axis_name!r}.")
-        return size // devices
+        how = {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend}
+        return op(x, kernel, self.axis_name, bias=bias, rows=rows, **how)
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """`flax.nnx.Linear` for rows and kernel columns that are spread over a mesh axis: `jaxops.all_gather_matmul` as a
-    layer.
+    """`flax.nnx.Linear` whose kernel columns and input rows are sharded: `jaxops.all_gather_matmul` as a layer.
 
-    Made whole, outside of `jax.shard_map`; inside it has this device's columns of the kernel and the bias, P(None,
-    axis_name) and P(axis_name). [A guide](docs/parallel.md) has a block.
+    Construct it outside of `jax.shard_map`, with the whole kernel. Inside, each device has its columns of the kernel
+    and the bias: P(None, axis_name) and P(axis_name). docs/parallel.md has a block.
 
     >>> from flax import nnx
     >>> from jaxops.nn import ColumnParallelLinear
@@ -87,23 +83,22 @@ class ColumnParallelLinear(_ParallelLinear):
     ((8, 32), (32,))
 
     Attributes:
-      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features, out_features /
-        devices].
+      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features, out_features / devices].
       bias: [out_features] in param_dtype, or None; inside `jax.shard_map` [out_features / devices].
 
     Args:
-      in_features: columns of x.
-      out_features: columns of the result of all devices.
+      in_features: columns of x, over all devices.
+      out_features: columns of the result, over all devices.
       axis_name: the mesh axis.
-      use_bias: whether there is a bias.
-      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. A parameter
-        keeps a gradient in param_dtype that is never rounded to dtype.
+      use_bias: whether a bias is added.
+      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. The gradients
+        of parameters are in param_dtype and never rounded to dtype.
       param_dtype: dtype of the parameters.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       kernel_init: called with (key, [in_features, out_features], param_dtype); lecun_normal by default.
       bias_init: called with (key, [out_features], param_dtype).
       backend: as in `jaxops.all_gather_matmul`.
-      rngs: the stream `params` makes the parameters.
+      rngs: its stream `params` initializes the parameters.
 
     Raises:
       ValueError: a size below 1, an unknown backend.
@@ -114,24 +109,22 @@ class ColumnParallelLinear(_ParallelLinear):
 
         Args:
           x: [m, in_features] this device's rows, bfloat16, float16 or float32.
-          rows: int32 scalar: of all devices' rows, those before it count, as in `jaxops.all_gather_matmul`.
+          rows: int32 scalar: how many of all devices' rows are valid, as in `jaxops.all_gather_matmul`.
 
         Returns:
           [devices * m, out_features / devices] in dtype.
 
         Raises:
-          ValueError: x of another shape, a mesh axis that is not there or does not divide out_features.
+          ValueError: x of another shape, a mesh axis that does not exist or does not divide out_features.
         """
-        kernel, bias, how = self._operands(x, self.in_features, (self.in_features, self._part(self.out_features)))
-        return all_gather_matmul(x, kernel, self.axis_name, bias=bias, rows=rows, **how)
+        return self._multiply(all_gather_matmul, x, rows, (0, 1))
 
 
 class RowParallelLinear(_ParallelLinear):
-    """`flax.nnx.Linear` for columns and kernel rows that are spread over a mesh axis: `jaxops.matmul_reduce_scatter`
-    as a layer.
+    """`flax.nnx.Linear` whose kernel rows and input columns are sharded: `jaxops.matmul_reduce_scatter` as a layer.
 
-    Made whole, outside of `jax.shard_map`; inside it has this device's rows of the kernel, P(axis_name), and the
-    whole bias, P(). [A guide](docs/parallel.md) has a block.
+    Construct it outside of `jax.shard_map`, with the whole kernel. Inside, each device has its rows of the kernel,
+    P(axis_name), and the whole bias, P(). docs/parallel.md has a block.
 
     >>> from flax import nnx
     >>> from jaxops.nn import RowParallelLinear
@@ -140,25 +133,13 @@ class RowParallelLinear(_ParallelLinear):
     (32, 8)
 
     Attributes:
-      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features / devices,
-        out_features].
-      bias: [out_features] in param_dtype, or None; added once. Its gradient is the sum over the devices where
-        `jax.shard_map` checks what varies (check_vma, its default); elsewhere each device has the part of its own
-        rows.
+      kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features / devices, out_features].
+      bias: [out_features] in param_dtype, or None; added once. Its gradient is summed over the devices if
+        `jax.shard_map` has check_vma=True, the default; otherwise each device has the part of its own rows.
 
     Args:
-      in_features: columns of x of all devices.
-      out_features: columns of the result.
-      axis_name: the mesh axis.
-      use_bias: whether there is a bias.
-      dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. A parameter
-        keeps a gradient in param_dtype that is never rounded to dtype.
-      param_dtype: dtype of the parameters.
-      precision: of float32 products, as in `jaxops.grouped_matmul`.
-      kernel_init: called with (key, [in_features, out_features], param_dtype); lecun_normal by default.
-      bias_init: called with (key, [out_features], param_dtype).
-      backend: as in `jaxops.matmul_reduce_scatter`.
-      rngs: the stream `params` makes the parameters.
+      in_features, out_features, axis_name, use_bias, dtype, param_dtype: as in `ColumnParallelLinear`.
+      precision, kernel_init, bias_init, backend, rngs: likewise.
 
     Raises:
       ValueError: a size below 1, an unknown backend.
@@ -170,14 +151,12 @@ class RowParallelLinear(_ParallelLinear):
         Args:
           x: [M, in_features / devices] this device's columns, bfloat16, float16 or float32; M is a multiple of the
             devices.
-          rows: int32 scalar: of the M rows, those before it count, as in `jaxops.matmul_reduce_scatter`.
+          rows: int32 scalar: how many of the M rows are valid, as in `jaxops.matmul_reduce_scatter`.
 
         Returns:
           [M / devices, out_features] in dtype.
 
         Raises:
-          ValueError: x of another shape, a mesh axis that is not there or does not divide in_features or M.
+          ValueError: x of another shape, a mesh axis that does not exist or does not divide in_features or M.
         """
-        part = self._part(self.in_features)
-        kernel, bias, how = self._operands(x, part, (part, self.out_features))
-        return matmul_reduce_scatter(x, kernel, self.axis_name, bias=bias, rows=rows, **how)
+        return self._multiply(matmul_reduce_scatter, x, rows, (1, 0))

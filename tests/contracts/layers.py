@@ -74,8 +74,10 @@ MAKERS = {
     "ColumnParallelLinear": functools.partial(parallel, jaxops.nn.ColumnParallelLinear),
     "RowParallelLinear": functools.partial(parallel, jaxops.nn.RowParallelLinear),
     "Fp8Linear": lambda rngs, **how: jaxops.nn.Fp8Linear(IN, OUT, rngs=rngs, **how),
-    "Fp8GroupedLinear": lambda rngs, **how: jaxops.nn.Fp8GroupedLinear(EXPERTS, IN, OUT, rngs=rngs, **how),
     "GroupedLinear": lambda rngs, **how: jaxops.nn.GroupedLinear(EXPERTS, IN, OUT, rngs=rngs, **how),
+    "GroupedLinear-fp8": lambda rngs, **how: jaxops.nn.GroupedLinear(
+        EXPERTS, IN, OUT, recipe="blockwise", rngs=rngs, **how
+    ),
     "MoE": moe,
     "Router": lambda rngs, **how: jaxops.nn.Router(IN, EXPERTS, 2, use_bias=True, rngs=rngs, **how),
 }
@@ -199,7 +201,7 @@ LAYERS = [
     layer("AdaRMSNorm", sequences, {"T": 23, "B": 4}, functools.partial(norm_reference, "rms"), outside=rows_outside(("x",), (True,)), **ADALN),
     layer("AdaLNZeroBlock", sequences, {"T": 23, "B": 4}, block_reference, outside=rows_outside(("x",), (True,)), passes=True, **ADALN),
     layer("Fp8Linear", tokens, {"M": 21}, expected=fp8_linear_expected, multiplies=True),
-    layer("Fp8GroupedLinear", groups, {"M": 40}, expected=fp8_linear_expected, multiplies=True, **IN_GROUPS),
+    layer("GroupedLinear-fp8", groups, {"M": 40}, expected=fp8_linear_expected, multiplies=True, **IN_GROUPS),
     layer(
         "GroupedLinear", groups, {"M": 40}, lambda p, a: grouped_matmul_reference(a["x"], p["kernel"], a["offsets"], bias=p["bias"]), multiplies=True,
         **IN_GROUPS,

@@ -151,9 +151,7 @@ def check(op: Op, way: str, got, want, scale: float = 10) -> None:
         jax.tree.leaves(want)
     )
     limits = (
-        kind_of(way, "float32")
-        if op.name.startswith(("fp8", "nn.Fp8"))
-        else {"kind": "bfloat16" if way == "triton" else "float32"}
+        kind_of(way, "float32") if "fp8" in op.name.lower() else {"kind": "bfloat16" if way == "triton" else "float32"}
     )
     for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         name = f"{op.name}{jax.tree_util.keystr(path)}"

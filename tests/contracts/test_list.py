@@ -13,7 +13,8 @@ from tests.contracts.run import EVERYTHING, small
 def test_the_list_has_every_public_name():
     """A new op or layer goes into tests/contracts/ops.py or layers.py: then every rule is tested for it."""
     assert sorted(op.name for op in OPS) == sorted(set(jaxops.__all__) - NO_OPS)
-    assert sorted(layer.name for layer in LAYERS) == sorted(f"nn.{name}" for name in set(jaxops.nn.__all__) - NO_LAYERS)
+    layers = {layer.name.split("-")[0] for layer in LAYERS}  # some have several entries, as "GroupedLinear-fp8"
+    assert layers == {f"nn.{name}" for name in set(jaxops.nn.__all__) - NO_LAYERS}
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

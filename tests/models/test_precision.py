@@ -16,7 +16,7 @@ from flax import nnx
 from PIL import Image
 from rich.console import Console
 
-from jaxops.nn import AmaxHistory, Fp8GroupedLinear, Fp8Linear, GroupedLinear
+from jaxops.nn import AmaxHistory, Fp8Linear
 from models import compare_precision, report, train_dit, train_lm
 from models.data import Corpus
 from models.decoder import Decoder
@@ -86,12 +86,12 @@ def layers(model, *types) -> dict:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_layers(model, products, precision):
     made = abstract(model, precision)
-    fp8, plain = layers(made, Fp8Linear, Fp8GroupedLinear), layers(made, nnx.Linear, GroupedLinear)
+    fp8, plain = layers(made, Fp8Linear), layers(made, nnx.Linear)
     assert set(fp8) == (products if precision.startswith("fp8-") else set())
     assert set(fp8 | plain) >= products
     for layer in fp8.values():
         recipe = precision.removeprefix("fp8-").replace("-", "_")
-        assert layer.recipe == ("tensorwise" if recipe == "delayed" and isinstance(layer, Fp8GroupedLinear) else recipe)
+        assert layer.recipe == recipe
     for name, layer in (fp8 | plain).items():
         assert layer.dtype == (jnp.float32 if precision == "float32" or name.endswith("router") else jnp.bfloat16)
     assert parameter_shapes(made) == shapes_in_float32(model), "the parameters are the same in every precision"

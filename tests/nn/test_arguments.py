@@ -12,7 +12,6 @@ from jaxops.nn import (
     AdaLNZeroBlock,
     AdaRMSNorm,
     Fp8DotGeneral,
-    Fp8GroupedLinear,
     Fp8Linear,
     GroupedLinear,
     MoE,
@@ -28,7 +27,6 @@ def mixer(y, sequence_offsets):
 # A layer and what it is made of; all sizes are positional.
 LAYERS = {
     "GroupedLinear": (GroupedLinear, {"num_groups": 4, "in_features": 8, "out_features": 8}),
-    "Fp8GroupedLinear": (Fp8GroupedLinear, {"num_groups": 4, "in_features": 8, "out_features": 8}),
     "Fp8Linear": (Fp8Linear, {"in_features": 8, "out_features": 8}),
     "Fp8DotGeneral": (Fp8DotGeneral, {}),
     "AdaLayerNorm": (AdaLayerNorm, {"num_features": 8, "cond_features": 4}),
@@ -118,7 +116,15 @@ def test_backend(name):
             r"router has .* = \(9, 4\); this layer has \(8, 4\)",
         ),
         ("Fp8Linear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of 'tensorwise'"),
-        ("Fp8GroupedLinear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
+        ("GroupedLinear", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
+        ("GroupedLinear", {"recipe": "delayed"}, NotImplementedError, "recipe is 'delayed'.*Take 'tensorwise'"),
+        (
+            "GroupedLinear",
+            {"recipe": "rowwise", "precision": "high"},
+            ValueError,
+            "precision is 'high'; it must be None",
+        ),
+        ("GroupedLinear", {"pow2_scales": True}, ValueError, "pow2_scales=True needs an FP8 recipe"),
         ("Fp8DotGeneral", {"recipe": "rows"}, ValueError, "recipe is 'rows'; it must be one of"),
         ("AdaLNZeroBlock", {"norm": "batch"}, ValueError, "norm='batch': write 'layer', 'rms'"),
         ("AdaLNZeroBlock", {"per": "token"}, ValueError, "per='token': write None, 'sequence', 'row'"),

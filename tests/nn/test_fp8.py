@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxops.nn import AdaLNZeroBlock, AmaxHistory, Fp8DotGeneral, Fp8GroupedLinear, Fp8Linear, GroupedLinear
+from jaxops.nn import AdaLNZeroBlock, AmaxHistory, Fp8DotGeneral, Fp8Linear, GroupedLinear
 
 M, IN, OUT = 24, 160, 96
 OFFSETS = (0, 7, 7, 20)  # group 1 is empty, the last four rows are in no group
@@ -85,10 +85,7 @@ def test_grouped_gradients_are_close_to_the_plain_layers(recipe):
     offsets = jnp.array(OFFSETS, jnp.int32)
     x, cotangent = normal(0, M, IN, dtype=jnp.bfloat16), normal(1, M, OUT)
     options = {"dtype": jnp.bfloat16, "bias_init": nnx.initializers.normal(1.0)}
-    ours, plain = (
-        make(3, IN, OUT, **options, rngs=nnx.Rngs(0))
-        for make in (functools.partial(Fp8GroupedLinear, recipe=recipe), GroupedLinear)
-    )
+    ours, plain = (GroupedLinear(3, IN, OUT, recipe=each, **options, rngs=nnx.Rngs(0)) for each in (recipe, None))
     got, want = (result_and_gradients(layer, x, cotangent, offsets) for layer in (ours, plain))
     assert_fp8_close(got, want, recipe)
     unrouted = x.at[OFFSETS[-1] :].set(jnp.nan)
@@ -105,7 +102,7 @@ def test_grouped_gradients_are_close_to_the_plain_layers(recipe):
 
 def test_a_group_is_a_linear_layer():
     x, offsets = normal(0, M, IN), jnp.array(OFFSETS, jnp.int32)
-    experts = Fp8GroupedLinear(3, IN, OUT, bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0))
+    experts = GroupedLinear(3, IN, OUT, recipe="blockwise", bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0))
     y, linear = apply(experts, x, offsets), Fp8Linear(IN, OUT, rngs=nnx.Rngs(0))
     for g, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
         linear.kernel[...], linear.bias[...] = experts.kernel[g], experts.bias[g]
@@ -128,7 +125,7 @@ def test_state_loads_into_a_plain_layer_and_back(recipe):
 
 
 def test_grouped_state_loads_into_a_plain_layer_and_back():
-    ours, plain = (make(2, IN, OUT, rngs=nnx.Rngs(0)) for make in (Fp8GroupedLinear, GroupedLinear))
+    ours, plain = (GroupedLinear(2, IN, OUT, recipe=recipe, rngs=nnx.Rngs(0)) for recipe in ("blockwise", None))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(plain))
     plain.kernel[...] += 1
     nnx.update(ours, nnx.state(plain))
@@ -291,16 +288,11 @@ def test_modulation_in_fp8():
 
 
 @pytest.mark.parametrize(
-    "make", [Fp8Linear, functools.partial(Fp8GroupedLinear, 2), lambda *_, recipe, rngs: Fp8DotGeneral(recipe)]
+    "make", [Fp8Linear, functools.partial(GroupedLinear, 2), lambda *_, recipe, rngs: Fp8DotGeneral(recipe)]
 )
 def test_unknown_recipe(make):
     with pytest.raises(ValueError, match=r"recipe.*'fp8'.*'tensorwise'"):
         make(IN, OUT, recipe="fp8", rngs=nnx.Rngs(0))
-
-
-def test_groups_have_no_delayed_scaling():
-    with pytest.raises(NotImplementedError, match="Take 'tensorwise'"):
-        Fp8GroupedLinear(2, IN, OUT, recipe="delayed", rngs=nnx.Rngs(0))
 
 
 def test_a_history_needs_a_step():
@@ -313,17 +305,11 @@ def test_a_history_needs_a_step():
 
 
 def test_wrong_input():
-    layer, experts = Fp8Linear(IN, OUT, rngs=nnx.Rngs(0)), Fp8GroupedLinear(2, IN, OUT, rngs=nnx.Rngs(0))
+    layer = Fp8Linear(IN, OUT, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\); it must be \[..., in_features=160\]"):
         layer(jnp.ones((2, 3)))
     with pytest.raises(TypeError):
         layer(jnp.ones((2, IN), jnp.int32))
-    with pytest.raises(ValueError, match=r"x has shape \(2, 3\)"):
-        experts(jnp.ones((2, 3)), jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"group_offsets has shape \(2,\)"):
-        experts(jnp.ones((2, IN)), jnp.zeros(2, jnp.int32))
-    with pytest.raises(TypeError, match="group_offsets"):
-        experts(jnp.ones((2, IN)), jnp.zeros(3))
 
 
 @pytest.mark.parametrize(

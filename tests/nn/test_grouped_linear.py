@@ -112,11 +112,12 @@ def test_wrong_shapes(x, group_offsets, error, says):
         layer()(jnp.ones(x), jnp.zeros(group_offsets, jnp.int32))
 
 
-def test_wrong_dtypes():
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
+def test_wrong_dtypes(recipe):
     with pytest.raises(TypeError, match="group_offsets"):
-        layer()(rows(), offsets().astype(jnp.float32))
+        layer(recipe=recipe)(rows(), offsets().astype(jnp.float32))
     with pytest.raises(TypeError, match="lhs"):
-        layer()(jnp.ones((M, IN), jnp.int32), offsets())
+        layer(recipe=recipe)(jnp.ones((M, IN), jnp.int32), offsets())
 
 
 def test_unknown_backend():

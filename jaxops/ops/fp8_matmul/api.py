@@ -177,10 +177,11 @@ def _run(
             raise ValueError(f"rhs_quantized has shape {shape}; it must be that of rhs, {(*groups, k, N)}.")
     _check_amax(amax, recipe)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
-    device, dtypes = device_of(lhs, rhs, offsets), [jnp.dtype(x.dtype).name for x in (lhs, rhs)]
-    problem = Problem(M, K, N, name, dtypes[0], *groups)
+    device, dtype = device_of(lhs, rhs, offsets), jnp.dtype(lhs.dtype).name
+    problem = Problem(M, K, N, name, dtype, *groups)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
-    return product(Spec(recipe, plan, *dtypes, out.name, check_flag("pow2_scales", pow2_scales)), operands)
+    pow2_scales = check_flag("pow2_scales", pow2_scales)
+    return product(Spec(recipe, plan, dtype, jnp.dtype(rhs.dtype).name, out.name, pow2_scales), operands)
 
 
 def _check_tensor(name: str, x, shape: str, recipe: Recipe, form: Format) -> tuple[int, ...]:

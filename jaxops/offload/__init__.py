@@ -1,4 +1,7 @@
-"""Activations and optimizer state in the host's memory: `policy` says which values, `scan` hides their copies, `report` proves it, `propose` finds a policy."""
+"""Activations and optimizer state in host memory.
+
+`policy` chooses the values, `scan` hides their copies, `report` checks the compiled program, `propose` finds a policy.
+"""
 
 from jaxops.offload.policies import Policy, policy
 from jaxops.offload.proposals import Proposal, Residual, propose

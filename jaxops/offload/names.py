@@ -1,11 +1,11 @@
-"""The names that a policy may have, and what is said of one that no value has."""
+"""The residual names that a policy may contain, and errors for names that match no value."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-CARRY = "carry"  # a layer's input, as `jaxops.offload.scan` names it
-# By which jaxops' ops and layers call what they keep: docs/residual_names.md, of which a test says that it has these.
+CARRY = "carry"  # a layer's input in `jaxops.offload.scan`
+# The residual names of jaxops' ops and layers. A test compares them with docs/residual_names.md.
 OF_JAXOPS = tuple(
     f"{op}.{name}"
     for op, names in {
@@ -33,7 +33,7 @@ OF_JAXOPS = tuple(
 
 
 def covers(names: Iterable[str], name: str) -> bool:
-    """Whether name is one of these, or goes on after one of them with a dot."""
+    """Whether name is one of names, or continues one of them after a dot."""
     return any(name == known or name.startswith(known + ".") for known in names)
 
 
@@ -41,13 +41,11 @@ def check_name(name: Any, where: str) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{where} has {name!r}, a {type(name).__name__}; names are strings.")
     if not all(name.split(".")):
-        raise ValueError(
-            f"{where} has the name {name!r}: a name is not empty, nor is what stands before or after a dot."
-        )
+        raise ValueError(f"{where} has the name {name!r}: a name and each of its parts between dots must not be empty.")
 
 
 def unknown(names: Sequence[str], seen: Iterable[str]) -> list[str]:
-    """Those that no value seen has, nor one that jaxops could name in another function: a policy may serve layers that differ."""
+    """Names that cover neither a value in seen nor a name of jaxops: one policy may serve layers that differ."""
     known = {*seen, *OF_JAXOPS, CARRY}
     return [name for name in names if not any(covers((name,), other) for other in known)]
 
@@ -60,12 +58,13 @@ def check_known(names: Sequence[str], seen: Iterable[str], of: str) -> None:
     seen = sorted(seen)
     if wrong := unknown(names, seen):
         raise ValueError(
-            f"the policy names {wrong[0]!r}, but no value of {of} is called so.{did_you_mean(wrong[0], (*seen, *OF_JAXOPS, CARRY))} Its names are "
-            f"{', '.join(seen) or 'none at all'}; {CARRY!r} is a layer's input in jaxops.offload.scan, and jaxops' own are in docs/residual_names.md."
+            f"the policy names {wrong[0]!r}, but no value of {of} is called so."
+            f"{did_you_mean(wrong[0], (*seen, *OF_JAXOPS, CARRY))} Its names are {', '.join(seen) or 'none at all'}; "
+            f"{CARRY!r} is a layer's input in jaxops.offload.scan; docs/residual_names.md lists jaxops' own."
         )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the closest of the known names and of what stands before their dots; nothing where none is close."""
+    """A sentence with the closest known name or prefix before a dot; empty if none is close."""
     near = difflib.get_close_matches(name, [*known, *(other.partition(".")[0] for other in known)], 1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Which of a function's intermediate values its backward keeps, which it fetches back from the host's memory, and which it computes again."""
+"""Which intermediate values stay on the device for the backward, which go to the host, and which are recomputed."""
 
 import dataclasses
 import math
@@ -16,21 +16,20 @@ Choice = Literal["keep", "offload", "recompute"]
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A policy for `jax.checkpoint`, `nnx.remat` and `jaxops.offload.scan`, over values named by `jax.ad_checkpoint.checkpoint_name`.
+    """A policy for `jax.checkpoint`, `nnx.remat` and `jaxops.offload.scan`, by the names of `checkpoint_name`.
 
-    A name stands for itself and for all names that go on after it with a dot: "moe_mlp" for "moe_mlp.gate" and "moe_mlp.up". What no name covers is computed
-    again. Hashable: the same names give the same compiled program.
-
-    `jaxops.offload.scan` refuses a name that none of its layer's values has. JAX's own functions ask a policy about one value at a time, so with them call
-    `policy.check(function, *args)` first.
+    A name covers itself and every name that continues it after a dot: "moe_mlp" covers "moe_mlp.up". Values that no
+    name
+    covers are recomputed. Hashable. `jaxops.offload.scan` raises for a name that none of its layer's values has; JAX's
+    own functions ask about one value at a time: with them call `policy.check(function, *args)` first.
 
     Attributes:
-      keep: names whose values stay in the device's memory.
-      offload: names whose values go to the host's memory and come back for the backward; "moe_mlp.up" may go where "moe_mlp" is kept.
+      keep: names whose values stay in device memory.
+      offload: names whose values go to the host until the backward; they may be longer names of what keep covers.
 
     Raises:
-      TypeError: names that are no strings, or a string in place of a tuple of them.
-      ValueError: an empty name, or one that is kept and offloaded.
+      TypeError: names that are no strings, or a string instead of a tuple.
+      ValueError: an empty name, or a name in keep that offload covers.
     """
 
     keep: tuple[str, ...] = ()
@@ -40,16 +39,13 @@ class Policy:
         for field in ("keep", "offload"):
             names = getattr(self, field)
             if not isinstance(names, (tuple, list)):
-                raise TypeError(
-                    f"{field} is a {type(names).__name__}; write a tuple of names, as in Policy({field}=('moe_mlp',))."
-                )
+                wanted = f"write a tuple of names, as in Policy({field}=('moe_mlp',))"
+                raise TypeError(f"{field} is a {type(names).__name__}; {wanted}.")
             for name in names:
                 check_name(name, field)
             object.__setattr__(self, field, tuple(names))
         if both := [name for name in self.keep if covers(self.offload, name)]:
-            raise ValueError(
-                f"{both[0]!r} is in keep, and offload={self.offload!r} covers it, too: write it into one of them."
-            )
+            raise ValueError(f"{both[0]!r} is in keep, and offload={self.offload!r} covers it too: write it in one.")
 
     def choice(self, name: str) -> Choice:
         if covers(self.offload, name):
@@ -57,98 +53,84 @@ class Policy:
         return "keep" if covers(self.keep, name) else "recompute"
 
     def check(self, function: Callable[..., Any], *args: Any) -> None:
-        """Traces `function(*args)` and its gradient, and looks for the values that the policy names.
+        """Traces `function(*args)` and its gradient, and checks that the policy's names occur.
 
         >>> import jax.numpy as jnp
         >>> from jaxops import offload
         >>> from jax.ad_checkpoint import checkpoint_name
         >>> layer = lambda x: jnp.sin(checkpoint_name(2 * x, "hidden"))
-        >>> offload.Policy(keep=("hidden",)).check(layer, jnp.ones(3))  # with "hiden" a ValueError, which asks whether "hidden" was meant
+        >>> offload.Policy(keep=("hidden",)).check(layer, jnp.ones(3))  # "hiden" would raise and suggest "hidden"
 
         Args:
           args: arrays or `jax.ShapeDtypeStruct`s.
 
         Raises:
-          ValueError: a name that is neither in function's values nor one of jaxops' own, which other functions may have.
+          ValueError: a name that neither function's values nor any of jaxops' ops have.
         """
         check_known(self.keep + self.offload, residual_bytes(function, *args), "the function")
 
     def on_device(self) -> "Policy":
-        """The same with nothing offloaded: kept instead."""
+        """The same policy, with offloaded values kept."""
         return Policy(self.keep + self.offload)
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """What `jax.checkpoint` asks."""
+        """The policy function that `jax.checkpoint` calls."""
         if prim.name != "name":
             return False
         choice = self.choice(params["name"])
         if choice != "offload":
             return choice == "keep"
-        names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [params["name"]]}
         return jax.checkpoint_policies.save_and_offload_only_these_names(
-            **names, offload_src="device", offload_dst="pinned_host"
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[params["name"]],
+            offload_src="device",
+            offload_dst="pinned_host",
         )(prim, *avals, **params)
 
 
 def policy(
     names: Mapping[str, Choice], *, budget_bytes: int | None = None, sizes: Mapping[str, int] | None = None
 ) -> Policy:
-    """A `Policy` in one line: `policy({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"})`.
+    """A `Policy` from one mapping: `policy({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"})`.
 
     Args:
-      names: what becomes of the values of each name; see `Policy` for what a name covers. An entry for a longer name is for its own values alone, whatever a
-        shorter one says: {"moe_mlp": "offload", "moe_mlp.gate": "keep"} needs `sizes` to know the others by name.
-      budget_bytes: the most that is offloaded, of one call of the function, at least 0. Names are offloaded in their order as long as they fit, the others
-        recomputed.
-      sizes: bytes by name, as of `residual_bytes`; needed for a budget.
+      names: the choice for each name; see `Policy` for what a name covers. The longest matching name decides:
+        {"moe_mlp": "offload", "moe_mlp.gate": "keep"} needs `sizes`, which lists the other names.
+      budget_bytes: the most that one call of the function offloads, at least 0. Names are offloaded in their order
+        while they fit; the others are recomputed.
+      sizes: bytes by name, from `residual_bytes`; required with a budget.
 
     Raises:
-      ValueError: an unknown choice, a negative budget, a budget or overlapping names without sizes, or a name that is in no value's.
-      TypeError: names that are no mapping, a budget or sizes that are no integers.
+      ValueError: an unknown choice, a negative budget, a budget or overlapping names without sizes, or a name that
+        covers none of sizes.
+      TypeError: names or sizes that are no mapping, a budget or a size that is no integer.
     """
-    if not isinstance(names, Mapping):
-        raise TypeError(
-            f"names is a {type(names).__name__}; write a choice for each name, as in policy({{'moe_mlp': 'offload'}})."
-        )
-    if sizes is not None and not isinstance(sizes, Mapping):
-        raise TypeError(
-            f"sizes is a {type(sizes).__name__}; pass what jaxops.offload.residual_bytes(function, *arguments) gave."
-        )
-    if budget_bytes is not None:
-        budget_bytes = check_integer("budget_bytes", budget_bytes, 0)
+    pass_sizes = "pass sizes=jaxops.offload.residual_bytes(function, *arguments)"
+    write_names = "write a choice for each name, as in policy({'moe_mlp': 'offload'})"
+    for argument, value, needed in (("names", names, write_names), ("sizes", sizes, pass_sizes)):
+        if not isinstance(value, Mapping) and (argument == "names" or value is not None):
+            raise TypeError(f"{argument} is a {type(value).__name__}; {needed}.")
+    left = math.inf if budget_bytes is None else check_integer("budget_bytes", budget_bytes, 0)
     for name, choice in names.items():
         check_name(name, "names")
-        if choice not in get_args(Choice):
-            raise ValueError(
-                f"the choice for {name!r} is {choice!r}; it must be one of {', '.join(map(repr, get_args(Choice)))}."
-            )
-    overlapping = [name for name in names if any(covers((other,), name) for other in names if other != name)]
+        if choice not in (known := get_args(Choice)):
+            raise ValueError(f"the choice for {name!r} is {choice!r}; it must be one of {', '.join(map(repr, known))}.")
     if sizes is None:
-        if budget_bytes is not None or overlapping:
-            why = (
-                "budget_bytes is given"
-                if budget_bytes is not None
-                else f"{overlapping[0]!r} stands under another name, too"
-            )
-            raise ValueError(
-                f"{why}, and that needs sizes: pass sizes=jaxops.offload.residual_bytes(function, *arguments)."
-            )
-        by_choice = lambda choice: tuple(name for name, of in names.items() if of == choice)
-        return Policy(by_choice("keep"), by_choice("offload"))
+        if budget_bytes is not None:
+            raise ValueError(f"budget_bytes needs sizes: {pass_sizes}.")
+        if overlapping := [name for name in names if covers(names.keys() - {name}, name)]:
+            raise ValueError(f"another name covers {overlapping[0]!r} too, which needs sizes: {pass_sizes}.")
+        sizes = dict.fromkeys(names, 0)
     for known, size in sizes.items():
         check_integer(f"sizes[{known!r}]", size, 0)
     if unknown := [name for name in names if not any(covers((name,), known) for known in sizes)]:
-        raise ValueError(
-            f"no value is called {unknown[0]!r}; the names are {', '.join(sorted(sizes)) or 'none at all'}.{did_you_mean(unknown[0], sizes)}"
-        )
-    left, kept, offloaded = math.inf if budget_bytes is None else budget_bytes, [], []
-    for name in names:
+        near, known = did_you_mean(unknown[0], sizes), ", ".join(sorted(sizes)) or "none at all"
+        raise ValueError(f"no value is called {unknown[0]!r}; the names are {known}.{near}")
+    chosen: dict[str, list[str]] = {"keep": [], "offload": [], "recompute": []}
+    for name, choice in names.items():
         for known, size in sizes.items():
-            if max((other for other in names if covers((other,), known)), key=len, default=None) != name:
-                continue
-            if names[name] == "keep":
-                kept.append(known)
-            elif names[name] == "offload" and size <= left:
-                left -= size
-                offloaded.append(known)
-    return Policy(tuple(kept), tuple(offloaded))
+            longest = max((other for other in names if covers((other,), known)), key=len, default=None)
+            if longest == name and (choice != "offload" or size <= left):
+                chosen[choice].append(known)
+                left -= size if choice == "offload" else 0
+    return Policy(tuple(chosen["keep"]), tuple(chosen["offload"]))

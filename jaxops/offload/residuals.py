@@ -1,4 +1,4 @@
-"""The names of residuals: how large they are, and one for those of functions that give them none."""
+"""The names of residuals: their sizes, and a name for all residuals of a function."""
 
 import collections
 from collections.abc import Callable
@@ -15,13 +15,13 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def named(function: Function, name: str) -> Function:
-    """`function`, of which everything that its backward needs is called `name`: arguments, results and what lies between.
+    """`function`, with every value that its backward reads called `name`: arguments, results and intermediates.
 
-    For what is another's, as attention by cuDNN, whose softmax's sums have no name of their own: a policy could save all else, and the kernel would run twice.
-    A policy that keeps or offloads `name` leaves nothing of the function to be computed again.
+    For functions whose residuals have no names, such as cuDNN attention with its softmax statistics. A policy that
+    keeps or offloads `name` recomputes nothing of the function.
 
     Args:
-      function: of arrays alone, all as positional arguments: what it takes from around it has no gradient.
+      function: takes arrays as positional arguments. Arrays that it closes over get no gradient.
 
     Raises:
       TypeError, ValueError: a name that is no string, or empty.
@@ -33,18 +33,17 @@ def named(function: Function, name: str) -> Function:
         return function(*args)
 
     def forward(*args):
-        out, vjp = jax.vjp(function, *args)
-        once = {
-            id(x): checkpoint_name(x, name) for x in jax.tree.leaves((out, vjp))
-        }  # a result that is also a residual is one value
-        return jax.tree.map(lambda x: once[id(x)], (out, vjp))
+        results = jax.vjp(function, *args)
+        # By identity: a result that is also a residual stays one value.
+        once = {id(x): checkpoint_name(x, name) for x in jax.tree.leaves(results)}
+        return jax.tree.map(lambda x: once[id(x)], results)
 
     run.defvjp(forward, lambda vjp, cotangents: vjp(cotangents))
     return run  # pyright: ignore[reportReturnType]
 
 
 def residual_bytes(function: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """Bytes of the values by name in `function(*args)` and what its backward needs; of values in a loop, those of all rounds together.
+    """Bytes of the named values in `function(*args)` and its residuals; in a loop, the bytes of all iterations.
 
     `args` are arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
     """
@@ -52,7 +51,7 @@ def residual_bytes(function: Callable[..., Any], *args: Any) -> dict[str, int]:
 
 
 def count_names(jaxpr: Any) -> dict[str, int]:
-    """Bytes by name of the values that have one, wherever in a jaxpr they stand."""
+    """Bytes by name of all named values in a jaxpr and in the jaxprs inside it."""
     found: dict[str, int] = collections.Counter()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
@@ -66,36 +65,35 @@ def count_names(jaxpr: Any) -> dict[str, int]:
 
 
 def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:
-    """Where a value of a jaxpr was made, behind all calls that it only went through, and its name, if it has one: equal for equal values, one of the jaxpr's
-    `invars` for what is passed on."""
+    """(the variable that a value comes from, its name or None), followed through calls that only pass it on.
+
+    Equal for equal values; one of the jaxpr's `invars` for a value that is only passed on.
+    """
     producers = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
     while isinstance(var, core.Var) and var in producers:
         eqn, index = producers[var]
         if eqn.primitive.name == "name":
             return var, eqn.params["name"]
-        if eqn.primitive.name == "reduce_precision" and _changes_nothing(eqn):
+        if eqn.primitive.name == "reduce_precision" and _is_identity(eqn):
             var = eqn.invars[0]
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         inner = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
-        if eqn.primitive.name in ("scan", "shard_map") or not isinstance(
-            inner, core.Jaxpr
-        ):  # those two change what they pass on
+        # scan and shard_map change the shapes of what they pass on.
+        if not isinstance(inner, core.Jaxpr) or eqn.primitive.name in ("scan", "shard_map"):
             return var, None
         if (len(inner.invars), len(inner.outvars)) != (len(eqn.invars), len(eqn.outvars)):
             return var, None
-        place, name = origin(inner, inner.outvars[index])
-        if place not in inner.invars:
-            return (
-                eqn.outvars[[origin(inner, out)[0] for out in inner.outvars].index(place)]
-                if isinstance(place, core.Var)
-                else var
-            ), name
-        var = eqn.invars[inner.invars.index(place)]
+        source, name = origin(inner, inner.outvars[index])
+        if source not in inner.invars:
+            if isinstance(source, core.Var):
+                var = eqn.outvars[[origin(inner, out)[0] for out in inner.outvars].index(source)]
+            return var, name
+        var = eqn.invars[inner.invars.index(source)]
     return var, None
 
 
-def _changes_nothing(eqn: Any) -> bool:
-    """Whether it rounds to the precision that a value has already, as `jax.checkpoint` does with what it keeps."""
+def _is_identity(eqn: Any) -> bool:
+    """Whether it rounds to the precision that its operand has, as `jax.checkpoint` does with the values it keeps."""
     of = jnp.finfo(eqn.invars[0].aval.dtype)
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (of.nexp, of.nmant)

@@ -40,8 +40,8 @@ def test_a_longer_name_is_for_its_own_values():
 
 @pytest.mark.parametrize(("names", "options", "message"), [
     ({"a": "ofload"}, {}, "'ofload'; it must be one of 'keep', 'offload', 'recompute'"),
-    ({"a": "offload"}, {"budget_bytes": 3}, "budget_bytes is given, and that needs sizes"),
-    ({"a": "offload", "a.b": "keep"}, {}, "'a.b' stands under another name"),
+    ({"a": "offload"}, {"budget_bytes": 3}, "budget_bytes needs sizes"),
+    ({"a": "offload", "a.b": "keep"}, {}, "another name covers 'a.b' too"),
     ({"moe": "offload"}, {"sizes": SIZES}, "no value is called 'moe'; the names are adaln.out, "),
     ({"adalm": "offload"}, {"sizes": SIZES}, "no value is called 'adalm'.* Did you mean 'adaln'"),
     ({"router": "keep"}, {"sizes": SIZES, "budget_bytes": -1}, "budget_bytes is -1; it must be at least 0"),
@@ -73,7 +73,7 @@ def test_a_name_that_is_kept_and_offloaded():
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": 1e9}, "budget_bytes is a float; it must be a Python integer"),
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": True}, "budget_bytes is a bool"),
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": "8GB"}, "budget_bytes is a str"),
-    ({"router": "offload"}, {"sizes": 5}, "sizes is a int; pass what jaxops.offload.residual_bytes"),
+    ({"router": "offload"}, {"sizes": 5}, "sizes is a int; pass sizes=jaxops.offload.residual_bytes"),
     ({"router": "offload"}, {"sizes": {"router": 0.5}}, r"sizes\['router'\] is a float"),
 ])  # fmt: skip
 def test_bad_types(names, options, message):
@@ -82,7 +82,7 @@ def test_bad_types(names, options, message):
 
 
 @pytest.mark.parametrize(("keep", "offload", "error", "message"), [
-    (("carry",), ("carry",), ValueError, r"'carry' is in keep, and offload=\('carry',\) covers it, too"),
+    (("carry",), ("carry",), ValueError, r"'carry' is in keep, and offload=\('carry',\) covers it too"),
     (("router", "moe_mlp.gate"), ("moe_mlp",), ValueError, "'moe_mlp.gate' is in keep, and offload="),
     ("carry", (), TypeError, r"keep is a str; write a tuple of names, as in Policy\(keep="),
     ((), "carry", TypeError, "offload is a str"),

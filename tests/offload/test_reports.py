@@ -94,7 +94,7 @@ def test_verify():
     assert "2 copies to the device, 2 of them in loops; 2 are waited for" in str(
         report(fake(TEXTS["lax_scan"], 8 * SIZE))
     )
-    with pytest.raises(OffloadError, match="no byte lies on the host"):
+    with pytest.raises(OffloadError, match="no byte is on the host"):
         report(fake(TEXTS["scan"], 0), verify=True)
     with pytest.raises(OffloadError, match="nothing is copied there"):
         report(fake("", 8), verify=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 # compile the function that called the op a second time.
 from jaxops._lib import tuned as _tuned  # noqa: F401
 
-if TYPE_CHECKING:  # what type checkers and editors read; at run time a name is imported when it is first used
+if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported on first use
     from jaxops.lengths import bucket_length
     from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
     from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             found = getattr(importlib.import_module(module), name)
-            globals()[name] = found  # so that this is called once a name
+            globals()[name] = found  # __getattr__ is then not called for it again
             return found
     if name in _SUBPACKAGES:
         return importlib.import_module(f"jaxops.{name}")

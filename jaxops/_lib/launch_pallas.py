@@ -1,4 +1,4 @@
-"""The launch of every Pallas kernel, lowered through Triton, and the rule for FP8 arrays that int32 offsets overflow in."""
+"""The launch of every Pallas kernel, lowered through Triton, with int64 offsets for the FP8 arrays that need them."""
 
 import importlib
 import math
@@ -13,12 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 if jax.__version_info__ >= (0, 11):
-    # JAX imports this module when it lowers the first Pallas kernel. The import adds a value to the key of jit's caches: all that was compiled before
-    # would be compiled again.
+    # JAX imports this module when it lowers the first Pallas kernel. The import adds a value to the key of jit's
+    # caches, so that everything compiled before would be compiled again.
     importlib.import_module("jax.experimental.pallas.fuser")
 
-# JAX's lowering (jax/_src/pallas/triton/lowering.py, _compute_offsets_from_indices, up to 0.12) uses int32 element offsets
-# for arrays of at most 2^32 bytes. They overflow in an array of 1-byte numbers of that size with over 2^31 elements.
+# JAX's lowering (jax/_src/pallas/triton/lowering.py, _compute_offsets_from_indices, up to 0.12) uses int32 element
+# offsets for arrays of at most 2^32 bytes. They overflow in an array of 1-byte numbers of that size with over 2^31
+# elements.
 _MOST_INT32, _MOST_BYTES = 2**31, 2**32
 
 
@@ -43,21 +44,21 @@ def launch(
     name: str,
     aliases: dict[int, int] | None = None,
 ) -> Any:
-    """Calls a kernel whose refs are the whole operands and then the whole results.
+    """Calls a kernel whose refs are the whole operands, then the whole results.
 
     An operand or result of 1-byte numbers (FP8) with more than 2^31 and at most 2^32 elements gets enough extra leading
-    rows that JAX uses int64 offsets. Such an operand is copied to add them; such a result is sliced, which may be a copy
-    too. So a kernel must not read the length of the first axis from an FP8 ref. Under vmap, batches whose FP8 arrays
-    would have such a size run one example after another; other batches are one launch.
+    rows that JAX uses int64 offsets: such an operand is copied, and such a result is sliced, which may be a copy too.
+    So a kernel must not read the length of the first axis from an FP8 ref. Under vmap, batches whose FP8 arrays would
+    have such a size run one example after another; other batches are one launch.
 
     Args:
-      kernel: of the operands' refs and the results' refs.
+      kernel: takes the operands' refs and the results' refs.
       out: of the result; or a sequence of them, for a list of results.
       grid: programs along each axis.
       warps, stages: warps per program, and software-pipeline stages of its loops.
       interpret: runs in Pallas' interpreter.
-      name: what profilers show.
-      aliases: numbers of operands whose memory becomes a result's, and of these results.
+      name: shown by profilers.
+      aliases: from an operand's number to the number of the result that is written to its memory.
     """
     outs = [out] if isinstance(out, jax.ShapeDtypeStruct) else list(out)
 
@@ -81,6 +82,26 @@ def launch(
         call = _batched_within_reach(call)
     found = call(*operands)
     return found[0] if isinstance(out, jax.ShapeDtypeStruct) else found
+
+
+def launch_named(
+    kernel: Callable[[dict], None],
+    operands: dict[str, jax.Array | None],
+    out: dict[str, jax.ShapeDtypeStruct],
+    *,
+    aliases: dict[str, str] | None = None,
+    **how: Any,
+) -> dict[str, jax.Array]:
+    """`launch` of a kernel that takes one dict of refs; returns the results by name. Operands that are None have no
+    ref."""
+    given = {name: x for name, x in operands.items() if x is not None}
+    numbers = {[*given].index(operand): [*out].index(result) for operand, result in (aliases or {}).items()}
+
+    def with_names(*refs):
+        kernel(dict(zip((*given, *out), refs, strict=True)))
+
+    results = launch(with_names, *given.values(), out=[*out.values()], aliases=numbers, **how)
+    return dict(zip(out, results, strict=True))
 
 
 def _batched_within_reach(call: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:

@@ -1,4 +1,4 @@
-"""What shard_map's check_vma=True asks of a kernel's operands and results."""
+"""Which manual mesh axes a kernel's operands and results vary over, for shard_map's check_vma=True."""
 
 from typing import Any
 
@@ -7,31 +7,30 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def vary_together(*arrays: jax.Array | None) -> tuple:
-    """The arrays, each marked as varying over every manual mesh axis that any of them varies over.
+def vary_together(*operands: Any) -> tuple:
+    """The operands, pytrees of arrays, with every array marked as varying over each manual mesh axis that any varies
+    over.
 
-    A weight that is replicated over an axis whose tokens differ has a gradient that is the sum over that axis: marked outside a custom_vjp,
-    JAX's own transpose of the mark makes that sum. Outside shard_map, or with check_vma=False, the arrays come back as they are, but numpy's as JAX's: a
-    custom_vjp's rules that are not compiled would get them as they are, and a traced number indexes no array of numpy.
+    A weight that is replicated over an axis whose tokens differ has a gradient that is the sum over that axis: with the
+    mark outside of the custom_vjp, JAX's transpose of the mark is that sum. Outside of shard_map, or with
+    check_vma=False, nothing is marked. NumPy arrays become JAX arrays: rules of a custom_vjp that are not compiled
+    would get them unchanged, and a tracer cannot index a NumPy array.
 
     Raises:
-      ValueError: an array on a mesh with Explicit axes, outside of `jax.shard_map`.
+      ValueError: an array on a mesh with Explicit axes (JAX's default), outside of `jax.shard_map`: the ops have no rule
+        for how their results are sharded.
     """
-    arrays = tuple(None if x is None else jnp.asarray(x) for x in arrays)
-    for x in arrays:
-        _check_explicit_axes(x)
-    axes = set().union(*(_axes(jax.typeof(x)) for x in arrays if x is not None))
-    return tuple(None if x is None else _mark(x, axes) for x in arrays)
-
-
-def _check_explicit_axes(x: jax.Array | None) -> None:
-    """The ops have no rule that says how a result is sharded. Explicit axes, the default of `jax.make_mesh`, need one."""
-    sharding: Any = None if x is None else jax.typeof(x).sharding
-    if sharding is not None and sharding.mesh.explicit_axes:
-        raise ValueError(
-            f"an operand of type {jax.typeof(x)} is on a mesh with Explicit axes, {sharding.mesh.explicit_axes}: call inside jax.shard_map, "
-            "or make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * number of axes."
-        )
+    operands = jax.tree.map(jnp.asarray, operands)
+    types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
+    for type_ in types:
+        if type_.sharding is not None and type_.sharding.mesh.explicit_axes:
+            raise ValueError(
+                f"an operand of type {type_} is on a mesh with Explicit axes, {type_.sharding.mesh.explicit_axes}: "
+                "call inside jax.shard_map, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * number of "
+                "axes."
+            )
+    axes = set().union(*map(_axes, types))
+    return jax.tree.map(lambda x: _mark(x, axes), operands)
 
 
 def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
@@ -40,8 +39,8 @@ def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
 
 
 def barrier(operand: Any) -> Any:
-    """`lax.optimization_barrier`, without the arrays that do not vary over all axes that others do: JAX 0.10 would mark them, and the gradient of a replicated
-    weight must stay without the mark."""
+    """`lax.optimization_barrier` on the arrays that vary over all axes that any of them varies over. JAX 0.10 would
+    mark the others as varying, and the gradient of a replicated weight must stay unmarked."""
     arrays, tree = jax.tree.flatten(operand)
     axes = set().union(*(_axes(jax.typeof(x)) for x in arrays))
     tied = lax.optimization_barrier({i: x for i, x in enumerate(arrays) if _axes(jax.typeof(x)) == axes})

@@ -1,4 +1,4 @@
-"""Launches that a program may have many of."""
+"""Kernel launchers that are traced and lowered once."""
 
 import functools
 from collections.abc import Callable
@@ -8,8 +8,6 @@ import jax
 
 
 def traced_once(*static: str) -> Callable[[Callable], Any]:
-    """`jax.jit` with these arguments static: equal launches are traced and lowered once, however many layers a program has one after another.
-
-    Of a Pallas kernel that takes a tenth of a second. XLA inlines the calls.
-    """
+    """`jax.jit` with these arguments static, for a launcher: all calls of a program with equal shapes share one trace
+    and one lowering, which take a tenth of a second for a Pallas kernel. XLA inlines the calls."""
     return functools.partial(jax.jit, static_argnames=static)

@@ -37,7 +37,7 @@ from tests.ops.grouped_glu.cases import plan_of as glu_plan
 from tests.ops.grouped_matmul.cases import plan_of as grouped_plan
 from tests.ops.modality_grouped_matmul.cases import plan_of as modality_plan
 from tests.ops.moe_mlp.cases import plan_of as mlp_plan
-from tests.ops.permute.cases import TILE, Variant, make_routing, places_of
+from tests.ops.permute.cases import TILE, Variant, make_routing
 from tests.ops.quantize.cases import Variant as QuantizeVariant
 from tests.ops.quantize.cases import np_quantize
 from tests.ops.route.cases import BWD, FWD
@@ -285,14 +285,14 @@ ROUTING_OPS = [
     Op(
         "permute", lambda a, **how: jaxops.permute(a["x"], a["routing"], **how),
         lambda d: {"x": f32(d["T"], d["D"]), "routing": routing_shapes(d)["routing"]}, TOKENS, ways_of(Variant(tile=TILE).plan_for),
-        lambda a: permute_reference(a["x"], places_of(a["routing"])), wrt=("x",), local=("x", "routing"),
+        lambda a: permute_reference(a["x"], a["routing"]), wrt=("x",), local=("x", "routing"),
         integers=lambda rng, d: {"routing": routing_integers(rng, d)["routing"]}, outside=permute_outside,
         module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"), large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
     ),
     Op(
         "combine", lambda a, **how: jaxops.combine(a["rows"], routing_of(a), **how),
         lambda d: {"rows": f32(d["T"] * d["k"], d["D"])} | routing_shapes(d), TOKENS, ways_of(Variant(tile=TILE).plan_for),
-        lambda a: combine_reference(a["rows"], a["weights"], places_of(a["routing"])), wrt=("rows", "weights"), local=("rows", "weights", "routing"),
+        lambda a: combine_reference(a["rows"], routing_of(a)), wrt=("rows", "weights"), local=("rows", "weights", "routing"),
         integers=routing_integers, outside=combine_outside,
         module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"), large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
     ),

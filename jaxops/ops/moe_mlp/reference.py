@@ -1,4 +1,5 @@
-"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [T, k, D, F] in memory."""
+"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [T, k, D, F] in
+memory."""
 
 import jax
 import jax.numpy as jnp

@@ -1,42 +1,36 @@
-"""The backward through the activation, and what tells tokens' choices from rows: elementwise work that XLA compiles, for every backend."""
+"""The backward through the activation, and values of choices as values of rows and back: elementwise work and
+gathers."""
 
 import jax
 import jax.numpy as jnp
 
 from jaxops._lib.activations import unit_gradients
-from jaxops._lib.ragged import clip_bounds
-from jaxops.ops.route import Routing
+from jaxops.ops.route import Routing, choices_with_row, rows_in_groups
 
 
 def unit_bwd_xla(
     activation: str, dh: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """dh [R, F] before the router's weights; gate, up [R, F]; weights [R] of the rows -> the gradients of gate and up, the weighted unit (all [R, F]), and
-    [1, R] float32, the weights' gradients. Outside the groups all of it is zero."""
+    """dh [R, F] before the router's weights; gate, up [R, F]; weights [R] of the rows -> the gradients of gate and up,
+    the weighted unit (all [R, F]), and the weights' gradients [1, R] float32. All are zero outside the groups."""
     dtype, dh, weights = gate.dtype, dh.astype(jnp.float32), weights[:, None]
-    # Of a cotangent of one, up's gradient is the activation, and times up the unit.
-    _, value = unit_gradients(activation, gate, up, jnp.ones_like(dh))
-    h = value * up.astype(jnp.float32)
+    # For a cotangent of one, up's gradient is the activated gate.
+    _, activated = unit_gradients(activation, gate, up, jnp.ones_like(dh))
+    h = activated * up.astype(jnp.float32)
     dgate, dup = unit_gradients(activation, gate, up, weights * dh)
     return dgate.astype(dtype), dup.astype(dtype), (weights * h).astype(dtype), jnp.sum(dh * h, axis=1)[None]
 
 
-def _bounds(routing: Routing) -> tuple[jax.Array, jax.Array]:
-    return clip_bounds(routing.group_offsets[0], routing.group_offsets[-1], routing.row_indices.shape[0])
-
-
 def weights_of_rows(routing: Routing) -> jax.Array:
-    """[R] float32, each row's router weight; zero outside the groups. By gathers: each row looks through its token's choices for itself."""
-    R, T = routing.row_indices.shape[0], routing.weights.shape[0]
-    row = jnp.arange(R, dtype=jnp.int32)
-    first, end = _bounds(routing)
-    token = jnp.clip(routing.row_indices, 0, T - 1)
-    mine = (routing.row_positions[token] == row[:, None]) & ((row >= first) & (row < end))[:, None]
+    """[R] float32, each row's router weight; zero outside the groups. Gathers only: each row compares its number with
+    the positions of its token's choices."""
+    row = jnp.arange(routing.row_indices.shape[0], dtype=jnp.int32)[:, None]
+    token = jnp.clip(routing.row_indices, 0, routing.weights.shape[0] - 1)
+    mine = (routing.row_positions[token] == row) & rows_in_groups(routing)[:, None]
     return jnp.sum(jnp.where(mine, routing.weights[token], 0), axis=1)
 
 
-def of_choices(rows: jax.Array, routing: Routing) -> jax.Array:
-    """[T, k], what [.., R] sums to in each choice's row; zero for a choice without one."""
-    first, end = _bounds(routing)
-    has_row = (routing.row_positions >= first) & (routing.row_positions < end)
-    return jnp.where(has_row, jnp.sum(rows, axis=0)[jnp.clip(routing.row_positions, 0, rows.shape[1] - 1)], 0)
+def sums_of_choices(dots: jax.Array, routing: Routing) -> jax.Array:
+    """[T, k], the sum of dots [.., R] over the first axis in each choice's row; zero for a choice without a row."""
+    position = jnp.clip(routing.row_positions, 0, dots.shape[1] - 1)
+    return jnp.where(choices_with_row(routing), jnp.sum(dots, axis=0)[position], 0)

@@ -1,4 +1,5 @@
-"""Rows of tokens to their experts and back: each token's row copied to its choices' rows, and the weighted sum of what the experts made of them."""
+"""Rows of tokens to their experts and back: copies of each token's row, and the weighted sum of the experts'
+outputs."""
 
 from jaxops.ops.permute.api import check_routing, combine, permute
 from jaxops.ops.permute.plan import Plan, Problem, Tiles, candidates, make_plan

@@ -1,4 +1,5 @@
-"""The gradients of rows and weights in one pass over both sides, as a Pallas kernel lowered through Triton: no atomics, each row has one choice."""
+"""The gradients of rows and weights in one pass, as a Pallas kernel lowered through Triton. No atomics: a row has one
+choice."""
 
 import functools
 
@@ -6,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.permute.choices_pallas import Tokens, each_chunk
-from jaxops.ops.permute.places import Places
+from jaxops.ops.permute.choices_pallas import Tokens, each_chunk, launch_rows
 from jaxops.ops.permute.plan import Tiles
+from jaxops.ops.route import Routing
 
 
 def _combine_bwd_kernel(
@@ -23,13 +23,14 @@ def _combine_bwd_kernel(
 
     def of_choices(choices, carry):
         weights = choices.load(weights_ref, choices.has_row)
-        batch = choices.there.shape[0]
+        batch = choices.exists.shape[0]
 
         def of_columns(columns, dots):
-            found = columns.load(rows_ref, choices.position, choices.has_row).astype(jnp.float32)
-            dout = columns.load(dout_ref, tokens.number, tokens.there).astype(jnp.float32)
-            # What a thread has loaded it adds up by itself: one register a choice is kept, and the threads' sums are added once, after the last columns.
-            dots = dots + jnp.sum((found * dout).reshape(batch, tile.rows, tile.block // lane, lane), axis=3)
+            rows = columns.load(rows_ref, choices.position, choices.has_row).astype(jnp.float32)
+            dout = columns.load(dout_ref, tokens.number, tokens.exists).astype(jnp.float32)
+            # Each thread adds up its own loads in one register per choice; one sum over the threads follows the last
+            # chunk.
+            dots = dots + jnp.sum((rows * dout).reshape(batch, tile.rows, tile.block // lane, lane), axis=3)
             columns.store(drows_ref, choices.position, choices.has_row, weights * dout)
             tokens.clear(drows_ref, choices, columns)
             return dots
@@ -44,19 +45,10 @@ def _combine_bwd_kernel(
 
 @traced_once("tile", "interpret")
 def combine_bwd_pallas(
-    tile: Tiles, rows: jax.Array, weights: jax.Array, dout: jax.Array, places: Places, *, interpret: bool
+    tile: Tiles, rows: jax.Array, routing: Routing, dout: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
-    return launch(
-        functools.partial(_combine_bwd_kernel, tile=tile),
-        places.positions,
-        places.offsets,
-        weights,
-        dout,
-        rows,
-        out=[out_struct(rows.shape, rows.dtype, like=rows), out_struct(weights.shape, weights.dtype, like=rows)],
-        grid=(pl.cdiv(weights.shape[0], tile.rows),),
-        warps=tile.warps,
-        interpret=interpret,
-        name="combine_bwd",
-    )
+    weights, kernel = routing.weights, functools.partial(_combine_bwd_kernel, tile=tile)
+    out = [out_struct(x.shape, x.dtype, like=rows) for x in (rows, weights)]
+    operands = (weights, dout, rows)
+    return launch_rows(kernel, tile, routing, *operands, out=out, D=None, interpret=interpret, name="combine_bwd")

@@ -1,27 +1,22 @@
 """Each token's row, read once and written to the rows of all its choices, as a Pallas kernel lowered through Triton.
 
-Read by rows instead, a token would come from memory once for each choice: between its experts lie more rows than the L2 holds.
+A kernel over rows would read a token from memory once per choice: the rows between its experts do not fit in the L2.
 """
 
 import functools
 
 import jax
-from jax.experimental import pallas as pl
 
-from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.permute.choices_pallas import Columns, Tokens
-from jaxops.ops.permute.places import Places
+from jaxops.ops.permute.choices_pallas import Tokens, launch_rows
 from jaxops.ops.permute.plan import Tiles
+from jaxops.ops.route import Routing
 
 
 def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles):
-    D = x_ref.shape[1]
-    chunks = pl.cdiv(D, tile.block)
-    columns = Columns.of_chunk(pl.program_id(0) % chunks, D, tile.block)
-    tokens = Tokens.of_program(pl.program_id(0) // chunks, tile, positions_ref, offsets_ref)
-    x = columns.load(x_ref, tokens.number, tokens.there)
+    tokens, columns = Tokens.and_columns(x_ref.shape[1], tile, positions_ref, offsets_ref)
+    x = columns.load(x_ref, tokens.number, tokens.exists)
 
     def body(choices, carry):
         columns.store(rows_ref, choices.position, choices.has_row, x)
@@ -32,17 +27,8 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles)
 
 
 @traced_once("tile", "interpret")
-def permute_pallas(tile: Tiles, x: jax.Array, places: Places, *, interpret: bool) -> jax.Array:
+def permute_pallas(tile: Tiles, x: jax.Array, routing: Routing, *, interpret: bool) -> jax.Array:
     """[R, D] in x's dtype. No size is 0."""
-    T, D = x.shape
-    return launch(
-        functools.partial(_permute_kernel, tile=tile),
-        places.positions,
-        places.offsets,
-        x,
-        out=out_struct((places.positions.size, D), x.dtype, like=x),
-        grid=(pl.cdiv(T, tile.rows) * pl.cdiv(D, tile.block),),
-        warps=tile.warps,
-        interpret=interpret,
-        name="permute",
-    )
+    D, kernel = x.shape[1], functools.partial(_permute_kernel, tile=tile)
+    out = out_struct((routing.row_positions.size, D), x.dtype, like=x)
+    return launch_rows(kernel, tile, routing, x, out=out, D=D, interpret=interpret, name="permute")

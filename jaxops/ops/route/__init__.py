@@ -1,9 +1,10 @@
-"""Routing of tokens to experts: top-k choices, their weights, the order of the rows that the grouped products read, and the routers' losses."""
+"""Top-k routing of tokens to experts: choices, weights, the rows' order for grouped products, and the routers'
+losses."""
 
 from jaxops.ops.route.api import route, update_router_bias
 from jaxops.ops.route.logits import router_logits
 from jaxops.ops.route.plan import Plan, Problem, Tiles, candidates, make_plan
-from jaxops.ops.route.routing import Routing
+from jaxops.ops.route.routing import Routing, choices_with_row, partial_routing, rows_in_groups
 
 __all__ = [
     "Plan",
@@ -11,8 +12,11 @@ __all__ = [
     "Routing",
     "Tiles",
     "candidates",
+    "choices_with_row",
     "make_plan",
+    "partial_routing",
     "route",
     "router_logits",
+    "rows_in_groups",
     "update_router_bias",
 ]

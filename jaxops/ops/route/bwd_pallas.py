@@ -1,4 +1,5 @@
-"""The gradient of the logits in one pass over the tokens, as a Pallas kernel lowered through Triton. The scores are found again from the logits."""
+"""The gradient of the logits in one pass over the tokens, as a Pallas kernel lowered through Triton. The scores are
+recomputed from the logits."""
 
 import functools
 
@@ -7,16 +8,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.launch_pallas import launch
+from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.route.columns_pallas import Columns, Scores, each, load_column, steps_of
+from jaxops.ops.route.columns_pallas import Columns, Scores, each_choice, each_step, load_column
 from jaxops.ops.route.plan import TINY, Spec, Tiles
-from jaxops.ops.route.routing import Cotangents, Saved
+from jaxops.ops.route.routing import Routing
 
 
-def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tiles):
-    ref = dict(zip(names, refs, strict=True))
+def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
     (T, E), k = ref["logits"].shape, spec.k
     columns = Columns(E)
     experts, shape = columns.experts, (tile.step, columns.width)
@@ -29,18 +29,18 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tiles):
     def body(row, row_in, carry):
         found = Scores.of(columns.load(ref["logits"], row, row_in), spec)
 
-        def put(j, carry):
+        def add_choice(j, carry):
             dweights, member = carry
-            mine = load_column(ref["experts"], row, row_in, j, -1) == experts
+            column = load_column(ref["experts"], row, row_in, j, -1) == experts
             dweight = load_column(ref["dweights"], row, row_in, j, 0.0)
             if spec.capacity is not None:
                 dweight = jnp.where(load_column(ref["row_positions"], row, row_in, j, T * k) < T * k, dweight, 0.0)
-            return jnp.where(mine, dweight, dweights), member | mine
+            return jnp.where(column, dweight, dweights), member | column
 
-        dweights, member = each(k, put, (jnp.zeros(shape, jnp.float32), jnp.full(shape, False)))
+        dweights, member = each_choice(k, add_choice, (jnp.zeros(shape, jnp.float32), jnp.full(shape, False)))
         dscores = dweights * spec.weight_scale
         if spec.normalize:
-            # A dropped choice has no weight, but its score is in the sum that the others are divided by.
+            # A dropped choice has weight 0, but its score is in the sum that normalizes the others.
             sums = jnp.sum(jnp.where(member, found.scores, 0.0), axis=1, keepdims=True) + TINY
             mean = jnp.sum(dscores * found.scores, axis=1, keepdims=True) / sums
             dscores = jnp.where(member, (dscores - mean) / sums, 0.0)
@@ -55,27 +55,30 @@ def _bwd_kernel(*refs, names: tuple[str, ...], spec: Spec, tile: Tiles):
         columns.store(ref["dlogits"], row, row_in, dlogits)
         return carry
 
-    steps_of(pl.program_id(0), tile, T, body, 0)
+    each_step(pl.program_id(0), tile, T, body, 0)
 
 
 @traced_once("spec", "tile", "interpret")
-def backward_pallas(spec: Spec, tile: Tiles, saved: Saved, cotangents: Cotangents, *, interpret: bool) -> jax.Array:
-    """The gradient of logits [T, E], in their dtype. T is not 0."""
-    logits = saved.logits
-    given = {"logits": logits, "experts": saved.experts, "load": saved.load} | (
-        {} if spec.capacity is None else {"row_positions": saved.row_positions}
-    )
-    given |= {
+def backward_pallas(
+    spec: Spec, tile: Tiles, logits: jax.Array, routing: Routing, cotangents: Routing, *, interpret: bool
+) -> jax.Array:
+    """The gradient of logits [T, E], in their dtype. T > 0."""
+    operands = {
+        "logits": logits,
+        "experts": routing.experts,
+        "load": routing.load,
+        "row_positions": None if spec.capacity is None else routing.row_positions,
         "dweights": cotangents.weights,
         "daux": cotangents.aux_loss.reshape(1),
         "dz": cotangents.z_loss.reshape(1),
     }
-    return launch(
-        functools.partial(_bwd_kernel, names=(*given, "dlogits"), spec=spec, tile=tile),
-        *given.values(),
-        out=out_struct(logits.shape, logits.dtype, like=logits),
+    results = launch_named(
+        functools.partial(_bwd_kernel, spec=spec, tile=tile),
+        operands,
+        {"dlogits": out_struct(logits.shape, logits.dtype, like=logits)},
         grid=(pl.cdiv(logits.shape[0], tile.rows),),
         warps=tile.warps,
         interpret=interpret,
         name="route_bwd",
     )
+    return results["dlogits"]

@@ -1,4 +1,4 @@
-"""What the routing kernels share: where the experts stand in a program's registers, a token's scores, a loop over its choices."""
+"""Shared by the routing kernels: the experts as register columns, a token's scores, loops over tokens and choices."""
 
 import dataclasses
 
@@ -10,17 +10,19 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.powers import power_of_2
 from jaxops.ops.route.plan import TINY, Spec, Tiles
 
-_PLACES = 4  # neighbouring experts that a thread loads at once: 16 bytes of float32
-_UNROLLED = 8  # choices a token up to which a loop over them is written out, so that all loads are on their way at once
+_VECTOR = 4  # neighbouring experts in one load of a thread: 16 bytes of float32
+_MAX_UNROLLED = (
+    8  # choices per token; a loop over up to so many is unrolled, so that all its loads are in flight at once
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """E experts as the columns of a register array: Triton's arrays are powers of two.
+    """E experts as the columns of a register array, whose sizes are powers of two in Triton.
 
-    With groups, columns are numbered by (part of a group, group, place in the part), each filled up to a power of two: so that a group's experts are
-    in few lanes and many registers of each, where the largest of them is found with 2 exchanges between lanes. In the order of the experts a group would
-    be a register of all 32 lanes: 5 exchanges for every single group.
+    With groups the columns are numbered by (part of a group, group, expert of the part), each padded to a power of two.
+    The experts of a group then lie in few lanes and many registers of each, and a maximum over a group takes 2
+    shuffles. In the order of the experts a group would be a register of all 32 lanes: 5 shuffles for every group.
     """
 
     E: int
@@ -28,45 +30,43 @@ class Columns:
 
     @property
     def size(self) -> int:
-        """Experts of a group."""
+        """Experts per group."""
         return self.E // self.groups
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Parts of a group, groups, and places of a part."""
-        places = min(_PLACES, power_of_2(self.size))
-        return power_of_2(self.size) // places, power_of_2(self.groups), places
+        """Parts of a group, groups, and experts of a part."""
+        part = min(_VECTOR, power_of_2(self.size))
+        return power_of_2(self.size) // part, power_of_2(self.groups), part
 
     @property
     def width(self) -> int:
         return power_of_2(self.size) * power_of_2(self.groups)
 
-    def _group_and_place(self) -> tuple[jax.Array, jax.Array]:
-        """Of each column, [1, width]: its group, and its place among all those of the group."""
-        column, (_, groups, places) = jnp.arange(self.width, dtype=jnp.int32)[None, :], self.shape
-        if self.groups == 1:
-            return jnp.zeros_like(column), column
-        return column // places % groups, column // (groups * places) * places + column % places
-
     @property
     def full(self) -> bool:
-        """Whether every column is an expert. Then no mask says so, and Triton sees that neighbours may be loaded together."""
+        """Whether every column is an expert. Nothing is masked then, and Triton sees that neighbours can be loaded
+        together."""
         return self.width == self.E
 
     @property
     def experts(self) -> jax.Array:
-        """[1, width] int32; E in a column that only fills up."""
-        group, place = self._group_and_place()
-        expert = group * self.size + place
-        return expert if self.full else jnp.where((group < self.groups) & (place < self.size), expert, self.E)
+        """[1, width] int32; E in a column of padding."""
+        column, (_, groups, part) = jnp.arange(self.width, dtype=jnp.int32)[None, :], self.shape
+        group, member = jnp.zeros_like(column), column
+        if self.groups > 1:
+            group = column // part % groups
+            member = column // (groups * part) * part + column % part
+        expert = group * self.size + member
+        return expert if self.full else jnp.where((group < self.groups) & (member < self.size), expert, self.E)
 
     @property
     def inside(self) -> jax.Array:
-        """[1, width]: which columns hold an expert."""
+        """[1, width]: which columns are experts."""
         return jnp.full((1, self.width), True) if self.full else self.experts < self.E
 
     def by_group(self, values: jax.Array) -> jax.Array:
-        """values [rows, width] as [rows, parts, groups, places]."""
+        """values [rows, width] as [rows, parts, groups, experts of a part]."""
         return jnp.broadcast_to(values, (values.shape[0], self.width)).reshape(values.shape[0], *self.shape)
 
     def at(self, ref, row: jax.Array, row_in: jax.Array) -> tuple:
@@ -76,25 +76,22 @@ class Columns:
         return ref.at[row, self.experts], mask if self.full else mask & jnp.broadcast_to(self.inside, shape)
 
     def load(self, logits_ref, row: jax.Array, row_in: jax.Array) -> jax.Array:
-        """The logits of the tokens row [rows, 1] as float32 [rows, width], -inf where there are none."""
+        """The logits of the tokens row [rows, 1] as float32 [rows, width], -inf in masked columns and rows."""
         at, mask = self.at(logits_ref, row, row_in)
         return plgpu.load(at, mask=mask, other=-jnp.inf).astype(jnp.float32)
 
     def load_vector(self, ref, other) -> jax.Array:
         """ref [E] as [1, width]."""
-        return (
-            plgpu.load(ref.at[self.experts])
-            if self.full
-            else plgpu.load(ref.at[self.experts], mask=self.inside, other=other)
-        )
+        mask = {} if self.full else {"mask": self.inside, "other": other}
+        return plgpu.load(ref.at[self.experts], **mask)
 
     def store(self, ref, row: jax.Array, row_in: jax.Array, values: jax.Array) -> None:
         at, mask = self.at(ref, row, row_in)
         plgpu.store(at, values.astype(ref.dtype), mask=mask)
 
 
-def steps_of(pid: jax.Array, tile: Tiles, T: int, body, carry):
-    """Folds body(tokens [step, 1], which of them there are, carry) over a program's tokens."""
+def each_step(pid: jax.Array, tile: Tiles, T: int, body, carry):
+    """Folds body(tokens [step, 1], which of them exist, carry) over a program's tokens."""
 
     def step(i, carry):
         row = (pid * tile.rows + i * tile.step + jnp.arange(tile.step, dtype=jnp.int32))[:, None]
@@ -105,13 +102,13 @@ def steps_of(pid: jax.Array, tile: Tiles, T: int, body, carry):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of a program's tokens; what fills up a row is zero in all of them.
+    """Scores of a program's tokens; 0 in columns of padding.
 
     Attributes:
-      softmax, scores: [rows, width], of the logits; the scores that weights are made of.
-      share: [rows, width], each score over `total`, their sum (softmax: over 1).
-      top, exps: [rows, 1], the largest logit, and the sum of the exponentials of all others less it.
-      total: [rows, 1].
+      softmax, scores: [rows, width], softmax of the logits; the scores that the weights are made of.
+      share: [rows, width], scores / total.
+      top, exps: [rows, 1], the largest logit, and the sum of exp(logits - top).
+      total: [rows, 1], the sum of the scores plus TINY; 1 for softmax.
     """
 
     softmax: jax.Array
@@ -139,13 +136,13 @@ class Scores:
         return self.top + jnp.log(self.exps)
 
     def score_of(self, logits: jax.Array, spec: Spec) -> jax.Array:
-        """The scores of some of the tokens' own logits."""
+        """The scores of some logits of these tokens."""
         return jnp.exp(logits - self.top) / self.exps if spec.score == "softmax" else jax.nn.sigmoid(logits)
 
 
-def each(k: int, body, carry):
+def each_choice(k: int, body, carry):
     """Folds body(j, carry) over a token's choices."""
-    if k > _UNROLLED:
+    if k > _MAX_UNROLLED:
         return lax.fori_loop(0, k, body, carry)
     for j in range(k):
         carry = body(jnp.int32(j), carry)

@@ -7,29 +7,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable
+from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
+
+_MAX_LENGTH = (
+    4096  # of a sum on tensor cores, which truncate instead of rounding: longer sums are split and added outside
+)
+_PRODUCT: Any = {"precision": lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
 
 
 def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel in float32, not in TF32, which is a GPU's default; the gradient of the kernel is as precise.
+    """x @ kernel in float32, not in TF32, a GPU's default; the kernel's gradient has the same precision.
 
-    On a GPU with tensor cores for bfloat16, a float32 number is taken as the sum of three bfloat16 numbers. Products
-    of bfloat16 numbers are exact in float32. So with bfloat16 tokens one product with three times as many columns
-    gives what float32 gives, in half to a sixth of its time (H200, benchmarks/results/nvidia_h200/router.jsonl). The
-    gradient of x, which is rounded to bfloat16 in the end, leaves out what is below 2^-16 of it. Source: Henry, Tang,
-    Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.
+    On a GPU with bfloat16 tensor cores, a float32 number is split into a sum of three bfloat16 numbers, whose products
+    are exact in float32. With bfloat16 tokens one product with three times the columns then has the precision of
+    float32, in a half to a sixth of its time (H200, benchmarks/results/nvidia_h200/router.jsonl). The gradient of x,
+    which is rounded to bfloat16 anyway, omits terms below 2^-16 of it. Source: Henry, Tang, Heinecke, "Leveraging the
+    bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.
 
     Args:
       x: [T, D], bfloat16, float16 or float32.
       kernel: [D, E], cast to float32.
 
     Returns:
-      [T, E] float32. The backward keeps x as it came, and no copy in float32.
+      [T, E] float32. The residual is x itself, not a float32 copy.
     """
     kernel = kernel.astype(jnp.float32)
     if x.dtype == jnp.bfloat16 and device_of(x, kernel).has((8, 0)):
-        return _in_parts(*vary_together(x, kernel))
+        return _split_matmul(*vary_together(x, kernel))
     return jax.checkpoint(_plain)(x, kernel)
 
 
@@ -37,65 +42,52 @@ def _plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.matmul(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
 
 
-def _parts(a: jax.Array) -> list[jax.Array]:
+def _split(a: jax.Array) -> list[jax.Array]:
     """Three bfloat16 arrays with the sum a."""
-    found = []
+    parts = []
     for _ in range(3):
-        part = lax.reduce_precision(
-            a, exponent_bits=8, mantissa_bits=7
-        )  # XLA may leave out a cast to bfloat16 and back, but not this
-        found.append(part.astype(jnp.bfloat16))
+        # XLA may remove a cast to bfloat16 and back, but not this.
+        part = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
         a = a - part
-    return found
-
-
-_LONGEST = 4096
-_HOW: Any = {"precision": lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
+    return parts
 
 
 def _dot_of_float32(x: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Of x in bfloat16, over this axis, and b [length of that axis, E] in float32."""
+    """bfloat16 x contracted over this axis with float32 b [length of that axis, E]."""
     length, E = b.shape
-    # Tensor cores do not round what they add, they cut it off: longer sums are added from pieces.
-    pieces = next((n for n in range(-(-length // _LONGEST), 65) if n and length % n == 0), 1)
+    pieces = next((n for n in range(-(-length // _MAX_LENGTH), 65) if n and length % n == 0), 1)
     x = x.reshape(*x.shape[:axis], pieces, length // pieces, *x.shape[axis + 1 :])
-    parts = jnp.concatenate(_parts(b), axis=1).reshape(pieces, length // pieces, 3 * E)
-    found = lax.dot_general(x, parts, (((axis + 1,), (1,)), ((axis,), (0,))), **_HOW)
-    large, middle, small = jnp.split(jnp.sum(found, axis=0), 3, axis=1)
-    return large + (middle + small)  # the least first
+    parts = jnp.concatenate(_split(b), axis=1).reshape(pieces, length // pieces, 3 * E)
+    products = lax.dot_general(x, parts, (((axis + 1,), (1,)), ((axis,), (0,))), **_PRODUCT)
+    large, middle, small = jnp.split(jnp.sum(products, axis=0), 3, axis=1)
+    return large + (middle + small)  # the smallest first
 
 
 def _forward(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return _dot_of_float32(x, kernel, 1)
 
 
-def _find_gradients(x: jax.Array, kernel: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    d, k = _parts(dlogits), _parts(kernel)
-    of_logits, of_kernel = (jnp.concatenate(parts, axis=1) for parts in ((d[0], d[0], d[1]), (k[0], k[1], k[0])))
-    dx = lax.dot_general(of_logits, of_kernel, (((1,), (1,)), ((), ())), **_HOW)
+def _backward(x: jax.Array, kernel: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d, k = _split(dlogits), _split(kernel)
+    d, k = (jnp.concatenate(parts, axis=1) for parts in ((d[0], d[0], d[1]), (k[0], k[1], k[0])))
+    dx = lax.dot_general(d, k, (((1,), (1,)), ((), ())), **_PRODUCT)
     return dx.astype(x.dtype), _dot_of_float32(x, dlogits, 0)
 
 
-def _gradients_fwd(*operands: jax.Array):
-    return _gradients(*operands), operands
+def _plain_backward(x: jax.Array, kernel: jax.Array, dlogits: jax.Array):
+    return jax.vjp(_plain, x, kernel)[1](dlogits)
 
 
-def _gradients_bwd(operands, cotangents):
-    """Second derivatives are JAX's own, of the plain product."""
-    _, vjp = jax.vjp(lambda x, kernel, dlogits: jax.vjp(_plain, x, kernel)[1](dlogits), *operands)
-    return vjp(cotangents)
-
-
-_gradients = differentiable(_find_gradients, _gradients_fwd, _gradients_bwd, static=0)
+_gradients = differentiable_as(_backward, _plain_backward, static=0)
 
 
 def _fwd(x: jax.Array, kernel: jax.Array):
-    return _in_parts(x, kernel), (x, kernel)
+    return _split_matmul(x, kernel), (x, kernel)
 
 
 def _bwd(operands, dlogits: jax.Array):
-    x, kernel = operands
-    return _gradients(x, kernel, dlogits)
+    return _gradients(*operands, dlogits)
 
 
-_in_parts = differentiable(_forward, _fwd, _bwd, static=0)
+_split_matmul = differentiable(_forward, _fwd, _bwd, static=0)

@@ -1,4 +1,5 @@
-"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [T, k, E] in memory."""
+"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [T, k, E] in
+memory."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ from jaxops.ops.route.routing import Routing
 
 
 def route_reference(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None = None) -> Routing:
-    """As `jaxops.route`, by sorting each token's experts and counting their members in matrices of ones and zeros. T is not 0."""
+    """As `jaxops.route`, by sorting each token's experts and counting their members in matrices of ones and zeros. T is
+    not 0."""
     T, E = logits.shape
     R, capacity = T * spec.k, spec.capacity or T
     logits = logits.astype(jnp.float32)

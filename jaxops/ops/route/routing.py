@@ -1,28 +1,34 @@
-"""What a router decided: the pytree that `route` returns, and what its gradient needs of it."""
+"""`Routing`: the decision of a router, as a pytree."""
 
 import dataclasses
-from typing import NamedTuple
+import typing
 
 import jax
+import jax.numpy as jnp
+
+from jaxops._lib.ragged import clip_bounds
 
 
 @jax.tree_util.register_dataclass
+@typing.no_type_check  # JAX unflattens pytrees with placeholders and None, which a runtime type checker would refuse
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """T tokens, each with its k choices among E experts: R = T * k rows in all, sorted by expert, within an expert by token.
+    """T tokens with k choices each among E experts: R = T * k rows, sorted by expert, within an expert by token.
 
-    Row r of an expert's input is token `row_indices[r]`, and what comes out of it is added to that token with its weight:
-    `out[t] = sum_j weights[t, j] * rows[row_positions[t, j]]`, where the choices with a position of R are left out.
+    Row r of the experts' input is token `row_indices[r]`. Its output is added to that token with the router's weight:
+    `out[t] = sum_j weights[t, j] * rows[row_positions[t, j]]`, without the choices whose position is R.
 
     Attributes:
-      weights: [T, k] float32, in the order of experts; 0 for a choice that capacity dropped. Differentiable in the logits.
-      experts: [T, k] int32, each token's choices, the best one first; no two of a token are the same.
-      row_indices: [R] int32, the token of each row. Rows from group_offsets[-1] on belong to no expert, and hold a 0: a token's number, so a gather is safe.
-      row_positions: [T, k] int32, the row of each choice; R, one past the last row, for a choice that capacity dropped.
-      group_offsets: [E + 1] int32, where each expert's rows start, and where the last one's end; below R only where capacity dropped something.
-      load: [E] int32, how many tokens chose each expert, before capacity dropped any. They add up to R.
-      aux_loss: float32 scalar, the load-balancing loss: E * sum_e load[e] / R * P[e], P[e] the mean over the tokens of each one's scores divided by their
-        sum over all experts. 1 where the load is even.
+      weights: [T, k] float32; 0 for a choice that the capacity dropped. Differentiable in the logits.
+      experts: [T, k] int32, each token's choices, the best one first, all different.
+      row_indices: [R] int32, the token of each row. Rows from group_offsets[-1] on belong to no expert and hold 0, a
+        valid token for a gather.
+      row_positions: [T, k] int32, the row of each choice; R for a choice that the capacity dropped.
+      group_offsets: [E + 1] int32, where each expert's rows start, then where the last one's end: R unless rows were
+        dropped.
+      load: [E] int32, how many tokens chose each expert, dropped ones included. They add up to R.
+      aux_loss: float32 scalar, the load-balancing loss E * sum_e load[e] / R * P[e], where P[e] is the mean over the
+        tokens of each token's score over the sum of its scores. 1 for an even load.
       z_loss: float32 scalar, the mean over the tokens of logsumexp(logits)**2.
     """
 
@@ -36,18 +42,21 @@ class Routing:
     z_loss: jax.Array
 
 
-class Saved(NamedTuple):
-    """What the backward reads: the logits [T, E] as they were given, and of their Routing what is no smooth function of them."""
-
-    logits: jax.Array
-    experts: jax.Array
-    row_positions: jax.Array
-    load: jax.Array
+def partial_routing(**fields: jax.Array) -> Routing:
+    """A Routing with these fields and None for the others, which then are no leaves of the pytree: the part that an op
+    reads (JAX would keep the whole as residuals), or the cotangent of a Routing, where None is zero."""
+    return Routing(**{field.name: fields.get(field.name) for field in dataclasses.fields(Routing)})  # pyright: ignore[reportArgumentType]
 
 
-class Cotangents(NamedTuple):
-    """Of the parts of a Routing that have a gradient, in their shapes, float32."""
+def rows_in_groups(routing: Routing) -> jax.Array:
+    """[R], which rows lie in a group; for any values of the offsets, whose slice may start after row 0."""
+    R = routing.row_indices.shape[0]
+    first, end = clip_bounds(routing.group_offsets[0], routing.group_offsets[-1], R)
+    row = jnp.arange(R, dtype=jnp.int32)
+    return (row >= first) & (row < end)
 
-    weights: jax.Array
-    aux_loss: jax.Array
-    z_loss: jax.Array
+
+def choices_with_row(routing: Routing) -> jax.Array:
+    """[T, k], which choices have a row that lies in a group."""
+    first, end = clip_bounds(routing.group_offsets[0], routing.group_offsets[-1], routing.row_indices.shape[0])
+    return (routing.row_positions >= first) & (routing.row_positions < end)

@@ -1,4 +1,4 @@
-"""The portable backend: top_k, one stable sort of the choices, and JAX's own gradients. CPU, TPU, and the benchmark's plain-XLA side."""
+"""The portable backend: top_k, one stable sort of the choices, and JAX's own gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +6,21 @@ from jax import lax
 
 from jaxops.ops.route.keys import GONE, keys_of
 from jaxops.ops.route.plan import TINY, Spec
-from jaxops.ops.route.routing import Cotangents, Routing, Saved
+from jaxops.ops.route.routing import Routing
 
 
 def forward_xla(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> Routing:
-    """T is not 0."""
+    """T > 0."""
     (T, E), k = logits.shape, spec.k
     logits = logits.astype(jnp.float32)
     experts = _choose(spec, logits, selection_bias)
     flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(
-        jnp.int32
-    )  # by token within an expert: a token chooses an expert once
+    # Stable: within an expert in the order of tokens, which choose an expert at most once.
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     offsets = jnp.searchsorted(flat[order], jnp.arange(E + 1, dtype=jnp.int32)).astype(jnp.int32)
     load = jnp.diff(offsets)
-    positions = (
-        jnp.zeros_like(order).at[order].set(jnp.arange(T * k, dtype=jnp.int32), unique_indices=True).reshape(T, k)
-    )
+    row = jnp.arange(T * k, dtype=jnp.int32)
+    positions = jnp.zeros_like(order).at[order].set(row, unique_indices=True).reshape(T, k)
     indices = order // k
     if spec.capacity is not None:
         rank = positions - offsets[experts]
@@ -34,17 +32,21 @@ def forward_xla(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None)
     return Routing(weights, experts, indices, positions, offsets, load, aux_loss, z_loss)
 
 
-def backward_xla(spec: Spec, saved: Saved, cotangents: Cotangents) -> jax.Array:
+def backward_xla(spec: Spec, logits: jax.Array, routing: Routing, cotangents: Routing) -> jax.Array:
     """The gradient of logits [T, E], in their dtype."""
-    logits, *fixed = saved
-    _, vjp = jax.vjp(lambda logits: _weights_and_losses(spec, logits.astype(jnp.float32), *fixed), logits)
-    return vjp(tuple(cotangents))[0]
+
+    def smooth(logits):
+        choice = routing.experts, routing.row_positions, routing.load
+        return _weights_and_losses(spec, logits.astype(jnp.float32), *choice)
+
+    _, vjp = jax.vjp(smooth, logits)
+    return vjp((cotangents.weights, cotangents.aux_loss, cotangents.z_loss))[0]
 
 
 def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> jax.Array:
     """[T, k] int32."""
     T, E = logits.shape
-    # A score rises with its logit, so where nothing is added to the scores, the logits themselves say which is the largest: no rounding makes ties.
+    # Scores rise with their logits: without a bias, compare the logits, so that rounding makes no ties.
     keys = keys_of(logits)
     if selection_bias is not None or spec.expert_groups > 1:
         scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
@@ -62,23 +64,22 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
 
 @jax.custom_jvp
 def _over_their_sum(scores: jax.Array) -> jax.Array:
-    """Each row's scores divided by their sum. JAX's own derivative squares the sum: of scores that underflow it makes NaN."""
+    """Each row's scores over their sum. JAX's own derivative squares the sum, which gives NaN for scores that
+    underflow."""
     return scores / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
 
 
 @_over_their_sum.defjvp
 def _over_their_sum_jvp(primals, tangents):
     (scores,), (change,) = primals, tangents
-    shares = _over_their_sum(scores)
-    return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / (
-        jnp.sum(scores, axis=1, keepdims=True) + TINY
-    )
+    shares, total = _over_their_sum(scores), jnp.sum(scores, axis=1, keepdims=True) + TINY
+    return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / total
 
 
 def _weights_and_losses(
     spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What depends on the float32 logits smoothly, given what was chosen."""
+    """The differentiable part of a Routing, from float32 logits and the choice."""
     T, E = logits.shape
     shares = scores = jax.nn.softmax(logits)
     if spec.score == "sigmoid":

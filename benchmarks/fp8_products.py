@@ -45,7 +45,7 @@ def own_tiles(problem: Problem, plan: Plan, pass_name: str) -> Tiles | None:
     tiles = getattr(plan, pass_name)
     if plan.backend != "triton" or tiles is None or tiles.kernel == "triton":
         return tiles
-    return next(tiles for tiles in candidates(pass_name, problem, current_device()) if tiles.kernel == "triton")
+    return candidates(pass_name, problem, current_device(), "triton")[0]
 
 
 def multiply(a: Operand, b: Operand, offsets: jax.Array | None = None, *, tiles: Tiles | None, **how) -> jax.Array:

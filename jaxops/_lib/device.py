@@ -31,6 +31,7 @@ _BY_NAME: tuple[tuple[str, Capability], ...] = (
 )
 # An NVIDIA card that the table does not have is newer than the table: it has at least what Ada has.
 _UNKNOWN = (8, 9)
+HOPPER_SHARED_BYTES = 232_448  # that one block may use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +53,11 @@ class Device:
     def __post_init__(self):
         if self.platform == "cuda":
             object.__setattr__(self, "platform", "gpu")
-        if self.platform != "gpu":
-            return
-        if self.capability is None:
+        if self.platform == "gpu" and self.capability is None:
             object.__setattr__(self, "capability", _capability_of(self.kind))
         if not self.cores:
-            object.__setattr__(
-                self, "cores", 114 if "PCIe" in self.kind else 78 if re.search(r"\bH20\b", self.kind) else 132
-            )
+            cores = 114 if "PCIe" in self.kind else 78 if re.search(r"\bH20\b", self.kind) else 132
+            object.__setattr__(self, "cores", cores)
 
     @property
     def slug(self) -> str:
@@ -84,7 +82,7 @@ class Device:
     def shared_bytes(self) -> int:
         """Shared memory that one block may use, in bytes (CUDA programming guide, compute capabilities 8.0 to 12.x)."""
         if self.capability is not None and self.capability[0] in (9, 10):
-            return 232_448
+            return HOPPER_SHARED_BYTES
         return 166_912 if self.capability in ((8, 0), (8, 7)) else 101_376
 
 

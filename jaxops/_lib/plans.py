@@ -1,14 +1,12 @@
-"""What the plans of all ops share: the device that a plan was made for, and the choice of the backend."""
+"""How an op's plan is chosen: what an explicit plan gives, else a tuned row, else the op's heuristic."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from jaxops._lib.device import Capability, Device
 
-AMPERE, ADA = (
-    (8, 0),
-    (8, 9),
-)  # compute capabilities: the least that the Pallas kernels need, and those that multiply or cast FP8
+AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least of the Pallas kernels, and the least with FP8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +14,7 @@ class BasePlan:
     """Base class of each op's Plan.
 
     Attributes:
-      device: what the plan is made for; None is filled by `make_plan` with the device of the call's operands.
+      device: what the plan is made for; `make_plan` fills None with the device of the call's operands.
     """
 
     device: Device | None = dataclasses.field(default=None, kw_only=True, repr=False)
@@ -28,12 +26,146 @@ class BasePlan:
         return self.device
 
 
-def plan_device(kind: type[BasePlan], plan: Any, device: Device) -> Device:
-    """The device that a plan is made for: an explicit plan's own, or that of the call.
+ProblemT = TypeVar("ProblemT")
+PlanT = TypeVar("PlanT", bound=Any)  # a BasePlan with a field `backend`
+TilesT = TypeVar("TilesT", bound=Any)
 
-    Raises:
-      TypeError: a plan that is not of this op.
+
+@dataclasses.dataclass(frozen=True)
+class Call(Generic[ProblemT, PlanT]):
+    """A call of `make_plan` whose backend is chosen.
+
+    Attributes:
+      problem, device, rows: as passed.
+      asked: the argument `backend`.
+      backend: the chosen one.
+      plan: the explicit plan; without one a plan of the backend alone.
+      free: neither a backend nor a plan was passed.
     """
+
+    problem: ProblemT
+    device: Device
+    rows: Sequence[dict]
+    asked: str
+    backend: str
+    plan: PlanT
+    free: bool
+
+    def part(self, make_plan: Callable, problem: Any, plan: Any, backend: str | None = None) -> Any:
+        """The plan of an op inside this one: `plan` completed; without one, that of `backend` (this call's)."""
+        backend = "auto" if self.free or plan is not None else backend or self.backend
+        return make_plan(problem, self.device, self.rows, backend=backend, plan=plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner(Generic[ProblemT, PlanT, TilesT]):
+    """What one op brings to the choice of its plans.
+
+    Attributes:
+      plan, tiles: the op's classes. The fields of the plan named in `passes` hold tiles.
+      passes: passes that have tiles of their own.
+      heuristic: (pass, problem, device, kernel) -> tiles for a shape without a tuned row. kernel: "pallas" or "triton".
+      search: (pass, problem, device, kernel) -> tiles worth measuring, beside the heuristic's.
+      key: (pass, **fields) -> what tuned rows are looked up by; the fields are those of a problem, or of a row.
+      needs: problem -> least compute capability of the Pallas kernels.
+      triton: (problem, device) -> whether "auto" takes the Triton kernels; None where the op has none.
+      kernel: (pass, call) -> the kernel of a pass; by default, the backend's.
+      fit: (pass, tiles, call) -> the tiles as this problem takes them, or an error.
+      others: call -> the plan's other fields, or an error for what the backend cannot do.
+    """
+
+    plan: type[PlanT]
+    tiles: type[TilesT] | None = None
+    passes: tuple[str, ...] = ()
+    heuristic: Callable[[str, ProblemT, Device, str], TilesT] | None = None
+    search: Callable[[str, ProblemT, Device, str], Iterable[TilesT]] | None = None
+    key: Callable[..., tuple] | None = None
+    needs: Callable[[ProblemT], Capability] = lambda problem: AMPERE
+    triton: Callable[[ProblemT, Device], bool] | None = None
+    kernel: Callable[[str, Call[ProblemT, PlanT]], str] = lambda name, call: call.backend
+    fit: Callable[[str, TilesT, Call[ProblemT, PlanT]], TilesT] = lambda name, tiles, call: tiles
+    others: Callable[[Call[ProblemT, PlanT]], dict[str, Any]] = lambda call: {}
+
+    def make_plan(
+        self,
+        problem: ProblemT,
+        device: Device,
+        rows: Iterable[dict] = (),
+        *,
+        backend: str = "auto",
+        plan: PlanT | None = None,
+    ) -> PlanT:
+        """Decides how to run `problem` on `device`; a pure function of its arguments.
+
+        Args:
+          problem: static shapes and dtypes.
+          device: see `jaxops.tuning.current_device()`. A plan's own device comes first.
+          rows: tuned rows (`jaxops.tuning.tuned_rows`), best source first; of grouped_matmul for the ops made of it.
+          backend: "auto" takes "triton" on Hopper, where the op has it and jax-triton is installed, "pallas" on other
+            NVIDIA GPUs, "xla" elsewhere. Others are obeyed or raise. On a CPU, "pallas" runs in Pallas' interpreter.
+          plan: kept; what it leaves None is filled by tuned rows, then by the heuristic.
+
+        Raises:
+          ValueError: an unknown backend, one that contradicts the plan, or tiles that the problem cannot have.
+          TypeError: the plan is not of this op.
+          NotImplementedError: the backend cannot run this problem on this device.
+        """
+        device = _plan_device(self.plan, plan, device)
+        free, asked = backend == "auto" and plan is None, backend
+        if free and self.triton is not None and self.triton(problem, device):
+            backend = "triton"
+        backend = self._choose_backend(problem, device, backend, plan)
+        given: PlanT = self.plan(backend) if plan is None else plan
+        call = Call(problem, device, tuple(rows), asked, backend, given, free)
+        others = self.others(call)
+        chosen = {name: self._tiles(name, call) for name in self.passes if backend != "xla"}
+        return self.plan(backend, **chosen, **others, device=device)
+
+    def candidates(self, pass_name: str, problem: ProblemT, device: Device, kernel: str = "pallas") -> list[TilesT]:
+        """Tiles worth measuring for one pass, without repeats: the heuristic's first."""
+        assert self.heuristic is not None
+        assert self.search is not None
+        first = self.heuristic(pass_name, problem, device, kernel)
+        return list(dict.fromkeys([first, *self.search(pass_name, problem, device, kernel)]))
+
+    def row_key(self, row: dict) -> tuple:
+        """What a tuned row is found by: the op's key, and the kernel that the tiles are for."""
+        assert self.key is not None
+        return *self.key(row["pass"], **row), row["tiles"].get("kernel", "pallas")
+
+    def _tiles(self, name: str, call: Call[ProblemT, PlanT]) -> TilesT:
+        tiles, kernel = getattr(call.plan, name), self.kernel(name, call)
+        if tiles is None and self.key is not None and self.tiles is not None:
+            key = (*self.key(name, **vars(call.problem)), kernel)
+            tiles = next((self.tiles(**row["tiles"]) for row in call.rows if self.row_key(row) == key), None)
+        if tiles is None:
+            assert self.heuristic is not None
+            tiles = self.heuristic(name, call.problem, call.device, kernel)
+        return self.fit(name, tiles, call)
+
+    def _choose_backend(self, problem: ProblemT, device: Device, backend: str, plan: PlanT | None) -> str:
+        """What the call or its plan says; else "pallas" where the kernels run, and "xla" elsewhere."""
+        known = ("auto", *(("triton",) if self.triton else ()), "pallas", "xla")
+        if not isinstance(backend, str) or backend not in known:
+            raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+        needs = self.needs(problem)
+        if plan is not None:
+            if backend not in ("auto", plan.backend):
+                raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")
+            backend = plan.backend
+        elif backend == "auto":
+            backend = "pallas" if device.has(needs) else "xla"
+        if backend == "pallas" and not (device.interpret or device.has(needs)):
+            least = ".".join(map(str, needs))
+            raise NotImplementedError(
+                f"backend='pallas' needs an NVIDIA GPU of compute capability {least} or newer (or a CPU, where the "
+                f"kernels are interpreted); this is {device.kind}. Use backend='xla'."
+            )
+        return backend
+
+
+def _plan_device(kind: type, plan: Any, device: Device) -> Device:
+    """An explicit plan's own device, or that of the call."""
     if plan is not None and not isinstance(plan, kind):
         hint = "; a backend by itself is passed as backend=" if isinstance(plan, str) else ""
         raise TypeError(f"plan is {_name(type(plan))}; this op takes {_name(kind)}{hint}.")
@@ -41,39 +173,32 @@ def plan_device(kind: type[BasePlan], plan: Any, device: Device) -> Device:
 
 
 def _name(kind: type) -> str:
-    return (
-        f"a {kind.__qualname__}"
-        if kind.__module__ == "builtins"
-        else f"a {kind.__module__.removesuffix('.plan')}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ == "builtins" else kind.__module__.removesuffix(".plan") + "."
+    return f"a {module}{kind.__qualname__}"
 
 
-def choose_backend(
-    device: Device, backend: str, plan, backends: tuple[str, ...] = ("pallas", "xla"), needs: Capability = AMPERE
-) -> str:
-    """One of `backends`: what the call or its plan (anything with a `backend`, or None) says; else "pallas" where the kernels run, and "xla" elsewhere.
-
-    Args:
-      needs: the least compute capability that the op's Pallas kernels run on.
+def check_fields(
+    tiles: Any,
+    *names: str,
+    power_of_2: bool = False,
+    least: int = 1,
+    most: int | None = None,
+    among: Sequence[Any] | None = None,
+) -> None:
+    """The named attributes of a tile class are in a range, or are among given values.
 
     Raises:
-      ValueError: an unknown backend, or one that contradicts the plan.
-      NotImplementedError: pallas on a TPU, on a GPU that is not NVIDIA's or on one too old.
+      ValueError: one is not.
     """
-    if not isinstance(backend, str) or backend not in ("auto", *backends):
-        raise ValueError(
-            f"backend={backend!r}: write {', '.join(map(repr, ('auto', *backends[:-1])))} or {backends[-1]!r}."
-        )
-    if plan is not None:
-        if backend not in ("auto", plan.backend):
-            raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")
-        backend = plan.backend
-    elif backend == "auto":
-        backend = "pallas" if device.has(needs) else "xla"
-    if backend == "pallas" and not (device.interpret or device.has(needs)):
-        least = ".".join(map(str, needs))
-        raise NotImplementedError(
-            f"backend='pallas' needs an NVIDIA GPU of compute capability {least} or newer (or a CPU, where the kernels are interpreted); "
-            f"this is {device.kind}. Use backend='xla'."
-        )
-    return backend
+    rules = ["a power of two"] if power_of_2 else []
+    rules += [f"at least {least}"] if least > 1 or not power_of_2 else []
+    rules += [f"at most {most}"] if most is not None else []
+    rule = " and ".join(rules) if among is None else f"one of {', '.join(map(repr, among))}"
+    for name in names:
+        value = getattr(tiles, name)
+        if among is not None:
+            legal = value in among
+        else:
+            legal = least <= value <= (most or value) and not (power_of_2 and value & (value - 1))
+        if not legal:
+            raise ValueError(f"{type(tiles).__name__}.{name}={value!r} must be {rule}.")

@@ -62,7 +62,7 @@ def test_shared_memory_and_multiprocessors():
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_elsewhere_nothing_is_read_from_the_name(platform):
     device = Device("NVIDIA H200", platform)
-    assert (device.capability, device.cores, device.is_hopper, device.has((8, 0))) == (None, 0, False, False)
+    assert (device.capability, device.cores, device.is_hopper, device.has((8, 0))) == (None, 132, False, False)
     assert device.interpret == (platform == "cpu")
 
 

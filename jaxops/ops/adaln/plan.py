@@ -1,21 +1,20 @@
-"""Every choice that the AdaLN ops make: how rows are cut into programs, what is saved, backend."""
+"""Plans of the AdaLN ops: how rows are cut into programs, what the forward saves, backend."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jaxops._lib.device import Device
-from jaxops._lib.plans import ADA, AMPERE, BasePlan, choose_backend, plan_device
-from jaxops._lib.powers import check_powers_of_2, power_of_2
+from jaxops._lib.plans import ADA, AMPERE, BasePlan, Call, Planner, check_fields
+from jaxops._lib.powers import covering, power_of_2
 
 PASSES = ("fwd", "bwd")
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh")
 PER = ("sequence", "row")
 STATS = {"layer": ("mean", "rstd"), "rms": ("rstd",)}  # of each row, float32
-Pass = Literal["fwd", "bwd"]
 
 
 class Arrays(NamedTuple):
@@ -24,7 +23,8 @@ class Arrays(NamedTuple):
     Attributes:
       x: [T, D]; the residual, where there is a gate.
       h: [T, D], what the gate lets into the residual; None without gate.
-      gate, scale, shift: [B, D], or [T, D] with Spec.per_row; gate is None without gated residual, the others without norm.
+      gate, scale, shift: [B, D], or [T, D] with Spec.per_row; gate is None without gated residual, the others without
+        norm.
       weight, bias: [D] or None.
       offsets: [B + 1] int32.
     """
@@ -63,11 +63,12 @@ class Tiles:
     """How one pass is cut into programs.
 
     Attributes:
-      rows: rows of one sequence that a program owns; bwd sums over them before it writes a part of a sequence's sum. A power of two.
+      rows: rows of one sequence that a program owns; bwd sums over them before it writes its part of a sequence's sum.
+        A power of two.
       step: rows that it holds in registers at a time. A power of two, at most rows.
       block: columns of one register array; a row is cdiv(D, block) of them. A power of two.
       warps: warps a program (1, 2, 4, 8, 16 or 32).
-      ahead: load a step's rows while the step before is worked on.
+      ahead: load a step's rows during the step before.
     """
 
     rows: int
@@ -77,20 +78,21 @@ class Tiles:
     ahead: bool = False
 
     def __post_init__(self):
-        check_powers_of_2(self, "rows", "step", "block", "warps")
+        check_fields(self, "rows", "step", "block", power_of_2=True)
+        check_fields(self, "warps", power_of_2=True, most=32)
         if self.step > self.rows:
             raise ValueError(f"Tiles.step={self.step} must be at most Tiles.rows={self.rows}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; the xla backend needs none of it.
+    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
 
     Attributes:
       backend: "pallas" or "xla".
-      fwd: rows of the forward pass.
-      bwd: rows of the backward pass.
-      save_stats: whether a differentiated forward writes each row's mean and 1 / standard deviation for the backward, or the backward finds them again.
+      fwd, bwd: tiles of the forward and of the backward pass.
+      save_stats: a differentiated forward writes each row's mean and 1 / standard deviation for the backward;
+        otherwise the backward computes them again.
     """
 
     backend: Literal["pallas", "xla"] = "pallas"
@@ -101,7 +103,7 @@ class Plan(BasePlan):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a plan depends on: the static shape [T, D] in B sequences, its dtype, whether a gated residual goes before the norm, and whether
+    """What a plan depends on: [T, D] in B sequences, its dtype, whether a gated residual precedes the norm, and whether
     the result is FP8."""
 
     T: int
@@ -112,87 +114,72 @@ class Problem:
     fp8: bool = False
 
 
-def key_of(pass_name: str, D: int, dtype: str, gated: bool) -> tuple:
-    """What tuned rows are looked up by. The width as it is: it decides how a row is cut. The number of rows only makes more programs (see `_spread`)."""
-    return (pass_name, D, dtype, gated)
+def _key(pass_name: str, *, D: int, dtype: str, gated: bool, **_: Any) -> tuple:
+    """The exact width, which decides how a row is cut. The number of rows only makes more programs: see `_spread`."""
+    return pass_name, D, dtype, gated
 
 
-def key_of_row(row: dict) -> tuple:
-    return key_of(row["pass"], row["D"], row["dtype"], row["gated"])
+def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    return tiles if tiles is getattr(call.plan, pass_name) else _spread(pass_name, tiles, call.problem.T)
 
 
-def make_plan(
-    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
-) -> Plan:
-    """Decides how to run `problem` on `device`: an explicit plan's rows, then a tuned row's, then the heuristic's.
+def _spread(pass_name: str, tiles: Tiles, T: int) -> Tiles:
+    """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200.
 
-    Args:
-      problem: static shape and dtype.
-      device: see `jaxops.tuning.current_device()`.
-      rows: tuned rows (`jaxops.tuning.tuned_rows`), best source first.
-      backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
-      plan: used as it is; only what it leaves None is filled.
+    H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92
+    and 59 us.
     """
-    device = plan_device(Plan, plan, device)
-    backend = choose_backend(device, backend, plan, needs=ADA if problem.fp8 else AMPERE)
-    if backend == "xla":
-        return Plan("xla", device=device)
-    p, table = problem, {}
-    for row in rows:
-        table.setdefault(key_of_row(row), row)
-    chosen = {}
-    for name in PASSES:
-        explicit = getattr(plan, name) if plan is not None else None
-        row = table.get(key_of(name, p.D, p.dtype, p.gated))
-        chosen[name] = explicit or (_spread(name, Tiles(**row["rows"]), problem.T) if row else heuristic(name, problem))
-    save_stats = plan.save_stats if plan is not None else None
-    if save_stats is None:
-        # H200, 2026-11-21, bfloat16: with a gate 995 -> 925 us (D 4096) and 749 -> 711 (D 3072) backward for 1 % more forward; without, nothing.
-        save_stats = problem.gated and problem.D >= 2048
-    return Plan("pallas", **chosen, save_stats=save_stats, device=device)
+    least = max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
+    while tiles.rows > least and -(-T // tiles.rows) * tiles.warps < 2048:
+        tiles = dataclasses.replace(tiles, rows=tiles.rows // 2)
+    return tiles
 
 
-def _spread(pass_name: str, rows: Tiles, T: int) -> Tiles:
-    """With fewer rows a program where there are not enough in all for 2,048 warps, 16 on each of an H200's multiprocessors.
-
-    H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92 and 59 us.
-    """
-    least = max(rows.step, {"fwd": 4, "bwd": 16}[pass_name])
-    while rows.rows > least and -(-T // rows.rows) * rows.warps < 2048:
-        rows = dataclasses.replace(rows, rows=rows.rows // 2)
-    return rows
+def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
+    if call.backend == "xla" or call.plan.save_stats is not None:
+        return {"save_stats": call.plan.save_stats if call.backend != "xla" else None}
+    # H200, 2026-11-21, bfloat16: with a gate the backward takes 925 instead of 995 us (D 4096) and 711 instead of 749
+    # (D 3072), for 1 % more forward; without a gate, saving gains nothing.
+    return {"save_stats": call.problem.gated and call.problem.D >= 2048}
 
 
 def _block(D: int, most: int) -> int:
-    """The widest power of two, from 256 to `most`, that covers D with the fewest columns to spare. Narrower ones have no 16-byte load for each lane."""
-    least = min(256, max(32, power_of_2(D)))
-    sizes = [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
-    return min(sizes, key=lambda block: (-(-D // block) * block, -block))
+    """Columns of one register array: under 256, a lane has no 16-byte load."""
+    return covering(D, min(256, max(32, power_of_2(D))), most)
 
 
-def heuristic(pass_name: str, problem: Problem) -> Tiles:
-    """Tiles for a width that nobody tuned, after what was measured at D 1024 to 6144 (H200, 2026-11-21).
-
-    A step is one row (several, where they are short), the next one on its way. fwd takes 16 rows a program; bwd 64, so that few parts of its sums are
-    left to add up.
-    """
+def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
+    """After measurements at D 1024 to 6144 (H200, 2026-11-21). A step is one row (several, where rows are short), and
+    the next one is loaded ahead. fwd takes 16 rows a program; bwd 64, which leaves few parts of its sums to add up."""
     block = _block(problem.D, 4096 if problem.D >= 16384 else 1024)
     columns = -(-problem.D // block) * block
     warps = 1 << max(0, min(4 if pass_name == "fwd" else 5, (columns // 512 - 1).bit_length() if columns > 512 else 0))
-    rows = Tiles(16 if pass_name == "fwd" else 64, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
-    return _spread(pass_name, rows, problem.T)
+    rows = 16 if pass_name == "fwd" else 64
+    tiles = Tiles(rows, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
+    return _spread(pass_name, tiles, problem.T)
 
 
-def candidates(pass_name: str, problem: Problem) -> list[Tiles]:
-    """Every Tiles worth measuring for one pass: the heuristic's, and those that hold 8 to 64 columns a thread."""
-    found, D = [heuristic(pass_name, problem)], problem.D
+def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
+    """Tiles that hold 8 to 64 columns a thread."""
     owned, most = ((8, 16, 32), 64) if pass_name == "fwd" else ((64, 128), 48)
     for rows, step, size, warps, ahead in itertools.product(
         owned, (1, 2, 4), (512, 1024, 4096), (1, 2, 4, 8, 16), (True, False)
     ):
-        block = _block(D, size)
-        held = step * -(-D // block) * block / (32 * warps)
-        tiles = Tiles(rows, step, block, warps, ahead)
-        if 8 <= held <= most and block >= 128 * warps and tiles not in found:
-            found.append(tiles)
-    return found
+        block = _block(problem.D, size)
+        held = step * -(-problem.D // block) * block / (32 * warps)
+        if 8 <= held <= most and block >= 128 * warps:
+            yield Tiles(rows, step, block, warps, ahead)
+
+
+PLANNER = Planner(
+    Plan,
+    Tiles,
+    PASSES,
+    heuristic,
+    _search,
+    key=_key,
+    needs=lambda problem: ADA if problem.fp8 else AMPERE,
+    fit=_fit,
+    others=_others,
+)
+make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -1,7 +1,16 @@
 """Grouped matrix multiplication over ragged, device-side row groups."""
 
 from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_matmul_sum, grouped_wgrad, ragged_dot
-from jaxops.ops.grouped_matmul.plan import Plan, Problem, Tiles, candidates, check_triton, kernels_for, make_plan
+from jaxops.ops.grouped_matmul.plan import (
+    Plan,
+    Problem,
+    Tiles,
+    candidates,
+    check_triton,
+    kernels_for,
+    make_plan,
+    takes_triton,
+)
 
 __all__ = [
     "Plan",
@@ -15,4 +24,5 @@ __all__ = [
     "kernels_for",
     "make_plan",
     "ragged_dot",
+    "takes_triton",
 ]

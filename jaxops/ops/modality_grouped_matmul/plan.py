@@ -1,11 +1,9 @@
 """Every choice that `modality_grouped_matmul` makes: tiles of each modality, which of them share a launch, backend."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import BasePlan, choose_backend, plan_device
+from jaxops._lib.plans import BasePlan, Call, Planner
 from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
 from jaxops.ops.grouped_matmul import Tiles, kernels_for
@@ -13,12 +11,12 @@ from jaxops.ops.grouped_matmul import make_plan as make_product_plan
 from jaxops.ops.modality_grouped_matmul.parts import Shapes
 
 PASSES = ("fwd", "dgrad", "wgrad")
-BACKENDS = ("triton", "pallas", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. A pass left None is filled by `make_plan`; the xla backend needs no tiles.
+    """What `make_plan` chose; print it to see. A pass left None is filled by `make_plan`; the xla backend needs no
+    tiles.
 
     Modalities of equal tiles share a launch, in which each has its own widths.
 
@@ -37,8 +35,8 @@ class Plan(BasePlan):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a plan depends on: M rows, and each modality's matrices (G, K, N): number, columns of lhs, columns of the result; the dtype in which they are
-    multiplied. With transpose_rhs, rhs[i] is [G, N, K]."""
+    """What a plan depends on: M rows, and each modality's matrices (G, K, N): number, columns of lhs, columns of the
+    result; the dtype in which they are multiplied. With transpose_rhs, rhs[i] is [G, N, K]."""
 
     M: int
     shapes: Shapes
@@ -47,58 +45,36 @@ class Problem:
 
 
 def products(problem: Problem) -> list[Product]:
-    """Each modality's own problem. How many rows it has is known on the device only: they are planned as if they had as many each."""
+    """Each modality's own problem. How many rows it has is known on the device only: they are planned as if they had
+    as many each."""
     rows = -(-problem.M // len(problem.shapes))
     return [Product(G, rows, K, N, problem.dtype, problem.transpose_rhs) for G, K, N in problem.shapes]
 
 
-def make_plan(
-    problem: Problem, device: Device, rows: Iterable[dict] = (), *, backend: str = "auto", plan: Plan | None = None
-) -> Plan:
-    """Decides how to run `problem` on `device`: an explicit plan's tiles, else those that `jaxops.grouped_matmul` would take for each modality.
-
-    Args:
-      problem: static shapes and dtype.
-      device: see `jaxops.tuning.current_device()`.
-      rows: tuned rows of grouped_matmul (`jaxops.tuning.tuned_rows`), best source first.
-      backend: "auto" takes on Hopper, where jax-triton is installed, its own kernel, but Pallas' for modalities whose groups are tiny; Pallas on other GPUs,
-        xla elsewhere. "triton", "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
-      plan: used as it is; only passes that it leaves None are filled.
-
-    Raises:
-      ValueError: an unknown backend, or one that contradicts the plan; tiles for another number of modalities.
-      NotImplementedError: the triton backend elsewhere than on Hopper, for float32, or for widths that are no multiples of 8; pallas on a TPU.
-    """
-    device = plan_device(Plan, plan, device)
-    each, rows = products(problem), tuple(rows)
-    for name in PASSES:
-        tiles = None if plan is None else getattr(plan, name)
+def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
+    """Tiles for each modality; a passed plan's as they are, the others equal where they differ little."""
+    each, passes = products(call.problem), {}
+    given = {name: getattr(call.plan, name) for name in PASSES}
+    for name, tiles in given.items():
         if tiles is not None and len(tiles) != len(each):
             raise ValueError(
                 f"plan.{name} has tiles for {len(tiles)} modalities; rhs has {len(each)}: write one Tiles for each."
             )
-    asked = backend
-    if backend == "auto" and plan is None and all("triton" in kernels_for(product, device) for product in each):
-        backend = "triton"
-    backend = choose_backend(device, backend, plan, BACKENDS)
-    if backend == "xla":
-        return Plan("xla", device=device)
+    if call.backend == "xla":
+        return {}
     chosen = []
     for i, product in enumerate(each):
-        given = {
-            name: None if plan is None or getattr(plan, name) is None else getattr(plan, name)[i] for name in PASSES
-        }
-        # As it was asked for: only "auto" leaves tiny groups to the Pallas kernel.
-        chosen.append(make_product_plan(product, device, rows, backend=asked, plan=ProductPlan(backend, **given)))  # pyright: ignore[reportArgumentType]
-    passes = {}
+        plan = ProductPlan(call.plan.backend, **{name: tiles and tiles[i] for name, tiles in given.items()})
+        # The backend as asked: only "auto" leaves short groups to the Pallas kernel.
+        chosen.append(make_product_plan(product, call.device, call.rows, backend=call.asked, plan=plan))
     for name in PASSES:
-        tiles = tuple(getattr(found, name) for found in chosen)
-        passes[name] = tiles if plan is not None and getattr(plan, name) is not None else _shared(tiles, problem)
-    return Plan(backend, **passes, device=device)  # pyright: ignore[reportArgumentType]  # choose_backend has checked it
+        passes[name] = given[name] or _shared(tuple(getattr(plan, name) for plan in chosen), call.problem)
+    return passes
 
 
 def _shared(tiles: tuple[Tiles, ...], problem: Problem) -> tuple[Tiles, ...]:
-    """Tiles of one size made equal, as the largest matrices have them: their modalities share a launch, whose programs are all busy until its end."""
+    """Tiles of one size made equal, as the largest matrices have them: their modalities share a launch, whose
+    programs are all busy until its end."""
     found: dict[tuple, Tiles] = {}
     by_size = sorted(range(len(tiles)), key=lambda i: -problem.shapes[i][1] * problem.shapes[i][2])
     for i in by_size:
@@ -108,3 +84,10 @@ def _shared(tiles: tuple[Tiles, ...], problem: Problem) -> tuple[Tiles, ...]:
 
 def _size(tiles: Tiles) -> tuple:
     return tiles.kernel, tiles.bm, tiles.bn, tiles.bk, tiles.warps, tiles.turns
+
+
+make_plan = Planner(
+    Plan,
+    triton=lambda problem, device: all("triton" in kernels_for(product, device) for product in products(problem)),
+    others=_others,
+).make_plan

@@ -1,17 +1,18 @@
-"""Every choice that `route` makes: how tokens are cut into programs, backend."""
+"""Plans of `route`: how tokens are cut into programs, backend."""
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Literal
 
 from jaxops._lib.device import Device
-from jaxops._lib.plans import BasePlan, choose_backend, plan_device
-from jaxops._lib.powers import check_powers_of_2, power_of_2
+from jaxops._lib.plans import BasePlan, Planner, check_fields
+from jaxops._lib.powers import power_of_2
 
 PASSES = ("fwd", "bwd")
 SCORES = ("softmax", "sigmoid")
-TINY = 1e-20  # added to a sum of scores before one divides by it, as in DeepSeek-V3's own code: scores that all underflow give zeros
-Pass = Literal["fwd", "bwd"]
+# Added to a sum of scores before the division, as in DeepSeek-V3's own code: scores that all underflow give zeros.
+TINY = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Spec:
       score: "softmax" or "sigmoid".
       normalize: divide a token's weights by their sum.
       weight_scale: factor on the weights.
-      expert_groups, top_expert_groups: experts are in expert_groups equal groups of neighbours, of which a token may choose from its best top_expert_groups.
+      expert_groups, top_expert_groups: experts are in expert_groups equal groups of neighbours, of which a token may
+        choose from its best top_expert_groups.
       capacity: most rows of an expert, or None where nothing can be dropped.
     """
 
@@ -51,18 +53,19 @@ class Tiles:
     warps: int = 1
 
     def __post_init__(self):
-        check_powers_of_2(self, "rows", "step", "warps")
+        check_fields(self, "rows", "step", power_of_2=True)
+        check_fields(self, "warps", power_of_2=True, most=32)
         if self.step > self.rows:
             raise ValueError(f"Tiles.step={self.step} must be at most Tiles.rows={self.rows}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. What is left None is filled by `make_plan`; the xla backend needs none of it.
+    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
 
     Attributes:
       backend: "pallas" or "xla".
-      fwd: tiles of the two forward passes over the tokens: the one that chooses, and the one that finds each choice's row.
+      fwd: tiles of both forward passes over the tokens: one chooses experts, one finds the row of each choice.
       bwd: tiles of the backward pass.
     """
 
@@ -79,41 +82,28 @@ class Problem:
     E: int
 
 
-def make_plan(problem: Problem, device: Device, *, backend: str = "auto", plan: Plan | None = None) -> Plan:
-    """Decides how to run `problem` on `device`: an explicit plan's tiles, then the heuristic's. There are no tuned rows: the choice is small.
+def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
+    """Up to 16 scores a thread of one warp: Triton lays warps along the experts first, and with several warps each
+    maximum over experts would synchronise them. From 1,024 experts on, a warp for each 1,024.
 
-    Args:
-      problem: static shape.
-      device: see `jaxops.tuning.current_device()`.
-      backend: "auto" takes Pallas on a GPU and xla elsewhere; "pallas" or "xla" is obeyed. On a CPU, "pallas" runs in Pallas' interpreter.
-      plan: used as it is; only what it leaves None is filled.
-    """
-    device = plan_device(Plan, plan, device)
-    backend = choose_backend(device, backend, plan)
-    if backend == "xla":
-        return Plan("xla", device=device)
-    chosen = {name: (getattr(plan, name) if plan is not None else None) or heuristic(name, problem) for name in PASSES}
-    return Plan("pallas", **chosen, device=device)
-
-
-def heuristic(pass_name: Pass, problem: Problem) -> Tiles:
-    """Up to 16 scores a thread of one warp: Triton lays warps along the experts first, and every maximum over them would wait for all. (From 1,024 experts on
-    there is no other way: a warp for each 1,024.)
-
-    fwd takes 64 tokens, so that few counts are left to add up, but fewer where there would be less than four programs for each of an H200's multiprocessors.
+    fwd takes 64 tokens a program, so that few counts are left to add up; fewer where that would make less than four
+    programs a multiprocessor.
     """
     width = power_of_2(problem.E)
     step = max(1, min(16, 512 // width))
     rows = 64 if pass_name == "fwd" else step
-    while rows > step and -(-problem.T // rows) < 528:
+    while rows > step and -(-problem.T // rows) < 4 * device.cores:
         rows //= 2
     return Tiles(rows, step, max(1, min(32, width // 1024)))
 
 
-def candidates(pass_name: Pass, problem: Problem) -> list[Tiles]:
-    """Every Tiles worth measuring for one pass: the heuristic's, and those with 4 to 64 scores a thread."""
-    found, width = [heuristic(pass_name, problem)], power_of_2(problem.E)
+def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
+    """Tiles with 4 to 64 scores a thread."""
+    width = power_of_2(problem.E)
     for rows, step, warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4)):
-        if step <= rows and 4 <= step * width / (32 * warps) <= 64 and (tile := Tiles(rows, step, warps)) not in found:
-            found.append(tile)
-    return found
+        if step <= rows and 4 <= step * width / (32 * warps) <= 64:
+            yield Tiles(rows, step, warps)
+
+
+PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search)  # no tuned rows: there is little to choose
+make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

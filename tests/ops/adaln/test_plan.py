@@ -16,7 +16,7 @@ from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops import adaln
 from jaxops.ops.adaln import Plan, Problem, Tiles, candidates
-from jaxops.ops.adaln.plan import PASSES, heuristic, key_of_row
+from jaxops.ops.adaln.plan import PASSES, PLANNER, heuristic
 from tests.hopper import lower_for_h200
 from tests.ops.adaln.cases import OPERANDS, Variant, apply
 from tests.plans import by_choices
@@ -38,7 +38,7 @@ def mark(rows: int) -> Tiles:
 
 def row(pass_name: str, rows: Tiles, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("T", "D", "B", "dtype", "gated")}
-    return {"pass": pass_name, **sizes, "rows": dataclasses.asdict(rows), **change}
+    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(rows), **change}
 
 
 def test_explicit_then_tuned_then_heuristic():
@@ -47,12 +47,12 @@ def test_explicit_then_tuned_then_heuristic():
         "pallas", mark(8), mark(4), save_stats=True
     )
     plan = make_plan(PROBLEM, H200, rows[:1])
-    assert (plan.fwd, plan.bwd) == (mark(2), heuristic("bwd", PROBLEM))
+    assert (plan.fwd, plan.bwd) == (mark(2), heuristic("bwd", PROBLEM, H200))
 
 
 def test_no_rows_is_the_heuristic():
     plan = make_plan(PROBLEM, H200)
-    assert plan == Plan("pallas", *(heuristic(name, PROBLEM) for name in PASSES), save_stats=False)
+    assert plan == Plan("pallas", *(heuristic(name, PROBLEM, H200) for name in PASSES), save_stats=False)
 
 
 def test_first_row_of_a_key_wins():
@@ -142,8 +142,8 @@ def test_make_plan_is_pure(monkeypatch):
 def test_heuristic_and_candidates_are_legal(T, D, B, dtype, gated, pass_name):
     """Tiles refuses what no kernel can have. A row is held in registers: not twice as many columns as there are, and not so many that they spill."""
     problem = Problem(T, D, B, dtype, gated)
-    found = candidates(pass_name, problem)
-    chosen = heuristic(pass_name, problem)
+    found = candidates(pass_name, problem, H200)
+    chosen = heuristic(pass_name, problem, H200)
     assert chosen == found[0]
     assert len(set(found)) == len(found)
     for rows in found:
@@ -155,30 +155,30 @@ def test_heuristic_and_candidates_are_legal(T, D, B, dtype, gated, pass_name):
 
 def test_no_two_shipped_rows_have_one_key():
     """The second would never be found."""
-    assert len({key_of_row(row) for row in SHIPPED}) == len(SHIPPED)
+    assert len({PLANNER.row_key(row) for row in SHIPPED}) == len(SHIPPED)
 
 
-@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: "-".join(str(x) for x in key_of_row(row)))
+@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: "-".join(str(x) for x in PLANNER.row_key(row)))
 def test_shipped_row(row):
     """It says what was measured, is found at its own width, and is among what tuning would measure again (and so among what is lowered below)."""
     assert row["device"] == H200.kind
     problem = Problem(65536, row["D"], 64, row["dtype"], row["gated"])
     plan = make_plan(problem, H200, SHIPPED)
-    assert getattr(plan, row["pass"]) == Tiles(**row["rows"])
-    assert Tiles(**row["rows"]) in candidates(row["pass"], problem)
+    assert getattr(plan, row["pass"]) == Tiles(**row["tiles"])
+    assert Tiles(**row["tiles"]) in candidates(row["pass"], problem, H200)
 
 
 def test_few_rows_are_spread_over_the_card():
     """A tuned row, too, owns fewer rows where there would not be warps enough; an explicit one is obeyed."""
-    tuned = {"pass": "bwd", "D": 1024, "dtype": "bfloat16", "gated": False, "rows": vars(Tiles(64, 2, 512, 4, True))}
+    tuned = {"pass": "bwd", "D": 1024, "dtype": "bfloat16", "gated": False, "tiles": vars(Tiles(64, 2, 512, 4, True))}
     found = {
         T: make_plan(Problem(T, 1024, 4, "bfloat16"), H200, [tuned]).bwd.rows for T in (65536, 32768, 16384, 4096, 1)
     }
     assert found == {65536: 64, 32768: 64, 16384: 32, 4096: 16, 1: 16}
     explicit = Plan("pallas", bwd=Tiles(64, 2, 512, 4))
     assert make_plan(Problem(1, 1024, 4, "bfloat16"), H200, [tuned], plan=explicit).bwd == explicit.bwd
-    assert heuristic("fwd", Problem(65536, 1024, 4, "bfloat16")).rows == 16
-    assert heuristic("fwd", Problem(1024, 1024, 4, "bfloat16")).rows == 4
+    assert heuristic("fwd", Problem(65536, 1024, 4, "bfloat16"), H200).rows == 16
+    assert heuristic("fwd", Problem(1024, 1024, 4, "bfloat16"), H200).rows == 4
 
 
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
@@ -268,7 +268,7 @@ def test_heuristic_lowers_for_an_h200(D, dtype):
 def test_candidates_lower_for_an_h200(D):
     """Some of them: warps and rows change no shape in a kernel, and each way to cut a row stands beside some step."""
     problem = dataclasses.replace(SMALL, D=D)
-    found = {name: list({r.block: r for r in candidates(name, problem)[1:]}.values()) for name in PASSES}
+    found = {name: list({r.block: r for r in candidates(name, problem, H200)[1:]}.values()) for name in PASSES}
     for i in range(max(map(len, found.values()))):
         fwd, bwd = (found[name][i % len(found[name])] for name in PASSES)
         assert len(kernels_of(lowered(Variant("adaln", "rms"), problem, Plan("pallas", fwd, bwd), True))) == 3

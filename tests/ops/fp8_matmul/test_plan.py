@@ -136,9 +136,9 @@ def test_what_a_call_is_traced_for(monkeypatch, kind, installed, backend):
 def test_explicit_then_tuned_then_heuristic():
     rows = [row("fwd", mark(101)), row("dgrad", mark(102)), row("dgrad", mark(103))]
     plan = make_plan(PROBLEM, H200, rows, plan=Plan("triton", fwd=mark(100)))
-    assert plan == Plan("triton", "before", mark(100), mark(102), heuristic("wgrad", PROBLEM, "triton"))
+    assert plan == Plan("triton", "before", mark(100), mark(102), heuristic("wgrad", PROBLEM, H200, "triton"))
     assert make_plan(PROBLEM, H200) == Plan(
-        "triton", "before", *(heuristic(name, PROBLEM, "triton") for name in PASSES)
+        "triton", "before", *(heuristic(name, PROBLEM, H200, "triton") for name in PASSES)
     )
     whole = Plan("triton", "before", mark(100), mark(101), mark(102))
     assert make_plan(PROBLEM, H200, rows, plan=whole) == whole
@@ -211,7 +211,7 @@ def test_tiles_that_it_has():
 
 def test_three_consumers_where_their_tiles_fill_the_card():
     def rows_of_a_tile(M, K, N, G=0, recipe="blockwise"):
-        return [heuristic(name, Problem(M, K, N, recipe, "bfloat16", G), "triton").bm for name in PASSES]
+        return [heuristic(name, Problem(M, K, N, recipe, "bfloat16", G), H200, "triton").bm for name in PASSES]
 
     assert rows_of_a_tile(8192, 8192, 8192) == [192, 192, 192]
     assert rows_of_a_tile(8192, 8192, 8192, recipe="tensorwise") == [
@@ -245,7 +245,7 @@ def test_heuristic(M, K, N, G, recipe, kind):
     device = H200 if kind == "triton" else L4
     for name in PASSES:
         found = candidates(name, problem, device, kind)
-        assert found[0] == heuristic(name, problem, kind)
+        assert found[0] == heuristic(name, problem, device, kind)
         assert len(set(found)) == len(found) >= 2
         assert {tiles.kernel for tiles in found} == {kind}
         assert all(tiles.shared_bytes <= device.shared_bytes for tiles in found)

@@ -51,7 +51,7 @@ class Product:
 
     @property
     def chosen(self) -> Tiles:
-        return self.tiles or heuristic(self.name, self.problem, "triton")
+        return self.tiles or heuristic(self.name, self.problem, H200, "triton")
 
     @property
     def fast(self) -> bool:
@@ -138,7 +138,7 @@ CANDIDATES = {
     for recipe in RECIPES
     for name in PASSES
     for groups in (0, G)
-    for tiles in candidates(name, Problem(M, K, N, recipe, "bfloat16", groups), H200)
+    for tiles in candidates(name, Problem(M, K, N, recipe, "bfloat16", groups), H200, "triton")
 }
 # Each tile and depth that may be tuned is compiled for one product at least.
 PRODUCTS += [
@@ -182,7 +182,7 @@ def test_the_products_are_of_every_kind():
 def test_inside(pow2, out, n, tmp_path):
     """x comes from registers, half of it a consumer; however the tile's columns are cut, 128 of K are multiplied by all of them."""
     b = operand(RECIPES["blockwise"].w, n, K)
-    tiles = heuristic("fwd", Problem(M, K, n, "blockwise", "bfloat16"), "triton")
+    tiles = heuristic("fwd", Problem(M, K, n, "blockwise", "bfloat16"), H200, "triton")
 
     def multiply(x, b):
         return multiply_inside(

@@ -29,11 +29,16 @@ PRODUCT = grouped_matmul.Problem(8, 4096, 1024, 3584, "bfloat16")
 def test_explicit_then_heuristic():
     chosen = make_plan(PROBLEM, A100)
     assert chosen == Plan(
-        "pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM), choices(grouped_matmul.make_plan(PRODUCT, A100))
+        "pallas",
+        heuristic("fwd", PROBLEM, H200),
+        heuristic("bwd", PROBLEM, H200),
+        choices(grouped_matmul.make_plan(PRODUCT, A100)),
     )
     mine = Plan(bwd=Tiles(1, 64, 1))
     products = choices(grouped_matmul.make_plan(PRODUCT, H200, backend="pallas"))
-    assert make_plan(PROBLEM, H200, plan=mine) == Plan("pallas", heuristic("fwd", PROBLEM), Tiles(1, 64, 1), products)
+    assert make_plan(PROBLEM, H200, plan=mine) == Plan(
+        "pallas", heuristic("fwd", PROBLEM, H200), Tiles(1, 64, 1), products
+    )
     assert "bwd=Tiles(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(
         make_plan(PROBLEM, H200, plan=mine)
     )
@@ -79,8 +84,8 @@ def test_heuristic_and_candidates_are_legal(F):
     """Tiles refuses what no kernel can have. Elements are held in registers: not so many a thread that they spill."""
     for name in PASSES:
         problem = Problem(8, 4096, 64, F, "bfloat16")
-        found = candidates(name, problem)
-        assert found[0] == heuristic(name, problem)
+        found = candidates(name, problem, H200)
+        assert found[0] == heuristic(name, problem, H200)
         assert len(set(found)) == len(found)
         for block in found:
             assert block.rows * block.columns <= 64 * 32 * block.warps
@@ -137,7 +142,7 @@ def test_one_array_is_one_product_each():
 def test_candidates_lower_for_an_h200():
     """Each shape of a block once: warps change nothing in a kernel's text."""
     problem = Problem(4, 64, 16, 640, "bfloat16")
-    fwd, bwd = (list({(b.rows, b.columns): b for b in candidates(name, problem)}.values()) for name in PASSES)
+    fwd, bwd = (list({(b.rows, b.columns): b for b in candidates(name, problem, H200)}.values()) for name in PASSES)
     for i in range(0, max(len(fwd), len(bwd)), 5):
         plan = Plan("pallas", fwd[i % len(fwd)], bwd[i % len(bwd)], grouped_matmul.Plan("xla"))
         assert lowered(64, 16, 640, plan=plan) == ["grouped_glu_fwd", "grouped_glu_bwd"]

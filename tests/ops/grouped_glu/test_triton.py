@@ -88,7 +88,7 @@ def test_plan():
         assert make_plan(dataclasses.replace(PROBLEM, **other), H200).backend == "pallas"
     with pytest.raises(ValueError, match=r"FusedTiles\.panel=0"):
         FusedTiles(0)
-    with pytest.raises(ValueError, match=r"FusedTiles\.stages=5 must be 3 or 4"):
+    with pytest.raises(ValueError, match=r"FusedTiles\.stages=5 must be one of 3, 4"):
         FusedTiles(stages=5)
 
 

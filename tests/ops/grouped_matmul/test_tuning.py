@@ -1,5 +1,6 @@
 """Tuned rows in the user's cache directory, and the search that makes them, with faked times on a CPU."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -14,9 +15,10 @@ import jaxops.tuning
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
 from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
-from jaxops.ops.grouped_matmul.plan import key_of_row
+from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
 from jaxops.tuning.__main__ import app
+from jaxops.tuning.ops import OPS, default_group_sizes
 
 H200 = Device("NVIDIA H200", "gpu")
 UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
@@ -37,7 +39,7 @@ def row(panel: int, pass_name: str = "fwd", **change) -> dict:
 
 
 def put(*rows: dict, device: Device = UNSHIPPED) -> pathlib.Path:
-    return store_rows("grouped_matmul", device, list(rows), same=lambda a, b: key_of_row(a) == key_of_row(b))
+    return store_rows("grouped_matmul", device, list(rows), same=lambda a, b: PLANNER.row_key(a) == PLANNER.row_key(b))
 
 
 def test_round_trip(tmp_path):
@@ -110,7 +112,7 @@ def test_command_with_a_wrong_shape(shape):
     code, output = command("--shape", shape)
     assert code == 2
     assert repr(shape) in output
-    assert "write four numbers, G,M,K,N" in output
+    assert "write numbers for G,M,K,N" in output
 
 
 def test_command_without_a_shape():
@@ -211,13 +213,13 @@ def faked_gpu(monkeypatch):
         return [times[calls.index(program)]] * iterations
 
     monkeypatch.setattr(jaxops.tuning, "device_times_us", device_times_us)
-    run = jaxops.tuning._run
+    op = OPS["grouped_matmul"]
 
-    def run_with_one_wrong_row(name, backend, tiles, *operands):
-        out = run(name, backend, tiles, *operands)
-        return out.at[3].set(0) if tiles == BROKEN else out
+    def run_with_one_wrong_row(name, problem, plan, *operands):
+        out = op.run(name, problem, plan, *operands)
+        return out.at[3].set(0) if plan.fwd == BROKEN else out
 
-    monkeypatch.setattr(jaxops.tuning, "_run", run_with_one_wrong_row)
+    monkeypatch.setitem(OPS, "grouped_matmul", dataclasses.replace(op, run=run_with_one_wrong_row))
     return times
 
 
@@ -254,7 +256,7 @@ def test_tune_with_nothing_right(faked_gpu):
 
 def test_default_routings_use_every_row():
     for problem in (Problem(7, 1000, 8, 8, "bfloat16"), Problem(256, 4096, 8, 8, "bfloat16")):
-        routings = jaxops.tuning.default_group_sizes(problem)
+        routings = default_group_sizes(problem)
         assert [sizes.sum() for sizes in routings] == [problem.M] * 2
         assert all(len(sizes) == problem.G and sizes.min() >= 0 for sizes in routings)
         assert np.ptp(routings[0]) <= 1

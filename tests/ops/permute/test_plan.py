@@ -23,7 +23,7 @@ PROBLEM = Problem(4096, 2048, 8, "bfloat16")
 
 
 def test_explicit_then_heuristic():
-    assert make_plan(PROBLEM, DEVICE) == Plan("pallas", *(heuristic(name, PROBLEM) for name in PASSES))
+    assert make_plan(PROBLEM, DEVICE) == Plan("pallas", *(heuristic(name, PROBLEM, DEVICE) for name in PASSES))
     assert make_plan(PROBLEM, DEVICE, plan=Plan(combine=Tiles(2, 256, 4, 1))).combine == Tiles(2, 256, 4, 1)
     assert "combine_bwd=Tiles(rows=1, block=1024, choices=8, warps=4)" in str(make_plan(PROBLEM, DEVICE))
 
@@ -43,8 +43,8 @@ def test_heuristic_and_candidates_are_legal(D):
         for dtype in ("bfloat16", "float32"):
             problem = Problem(4096, D, k, dtype)
             for name in PASSES:
-                found = candidates(name, problem)
-                assert found[0] == heuristic(name, problem)
+                found = candidates(name, problem, DEVICE)
+                assert found[0] == heuristic(name, problem, DEVICE)
                 assert len(set(found)) == len(found)
                 for tile in found:
                     held = tile.rows * tile.block / (32 * tile.warps)
@@ -103,7 +103,9 @@ def test_a_call_is_these_kernels(T, D, k, options):
 def test_candidates_lower_for_an_h200(D):
     """Some of them: warps change no shape in a kernel."""
     found = list(
-        {(t.rows, t.block, t.choices): t for t in candidates("combine", dataclasses.replace(PROBLEM, D=D))}.values()
+        {
+            (t.rows, t.block, t.choices): t for t in candidates("combine", dataclasses.replace(PROBLEM, D=D), DEVICE)
+        }.values()
     )
     for tile in found[::13]:
         assert len(lowered(4096, D, 8, plan=Plan("pallas", tile, tile, tile))) == 4

@@ -106,7 +106,7 @@ def test_a_gpu_without_fp8(kind):
         ({"panel": 5}, r"Tiles\.panel=5.*power of two"),
         ({"warps": 64}, r"Tiles\.warps=64.*at most 32"),
         ({"patch": 16, "near": 2}, r"Tiles\.patch=16 times Tiles\.near=2.*at most Tiles\.rows=16"),
-        ({"programs": 0}, r"Tiles\.programs=0.*positive"),
+        ({"programs": 0}, r"Tiles\.programs=0 must be at least 1"),
     ],
     ids=str,
 )

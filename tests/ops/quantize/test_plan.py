@@ -16,7 +16,7 @@ from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, tuned_rows
 from jaxops.ops import quantize
 from jaxops.ops.quantize import Plan, Problem, Tiles, candidates
-from jaxops.ops.quantize.plan import LAYOUTS, PASSES, heuristic, key_of_row
+from jaxops.ops.quantize.plan import LAYOUTS, PASSES, PLANNER, heuristic
 from jaxops.tuning.__main__ import app
 from tests.hopper import lower_for_h200
 from tests.ops.quantize.cases import SCALINGS
@@ -32,16 +32,16 @@ MARK = {"cast": Tiles(2, 2048, warps=1), "amax": Tiles(4, 1024, warps=1)}  # no 
 
 def row(pass_name: str, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("M", "K", "dtype", "scaling", "layouts")}
-    return {"pass": pass_name, **sizes, "tile": dataclasses.asdict(MARK[pass_name]), **change}
+    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(MARK[pass_name]), **change}
 
 
 def test_explicit_then_tuned_then_heuristic():
     rows = [row("cast"), row("amax")]
     explicit = Tiles(8, 128)
     assert make_plan(PROBLEM, H200, rows, plan=Plan(cast=explicit)) == Plan("pallas", explicit, MARK["amax"])
-    plan = make_plan(PROBLEM, H200, [row("cast"), row("cast", tile=vars(explicit))])
-    assert plan == Plan("pallas", MARK["cast"], heuristic("amax", PROBLEM))
-    assert make_plan(PROBLEM, H200) == Plan("pallas", *(heuristic(name, PROBLEM) for name in PASSES))
+    plan = make_plan(PROBLEM, H200, [row("cast"), row("cast", tiles=vars(explicit))])
+    assert plan == Plan("pallas", MARK["cast"], heuristic("amax", PROBLEM, H200))
+    assert make_plan(PROBLEM, H200) == Plan("pallas", *(heuristic(name, PROBLEM, H200) for name in PASSES))
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float32"}, {"layouts": "col"}, {"scaling": "tensorwise"}], ids=str)
@@ -84,8 +84,8 @@ def test_backend_by_device():
 def test_heuristic_and_candidates_are_legal(M, K, dtype, scaling, layouts, pass_name):
     """make_plan refuses what no kernel can have; a tile fits into registers."""
     problem = Problem(M, K, dtype, scaling, layouts)
-    found = candidates(pass_name, problem)
-    assert found[0] == heuristic(pass_name, problem)
+    found = candidates(pass_name, problem, H200)
+    assert found[0] == heuristic(pass_name, problem, H200)
     assert len(set(found)) == len(found)
     for tile in found:
         assert getattr(make_plan(problem, H200, plan=Plan(**{pass_name: tile})), pass_name) == tile
@@ -93,16 +93,16 @@ def test_heuristic_and_candidates_are_legal(M, K, dtype, scaling, layouts, pass_
 
 
 def test_no_two_shipped_rows_have_one_key():
-    assert len({key_of_row(row) for row in SHIPPED}) == len(SHIPPED)
+    assert len({PLANNER.row_key(row) for row in SHIPPED}) == len(SHIPPED)
 
 
-@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: "-".join(str(x) for x in key_of_row(row)))
+@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: "-".join(str(x) for x in PLANNER.row_key(row)))
 def test_shipped_row(row):
     """It says what was measured, is found, and is among what tuning would measure again."""
     assert row["device"] == H200.kind
     problem = Problem(row["M"], row["K"], row["dtype"], row["scaling"], row["layouts"])
-    assert getattr(make_plan(problem, H200, SHIPPED), row["pass"]) == Tiles(**row["tile"])
-    assert Tiles(**row["tile"]) in candidates(row["pass"], problem)
+    assert getattr(make_plan(problem, H200, SHIPPED), row["pass"]) == Tiles(**row["tiles"])
+    assert Tiles(**row["tiles"]) in candidates(row["pass"], problem, H200)
 
 
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
@@ -174,8 +174,8 @@ def test_other_dtypes_lower_for_an_h200(dtype):
 def test_candidates_lower_for_an_h200(scaling, layouts):
     """One of each shape: warps and panels change nothing that is lowered."""
     problem = Problem(512, 1000, "bfloat16", scaling, layouts)
-    cast = {(t.rows, t.cols, t.patch, t.near): t for t in candidates("cast", problem)}
-    amax = {(t.rows, t.cols): t for t in candidates("amax", problem)}
+    cast = {(t.rows, t.cols, t.patch, t.near): t for t in candidates("cast", problem, H200)}
+    amax = {(t.rows, t.cols): t for t in candidates("amax", problem, H200)}
     for i, tile in enumerate(list(cast.values())[::2]):
         plan = Plan("pallas", tile, list(amax.values())[i % len(amax)])
         assert kernels_of(scaling=scaling, layouts=layouts, plan=plan)[0][-1] == "quantize_cast"
@@ -192,7 +192,7 @@ def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
     read_rows.cache_clear()
     device = Device("NVIDIA Test", "gpu")
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: device)
-    monkeypatch.setattr(jaxops.tuning, "_fastest", lambda name, run, routings, tiles, say: (tiles[1], 10.0))
+    monkeypatch.setattr(jaxops.tuning, "_fastest", lambda name, run, calls, tiles, say: (tiles[1], 10.0))
     code, output = command("--shape", "256,384", "--scaling", "tensorwise,block_1x128", "--layouts", "both")
     assert code == 0, output
     rows = tuned_rows("quantize", device)
@@ -204,11 +204,11 @@ def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
     assert rows[2]["gbps"] == round(256 * 384 * 4 / 10 / 1e3, 1)
     problem = Problem(1, 384, "bfloat16", "tensorwise", "both")
     plan = make_plan(problem, device, rows)
-    assert (plan.cast, plan.amax) == (candidates("cast", problem)[1], candidates("amax", problem)[1])
+    assert (plan.cast, plan.amax) == (candidates("cast", problem, H200)[1], candidates("amax", problem, H200)[1])
     read_rows.cache_clear()
 
 
 def test_command_with_a_wrong_shape():
     code, output = command("--shape", "1,2,3")
     assert code == 2
-    assert "write two numbers, M,K" in output
+    assert "write numbers for M,K" in output

@@ -20,9 +20,11 @@ PROBLEM = Problem(4096, 128)
 
 
 def test_explicit_then_heuristic():
-    assert make_plan(PROBLEM, DEVICE) == Plan("pallas", heuristic("fwd", PROBLEM), heuristic("bwd", PROBLEM))
+    assert make_plan(PROBLEM, DEVICE) == Plan(
+        "pallas", heuristic("fwd", PROBLEM, DEVICE), heuristic("bwd", PROBLEM, DEVICE)
+    )
     assert make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tiles(128, 1))) == Plan(
-        "pallas", heuristic("fwd", PROBLEM), Tiles(128, 1)
+        "pallas", heuristic("fwd", PROBLEM, DEVICE), Tiles(128, 1)
     )
     assert "bwd=Tiles(rows=128, step=1, warps=1)" in str(make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tiles(128, 1))))
 
@@ -40,12 +42,12 @@ def test_heuristic_and_candidates_are_legal(E):
     """Tiles refuses what no kernel can have. Scores are held in registers: not so many a thread that they spill, and no more counts than are worth reading."""
     for T in (0, 1, 4096, 32768, 1 << 20):
         for name in PASSES:
-            found = candidates(name, Problem(T, E))
-            assert found[0] == heuristic(name, Problem(T, E))
+            found = candidates(name, Problem(T, E), DEVICE)
+            assert found[0] == heuristic(name, Problem(T, E), DEVICE)
             assert len(set(found)) == len(found)
             for tile in found:
                 assert tile.step * (1 << (E - 1).bit_length()) <= 64 * 32 * tile.warps
-        assert -(-T // heuristic("fwd", Problem(T, E)).rows) <= max(1056, T // 64)
+        assert -(-T // heuristic("fwd", Problem(T, E), DEVICE).rows) <= max(1056, T // 64)
 
 
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
@@ -96,6 +98,8 @@ def test_a_call_is_these_kernels(T, E, k, options):
 def test_candidates_lower_for_an_h200():
     """Some of them: warps and rows change no shape in a kernel."""
     E = 64
-    fwd, bwd = (list({tile.step: tile for tile in candidates(name, Problem(4096, E))}.values()) for name in PASSES)
+    fwd, bwd = (
+        list({tile.step: tile for tile in candidates(name, Problem(4096, E), DEVICE)}.values()) for name in PASSES
+    )
     for i in range(0, max(len(fwd), len(bwd)), 2):
         assert len(lowered(4096, E, 2, plan=Plan("pallas", fwd[i % len(fwd)], bwd[i % len(bwd)]))) == 4

@@ -68,8 +68,8 @@ def tune(
         raise TuningError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
     splits = op.splits(problem) if group_sizes is None else group_sizes
     offsets = [s if s is None else jnp.asarray(np.concatenate([[0], np.cumsum(s)]), jnp.int32) for s in splits]
-    plans = {kernel: op.planner.plan(kernel, device=device) for kernel in op.kernels(problem, device)}
-    xla, rows = op.planner.plan("xla", device=device), []
+    plans = {kernel: op.planner.plan(kernel) for kernel in op.kernels(problem, device)}
+    xla, rows = op.planner.plan("xla"), []
     for name, kernel in itertools.product(op.passes(problem) if passes is None else passes, plans):
         if tiles is None:
             mine = op.planner.candidates(name, problem, device, kernel)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import Device, runs_gluon
+from jaxops._lib.device import Device, current_device, runs_gluon
 from jaxops._lib.fp8 import SCALINGS
 from jaxops._lib.plans import Planner
 from jaxops.ops import adaln, fp8_matmul, grouped_matmul, quantize
@@ -157,7 +157,7 @@ def _fp8_operands(name: str, problem: fp8_matmul.Problem, offsets) -> tuple:
 
 def _run_fp8(name: str, problem: fp8_matmul.Problem, plan: fp8_matmul.Plan, a, b, offsets):
     """The product alone, without its casts."""
-    dtype = problem.dtype
+    plan, dtype = fp8_matmul.make_plan(problem, current_device(), plan=plan), problem.dtype
     spec = fp8_product.Spec(fp8_matmul.RECIPES[problem.recipe], plan, dtype, dtype, dtype, False)
     a, b = (
         fp8_product.rows_of(side) if layout == "row" else fp8_product.cols_of(side)

@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxops.tuning
+from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
+from jaxops.ops import adaln, fp8_matmul, quantize, route
 from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
@@ -247,6 +249,38 @@ def test_tune_takes_the_fastest_that_is_right(faked_gpu):
     # What tune returns is what store takes and make_plan finds.
     jaxops.tuning.store([found])
     assert make_plan(TINY, H200, tuned_rows("grouped_matmul", H200)).fwd == FAST
+
+
+TUNED = {
+    "adaln": (adaln.Problem(40, 16, 3, "float32", gated=True), ["fwd", "bwd"], "gbps"),
+    "quantize": (quantize.Problem(32, 48, "float32", "tensorwise", "both"), ["amax", "cast"], "gbps"),
+    "fp8_matmul": (fp8_matmul.Problem(24, 16, 32, "rowwise", "float32", 2), ["fwd", "dgrad", "wgrad"], "tflops"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:jaxops takes its Pallas kernels")
+@pytest.mark.parametrize("name", TUNED)
+def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
+    """The second of two candidates is the faster one in each pass; its row is stored, found and taken."""
+    monkeypatch.setattr(device_facts, "gluon_missing", lambda: "it is not installed")
+    problem, passes, unit = TUNED[name]
+    faked_gpu += [0.5, 0.1] * len(passes)
+    op = OPS[name]
+    fewer = dataclasses.replace(op.planner, search=lambda *g: [dataclasses.replace(op.planner.heuristic(*g), warps=2)])
+    monkeypatch.setitem(OPS, name, dataclasses.replace(op, planner=fewer))
+    rows = tune(problem, say=lambda line: None)
+    assert [row["pass"] for row in rows] == passes
+    assert all(row[unit] > 0 for row in rows)
+    jaxops.tuning.store(rows, name)
+    plan = op.planner.make_plan(problem, H200, tuned_rows(name, H200), backend="pallas")
+    chosen = [op.planner.tiles(**row["tiles"]) for row in rows]
+    assert chosen == [getattr(plan, each) for each in passes]
+    assert [tiles.warps for tiles in chosen] == [2] * len(passes)
+
+
+def test_only_problems_of_ops_with_tuned_rows():
+    with pytest.raises(TypeError, match="write a Problem of grouped_matmul, adaln, quantize, fp8_matmul"):
+        tune(route.Problem(8, 8))
 
 
 def test_tune_with_nothing_right(faked_gpu):

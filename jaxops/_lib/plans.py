@@ -110,11 +110,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
           TypeError: the plan is not of this op.
           NotImplementedError: the backend cannot run this problem on this device.
         """
-        device = _plan_device(self.plan, plan, device)
         free, asked = backend == "auto" and plan is None, backend
-        if free and self.triton is not None and self.triton(problem, device):
-            backend = "triton"
-        backend = self._choose_backend(problem, device, backend, plan)
+        device, backend = self.choose(problem, device, backend, plan)
         given: PlanT = self.plan(backend) if plan is None else plan
         call = Call(problem, device, tuple(rows), asked, backend, given, free)
         others = self.others(call)
@@ -143,16 +140,22 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
             tiles = self.heuristic(name, call.problem, call.device, kernel)
         return self.fit(name, tiles, call)
 
-    def _choose_backend(self, problem: ProblemT, device: Device, backend: str, plan: PlanT | None) -> str:
-        """What the call or its plan says; else "pallas" where the kernels run, and "xla" elsewhere."""
+    def choose(self, problem: ProblemT, device: Device, backend: str, plan: PlanT | None) -> tuple[Device, str]:
+        """Device and backend of a call with these arguments; see `make_plan` for its errors."""
+        if plan is not None and not isinstance(plan, self.plan):
+            hint = "; a backend by itself is passed as backend=" if isinstance(plan, str) else ""
+            raise TypeError(f"plan is {_name(type(plan))}; this op takes {_name(self.plan)}{hint}.")
         known = ("auto", *(("triton",) if self.triton else ()), "pallas", "xla")
         if not isinstance(backend, str) or backend not in known:
             raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
         needs = self.needs(problem)
         if plan is not None:
+            device = plan.device or device
             if backend not in ("auto", plan.backend):
                 raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")
             backend = plan.backend
+        elif backend == "auto" and self.triton is not None and self.triton(problem, device):
+            backend = "triton"
         elif backend == "auto":
             backend = "pallas" if device.has(needs) else "xla"
         if backend == "pallas" and not (device.interpret or device.has(needs)):
@@ -161,15 +164,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
                 f"backend='pallas' needs an NVIDIA GPU of compute capability {least} or newer (or a CPU, where the "
                 f"kernels are interpreted); this is {device.kind}. Use backend='xla'."
             )
-        return backend
-
-
-def _plan_device(kind: type, plan: Any, device: Device) -> Device:
-    """An explicit plan's own device, or that of the call."""
-    if plan is not None and not isinstance(plan, kind):
-        hint = "; a backend by itself is passed as backend=" if isinstance(plan, str) else ""
-        raise TypeError(f"plan is {_name(type(plan))}; this op takes {_name(kind)}{hint}.")
-    return device if plan is None or plan.device is None else plan.device
+        return device, backend
 
 
 def _name(kind: type) -> str:

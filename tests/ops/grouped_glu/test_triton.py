@@ -113,7 +113,7 @@ def test_h_of_another_dtype():
     def call(x, a, b, offsets):
         return jaxops.grouped_glu(x, a, b, offsets, compute_dtype="bfloat16", backend="triton")
 
-    with pytest.raises(NotImplementedError, match="h in the dtype in which it multiplies, bfloat16: cast x"):
+    with pytest.raises(NotImplementedError, match="h in the dtype of its products, bfloat16: cast x"):
         compiled(call, shape(M, K, dtype="float32"), shape(G, K, F), shape(G, K, F), shape(G + 1, dtype="int32"))
 
 

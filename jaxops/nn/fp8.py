@@ -141,18 +141,16 @@ class Fp8Linear(Fp8Product, LinearParameters):
       out_features: last axis of the result.
       recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise" or "blockwise_with_gw_hp", as in
         `jaxops.fp8_matmul`.
-      use_bias: whether a bias is added, in dtype.
       dtype: dtype of the result; promoted from x and the parameters by default. x and kernel are quantized from their
         own dtypes.
-      param_dtype: dtype of the parameters and of their gradients.
-      kernel_init: called with (key, [in_features, out_features], param_dtype).
-      bias_init: called with (key, [out_features], param_dtype).
+      use_bias, param_dtype, kernel_init, bias_init, rngs: as in `flax.nnx.Linear`.
       history: steps that recipe "delayed" looks back.
       pow2_scales, backend, plan: as in `jaxops.fp8_matmul`.
-      rngs: its stream `params` initializes the parameters.
 
     Raises:
-      ValueError: a size or a history below 1, an unknown recipe or backend.
+      ValueError: a size or a history below 1, an unknown recipe or backend; x of another shape.
+      TypeError: dtypes that `jaxops.fp8_matmul` does not quantize.
+      NotImplementedError: an NVIDIA GPU without FP8, older than compute capability 8.9.
     """
 
     def __init__(
@@ -187,11 +185,6 @@ class Fp8Linear(Fp8Product, LinearParameters):
 
         Returns:
           [..., out_features] in dtype.
-
-        Raises:
-          ValueError: x of another shape.
-          TypeError: dtypes that `jaxops.fp8_matmul` does not quantize.
-          NotImplementedError: an NVIDIA GPU without FP8, older than compute capability 8.9.
         """
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., in_features={self.in_features}].")
@@ -229,7 +222,9 @@ class Fp8DotGeneral(Fp8Product):
       pow2_scales, backend, plan: as in `jaxops.fp8_matmul`.
 
     Raises:
-      ValueError: a history below 1, an unknown recipe or backend.
+      ValueError: a history below 1, an unknown recipe or backend; contracted axes of different sizes, a precision.
+      TypeError: dtypes that `jaxops.fp8_matmul` does not quantize.
+      NotImplementedError: batch axes, no contracted axis, an out_sharding, an NVIDIA GPU without FP8.
     """
 
     def __call__(
@@ -241,24 +236,10 @@ class Fp8DotGeneral(Fp8Product):
         preferred_element_type: Dtype | None = None,
         out_sharding=None,
     ) -> jax.Array:
-        """As `jax.lax.dot_general`.
-
-        Args:
-          lhs: activations, bfloat16, float16 or float32.
-          rhs: weights, likewise.
-          dimension_numbers: ((lhs's contracted axes, rhs's), (lhs's batch axes, rhs's)); at least one contracted axis,
-            no batch axes.
-          precision: None or "default".
-          preferred_element_type: dtype of the result; promoted from lhs and rhs by default.
-          out_sharding: None.
+        """`jax.lax.dot_general` of activations and weights; at least one contracted axis, no batch axes.
 
         Returns:
-          An array with lhs's remaining axes, then rhs's.
-
-        Raises:
-          ValueError: contracted axes of different sizes, a precision that FP8 does not have.
-          TypeError: dtypes that `jaxops.fp8_matmul` does not quantize.
-          NotImplementedError: batch axes, no contracted axis, an out_sharding, an NVIDIA GPU without FP8.
+          An array with lhs's remaining axes, then rhs's, in preferred_element_type or the promoted dtype.
         """
         contracted, batch = dimension_numbers
         if any(map(len, batch)) or not all(map(len, contracted)):

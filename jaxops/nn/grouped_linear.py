@@ -46,21 +46,21 @@ class GroupedLinear(LinearParameters):
       in_features: columns of x.
       out_features: columns of the result.
       recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`.
-      use_bias: whether each group adds a bias.
+      use_bias, param_dtype, rngs: as in `flax.nnx.Linear`.
       dtype: dtype of the multiplication (without a recipe) and of the result; promoted from x and the parameters by
         default. The gradients of parameters are in param_dtype and never rounded to dtype.
-      param_dtype: dtype of the parameters.
       precision: of float32 products, as in `jaxops.grouped_matmul`; None with a recipe.
       kernel_init: called with (key, [G, in_features, out_features], param_dtype). By default lecun_normal with the fan-
         in of one group; your own initializer needs `batch_axis=(0,)` for that.
       bias_init: called with (key, [G, out_features], param_dtype).
       pow2_scales: with a recipe, as in `jaxops.fp8_matmul`.
       backend, plan: as in `jaxops.grouped_matmul`, or with a recipe in `jaxops.fp8_grouped_matmul`.
-      rngs: its stream `params` initializes the parameters.
 
     Raises:
-      ValueError: a size below 1, an unknown recipe or backend, a precision with a recipe, pow2_scales without one.
-      NotImplementedError: recipe "delayed".
+      ValueError: a size below 1, an unknown recipe or backend, a precision with a recipe, pow2_scales without one; x or
+        group_offsets of another shape.
+      TypeError: dtypes that the op does not take, offsets that are not int32.
+      NotImplementedError: recipe "delayed"; with a recipe, an NVIDIA GPU older than compute capability 8.9.
     """
 
     def __init__(
@@ -114,11 +114,6 @@ class GroupedLinear(LinearParameters):
 
         Returns:
           [M, out_features] in dtype.
-
-        Raises:
-          ValueError: x or group_offsets of another shape.
-          TypeError: dtypes that the op does not take, offsets that are not int32.
-          NotImplementedError: with a recipe, an NVIDIA GPU without FP8, older than compute capability 8.9.
         """
         G = self.num_groups
         if x.ndim != 2 or x.shape[1] != self.in_features:

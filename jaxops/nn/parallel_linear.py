@@ -90,18 +90,14 @@ class ColumnParallelLinear(_ParallelLinear):
       in_features: columns of x, over all devices.
       out_features: columns of the result, over all devices.
       axis_name: the mesh axis.
-      use_bias: whether a bias is added.
       dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. The gradients
         of parameters are in param_dtype and never rounded to dtype.
-      param_dtype: dtype of the parameters.
-      precision: of float32 products, as in `jaxops.grouped_matmul`.
-      kernel_init: called with (key, [in_features, out_features], param_dtype); lecun_normal by default.
-      bias_init: called with (key, [out_features], param_dtype).
-      backend: as in `jaxops.all_gather_matmul`.
-      rngs: its stream `params` initializes the parameters.
+      use_bias, param_dtype, kernel_init, bias_init, rngs: as in `flax.nnx.Linear`.
+      precision, backend: as in `jaxops.all_gather_matmul`.
 
     Raises:
-      ValueError: a size below 1, an unknown backend.
+      ValueError: a size below 1, an unknown backend; x of another shape, a mesh axis that does not exist or does not
+        divide the features.
     """
 
     def __call__(self, x: jax.Array, rows: jax.Array | int | None = None) -> jax.Array:
@@ -113,9 +109,6 @@ class ColumnParallelLinear(_ParallelLinear):
 
         Returns:
           [devices * m, out_features / devices] in dtype.
-
-        Raises:
-          ValueError: x of another shape, a mesh axis that does not exist or does not divide out_features.
         """
         return self._multiply(all_gather_matmul, x, rows, (0, 1))
 
@@ -142,7 +135,7 @@ class RowParallelLinear(_ParallelLinear):
       precision, kernel_init, bias_init, backend, rngs: likewise.
 
     Raises:
-      ValueError: a size below 1, an unknown backend.
+      ValueError: as `ColumnParallelLinear`; M that the devices do not divide.
     """
 
     def __call__(self, x: jax.Array, rows: jax.Array | int | None = None) -> jax.Array:
@@ -155,8 +148,5 @@ class RowParallelLinear(_ParallelLinear):
 
         Returns:
           [M / devices, out_features] in dtype.
-
-        Raises:
-          ValueError: x of another shape, a mesh axis that does not exist or does not divide in_features or M.
         """
         return self._multiply(matmul_reduce_scatter, x, rows, (1, 0))

@@ -29,23 +29,9 @@ def _columns(col):
 
 @gluon.jit
 def _produce(
-    x_desc,
-    b_desc,
-    b64_desc,
-    sb,
-    x_bufs,
-    b_bufs,
-    b64_bufs,
-    sb_bufs,
-    full,
-    empty,
-    tiles,
-    M,
-    N,
-    K,
-    STAGES: gl.constexpr,
-    PANEL: gl.constexpr,
-):
+    x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K,
+    STAGES: gl.constexpr, PANEL: gl.constexpr,
+):  # fmt: skip
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     s = 0
     phase = 1
@@ -123,12 +109,8 @@ def _cast(x_buf, FIRST: gl.constexpr, A: gl.constexpr, PAIRS: gl.constexpr, POW2
         cvt.rn.satfinite.e4m3x2.f32 hi, d, c;
         mov.b32 $0, {lo, hi};
         }""",
-        "=r,r,r,r,r,r,r",
-        [x, factors],
-        dtype=gl.float8e4nv,
-        is_pure=True,
-        pack=4,
-    )
+        "=r,r,r,r,r,r,r", [x, factors], dtype=gl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip
     return q, scale
 
 
@@ -141,6 +123,8 @@ def _consume(
     NARROW: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, WIDE, 4)
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
+    ROW0: gl.constexpr = gl.SliceLayout(1, WIDE)
+    ROW1: gl.constexpr = gl.SliceLayout(1, NARROW)
     s = 0
     phase = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -155,12 +139,8 @@ def _consume(
             part1 = warpgroup_mma(
                 q1, b64_bufs.index(s).permute((1, 0)), gl.zeros_like(acc1), use_acc=False, is_async=True
             )
-            rows0 = gl.convert_layout(scale, gl.SliceLayout(1, WIDE)) * sb_bufs.index(2 * s).load(
-                gl.SliceLayout(1, WIDE)
-            )
-            rows1 = gl.convert_layout(scale, gl.SliceLayout(1, NARROW)) * sb_bufs.index(2 * s + 1).load(
-                gl.SliceLayout(1, NARROW)
-            )
+            rows0 = gl.convert_layout(scale, ROW0) * sb_bufs.index(2 * s).load(ROW0)
+            rows1 = gl.convert_layout(scale, ROW1) * sb_bufs.index(2 * s + 1).load(ROW1)
             part0 = warpgroup_mma_wait(1, deps=[part0])
             acc0 += part0 * rows0[:, None]
             part1 = warpgroup_mma_wait(0, deps=[part1])
@@ -176,20 +156,9 @@ def _consume(
 
 @gluon.jit
 def fp8_gemm_inside_kernel(
-    x_desc,
-    b_desc,
-    b64_desc,
-    sb,
-    c_ptr,
-    tiles,
-    M,
-    N,
-    K,
-    STAGES: gl.constexpr,
-    PANEL: gl.constexpr,
-    POW2: gl.constexpr,
-    ALIGNED: gl.constexpr,
-):
+    x_desc, b_desc, b64_desc, sb, c_ptr, tiles, M, N, K,
+    STAGES: gl.constexpr, PANEL: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 128, BK], x_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 128, BK], b_desc.layout)
     b64_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 64, BK], b64_desc.layout)

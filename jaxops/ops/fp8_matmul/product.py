@@ -79,9 +79,7 @@ def _cast(spec: Spec, x, form: Format, layouts: str, offsets=None, amax=None) ->
     return quantize(x, scaling=form.scaling, group_offsets=offsets, **how), None
 
 
-def multiply(
-    spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dtype: str, length: int | None = None
-) -> jax.Array:
+def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dtype: str, length: int | None = None):
     """A @ B.T by the plan's kernel. length: rows of the ragged tensors whose column layouts a and b are."""
     tiles = getattr(spec.plan, pass_name)
     how = {"out_dtype": jnp.dtype(out_dtype), "fast": pass_name in spec.recipe.fast}
@@ -98,15 +96,6 @@ def multiply(
     return sequential_vmap(kernel)(a, b, offsets)
 
 
-def _multiply_inside(spec: Spec, lhs: jax.Array, rhs: Operand) -> jax.Array:
-    from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
-
-    tiles = spec.plan.fwd
-    assert tiles is not None  # make_plan fills it
-    how: dict = {"out_dtype": jnp.dtype(spec.out_dtype), "pow2": spec.pow2_scales, "cores": spec.plan.on.cores}
-    return sequential_vmap(functools.partial(multiply_inside, **how, tiles=tiles))(lhs, rhs)
-
-
 def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     """((result, measured magnitudes), residuals). dlhs, drhs: which gradients are needed."""
     lhs, rhs, rhs_quantized, amax, offsets = operands
@@ -114,14 +103,21 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     rhs = rhs if rhs_quantized is None else rhs_quantized
     lhs_amax, rhs_amax = amax or (None, None)
     if 0 in (M, K, N, *shape_of(rhs)):  # empty sums; without residuals, the gradients are zeros
-        measured = amax and (_largest(lhs, lhs_amax), _largest(rhs, rhs_amax))
+        measured = amax and tuple(
+            given if isinstance(x, Quantized) else jnp.minimum(jnp.max(magnitudes(x), initial=0.0), MOST)
+            for x, given in zip((lhs, rhs), amax, strict=True)
+        )
         return (jnp.zeros((M, N), spec.out_dtype), measured), _Residuals()
     rhs_q, rhs_amax = _cast(spec, rhs, recipe.w, "both" if dlhs else "col", None, rhs_amax)
     saved_rhs = None
     if dlhs:
         saved_rhs = rhs_q if rhs_q.values is None else dataclasses.replace(rhs_q, values_t=None, scales_t=None)
     if spec.plan.cast == "inside" and not isinstance(lhs, Quantized):
-        out = _multiply_inside(spec, lhs, cols_of(rhs_q))
+        from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
+
+        how: dict = {"out_dtype": jnp.dtype(spec.out_dtype), "tiles": spec.plan.fwd, "cores": spec.plan.on.cores}
+        kernel = functools.partial(multiply_inside, **how, pow2=spec.pow2_scales)
+        out = sequential_vmap(kernel)(lhs, cols_of(rhs_q))
         return (out, None), _Residuals(lhs if drhs else None, saved_rhs)  # the backward casts lhs's column layout
     lhs_q, lhs_amax = _cast(spec, lhs, recipe.x, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)
     out = multiply(spec, "fwd", rows_of(lhs_q), cols_of(rhs_q), offsets, spec.out_dtype)
@@ -129,24 +125,15 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     return (out, amax and (lhs_amax, rhs_amax)), _Residuals(saved_lhs, saved_rhs, offsets)
 
 
-def _largest(x, amax):
-    return amax if isinstance(x, Quantized) else jnp.minimum(jnp.max(magnitudes(x), initial=0.0), MOST)
-
-
 def _saved_lhs(spec: Spec, lhs, lhs_q: Quantized, offsets):
     if spec.recipe.gw_hp:
         if isinstance(lhs, Quantized):
-            raise NotImplementedError(
-                f"recipe {spec.recipe.name!r} multiplies the unquantized lhs into the gradient of rhs: pass the array, "
-                "not a quantized lhs."
-            )
+            raise NotImplementedError(f"{spec.recipe.name!r} multiplies the unquantized lhs for drhs: pass the array.")
         return lhs.astype("bfloat16" if spec.lhs_dtype == "float32" else spec.lhs_dtype)
     if lhs_q.values_t is None or (lhs_q.group_offsets is None) != (offsets is None):
         ragged = "" if offsets is None else " and group_offsets"
-        raise NotImplementedError(
-            "the gradient of rhs needs the column layout of lhs too: pass the array, "
-            f"or lhs quantized with layouts='both'{ragged}."
-        )
+        needed = f"pass the array, or lhs quantized with layouts='both'{ragged}"
+        raise NotImplementedError(f"the gradient of rhs needs lhs' column layout too: {needed}.")
     return dataclasses.replace(lhs_q, values=None, scales=None)
 
 

@@ -1,5 +1,6 @@
-"""The README and the guides tell the truth: their examples run, their commands, links and names exist."""
+"""README.md and docs/: code blocks run; commands, links and names exist; the API reference has every public name."""
 
+import importlib
 import importlib.util
 import pathlib
 import pkgutil
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "README.md", *GUIDES)}
 ALL_TEXT = "\n".join(TEXTS.values())
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -21,7 +23,7 @@ def blocks_of(text: str, language: str) -> list[re.Match]:
 
 
 def run(name: str, text: str) -> None:
-    """All Python blocks in one namespace and in order, as they are read."""
+    """All Python blocks in order, in one namespace."""
     namespace = {"__name__": pathlib.PurePath(name).stem}
     for block in blocks_of(text, "python"):
         lines_before = text.count("\n", 0, block.start(2))
@@ -29,13 +31,13 @@ def run(name: str, text: str) -> None:
 
 
 def anchors_of(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """GitHub's anchors of the headings."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(name: str, text: str) -> list[str]:
-    """Links to files that are not there, or to headings that they do not have."""
+    """Links to missing files or headings."""
     broken = []
     for link in LINK.findall(FENCED.sub("", text)):
         path, _, anchor = link.partition("#")
@@ -46,7 +48,7 @@ def broken_links(name: str, text: str) -> list[str]:
 
 
 def unknown_names(text: str) -> list[str]:
-    """Those written `jaxops.xyz`, in prose or code, that cannot be imported or are private."""
+    """Names `jaxops.xyz`, in prose or code, that cannot be imported or are private."""
     unknown = []
     for name in sorted(set(re.findall(r"\bjaxops(?:\.[A-Za-z_]\w*)+", text))):
         try:
@@ -65,36 +67,45 @@ def test_examples(name):
 
 
 def test_every_block_is_run_or_marked():
-    """A block in any other language than Python is `text`, so that none stays out of the tests unseen."""
+    """Blocks that are not Python are marked `text`, so that no code block stays untested by accident."""
     assert {block[1] for block in FENCED.finditer(ALL_TEXT)} == {"python", "text"}
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_names_exist(name):
-    assert unknown_names(TEXTS[name]) == []
+def test_names_exist():
+    assert {name: unknown for name, text in TEXTS.items() if (unknown := unknown_names(text))} == {}
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)", ALL_TEXT))))
-def test_make_targets_exist(target):
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`make ([a-z-]+)", ALL_TEXT)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    for module in set(re.findall(r"python3? -m ([\w.]+)", ALL_TEXT)):
+        assert importlib.util.find_spec(module), module
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m ([\w.]+)", ALL_TEXT))))
-def test_commands_exist(module):
-    assert importlib.util.find_spec(module)
+def test_links_lead_somewhere():
+    names = [*TEXTS, "CONTRIBUTING.md", "CHANGELOG.md", *(str(file.relative_to(ROOT)) for file in REFERENCE)]
+    assert {name: broken for name in names if (broken := broken_links(name, (ROOT / name).read_text()))} == {}
 
 
-@pytest.mark.parametrize("name", [*TEXTS, "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(name):
-    assert broken_links(name, (ROOT / name).read_text()) == []
+def test_every_page_is_in_the_index_and_on_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for file in (*GUIDES, *REFERENCE):
+        page = str(file.relative_to(ROOT / "docs"))
+        assert page == "README.md" or (f"]({page})" in TEXTS["docs/README.md"] and f": {page}\n" in navigation), page
 
 
-@pytest.mark.parametrize("guide", [file.name for file in GUIDES if file.name != "README.md"])
-def test_every_guide_is_in_the_index(guide):
-    assert f"]({guide})" in TEXTS["docs/README.md"]
+def test_the_reference_has_every_public_name():
+    modules = {
+        name: importlib.import_module(name) for name in ("jaxops", "jaxops.nn", "jaxops.offload", "jaxops.tuning")
+    }
+    public = [f"{name}.{public}" for name, module in modules.items() for public in module.__all__]
+    public.append("jaxops.profiling.device_times_us")
+    listed = re.findall(r"^::: (\S+)$", "\n".join(file.read_text() for file in REFERENCE), re.MULTILINE)
+    assert sorted(listed) == sorted(public)
 
 
-def test_what_is_wrong_is_seen():
+def test_faults_are_found():
     text = textwrap.dedent("""\
         # A title
 

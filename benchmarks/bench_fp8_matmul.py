@@ -107,7 +107,7 @@ def own_passes(recipe: Recipe, plan: Plan) -> dict[str, Callable[..., dict[str, 
 
 
 def limits_of(recipe: Recipe | None, pass_name: str) -> str:
-    return "fp8 e5m2" if pass_name == "fwd+bwd" and (recipe is None or recipe.dy.dtype == "float8_e5m2") else "fp8"
+    return "fp8 e5m2" if pass_name == "fwd+bwd" and (recipe is None or recipe.dout.dtype == "float8_e5m2") else "fp8"
 
 
 def checked(name: str, compiled: Callable, args: tuple, inputs: Inputs, limits: str) -> harness.Ready:

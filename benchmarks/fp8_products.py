@@ -21,6 +21,7 @@ from jaxops.ops.fp8_matmul.xla import multiply_xla
 
 OP = "fp8_matmul"
 RESULTS = {"fwd": "y", "dgrad": "dx", "wgrad": "dw"}
+FORMATS = {"x": "lhs", "w": "rhs", "dy": "dout"}  # a tensor's format in a Recipe
 
 
 def choose_plan(problem: Problem, backend: str = "auto", cast: Literal["before", "inside"] | None = None) -> Plan:
@@ -64,7 +65,7 @@ def quantize_for(
     recipe: Recipe, name: str, tensor: jax.Array, layouts: Literal["row", "col", "both"] = "both", group_offsets=None
 ) -> Quantized:
     """x, w or dy as the recipe has it. Compiled once a shape: floors, product rows and recipes share what they quantise."""
-    form = getattr(recipe, name)
+    form = getattr(recipe, FORMATS[name])
     return jaxops.quantize(tensor, scaling=form.scaling, dtype=form.dtype, layouts=layouts, group_offsets=group_offsets)
 
 
@@ -111,7 +112,7 @@ def cast_bytes(recipe: Recipe, pass_name: str, M: int, K: int, N: int) -> int:
     dims = {"x": (M, K), "w": (K, N), "dy": (M, N)}
     moved = 0
     for name, layout in layouts.items():
-        scaling = getattr(recipe, name).scaling
+        scaling = getattr(recipe, FORMATS[name]).scaling
         reads = quantized_bytes.reads_needed(scaling, layout, given_amax=recipe.delayed and name != "dy")
         moved += quantized_bytes.moved_bytes(scaling, *dims[name], layout, reads)
     return moved

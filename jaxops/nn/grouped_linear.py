@@ -50,8 +50,8 @@ class GroupedLinear(LinearParameters):
       dtype: dtype of the multiplication (without a recipe) and of the result; promoted from x and the parameters by
         default. The gradients of parameters are in param_dtype and never rounded to dtype.
       precision: of float32 products, as in `jaxops.grouped_matmul`; None with a recipe.
-      kernel_init: called with (key, [G, in_features, out_features], param_dtype). By default lecun_normal with the fan-
-        in of one group; your own initializer needs `batch_axis=(0,)` for that.
+      kernel_init: called with (key, [G, in_features, out_features], param_dtype). By default lecun_normal with the
+        fan-in of one group; your own initializer needs `batch_axis=(0,)` for that.
       bias_init: called with (key, [G, out_features], param_dtype).
       pow2_scales: with a recipe, as in `jaxops.fp8_matmul`.
       backend, plan: as in `jaxops.grouped_matmul`, or with a recipe in `jaxops.fp8_grouped_matmul`.

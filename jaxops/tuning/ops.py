@@ -147,9 +147,9 @@ _FP8_SIDES = {
 
 def _fp8_operands(name: str, problem: fp8_matmul.Problem, offsets) -> tuple:
     recipe, tensors, sides = fp8_matmul.RECIPES[problem.recipe], _tensors(problem), []
-    forms = {"lhs": recipe.x, "rhs": recipe.w, "dout": recipe.dy}
     for tensor, layout in _FP8_SIDES[name]:
-        how: dict[str, Any] = {"scaling": forms[tensor].scaling, "dtype": forms[tensor].dtype, "layouts": layout}
+        form = getattr(recipe, tensor)
+        how: dict[str, Any] = {"scaling": form.scaling, "dtype": form.dtype, "layouts": layout}
         ragged = offsets if layout == "col" and tensor != "rhs" else None
         sides.append(quantize.quantize(tensors[tensor], **how, group_offsets=ragged))
     return *sides, offsets

@@ -1,4 +1,4 @@
-"""The FP8 layers against their plain ones, and their manners as Flax modules: state, gradients, the amax history of delayed scaling."""
+"""The FP8 layers compared with the plain ones: values, gradients, state, and the history of delayed scaling."""
 
 import functools
 import itertools
@@ -164,7 +164,7 @@ def test_history_rolls(step):
 
 
 def test_history_under_jax_transformations():
-    """Split, jit, checkpoint and grad, as training loops without nnx's own do it; the history comes back beside the gradients."""
+    """Split, jit, checkpoint and grad of a loop without nnx's own; the history is returned beside the gradients."""
     graphdef, params, history = nnx.split(delayed(), nnx.Param, AmaxHistory)
 
     @jax.jit

@@ -82,7 +82,7 @@ def test_several_weights(rows):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("order", [1, -1])
 def test_another_axis_beside(check_vma, order):
-    """Two batches of rows, with weights that are replicated over them: without check_vma their gradients are each device's own, as everywhere in JAX."""
+    """Data parallelism on another axis, with replicated weights: without check_vma their gradients are not summed."""
     mesh = mesh_of(2, 2, names=("data", AXIS), order=order)
     x, w, bias, dy = make(12, 8, 8)
 
@@ -114,7 +114,7 @@ def test_float32_weights_under_bfloat16(name):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_only_local_rows_are_kept(name):
-    """Between forward and backward, of x and h; the backward of the first gathers again, after the cotangents are there."""
+    """The residuals of x and h are local; the backward of the first gathers again, after the cotangents exist."""
     x, w, _, dy = make(12, 8, 8)
     op, specs = PRODUCTS[name]
     kept = []
@@ -135,7 +135,9 @@ def test_only_local_rows_are_kept(name):
 
 
 def test_a_megatron_block():
-    """Column-parallel, gelu, row-parallel: values and gradients under jit, donation, scan, remat and vmap, beside one device; twice the same bits."""
+    """Column-parallel, gelu, row-parallel under jit, donation, scan, remat and vmap: one device's values, the same bits
+    twice.
+    """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, 8, 12)), jnp.float32)
     up, down = (jnp.asarray(rng.normal(size=(2, *shape)) * 0.3, jnp.float32) for shape in ((12, 16), (16, 12)))

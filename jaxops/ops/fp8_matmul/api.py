@@ -163,8 +163,8 @@ def _run(
         raise ValueError(f"recipe={name!r}: write {', '.join(map(repr, recipes[:-1]))} or {recipes[-1]!r}.")
     recipe, (lhs, rhs, rhs_quantized, amax, offsets) = RECIPES[name], operands
     rhs_shape = "[K, N]" if offsets is None else "[G, K, N]"
-    M, K = _check_tensor("lhs", lhs, "[M, K]", recipe, recipe.x)
-    *groups, k, N = _check_tensor("rhs", rhs, rhs_shape, recipe, recipe.w)
+    M, K = _check_tensor("lhs", lhs, "[M, K]", recipe, recipe.lhs)
+    *groups, k, N = _check_tensor("rhs", rhs, rhs_shape, recipe, recipe.rhs)
     check_size("K of lhs (its last axis)", K, f"K of rhs {(*groups, k, N)}", k)
     if offsets is not None:
         needed_by = "rhs.shape[0] + 1 (G groups have G + 1 offsets)"
@@ -172,7 +172,7 @@ def _run(
     if rhs_quantized is not None:
         if isinstance(rhs, Quantized):
             raise ValueError("rhs is quantized already: omit rhs_quantized.")
-        shape = _check_quantized("rhs_quantized", rhs_quantized, rhs_shape, recipe, recipe.w)
+        shape = _check_quantized("rhs_quantized", rhs_quantized, rhs_shape, recipe, recipe.rhs)
         if shape != (*groups, k, N):
             raise ValueError(f"rhs_quantized has shape {shape}; it must be that of rhs, {(*groups, k, N)}.")
     _check_amax(amax, recipe)

@@ -114,7 +114,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 
 def casts_inside(problem: Problem, backend: str) -> bool:
     """Whether the forward can cast lhs inside its product."""
-    blocks = RECIPES[problem.recipe].x.scaling == "block_1x128"
+    blocks = RECIPES[problem.recipe].lhs.scaling == "block_1x128"
     return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and blocks
 
 
@@ -139,7 +139,7 @@ def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols:
     if pass_name in recipe.fast and out_cols > 128:
         return Tiles("triton", 128, 256, stages=3, panel=16)
     rows = out_rows if pass_name == "wgrad" else -(-out_rows // groups)  # of a mean group
-    gain = _GAINS.get((recipe.dy if pass_name == "wgrad" else recipe.w).scaling, 1.0)
+    gain = _GAINS.get((recipe.dout if pass_name == "wgrad" else recipe.rhs).scaling, 1.0)
 
     def time(bm: int) -> float:
         waves = -(-groups * -(-rows // bm) * -(-out_cols // 128) // cores)
@@ -149,7 +149,9 @@ def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols:
         return Tiles("triton", 192, 128, stages=4)
     # The scales in shared memory leave room for four stages. Panels of 16 rows were 1 to 2 % faster than of 8, and over
     # groups of 256 and 512 rows 1 % slower.
-    return Tiles("triton", 128, 128, stages=4 if recipe.x.scaling == "block_1x128" else 5, panel=8 if problem.G else 16)
+    return Tiles(
+        "triton", 128, 128, stages=4 if recipe.lhs.scaling == "block_1x128" else 5, panel=8 if problem.G else 16
+    )
 
 
 _PALLAS_TILES = ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4), (32, 128, 4), (16, 128, 4))

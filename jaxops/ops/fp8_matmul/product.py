@@ -108,7 +108,7 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
             for x, given in zip((lhs, rhs), amax, strict=True)
         )
         return (jnp.zeros((M, N), spec.out_dtype), measured), _Residuals()
-    rhs_q, rhs_amax = _cast(spec, rhs, recipe.w, "both" if dlhs else "col", None, rhs_amax)
+    rhs_q, rhs_amax = _cast(spec, rhs, recipe.rhs, "both" if dlhs else "col", None, rhs_amax)
     saved_rhs = None
     if dlhs:
         saved_rhs = rhs_q if rhs_q.values is None else dataclasses.replace(rhs_q, values_t=None, scales_t=None)
@@ -119,7 +119,7 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
         kernel = functools.partial(multiply_inside, **how, pow2=spec.pow2_scales)
         out = sequential_vmap(kernel)(lhs, cols_of(rhs_q))
         return (out, None), _Residuals(lhs if drhs else None, saved_rhs)  # the backward casts lhs's column layout
-    lhs_q, lhs_amax = _cast(spec, lhs, recipe.x, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)
+    lhs_q, lhs_amax = _cast(spec, lhs, recipe.lhs, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)
     out = multiply(spec, "fwd", rows_of(lhs_q), cols_of(rhs_q), offsets, spec.out_dtype)
     saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
     return (out, amax and (lhs_amax, rhs_amax)), _Residuals(saved_lhs, saved_rhs, offsets)
@@ -177,11 +177,11 @@ def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
     columns = needs_drhs and not recipe.gw_hp
     if needs_dlhs or columns:
         layouts = "both" if needs_dlhs and columns else "row" if needs_dlhs else "col"
-        dout_q: Any = _cast(spec, dout, recipe.dy, layouts, offsets)[0]
+        dout_q: Any = _cast(spec, dout, recipe.dout, layouts, offsets)[0]
     if needs_dlhs:
         dlhs = multiply(spec, "dgrad", rows_of(dout_q), rows_of(saved.rhs), offsets, spec.lhs_dtype)
     if columns:
-        lhs_q, _ = _cast(spec, saved.lhs, recipe.x, "col", offsets)
+        lhs_q, _ = _cast(spec, saved.lhs, recipe.lhs, "col", offsets)
         drhs = multiply(spec, "wgrad", cols_of(lhs_q), cols_of(dout_q), offsets, spec.rhs_dtype, dout.shape[0])
     elif needs_drhs:
         drhs = _half_precision_wgrad(spec, saved.lhs, dout.astype(saved.lhs.dtype), offsets)

@@ -18,16 +18,16 @@ class Recipe:
 
     Attributes:
       name: the public `recipe=`.
-      x, w, dy: formats of lhs, rhs and the result's cotangent.
+      lhs, rhs, dout: formats of the operands and of the result's cotangent.
       gw_hp: the gradient of rhs is a bfloat16 product of the unquantized lhs and cotangent.
       fast: passes whose products the tensor core may accumulate over all of K, in about 14 bits.
       delayed: lhs and rhs are scaled by the `amax` of earlier steps.
     """
 
     name: str
-    x: Format
-    w: Format
-    dy: Format
+    lhs: Format
+    rhs: Format
+    dout: Format
     gw_hp: bool = False
     fast: frozenset[str] = frozenset()
     delayed: bool = False

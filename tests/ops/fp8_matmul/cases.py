@@ -1,4 +1,4 @@
-"""Random problems for the FP8 products, a float64 reference that quantises by itself in numpy, and the ways to run them."""
+"""Random problems for the FP8 products, a float64 reference with its own numpy quantization, and the backends."""
 
 import dataclasses
 import functools
@@ -15,7 +15,8 @@ from jaxops._lib.device import current_device, runs_gluon
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Tiles
 from tests.compare import assert_close
 
-# "interpret" runs the Pallas kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels, "triton" takes Hopper's own.
+# "interpret": the Pallas kernels in the interpreter on the CPU; "gpu": the same, compiled; "triton": the Hopper
+# kernels.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("triton", marks=pytest.mark.gpu)]
 # For what does not depend on the kernels: the fastest ones there are.
 FEW = ["xla", RUNS[-1]]
@@ -106,7 +107,7 @@ class Case:
 def make_case(
     M: int, K: int, N: int, *, sizes=None, before: int = 0, dtype="float32", w_dtype=None, seed: int = 0
 ) -> Case:
-    """Rows and columns of unlike magnitudes, so that a scale that is taken for another one shows; M counts only without sizes."""
+    """Rows and columns of unlike magnitudes, so that a wrong scale shows. M is used only without sizes."""
     rng = np.random.default_rng(seed)
     offsets = None if sizes is None else before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
@@ -164,7 +165,7 @@ def reference(case: Case, recipe: str, pow2: bool = False) -> tuple[np.ndarray, 
     inside = np.concatenate([np.arange(*group) for group in groups]).astype(int) if groups else np.arange(0)
 
     def rows(v, form, amax=None):
-        if chosen.x.scaling == "tensorwise" and amax is None:  # what stands outside reaches no scale
+        if chosen.lhs.scaling == "tensorwise" and amax is None:  # what stands outside reaches no scale
             amax = np.max(np.abs(np.nan_to_num(v[inside])), initial=0.0)
         return quantised(v, form.scaling, form.dtype, amax=amax, pow2=pow2)
 
@@ -179,11 +180,11 @@ def reference(case: Case, recipe: str, pow2: bool = False) -> tuple[np.ndarray, 
             )
         return quantised(v[lo:hi].T, form.scaling, form.dtype, pow2=pow2).T
 
-    xq, dyq = rows(x, chosen.x, amax_x), rows(dy, chosen.dy)
+    xq, dyq = rows(x, chosen.lhs, amax_x), rows(dy, chosen.dout)
     stack = w if ragged else w[None]
     turned = np.swapaxes(stack, 1, 2)
-    w_cols = [quantised(one, chosen.w.scaling, chosen.w.dtype, amax=amax_w, pow2=pow2).T for one in turned]
-    w_rows = [quantised(one, chosen.w.scaling, chosen.w.dtype, amax=amax_w, pow2=pow2) for one in stack]
+    w_cols = [quantised(one, chosen.rhs.scaling, chosen.rhs.dtype, amax=amax_w, pow2=pow2).T for one in turned]
+    w_rows = [quantised(one, chosen.rhs.scaling, chosen.rhs.dtype, amax=amax_w, pow2=pow2) for one in stack]
     y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(stack.shape)
     for g, (lo, hi) in enumerate(groups):
         y[lo:hi], dx[lo:hi] = xq[lo:hi] @ w_cols[g], dyq[lo:hi] @ w_rows[g].T
@@ -192,7 +193,7 @@ def reference(case: Case, recipe: str, pow2: bool = False) -> tuple[np.ndarray, 
             half = [v[lo:hi].astype(half_dtype).astype(np.float64) for v in (x, dy)]
             dw[g] = half[0].T @ half[1]
         else:
-            dw[g] = cols(x, chosen.x, lo, hi, amax_x).T @ cols(dy, chosen.dy, lo, hi)
+            dw[g] = cols(x, chosen.lhs, lo, hi, amax_x).T @ cols(dy, chosen.dout, lo, hi)
     return y, dx, dw if ragged else dw[0]
 
 

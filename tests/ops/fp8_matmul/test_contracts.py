@@ -89,7 +89,7 @@ def casts(function, *args) -> list[tuple]:
     ],
 )
 def test_what_no_gradient_needs_is_not_cast(argnums, recipe, count):
-    """x row and w col in the forward. For dx: w row, dy row. For dw: x col, dy col, or neither of them in half precision."""
+    """Forward: lhs row, rhs column. dlhs: rhs row, dout row. drhs: lhs column, dout column; none in half precision."""
 
     def loss(x, w):
         return jnp.sum(jaxops.fp8_matmul(x, w, recipe=recipe, backend="xla"))
@@ -98,7 +98,7 @@ def test_what_no_gradient_needs_is_not_cast(argnums, recipe, count):
 
 
 def test_residuals(capsys):
-    """Between forward and backward there are x's column layout and w's row layout: a byte a number and the scales."""
+    """The residuals are x's column layout and w's row layout: one byte per number, and the scales."""
     s = jax.ShapeDtypeStruct
     print_saved_residuals(
         lambda x, w: jaxops.fp8_matmul(x, w, backend="xla"), s((256, 384), jnp.bfloat16), s((384, 512), jnp.float32)
@@ -111,7 +111,7 @@ def test_residuals(capsys):
 
 @pytest.mark.parametrize("case", [DENSE, GROUPS], ids=["dense", "groups"])
 def test_shard_map_over_weights(case):
-    """Columns of the weights (or experts) over two devices: the tokens' gradient is summed over them by JAX's own transpose."""
+    """Weight columns (or experts) over two devices: JAX's own transpose sums the tokens' gradient over them."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("e",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
@@ -137,7 +137,8 @@ def test_shard_map_over_weights(case):
     y, dx, dw = jax.jit(results)(x, case.w, dy)
     want = reference(case, "rowwise")
     assert_close(y, want[0], "float32")
-    # A scale is of what a shard holds: of half of dy's columns (dx, dense), of some of the rows (dw, groups). The other gradient is exact.
+    # A scale is a shard's own: of half of dy's columns (dx, dense), of some of the rows (dw, groups). The other
+    # gradient is exact.
     exact, near = ((dw, want[2]), (dx, want[1])) if case is DENSE else ((dx, want[1]), (dw, want[2]))
     assert_close(*exact, "float32")
     assert np.sqrt(np.mean((near[0] - near[1]) ** 2) / np.mean(near[1] ** 2)) < 0.05

@@ -167,7 +167,8 @@ def test_ragged_x_quantised_without_its_groups():
     x = q(M, K, scaling="block_1x128")
     with pytest.raises(NotImplementedError, match="group_offsets"):
         jax.eval_shape(
-            lambda x, w, offsets: jax.vjp(lambda w: jaxops.fp8_grouped_matmul(x, w, offsets), w)[0], x, s(G, K, N), GROUPED["group_offsets"]
+            lambda x, w, offsets: jax.vjp(lambda w: jaxops.fp8_grouped_matmul(x, w, offsets), w)[0],
+            x, s(G, K, N), GROUPED["group_offsets"],
         )  # fmt: skip
 
 

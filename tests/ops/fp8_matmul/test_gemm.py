@@ -1,4 +1,4 @@
-"""C = A @ B.T of operands with any scales, by every backend, against float64: what the op's three products are made of."""
+"""C = A @ B.T of operands with any scales, by every backend, compared with float64: the op's three products."""
 
 import dataclasses
 import functools
@@ -174,7 +174,7 @@ def check_rows(run, scalings, sizes, before, after, K, N, seed=0, **how) -> None
 
 
 def check_contraction(run, scalings, sizes, before, after, M, N, seed=0, **how) -> None:
-    """The columns that fill up a group's last 128 are zeros, as the quantiser writes them; behind the last group everything is NaN."""
+    """The columns that pad a group to 128 are zeros, as the quantizer writes them; behind the last group is NaN."""
     rng = np.random.default_rng(seed)
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     length, G = int(offsets[-1]) + after, len(sizes)
@@ -250,7 +250,7 @@ def test_large_groups(run, scalings):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_offsets_that_break_the_contract(run):
-    """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
+    """Below 0, past M, decreasing: any result of the right shape. On the GPU the sanitizer checks the accesses."""
     rng = np.random.default_rng(0)
     K = 130
     for N, out_dtype in ((33, "float32"), (40, "bfloat16"))[

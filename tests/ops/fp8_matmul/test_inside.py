@@ -1,4 +1,6 @@
-"""cast="inside": where there is such a kernel, and that it gives what a cast before the product gives. test_triton.py has the kernel, compiled."""
+"""cast="inside": where it has a kernel, and that it equals a cast before the product. test_triton.py compiles the
+kernel.
+"""
 
 import dataclasses
 import functools
@@ -130,7 +132,7 @@ def test_out_dtype(out):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
 def test_what_is_not_finite(pow2):
-    """NaN and infinities make their row NaN and no other, and reach no scale; zeros stay; next to nothing becomes zero."""
+    """NaN and infinities make their own row NaN only, and affect no scale; zeros stay; tiny numbers become zero."""
     case = make_case(150, 300, 161, dtype="bfloat16")
     x = np.array(case.x.astype(jnp.float32))
     x[3, 5], x[4, 299], x[70] = np.nan, -np.nan, np.nan
@@ -150,7 +152,9 @@ def test_what_is_not_finite(pow2):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
 def test_every_bfloat16_number(pow2):
-    """Scales and casts to the bit: multiplied by one, each number comes back as it was cast; once beside its own binade, once beside any others."""
+    """Scales and casts to the bit, by a product with the identity: each number with its own binade, and with any
+    others.
+    """
     rng = np.random.default_rng(0)
     bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16).reshape(512, 128)  # each row a binade
     others = (

@@ -1,4 +1,4 @@
-"""The Pallas kernels, lowered for cards that are not there: every candidate's tiles, each kind of product, whole calls."""
+"""The Pallas kernels, lowered for GPUs that are not present: every candidate's tiles, each kind of product, calls."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The Hopper kernels, compiled for an H200 that is not there through the op's own launchers: what the compiler makes of them. Needs no CUDA plugin."""
+"""The Hopper kernels, compiled for an absent H200 by the op's launchers, and their code. Needs no CUDA plugin."""
 
 import dataclasses
 import functools
@@ -60,7 +60,11 @@ class Product:
     @property
     def formats(self) -> tuple:
         recipe = RECIPES[self.recipe]
-        return {"fwd": (recipe.x, recipe.w), "dgrad": (recipe.dy, recipe.w), "wgrad": (recipe.x, recipe.dy)}[self.name]
+        return {
+            "fwd": (recipe.lhs, recipe.rhs),
+            "dgrad": (recipe.dout, recipe.rhs),
+            "wgrad": (recipe.lhs, recipe.dout),
+        }[self.name]
 
     def __str__(self) -> str:
         return "-".join(
@@ -148,8 +152,9 @@ PRODUCTS += [
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)
 def test_product(product, tmp_path):
-    """Each consumer multiplies 64 rows by 128 of K in four instructions: at one place in the source, or where sums are promoted once a step of a round and
-    once for the steps that are left."""
+    """A consumer multiplies 64 rows by 128 of K in four wgmma: once in the code, or with promoted sums once per step of
+    a round and once for the remaining steps.
+    """
     tiles = product.chosen
     consumers = tiles.bm // 64
     a, b = ({"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[form.dtype] for form in product.formats)
@@ -180,8 +185,8 @@ def test_the_products_are_of_every_kind():
     ("pow2", "out", "n"), [(False, "bfloat16", N), (True, "float32", ODD_N)], ids=["any-scale", "pow2"]
 )
 def test_inside(pow2, out, n, tmp_path):
-    """x comes from registers, half of it a consumer; however the tile's columns are cut, 128 of K are multiplied by all of them."""
-    b = operand(RECIPES["blockwise"].w, n, K)
+    """x comes from registers, half of it per consumer; each 128 of K are multiplied by all of the tile's columns."""
+    b = operand(RECIPES["blockwise"].rhs, n, K)
     tiles = heuristic("fwd", Problem(M, K, n, "blockwise", "bfloat16"), H200, "triton")
 
     def multiply(x, b):
@@ -228,7 +233,7 @@ def test_a_users_call_over_groups():
 
 
 def test_how_a_result_is_stored():
-    """bfloat16 by TMA where its rows start at whole 16 bytes, and of groups 16 bytes a thread where a tile is not whole; anything else number by number."""
+    """bfloat16 with rows aligned to 16 bytes by TMA, a group's partial tile 16 bytes a thread; all else by elements."""
     found = {}
     for name, product in {
         "dense": Product("blockwise", "fwd"),
@@ -255,7 +260,7 @@ def _double(x, y, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize(("function", "vectors"), [(_double_gluon, 0), (_double, 2)], ids=["gluon", "triton"])
 def test_only_gluon_keeps_its_layouts(function, vectors):
-    """jax-triton runs Triton's passes, which choose layouts, over both; of the 384 threads above, it would launch the 128 that it was told."""
+    """jax-triton runs Triton's layout passes over Gluon IR, too, and would launch 128 of the 384 threads above."""
     shape = jax.ShapeDtypeStruct((512,), "float32")
 
     def call(x):
@@ -298,7 +303,7 @@ def test_results_come_behind_operands():
 
 
 def test_slices_are_not_read_or_written_in_place():
-    """In a scan over stacked weights, with stacked results: barriers stand before and behind the call, through which XLA does not fuse the slices."""
+    """In a scan over stacked weights and results, barriers around the call keep XLA from fusing the slices into it."""
     s = jax.ShapeDtypeStruct
 
     def layers(x, weights, offsets):
@@ -335,7 +340,7 @@ def call_and_barriers(fn, *shapes):
 
 
 def test_a_result_in_an_operands_memory_is_none_of_a_slice():
-    """An accumulator is written where it stands; in a scan over stacked ones it is a slice, behind a barrier like what is only read."""
+    """An accumulator is updated in place; in a scan over stacked ones it is a slice, behind a barrier like operands."""
     s = jax.ShapeDtypeStruct
 
     def layers(x, dout, stacked, offsets):

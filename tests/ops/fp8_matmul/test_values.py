@@ -1,4 +1,4 @@
-"""y, dx and dw against a float64 reference that quantises by itself: every recipe, odd sizes, dtypes, leading axes, groups, tensors that come quantised."""
+"""y, dx and dw compared with a float64 reference: recipes, odd sizes, dtypes, leading axes, groups, quantized input."""
 
 import dataclasses
 import functools
@@ -35,7 +35,9 @@ from tests.ops.fp8_matmul.cases import (
 
 
 def every_recipe(names, interpreted) -> list:
-    """On the CPU the interpreter runs some of them: test_gemm.py and the quantiser's tests have every kernel, and compiling is what takes long."""
+    """On the CPU the interpreter runs only some: compiling takes long, and test_gemm.py and test_quantize run every
+    kernel.
+    """
     return [
         pytest.param(name, run, id=f"{name}-{run}")
         for name, run in itertools.product(names, ("xla", "interpret"))
@@ -82,7 +84,9 @@ def test_dtypes(run, recipe, dtype, w_dtype):
 
 @pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE, ("blockwise",)))
 def test_an_infinity_stays_not_finite(recipe, run):
-    """As in the product of the matrices themselves: the whole row is NaN or infinite, and no other row; of w the whole column. So it is in the gradients."""
+    """As in an unquantized product, an infinity makes its row of y (of w: its column) not finite, and no other;
+    gradients too.
+    """
     case = make_case(21, 130, 37)
     x, w, dy = (np.array(value) for value in (case.x, case.w, case.dy))
     x[3, 5], x[4, 129], w[7, 2], dy[6, 8] = np.inf, -np.inf, np.inf, -np.inf
@@ -180,7 +184,7 @@ def test_delayed_measures_as_it_goes(run):
 
 @functools.partial(jax.jit, static_argnames=("recipe", "layouts"))
 def _quantized(w, recipe: str, layouts: str) -> Quantized:
-    form = RECIPES[recipe].w
+    form = RECIPES[recipe].rhs
     return jaxops.quantize(w, scaling=form.scaling, dtype=form.dtype, layouts=layouts)
 
 

@@ -1,4 +1,4 @@
-"""Device time of jitted functions, without the host's noise."""
+"""Device time of jitted functions, without that of the host."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,10 @@ from jax.experimental.mosaic.gpu import profiler
 
 
 def device_times_us(fn: Callable, *args, iterations: int = 20) -> list[float]:
-    """Microseconds on the device for each of `iterations` calls of fn(*args): the sum of its kernels' times (CUPTI), after one call to warm up.
+    """Microseconds on the device for each of `iterations` calls of fn(*args), after a warm-up call: the sum of its
+    kernels' times (CUPTI).
 
-    The caches are cold only where the arguments are several times larger than the L2. Not together with ncu or compute-sanitizer.
+    The L2 is cold only where the arguments are several times larger. Do not use it under ncu or compute-sanitizer.
 
     Raises:
       RuntimeError: no kernel ran (a CPU, or a result that XLA folded into a constant).

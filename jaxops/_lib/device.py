@@ -1,4 +1,4 @@
-"""What is known of the device that a call is for. Nothing else asks JAX for it, or reads a card's name."""
+"""The device that a call runs on. No other file asks JAX for it, or parses a GPU's name."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 Capability = tuple[int, int]
 
-# Compute capabilities by name, for abstract devices, which have nothing else. The first pattern that fits counts.
+# Compute capabilities by name, for abstract devices, which have only a name. The first pattern that matches counts.
 _BY_NAME: tuple[tuple[str, Capability], ...] = (
     (r"G?B200", (10, 0)),
     (r"G?B300", (10, 3)),
@@ -29,7 +29,7 @@ _BY_NAME: tuple[tuple[str, Capability], ...] = (
     (r"V100S?|TITAN V", (7, 0)),
     (r"P\d{1,3}|GTX \d+|TITAN|Quadro|M\d{2,4}|K\d{2,4}", (6, 0)),  # or older
 )
-# An NVIDIA card that the table does not have is newer than the table: it has at least what Ada has.
+# An NVIDIA GPU that is not in the table is newer than it, and can do at least what Ada can.
 _UNKNOWN = (8, 9)
 HOPPER_SHARED_BYTES = 232_448  # that one block may use
 
@@ -41,8 +41,9 @@ class Device:
     Attributes:
       kind: the vendor's name, as in `jax.Device.device_kind`, e.g. "NVIDIA H200".
       platform: "gpu", "cpu" or "tpu".
-      capability: an NVIDIA GPU's compute capability, (9, 0) for Hopper; None elsewhere. Found from the name where it is not given.
-      cores: multiprocessors of a GPU: how many programs a persistent kernel starts. An H100's or H200's where it is not given.
+      capability: an NVIDIA GPU's compute capability, (9, 0) for Hopper; None elsewhere. By default, from the name.
+      cores: multiprocessors: how many programs a persistent kernel starts. By default those of an H100 or H200, also
+        for the interpreter on a CPU.
     """
 
     kind: str
@@ -97,32 +98,30 @@ def _capability_of(kind: str) -> Capability | None:
 def device_of(*operands) -> Device:
     """The device that a call with these operands runs on.
 
-    Inside `jax.shard_map` or `jax.set_mesh` the mesh tells. Otherwise it is the operands' own device where they are concrete arrays, under `jax.grad` and
-    `jax.vmap` too. Under `jax.jit` their values are not known, nor where they will be: then it is JAX's default device.
+    Inside `jax.shard_map` or `jax.set_mesh` it is the mesh's. Otherwise it is the device of concrete operands, also
+    under `jax.grad` and `jax.vmap`. Tracers of `jax.jit` have no device: then it is JAX's default device.
 
     Args:
-      operands: arrays, or pytrees of them. None and numpy arrays say nothing.
+      operands: arrays, or pytrees of them. None and numpy arrays have no device.
     """
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return Device(abstract.device_kind, abstract.platform, cores=abstract.num_cores or 0)
+    mesh = jax.sharding.get_abstract_mesh().abstract_device
     arrays = [_without_tracers(x) for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
-    if arrays and not any(isinstance(x, Tracer) for x in arrays):
+    if mesh is None and arrays and not any(isinstance(x, Tracer) for x in arrays):
         return _of_jax(next(iter(arrays[0].devices())))
     return current_device()
 
 
 def current_device() -> Device:
-    """The device of a call whose operands do not tell: the mesh's, or JAX's default device."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return Device(abstract.device_kind, abstract.platform, cores=abstract.num_cores or 0)
+    """The device of a call whose operands have none: the mesh's, or JAX's default device."""
+    mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if mesh is not None:
+        return Device(mesh.device_kind, mesh.platform, cores=mesh.num_cores or 0)
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return _of_jax(jax.devices(default)[0] if default is None or isinstance(default, str) else default)
 
 
 def _without_tracers(x: jax.Array) -> jax.Array:
-    """The array inside the tracers of `jax.grad` and `jax.vmap`; a tracer of `jax.jit` stays one."""
+    """The array inside the tracers of `jax.grad` and `jax.vmap`; a tracer of `jax.jit` is returned itself."""
     while isinstance(x, Tracer):
         inner = getattr(x, "primal", getattr(x, "val", None))
         if not isinstance(inner, jax.Array):
@@ -133,12 +132,8 @@ def _without_tracers(x: jax.Array) -> jax.Array:
 
 def _of_jax(device: Any) -> Device:
     words = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return Device(
-        device.device_kind,
-        device.platform,
-        (int(words[1]), int(words[2])) if words else None,
-        getattr(device, "core_count", None) or 0,
-    )
+    capability = (int(words[1]), int(words[2])) if words else None
+    return Device(device.device_kind, device.platform, capability, getattr(device, "core_count", None) or 0)
 
 
 @functools.cache
@@ -148,13 +143,14 @@ def gluon_missing() -> str:
         return "they need Python 3.12 or newer"
     if sys.platform != "linux":
         return "Triton has releases for Linux only"
+    install = "pip install 'jax-triton>=0.4.1,<0.5' 'triton>=3.9'"
     found = {name: _version(name) for name in ("jax-triton", "triton")}
     lacking = [name for name, version in found.items() if version is None]
     if lacking:
-        return f"{' and '.join(lacking)} cannot be imported: pip install 'jax-triton>=0.4.1,<0.5' 'triton>=3.9'"
+        return f"{' and '.join(lacking)} cannot be imported: {install}"
     if found["jax-triton"][:2] != (0, 4) or found["triton"] < (3, 9):
         have = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in found)
-        return f"they need jax-triton 0.4 and Triton 3.9 or newer, this is {have}: pip install 'jax-triton>=0.4.1,<0.5' 'triton>=3.9'"
+        return f"they need jax-triton 0.4 and Triton 3.9 or newer, this is {have}: {install}"
     return ""
 
 
@@ -165,13 +161,11 @@ def _version(name: str) -> tuple[int, ...] | None:
 
 
 def runs_gluon(device: Device) -> bool:
-    """Whether Hopper's own kernels can be called on the device. Where only the installed versions prevent it, a warning says so, once."""
+    """Whether the Gluon kernels run on the device. Where only the installed versions prevent it, warns once."""
     if not device.is_hopper:
         return False
     if gluon_missing():
-        warn_once(
-            f"jaxops takes its Pallas kernels on this {device.kind}, not the faster Triton ones: {gluon_missing()}."
-        )
+        warn_once(f"jaxops takes its Pallas kernels on this {device.kind}, not its Triton ones: {gluon_missing()}.")
     return not gluon_missing()
 
 
@@ -183,11 +177,12 @@ def warn_once(text: str) -> None:
 def check_gluon(device: Device) -> None:
     """
     Raises:
-      NotImplementedError: Hopper's own kernels cannot be called there.
+      NotImplementedError: the Gluon kernels do not run on the device.
     """
     if not device.is_hopper:
         raise NotImplementedError(
-            f"backend='triton' needs a Hopper GPU (compute capability 9.0); this is {device.kind}. Use backend='pallas'."
+            f"backend='triton' needs a Hopper GPU (compute capability 9.0); this is {device.kind}. "
+            "Use backend='pallas'."
         )
     if gluon_missing():
         raise NotImplementedError(f"backend='triton' cannot run here: {gluon_missing()}. Or use backend='pallas'.")

@@ -11,10 +11,12 @@ AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least of the Pallas ke
 
 @dataclasses.dataclass(frozen=True)
 class BasePlan:
-    """Base class of each op's Plan.
+    """Base class of each op's Plan: its backend and, of what is not None, how the kernels run.
+
+    `make_plan` fills what is None; print its result to see the choice. The xla backend has no tiles.
 
     Attributes:
-      device: what the plan is made for; `make_plan` fills None with the device of the call's operands.
+      device: what the plan is made for; None is the device of the call's operands.
     """
 
     device: Device | None = dataclasses.field(default=None, kw_only=True, repr=False)

@@ -1,4 +1,4 @@
-"""Tuned rows: measured choices, kept as JSON lines, one file a device. The user's rows are read before the shipped ones."""
+"""Tuned rows: measured plans, stored as JSON lines in one file a device. The user's rows come before the package's."""
 
 import functools
 import json
@@ -34,10 +34,12 @@ def _read(file) -> list[dict]:
 
 
 def use_rows(source: str | os.PathLike) -> Any:
-    """Which tuned rows plans are made with, inside `with use_rows(source):`, in this thread. What was compiled with other rows is traced again.
+    """Chooses the tuned rows that plans use inside `with use_rows(source):`, in this thread. Functions compiled with
+    other rows are traced again.
 
-    By default your own rows are read before those that come with jaxops. In a job of several processes they are not read, and a warning says so once: each
-    process would read the cache directory of its own machine, and processes that run different programs can wait for each other forever.
+    By default your own rows are read before the package's. In a job of several processes they are ignored, and a
+    warning says so once: each process would read the cache directory of its own machine, and processes that run
+    different programs can deadlock.
 
     >>> import jax.numpy as jnp, jaxops
     >>> from jaxops.tuning import use_rows
@@ -46,12 +48,9 @@ def use_rows(source: str | os.PathLike) -> Any:
     (4, 8)
 
     Args:
-      source: "shipped" leaves your own rows out. "user" reads them in a job of several processes, too: their cache directories must hold the same files, as
-        on a shared file system. A path is that of a folder like `jaxops/tuned` in the cache directory, with a file <op>/<device>.jsonl for each op and
-        device; all processes should read the same one.
-
-    Returns:
-      A context manager.
+      source: "shipped": only the package's rows. "user": your own rows first, also in a job of several processes, whose
+        cache directories must then hold the same files. A path: the rows of a folder like `jaxops/tuned` in the cache
+        directory first, with a file <op>/<device>.jsonl for each op and device; all processes should read the same one.
 
     Raises:
       ValueError: no such folder, or no rows in it.
@@ -66,22 +65,24 @@ def use_rows(source: str | os.PathLike) -> Any:
     folder = pathlib.Path(source).expanduser().resolve()
     if not any(folder.glob("*/*.jsonl")):
         raise ValueError(
-            f"source={str(source)!r}: no folder with rows, <op>/<device>.jsonl. Write 'shipped', 'user' or the path of such a folder."
+            f"source={str(source)!r}: no folder with rows, <op>/<device>.jsonl. "
+            "Write 'shipped', 'user' or the path of such a folder."
         )
     return _source(folder)
 
 
 def tuned_rows(op: str, device: Device) -> tuple[dict, ...]:
-    """Every tuned row of `op` for the device, best source first, from where `use_rows` says; read once a process."""
+    """All tuned rows of `op` for the device from the source that `use_rows` chose, best first; read once a process."""
     source: Any = _source.value
     if source is None:
-        # Asked in this order: where no job of several processes was set up, counting them would only start JAX's backend.
+        # In this order: jax.process_count() starts JAX's backend, which a process that only traces does not need.
         several = jax.distributed.is_initialized() and jax.process_count() > 1
         source = "shipped" if several else "user"
         if several and user_file(op, device).is_file():
             warn_once(
-                f"jaxops leaves out your own tuned rows ({user_folder()}), because this job has {jax.process_count()} processes, which must all have the same. "
-                "Write `with jaxops.tuning.use_rows(folder):` with a folder that all of them read, or use_rows('shipped') to have no warning."
+                f"jaxops ignores your own tuned rows ({user_folder()}): this job has {jax.process_count()} processes, "
+                "which must all use the same rows. Write `with jaxops.tuning.use_rows(folder):` with a folder that "
+                "all of them read, or use_rows('shipped') for no warning."
             )
     return read_rows(op, device, source)
 
@@ -96,12 +97,12 @@ def read_rows(op: str, device: Device, source: str | pathlib.Path) -> tuple[dict
 
 
 def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
-    """Puts rows into the user's file, each in place of the stored rows for which `same(row, stored)` holds."""
+    """Writes rows into the user's file; each replaces the stored rows for which `same(row, stored)` holds."""
     file = user_file(op, device)
     kept = [old for old in _read(file) if not any(same(row, old) for row in rows)]
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]))
-    part.replace(file)  # whole or not at all: a killed tuning run leaves the old file
+    part.replace(file)  # atomic: a killed run leaves the old file
     read_rows.cache_clear()
     return file

@@ -29,9 +29,9 @@ class Tunable:
     Attributes:
       planner: of its plans.
       problem: class of its problems.
-      shape: fields of the problem that the command's --shape gives, in this order.
       operands: (pass, problem, offsets) -> the operands of one call; offsets [G + 1] of the rows, or None.
       run: (pass, problem, plan, *operands) -> results.
+      shape: fields of the problem that the command's --shape gives, in this order.
       work: (pass, problem, *operands) -> floating-point operations (unit "tflops") or bytes (unit "gbps") of a call.
       unit: "tflops" or "gbps".
       splits: problem -> the default group sizes, one array each; None where there are no groups.
@@ -42,9 +42,9 @@ class Tunable:
 
     planner: Planner
     problem: type
-    shape: tuple[str, ...]
     operands: Callable[[str, Any, Any], tuple]
     run: Callable
+    shape: tuple[str, ...]
     work: Callable[..., float]
     unit: str
     splits: Callable[[Any], Splits] = lambda problem: [None]
@@ -128,6 +128,10 @@ def _sequences(problem: adaln.Problem) -> list[np.ndarray]:
     return [split(problem.T, shares)]
 
 
+def _quantize_operands(name: str, problem: quantize.Problem, offsets) -> tuple:
+    return (_random(0, (problem.M, problem.K), problem.dtype),)
+
+
 def _run_quantize(name: str, problem: quantize.Problem, plan: quantize.Plan, x):
     """A whole call, whichever pass is tuned."""
     how: dict[str, Any] = {"scaling": problem.scaling, "layouts": problem.layouts}
@@ -166,49 +170,26 @@ def _run_fp8(name: str, problem: fp8_matmul.Problem, plan: fp8_matmul.Plan, a, b
     return fp8_product.multiply(spec, name, a, b, offsets, dtype, problem.M if name == "wgrad" else None)
 
 
+_PRODUCT = (("G", "M", "K", "N"), _product_work, "tflops")
 OPS = {
     "grouped_matmul": Tunable(
-        GROUPED_MATMUL,
-        grouped_matmul.Problem,
-        ("G", "M", "K", "N"),
-        _product_operands,
-        _run_product,
-        _product_work,
-        "tflops",
+        *(GROUPED_MATMUL, grouped_matmul.Problem, _product_operands, _run_product, *_PRODUCT),
         splits=default_group_sizes,
         kernels=grouped_matmul.kernels_for,
     ),
     "adaln": Tunable(
-        ADALN,
-        adaln.Problem,
-        ("T", "D", "B"),
-        _adaln_operands,
-        _run_adaln,
-        _adaln_work,
-        "gbps",
+        *(ADALN, adaln.Problem, _adaln_operands, _run_adaln, ("T", "D", "B"), _adaln_work, "gbps"),
         splits=_sequences,
         passes=lambda problem: ("fwd", "bwd"),
         values={"gated": ((False, True), (False, True))},
     ),
     "quantize": Tunable(
-        QUANTIZE,
-        quantize.Problem,
-        ("M", "K"),
-        lambda name, problem, offsets: (_random(0, (problem.M, problem.K), problem.dtype),),
-        _run_quantize,
-        _quantize_work,
-        "gbps",
+        *(QUANTIZE, quantize.Problem, _quantize_operands, _run_quantize, ("M", "K"), _quantize_work, "gbps"),
         passes=lambda problem: ("amax", "cast") if problem.looks_first else ("cast",),
         values={"scaling": (SCALINGS, SCALINGS), "layouts": (LAYOUTS, LAYOUTS)},
     ),
     "fp8_matmul": Tunable(
-        FP8_MATMUL,
-        fp8_matmul.Problem,
-        ("G", "M", "K", "N"),
-        _fp8_operands,
-        _run_fp8,
-        _product_work,
-        "tflops",
+        *(FP8_MATMUL, fp8_matmul.Problem, _fp8_operands, _run_fp8, *_PRODUCT),
         splits=lambda problem: default_group_sizes(problem) if problem.G else [None],
         kernels=lambda problem, device: ("triton",) if runs_gluon(device) else ("pallas",),
         values={"recipe": (tuple(fp8_matmul.RECIPES), ("tensorwise", "rowwise", "blockwise"))},

@@ -86,14 +86,8 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
-
-    Attributes:
-      backend: "pallas" or "xla".
-      fwd, bwd: tiles of the forward and of the backward pass.
-      save_stats: a differentiated forward writes each row's mean and 1 / standard deviation for the backward;
-        otherwise the backward computes them again.
-    """
+    """Tiles of the forward and of the backward pass; save_stats: a differentiated forward writes each row's mean and
+    1 / standard deviation for the backward, which otherwise computes them again."""
 
     backend: Literal["pallas", "xla"] = "pallas"
     fwd: Tiles | None = None
@@ -177,8 +171,8 @@ PLANNER = Planner(
     PASSES,
     heuristic,
     _search,
-    key=_key,
-    needs=lambda problem: ADA if problem.fp8 else AMPERE,
+    _key,
+    lambda problem: ADA if problem.fp8 else AMPERE,
     fit=_fit,
     others=_others,
 )

@@ -63,16 +63,13 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
+    """Tiles of the forward pass and of the gradients of lhs (dgrad) and rhs (wgrad). The casts of "triton" are Pallas
+    kernels.
 
     Attributes:
-      backend: "triton", "pallas" or "xla". The casts of "triton" are Pallas kernels.
       cast: where the forward casts lhs: "before" the product, in one pass that also writes what the backward needs, or
         "inside" it ("triton", block scales, dense, bfloat16: no pass over lhs, but every 192 columns of the result cast
         it again; slower everywhere measured on an H200). rhs and the gradient are cast before.
-      fwd: tiles of the forward pass.
-      dgrad: tiles of the gradient of lhs.
-      wgrad: tiles of the gradient of rhs.
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
@@ -173,13 +170,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan,
-    Tiles,
-    PASSES,
-    heuristic,
-    _search,
-    key=_key,
-    needs=lambda problem: ADA,
+    *(Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: ADA),
     triton=lambda problem, device: runs_gluon(device),
     others=_others,
 )

@@ -94,13 +94,9 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
+    """Tiles of the forward pass and of the gradients of lhs (dgrad) and rhs (wgrad).
 
-    Attributes:
-      backend: "triton" (Hopper; single passes may have kernel="pallas", where that is faster), "pallas" or "xla".
-      fwd: tiles of the forward pass.
-      dgrad: tiles of the gradient of lhs.
-      wgrad: tiles of the gradient of rhs.
+    With backend="triton" (Hopper), tiles may have kernel="pallas" where that is faster.
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
@@ -376,13 +372,8 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
 
 
 PLANNER = Planner(
-    Plan,
-    Tiles,
-    PASSES,
-    heuristic,
-    _search,
-    key=_key,
-    triton=lambda problem, device: len(kernels_for(problem, device)) > 1,
+    *(Plan, Tiles, PASSES, heuristic, _search, _key),
+    triton=lambda problem, device: "triton" in kernels_for(problem, device),
     kernel=_kernel,
     fit=_fit,
     others=_others,

@@ -16,11 +16,12 @@ _WIDEST_GATHERED = 2048  # F of an expert
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. `make_plan` fills what is None.
+    """Plans of the ops that `moe_mlp` is made of.
+
+    With backend="triton" (Hopper) the backward through the down projection and the activation is one kernel; otherwise
+    it is a product, and a pass that XLA compiles.
 
     Attributes:
-      backend: "triton" (Hopper): the backward through the down projection and the activation is one kernel; "pallas" or
-        "xla": a product, and a pass that XLA compiles.
       unit: plan of the gated unit, as of `jaxops.grouped_glu`.
       down: plan of the down projection, as of `jaxops.grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.

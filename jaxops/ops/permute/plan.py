@@ -36,10 +36,9 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
+    """Tiles of each pass.
 
     Attributes:
-      backend: "pallas" or "xla".
       permute: tiles of permute's forward, which reads a token once and writes the row of each of its choices.
       combine: tiles of combine's forward and permute's backward, which sum the rows of a token's choices.
       combine_bwd: tiles of combine's backward.

@@ -96,13 +96,8 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
-
-    Attributes:
-      backend: "pallas" or "xla".
-      cast: tiles of the pass that writes the values.
-      amax: tiles of the pass that finds the largest magnitudes before the cast (see `Problem.looks_first`).
-    """
+    """Tiles of the pass that writes the values, and of the pass that finds the largest magnitudes before it (see
+    `Problem.looks_first`)."""
 
     backend: Literal["pallas", "xla"] = "pallas"
     cast: Tiles | None = None

@@ -61,13 +61,8 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """What `make_plan` chose; print it to see. `make_plan` fills what is None; the xla backend needs no tiles.
-
-    Attributes:
-      backend: "pallas" or "xla".
-      fwd: tiles of both forward passes over the tokens: one chooses experts, one finds the row of each choice.
-      bwd: tiles of the backward pass.
-    """
+    """Tiles of both forward passes over the tokens (one chooses experts, one finds the row of each choice), and of the
+    backward pass."""
 
     backend: Literal["pallas", "xla"] = "pallas"
     fwd: Tiles | None = None

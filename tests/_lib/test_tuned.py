@@ -95,9 +95,7 @@ def test_what_is_compiled_is_traced_again():
 
 
 def test_several_processes_leave_the_users_rows_out(several_processes, folder):
-    with pytest.warns(
-        RuntimeWarning, match=r"ignores your own tuned rows .*2 processes.*use_rows\(folder\)"
-    ) as said:
+    with pytest.warns(RuntimeWarning, match=r"ignores your own tuned rows .*2 processes.*use_rows\(folder\)") as said:
         read = [tuned_rows(op, H200) for op in (OP, OP, "adaln")]  # of adaln the user has none
     assert len(said) == 1
     assert read[0] == read[1] == shipped()

@@ -1,7 +1,7 @@
 """`Router`: the linear layer that scores the experts for each token, and the choice among them."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jaxops.ops.route import Routing, route, router_logits, update_router_bias
 
 
 class RouterBias(nnx.Variable[jax.Array]):
-    """What is added to each expert's score for the choice alone, so that all get tokens (DeepSeek-V3). Not an `nnx.Param`: nothing trains it.
+    """The selection bias of a `Router` (DeepSeek-V3's loss-free balancing). Not an `nnx.Param`: no optimizer updates
+    it.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -25,11 +26,11 @@ class RouterBias(nnx.Variable[jax.Array]):
     Array([0., 0., 0.], dtype=float32)
 
     Args:
-      value: [num_experts] float32, zeros to begin with.
+      value: [num_experts] float32, initially zeros.
       metadata: as in `flax.nnx.Variable`.
 
     Returns:
-      A variable, as `flax.nnx.BatchStat` is one; `nnx.state(model, RouterBias)` finds those of a model.
+      A variable, like `flax.nnx.BatchStat`; `nnx.state(model, RouterBias)` finds those of a model.
 
     Raises:
       TypeError: a value in another dtype: in bfloat16 a step of 0.001 would be lost.
@@ -44,7 +45,8 @@ class RouterBias(nnx.Variable[jax.Array]):
 
 
 class Router(nnx.Module):
-    """Scores the experts for each token by a linear map without bias, in float32, and chooses among them: `jaxops.route` as a layer.
+    """Scores the experts for each token with a linear map in float32, and chooses among them: `jaxops.route` as a
+    layer.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -55,7 +57,7 @@ class Router(nnx.Module):
     >>> routing = router(jnp.ones((6, 8), jnp.bfloat16))
     >>> routing.experts.shape, routing.load.sum()
     ((6, 2), Array(12, dtype=int32))
-    >>> router.update_bias(routing.load, rate=0.001)  # once a training step
+    >>> router.update_bias(routing.load, rate=0.001)  # once per training step
     >>> sorted({abs(round(float(b), 3)) for b in router.selection_bias[...]})
     [0.001]
 
@@ -66,16 +68,16 @@ class Router(nnx.Module):
     Args:
       in_features: columns of x.
       num_experts: experts E to choose from.
-      k: experts a token.
+      k: experts per token.
       score, normalize, weight_scale, expert_groups, top_expert_groups, capacity, backend: as in `jaxops.route`.
-      use_bias: whether there is a selection_bias that `update_bias` moves so that the experts get equal loads.
+      use_bias: whether there is a selection_bias, which `update_bias` moves towards equal loads of the experts.
       param_dtype: dtype of the kernel.
       kernel_init: called with (key, [in_features, num_experts], param_dtype); lecun_normal by default.
       rngs: the stream `params` makes the kernel.
 
     Raises:
       ValueError: a size below 1; k, groups or capacity that do not fit num_experts, an unknown score or backend.
-      TypeError: k, groups, capacity or weight_scale that are no Python numbers.
+      TypeError: k, groups, capacity or weight_scale that are not Python numbers.
     """
 
     def __init__(
@@ -98,33 +100,25 @@ class Router(nnx.Module):
     ):
         check_sizes(in_features=in_features, num_experts=num_experts)
         check_backend(backend, "pallas")
-        options = {
-            "score": score,
-            "weight_scale": weight_scale,
-            "expert_groups": expert_groups,
-            "top_expert_groups": top_expert_groups,
-            "capacity": capacity,
-        }
+        self.in_features, self.num_experts, self.k = in_features, num_experts, k
+        self.score: Literal["softmax", "sigmoid"] = score
+        self.normalize, self.weight_scale, self.capacity = normalize, weight_scale, capacity
+        self.expert_groups, self.top_expert_groups = expert_groups, top_expert_groups
+        self.use_bias, self.param_dtype, self.backend = use_bias, param_dtype, backend
         no_token = jax.ShapeDtypeStruct((0, num_experts), jnp.float32)
-        jax.eval_shape(functools.partial(route, k=k, backend="xla", **options), no_token)  # the op's own checks
+        jax.eval_shape(
+            functools.partial(route, **self._options() | {"backend": "xla"}), no_token
+        )  # the op's own checks
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))
         self.selection_bias: RouterBias | None
         self.selection_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if use_bias else nnx.data(None)
-        self.in_features = in_features
-        self.num_experts = num_experts
-        self.k = k
-        self.score: Literal["softmax", "sigmoid"] = score
-        self.normalize = normalize
-        self.weight_scale = weight_scale
-        self.expert_groups = expert_groups
-        self.top_expert_groups = top_expert_groups
-        self.capacity = capacity
-        self.use_bias = use_bias
-        self.param_dtype = param_dtype
-        self.backend = backend
+
+    def _options(self) -> dict[str, Any]:
+        names = "k", "score", "normalize", "weight_scale", "expert_groups", "top_expert_groups", "capacity", "backend"
+        return {name: getattr(self, name) for name in names}
 
     def __call__(self, x: jax.Array) -> Routing:
-        """Chooses k experts for each token, and finds where the tokens' rows lie when they are sorted by expert.
+        """Chooses k experts for each token, and sorts the tokens' rows by expert.
 
         Args:
           x: [T, in_features], bfloat16, float16 or float32.
@@ -133,30 +127,24 @@ class Router(nnx.Module):
           A `jaxops.Routing`, with weights, load and losses.
 
         Raises:
-          ValueError: x of another shape; k, groups or capacity that do not fit, an unknown score or backend, as in `jaxops.route`.
+          ValueError: x of another shape; k, groups or capacity that do not fit, an unknown score or backend, as in
+            `jaxops.route`.
         """
         if x.ndim != 2 or x.shape[1] != self.in_features:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; it must be [T, in_features={self.in_features}]: flatten leading axes with x.reshape(-1, x.shape[-1])."
+                f"x has shape {tuple(x.shape)}; it must be [T, in_features={self.in_features}]: flatten leading axes "
+                "with x.reshape(-1, x.shape[-1])."
             )
-        return route(
-            checkpoint_name(router_logits(x, self.kernel[...]), "router.logits"),
-            self.k,
-            score=self.score,
-            normalize=self.normalize,
-            weight_scale=self.weight_scale,
-            selection_bias=None if self.selection_bias is None else self.selection_bias[...],
-            expert_groups=self.expert_groups,
-            top_expert_groups=self.top_expert_groups,
-            capacity=self.capacity,
-            backend=self.backend,
-        )
+        logits = checkpoint_name(router_logits(x, self.kernel[...]), "router.logits")
+        bias = None if self.selection_bias is None else self.selection_bias[...]
+        return route(logits, selection_bias=bias, **self._options())
 
     def update_bias(self, load: jax.Array, rate: float) -> None:
-        """Moves the selection_bias by `jaxops.update_router_bias`: once a training step, outside the gradient; with several devices, with the load's sum over them.
+        """Moves selection_bias by `jaxops.update_router_bias`: call it once per training step, outside of the gradient;
+        on several devices with the load summed over them.
 
         Args:
-          load: [num_experts], the `load` of what a call has returned, or a sum of such.
+          load: [num_experts], the `load` of the returned Routing, or a sum of several.
           rate: the size of the step.
 
         Raises:

@@ -125,22 +125,19 @@ def moe_mlp(
     return _mlp(spec, *vary_together(x, (w_gate, w_up, w_down), routing))
 
 
-def _gated_unit(spec: Spec, save: bool, gather: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
-    """(h, and with save gate and up) of the rows, from operands in the compute dtype. gather: without a copy of the
-    rows, which has no gradient."""
-    assert spec.plan.unit is not None  # make_plan fills it
-    rows, indices = (x, routing.row_indices) if gather else (permute(x, routing, plan=spec.plan.rows), None)
-    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": spec.plan.unit}
-    return glu_of_rows(rows, experts[:2], routing.group_offsets, indices, save=save, **how)
-
-
 def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
-    gather = bool(spec.plan.gather) and 0 not in (*x.shape, *routing.row_indices.shape, *experts[0].shape)
-    return _gated_unit(spec, save, gather, x, experts, routing)
+    """(h, and with save gate and up) of the rows, from operands in the compute dtype."""
+    unit, gather, indices = spec.plan.unit, spec.plan.gather, routing.row_indices
+    assert unit is not None  # make_plan fills it
+    if not gather or 0 in (*x.shape, *indices.shape, *experts[0].shape):
+        x, indices = permute(x, routing, plan=spec.plan.rows), None
+    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": unit, "save": save}
+    return glu_of_rows(x, experts[:2], routing.group_offsets, indices, **how)
 
 
-def _up_plain(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
-    return _gated_unit(spec, save, False, x, experts, routing)
+def _up_plain(spec: Spec, *operands) -> Any:
+    """From a copy of the rows: gathered rows have no gradient."""
+    return _up_forward(dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, gather=False)), *operands)
 
 
 _up = differentiable_as(_up_forward, _up_plain, static=2)
@@ -238,7 +235,8 @@ def _gradients_plain(
 
     def forward(x, experts, weights):
         own = dataclasses.replace(routing, weights=weights)
-        return _down(spec, _up_plain(spec, False, x, experts, own)[0], experts[2], own)
+        h, _ = _up_plain(spec, False, x, experts, own)
+        return _down(spec, h, experts[2], own)
 
     _, vjp = jax.vjp(forward, x, experts, routing.weights)
     dx, dexperts, dweights = vjp(dout)

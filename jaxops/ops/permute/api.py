@@ -12,9 +12,7 @@ from jaxops._lib.checks import check_array, check_float, check_offsets, check_si
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
-from jaxops.ops.permute.combine_bwd_pallas import combine_bwd_pallas
-from jaxops.ops.permute.combine_pallas import combine_pallas
-from jaxops.ops.permute.permute_pallas import permute_pallas
+from jaxops.ops.permute.kernels_pallas import combine_bwd_pallas, combine_pallas, permute_pallas
 from jaxops.ops.permute.plan import Plan, Problem, make_plan
 from jaxops.ops.permute.xla import combine_bwd_xla, combine_xla, permute_xla
 from jaxops.ops.route import Routing, partial_routing
@@ -155,10 +153,7 @@ def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
 
 
 def _permute_forward(plan: Plan, x: jax.Array, routing: Routing) -> Any:
-    R, D = routing.row_indices.shape[0], x.shape[1]
-    if R * D == 0:
-        return jnp.zeros((R, D), x.dtype)
-    if plan.backend == "xla":
+    if plan.backend == "xla" or 0 in (*x.shape, routing.row_indices.shape[0]):
         return permute_xla(x, routing)
     assert plan.permute is not None  # make_plan fills it
     return permute_pallas(plan.permute, x, routing, interpret=plan.on.interpret)
@@ -174,9 +169,7 @@ def _permute_bwd(plan: Plan, routing: Routing, drows: jax.Array):
 
 def _combine_forward(plan: Plan, out_dtype: str, rows: jax.Array, routing: Routing) -> Any:
     """Without weights the rows are added up: permute, transposed."""
-    if rows.size == 0:
-        return jnp.zeros((routing.row_positions.shape[0], rows.shape[1]), out_dtype)
-    if plan.backend == "xla":
+    if plan.backend == "xla" or rows.size == 0:
         return combine_xla(rows, routing, out_dtype)
     assert plan.combine is not None  # make_plan fills it
     return combine_pallas(plan.combine, rows, routing, out_dtype, interpret=plan.on.interpret)
@@ -199,9 +192,7 @@ def _combine_bwd(plan: Plan, out_dtype: str, residuals, dout: jax.Array):
 
 def _gradients_forward(plan: Plan, rows: jax.Array, routing: Routing, dout: jax.Array) -> Any:
     """Of `_combine`: drows in rows' dtype, and dweights."""
-    if rows.size == 0:
-        return jnp.zeros_like(rows), jnp.zeros_like(routing.weights)
-    if plan.backend == "xla":
+    if plan.backend == "xla" or rows.size == 0:
         return combine_bwd_xla(rows, routing, dout)
     assert plan.combine_bwd is not None  # make_plan fills it
     return combine_bwd_pallas(plan.combine_bwd, rows, routing, dout, interpret=plan.on.interpret)

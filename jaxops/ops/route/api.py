@@ -177,13 +177,7 @@ def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float |
 
 
 def _forward(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: jax.Array | None) -> Any:
-    (T, E), k = logits.shape, spec.k
-    if T == 0:
-        shapes = {"weights": (0, k), "experts": (0, k), "row_indices": (0,), "row_positions": (0, k)}
-        shapes |= {"group_offsets": (E + 1,), "load": (E,), "aux_loss": (), "z_loss": ()}
-        floats = ("weights", "aux_loss", "z_loss")
-        return Routing(**{name: jnp.zeros(shapes[name], "float32" if name in floats else "int32") for name in shapes})
-    if plan.backend == "xla":
+    if plan.backend == "xla" or logits.shape[0] == 0:
         return forward_xla(spec, logits, selection_bias)
     assert plan.fwd is not None  # make_plan fills it
     return forward_pallas(spec, plan.fwd, logits, selection_bias, interpret=plan.on.interpret)
@@ -205,16 +199,14 @@ _route = differentiable(_forward, _fwd, _bwd, static=2)
 
 def _backward(spec: Spec, plan: Plan, logits: jax.Array, routing: Routing, cotangents: Routing) -> Any:
     """The gradient of logits, in their dtype. Both routings are the parts that `_fwd` and `_bwd` keep."""
-    if logits.shape[0] == 0:
-        return jnp.zeros_like(logits)
-    if plan.backend == "xla":
+    if plan.backend == "xla" or logits.shape[0] == 0:
         return backward_xla(spec, logits, routing, cotangents)
     assert plan.bwd is not None  # make_plan fills it
     return backward_pallas(spec, plan.bwd, logits, routing, cotangents, interpret=plan.on.interpret)
 
 
 def _plain_backward(spec: Spec, _: Plan, *operands) -> Any:
-    return _backward(spec, Plan("xla"), *operands)
+    return backward_xla(spec, *operands)
 
 
 _gradient = differentiable_as(_backward, _plain_backward, static=2)

@@ -10,7 +10,6 @@ from jaxops.ops.route.routing import Routing
 
 
 def forward_xla(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> Routing:
-    """T > 0."""
     (T, E), k = logits.shape, spec.k
     logits = logits.astype(jnp.float32)
     experts = _choose(spec, logits, selection_bias)
@@ -54,11 +53,12 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
             scores = scores + selection_bias[None, :]
             keys = keys_of(scores)
         if spec.expert_groups > 1:
-            grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.expert_groups, -1)
-            best_two, _ = lax.top_k(grouped, min(2, grouped.shape[2]))
+            size = E // spec.expert_groups
+            grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.expert_groups, size)
+            best_two, _ = lax.top_k(grouped, min(2, size))
             _, best = lax.top_k(keys_of(jnp.sum(best_two, axis=2)), spec.top_expert_groups)
             allowed = jnp.any(best[:, :, None] == jnp.arange(spec.expert_groups)[None, None, :], axis=1)
-            keys = jnp.where(jnp.repeat(allowed, E // spec.expert_groups, axis=1), keys, GONE)
+            keys = jnp.where(jnp.repeat(allowed, size, axis=1), keys, GONE)
     return lax.top_k(keys, spec.k)[1].astype(jnp.int32)
 
 
@@ -91,5 +91,6 @@ def _weights_and_losses(
     weights = weights * spec.weight_scale
     if spec.capacity is not None:
         weights = jnp.where(positions < T * spec.k, weights, 0)
-    aux_loss = (E / (T * T * spec.k)) * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))
-    return weights, aux_loss, jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
+    tokens = max(1, T)  # both losses are 0 without tokens
+    aux_loss = (E / (tokens * tokens * spec.k)) * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))
+    return weights, aux_loss, jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2) / tokens

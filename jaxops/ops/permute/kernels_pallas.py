@@ -1,10 +1,12 @@
-"""Shared by permute's kernels: a program's tokens and columns, and batches of the tokens' choices.
+"""permute, combine and combine's backward as Pallas kernels lowered through Triton, and what they share: a program's
+tokens and columns, and batches of the tokens' choices. No atomics: a row belongs to at most one choice.
 
 Register arrays have the axes choice, token, column. Triton lays warps along the last axes first, so a sum over choices
 stays in each thread.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.launch_pallas import launch
+from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import clip_bounds
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.permute.plan import Tiles
 from jaxops.ops.route import Routing
 
@@ -141,11 +145,91 @@ class Tokens:
             columns.store(ref, jnp.where(outside, row, R), outside, jnp.zeros((1, 1, 1), ref.dtype))
 
 
-def launch_rows(
-    kernel, tile: Tiles, routing: Routing, *operands: jax.Array, out, D: int | None, interpret: bool, name: str
+def _launch(kernel, tile: Tiles, routing: Routing, *operands: jax.Array, chunks: int, **how) -> Any:
+    """`launch` of kernel(row_positions_ref, group_offsets_ref, operands' refs, results' refs) over all tokens, and for
+    each over chunks of columns."""
+    operands = (routing.row_positions, routing.group_offsets, *operands)
+    grid = (pl.cdiv(routing.row_positions.shape[0], tile.rows) * chunks,)
+    return launch(functools.partial(kernel, tile=tile), *operands, grid=grid, warps=tile.warps, **how)
+
+
+def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles):
+    """Reads each token's row once and writes it to all its choices' rows. A program over rows would read a token from
+    memory once per choice: the rows between its experts do not fit in the L2."""
+    tokens, columns = Tokens.and_columns(x_ref.shape[1], tile, positions_ref, offsets_ref)
+    x = columns.load(x_ref, tokens.number, tokens.exists)
+
+    def body(choices, carry):
+        columns.store(rows_ref, choices.position, choices.has_row, x)
+        tokens.clear(rows_ref, choices, columns)
+        return carry
+
+    tokens.each_batch(body, 0)
+
+
+@traced_once("tile", "interpret")
+def permute_pallas(tile: Tiles, x: jax.Array, routing: Routing, *, interpret: bool) -> jax.Array:
+    """[R, D] in x's dtype. No size is 0."""
+    chunks, out = pl.cdiv(x.shape[1], tile.block), out_struct((routing.row_positions.size, x.shape[1]), x.dtype, like=x)
+    return _launch(_permute_kernel, tile, routing, x, chunks=chunks, out=out, interpret=interpret, name="permute")
+
+
+def _combine_kernel(positions_ref, offsets_ref, *refs, tile: Tiles):
+    *weights_refs, rows_ref, out_ref = refs
+    tokens, columns = Tokens.and_columns(rows_ref.shape[1], tile, positions_ref, offsets_ref)
+
+    def body(choices, total):
+        rows = columns.load(rows_ref, choices.position, choices.has_row).astype(jnp.float32)
+        for weights_ref in weights_refs:
+            rows = rows * choices.load(weights_ref, choices.has_row)
+        return total + jnp.sum(rows, axis=0, keepdims=True)
+
+    total = tokens.each_batch(body, jnp.zeros((1, tile.rows, tile.block), jnp.float32))
+    columns.store(out_ref, tokens.number, tokens.exists, total)
+
+
+@traced_once("tile", "out_dtype", "interpret")
+def combine_pallas(tile: Tiles, rows: jax.Array, routing: Routing, out_dtype, *, interpret: bool) -> jax.Array:
+    """[T, D]; without weights they are ones. No size is 0."""
+    operands, name = ((rows,), "permute_bwd") if routing.weights is None else ((routing.weights, rows), "combine")
+    chunks = pl.cdiv(rows.shape[1], tile.block)
+    out = out_struct((routing.row_positions.shape[0], rows.shape[1]), out_dtype, like=rows)
+    return _launch(_combine_kernel, tile, routing, *operands, chunks=chunks, out=out, interpret=interpret, name=name)
+
+
+def _combine_bwd_kernel(
+    positions_ref, offsets_ref, weights_ref, dout_ref, rows_ref, drows_ref, dweights_ref, *, tile: Tiles
 ):
-    """`launch` of kernel(row_positions_ref, group_offsets_ref, operands' refs, results' refs), over all tokens and,
-    with D, chunks of D columns."""
-    programs = pl.cdiv(routing.row_positions.shape[0], tile.rows) * (1 if D is None else pl.cdiv(D, tile.block))
-    given = (routing.row_positions, routing.group_offsets, *operands)
-    return launch(kernel, *given, out=out, grid=(programs,), warps=tile.warps, interpret=interpret, name=name)
+    D = rows_ref.shape[1]
+    tokens = Tokens.of_program(pl.program_id(0), tile, positions_ref, offsets_ref)
+    lane = min(tile.block, 16 // rows_ref.dtype.itemsize)
+
+    def of_choices(choices, carry):
+        weights = choices.load(weights_ref, choices.has_row)
+        batch = choices.exists.shape[0]
+
+        def of_columns(columns, dots):
+            rows = columns.load(rows_ref, choices.position, choices.has_row).astype(jnp.float32)
+            dout = columns.load(dout_ref, tokens.number, tokens.exists).astype(jnp.float32)
+            # A thread sums its own loads in one register per choice; the sum over threads follows the last chunk.
+            dots = dots + jnp.sum((rows * dout).reshape(batch, tile.rows, tile.block // lane, lane), axis=3)
+            columns.store(drows_ref, choices.position, choices.has_row, weights * dout)
+            tokens.clear(drows_ref, choices, columns)
+            return dots
+
+        dots = each_chunk(D, tile.block, of_columns, jnp.zeros((batch, tile.rows, tile.block // lane), jnp.float32))
+        # Not 0 times a NaN of dout: a choice without a row has no gradient.
+        choices.store(dweights_ref, jnp.where(choices.has_row, jnp.sum(dots, axis=2, keepdims=True), 0.0))
+        return carry
+
+    tokens.each_batch(of_choices, 0)
+
+
+@traced_once("tile", "interpret")
+def combine_bwd_pallas(
+    tile: Tiles, rows: jax.Array, routing: Routing, dout: jax.Array, *, interpret: bool
+) -> list[jax.Array]:
+    """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
+    operands, name = (routing.weights, dout, rows), "combine_bwd"
+    out = [out_struct(x.shape, x.dtype, like=rows) for x in (rows, routing.weights)]
+    return _launch(_combine_bwd_kernel, tile, routing, *operands, chunks=1, out=out, interpret=interpret, name=name)

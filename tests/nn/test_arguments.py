@@ -135,9 +135,9 @@ def test_backend(name):
         ("AdaLayerNorm", {"epsilon": float("nan")}, ValueError, "epsilon is nan; it must be finite"),
         (
             "AdaLayerNorm",
-            {"activation": "relu"},
+            {"activation": "elu"},
             ValueError,
-            "activation='relu': write None, 'silu', 'gelu', 'gelu_tanh'",
+            "activation='elu': write None, 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid'",
         ),
         ("AdaRMSNorm", {"per": "sequences"}, ValueError, "per='sequences': write None, 'sequence', 'row'"),
     ],

@@ -1,4 +1,4 @@
-"""Adaptive layer normalisation over packed sequences of unequal length, and the gated residual that stands before it."""
+"""Adaptive layer norm over packed sequences of unequal length, alone or after a gated residual."""
 
 from jaxops.ops.adaln.api import adaln, gated_residual, gated_residual_adaln
 from jaxops.ops.adaln.plan import Plan, Problem, Tiles, candidates, make_plan

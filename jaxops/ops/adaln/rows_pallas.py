@@ -1,4 +1,4 @@
-"""What the row kernels share: where a program's rows lie, how a row's columns are cut into registers, statistics, activations."""
+"""Shared by the row kernels: which rows a program has, a row's columns in registers, the norm."""
 
 import dataclasses
 
@@ -8,31 +8,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.activations import ACTIVATIONS
+from jaxops._lib.masked_pallas import both, load, store
 from jaxops._lib.ragged import runs
 from jaxops.ops.adaln.plan import Spec, Tiles
 
-_WIDTH = 128  # offsets that one step of the search for a row's sequence compares: one step finds it among 128, two among 16,384
+_WIDTH = 128  # offsets that one step of the search for a row's sequence compares: 1 step for up to 128, 2 up to 16,384
+MODULATION = ("gate", "scale", "shift")
 
 Chunks = list[jax.Array]  # one [step or 1, block] array for each `block` columns
 
 
 def tile_count(T: int, B: int, rows: int) -> int:
-    """Tiles, and so programs: one for each multiple of `rows` among the rows, and one for the head of each run but the first."""
+    """Tiles, which are programs: one for each multiple of `rows`, and the heads of all runs but the first."""
     return pl.cdiv(T, rows) + B + 1
 
 
 def ceil_div(count: jax.Array, size: int) -> jax.Array:
-    """Of a traced int32 count, not negative. `pl.cdiv` makes the divisor int64 under jax_enable_x64."""
+    """Of a traced int32 count >= 0. `pl.cdiv` makes the divisor int64 under jax_enable_x64."""
     return lax.div(count + (size - 1), lax.full_like(count, size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows start to end, all of one sequence; -1 and B are the runs of rows outside. lo and hi are the whole sequence's first row and end.
+    """Rows start to end of one sequence (-1 and B: of the rows before and after all), whose rows are lo to hi.
 
-    A sequence is its head, up to the first multiple of `rows`, and then a tile from each multiple on. So no tile must count the tiles before it: tile
-    t < cdiv(T, rows) starts at row t * rows, in whatever sequence that is, and then come the heads, one for each sequence, most of them short or empty.
+    A sequence is cut at the multiples of `rows`: first its head, up to the first multiple, then a tile from each
+    multiple on. So a program finds its tile without counting those before: tile t < cdiv(T, rows) starts at row t *
+    rows; after these come the heads, one a sequence, most of them short or empty.
     """
 
     sequence: jax.Array
@@ -40,16 +42,21 @@ class Tile:
     end: jax.Array
     lo: jax.Array
     hi: jax.Array
+    inside: jax.Array  # whether the sequence is one of the B
+    own: jax.Array  # [1, 1]: the sequence, clipped to 0 to B - 1
 
 
 def find_tile(offsets_ref, t: jax.Array, T: int, rows: int) -> Tile:
-    starts = pl.cdiv(T, rows)
+    starts, B = pl.cdiv(T, rows), offsets_ref.shape[0] - 1
     is_head = t >= starts
     run = lax.cond(is_head, lambda: t - starts + 1, lambda: _run_of(offsets_ref, t * rows))
     lo, hi = run_bounds(offsets_ref, run, T)
     first = ceil_div(lo, rows) * rows
     start = jnp.where(is_head, lo, t * rows)
-    return Tile(run - 1, start, jnp.minimum(hi, jnp.where(is_head, first, start + rows)), lo, hi)
+    end = jnp.minimum(hi, jnp.where(is_head, first, start + rows))
+    sequence = run - 1
+    inside = (sequence >= 0) & (sequence < B)
+    return Tile(sequence, start, end, lo, hi, inside, jnp.broadcast_to(jnp.clip(sequence, 0, B - 1), (1, 1)))
 
 
 def run_bounds(offsets_ref, run: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
@@ -57,7 +64,7 @@ def run_bounds(offsets_ref, run: jax.Array, T: int) -> tuple[jax.Array, jax.Arra
 
 
 def _run_of(offsets_ref, row: jax.Array) -> jax.Array:
-    """How many offsets are at most `row`: the number of its run, 0 before the first sequence. A search, _WIDTH offsets a step."""
+    """The run of a row: the number of offsets <= row. A search that compares _WIDTH offsets a step."""
     count = offsets_ref.shape[0]
     first, span = jnp.int32(0) * row, count
     while True:
@@ -78,65 +85,46 @@ class Columns:
     block: int
 
     def __iter__(self):
-        """(columns [1, block], which of them there are, or None for all) of each array."""
+        """(columns [1, block], their mask or None for all) of each array."""
         for first in range(0, self.D, self.block):
             columns = first + jnp.arange(self.block, dtype=jnp.int32)[None, :]
             yield columns, None if first + self.block <= self.D else columns < self.D
 
     def load(self, ref, rows: jax.Array, rows_in: jax.Array | None = None) -> Chunks:
         """ref[rows] in ref's dtype, zero where rows_in is false and past D. rows, rows_in: [step, 1]."""
-        found = []
-        for columns, columns_in in self:
-            shape = (rows.shape[0], self.block)
-            masks = [jnp.broadcast_to(mask, shape) for mask in (rows_in, columns_in) if mask is not None]
-            mask = None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
-            found.append(plgpu.load(ref.at[rows, columns], mask=mask, other=None if mask is None else 0.0))
-        return found
+        return [load(ref, (rows, columns), both(rows_in, columns_in)) for columns, columns_in in self]
 
     def load_vector(self, ref) -> Chunks:
         """ref [D] as [1, block] arrays."""
-        return [
-            plgpu.load(ref.at[columns], mask=columns_in, other=None if columns_in is None else 0.0)
-            for columns, columns_in in self
-        ]
+        return [load(ref, (columns,), columns_in) for columns, columns_in in self]
 
-    def store(self, ref, rows: jax.Array, rows_in: jax.Array, values: Chunks) -> None:
-        self._store(lambda columns: ref.at[rows, columns], ref.dtype, rows_in, values)
-
-    def store_transposed(self, ref, rows: jax.Array, rows_in: jax.Array, values: Chunks) -> None:
-        """Into ref [D, T]."""
-        self._store(lambda columns: ref.at[columns, rows], ref.dtype, rows_in, values)
-
-    def _store(self, at, dtype, rows_in: jax.Array, values: Chunks) -> None:
+    def store(self, ref, rows: jax.Array, rows_in: jax.Array, values: Chunks, transposed: bool = False) -> None:
+        """Into ref [T, D], or ref [D, T] if transposed."""
         for (columns, columns_in), value in zip(self, values, strict=True):
-            shape = (rows_in.shape[0], self.block)
-            mask = jnp.broadcast_to(rows_in, shape)
-            mask = mask if columns_in is None else mask & jnp.broadcast_to(columns_in, shape)
-            plgpu.store(at(columns), jnp.broadcast_to(value, shape).astype(dtype), mask=mask)
+            store(ref, (columns, rows) if transposed else (rows, columns), value, both(rows_in, columns_in))
 
     def mean(self, values: Chunks) -> jax.Array:
-        """[step, 1]. What lies past D must be zero."""
+        """[step, 1]. Columns past D must be zero."""
         return jnp.sum(sum(values[1:], values[0]), axis=1, keepdims=True) * (1 / self.D)
 
-    def inside(self, values: Chunks) -> Chunks:
-        """Zeros past D again, after an operation that does not keep them."""
-        return [
-            value if columns_in is None else jnp.where(columns_in, value, 0.0)
-            for (_, columns_in), value in zip(self, values, strict=True)
-        ]
-
     def normalise(
-        self, x: Chunks, spec: Spec, stats: dict[str, jax.Array] | None = None, rows_in: jax.Array | None = None
+        self, x: Chunks, spec: Spec, stats: dict[str, jax.Array], rows_in: jax.Array | None = None
     ) -> tuple[Chunks, dict[str, jax.Array]]:
-        """x without its mean (layer) and over its standard deviation (or RMS), and those statistics, each [step, 1], unless they are given.
+        """x minus its mean (layer), over its standard deviation (or RMS), and these statistics [step, 1].
 
-        The mean goes first, so that a large one cancels nothing of the variance. Rows that rows_in leaves out are zeros, and stay so with epsilon 0, too.
+        The mean is subtracted before the variance is taken, so that a large mean cancels nothing of it.
+
+        Args:
+          stats: statistics that are known already.
+          rows_in: other rows are zeros and stay zeros, with epsilon 0 too; None for all.
         """
-        stats = dict(stats or {})
+        stats = dict(stats)
         if spec.norm == "layer":
             if "mean" not in stats:
                 stats["mean"] = self.mean(x)
-            x = self.inside([value - stats["mean"] for value in x])
+            x = [value - stats["mean"] for value in x]
+            masks = [columns_in for _, columns_in in self]
+            x = [v if mask is None else jnp.where(mask, v, 0.0) for v, mask in zip(x, masks, strict=True)]
         if "rstd" not in stats:
             square = self.mean([value * value for value in x])
             stats["rstd"] = lax.rsqrt((square if rows_in is None else jnp.where(rows_in, square, 1.0)) + spec.epsilon)
@@ -147,18 +135,20 @@ def widen(values: Chunks) -> Chunks:
     return [value.astype(jnp.float32) for value in values]
 
 
-def affine(n: Chunks, weight: Chunks | None, bias: Chunks | None) -> Chunks:
-    n = n if weight is None else [a * w for a, w in zip(n, weight, strict=True)]
-    return n if bias is None else [a + b for a, b in zip(n, bias, strict=True)]
+def load_shared(ref: dict, spec: Spec, tile: Tile, columns: Columns) -> dict[str, Chunks]:
+    """By name, in float32, the vectors of all of a tile's rows: its sequence's modulation, weight, bias."""
+    names = [name for name in MODULATION if name in ref and not spec.per_row]
+    shared = {name: widen(columns.load(ref[name], tile.own)) for name in names}
+    return shared | {name: widen(columns.load_vector(ref[name])) for name in ("weight", "bias") if name in ref}
 
 
-def activate(u: jax.Array, activation: str | None) -> tuple[jax.Array, jax.Array | None]:
-    """The activation and its slope at u; None is a slope of one."""
-    return (u, None) if activation is None else ACTIVATIONS[activation](u)
+def affine(n: Chunks, shared: dict[str, Chunks]) -> Chunks:
+    n = [a * w for a, w in zip(n, shared["weight"], strict=True)] if "weight" in shared else n
+    return [a + b for a, b in zip(n, shared["bias"], strict=True)] if "bias" in shared else n
 
 
-def steps_of(tile: Tile, tiles: Tiles, load, body, carry):
-    """Folds body(rows [step, 1], which of them there are, load(those two), carry) over a tile's rows."""
+def fold_steps(tile: Tile, tiles: Tiles, load, body, carry):
+    """Folds body(rows [step, 1], their mask, load(rows, mask), carry) over a tile's rows."""
 
     def rows_of(i):
         rows = (tile.start + i * tiles.step + jnp.arange(tiles.step, dtype=jnp.int32))[:, None]
@@ -169,7 +159,7 @@ def steps_of(tile: Tile, tiles: Tiles, load, body, carry):
 
     def one_ahead(i, loaded_and_carry):
         loaded, carry = loaded_and_carry
-        following = load(*rows_of(i + 1))  # on its way while this step is worked on; past the end it reads nothing
+        following = load(*rows_of(i + 1))  # in flight during this step; past the end all rows are masked
         return following, body(*rows_of(i), loaded, carry)
 
     if tiles.step == tiles.rows:

@@ -78,7 +78,7 @@ ADALN_ERRORS = {
     "bias-int": ({"bias": shape(D, dtype="int32")}, TypeError, r"bias is int32.*bias\.astype"),
     "norm": ({"norm": "batch"}, ValueError, "norm='batch'.*'layer', 'rms'"),
     "norm-none": ({"norm": None}, ValueError, "norm=None.*'layer', 'rms'"),
-    "activation": ({"activation": "relu"}, ValueError, "activation='relu'.*None, 'silu', 'gelu', 'gelu_tanh'"),
+    "activation": ({"activation": "elu"}, ValueError, "activation='elu'.*None, 'silu', 'gelu', 'gelu_tanh', 'relu'"),
     "epsilon-negative": ({"epsilon": -1}, ValueError, r"epsilon is -1; it must be at least 0"),
     "epsilon-nan": ({"epsilon": float("nan")}, ValueError, r"epsilon is nan; it must be finite"),
     "epsilon-inf": ({"epsilon": float("inf")}, ValueError, r"epsilon is inf; it must be finite"),

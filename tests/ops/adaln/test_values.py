@@ -26,6 +26,8 @@ VARIANTS = [
     Variant("gated_residual_adaln", "rms", affine=True, per_row=True, plan="ahead"),
     Variant("gated_residual_adaln", "rms", "gelu_tanh", affine=True, plan="single"),
     Variant("adaln", "layer", "gelu_tanh", per_row=True, plan="single"),
+    Variant("adaln", "rms", "relu", affine=True, plan="steps"),
+    Variant("adaln", "layer", "sigmoid", plan="steps"),
 ]
 
 

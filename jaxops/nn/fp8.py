@@ -22,8 +22,7 @@ class AmaxHistory(nnx.Variable[jax.Array]):
     """The largest magnitudes of the last steps, which give delayed scaling its next scales. Not an `nnx.Param`.
 
     Row 0 is of the activations, row 1 of the kernel, the newest value first; zero marks a step that has not run. An
-    empty row gives a scale of one, as in TransformerEngine and in Flax' own FP8 ops: the first step is coarse and
-    saturates past 448, the second one has its scale.
+    empty row gives a scale of one, as in TransformerEngine and Flax: the first step is coarse and saturates past 448.
 
     >>> import jax.numpy as jnp
     >>> from jaxops.nn import AmaxHistory
@@ -32,11 +31,8 @@ class AmaxHistory(nnx.Variable[jax.Array]):
     [448.0, 448.0]
     >>> history.record(jnp.float32(3), jnp.float32(0.5))
     >>> history.record(jnp.float32(2), jnp.float32(0.25))
-    >>> history[...]
-    Array([[2.  , 3.  , 0.  , 0.  ],
-           [0.25, 0.5 , 0.  , 0.  ]], dtype=float32)
-    >>> [float(amax) for amax in history.amax()]
-    [3.0, 0.5]
+    >>> history[0], [float(amax) for amax in history.amax()]
+    (Array([2., 3., 0., 0.], dtype=float32), [3.0, 0.5])
 
     Args:
       value: [2, history] float32, zeros at the start.
@@ -211,8 +207,8 @@ class Fp8DotGeneral(Fp8Product):
     >>> attention(jnp.ones((2, 8, 128))).shape
     (2, 8, 128)
 
-    Recipe "delayed" keeps its history here, which the layer's state has under `dot_general`: each product needs its own
-    instance. `dot_general_cls` would make a new one, with an empty history, at every call.
+    Recipe "delayed" keeps its history here (`dot_general` in the layer's state): each product needs its own instance.
+    `dot_general_cls` would make a new one, with an empty history, at every call.
 
     Attributes:
       amax_history, use_running_average: as in `Fp8Linear`.

@@ -116,20 +116,15 @@ def matmul_reduce_scatter(
       w: [n, K] this device's rows. dtype of h unless compute_dtype is given.
       axis_name: the mesh axis. Device d gets rows d * M / devices to (d + 1) * M / devices - 1.
       bias: [K], added once, in float32, after the sum.
-      rows: int32 scalar on the device: how many of the M rows are valid, from the first one. The values of the others
-        are not read, and the result is zero there.
-      compute_dtype: dtype to which h and w are cast inside, of each device's part of the sum, and of the result. The
-        gradient of a float32 w is float32 and never rounded to compute_dtype.
-      precision: of float32 products, as in `jaxops.grouped_matmul`.
+      rows: as in `all_gather_matmul`: how many of the M rows are valid.
+      compute_dtype, precision: as in `all_gather_matmul`; each device's part of the sum is rounded to compute_dtype.
       backend: "auto" or "xla": the product, then `jax.lax.psum_scatter`.
 
     Returns:
       [M / devices, K] in compute_dtype.
 
     Raises:
-      ValueError: shapes that do not fit, M that is no multiple of the devices, an axis that does not exist here, an
-        unknown backend.
-      TypeError: dtypes that differ without compute_dtype or are not floats, rows that are not an integer.
+      ValueError, TypeError: as `all_gather_matmul`; ValueError: M that is no multiple of the devices.
 
     Residuals: "matmul_reduce_scatter.h" where h was cast, "matmul_reduce_scatter.out" (docs/residual_names.md).
 
@@ -217,7 +212,7 @@ def _mask(rows: Rows, x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
 
 
 def _mask_own(spec: _Spec, rows: Rows, x: jax.Array) -> jax.Array:
-    """`_mask` of this device's rows [m, ...]."""
+    """`_mask` of this device's own rows."""
     return _mask(rows, x, lax.axis_index(spec.axis_name) * x.shape[0])
 
 

@@ -30,9 +30,8 @@ def fp8_matmul(
 ):
     """`lhs @ rhs` in FP8: the product of a linear layer and its two gradients, with their casts.
 
-    lhs, rhs and the result's cotangent are each cast in one pass, which writes both layouts where a gradient needs the
-    second one. Accumulation is float32. Differentiable (reverse mode, first order) in lhs and rhs; an operand without a
-    gradient is not cast for one. Deterministic.
+    Each tensor is cast in one pass, which writes both layouts where a gradient needs the second one. Accumulation is
+    float32. Differentiable (reverse mode, first order) in lhs and rhs. Deterministic.
 
     >>> import jax, jax.numpy as jnp, jaxops
     >>> x, w = jnp.ones((2, 3, 64), jnp.bfloat16), jnp.full((64, 32), 0.5)
@@ -53,8 +52,7 @@ def fp8_matmul(
     | delayed | as tensorwise, scaled by `amax` | as lhs | as tensorwise | one pass per cast |
     | rowwise | a scale per row, e4m3 | a scale per column | a scale per row, e4m3 | as tensorwise |
     | blockwise | 1x128, e4m3 | 128x128, e4m3 | 1x128, e4m3 | DeepSeek-V3's |
-    | rowwise_with_gw_hp, blockwise_with_gw_hp | | | | the gradient of rhs is a bfloat16 product of unquantized tensors
-    |
+    | rowwise_with_gw_hp, blockwise_with_gw_hp | | | | the gradient of rhs is a bfloat16 product, unquantized |
 
     Args:
       lhs: [..., K], bfloat16, float16 or float32; or [M, K] `Quantized` with the recipe's scaling, e.g. from
@@ -80,10 +78,9 @@ def fp8_matmul(
       ValueError: shapes that do not fit together, an unknown recipe or backend, an amax without recipe "delayed", a
         quantized tensor with another scaling than the recipe's or without the layout that is needed.
       TypeError: dtypes that the kernels do not take; forward-mode differentiation (JAX's own error).
-      NotImplementedError: a GPU without FP8 (before Ada); the gradient of rhs where lhs is quantized in one layout
-        only.
+      NotImplementedError: a GPU without FP8 (before Ada); the gradient of rhs where lhs has only one quantized layout.
 
-    Under `vmap` each example has its own scales, and in `shard_map` each shard; scales are not shared across devices.
+    Under `vmap` each example has its own scales, in `shard_map` each shard: devices do not share scales.
 
     Residuals: named "fp8_matmul.lhs", "fp8_matmul.rhs", "fp8_matmul.out" (checkpoint names).
 
@@ -172,7 +169,9 @@ def _run(
     if rhs_quantized is not None:
         if isinstance(rhs, Quantized):
             raise ValueError("rhs is quantized already: omit rhs_quantized.")
-        shape = _check_quantized("rhs_quantized", rhs_quantized, rhs_shape, recipe, recipe.rhs)
+        if not isinstance(rhs_quantized, Quantized):
+            raise TypeError(f"rhs_quantized is a {type(rhs_quantized).__name__}; pass what jaxops.quantize returns.")
+        shape = _check_tensor("rhs_quantized", rhs_quantized, rhs_shape, recipe, recipe.rhs)
         if shape != (*groups, k, N):
             raise ValueError(f"rhs_quantized has shape {shape}; it must be that of rhs, {(*groups, k, N)}.")
     _check_amax(amax, recipe)
@@ -186,32 +185,19 @@ def _run(
 
 def _check_tensor(name: str, x, shape: str, recipe: Recipe, form: Format) -> tuple[int, ...]:
     """x's shape; x is a float array, or quantized as the recipe says. shape: its rank, written like "[K, N]"."""
-    if isinstance(x, Quantized):
-        return _check_quantized(name, x, shape, recipe, form)
-    check_array(name, x, f"a JAX array {shape}")
-    _check_rank(name, x.shape, shape)
-    if jnp.dtype(x.dtype).name not in FLOATS:
-        raise TypeError(
-            f"{name} is {jnp.dtype(x.dtype).name}; it must be {', '.join(FLOATS)} (write {name}.astype(jnp.bfloat16)), "
-            "or what jaxops.quantize returns."
-        )
-    return tuple(x.shape)
-
-
-def _check_quantized(name: str, q, shape: str, recipe: Recipe, form: Format) -> tuple[int, ...]:
-    if not isinstance(q, Quantized):
-        raise TypeError(f"{name} is a {type(q).__name__}; pass what jaxops.quantize returns.")
-    if q.values is None and q.values_t is None:
+    quantized = isinstance(x, Quantized)
+    if not quantized:
+        check_array(name, x, f"a JAX array {shape}")
+    elif x.values is None and x.values_t is None:
         raise ValueError(f"{name} has neither a row nor a column layout.")
-    _check_rank(name, shape_of(q), shape)
-    if q.scaling != form.scaling:
-        raise ValueError(f"{name} has {q.scaling} scales; recipe={recipe.name!r} takes scaling={form.scaling!r}.")
-    return shape_of(q)
-
-
-def _check_rank(name: str, got: tuple[int, ...], shape: str) -> None:
-    if len(got) != shape.count(",") + 1:
-        raise ValueError(f"{name} has shape {tuple(got)}; it must be {shape}.")
+    if len(shape_of(x)) != shape.count(",") + 1:
+        raise ValueError(f"{name} has shape {tuple(shape_of(x))}; it must be {shape}.")
+    if quantized and x.scaling != form.scaling:
+        raise ValueError(f"{name} has {x.scaling} scales; recipe={recipe.name!r} takes scaling={form.scaling!r}.")
+    if not quantized and (dtype := jnp.dtype(x.dtype).name) not in FLOATS:
+        needed = f"{', '.join(FLOATS)} (write {name}.astype(jnp.bfloat16)), or what jaxops.quantize returns"
+        raise TypeError(f"{name} is {dtype}; it must be {needed}.")
+    return shape_of(x)
 
 
 def _check_amax(amax, recipe: Recipe) -> None:
@@ -220,9 +206,8 @@ def _check_amax(amax, recipe: Recipe) -> None:
             raise ValueError(f"recipe={recipe.name!r} computes its own scales; only recipe='delayed' takes amax.")
         return
     if not isinstance(amax, tuple) or len(amax) != 2:
-        raise ValueError(
-            "recipe='delayed' needs amax=(largest magnitude of lhs, of rhs) of earlier steps: two float32 scalars."
-        )
+        needed = "amax=(largest magnitude of lhs, of rhs) of earlier steps: two float32 scalars"
+        raise ValueError(f"recipe='delayed' needs {needed}.")
     for name, value in zip(("amax[0] (of lhs)", "amax[1] (of rhs)"), amax, strict=True):
         check_array(name, value, "a float32 scalar")
         if value.shape != () or value.dtype != jnp.float32:

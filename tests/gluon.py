@@ -14,12 +14,10 @@ import triton.backends.nvidia
 
 from jaxops._lib import launch_triton
 from jaxops._lib.device import Device
+from jaxops._lib.ragged_gemm_triton import ragged_gemm_kernel
+from jaxops._lib.schedule_triton import schedule_groups_kernel, schedule_rows_kernel
 from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
 from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
-from jaxops.ops.grouped_glu.fwd_triton import grouped_glu_kernel
-from jaxops.ops.grouped_matmul.gemm_triton import grouped_gemm_kernel
-from jaxops.ops.modality_grouped_matmul.gemm_triton import modality_gemm_kernel
-from jaxops.ops.moe_mlp.bwd_triton import moe_mlp_bwd_kernel
 from tests.hopper import lower_for_h200
 
 SHARED_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
@@ -28,10 +26,9 @@ KERNELS, COMPILED = (
     (
         fp8_gemm_kernel,
         fp8_gemm_inside_kernel,
-        grouped_gemm_kernel,
-        grouped_glu_kernel,
-        modality_gemm_kernel,
-        moe_mlp_bwd_kernel,
+        ragged_gemm_kernel,
+        schedule_groups_kernel,
+        schedule_rows_kernel,
     ),
     {},
 )

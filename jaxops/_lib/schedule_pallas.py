@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -15,9 +14,8 @@ from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
 from jaxops._lib.traced_once import traced_once
+from jaxops._lib.work_list import COLUMNS, Spans
 
-COLUMNS = 6  # of a schedule, one after another in one int32 array
-Spans = tuple[tuple[int, int], ...]  # first run and end of each, ascending
 _ELEMENTS = 2048  # of a program's [block, runs] comparison: 16 registers a thread at 4 warps
 
 
@@ -101,14 +99,6 @@ def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool, spans: S
         G + 2,
         interpret,
         "schedule_rows",
-    )
-
-
-def schedule_one(M: int, bm: int) -> np.ndarray:
-    """What `schedule_rows` finds where all rows are one group's: known without a launch."""
-    start = np.arange(0, M, bm, dtype=np.int32)
-    return np.concatenate(
-        [0 * start, start, np.minimum(start + bm, M), start // bm, np.full_like(start, len(start)), 0 * start]
     )
 
 

@@ -12,10 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from jaxops._lib.hopper_triton import advance, panel_order, result_buffers, store, tile_layout, whole_16_bytes
+from jaxops._lib.gemm_triton import advance
+from jaxops._lib.stores_triton import result_buffers, store, tile_layout, pad_to_16_bytes
+from jaxops._lib.tile_scheduler_triton import swizzle
 from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_rows
+from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
+from jaxops._lib.work_list import COLUMNS
 from jaxops._lib.tiling import tile_bound
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
@@ -39,7 +42,7 @@ def _locate(
     num_j = gl.cdiv(N, BN)
     num_i = gl.cdiv(M, BM) + G + 1 if KIND == ROWS else gl.cdiv(M, BM)
     p = t % (num_i * num_j) if KIND == CONTRACTION else t
-    i, j = panel_order(p, num_i, num_j, PANEL)
+    i, j = swizzle(p, num_i, num_j, PANEL)
     if KIND == ROWS:
         group = gl.load(schedule + i)
         start = gl.load(schedule + entries + i)
@@ -305,7 +308,7 @@ def _consume(
                     N - col if inside else 0,
                     MMA,
                 )
-            store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, KIND == DENSE, ALIGNED)
+            store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, ALIGNED)
         group, a_row, b_row, c_row, c_end, col, steps = (
             next_group,
             next_a,
@@ -406,10 +409,10 @@ def multiply_triton(
     num_j = -(-N // bn)
     schedule, entries = None, 0
     if ragged == "rows":
-        schedule = schedule_rows(offsets, M, bm, False)
+        schedule = schedule_rows(offsets, M, bm)
         count = tile_bound(M, G, bm) * num_j
     elif ragged == "contraction":
-        schedule = schedule_groups(offsets, length, False)
+        schedule = schedule_groups(offsets, length)
         count = G * -(-M // bm) * num_j
     else:
         count = -(-M // bm) * num_j
@@ -419,21 +422,21 @@ def multiply_triton(
     for x, rows in ((a, 64), (b, bn)):
         values.append(
             TensorDescriptor.from_array(
-                whole_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=tile_layout(x.values.dtype, (64, 128))
+                pad_to_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=tile_layout(x.values.dtype, (64, 128))
             )
         )
     sa, sb = a.scales, b.scales
     if scales >= BLOCK.value:
         sa = TensorDescriptor.from_array(
-            whole_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT
+            pad_to_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT
         )
     if scales == OUTER.value:
-        sb = TensorDescriptor.from_array(whole_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
+        sb = TensorDescriptor.from_array(pad_to_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
     aligned = N % 8 == 0
     by_tma = aligned and jnp.dtype(out_dtype).itemsize == 2
     out = triton_call(
         *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule,
-        OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
+        OutTile((64, bn), tile_layout(out_dtype, (1, 64, bn)), windows=True) if by_tma else None,
         kernel=fp8_gemm_kernel, grid=min(cores, count), name=f"fp8_gemm_{ragged or 'dense'}",
         out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
         tiles=count, entries=entries, G=G, M=M, N=N, K=K, BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel,

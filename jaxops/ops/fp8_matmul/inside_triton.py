@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib import fp8
-from jaxops._lib.hopper_triton import advance, result_buffers, store, store_tile, tile_layout, whole_16_bytes
+from jaxops._lib.gemm_triton import advance
+from jaxops._lib.stores_triton import result_buffers, store, store_tile, tile_layout, pad_to_16_bytes
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _locate
@@ -150,7 +151,7 @@ def _consume(
         wide, narrow = _columns(col)
         # No TMA store: it would keep the two consumers in step. 8192 x 4096 x 4096: 415 us with TMA, 383 us with stores
         # by each thread (H200, 2026-11-21).
-        store(acc0, None, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, wide, N, WIDE, True, ALIGNED)
+        store(acc0, None, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, wide, N, WIDE, ALIGNED)
         store_tile(acc1.to(c_ptr.dtype.element_ty), c_ptr, c_row + HALF * 64, c_end, narrow, N, NARROW, ALIGNED)
 
 
@@ -183,8 +184,8 @@ def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, 
     """x[M, K], cast in 1x128 blocks, times B.T with b[N, K] in 128x128 blocks -> [M, N]. tiles: only panel is used."""
     (M, K), N = x.shape, b.values.shape[0]
     count = -(-M // 128) * -(-N // 192)
-    x_desc = TensorDescriptor.from_array(whole_16_bytes(x), (128, 128), layout=tile_layout(x.dtype, (128, 128)))
-    values = whole_16_bytes(b.values)
+    x_desc = TensorDescriptor.from_array(pad_to_16_bytes(x), (128, 128), layout=tile_layout(x.dtype, (128, 128)))
+    values = pad_to_16_bytes(b.values)
     b_descs = [
         TensorDescriptor.from_array(values, (rows, 128), layout=tile_layout(values.dtype, (64, 128)))
         for rows in (128, 64)

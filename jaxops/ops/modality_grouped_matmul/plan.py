@@ -8,7 +8,7 @@ from jaxops.ops.grouped_matmul import Plan as ProductPlan
 from jaxops.ops.grouped_matmul import Problem as Product
 from jaxops.ops.grouped_matmul import Tiles, kernels_for
 from jaxops.ops.grouped_matmul import make_plan as make_product_plan
-from jaxops.ops.modality_grouped_matmul.parts import Shapes
+from jaxops.ops.grouped_matmul.modalities import Shapes
 
 PASSES = ("fwd", "dgrad", "wgrad")
 

@@ -6,7 +6,7 @@ from jax import lax
 
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
-from jaxops.ops.modality_grouped_matmul.parts import Shapes, first_groups, parts_of, shapes_of
+from jaxops.ops.grouped_matmul.modalities import Shapes, first_groups, parts_of, shapes_of
 
 
 def fwd_xla(

@@ -1,9 +1,10 @@
-"""The gradient of the down projection's rows for Hopper, in Gluon, with what the gated unit makes of it in the same kernel: the gradients of gate and up, the
-rows that the down projection's own gradient multiplies, and each row's part in its router weight's gradient.
+"""The gradient of the down projection's rows on Hopper, with the gated unit's backward as its epilogue: the gradients of gate and up,
+the rows that the down projection's weight gradient multiplies, and each row's share of its router weight's gradient.
 
-The consumers take turns at tiles of 128 x 128: one activates while the other multiplies. H200, 2026-11-22: 284 us at qwen3_30b with 4,096 tokens, 1,606 with
-32,768, 6,763 at mixtral. Alone the product takes 203, 1,110 and 5,450 (with tiles of 128 x 256 in the last two), and a pass for the activation's gradients
-58, 465 and 1,084 more. Without its stores and formulas this kernel takes 216, 1,200 and 5,503: what stands after the sums is not all hidden yet.
+Ping-pong over tiles of 128 x 128: one consumer runs the epilogue while the other multiplies. H200, 2026-11-22: 284 us at
+qwen3_30b with 4,096 tokens, 1,606 with 32,768, 6,763 at mixtral. The product alone takes 203, 1,110 and 5,450 (with tiles of
+128 x 256 in the last two), a separate pass for the activation's gradients 58, 465 and 1,084 more. Without its stores and
+formulas this kernel takes 216, 1,200 and 5,503: the epilogue is not fully hidden.
 """
 
 import jax
@@ -13,54 +14,39 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from jaxops._lib.activations_triton import activate_and_slope
-from jaxops._lib.grouped_gemm_triton import ROWS, make_ring, next_tile, pass_tile, produce, sum_steps
-from jaxops._lib.hopper_triton import columns, result_buffers, send, store_tile, tile_layout, window
-from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gemm_triton import mainloop
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import COLUMNS, schedule_rows
-from jaxops._lib.tiling import tile_bound
+from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
+from jaxops._lib.stores_triton import split_columns, store_tile, store_window, window
 
-BM, PIECE = (
-    gl.constexpr(128),
-    gl.constexpr(64),
-)  # rows and columns of a tile; of what is loaded, activated and stored at a time
-HALVES, STAGES = gl.constexpr(2), gl.constexpr(4)
+BM = gl.constexpr(128)  # rows and columns of a tile
+PIECE = gl.constexpr(64)  # columns that are loaded, activated and stored at a time
 
 
 @gluon.jit
-def _beside(left, right):
-    """The two halves in one again."""
+def _join_columns(left, right):
     return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
 
 
 @gluon.jit
-def _rows(x):
-    """Its upper half and its lower one."""
+def _split_rows(x):
+    """The upper half and the lower half."""
     return x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)).split()
 
 
 @gluon.jit
-def _unit(dh, gate, up, weight, QUARTERS: gl.constexpr, ACTIVATION: gl.constexpr):
-    """(dgate, dup, the weighted unit, rounded; each row's sum of dh times the unit) of dh before the router's weights. A half after the other: what is between
-    does not fit in the registers for all at once, beside the rest of the tile's sums."""
-    if QUARTERS > 1:
-        dh_left, dh_right = columns(dh)
-        gate_left, gate_right = columns(gate)
-        up_left, up_right = columns(up)
-        weight_left, weight_right = columns(weight)
-        dgate_left, dup_left, h_left, dot_left = _unit(
-            dh_left, gate_left, up_left, weight_left, QUARTERS // 2, ACTIVATION
-        )
-        dgate_right, dup_right, h_right, dot_right = _unit(
-            dh_right, gate_right, up_right, weight_right, QUARTERS // 2, ACTIVATION
-        )
-        return (
-            _beside(dgate_left, dgate_right),
-            _beside(dup_left, dup_right),
-            _beside(h_left, h_right),
-            dot_left + dot_right,
-        )
-    else:  # noqa: RET505  # known when it is compiled
+def _unit_gradients(dh, gate, up, weight, PIECES: gl.constexpr, ACTIVATION: gl.constexpr):
+    """dgate, dup, weight * h (rounded), and each row's sum of dh * h, of dh before the router's weights. In pieces of columns, one
+    after another: the intermediate values of all at once do not fit the registers beside the tile's accumulators."""
+    if PIECES > 1:
+        dh0, dh1 = split_columns(dh)
+        gate0, gate1 = split_columns(gate)
+        up0, up1 = split_columns(up)
+        weight0, weight1 = split_columns(weight)
+        dgate0, dup0, h0, dot0 = _unit_gradients(dh0, gate0, up0, weight0, PIECES // 2, ACTIVATION)
+        dgate1, dup1, h1, dot1 = _unit_gradients(dh1, gate1, up1, weight1, PIECES // 2, ACTIVATION)
+        return _join_columns(dgate0, dgate1), _join_columns(dup0, dup1), _join_columns(h0, h1), dot0 + dot1
+    else:  # noqa: RET505  # decided at compile time
         value, slope = activate_and_slope(gate, ACTIVATION)
         up = up.to(gl.float32)
         h = value * up
@@ -71,7 +57,7 @@ def _unit(dh, gate, up, weight, QUARTERS: gl.constexpr, ACTIVATION: gl.constexpr
 
 @gluon.jit
 def _load(gate_desc, up_desc, gate_buf, up_buf, ready, row, end, col):
-    """64 columns of a tile of gate and of up, on their way to a consumer's buffers, from which what was there is stored."""
+    """Starts the loads of 64 columns of gate and up into buffers that the last store has finished reading."""
     tma.store_wait(0)
     fence_async_shared()
     mbarrier.expect(ready, 2 * gate_desc.nbytes_per_cta)
@@ -81,151 +67,77 @@ def _load(gate_desc, up_desc, gate_buf, up_buf, ready, row, end, col):
 
 
 @gluon.jit
-def _store(dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dgate_buf, dup_buf, h_buf, row, end, col, F):
-    if min(row + BM, end) >= BM:
-        fence_async_shared()
-        send(dgate_desc, dgate_buf, row, end, col)
-        send(dup_desc, dup_buf, row, end, col)
-        send(h_desc, h_buf, row, end, col)
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        store_tile(dgate_buf.load(LAYOUT), dgate_ptr, row, end, col, F, LAYOUT, True)
-        store_tile(dup_buf.load(LAYOUT), dup_ptr, row, end, col, F, LAYOUT, True)
-        store_tile(h_buf.load(LAYOUT), h_ptr, row, end, col, F, LAYOUT, True)
-
-
-@gluon.jit
-def _consume(used, out, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
-    facts, places, a_bufs, b_bufs, staged, full, empty, turns, ready, F = used
-    dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R = out
+def moe_mlp_bwd(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
+    """A tile of dgate, dup, h and the row sums. dgate's memory holds gate before, dup's up: a piece is read, then overwritten, by
+    the same consumer. carry: parity of the loads' mbarrier."""
+    descs, ptrs, bufs = out
+    _group, row, end, col, steps = tile
+    _G, R, F, _D = sizes
+    weights = args[0]
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     PIECE_MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
     )
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_MMA))
-    cols = gl.arange(0, PIECE, layout=gl.SliceLayout(0, PIECE_MMA))
-    gate_buf = staged.index(3 * WHICH)  # in whose place its gradient comes; as up's in its
-    up_buf = staged.index(3 * WHICH + 1)
-    h_buf = staged.index(3 * WHICH + 2)
-    s = 0
-    phase = 0
-    waited = 1 - WHICH  # the first consumer has the first turn
-    loaded = 0
-    more = True
-    while more:
-        _, row, end, col, steps, s, phase, waited = next_tile(
-            facts, places, full, turns, s, phase, waited, WHICH, BM, 1
-        )
-        more = steps > 0
-        if more:
-            _load(dgate_desc, dup_desc, gate_buf, up_buf, ready.index(WHICH), row, end, col)
-            upper = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)
-            lower = gl.load(weights + row + PIECE + rows, mask=rows < end - row - PIECE, other=0.0)
-            dh = gl.zeros([BM, BM], gl.float32, MMA)
-            dh, s, phase = sum_steps(
-                dh, a_bufs, b_bufs, full, empty, turns, places, steps, s, phase, WHICH, STAGES, ROWS, True, 1
-            )
-            sides = columns(dh)
-            for j in gl.static_range(HALVES):
-                if j > 0:
-                    _load(dgate_desc, dup_desc, gate_buf, up_buf, ready.index(WHICH), row, end, col + j * PIECE)
-                mbarrier.wait(ready.index(WHICH), loaded)
-                loaded ^= 1
-                parts = _rows(sides[j])
-                left = col + j * PIECE
-                for i in gl.static_range(HALVES):
-                    at = row + i * PIECE
-                    if (
-                        at < end and left < F
-                    ):  # all in there: so that one piece's numbers are gone before the next one's come
-                        part = gl.convert_layout(parts[i], PIECE_MMA, assert_trivial=True)
-                        # Columns past F are those of the next expert's weights.
-                        part = gl.where((cols < F - left)[None, :], part, 0.0)
-                        gate = gate_buf.slice(i * PIECE, PIECE, dim=0)
-                        up = up_buf.slice(i * PIECE, PIECE, dim=0)
-                        weight = (upper if i == 0 else lower)[:, None].broadcast_to(part.shape)
-                        dgate, dup, h, dot = _unit(
-                            part, gate.load(PIECE_MMA), up.load(PIECE_MMA), weight, 4, ACTIVATION
-                        )
-                        row_dots = gl.convert_layout(
-                            gl.sum(dot, axis=1), gl.SliceLayout(1, PIECE_MMA), assert_trivial=True
-                        )
-                        gl.store(
-                            dots + gl.cast(left // PIECE, gl.int64) * R + at + rows, row_dots, mask=rows < end - at
-                        )
-                        gate.store(dgate)
-                        up.store(dup)
-                        h_buf.slice(i * PIECE, PIECE, dim=0).store(h)
-                if left < F:
-                    _store(
-                        dgate_desc,
-                        dup_desc,
-                        h_desc,
-                        dgate_ptr,
-                        dup_ptr,
-                        h_ptr,
-                        gate_buf,
-                        up_buf,
-                        h_buf,
-                        row,
-                        end,
-                        left,
-                        F,
-                    )
-        else:
-            s, phase = pass_tile(full, empty, turns, places, steps, s, phase, WHICH, STAGES, 1)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def moe_mlp_bwd_kernel(
-    dy_desc, down_desc, weights, schedule, dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, dots, entries, G, R, F, D,
-    PANEL: gl.constexpr, DYNAMIC: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
-    """Where gate's gradient is to stand, gate stands, and up likewise: each piece is read by the program that then writes it."""
-    facts, places, a_bufs, b_bufs, full, empty, turns = make_ring(down_desc, BM, BM, STAGES, ROWS, True, 1)
-    staged = result_buffers(h_ptr, 2 * 3, BM, PIECE)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-    used = (facts, places, a_bufs, b_bufs, staged, full, empty, turns, ready, F)
-    out = (dgate_desc, dup_desc, h_desc, dgate_ptr, dup_ptr, h_ptr, weights, dots, R)
-    made = (dy_desc, down_desc, None, (None, None), schedule, facts, a_bufs, b_bufs, full, empty, entries, G, R, F, D)
-    gl.warp_specialize([
-        (_consume, (used, out, 0, ACTIVATION)),
-        (_consume, (used, out, 1, ACTIVATION)),
-        (produce, (made, BM, BM, STAGES, PANEL, DYNAMIC, ROWS, True, 1)),
-    ], [4, 1], [224, 56])  # fmt: skip
+    ready = pipe.loads.index(WHICH)
+    gate_buf = bufs.index(3 * WHICH)
+    up_buf = bufs.index(3 * WHICH + 1)
+    h_buf = bufs.index(3 * WHICH + 2)
+    _load(descs[0], descs[1], gate_buf, up_buf, ready, row, end, col)
+    upper = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)
+    lower = gl.load(weights + row + PIECE + rows, mask=rows < end - row - PIECE, other=0.0)
+    dh, s, phase = mainloop(pipe, gl.zeros([BM, BM], gl.float32, MMA), steps, s, phase, WHICH)
+    halves = split_columns(dh)
+    for j in gl.static_range(2):
+        if j > 0:
+            _load(descs[0], descs[1], gate_buf, up_buf, ready, row, end, col + j * PIECE)
+        mbarrier.wait(ready, carry)
+        carry ^= 1
+        quarters = _split_rows(halves[j])
+        left = col + j * PIECE
+        for i in gl.static_range(2):
+            at = row + i * PIECE
+            if at < end and left < F:  # one block: a piece's registers are free before the next one's values come
+                # Columns past F are zeros: TMA fills them in for the weights, gate and up.
+                part = gl.convert_layout(quarters[i], PIECE_MMA, assert_trivial=True)
+                gate = gate_buf.slice(i * PIECE, PIECE, dim=0)
+                up = up_buf.slice(i * PIECE, PIECE, dim=0)
+                weight = (upper if i == 0 else lower)[:, None].broadcast_to(part.shape)
+                dgate, dup, h, dot = _unit_gradients(
+                    part, gate.load(PIECE_MMA), up.load(PIECE_MMA), weight, 4, ACTIVATION
+                )
+                sums = gl.convert_layout(gl.sum(dot, axis=1), gl.SliceLayout(1, PIECE_MMA), assert_trivial=True)
+                gl.store(ptrs[3] + gl.cast(left // PIECE, gl.int64) * R + at + rows, sums, mask=rows < end - at)
+                gate.store(dgate)
+                up.store(dup)
+                h_buf.slice(i * PIECE, PIECE, dim=0).store(h)
+        if left < F:
+            if min(row + BM, end) >= BM:
+                fence_async_shared()
+                for k in gl.static_range(3):
+                    store_window(descs[k], bufs.index(3 * WHICH + k), row, end, left)
+            else:
+                for k in gl.static_range(3):
+                    piece = bufs.index(3 * WHICH + k).load(STORED)
+                    store_tile(piece, ptrs[k], row, end, left, F, STORED, True)
+    return s, phase, carry
 
 
 def bwd_triton(
-    dy: jax.Array,
-    w_down: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    weights: jax.Array,
-    offsets: jax.Array,
-    *,
-    activation: str,
-    panel: int,
-    dynamic: bool,
-    cores: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the rows; offsets [E + 1] ->
-    the gradients of gate and up, in their memory, the weighted unit (all [R, F]), and [cdiv(F, 64), R] float32, whose sums are the weights' gradients. bfloat16
-    or float16, D and F multiples of 8; no size is 0."""
+    dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *,
+    activation: str, panel: int, dynamic: bool, cores: int,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the
+    rows; offsets [E + 1] -> the gradients of gate and up, in their memory, the weighted unit (all [R, F]), and [cdiv(F, 64), R]
+    float32, whose column sums are the weights' gradients. bfloat16 or float16, D and F multiples of 8; no size is 0."""
     (R, D), (E, F, _) = dy.shape, w_down.shape
-    high, wide = BM.value, PIECE.value
-
-    def describe(x, *block):
-        return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
-
-    schedule = schedule_rows(offsets, R, high, False)
-    rows, dots = out_struct((R, F), dy.dtype, like=dy), out_struct((-(-F // wide), R), jnp.float32, like=dy)
-    layout = tile_layout(dy.dtype, (1, high, wide))
-    outs = (OutTile((high, wide), layout, first, i, windows=True) for i, first in enumerate((gate, up, None)))
-    return triton_call(
-        describe(dy, high, 64), describe(w_down.reshape(E * F, D), high, 64), weights, Scratch(schedule) if dynamic else schedule, *outs,
-        kernel=moe_mlp_bwd_kernel, out_type=(rows, rows, rows, dots), grid=min(cores, tile_bound(R, E, high) * -(-F // high)),
-        name="moe_mlp_bwd", entries=schedule.shape[0] // COLUMNS, G=E, R=R, F=F, D=D, PANEL=panel, DYNAMIC=dynamic, ACTIVATION=activation,
+    gemm = Gemm(
+        "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True, dynamic=dynamic,
+        transposed=True, buffers=3, variant=activation,
     )  # fmt: skip
+    rows = out_struct((R, F), dy.dtype, like=dy)
+    dots = Result(out_struct((-(-F // PIECE.value), R), jnp.float32, like=dy), tma=False)
+    results = [Result(rows, gate), Result(rows, up), Result(rows), dots]
+    a, b = (gemm.rows(dy),), (gemm.weights(w_down),)
+    return ragged_gemm(gemm, a, b, offsets, (E, R, F, D), results, args=(weights,), cores=cores)

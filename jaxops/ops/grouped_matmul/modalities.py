@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from jaxops.ops.grouped_matmul import Tiles
+from jaxops.ops.grouped_matmul.plan import Tiles
 
 Shapes = tuple[tuple[int, int, int], ...]  # of each modality's matrices: number, rows, columns
 MOST = 4  # of a triton launch, whose kernel has as many results

@@ -1,0 +1,394 @@
+"""Products over ragged groups on Hopper, in Gluon: pipeline, producer, mainloop and consumer loop, once for all ops.
+
+A persistent kernel. One producer (a warp; four warps if rows are gathered) takes tiles from the tile scheduler and loads their
+operands by TMA into the pipeline's stages. Two consumer warp groups multiply (wgmma) and run the op's epilogue. Cooperative:
+both work on one tile, each on half of its rows. Ping-pong: each works on a tile of its own; while one runs the epilogue, the
+other multiplies. Operands are read as they lie in memory, since wgmma takes both of either order: no pass copies a transpose.
+
+An op passes its epilogue, a function that computes one tile (see `consume`), and describes its operands (see `ragged_gemm`).
+
+Clusters of two programs that share B by TMA multicast gained nothing: at the Mixtral shapes 712 to 777 TFLOP/s forward and
+dgrad beside 718 to 781 (power-bound), wgrad 627 to 683 beside 758 to 793, short groups 5 to 40 % less. H200, 2026-11-22.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jaxops._lib.stores_triton import window
+from jaxops._lib.tile_scheduler_triton import (
+    CONTRACTION,
+    ROWS,
+    count_tiles,
+    finish_fetch_add,
+    locate,
+    locate_modality,
+    start_fetch_add,
+)
+
+BK = gl.constexpr(64)  # length of a pipeline step along the contraction
+# Arrivals at a full barrier if rows are gathered: each thread of four warps, and TMA's one.
+GATHER_ARRIVALS = gl.constexpr(4 * 32 + 1)
+
+
+@gluon.aggregate
+class Pipeline:
+    """The stages in shared memory and their synchronisation.
+
+    a, b: operand tiles of each stage; a has a buffer a stage for each of the SPLIT consumers that share a tile.
+    tiles: five integers a stage, the tile descriptor that the producer passes with a tile's first step.
+    full, empty: an mbarrier a stage; full has one more, for steps whose tail the producer zero-fills.
+    order, state: ping-pong only: mbarrier on which consumer i waits for its mainloop; the stage and phase where that starts.
+    loads: an mbarrier a consumer for what its epilogue loads.
+    """
+
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    order: gl.shared_memory_descriptor
+    state: gl.shared_memory_descriptor
+    loads: gl.shared_memory_descriptor
+    BM: gl.constexpr
+    BN: gl.constexpr
+    STAGES: gl.constexpr
+    KIND: gl.constexpr
+    TRANSPOSED: gl.constexpr
+    SPLIT: gl.constexpr
+    GATHERED: gl.constexpr
+
+
+@gluon.jit
+def make_pipeline(
+    dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr,
+    SPLIT: gl.constexpr, GATHERED: gl.constexpr,
+):  # fmt: skip
+    A_SHAPE: gl.constexpr = [BM // SPLIT, BK] if KIND == ROWS else [BK, BM // SPLIT]
+    B_SHAPE: gl.constexpr = [BN, BK] if TRANSPOSED else [BK, BN]
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, dtype)
+    B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_SHAPE, dtype)
+    a = gl.allocate_shared_memory(dtype, [SPLIT * STAGES, A_SHAPE[0], A_SHAPE[1]], A_LAYOUT)
+    b = gl.allocate_shared_memory(dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], B_LAYOUT)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tiles = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
+    state = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
+    for i in gl.static_range(4):
+        state.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=GATHER_ARRIVALS if GATHERED else 1)
+        mbarrier.init(empty.index(s), count=SPLIT)
+    mbarrier.init(full.index(STAGES), count=1)
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    loads = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(order.index(i), count=1)
+        mbarrier.init(loads.index(i), count=1)
+    return Pipeline(
+        a, b, tiles, full, empty, order, state, loads, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED
+    )
+
+
+@gluon.jit
+def advance(s, phase, STAGES: gl.constexpr):
+    """The stage after stage s, and its phase."""
+    s += 1
+    if s == STAGES:
+        s = 0
+        phase ^= 1
+    return s, phase
+
+
+@gluon.jit
+def write_tile(pipe, s, group, row, end, col, steps):
+    WARPS: gl.constexpr = 4 if pipe.GATHERED else 1
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    for i in gl.static_range(5):
+        pipe.tiles.index(5 * s + i).store(gl.full([1], (group, row, end, col, steps)[i], gl.int32, ONE))
+
+
+@gluon.jit
+def read_tile(pipe, s):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    group = pipe.tiles.index(5 * s).load(ONE).item()
+    row = pipe.tiles.index(5 * s + 1).load(ONE).item()
+    end = pipe.tiles.index(5 * s + 2).load(ONE).item()
+    col = pipe.tiles.index(5 * s + 3).load(ONE).item() // 8 * 8  # no change: tells the compiler of the alignment
+    return group, row, end, col, pipe.tiles.index(5 * s + 4).load(ONE).item()
+
+
+@gluon.jit
+def finish_tiles(pipe, s, phase):
+    """A tile of 0 steps ends a consumer's loop: one for both, or one for each in ping-pong."""
+    for _ in gl.static_range(2 // pipe.SPLIT):
+        mbarrier.wait(pipe.empty.index(s), phase)
+        write_tile(pipe, s, -1, 0, 0, 0, 0)
+        mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if pipe.GATHERED else 1)
+        s, phase = advance(s, phase, pipe.STAGES)
+
+
+@gluon.jit
+def zero_rows(buf, first):
+    """Zeroes the rows of a swizzled buffer from `first` on, 8 x 64 numbers at a time."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    for i in gl.static_range(buf.shape[0] // 8):
+        if first < 8 * i + 8:
+            for j in gl.static_range(buf.shape[1] // 64):
+                piece = buf.slice(8 * i, 8, dim=0).slice(64 * j, 64, dim=1)
+                value = piece.load(LAYOUT)
+                piece.store(gl.where(rows + 8 * i < first, value, gl.zeros_like(value)))
+
+
+@gluon.jit
+def zero_fill_tail(pipe, s, left, parity):
+    """Zeroes a step's rows from `left` on, which are the next group's, and passes the stage on. Returns the next parity."""
+    mbarrier.wait(pipe.full.index(pipe.STAGES), parity)
+    for i in gl.static_range(pipe.SPLIT):
+        zero_rows(pipe.a.index(pipe.SPLIT * s + i), left)
+    zero_rows(pipe.b.index(s), left)
+    fence_async_shared()
+    mbarrier.arrive(pipe.full.index(s), count=1)
+    return parity ^ 1
+
+
+@gluon.jit
+def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
+    """B's step at `at`. BESIDE: of two arrays of weights, side by side in one tile."""
+    if pipe.TRANSPOSED:
+        tma.async_load(b_descs[0], [matrix, col, at], full, pipe.b.index(s).reshape([1, pipe.BN, BK]))
+    elif BESIDE:
+        HALF: gl.constexpr = pipe.BN // 2
+        tile = pipe.b.index(s).reshape([1, BK, pipe.BN])
+        tma.async_load(b_descs[0], [matrix, at, col], full, tile.slice(0, HALF, dim=2))
+        tma.async_load(b_descs[1], [matrix, at, col], full, tile.slice(HALF, HALF, dim=2))
+    else:
+        tma.async_load(b_descs[0], [matrix, at, col], full, pipe.b.index(s).reshape([1, BK, pipe.BN]))
+
+
+@gluon.jit
+def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, end, col, both, BESIDE: gl.constexpr):
+    """A step of both operands. CONTRACTION: of the rows from `at` to `end`. both: whether the second half of the tile's rows
+    exists; it is not loaded otherwise, since short groups are bound by the L2."""
+    PART: gl.constexpr = pipe.BM // pipe.SPLIT
+    if pipe.KIND == ROWS:
+        for i in gl.static_range(pipe.SPLIT):
+            buf = pipe.a.index(pipe.SPLIT * s + i)
+            tma.async_load(a_desc, [row + i * PART, at], full, buf, pred=both if i > 0 else True)
+        load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE)
+    else:
+        first, inside = window(at, end, BK)
+        for i in gl.static_range(pipe.SPLIT):
+            buf = pipe.a.index(pipe.SPLIT * s + i).reshape([1, BK, PART])
+            tma.async_load(a_desc, [first, inside, row + i * PART], full, buf)
+        tma.async_load(b_descs[0], [first, inside, col], full, pipe.b.index(s).reshape([1, BK, pipe.BN]))
+
+
+@gluon.jit
+def gather_pointers(gather, K, row, inside, PART: gl.constexpr):
+    """Pointers to the first BK columns of rows indices[row], indices[row + 1], ... of an array of T rows and K columns."""
+    x_ptr, indices, T = gather
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
+    index = gl.load(indices + row + rows, mask=rows < inside, other=0)
+    pointers = x_ptr + (gl.minimum(gl.maximum(index, 0), T - 1).to(gl.int64) * K)[:, None] + cols[None, :]
+    return pointers, (rows < inside)[:, None]
+
+
+@gluon.jit
+def produce(
+    pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS: gl.constexpr, PANEL: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+):  # fmt: skip
+    """Loads the operands of this program's tiles, step by step, until there are no more.
+
+    DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every num_programs-th.
+    """
+    KIND: gl.constexpr = pipe.KIND
+    SPLIT: gl.constexpr = pipe.SPLIT
+    PART: gl.constexpr = pipe.BM // SPLIT
+    BESIDE: gl.constexpr = OPERANDS == "beside"
+    COLS: gl.constexpr = pipe.BN // 2 if BESIDE else pipe.BN  # of C
+    BY_MODALITY: gl.constexpr = OPERANDS == "modalities"
+    B_BYTES: gl.constexpr = b_descs[0].nbytes_per_cta * (2 if BESIDE else 1)
+    G, M, N, K = sizes
+    num_i = 0
+    if not BY_MODALITY:
+        num_i, tiles = count_tiles(schedule, entries, G, M, N, pipe.BM, COLS, KIND)
+    elif KIND == ROWS:
+        tiles = gl.load(schedule + 4 * entries + len(parts) - 1) * gl.cdiv(N, COLS)
+    if pipe.GATHERED:
+        K = K // BK * BK  # no change: tells the compiler of the alignment
+    s = 0
+    phase = 1
+    parity = 0
+    t = gl.program_id(0)
+    while t < tiles:
+        following = t + gl.num_programs(0)
+        if DYNAMIC:
+            if pipe.GATHERED:  # several warps: one asks and passes the number on
+                following = gl.num_programs(0) + gl.atomic_add(schedule + 5 * entries, 1, sem="relaxed")
+            else:  # asked for now, needed after this tile's loads
+                following = start_fetch_add(schedule + 5 * entries)
+        pair = 0
+        if BY_MODALITY:
+            group, matrix, row, end, col, first, size, pair = locate_modality(
+                t, schedule, entries, parts, N, pipe.BM, COLS, PANEL, KIND, len(parts)
+            )
+        else:
+            group, matrix, row, end, col, first, size = locate(
+                t, schedule, entries, num_i, (G, M, N, K), pipe.BM, COLS, PANEL, KIND
+            )
+        if pipe.GATHERED:
+            inside = gl.where(size > 0, end - row, 0)
+            upper, upper_mask = gather_pointers(gather, K, row, inside, PART)
+            lower, lower_mask = gather_pointers(gather, K, row + PART, inside - PART, PART)
+        mbarrier.wait(pipe.empty.index(s), phase)
+        # Tiles outside the groups and empty groups run one step on zeros, which TMA fills in past K or past a window's end.
+        steps = gl.cdiv(max(size, 1), BK)
+        second = 0  # where the second summand's steps start
+        if OPERANDS == "sum":
+            second = gl.where(size > 0, steps * BK, K + BK)
+            steps = gl.where(size > 0, 2 * steps, steps)
+        if KIND == ROWS:
+            write_tile(pipe, s, group, row, end, col, steps)
+        else:  # rows of all groups' C
+            write_tile(pipe, s, group, row + matrix * end, end + matrix * end, col, steps)
+        for at in range(first, first + steps * BK, BK):
+            mbarrier.wait(pipe.empty.index(s), phase)
+            if pipe.GATHERED:
+                mbarrier.expect(pipe.full.index(s), B_BYTES)
+                load_b(pipe, b_descs, pipe.full.index(s), s, matrix, at, col, BESIDE)
+                async_copy.async_load(pipe.a.index(2 * s), upper + at, mask=upper_mask)
+                async_copy.async_load(pipe.a.index(2 * s + 1), lower + at, mask=lower_mask)
+                async_copy.mbarrier_arrive(pipe.full.index(s), increment_count=False)
+            else:
+                # The last step of a contraction goes on into the next group's rows. A window that ends with the group reads
+                # them as zeros; groups that end within the first BK rows of all have no such window and are zero-filled here.
+                left = min(first + size - at, BK)
+                fill = KIND == CONTRACTION and left < BK and at + left < BK
+                full = pipe.full.index(pipe.STAGES if fill else s)
+                both = row + PART < end
+                A_BYTES: gl.constexpr = a_descs[0].nbytes_per_cta
+                if KIND == ROWS and SPLIT > 1:
+                    mbarrier.expect(full, 2 * A_BYTES + B_BYTES, pred=both)
+                    mbarrier.expect(full, A_BYTES + B_BYTES, pred=not both)
+                else:
+                    mbarrier.expect(full, SPLIT * A_BYTES + B_BYTES)
+                if OPERANDS == "sum":
+                    if at < second:
+                        load_step(pipe, a_descs[0], (b_descs[0],), full, s, matrix, row, at, 0, col, both, False)
+                    else:
+                        load_step(pipe, a_descs[1], (b_descs[1],), full, s, matrix, row, at - second, 0, col, both, False)
+                elif BY_MODALITY:
+                    for p in gl.static_range(len(parts)):
+                        if pair == p:
+                            load_step(
+                                pipe, a_descs[p], (b_descs[p],), full, s, matrix, row, at, at + left, col, both, False
+                            )
+                else:
+                    load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, at + left, col, both, BESIDE)
+                if fill:
+                    parity = zero_fill_tail(pipe, s, left, parity)
+            s, phase = advance(s, phase, pipe.STAGES)
+        t = gl.num_programs(0) + finish_fetch_add(following) if DYNAMIC and not pipe.GATHERED else following
+    finish_tiles(pipe, s, phase)
+
+
+@gluon.jit
+def pass_order(pipe, s, phase, TO: gl.constexpr):
+    """Ping-pong: consumer TO may start its mainloop, at this stage."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    pipe.state.index(2 * TO).store(gl.full([1], s, gl.int32, ONE))
+    pipe.state.index(2 * TO + 1).store(gl.full([1], phase, gl.int32, ONE))
+    mbarrier.arrive(pipe.order.index(TO), count=1)
+
+
+@gluon.jit
+def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
+    """This consumer's next tile, the stage and phase where it starts, and the parity of its next order barrier."""
+    if pipe.SPLIT == 1:
+        # The pipeline state comes with the order. An mbarrier has one parity bit: a consumer that counted the other one's
+        # steps itself and waited early could see the previous phase as complete.
+        mbarrier.wait(pipe.order.index(WHICH), parity)
+        parity ^= 1
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        s = pipe.state.index(2 * WHICH).load(ONE).item()
+        phase = pipe.state.index(2 * WHICH + 1).load(ONE).item()
+    mbarrier.wait(pipe.full.index(s), phase)
+    group, row, end, col, steps = read_tile(pipe, s)
+    if pipe.SPLIT > 1:
+        row += WHICH * (pipe.BM // pipe.SPLIT)
+    return group, row, end, col, steps, s, phase, parity
+
+
+@gluon.jit
+def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
+    """Releases the steps of a tile in which this consumer has no rows. In ping-pong only the last tile, of 0 steps, is such."""
+    if pipe.SPLIT == 1:
+        s, phase = advance(s, phase, pipe.STAGES)
+        pass_order(pipe, s, phase, 1 - WHICH)
+    else:
+        for _ in range(steps):
+            mbarrier.wait(pipe.full.index(s), phase)
+            mbarrier.arrive(pipe.empty.index(s), count=1)
+            s, phase = advance(s, phase, pipe.STAGES)
+    return s, phase
+
+
+@gluon.jit
+def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
+    """acc + A @ B over the tile's steps, at least one. A stage is released while the next step is multiplied."""
+    PART: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0
+    for k in range(steps):
+        mbarrier.wait(pipe.full.index(s), phase)
+        if pipe.GATHERED:  # written by threads, read by the tensor core
+            fence_async_shared()
+        a = pipe.a.index(pipe.SPLIT * s + PART)
+        b = pipe.b.index(s)
+        if pipe.KIND == CONTRACTION:
+            a = a.permute((1, 0))
+        if pipe.TRANSPOSED:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(pipe.empty.index((s + pipe.STAGES - 1) % pipe.STAGES), count=1, pred=k > 0)
+        s, phase = advance(s, phase, pipe.STAGES)
+    if pipe.SPLIT == 1:
+        pass_order(pipe, s, phase, 1 - WHICH)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(pipe.empty.index((s + pipe.STAGES - 1) % pipe.STAGES), count=1)
+    return acc, s, phase
+
+
+@gluon.jit
+def consume(pipe, out, args, sizes, parts, WHICH: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr):
+    """Computes this consumer's tiles by EPILOGUE(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH, VARIANT), which calls
+    `mainloop`, stores, and returns s, phase and an integer to carry to the next tile (0 at first).
+
+    tile: group (-1 outside the groups; see `locate_modality`), first row, end of the group's rows, first column, steps.
+    """
+    s = 0
+    phase = 0
+    parity = 1 - WHICH  # consumer 0 is first
+    carry = 0
+    more = True
+    while more:
+        group, row, end, col, steps, s, phase, parity = next_tile(pipe, s, phase, parity, WHICH)
+        more = steps > 0
+        if row < end:
+            tile = (group, row, end, col, steps)
+            s, phase, carry = EPILOGUE(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH, VARIANT)
+        else:
+            s, phase = skip_tile(pipe, steps, s, phase, WHICH)
+    tma.store_wait(0)

@@ -1,0 +1,164 @@
+"""The kernel around the mainloop of gemm_triton.py, and its launch: one for every product over ragged groups on Hopper."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jaxops._lib.gemm_triton import BK, consume, make_pipeline, produce
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
+from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
+from jaxops._lib.stores_triton import result_buffers, tile_layout
+from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS
+from jaxops._lib.tiling import tile_bound
+from jaxops._lib.work_list import COLUMNS, Spans
+
+MOST_RESULTS = 4  # jax-triton takes results' pointers as parameters of their own, not in tuples
+
+
+def _name(specialization) -> str:
+    """What profilers show: the op's name for its epilogue."""
+    return f"{specialization.constants['EPILOGUE'].__name__}_kernel"
+
+
+@gluon.jit(repr=_name)
+def ragged_gemm_kernel(
+    a_descs, b_descs, gather, schedule, args, desc_0, desc_1, desc_2, desc_3, ptr_0, ptr_1, ptr_2, ptr_3, entries, sizes, parts, tiles,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SPLIT: gl.constexpr, DYNAMIC: gl.constexpr,
+    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, OPERANDS: gl.constexpr, BUFFERS: gl.constexpr, EPILOGUE: gl.constexpr,
+    VARIANT: gl.constexpr,
+):  # fmt: skip
+    GATHERED: gl.constexpr = gather is not None
+    pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
+    bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
+    out = ((desc_0, desc_1, desc_2, desc_3), (ptr_0, ptr_1, ptr_2, ptr_3), bufs)
+    # Registers of a thread: the producer has few, unless it computes addresses or chooses among several modalities' operands.
+    WARPS: gl.constexpr = 4 if GATHERED else 1
+    CONSUMER: gl.constexpr = 208 if GATHERED else 216 if OPERANDS == "modalities" else 224
+    PRODUCER: gl.constexpr = 80 if GATHERED else 72 if OPERANDS == "modalities" else 56
+    gl.warp_specialize([
+        (consume, (pipe, out, args, sizes, parts, 0, EPILOGUE, VARIANT)),
+        (consume, (pipe, out, args, sizes, parts, 1, EPILOGUE, VARIANT)),
+        (produce, (pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS, PANEL, DYNAMIC)),
+    ], [4, WARPS], [CONSUMER, PRODUCER])  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """What is static in a launch.
+
+    Attributes:
+      name: of the launch, for compiled programs' texts.
+      epilogue: see `gemm_triton.consume`.
+      bm, bn: rows and columns of a tile, as the two consumers multiply it.
+      stages: of the pipeline.
+      panel: tile rows of a panel, see `swizzle`.
+      stored: rows and columns of a store.
+      ping_pong: each consumer has a tile of its own, not half of one's rows.
+      dynamic: programs take tiles as they get free.
+      contraction: the groups divide the rows that are summed over (a weight gradient), not A's and C's rows.
+      transposed: B is [G, N, K].
+      operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns lie
+        beside each other in a tile; "modalities": each modality's groups have their own array of weights.
+      buffers: for stores, a consumer.
+      variant: a constant for the epilogue.
+    """
+
+    name: str
+    epilogue: Any
+    bm: int
+    bn: int
+    stages: int
+    panel: int
+    stored: tuple[int, int]
+    ping_pong: bool = False
+    dynamic: bool = False
+    contraction: bool = False
+    transposed: bool = False
+    operands: Literal["one", "sum", "beside", "modalities"] = "one"
+    buffers: int = 1
+    variant: Any = None
+
+    @property
+    def part(self) -> int:
+        """Rows of a tile that one consumer multiplies."""
+        return self.bm if self.ping_pong else self.bm // 2
+
+    def rows(self, x: jax.Array) -> TensorDescriptor:
+        """A of [M, K]; CONTRACTION: of [rows, K]."""
+        if self.contraction:
+            return row_windows(x, (BK.value, self.part), tile_layout(x.dtype, (1, BK.value, self.part)))
+        block = (self.part, BK.value)
+        return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
+
+    def weights(self, w: jax.Array) -> TensorDescriptor:
+        """B of [G, K, N], or [G, N, K]; CONTRACTION: of [rows, N]. Three dimensions: TMA fills zeros past K, not the next group's rows."""
+        columns = self.bn // 2 if self.operands == "beside" else self.bn
+        if self.contraction:
+            return row_windows(w, (BK.value, columns), tile_layout(w.dtype, (1, BK.value, columns)))
+        block = (1, columns, BK.value) if self.transposed else (1, BK.value, columns)
+        return TensorDescriptor.from_array(w, block, layout=tile_layout(w.dtype, block))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result of a launch.
+
+    Attributes:
+      type: `out_struct`.
+      before: an array that gives its memory and contents to the result; None: uninitialised memory.
+      tma: stored by TMA; else through its pointer only.
+    """
+
+    type: Any
+    before: jax.Array | None = None
+    tma: bool = True
+
+
+def ragged_gemm(
+    gemm: Gemm, a: tuple, b: tuple, offsets: jax.Array, sizes: tuple[int, int, int, int], results: Sequence[Result], *,
+    args: tuple | None = None, gather: tuple | None = None, modalities: tuple | None = None, cores: int,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Launches a product.
+
+    Args:
+      gemm: what is static.
+      a, b: descriptors, by `Gemm.rows` and `Gemm.weights`.
+      offsets: [G + 1] int32.
+      sizes: G, and M, N, K as the tile scheduler counts them: C is [M, N]; CONTRACTION: a group's C is [M, N], and K is how
+        many rows the offsets count.
+      results: up to four.
+      args: arrays and numbers for the epilogue.
+      gather: A's rows as (array, int32 row indices, the array's number of rows), instead of a.
+      modalities: spans of runs (or the first groups of all modalities but the first), and of each modality its first group, the
+        end of its groups, K and N.
+      cores: multiprocessors.
+    """
+    G, M, N, K = sizes
+    width = gemm.bn // 2 if gemm.operands == "beside" else gemm.bn
+    spans: Spans = modalities[0] if modalities else ()
+    parts = modalities[1] if modalities else None
+    if gemm.contraction:
+        schedule = schedule_groups(offsets, K, parts=spans)
+        count = G * -(-M // gemm.bm) * -(-N // width)
+        if parts:
+            count = sum((end - first) * -(-k // gemm.bm) * -(-n // width) for first, end, k, n in parts)
+        sizes = (G, M, N, 0)
+    else:
+        schedule = schedule_rows(offsets, M, gemm.bm, spans)
+        count = tile_bound(M, G, gemm.bm) * -(-N // width)
+    layout = tile_layout(results[0].type.dtype, (1, *gemm.stored))
+    descs = [OutTile(gemm.stored, layout, x.before, i, windows=True) if x.tma else None for i, x in enumerate(results)]
+    named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
+    named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
+    return triton_call(
+        kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores, count), name=gemm.name,
+        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic else schedule, args=args, **named,
+        entries=schedule.shape[0] // COLUMNS, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn, STAGES=gemm.stages,
+        PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
+        KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
+        BUFFERS=gemm.buffers, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Triton kernels that turn device-side offsets into the work list of a pass: one small launch before it. As schedule_pallas.py."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.launch_triton import triton_call
+from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.powers import power_of_2
+from jaxops._lib.tiling import tile_bound
+from jaxops._lib.work_list import COLUMNS, Spans
+
+_ELEMENTS = 2048  # of a program's [BLOCK, RUNS] comparison: 16 registers a thread at 4 warps
+
+
+@triton.jit
+def _bounds(offsets, r, G, M):
+    """First row and end of run r, clipped to [0, M]: see `ragged.runs`."""
+    first = tl.load(offsets + tl.minimum(tl.maximum(r - 1, 0), G))
+    lo = tl.where(r == 0, 0, tl.where(r <= G + 1, first, M))
+    hi = tl.where(r <= G, tl.load(offsets + tl.minimum(r, G)), M)
+    lo = tl.minimum(tl.maximum(lo, 0), M)
+    return lo, tl.minimum(tl.maximum(hi, lo), M)
+
+
+@triton.jit
+def schedule_rows_kernel(
+    offsets, work, entries, G, M, bound, spans, BM: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr
+):
+    r = tl.arange(0, RUNS)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lo, hi = _bounds(offsets, r, G, M)
+    if spans is not None:
+        listed = r < 0
+        for i in tl.static_range(len(spans)):
+            listed = listed | ((spans[i][0] <= r) & (r < spans[i][1]))
+        hi = tl.where(listed, hi, lo)
+    count = (hi - lo + BM - 1) // BM
+    after = tl.cumsum(count, 0)
+    first = after - count
+    mine = (first[None, :] <= t[:, None]) & (t[:, None] < after[None, :])  # at most one True a row
+    group = tl.sum(tl.where(mine & ((r >= 1) & (r <= G))[None, :], r[None, :] - 1 - G, 0), 1) + G
+    start = tl.sum(tl.where(mine, lo[None, :] + (t[:, None] - first[None, :]) * BM, 0), 1)
+    end = tl.minimum(start + BM, tl.sum(tl.where(mine, hi[None, :], 0), 1))
+    total = tl.zeros([BLOCK], tl.int32) + tl.sum(count, 0)
+    if spans is not None:
+        for i in tl.static_range(len(spans) - 1):
+            reached = tl.sum(tl.where(r < spans[i][1], count, 0), 0)
+            total = tl.where(t == i, reached, total)
+    # Offsets that break the contract may put rows into several runs, and then need more tiles than the list has entries.
+    total = tl.minimum(total, bound)
+    number = tl.where(group < G, t - tl.sum(tl.where(r == 0, count, 0), 0), -1)
+    tl.store(work + t, group)
+    tl.store(work + entries + t, start)
+    tl.store(work + 2 * entries + t, end)
+    tl.store(work + 3 * entries + t, number)
+    tl.store(work + 4 * entries + t, total)
+    tl.store(work + 5 * entries + t, tl.zeros([BLOCK], tl.int32))
+
+
+@triton.jit
+def schedule_groups_kernel(
+    offsets, work, entries, G, M, parts, BM: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr
+):
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.arange(0, RUNS)
+    lo, hi = _bounds(offsets, g + 1, G, M)
+    size = tl.where(g < G, hi - lo, -1)  # numbers past the last group rank behind all groups
+    other_lo, other_hi = _bounds(offsets, h + 1, G, M)
+    other = tl.where(h < G, other_hi - other_lo, -1)
+    earlier = h[None, :] < g[:, None]
+    ahead = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & earlier)
+    if parts is not None:
+        for i in tl.static_range(len(parts)):  # groups do not cross the border between two modalities
+            ahead = (ahead | ((h < parts[i])[None, :] & (g >= parts[i])[:, None])) & (
+                (h < parts[i])[None, :] | (g >= parts[i])[:, None]
+            )
+    rank = tl.sum(ahead.to(tl.int32), 1)
+    tiles = (tl.maximum(other, 0) + BM - 1) // BM
+    first = tl.sum(tl.where(earlier, tiles[None, :], 0), 1)
+    tl.store(work + rank, g)
+    tl.store(work + entries + rank, lo)
+    tl.store(work + 2 * entries + rank, hi)
+    tl.store(work + 3 * entries + rank, first)
+    tl.store(work + 4 * entries + rank, tl.zeros([BLOCK], tl.int32) + G)
+    tl.store(work + 5 * entries + rank, tl.zeros([BLOCK], tl.int32))
+
+
+def _launch(kernel, offsets: jax.Array, count: int, runs: int, **named) -> jax.Array:
+    """COLUMNS columns of `count` entries, padded to whole programs."""
+    runs = power_of_2(runs)
+    block = max(1, min(power_of_2(count), _ELEMENTS // runs))
+    programs = -(-count // block)
+    return triton_call(
+        offsets,
+        kernel=kernel,
+        out_type=out_struct((COLUMNS * programs * block,), jnp.int32, like=offsets),
+        grid=programs,
+        name=kernel.fn.__name__.removesuffix("_kernel"),
+        entries=programs * block,
+        G=offsets.shape[0] - 1,
+        BLOCK=block,
+        RUNS=runs,
+        **named,
+    )
+
+
+def schedule_rows(offsets: jax.Array, M: int, bm: int, spans: Spans = ()) -> jax.Array:
+    """As `schedule_pallas.schedule_rows`."""
+    G = offsets.shape[0] - 1
+    bound = tile_bound(M, G, bm)
+    return _launch(schedule_rows_kernel, offsets, bound, G + 2, M=M, bound=bound, spans=spans or None, BM=bm)
+
+
+def schedule_groups(offsets: jax.Array, M: int, parts: tuple[int, ...] = ()) -> jax.Array:
+    """As `schedule_pallas.schedule_groups`."""
+    G = offsets.shape[0] - 1
+    return _launch(schedule_groups_kernel, offsets, G, G, M=M, parts=parts or None, BM=BLOCK)

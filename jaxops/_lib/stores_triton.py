@@ -1,0 +1,121 @@
+"""Shared-memory layouts, and the stores of tiles whose rows may end with a group, for Hopper's Gluon kernels."""
+
+import jax
+import jax.numpy as jnp
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+
+@gluon.jit
+def window(row, end, HEIGHT: gl.constexpr):
+    """Coordinates in a `row_windows` descriptor of the box that starts at `row` and is cut off at `end`, which lies behind `row`:
+    window, row in the window. If `end` < HEIGHT, no window ends there, and the box goes on to row HEIGHT."""
+    first = max(min(row, end - HEIGHT), 0)
+    return first, row - first
+
+
+@gluon.jit
+def store_window(desc, buf, row, end, col):
+    """Stores a buffer's rows by TMA as far as they lie before `end`, through `row_windows`. `end` is at least the buffer's height."""
+    first, at = window(row, end, buf.shape[0])
+    tma.async_store(desc, [first, at, col], buf.reshape([1, buf.shape[0], buf.shape[1]]))
+
+
+@gluon.jit
+def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
+    """Stores a consumer's rows of a tile of C that lie before `end`; at least one does.
+
+    desc: C as `row_windows`, or None. ALIGNED: C's rows start at multiples of 16 bytes (required by desc). PENDING: how many
+    TMA stores from other buffers may still be in flight.
+    """
+    BM: gl.constexpr = acc.shape[0]
+    BN: gl.constexpr = acc.shape[1]
+    if ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # Through shared memory: by TMA, which overlaps the next tile's products, or by 16-byte stores of each thread.
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
+        # Stores by threads are not counted by store_wait: after one, PENDING would count stores of another buffer.
+        if PENDING > 0 and desc is not None and min(row + BM, end) >= BM:
+            tma.store_wait(PENDING)
+        else:
+            tma.store_wait(0)
+        buf.store(acc.to(ptr.dtype.element_ty))
+        if desc is None:
+            store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
+        elif min(row + BM, end) >= BM:
+            fence_async_shared()
+            store_window(desc, buf, row, end, col)
+        else:
+            store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
+    else:  # float32 accumulators fill whole 32-byte sectors from their registers
+        store_tile(acc, ptr, row, end, col, N, MMA, ALIGNED)
+
+
+@gluon.jit
+def split_columns(x):
+    """The left half and the right half."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_columns(acc, desc, ptr, buf, row, end, col, N):
+    """As `store`, of as many columns at a time as desc's box has: half of acc's or all. C's rows are aligned."""
+    BN: gl.constexpr = desc.block_shape[2]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    if acc.shape[1] == BN:
+        store(acc, desc, ptr, buf, row, end, col, N, MMA, True)
+    else:
+        left, right = split_columns(acc)
+        store(gl.convert_layout(left, MMA, assert_trivial=True), desc, ptr, buf, row, end, col, N, MMA, True)
+        if col + BN < N:
+            store(gl.convert_layout(right, MMA, assert_trivial=True), desc, ptr, buf, row, end, col + BN, N, MMA, True)
+
+
+@gluon.jit
+def pointers_to_tile(ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
+    """Pointers to a tile of an array with N columns, and the mask of those before row `end` and column N."""
+    # A copy that the compiler cannot see through: otherwise multiples of N, equal for all tiles, are kept in registers.
+    stride = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1
+    )
+    stride = stride // 8 * 8 if ALIGNED else stride  # tells the compiler that rows start at multiples of 16 bytes
+    rows = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))
+    corner = ptr + (gl.cast(row, gl.int64) * stride + col)
+    mask = (rows < end - row)[:, None] & (cols < stride - col)[None, :]
+    return corner + (rows[:, None] * stride + cols[None, :]), mask
+
+
+@gluon.jit
+def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
+    pointers, mask = pointers_to_tile(ptr, row, end, col, N, tile.shape, LAYOUT, ALIGNED)
+    gl.store(pointers, tile, mask=mask)
+
+
+@gluon.jit
+def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """COUNT buffers of BM x BN for `store`. float32 results need none and get the smallest possible: a partition's arguments
+    cannot be left out."""
+    NARROW: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth == 16
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)
+    TYPE: gl.constexpr = ptr.dtype.element_ty if NARROW else gl.bfloat16
+    return gl.allocate_shared_memory(TYPE, [COUNT, BM, BN] if NARROW else [COUNT, 8, 64], LAYOUT)
+
+
+def tile_layout(dtype, shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    """The swizzled layout of a tile for TMA and wgmma."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _ELEMENTS[jnp.dtype(dtype).name])
+
+
+_ELEMENTS = {
+    "float8_e4m3fn": gl.float8e4nv,
+    "float8_e5m2": gl.float8e5,
+    "bfloat16": gl.bfloat16,
+    "float16": gl.float16,
+    "float32": gl.float32,
+}
+
+
+def pad_to_16_bytes(x: jax.Array) -> jax.Array:
+    """A copy with padded rows if they do not start at multiples of 16 bytes, as TMA demands; else x."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % (16 // x.dtype.itemsize))))

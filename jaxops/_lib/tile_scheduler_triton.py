@@ -1,0 +1,164 @@
+"""The tile scheduler of the persistent Gluon kernels: which tile of the result a program computes next, and where its operands lie."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# What the groups divide. ROWS: A's and C's rows; each group has a B of its own. CONTRACTION: the rows that are summed over; each
+# group has a C of its own.
+ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
+
+
+@gluon.jit
+def start_fetch_add(counter):
+    """Starts an atomic increment, by one warp, and does not wait: `finish_fetch_add` returns the old value. (Triton's atomic_add waits.)"""
+    assembly: gl.constexpr = """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+    }"""
+    return gl.inline_asm_elementwise(assembly, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def finish_fetch_add(value):
+    assembly: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+    return gl.inline_asm_elementwise(assembly, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
+    """Row and column of tile t: column by column within panels of PANEL tile rows, so that concurrent programs share operands in L2."""
+    first = t // (PANEL * num_j) * PANEL
+    height = min(num_i - first, PANEL)
+    return first + t % (PANEL * num_j) % height, t % (PANEL * num_j) // height
+
+
+@gluon.jit
+def count_tiles(schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr):
+    """Row tiles (ROWS: of all groups, read from the work list; CONTRACTION: of one group's C), and tiles in all."""
+    num_i = gl.load(schedule + 4 * entries) if KIND == ROWS else gl.cdiv(M, BM)
+    tiles = num_i * gl.cdiv(N, BN)
+    return num_i, tiles if KIND == ROWS else tiles * G
+
+
+@gluon.jit
+def locate(t, schedule, entries, num_i, sizes, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr):
+    """Tile t of a product with one array of weights.
+
+    Returns the group (-1 outside the groups), the group's matrix in B or C, the first row in C, the end of the group's
+    rows, the first column, and where the contraction starts and its length (0 outside the groups and for empty groups).
+    """
+    G, M, N, K = sizes
+    num_j = gl.cdiv(N, BN)
+    if KIND == ROWS:
+        i, j = swizzle(t, num_i, num_j, PANEL)
+        group = gl.load(schedule + i)
+        row = gl.load(schedule + entries + i)
+        end = gl.load(schedule + 2 * entries + i)
+        size = gl.where(group < G, K, 0)
+        return gl.where(size > 0, group, -1), min(group, G - 1), row, end, j * BN, gl.where(size > 0, 0, K), size
+    rank = t // (num_i * num_j)
+    i, j = swizzle(t % (num_i * num_j), num_i, num_j, PANEL)
+    group = gl.load(schedule + rank)
+    first = gl.load(schedule + entries + rank)
+    size = gl.load(schedule + 2 * entries + rank) - first
+    return gl.where(size > 0, group, -1), group, i * BM, M, j * BN, first, size
+
+
+@gluon.jit
+def modality_of_row_tile(t, schedule, entries, parts, N, BN: gl.constexpr, PANEL: gl.constexpr, COUNT: gl.constexpr):
+    """Entry in the work list, first column, and modality of tile t, in a result of N columns; modality COUNT + p: columns of
+    modality p past its own width, which are zero and come after all products.
+
+    parts: of each modality its first group, the end of its groups, K and N.
+    """
+    part = 0
+    before = 0
+    first = 0
+    high = 1
+    wide = 1
+    left = 0
+    reached = 0
+    for p in gl.static_range(2 * COUNT):
+        start = 0
+        if p % COUNT > 0:
+            start = gl.load(schedule + 4 * entries + p % COUNT - 1)
+        rows = gl.load(schedule + 4 * entries + p % COUNT) - start
+        own = gl.cdiv(parts[p % COUNT][3], BN)
+        across = own
+        if p >= COUNT:
+            across = gl.cdiv(N, BN) - own
+        here = t >= reached  # the last range that starts at or before t; empty ranges start where the next one does
+        part = gl.where(here, p, part)
+        before = gl.where(here, reached, before)
+        first = gl.where(here, start, first)
+        high = gl.where(here, rows, high)
+        left = gl.where(here, 0 if p < COUNT else own, left)
+        wide = gl.where(here, across, wide)
+        reached += rows * across
+    i, j = swizzle(t - before, high, wide, PANEL)
+    return first + i, (left + j) * BN, part
+
+
+@gluon.jit
+def modality_of_weight_tile(t, parts, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, COUNT: gl.constexpr):
+    """Entry in the work list, first row and column in the group's matrix, and modality of tile t of the weight gradients."""
+    part = 0
+    before = 0
+    first = 0
+    num_i = 1
+    num_j = 1
+    reached = 0
+    for p in gl.static_range(COUNT):
+        high = gl.cdiv(parts[p][2], BM)
+        wide = gl.cdiv(parts[p][3], BN)
+        here = t >= reached
+        part = gl.where(here, p, part)
+        before = gl.where(here, reached, before)
+        first = gl.where(here, parts[p][0], first)
+        num_i = gl.where(here, high, num_i)
+        num_j = gl.where(here, wide, num_j)
+        reached += (parts[p][1] - parts[p][0]) * high * wide
+    t -= before
+    i, j = swizzle(t % (num_i * num_j), num_i, num_j, PANEL)
+    return first + t // (num_i * num_j), i * BM, j * BN, part
+
+
+@gluon.jit
+def of_modality(parts, part, WHICH: gl.constexpr, COUNT: gl.constexpr):
+    """parts[part][WHICH], of a modality known at run time."""
+    found = parts[0][WHICH]
+    for p in gl.static_range(1, COUNT):
+        found = gl.where(part == p, parts[p][WHICH], found)
+    return found
+
+
+@gluon.jit
+def locate_modality(
+    t, schedule, entries, parts, N, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, COUNT: gl.constexpr
+):  # fmt: skip
+    """As `locate`, of a product with COUNT arrays of weights of different sizes; and the modality.
+
+    In place of the group: ROWS: how many columns of C are the modality's own; CONTRACTION: the modality.
+    """
+    if KIND == ROWS:
+        entry, col, part = modality_of_row_tile(t, schedule, entries, parts, N, BN, PANEL, COUNT)
+        multiplied = part < COUNT
+        part = part % COUNT
+        group = gl.load(schedule + entry)
+        row = gl.load(schedule + entries + entry)
+        end = gl.load(schedule + 2 * entries + entry)
+        K = of_modality(parts, part, 2, COUNT)
+        before = of_modality(parts, part, 0, COUNT)
+        multiplied = multiplied & (group >= before) & (group < of_modality(parts, part, 1, COUNT))
+        matrix = gl.where(multiplied, group - before, 0)
+        size = gl.where(multiplied, K, 0)
+        return of_modality(parts, part, 3, COUNT), matrix, row, end, col, gl.where(multiplied, 0, K), size, part
+    entry, row, col, part = modality_of_weight_tile(t, parts, BM, BN, PANEL, COUNT)
+    first = gl.load(schedule + entries + entry)
+    size = gl.load(schedule + 2 * entries + entry) - first
+    matrix = gl.load(schedule + entry) - of_modality(parts, part, 0, COUNT)
+    return part, matrix, row, of_modality(parts, part, 2, COUNT), col, first, size, part

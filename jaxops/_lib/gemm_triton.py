@@ -93,9 +93,7 @@ def make_pipeline(
     for i in gl.static_range(2):
         mbarrier.init(order.index(i), count=1)
         mbarrier.init(loads.index(i), count=1)
-    return Pipeline(
-        a, b, tiles, full, empty, order, state, loads, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED
-    )
+    return Pipeline(a, b, tiles, full, empty, order, state, loads, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
 
 
 @gluon.jit
@@ -289,7 +287,9 @@ def produce(
                     if at < second:
                         load_step(pipe, a_descs[0], (b_descs[0],), full, s, matrix, row, at, 0, col, both, False)
                     else:
-                        load_step(pipe, a_descs[1], (b_descs[1],), full, s, matrix, row, at - second, 0, col, both, False)
+                        load_step(
+                            pipe, a_descs[1], (b_descs[1],), full, s, matrix, row, at - second, 0, col, both, False
+                        )
                 elif BY_MODALITY:
                     for p in gl.static_range(len(parts)):
                         if pair == p:

@@ -45,7 +45,9 @@ def count_tiles(schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, 
 
 
 @gluon.jit
-def locate(t, schedule, entries, num_i, sizes, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr):
+def locate(
+    t, schedule, entries, num_i, sizes, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr
+):
     """Tile t of a product with one array of weights.
 
     Returns the group (-1 outside the groups), the group's matrix in B or C, the first row in C, the end of the group's

@@ -18,9 +18,9 @@ from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows
-from jaxops._lib.work_list import COLUMNS, schedule_one
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
+from jaxops._lib.work_list import COLUMNS, schedule_one
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 

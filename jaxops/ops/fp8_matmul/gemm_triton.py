@@ -13,13 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.gemm_triton import advance
-from jaxops._lib.stores_triton import result_buffers, store, tile_layout, pad_to_16_bytes
-from jaxops._lib.tile_scheduler_triton import swizzle
 from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
-from jaxops._lib.work_list import COLUMNS
+from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, tile_layout
+from jaxops._lib.tile_scheduler_triton import swizzle
 from jaxops._lib.tiling import tile_bound
+from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 

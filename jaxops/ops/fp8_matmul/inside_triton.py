@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from jaxops._lib import fp8
 from jaxops._lib.gemm_triton import advance
-from jaxops._lib.stores_triton import result_buffers, store, store_tile, tile_layout, pad_to_16_bytes
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_tile, tile_layout
 from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _locate
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles

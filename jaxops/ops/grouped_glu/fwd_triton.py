@@ -24,7 +24,9 @@ def grouped_glu(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.
     F = sizes[2]
     COLS: gl.constexpr = pipe.BN // 2
     ROWS: gl.constexpr = pipe.BM // 2
-    BUFFERS: gl.constexpr = bufs.shape[0] // 2  # a consumer's, used one after another: a store fills one while the last is read
+    BUFFERS: gl.constexpr = (
+        bufs.shape[0] // 2
+    )  # a consumer's, used one after another: a store fills one while the last is read
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, pipe.BN, 16])
     acc, s, phase = mainloop(pipe, gl.zeros([ROWS, pipe.BN], gl.float32, MMA), steps, s, phase, WHICH)
     pre = acc.to(pipe.a.dtype)  # activated as they are saved: the backward sees the same numbers

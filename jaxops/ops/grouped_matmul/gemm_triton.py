@@ -15,9 +15,7 @@ from jaxops.ops.grouped_matmul.plan import Tiles
 
 
 @gluon.jit
-def grouped_gemm(
-    pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACCUMULATE: gl.constexpr
-):
+def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACCUMULATE: gl.constexpr):
     """A tile of the result: the product, added to what C holds if ACCUMULATE, plus the group's bias."""
     descs, ptrs, bufs = out
     group, row, end, col, steps = tile
@@ -56,7 +54,9 @@ def _gemm(name: str, tiles: Tiles, **named) -> Gemm:
     )  # fmt: skip
 
 
-def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype, cores: int) -> jax.Array:
+def fwd_triton(
+    lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype, cores: int
+) -> jax.Array:
     """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8. more: another (lhs, rhs) of the same shapes, whose product
     is added before rounding."""
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
@@ -67,7 +67,9 @@ def fwd_triton(lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: 
     pairs = [(lhs, rhs), *([more] if more else [])]
     a, b = tuple(gemm.rows(x) for x, _ in pairs), tuple(gemm.weights(w) for _, w in pairs)
     result = Result(out_struct((M, N), out_dtype, like=lhs))
-    return ragged_gemm(gemm, a, b, offsets, (G, M, N, K), [result], args=None if bias is None else (bias,), cores=cores)[0]
+    return ragged_gemm(
+        gemm, a, b, offsets, (G, M, N, K), [result], args=None if bias is None else (bias,), cores=cores
+    )[0]
 
 
 def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype, cores: int) -> jax.Array:

@@ -15,8 +15,8 @@ from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.modality_grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_matmul.modalities import Shapes, launches, shapes_of
+from jaxops.ops.modality_grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.modality_grouped_matmul.plan import Plan, Problem, make_plan
 from jaxops.ops.modality_grouped_matmul.wgrad_pallas import wgrad_pallas
 from jaxops.ops.modality_grouped_matmul.xla import fwd_xla, wgrad_xla

@@ -12,9 +12,9 @@ from jaxops._lib.grouped_gemm_pallas import sum_over_rows
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import schedule_groups
-from jaxops._lib.work_list import COLUMNS
 from jaxops._lib.tiling import panel_order
 from jaxops._lib.traced_once import traced_once
+from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.grouped_matmul import Tiles
 from jaxops.ops.grouped_matmul.modalities import Part, Shapes, first_groups
 

@@ -21,10 +21,10 @@ from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import padded_rows
-from jaxops._lib.work_list import COLUMNS as SCHEDULED
 from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
+from jaxops._lib.work_list import COLUMNS as SCHEDULED
 from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
 from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, both, largest, load, sizes_of, store
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from jaxops.ops.modality_grouped_matmul.parts import Part, launches, parts_of
 
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
@@ -11,7 +12,6 @@ from jaxops.ops.grouped_matmul import Problem as Product
 from jaxops.ops.grouped_matmul import Tiles
 from jaxops.ops.grouped_matmul import make_plan as make_product_plan
 from jaxops.ops.modality_grouped_matmul import Plan, Problem
-from jaxops.ops.modality_grouped_matmul.parts import Part, launches, parts_of
 from jaxops.ops.modality_grouped_matmul.plan import PASSES
 from tests.plans import by_choices
 

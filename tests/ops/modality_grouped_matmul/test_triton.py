@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
+from jaxops.ops.modality_grouped_matmul.parts import parts_of
+
 import jaxops
 from jaxops.ops.grouped_matmul import Tiles
 from jaxops.ops.modality_grouped_matmul import Plan, gemm_triton
-from jaxops.ops.modality_grouped_matmul.parts import parts_of
 from tests.gluon import Kernel, check, compiled
 from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, plan_of, run_all
 from tests.ops.modality_grouped_matmul.cases import check as check_values

@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
     from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
     from jaxops.ops.grouped_glu import grouped_glu
-    from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
-    from jaxops.ops.modality_grouped_matmul import modality_grouped_matmul
+    from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, modality_grouped_matmul, ragged_dot
     from jaxops.ops.moe_mlp import moe_mlp
     from jaxops.ops.permute import combine, permute
     from jaxops.ops.quantize import Quantized, dequantize, quantize
@@ -59,8 +58,7 @@ _MODULES = {
     "jaxops.ops.adaln": ("adaln", "gated_residual", "gated_residual_adaln"),
     "jaxops.ops.fp8_matmul": ("fp8_grouped_matmul", "fp8_matmul"),
     "jaxops.ops.grouped_glu": ("grouped_glu",),
-    "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "ragged_dot"),
-    "jaxops.ops.modality_grouped_matmul": ("modality_grouped_matmul",),
+    "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "modality_grouped_matmul", "ragged_dot"),
     "jaxops.ops.moe_mlp": ("moe_mlp",),
     "jaxops.ops.permute": ("combine", "permute"),
     "jaxops.ops.quantize": ("Quantized", "dequantize", "quantize"),

@@ -23,7 +23,6 @@ import numpy as np
 import jaxops
 from jaxops.ops import adaln, fp8_matmul
 from jaxops.ops import grouped_glu as units
-from jaxops.ops import modality_grouped_matmul as modalities
 from jaxops.ops import moe_mlp as experts
 from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
@@ -31,6 +30,7 @@ from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
 from jaxops.tuning import current_device
+from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
 OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
@@ -78,10 +78,10 @@ def modality_grouped_matmul() -> None:
     """Three modalities (one group each, so that the offsets are grouped_matmul's) whose widths are no whole tiles, each with tiles of its own and all alike; on
     Hopper on rows of whole 16 bytes."""
     rng = np.random.default_rng(0)
-    plans = [(modalities.Plan("pallas", TILES[:3], TILES[1:], (TILES[0],) * 3), 0)]
+    plans = [(plans_from("pallas", TILES[:3], TILES[1:], (TILES[0],) * 3), 0)]
     if current_device().is_hopper:
-        plans += [(modalities.Plan("triton", *((tiles,) * 3,) * 3), 4) for tiles in HOPPER]
-        plans += [(modalities.Plan("triton", HOPPER[:3], HOPPER[1:4], HOPPER[:3]), 4)]
+        plans += [(Plan("triton", tiles, tiles, tiles), 4) for tiles in HOPPER]
+        plans += [(plans_from("triton", HOPPER[:3], HOPPER[1:4], HOPPER[:3]), 4)]
     for plan, more in plans:
         shapes = ((1, K, 52 + more), (1, 36 + more, N), (1, 124 + more, 12 + more))
         lhs, dout, *rhs = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (M, N), *shapes))

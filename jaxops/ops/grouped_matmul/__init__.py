@@ -1,6 +1,7 @@
-"""Grouped matrix multiplication over ragged, device-side row groups."""
+"""Grouped matrix multiplication over ragged, device-side row groups, with one array of weights or one a modality."""
 
-from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_matmul_sum, grouped_wgrad, ragged_dot
+from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad, modality_grouped_matmul
+from jaxops.ops.grouped_matmul.modalities import make_plans
 from jaxops.ops.grouped_matmul.plan import (
     Plan,
     Problem,
@@ -11,6 +12,8 @@ from jaxops.ops.grouped_matmul.plan import (
     make_plan,
     takes_triton,
 )
+from jaxops.ops.grouped_matmul.product import grouped_matmul_sum
+from jaxops.ops.grouped_matmul.ragged_dot import ragged_dot
 
 __all__ = [
     "Plan",
@@ -23,6 +26,8 @@ __all__ = [
     "grouped_wgrad",
     "kernels_for",
     "make_plan",
+    "make_plans",
+    "modality_grouped_matmul",
     "ragged_dot",
     "takes_triton",
 ]

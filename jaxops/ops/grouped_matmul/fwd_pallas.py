@@ -1,4 +1,5 @@
-"""out[rows of g] = lhs[rows of g] @ rhs[g], as a Pallas kernel lowered through Triton. With transpose_rhs it is dgrad."""
+"""out[rows of g] = lhs[rows of g] @ (the weights of g), as a Pallas kernel lowered through Triton: for one array of weights, or one a
+modality with widths of its own. With transpose_rhs it is dgrad."""
 
 import functools
 
@@ -15,71 +16,120 @@ from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS
+from jaxops.ops.grouped_matmul.modalities import Part
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
 def _fwd_kernel(
-    tiles_ref, lhs_ref, rhs_ref, *refs, G: int, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision
+    tiles_ref,
+    lhs_ref,
+    *refs,
+    count: int,
+    parts,
+    bound: int,
+    tiles: Tiles,
+    transpose_rhs: bool,
+    precision: lax.Precision,
 ):
-    *bias_ref, out_ref = refs
+    """refs: `count` arrays of weights, then a bias or (with parts) what the result's memory holds before, or neither; the result."""
+    rhs_refs, (*bias_ref, out_ref) = refs[:count], refs[count:]
     M, N = out_ref.shape
     bm, bn = tiles.bm, tiles.bn
-    t, j = panel_order(pl.program_id(0), tile_bound(M, G, bm), pl.cdiv(N, bn), tiles.panel)
+    t, j = panel_order(pl.program_id(0), bound, pl.cdiv(N, bn), tiles.panel)
     group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t]) for i in range(3))
-    inside = group < G
-    any_step = inside.astype(
-        jnp.int32
-    )  # rows outside the groups take no step and are stored as the zeros that they start from
-    # Bounds that the compiler can see: they hold already, but where it knows that no int32 offset overflows it steps 64-bit pointers instead of
-    # widening every offset in every step (H200, 2026-11-21, mixtral_up: 669 against 612 TFLOP/s).
-    g, j, start = jnp.clip(group, 0, G - 1), jnp.clip(j, 0, pl.cdiv(N, bn) - 1), jnp.clip(start, 0, M)
+    # Clips that change nothing, but from which the compiler knows that no int32 offset overflows: it then steps 64-bit
+    # pointers instead of widening each offset in each step (H200, 2026-11-21, mixtral_up: 669 against 612 TFLOP/s).
+    j, start = jnp.clip(j, 0, pl.cdiv(N, bn) - 1), jnp.clip(start, 0, M)
     cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
-    cols_in = None if N % bn == 0 else cols < N
+
+    def product(rhs_ref, g, height: int, times) -> jax.Array:
+        how = {"tile": (height, bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
+        return sum_over_columns(lhs_ref, rhs_ref, g, start, j, **how)
+
+    def store(tile) -> None:
+        height = tile.shape[0]
+        stored = (start + jnp.arange(height, dtype=jnp.int32) < end)[:, None]
+        stored = stored if N % bn == 0 else stored & (cols < N)[None, :]
+        at = out_ref.at[pl.ds(start, height), pl.ds(j * bn, bn)]
+        plgpu.store(at, tile.astype(out_ref.dtype), mask=jnp.broadcast_to(stored, (height, bn)))
 
     def multiply(height: int) -> None:
-        """Rows start to end, at most `height` of them, times one block of columns."""
-        tile = height, bn, tiles.bk
-        acc = sum_over_columns(
-            lhs_ref, rhs_ref, g, start, j, tile=tile, times=any_step, transpose_rhs=transpose_rhs, precision=precision
-        )
+        """One array of weights. Rows outside the groups take no step and are stored as zeros."""
+        G = rhs_refs[0].shape[0]
+        inside, g = group < G, jnp.clip(group, 0, G - 1)
+        acc = product(rhs_refs[0], g, height, inside.astype(jnp.int32))
         if bias_ref:
-            acc += plgpu.load(bias_ref[0].at[g, pl.ds(j * bn, bn)], mask=(cols < N) & inside, other=0.0).astype(
-                jnp.float32
-            )[None, :]
-        stored = start + jnp.arange(height, dtype=jnp.int32) < end
-        stored = stored[:, None] if cols_in is None else stored[:, None] & cols_in[None, :]
-        plgpu.store(
-            out_ref.at[pl.ds(start, height), pl.ds(j * bn, bn)],
-            acc.astype(out_ref.dtype),
-            mask=jnp.broadcast_to(stored, (height, bn)),
-        )
+            bias = plgpu.load(bias_ref[0].at[g, pl.ds(j * bn, bn)], mask=(cols < N) & inside, other=0.0)
+            acc += bias.astype(jnp.float32)[None, :]
+        store(acc)
 
-    if tiles.tail:
-        short = end - start <= tiles.tail
-        pl.when(jnp.logical_not(short))(lambda: multiply(bm))
-        pl.when(short)(lambda: multiply(tiles.tail))
-    else:
-        multiply(bm)
+    def multiply_modality(rhs_ref, first: int, width: int, height: int) -> None:
+        acc = product(rhs_ref, jnp.clip(group - first, 0, rhs_ref.shape[0] - 1), height, 1)
+        if width % bn and width < N:  # columns past the modality's are zeros, even if the row holds NaN
+            acc = jnp.where((cols < width)[None, :], acc, 0)
+        store(acc)
+
+    def by_height(condition, body) -> None:
+        """body(height): of the whole tile, or of a lower one for the last rows of a group."""
+        high = condition & (end - start > tiles.tail)
+        pl.when(high)(functools.partial(body, bm))
+        pl.when(condition & ~high)(functools.partial(body, tiles.tail))
+
+    if parts is None:
+        if tiles.tail:
+            by_height(jnp.ones((), jnp.bool_), multiply)
+        else:
+            multiply(bm)
+        return
+    multiplied = jnp.zeros((), jnp.bool_)
+    for part, rhs_ref in zip(parts, rhs_refs, strict=True):
+        (first, last), width = part.groups, rhs_ref.shape[1 if transpose_rhs else 2]
+        own = (first <= group) & (group < last) & (j < pl.cdiv(width, bn))
+        body = functools.partial(multiply_modality, rhs_ref, first, width)
+        if tiles.tail:
+            by_height(own, body)
+        else:
+            pl.when(own)(functools.partial(body, bm))
+        multiplied |= own
+    pl.when(~multiplied)(lambda: store(jnp.zeros((bm, bn), out_ref.dtype)))
+
+
+def _launch(lhs, rhs, last, offsets, spans, out, name, *, tiles: Tiles, interpret: bool, **named) -> jax.Array:
+    (M, N), G = out.shape, offsets.shape[0] - 1
+    bound = tile_bound(M, G, tiles.bm)
+    name += "_dgrad" if named["transpose_rhs"] else "_fwd"
+    operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *([] if last is None else [last]))
+    return launch(
+        functools.partial(_fwd_kernel, count=len(rhs), bound=bound, tiles=tiles, **named),
+        *operands,
+        out=out_struct(out.shape, out.dtype, like=lhs),
+        grid=(bound * pl.cdiv(N, tiles.bn),),
+        warps=tiles.warps,
+        stages=tiles.stages,
+        interpret=interpret,
+        name=name,
+        aliases={len(operands) - 1: 0} if named["parts"] is not None and last is not None else {},
+    )
 
 
 @traced_once("tiles", "transpose_rhs", "precision", "out_dtype", "interpret")
 def fwd_pallas(
     lhs, rhs, bias, offsets, *, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision, out_dtype, interpret: bool
 ) -> jax.Array:
-    """lhs[M, K], rhs[G, K, N] ([G, N, K] with transpose_rhs), bias[G, N] or None, offsets[G + 1] -> [M, N] in out_dtype. No size is 0."""
-    M = lhs.shape[0]
-    G, N = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    schedule = schedule_rows(offsets, M, tiles.bm, interpret)
-    return launch(
-        functools.partial(_fwd_kernel, G=G, tiles=tiles, transpose_rhs=transpose_rhs, precision=precision),
-        schedule,
-        lhs,
-        rhs,
-        *([] if bias is None else [bias]),
-        out=out_struct((M, N), out_dtype, like=lhs),
-        grid=(tile_bound(M, G, tiles.bm) * pl.cdiv(N, tiles.bn),),
-        warps=tiles.warps,
-        stages=tiles.stages,
-        interpret=interpret,
-        name="grouped_matmul_dgrad" if transpose_rhs else "grouped_matmul_fwd",
-    )
+    """lhs[M, K], rhs[G, K, N] ([G, N, K] with transpose_rhs), bias[G, N] or None, offsets[G + 1] -> [M, N] in out_dtype. No size is
+    0."""
+    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
+    how = {"tiles": tiles, "interpret": interpret, "transpose_rhs": transpose_rhs, "precision": precision}
+    return _launch(lhs, (rhs,), bias, offsets, (), out, "grouped_matmul", parts=None, **how)
+
+
+@traced_once("parts", "out", "tiles", "transpose_rhs", "precision", "interpret")
+def modality_fwd_pallas(
+    lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool,
+    precision: lax.Precision, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """lhs[M, K], weights [G, K, N] ([G, N, K] with transpose_rhs) of each part, offsets of all groups -> an array as `out`, of
+    which the parts' rows are written; the others are those of `before`, whose memory it takes. No size is 0."""
+    how = {"tiles": tiles, "interpret": interpret, "transpose_rhs": transpose_rhs, "precision": precision}
+    spans = tuple(part.runs for part in parts)
+    return _launch(lhs, rhs, before, offsets, spans, out, "modality_grouped_matmul", parts=parts, **how)

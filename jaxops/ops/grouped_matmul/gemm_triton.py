@@ -28,7 +28,7 @@ def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl
         acc = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
     acc, s, phase = mainloop(pipe, acc, steps, s, phase, WHICH)
     if parts is None:
-        if args is not None:
+        if args is not None:  # noqa: SIM102  # known at compile time, unlike the next
             if group >= 0:  # rows outside the groups stay zero
                 cols = col + gl.arange(0, pipe.BN, layout=gl.SliceLayout(0, MMA))
                 bias = gl.load(args[0] + group * N + cols, mask=cols < N, other=0.0)

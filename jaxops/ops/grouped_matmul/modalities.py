@@ -1,24 +1,27 @@
-"""Which modalities a kernel launch multiplies, and which rows of the result it writes."""
+"""Several arrays of weights in one product, one a modality: which modalities share a launch, which rows each one writes, their plans."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import jax
 
-from jaxops.ops.grouped_matmul.plan import Tiles
+from jaxops._lib.device import Device
+from jaxops._lib.plans import choose_backend, plan_device
+from jaxops.ops.grouped_matmul.plan import BACKENDS, PASSES, Plan, Problem, Tiles, kernels_for, make_plan
 
-Shapes = tuple[tuple[int, int, int], ...]  # of each modality's matrices: number, rows, columns
-MOST = 4  # of a triton launch, whose kernel has as many results
+Shapes = tuple[tuple[int, int, int], ...]  # of each modality's weights: groups, rows, columns
+MOST = 4  # modalities of a triton launch, whose kernel has as many results
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A modality, as a launch sees it.
+    """A modality in a launch.
 
     Attributes:
-      number: among all modalities.
+      number: of the modality.
       groups: its first group, and the end.
-      runs: its rows' first run (`ragged.runs`) and the end: its groups', and next to them those that nobody multiplies, whose rows are zeros. So every run
-        is one modality's, and every row is written once.
+      runs: its first run (`ragged.runs`), and the end: its groups', and adjacent runs that no modality multiplies, whose rows it
+        writes as zeros. Every run belongs to one modality, so every row is written once.
     """
 
     number: int
@@ -28,13 +31,11 @@ class Part:
 
 def shapes_of(rhs: tuple[jax.Array, ...], transpose: bool = False) -> Shapes:
     """transpose: of the transposes."""
-    return tuple(
-        (w.shape[0], w.shape[2], w.shape[1]) if transpose else (w.shape[0], w.shape[1], w.shape[2]) for w in rhs
-    )
+    return tuple((w.shape[0], *(w.shape[:0:-1] if transpose else w.shape[1:])) for w in rhs)
 
 
 def first_groups(shapes: Shapes) -> list[int]:
-    """Of each modality; then how many groups there are."""
+    """Each modality's first group, then the number of all groups."""
     found = [0]
     for count, _, _ in shapes:
         found.append(found[-1] + count)
@@ -45,19 +46,68 @@ def parts_of(shapes: Shapes) -> list[Part]:
     """The modalities whose product is not empty, in order."""
     firsts = first_groups(shapes)
     found = [i for i, shape in enumerate(shapes) if 0 not in shape]
-    # Run 1 + g is group g's, run 0 what lies before all of them; each modality also has what lies behind its groups and before the next one's.
+    # Run 0 lies before all groups, run 1 + g is group g. A modality also has the runs up to the next one's first group.
     starts = [0, *(1 + firsts[i] for i in found[1:]), firsts[-1] + 2]
     return [Part(i, (firsts[i], firsts[i + 1]), (starts[n], starts[n + 1])) for n, i in enumerate(found)]
 
 
-def launches(shapes: Shapes, tiles: tuple[Tiles, ...]) -> list[tuple[Tiles, tuple[Part, ...]]]:
-    """One for all modalities of equal tiles."""
+def launches(shapes: Shapes, tiles: Sequence[Tiles]) -> list[tuple[Tiles, tuple[Part, ...]]]:
+    """One launch for all modalities of equal tiles."""
     found: dict[Tiles, list[Part]] = {}
     for part in parts_of(shapes):
         found.setdefault(tiles[part.number], []).append(part)
-    most = {tiles: MOST if tiles.kernel == "triton" else len(parts) for tiles, parts in found.items()}
     return [
-        (tiles, tuple(parts[i : i + most[tiles]]))
+        (tiles, tuple(parts[i : i + MOST] if tiles.kernel == "triton" else parts))
         for tiles, parts in found.items()
-        for i in range(0, len(parts), most[tiles])
+        for i in range(0, len(parts), MOST if tiles.kernel == "triton" else len(parts))
     ]
+
+
+def make_plans(
+    problems: Sequence[Problem],
+    device: Device,
+    rows: Iterable[dict] = (),
+    *,
+    backend: str = "auto",
+    plan: Plan | Sequence[Plan] | None = None,
+) -> tuple[Plan, ...]:
+    """Each modality's plan: `make_plan`'s, with tiles of one size made equal, so that their modalities share a launch.
+
+    Args:
+      problems: of each modality. Its number of rows is known on the device only: plan for an equal share of all.
+      plan: one for all modalities, or one for each; passes with explicit tiles are used as they are.
+
+    Raises:
+      ValueError: another number of plans than modalities, plans of different backends; and as `make_plan`.
+      TypeError, NotImplementedError: as `make_plan`.
+    """
+    count, rows = len(problems), tuple(rows)
+    given = list(plan) if isinstance(plan, (tuple, list)) else [plan] * count
+    if len(given) != count:
+        raise ValueError(
+            f"plan has {len(given)} plans; rhs has {count} modalities: write one Plan for each, or one for all."
+        )
+    devices = [plan_device(Plan, one, device) for one in given]
+    device = devices[0]
+    asked = sorted({one.backend for one in given if one is not None})
+    if len(asked) > 1:
+        raise ValueError(f"plan has the backends {', '.join(asked)}: all modalities need the same one.")
+    chosen = backend
+    if backend == "auto" and plan is None and all("triton" in kernels_for(problem, device) for problem in problems):
+        chosen = "triton"
+    chosen = choose_backend(device, chosen, given[0], BACKENDS)
+    plans = [  # the backend as it was asked for: only "auto" leaves tiny groups to the Pallas kernel
+        make_plan(problem, device, rows, backend=backend, plan=one or Plan(chosen))  # pyright: ignore[reportArgumentType]
+        for problem, one in zip(problems, given, strict=True)
+    ]
+    if chosen == "xla" or count == 1:
+        return tuple(plans)
+    by_size = sorted(range(count), key=lambda i: -problems[i].K * problems[i].N)
+    for name in PASSES:
+        shared: dict[tuple, Tiles] = {}
+        for i in by_size:
+            own = getattr(plans[i], name)
+            if given[i] is None or getattr(given[i], name) is None:  # as the largest weights have them
+                size = own.kernel, own.bm, own.bn, own.bk, own.warps, own.turns
+                plans[i] = dataclasses.replace(plans[i], **{name: shared.setdefault(size, own)})
+    return tuple(plans)

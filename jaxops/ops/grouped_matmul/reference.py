@@ -1,4 +1,4 @@
-"""What the ops mean, in float32 and plain jnp; their gradients are JAX autodiff's. For tests: it holds [G, M, K] in memory."""
+"""The ops in float32 and plain jnp, for tests; their gradients are JAX autodiff's. Holds [G, M, K] in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxops._lib.ragged import runs
 
 
 def _rows_of_groups(offsets: jax.Array, M: int) -> jax.Array:
-    """[G, M] bool: which rows are whose."""
+    """[G, M] bool: whether a row belongs to a group."""
     G = offsets.shape[0] - 1
     lo, hi = runs(lambda i: offsets[i], jnp.arange(1, G + 1), G, M)
     row = jnp.arange(M)[None, :]
@@ -16,23 +16,38 @@ def _rows_of_groups(offsets: jax.Array, M: int) -> jax.Array:
 
 def grouped_matmul_reference(lhs, rhs, group_offsets, *, transpose_rhs=False, bias=None) -> jax.Array:
     """float32 [M, N]; arguments as `jaxops.grouped_matmul`."""
-    mine = _rows_of_groups(group_offsets, lhs.shape[0])
-    rows = jnp.where(mine[:, :, None], lhs.astype(jnp.float32), 0.0)
+    own = _rows_of_groups(group_offsets, lhs.shape[0])
+    rows = jnp.where(own[:, :, None], lhs.astype(jnp.float32), 0.0)
     out = jnp.einsum(
         "gmk,gnk->mn" if transpose_rhs else "gmk,gkn->mn", rows, rhs.astype(jnp.float32), precision="highest"
     )
     if bias is not None:
-        out += jnp.einsum("gm,gn->mn", mine.astype(jnp.float32), bias.astype(jnp.float32), precision="highest")
+        out += jnp.einsum("gm,gn->mn", own.astype(jnp.float32), bias.astype(jnp.float32), precision="highest")
     return out
 
 
 def grouped_wgrad_reference(lhs, dout, group_offsets, *, accumulate_into=None) -> jax.Array:
     """float32 [G, K, N]; arguments as `jaxops.grouped_wgrad`."""
-    mine = _rows_of_groups(group_offsets, lhs.shape[0])[:, :, None]
+    own = _rows_of_groups(group_offsets, lhs.shape[0])[:, :, None]
     out = jnp.einsum(
         "gmk,gmn->gkn",
-        jnp.where(mine, lhs.astype(jnp.float32), 0.0),
-        jnp.where(mine, dout.astype(jnp.float32), 0.0),
+        jnp.where(own, lhs.astype(jnp.float32), 0.0),
+        jnp.where(own, dout.astype(jnp.float32), 0.0),
         precision="highest",
     )
     return out if accumulate_into is None else out + accumulate_into.astype(jnp.float32)
+
+
+def modality_grouped_matmul_reference(lhs, rhs, group_offsets, *, transpose_rhs=False) -> jax.Array:
+    """float32 [M, N]; arguments as `jaxops.modality_grouped_matmul`."""
+    M, G = lhs.shape[0], group_offsets.shape[0] - 1
+    matrices = [(jnp.swapaxes(w, 1, 2) if transpose_rhs else w).astype(jnp.float32) for w in rhs]
+    out, first = jnp.zeros((M, max(w.shape[2] for w in matrices)), jnp.float32), 0
+    for w in matrices:
+        lo, hi = runs(lambda i: group_offsets[i], 1 + first + jnp.arange(w.shape[0]), G, M)
+        own = (lo[:, None] <= jnp.arange(M)[None, :]) & (jnp.arange(M)[None, :] < hi[:, None])
+        rows = jnp.where(own[:, :, None], lhs[:, : w.shape[1]].astype(jnp.float32)[None], 0)
+        product = jnp.einsum("gmk,gkn->mn", rows, w, precision="highest")
+        out += jnp.pad(product, ((0, 0), (0, out.shape[1] - w.shape[2])))
+        first += w.shape[0]
+    return out

@@ -1,4 +1,5 @@
-"""out[g] = lhs[rows of g].T @ dout[rows of g], as a Pallas kernel lowered through Triton."""
+"""(weight gradient of g) = lhs[rows of g].T @ dout[rows of g], as a Pallas kernel lowered through Triton: for one array of weights, or
+one a modality with widths of its own."""
 
 import functools
 
@@ -15,60 +16,86 @@ from jaxops._lib.schedule_pallas import schedule_groups
 from jaxops._lib.tiling import panel_order
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS
+from jaxops.ops.grouped_matmul.modalities import Part, Shapes, first_groups
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
-def _wgrad_kernel(groups_ref, lhs_ref, dout_ref, *refs, tiles: Tiles, precision: lax.Precision):
-    *accumulator_ref, out_ref = refs
-    G, K, N = out_ref.shape
-    bm, bn = tiles.bm, tiles.bn
-    num_i, num_j = pl.cdiv(K, bm), pl.cdiv(N, bn)
-    rank = pl.program_id(0) // (num_i * num_j)
-    i, j = panel_order(pl.program_id(0) % (num_i * num_j), num_i, num_j, tiles.panel)
-    g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // COLUMNS) + rank]) for n in range(3))
-    acc = sum_over_rows(
-        lhs_ref,
-        dout_ref,
-        (start, end),
-        i,
-        j,
-        sizes=(K, N),
-        tile=(bm, bn, tiles.bk),
-        peel=tiles.peel,
-        precision=precision,
-    )
-    g = jnp.clip(g, 0, G - 1)  # a bound that the compiler can see, as in fwd_pallas.py
-    i_in = None if K % bm == 0 else i * bm + jnp.arange(bm, dtype=jnp.int32) < K
-    j_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
+def _count(shape, tiles: Tiles) -> int:
+    """Tiles of all groups of a [G, K, N]."""
+    return shape[0] * pl.cdiv(shape[1], tiles.bm) * pl.cdiv(shape[2], tiles.bn)
 
-    place = g, pl.ds(i * bm, bm), pl.ds(j * bn, bn)
-    mask = jnp.ones((bm, bn), jnp.bool_)
-    mask = mask if i_in is None else mask & i_in[:, None]
-    mask = mask if j_in is None else mask & j_in[None, :]
-    if accumulator_ref:
-        mask &= end > start  # an empty group leaves the accumulator as it is, to the bit
-        acc += plgpu.load(accumulator_ref[0].at[place], mask=mask, other=0.0).astype(jnp.float32)
-    plgpu.store(out_ref.at[place], acc.astype(out_ref.dtype), mask=mask)
+
+def _wgrad_kernel(
+    groups_ref, lhs_ref, dout_ref, *refs, firsts: tuple[int, ...], tiles: Tiles, precision: lax.Precision
+):
+    """refs: an accumulator or none; a result for each modality, whose groups start at firsts[i]."""
+    accumulators, out_refs = refs[: -len(firsts)], refs[-len(firsts) :]
+    bm, bn = tiles.bm, tiles.bn
+
+    def multiply(out_ref, first: int, number) -> None:
+        """A tile of a modality's result, by its number among the modality's tiles."""
+        G, K, N = out_ref.shape
+        num_i, num_j = pl.cdiv(K, bm), pl.cdiv(N, bn)
+        rank = first + number // (num_i * num_j)
+        i, j = panel_order(number % (num_i * num_j), num_i, num_j, tiles.panel)
+        g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // COLUMNS) + rank]) for n in range(3))
+        how = {"sizes": (K, N), "tile": (bm, bn, tiles.bk), "peel": tiles.peel, "precision": precision}
+        acc = sum_over_rows(lhs_ref, dout_ref, (start, end), i, j, **how)
+        mask = jnp.ones((bm, bn), jnp.bool_)
+        mask = mask if K % bm == 0 else mask & (i * bm + jnp.arange(bm, dtype=jnp.int32) < K)[:, None]
+        mask = mask if N % bn == 0 else mask & (j * bn + jnp.arange(bn, dtype=jnp.int32) < N)[None, :]
+        at = jnp.clip(g - first, 0, G - 1), pl.ds(i * bm, bm), pl.ds(j * bn, bn)  # clipped as in fwd_pallas.py
+        if accumulators:
+            mask &= end > start  # an empty group leaves the accumulator unchanged, to the bit
+            acc += plgpu.load(accumulators[0].at[at], mask=mask, other=0.0).astype(jnp.float32)
+        plgpu.store(out_ref.at[at], acc.astype(out_ref.dtype), mask=mask)
+
+    if len(out_refs) == 1:
+        return multiply(out_refs[0], firsts[0], pl.program_id(0))
+    before = 0
+    for first, out_ref in zip(firsts, out_refs, strict=True):
+        number, count = pl.program_id(0) - before, _count(out_ref.shape, tiles)
+        pl.when((number >= 0) & (number < count))(functools.partial(multiply, out_ref, first, number))
+        before += count
+    return None
+
+
+def _launch(schedule, operands, shapes, firsts, name, *, tiles: Tiles, precision, out_dtype, interpret: bool):
+    return launch(
+        functools.partial(_wgrad_kernel, firsts=firsts, tiles=tiles, precision=precision),
+        schedule,
+        *operands,
+        out=[out_struct(shape, out_dtype, like=operands[0]) for shape in shapes],
+        grid=(sum(_count(shape, tiles) for shape in shapes),),
+        warps=tiles.warps,
+        stages=tiles.stages,
+        interpret=interpret,
+        name=name,
+        aliases={3: 0} if len(operands) > 2 else {},
+    )
 
 
 @traced_once("tiles", "precision", "out_dtype", "interpret")
 def wgrad_pallas(
     lhs, dout, accumulator, offsets, *, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool
 ) -> jax.Array:
-    """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in out_dtype. No size is 0."""
+    """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in out_dtype. No
+    size is 0."""
     (M, K), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
+    operands = (lhs, dout, *([] if accumulator is None else [accumulator]))
+    how = {"tiles": tiles, "precision": precision, "out_dtype": out_dtype, "interpret": interpret}
     schedule = schedule_groups(offsets, M, interpret)
-    return launch(
-        functools.partial(_wgrad_kernel, tiles=tiles, precision=precision),
-        schedule,
-        lhs,
-        dout,
-        *([] if accumulator is None else [accumulator]),
-        out=out_struct((G, K, N), out_dtype, like=lhs),
-        grid=(G * pl.cdiv(K, tiles.bm) * pl.cdiv(N, tiles.bn),),
-        warps=tiles.warps,
-        stages=tiles.stages,
-        interpret=interpret,
-        name="grouped_matmul_wgrad",
-        aliases={} if accumulator is None else {3: 0},
-    )
+    return _launch(schedule, operands, [(G, K, N)], (0,), "grouped_matmul_wgrad", **how)[0]
+
+
+@traced_once("parts", "shapes", "tiles", "precision", "out_dtype", "interpret")
+def modality_wgrad_pallas(
+    lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, precision: lax.Precision, out_dtype,
+    interpret: bool,
+) -> list[jax.Array]:  # fmt: skip
+    """lhs[M, K], dout[M, N], offsets of all groups -> a [G, K, N] for each part, in out_dtype; shapes: of all modalities. No size is
+    0."""
+    schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))
+    how = {"tiles": tiles, "precision": precision, "out_dtype": out_dtype, "interpret": interpret}
+    own, firsts = [shapes[part.number] for part in parts], tuple(part.groups[0] for part in parts)
+    return _launch(schedule, (lhs, dout), own, firsts, "modality_grouped_matmul_wgrad", **how)

@@ -1,4 +1,5 @@
-"""The portable backend: a loop over row tiles with dynamic slices, no copy of lhs a group. CPU, TPU, and the benchmarks' plain-XLA side."""
+"""The portable backend: a loop over row tiles with dynamic slices, without a copy of lhs for each group. CPU, TPU, and the
+benchmarks' plain-XLA side."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
+from jaxops.ops.grouped_matmul.modalities import Shapes, first_groups, parts_of, shapes_of
 
-_SYMBOLIC = 128  # rows a tile where M is symbolic (jax.export): arrays are padded by that many, so that a tile is no longer than they are
+_SYMBOLIC = 128  # rows of a tile if M is symbolic (jax.export); arrays are padded by as many, so that a tile fits
 
 
 def _tile_rows(M: int, G: int) -> int:
-    """Rows a tile: about the mean group, a power of two between 16 and 512 (measured on a 2-core CPU, benchmarks/results/cpu)."""
+    """Rows of a tile: about the mean group's, a power of two from 16 to 512 (2-core CPU, benchmarks/results/cpu)."""
     return _SYMBOLIC if _is_symbolic(M) else min(512, max(16, power_of_2(M // max(G, 1))), M)
 
 
@@ -22,13 +24,13 @@ def _is_symbolic(M) -> bool:
     return not isinstance(M, (int, np.integer))
 
 
-def _with_room(x: jax.Array, M) -> jax.Array:
-    """x[M, columns], at least as high as a tile."""
+def _padded(x: jax.Array, M) -> jax.Array:
+    """x[M, columns], padded if it may be shorter than a tile."""
     return jnp.pad(x, ((0, _SYMBOLIC), (0, 0))) if _is_symbolic(M) else x
 
 
 def _sum_dtype(dtype) -> jnp.dtype:
-    """In which dtype products of that dtype are summed: float32 or int32, or their own where that is wider."""
+    """The accumulator's dtype: float32 or int32, or the operands' own if that is wider."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.promote_types(dtype, jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
@@ -41,13 +43,12 @@ def _for_each_tile(offsets: jax.Array, M: int, body, init: jax.Array) -> jax.Arr
     bm = _tile_rows(M, G)
     lo, hi = runs(lambda i: offsets[i], jnp.arange(G + 2, dtype=jnp.int32), G, M)
     group, start, end = row_tiles(jnp.arange(tile_bound(M, G, bm), dtype=jnp.int32), lo, hi, G, bm)
-    # Tiles are numbered run by run: those of the run before the groups come first, those behind the groups last.
+    # Tiles are numbered run by run: first those before the groups, last those behind them.
     count = (hi - lo + bm - 1) // bm
 
     def step(t, carry):
-        first = (
-            start[t] if _is_symbolic(M) else jnp.minimum(start[t], M - bm)
-        )  # where dynamic_slice would clamp to; the mask below follows
+        # Clamped as dynamic_slice would do; the mask follows.
+        first = start[t] if _is_symbolic(M) else jnp.minimum(start[t], M - bm)
         row = first + jnp.arange(bm, dtype=jnp.int32)
         return body(group[t], first, bm, ((start[t] <= row) & (row < end[t]))[:, None], carry)
 
@@ -59,7 +60,7 @@ def fwd_xla(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.Prec
     M, N = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
-    lhs, sums = _with_room(lhs, M), _sum_dtype(lhs.dtype)
+    lhs, sums = _padded(lhs, M), _sum_dtype(lhs.dtype)
 
     def body(g, first, bm, mine, out):
         rows = lax.dynamic_slice_in_dim(lhs, first, bm)
@@ -77,7 +78,7 @@ def fwd_xla(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.Prec
 def wgrad_xla(lhs, dout, accumulator, offsets, *, precision: lax.PrecisionLike, out_dtype) -> jax.Array:
     """As `wgrad_pallas`."""
     M, G, sums = lhs.shape[0], offsets.shape[0] - 1, _sum_dtype(lhs.dtype)
-    lhs, dout = _with_room(lhs, M), _with_room(dout, M)
+    lhs, dout = _padded(lhs, M), _padded(dout, M)
 
     def body(g, first, bm, mine, out):
         rows = jnp.where(mine, lax.dynamic_slice_in_dim(lhs, first, bm), 0)
@@ -88,3 +89,33 @@ def wgrad_xla(lhs, dout, accumulator, offsets, *, precision: lax.PrecisionLike, 
     init = jnp.zeros((G, lhs.shape[1], dout.shape[1]), sums) if accumulator is None else accumulator.astype(sums)
     init, _ = vary_together(init, lhs)
     return _for_each_tile(offsets, M, body, init).astype(out_dtype)
+
+
+def modality_fwd_xla(
+    lhs, rhs, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool, precision: lax.PrecisionLike
+) -> jax.Array:
+    """A product a modality, added to its own rows and columns of the result."""
+    result, _ = vary_together(jnp.zeros(out.shape, out.dtype), lhs)
+    for part in parts_of(shapes_of(rhs)):
+        w, (first, end) = rhs[part.number], part.groups
+        k, n = w.shape[1:][::-1] if transpose_rhs else w.shape[1:]
+        own = offsets[first : end + 1]
+        how = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": out.dtype}
+        product = fwd_xla(lhs[:, :k], w, None, own, **how)
+        result = lax.dynamic_update_slice_in_dim(result, result[:, :n] + product, 0, 1)
+    return result
+
+
+def modality_wgrad_xla(
+    lhs, dout, offsets, *, shapes: Shapes, precision: lax.PrecisionLike, out_dtype
+) -> list[jax.Array]:
+    """Each modality's weight gradients, [G, K, N] as `shapes`."""
+    found = []
+    for first, (G, k, n) in zip(first_groups(shapes)[:-1], shapes, strict=True):
+        own = offsets[first : first + G + 1]
+        if 0 in (G, k, n, lhs.shape[0]):
+            found.append(vary_together(jnp.zeros((G, k, n), out_dtype), offsets)[0])
+        else:
+            how = {"precision": precision, "out_dtype": out_dtype}
+            found.append(wgrad_xla(lhs[:, :k], dout[:, :n], None, own, **how))
+    return found

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.grouped_matmul import Tiles
-from jaxops.ops.modality_grouped_matmul import Plan
-from jaxops.ops.modality_grouped_matmul.reference import modality_grouped_matmul_reference
+from jaxops.ops.grouped_matmul import Plan, Tiles
+from jaxops.ops.grouped_matmul.reference import modality_grouped_matmul_reference
 from tests.compare import assert_close
 
 # As of grouped_matmul: "interpret" is Pallas' interpreter, "gpu" the same kernels compiled, "triton" Hopper's own: 16 bits, widths that are multiples of 8.
@@ -25,8 +24,16 @@ HOPPER = ((2, 328, 136), (3, 72, 712), (1, 64, 256))  # more columns than a tile
 HOPPER_TILES = ((128, 256, False), (128, 128, True), (256, 128, False))
 
 
-def plan_of(run: str) -> Plan:
-    """Tiles that differ from pass to pass and from modality to modality, but for one pass whose tiles are all alike: one launch and two."""
+Plans = Plan | tuple[Plan, ...]
+
+
+def plans(backend: str, fwd, dgrad, wgrad) -> tuple[Plan, ...]:
+    """From each pass' tiles of each modality."""
+    return tuple(Plan(backend, *tiles) for tiles in zip(fwd, dgrad, wgrad, strict=True))
+
+
+def plan_of(run: str) -> Plans:
+    """Tiles that differ from pass to pass and from modality to modality; those of one pass are all alike: one launch and two."""
     if run == "xla":
         return Plan("xla")
     if run == "interpret":
@@ -37,7 +44,7 @@ def plan_of(run: str) -> Plan:
         )
     else:
         a, b, c = Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2)
-    return Plan("triton" if run == "triton" else "pallas", (a, b, a), (b, b, b), (c, c, a))
+    return plans("triton" if run == "triton" else "pallas", (a, b, a), (b, b, b), (c, c, a))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +89,9 @@ def make_case(sizes, shapes=SHAPES, *, dtype="float32", before: int = 0, after: 
 
 
 @functools.partial(jax.jit, static_argnames=("run", "transpose_rhs", "precision", "plan"))
-def run_all(arrays, run: str, transpose_rhs: bool = False, precision: str | None = "highest", plan: Plan | None = None):
+def run_all(
+    arrays, run: str, transpose_rhs: bool = False, precision: str | None = "highest", plan: Plans | None = None
+):
     """(out, dlhs, drhs); one compilation a shape, whatever the offsets. plan: instead of the run's."""
     lhs, rhs, dout, offsets = arrays
 
@@ -113,7 +122,7 @@ def check(
     kind: str = "float32",
     precision: str | None = "highest",
     transpose_rhs: bool = False,
-    plan: Plan | None = None,
+    plan: Plans | None = None,
 ) -> None:
     """The result and every gradient equal the reference's; empty groups' gradients, rows outside and columns that are no modality's are exactly zero."""
     out, dlhs, drhs = run_all(case.arrays(), run, transpose_rhs=transpose_rhs, precision=precision, plan=plan)

@@ -9,8 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops.ops.grouped_matmul import Tiles
-from jaxops.ops.modality_grouped_matmul import Plan
+from jaxops.ops.grouped_matmul import Plan, Tiles
 from tests.hopper import H200, lower_for_h200
 
 SHAPES = ((2, 16, 24), (1, 24, 8))
@@ -39,7 +38,7 @@ def test_shard_map_checks_hoppers_kernels_varying_axes():
 def test_the_result_is_written_in_place():
     """Launches after the first write to its result: nothing is put together afterwards."""
     s, wide, high = jax.ShapeDtypeStruct, Tiles(64, 64, 32), Tiles(128, 64, 32)
-    plan = Plan("pallas", (wide, high, wide))
+    plan = tuple(Plan("pallas", tiles) for tiles in (wide, high, wide))
     shapes = ((2, 64, 128), (1, 32, 64), (3, 64, 64))
     text = lower_for_h200(
         lambda lhs, rhs, offsets: jaxops.modality_grouped_matmul(lhs, rhs, offsets, plan=plan),
@@ -60,7 +59,7 @@ def test_the_result_is_written_in_place():
 def test_dgrad_has_tiles_of_its_own():
     """Whichever way the matrices lie: the forward of one is the other's dgrad."""
     s, (fwd, dgrad, wgrad) = jax.ShapeDtypeStruct, (Tiles(64, 64, 32, warps) for warps in (2, 4, 8))
-    plan = Plan("pallas", (fwd,) * 2, (dgrad,) * 2, (wgrad,) * 2)
+    plan = Plan("pallas", fwd, dgrad, wgrad)
     for transpose_rhs in (False, True):
         shapes = tuple((G, n, k) if transpose_rhs else (G, k, n) for G, k, n in SHAPES)
 

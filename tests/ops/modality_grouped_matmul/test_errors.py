@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.grouped_matmul import Tiles
-from jaxops.ops.modality_grouped_matmul import Plan
+from jaxops.ops.grouped_matmul import Plan
 
 OFFSETS = np.array([0, 2, 5, 8], np.int32)
-TILES = Tiles(16, 16, 16)
 
 
 def shape(*sizes: int, dtype="float32") -> jax.ShapeDtypeStruct:
@@ -73,9 +71,14 @@ ERRORS = {
         r"backend='pallas' contradicts plan\.backend='xla'",
     ),
     "plan-of-another-number": (
-        {"plan": Plan("pallas", dgrad=(TILES,))},
+        {"plan": (Plan("xla"),)},
         ValueError,
-        r"plan\.dgrad has tiles for 1 modalities; rhs has 2",
+        r"plan has 1 plans; rhs has 2 modalities: write one Plan for each, or one for all",
+    ),
+    "plans-of-two-backends": (
+        {"plan": (Plan("xla"), Plan("pallas"))},
+        ValueError,
+        "backends pallas, xla.*the same one",
     ),
     "precision-algorithm": ({"precision": "BF16_BF16_F32_X3"}, NotImplementedError, "BF16_BF16_F32_X3.*'highest'"),
 }

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
-from jaxops.ops.modality_grouped_matmul.parts import parts_of
-
 import jaxops
-from jaxops.ops.grouped_matmul import Tiles
-from jaxops.ops.modality_grouped_matmul import Plan, gemm_triton
+from jaxops._lib import tile_scheduler_triton
+from jaxops.ops.grouped_matmul import Plan, Tiles
+from jaxops.ops.grouped_matmul.gemm_triton import modality_wgrad_triton
+from jaxops.ops.grouped_matmul.modalities import parts_of
 from tests.gluon import Kernel, check, compiled
 from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, plan_of, run_all
 from tests.ops.modality_grouped_matmul.cases import check as check_values
@@ -49,7 +49,7 @@ def wgrad_kernel_of(tiles: Tiles, shapes) -> Kernel:
     K, N, groups = max(s[1] for s in shapes), max(s[2] for s in shapes), sum(s[0] for s in shapes)
     how = {"parts": tuple(parts_of(shapes)), "shapes": shapes, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
     (kernel,) = compiled(
-        lambda *arrays: gemm_triton.wgrad_triton(*arrays, **how, cores=132),
+        lambda *arrays: modality_wgrad_triton(*arrays, **how, cores=132),
         shape(M, K),
         shape(M, N),
         shape(groups + 1, dtype="int32"),
@@ -60,7 +60,7 @@ def wgrad_kernel_of(tiles: Tiles, shapes) -> Kernel:
 def check_kernel(kernel: Kernel, tiles: Tiles, folder, parts: int) -> None:
     """It multiplies as grouped_matmul's does; in shared memory is, besides, what its partitions are told of each part."""
     instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
-    assert kernel.name == "modality_gemm_kernel"
+    assert kernel.name == "grouped_gemm_kernel"
     check(kernel, instructions, 2, tiles.shared_bytes("bfloat16") + 24 * parts, folder)
     assert "st.global.v4" in kernel.ptx  # parts of tiles leave 16 bytes a thread
 
@@ -68,7 +68,7 @@ def check_kernel(kernel: Kernel, tiles: Tiles, folder, parts: int) -> None:
 @pytest.mark.parametrize("name", ["fwd", "wgrad"])
 def test_as_many_modalities_as_a_launch_has(name, tmp_path):
     tiles = TILES[128, 256, False]
-    kernel = kernel_of(Plan("triton", (tiles,) * 4), SHAPES) if name == "fwd" else wgrad_kernel_of(tiles, SHAPES)
+    kernel = kernel_of(Plan("triton", tiles), SHAPES) if name == "fwd" else wgrad_kernel_of(tiles, SHAPES)
     check_kernel(kernel, tiles, tmp_path, 4)
     assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole tiles leave by TMA
 
@@ -83,7 +83,7 @@ def test_other_tiles(size, name, tmp_path):
     kernel = (
         wgrad_kernel_of(tiles, SHAPES[:2])
         if name == "wgrad"
-        else kernel_of(Plan("triton", (tiles, tiles)), SHAPES[:2], name == "dgrad")
+        else kernel_of(Plan("triton", tiles), SHAPES[:2], name == "dgrad")
     )
     check_kernel(kernel, tiles, tmp_path, 2)
 
@@ -91,8 +91,7 @@ def test_other_tiles(size, name, tmp_path):
 def test_a_users_call():
     """Without tiles of its own."""
     assert (
-        kernel_of(Plan("triton"), ((8, 512, 1024), (64, 512, 256)), out_dtype=jnp.float32).name
-        == "modality_gemm_kernel"
+        kernel_of(Plan("triton"), ((8, 512, 1024), (64, 512, 256)), out_dtype=jnp.float32).name == "grouped_gemm_kernel"
     )
 
 
@@ -105,8 +104,8 @@ def in_python(monkeypatch):
         "static_range": range,
         "load": lambda at: at[0][at[1]],
     }
-    monkeypatch.setattr(gemm_triton, "gl", types.SimpleNamespace(**names))
-    monkeypatch.setattr(gemm_triton, "panel_order", gemm_triton.panel_order.fn)
+    monkeypatch.setattr(tile_scheduler_triton, "gl", types.SimpleNamespace(**names))
+    monkeypatch.setattr(tile_scheduler_triton, "swizzle", tile_scheduler_triton.swizzle.fn)
 
 
 class Array:
@@ -133,7 +132,8 @@ def test_every_tile_of_the_result_is_located_once(in_python, high, width):
     schedule = Array([*[0] * 4 * entries, *np.cumsum(high).tolist(), *[sum(high)] * (entries - 3)])
     across = -(-width // BN)
     found = [
-        gemm_triton._locate_rows.fn(t, schedule, entries, sizes, width, BN, 4, 3) for t in range(sum(high) * across)
+        tile_scheduler_triton.modality_of_row_tile.fn(t, schedule, entries, sizes, width, BN, 4, 3)
+        for t in range(sum(high) * across)
     ]
     assert len({(i, col) for i, col, _ in found}) == len(found)
     whose = np.repeat(np.arange(3), high)
@@ -148,7 +148,7 @@ def test_every_tile_of_the_matrices_is_located_once(in_python):
     sizes = ((0, 2, 200, 96), (3, 5, 64, 300), (5, 6, 8, 8))  # group 2 is another launch's
     per = [-(-k // 128) * -(-n // 256) for _, _, k, n in sizes]
     count = sum((end - first) * tiles for (first, end, *_), tiles in zip(sizes, per, strict=True))
-    found = [gemm_triton._locate_sums.fn(t, sizes, 128, 256, 4, 3) for t in range(count)]
+    found = [tile_scheduler_triton.modality_of_weight_tile.fn(t, sizes, 128, 256, 4, 3) for t in range(count)]
     want = [
         (g, row, col, p)
         for p, (first, end, k, n) in enumerate(sizes)
@@ -169,7 +169,7 @@ def test_every_tile_of_the_matrices_is_located_once(in_python):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_values(tiles, sizes, dynamic):
     """Two tiles and more a program, rings that are used again and again; NaN in whatever is no modality's."""
-    each = (dataclasses.replace(tiles, dynamic=dynamic),) * 3
+    each = dataclasses.replace(tiles, dynamic=dynamic)
     plan = Plan("triton", each, each, each)
     case = make_case(sizes, ((2, 712, 1032), (3, 200, 264), (1, 72, 520)), dtype="bfloat16", before=7, after=5)
     check_values(case, "triton", kind="bfloat16", precision=None, plan=plan)
@@ -185,7 +185,7 @@ def test_float32_results_and_five_modalities():
     case = make_case(
         [90, 0, 300, 41, 7, 0, 130, 64, 33], (*HOPPER, (2, 136, 24), (1, 328, 712)), dtype="bfloat16", before=3, after=9
     )
-    each = (TILES[128, 256, False],) * 5
+    each = TILES[128, 256, False]
     plan = Plan("triton", each, each, each)
     check_values(case, "triton", kind="bfloat16", precision=None, plan=plan)
     wide = jax.jit(

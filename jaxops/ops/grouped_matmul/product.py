@@ -1,0 +1,255 @@
+"""The three passes wired together: `matmul` and `wgrad`, each one's gradient in terms of the other, so that they have any order."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
+
+from jaxops._lib.differentiable import differentiable
+from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.precision import named_cast, resolve_precision
+from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas, modality_fwd_pallas
+from jaxops.ops.grouped_matmul.modalities import Shapes, launches, shapes_of
+from jaxops.ops.grouped_matmul.plan import Plan
+from jaxops.ops.grouped_matmul.wgrad_pallas import modality_wgrad_pallas, wgrad_pallas
+from jaxops.ops.grouped_matmul.xla import fwd_xla, modality_fwd_xla, modality_wgrad_xla, wgrad_xla
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static in a call.
+
+    Attributes:
+      name: of the op, for residuals.
+      plans: one a modality; one in all for one array of weights.
+      lhs_dtype, rhs_dtype: of the operands as they were passed, which are their gradients' dtypes; of a wgrad: of lhs and dout.
+    """
+
+    name: str
+    plans: tuple[Plan, ...]
+    precision: lax.PrecisionLike
+    compute_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    lhs_dtype: jnp.dtype
+    rhs_dtype: jnp.dtype
+    transpose_rhs: bool = False
+
+    @property
+    def backend(self) -> str:
+        return self.plans[0].backend
+
+    def inner(self, out_dtype, transpose_rhs: bool) -> "Spec":
+        """For a product inside a differentiation rule, whose operands are in the compute dtype. One that reads rhs the other way
+        is this product's dgrad, and its own dgrad is this product's forward."""
+        c, plans = jnp.dtype(self.compute_dtype), self.plans
+        if transpose_rhs != self.transpose_rhs:
+            plans = tuple(dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd) for plan in plans)
+        return Spec(self.name, plans, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs)
+
+
+def _multiply(spec: Spec, lhs: jax.Array, rhs: Arrays, bias: jax.Array | None, offsets: jax.Array) -> jax.Array:
+    lhs, rhs = lhs.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in rhs)
+    transposed = spec.transpose_rhs
+    how: dict[str, Any] = {"transpose_rhs": transposed}
+    M, N = lhs.shape[0], max(n for _, _, n in shapes_of(rhs, transposed))
+    if 0 in (M, N, offsets.shape[0] - 1):
+        return vary_together(jnp.zeros((M, N), spec.out_dtype), offsets)[0]
+    if len(rhs) > 1:
+        return _multiply_modalities(spec, lhs, rhs, offsets, jax.ShapeDtypeStruct((M, N), spec.out_dtype))
+    (w,), (plan,) = rhs, spec.plans
+    how["out_dtype"] = spec.out_dtype
+    if lhs.shape[1] == 0:  # an empty sum, to which the bias is added: the same as one column of zeros
+        shape = (w.shape[0], N, 1) if transposed else (w.shape[0], 1, N)
+        lhs, w, _ = vary_together(jnp.zeros((M, 1), lhs.dtype), jnp.zeros(shape, w.dtype), offsets)
+    if plan.backend == "xla":
+        return fwd_xla(lhs, w, bias, offsets, precision=spec.precision, **how)
+    assert plan.fwd is not None  # make_plan fills it
+    how["tiles"] = plan.fwd
+    if plan.fwd.kernel == "triton":
+        from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton  # jax-triton is imported where it is called
+
+        # A call through jax-triton has no batching rule.
+        return sequential_vmap(functools.partial(fwd_triton, **how, cores=plan.on.cores))(lhs, w, bias, offsets)
+    return fwd_pallas(lhs, w, bias, offsets, precision=spec.precision, interpret=plan.on.interpret, **how)
+
+
+def _multiply_modalities(
+    spec: Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array, out: jax.ShapeDtypeStruct
+) -> jax.Array:
+    how: dict[str, Any] = {"out": out, "transpose_rhs": spec.transpose_rhs}
+    if spec.backend == "xla" or lhs.shape[1] == 0:
+        return modality_fwd_xla(lhs, rhs, offsets, precision=spec.precision, **how)
+    device, result = spec.plans[0].on, None
+    tiles_of = [plan.fwd for plan in spec.plans if plan.fwd is not None]
+    for tiles, parts in launches(shapes_of(rhs), tiles_of):
+        operands = lhs, tuple(rhs[part.number] for part in parts), offsets, result
+        how |= {"parts": parts, "tiles": tiles}
+        if tiles.kernel == "triton":
+            from jaxops.ops.grouped_matmul.gemm_triton import modality_fwd_triton
+
+            result = sequential_vmap(functools.partial(modality_fwd_triton, **how, cores=device.cores))(*operands)
+        else:
+            result = modality_fwd_pallas(*operands, precision=spec.precision, interpret=device.interpret, **how)
+    return jnp.zeros(out.shape, out.dtype) if result is None else result
+
+
+def _matmul_fwd(spec: Spec, lhs, rhs, bias, offsets):
+    # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the
+    # custom_vjp itself, so that this rule can be differentiated again.
+    lhs = named_cast(lhs, spec.compute_dtype, f"{spec.name}.lhs")
+    rhs = tuple(w.astype(spec.compute_dtype) for w in rhs)
+    out = matmul(spec.inner(spec.out_dtype, spec.transpose_rhs), lhs, rhs, bias, offsets)
+    return checkpoint_name(out, f"{spec.name}.out"), (lhs, rhs, bias, offsets)
+
+
+def _matmul_bwd(spec: Spec, residuals, dout):
+    lhs, rhs, bias, offsets = residuals
+    dout = dout.astype(spec.compute_dtype)
+    dlhs = matmul(spec.inner(spec.lhs_dtype, not spec.transpose_rhs), dout, rhs, None, offsets)
+    left, right = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    drhs = wgrad(spec.inner(spec.rhs_dtype, spec.transpose_rhs), shapes_of(rhs), left, right, None, offsets)
+    return dlhs, drhs, None if bias is None else _bias_gradient(spec, dout, bias.dtype, offsets), None
+
+
+def _bias_gradient(spec: Spec, dout: jax.Array, dtype, offsets: jax.Array) -> jax.Array:
+    """Each group's sum over its rows, as the weight gradient of a column of ones: deterministic, without atomics."""
+    ones, _ = vary_together(jnp.ones((dout.shape[0], 1), spec.compute_dtype), dout)
+    (plan,) = spec.plans
+    if plan.wgrad is not None:
+        narrow: dict[str, Any] = {
+            "kernel": "pallas", "turns": False, "bm": 16, "bn": min(plan.wgrad.bn, 128), "warps": 4, "tail": 0,
+        }  # fmt: skip
+        plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, **narrow))
+    sums = dataclasses.replace(spec, plans=(plan,), precision=lax.Precision.HIGHEST).inner(dtype, spec.transpose_rhs)
+    shapes = ((offsets.shape[0] - 1, 1, dout.shape[1]),)
+    found: Any = wgrad(sums, shapes, ones, dout, None, offsets)
+    return jnp.squeeze(found[0], axis=1)
+
+
+def _multiply_wgrad(
+    spec: Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, accumulator, offsets: jax.Array
+) -> Any:
+    """Of each modality [G, K, N] as `shapes`: its groups' rows of lhs's first K columns times dout's first N ones."""
+    how: dict[str, Any] = {"out_dtype": spec.out_dtype}
+    lhs, dout = lhs.astype(spec.compute_dtype), dout.astype(spec.compute_dtype)
+    if len(shapes) > 1:
+        return _multiply_modalities_wgrad(spec, shapes, lhs, dout, offsets)
+    (plan,) = spec.plans
+    if 0 in (*shapes[0], lhs.shape[0]):
+        return (
+            vary_together(jnp.zeros(shapes[0], spec.out_dtype), offsets)[0] if accumulator is None else accumulator,
+        )
+    if plan.backend == "xla":
+        return (wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, **how),)
+    assert plan.wgrad is not None  # make_plan fills it
+    how["tiles"] = plan.wgrad
+    if plan.wgrad.kernel == "triton":
+        from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
+
+        kernel = sequential_vmap(functools.partial(wgrad_triton, **how, cores=plan.on.cores))
+        return (kernel(lhs, dout, accumulator, offsets),)
+    interpret = plan.on.interpret
+    return (wgrad_pallas(lhs, dout, accumulator, offsets, precision=spec.precision, interpret=interpret, **how),)
+
+
+def _multiply_modalities_wgrad(
+    spec: Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, offsets: jax.Array
+) -> Arrays:
+    if spec.backend == "xla":
+        found = modality_wgrad_xla(
+            lhs, dout, offsets, shapes=shapes, precision=spec.precision, out_dtype=spec.out_dtype
+        )
+        return tuple(found)
+    device, found = spec.plans[0].on, [jnp.zeros(shape, spec.out_dtype) for shape in shapes]
+    tiles_of = [plan.wgrad for plan in spec.plans if plan.wgrad is not None]
+    for tiles, parts in launches(shapes, tiles_of) if lhs.shape[0] else ():
+        how: dict[str, Any] = {"parts": parts, "shapes": shapes, "tiles": tiles, "out_dtype": spec.out_dtype}
+        if tiles.kernel == "triton":
+            from jaxops.ops.grouped_matmul.gemm_triton import modality_wgrad_triton
+
+            kernel = sequential_vmap(functools.partial(modality_wgrad_triton, **how, cores=device.cores))
+            results = kernel(lhs, dout, offsets)
+        else:
+            interpret = device.interpret
+            results = modality_wgrad_pallas(lhs, dout, offsets, precision=spec.precision, interpret=interpret, **how)
+        for part, result in zip(parts, results, strict=True):
+            found[part.number] = result
+    return tuple(found)
+
+
+def _wgrad_fwd(spec: Spec, shapes: Shapes, lhs, dout, accumulator, offsets):
+    accumulated = None if accumulator is None else ()  # all that the backward needs of it
+    out = tuple(checkpoint_name(x, "grouped_wgrad.out") for x in wgrad(spec, shapes, lhs, dout, accumulator, offsets))
+    return out, (lhs, dout, accumulated, offsets)
+
+
+def _wgrad_bwd(spec: Spec, shapes: Shapes, residuals, cotangents):
+    lhs, dout, accumulated, offsets = residuals
+    weights = tuple(ct.astype(spec.compute_dtype) for ct in cotangents)
+    # Of a transposed call lhs and dout have changed places, and so have these two products.
+    dlhs = matmul(spec.inner(spec.lhs_dtype, True), dout, weights, None, offsets)
+    ddout = matmul(spec.inner(spec.rhs_dtype, False), lhs, weights, None, offsets)
+    return dlhs, ddout, None if accumulated is None else cotangents[0], None
+
+
+matmul = differentiable(_multiply, _matmul_fwd, _matmul_bwd, static=1)
+wgrad = differentiable(_multiply_wgrad, _wgrad_fwd, _wgrad_bwd, static=2)
+
+
+def grouped_matmul_sum(
+    lhs: Arrays,
+    rhs: Arrays,
+    group_offsets: jax.Array,
+    *,
+    plan: Plan,
+    transpose_rhs: bool = False,
+    precision=None,
+    out_dtype=None,
+) -> jax.Array:
+    """`sum_i grouped_matmul(lhs[i], rhs[i], group_offsets)` of one or two pairs of equal shapes and dtype, added in float32 and
+    rounded once; on Hopper one kernel. For ops that build on this one: nothing is checked, and plan is filled by `make_plan`."""
+    c = lhs[0].dtype
+    out = jnp.dtype(c if out_dtype is None else out_dtype)
+    precision, _ = resolve_precision(precision, c)
+    *operands, group_offsets = vary_together(*lhs, *rhs, group_offsets)
+    spec = Spec("grouped_matmul", (plan,), precision, c, out, c, c, transpose_rhs)
+    left, right = operands[: len(lhs)], operands[len(lhs) :]
+    full = 0 not in (*lhs[0].shape, *rhs[0].shape)
+    result: Any
+    if len(lhs) > 1 and plan.fwd is not None and plan.fwd.kernel == "triton" and full:
+        result = _sum_of_two(spec, left, right, group_offsets)
+        return result
+    wide = spec if len(lhs) == 1 else dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
+    found: Any = [matmul(wide, a, (b,), None, group_offsets) for a, b in zip(left, right, strict=True)]
+    return functools.reduce(jnp.add, found).astype(out)
+
+
+def _sum_of_two_forward(spec: Spec, lhs, rhs, offsets):
+    from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton
+
+    (plan,) = spec.plans
+    assert plan.fwd is not None
+    how: dict[str, Any] = {"transpose_rhs": spec.transpose_rhs, "tiles": plan.fwd, "out_dtype": spec.out_dtype}
+    both = functools.partial(fwd_triton, **how, cores=plan.on.cores)
+    call = sequential_vmap(lambda lhs, rhs, offsets: both(lhs[0], rhs[0], None, offsets, (lhs[1], rhs[1])))
+    return call(lhs, rhs, offsets)
+
+
+def _sum_of_two_fwd(spec: Spec, lhs, rhs, offsets):
+    return _sum_of_two(spec, lhs, rhs, offsets), (lhs, rhs, offsets)
+
+
+def _sum_of_two_bwd(spec: Spec, residuals, dout):
+    lhs, rhs, offsets = residuals
+    pairs = [_matmul_bwd(spec, (a, (b,), None, offsets), dout) for a, b in zip(lhs, rhs, strict=True)]
+    return [pair[0] for pair in pairs], [pair[1][0] for pair in pairs], None
+
+
+_sum_of_two = differentiable(_sum_of_two_forward, _sum_of_two_fwd, _sum_of_two_bwd, static=1)

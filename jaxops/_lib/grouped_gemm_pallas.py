@@ -1,4 +1,4 @@
-"""The sums of a product over ragged groups, for inside Pallas kernels lowered through Triton: rows times a matrix, and a group's rows times each other."""
+"""The mainloops of products over ragged groups in Pallas kernels: rows times a matrix, and a group's rows times each other."""
 
 import functools
 
@@ -12,26 +12,26 @@ from jax.experimental.pallas import triton as plgpu
 def sum_over_columns(
     lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int], times, transpose_rhs: bool, precision: lax.Precision
 ) -> jax.Array:
-    """float32 [height, bn]: rows of lhs[M, K or more] from `start` on times columns j * bn and on of rhs[G, K, N] ([G, N, K] with transpose_rhs) at g.
+    """float32 [height, bn]: rows of lhs[M, K or more] from `start` on, times columns j * bn and on of rhs[g] of rhs[G, K, N] ([G, N, K]
+    with transpose_rhs).
 
-    Rows past the last one of all are the last one. Columns past N are sums of zeros times what the rows hold, which may be NaN.
+    Rows past M repeat the last one. Columns past N are zeros, or NaN if the row holds NaN.
 
     Args:
       tile: height, bn, bk.
-      times: how often the sum is made, 0 or 1: zeros otherwise.
+      times: 1, or 0 for a result of zeros.
     """
     height, bn, bk = tile
     M = lhs_ref.shape[0]
     K, N = (rhs_ref.shape[2], rhs_ref.shape[1]) if transpose_rhs else rhs_ref.shape[1:]
     cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
-    rows = jnp.clip(
-        start + jnp.arange(height, dtype=jnp.int32), 0, M - 1
-    )  # a neighbour's rows may be read; they reach only rows that are not stored
+    # Rows of the next group may be read; they affect only rows that are not stored.
+    rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)
 
     def step(k, acc, k_in=None):
         ks = pl.ds(k * bk, bk)
         lhs_mask, rhs_mask = None, None if cols_in is None else cols_in[None, :]
-        if k_in is not None:  # both sides: what lies past K may be NaN
+        if k_in is not None:  # on both operands: numbers past K may be NaN
             lhs_mask = jnp.broadcast_to(k_in[None, :], (height, bk))
             rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
         k_cols = k * bk + jnp.arange(bk, dtype=jnp.int32)
@@ -69,17 +69,16 @@ def sum_over_rows(
     peel: bool,
     precision: lax.Precision,
 ) -> jax.Array:
-    """float32 [bm, bn]: a tile of lhs[rows].T @ dout[rows], of lhs's first K columns and dout's first N ones: zeros past them.
+    """float32 [bm, bn]: tile (i, j) of lhs[rows].T @ dout[rows], of lhs's first K columns and dout's first N; zeros past them.
 
     Args:
-      rows: the first one, and the end. Rows behind the end, which may be NaN, are not multiplied.
-      i, j: which tile.
+      rows: the first one, and the end. Rows from the end on, which may be NaN, are not multiplied.
       sizes: K, N.
       tile: bm, bn, bk.
-      peel: whole steps run in a loop without row masks, and the rest of the rows behind a branch.
+      peel: whole steps run in a loop without row masks, the remaining rows in a masked step after it.
     """
     M, (K, N), (bm, bn, bk), (start, end) = lhs_ref.shape[0], sizes, tile, rows
-    # Bounds that the compiler can see, as in fwd_pallas.py. They hold already, but for an empty group at M, which takes no step.
+    # Clips for the compiler, as in fwd_pallas.py. They change only the start of an empty group at M, which takes no step.
     steps = jnp.clip((end - start + bk - 1) // bk, 0, pl.cdiv(M, bk))
     whole = jnp.clip((end - start) // bk, 0, M // bk)
     start = jnp.clip(start, 0, M - 1)
@@ -98,7 +97,7 @@ def sum_over_rows(
         a, b = load(lhs_ref, i * bm, i_in, bm), load(dout_ref, j * bn, j_in, bn)
         return acc + plgpu.dot(a, b, trans_a=True, precision=precision)
 
-    def masked_step(s, acc):  # a neighbour's rows may be NaN: they are masked on both sides
+    def masked_step(s, acc):  # the next group's rows may be NaN: masked on both operands
         return step(s, acc, start + s * bk + jnp.arange(bk, dtype=jnp.int32) < end)
 
     acc = jnp.zeros((bm, bn), jnp.float32)

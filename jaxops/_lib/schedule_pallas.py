@@ -1,4 +1,4 @@
-"""Pallas kernels that turn device-side offsets into each program's work list: one small launch, before the pass that reads it."""
+"""Pallas kernels that turn device-side offsets into the work list of a pass: one small launch before it."""
 
 import functools
 
@@ -19,57 +19,52 @@ from jaxops._lib.work_list import COLUMNS, Spans
 _ELEMENTS = 2048  # of a program's [block, runs] comparison: 16 registers a thread at 4 warps
 
 
-def _rows_kernel(offsets_ref, tiles_ref, *, G: int, M: int, bm: int, spans: Spans, block: int):
+def _store(work_ref, t: jax.Array, columns) -> None:
+    for i, column in enumerate((*columns, jnp.zeros_like(t))):
+        plgpu.store(work_ref.at[i * (work_ref.shape[0] // COLUMNS) + t], column)
+
+
+def _rows_kernel(offsets_ref, work_ref, *, G: int, M: int, bm: int, spans: Spans, block: int):
     r = jnp.arange(power_of_2(G + 2), dtype=jnp.int32)
     lo, hi = runs(lambda i: plgpu.load(offsets_ref.at[i]), r, G, M)
     t = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
     if spans:
-        mine = functools.reduce(jnp.logical_or, [(first <= r) & (r < end) for first, end in spans])
-        hi = jnp.where(mine, hi, lo)
+        listed = functools.reduce(jnp.logical_or, [(first <= r) & (r < end) for first, end in spans])
+        hi = jnp.where(listed, hi, lo)
     group, start, end = row_tiles(t, lo, hi, G, bm)
     count = (hi - lo + bm - 1) // bm
     before = jnp.sum(jnp.where(r == 0, count, 0), dtype=jnp.int32)
-    if len(spans) > 1:
-        ends = [jnp.sum(jnp.where(r < end, count, 0), dtype=jnp.int32) for _, end in spans]
-        total = functools.reduce(
-            lambda found, i: jnp.where(t >= i, ends[i], found), range(1, len(spans)), jnp.full_like(t, ends[0])
-        )
-    else:
-        total = jnp.full_like(t, jnp.sum(count, dtype=jnp.int32))
-    # Offsets that break the contract may have rows in several runs, and then more tiles than a list has entries.
+    total = jnp.full_like(t, jnp.sum(count, dtype=jnp.int32))
+    for i, (_, last) in enumerate(spans[:-1]):
+        total = jnp.where(t == i, jnp.sum(jnp.where(r < last, count, 0), dtype=jnp.int32), total)
+    # Offsets that break the contract may put rows into several runs, and then need more tiles than the list has entries.
     total = jnp.minimum(total, tile_bound(M, G, bm))
-    for i, column in enumerate((group, start, end, jnp.where(group < G, t - before, -1), total, jnp.zeros_like(t))):
-        plgpu.store(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t], column)
+    _store(work_ref, t, (group, start, end, jnp.where(group < G, t - before, -1), total))
 
 
-def _groups_kernel(offsets_ref, groups_ref, *, G: int, M: int, bm: int, parts: tuple[int, ...], block: int):
+def _groups_kernel(offsets_ref, work_ref, *, G: int, M: int, bm: int, parts: tuple[int, ...], block: int):
     def group(g):
         lo, hi = runs(lambda i: plgpu.load(offsets_ref.at[i]), g + 1, G, M)
-        return (
-            lo,
-            hi,
-            jnp.where(g < G, hi - lo, -1),
-        )  # the numbers that fill up the power of two rank behind every group
+        return lo, hi, jnp.where(g < G, hi - lo, -1)  # numbers past the last group rank behind all groups
 
     g = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
     h = jnp.arange(power_of_2(G), dtype=jnp.int32)
     lo, hi, size = group(g)
     *_, other = group(h)
-    before = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & (h[None, :] < g[:, None]))
-    for first in parts:  # who is on one side of it keeps there
-        before = (before | ((h < first)[None, :] & (g >= first)[:, None])) & ~(
-            (h >= first)[None, :] & (g < first)[:, None]
+    earlier = h[None, :] < g[:, None]
+    ahead = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & earlier)
+    for first in parts:  # groups do not cross the border between two modalities
+        ahead = (ahead | ((h < first)[None, :] & (g >= first)[:, None])) & (
+            (h < first)[None, :] | (g >= first)[:, None]
         )
-    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
-    first = jnp.sum(
-        jnp.where(h[None, :] < g[:, None], (jnp.maximum(other, 0) + bm - 1)[None, :] // bm, 0), axis=1, dtype=jnp.int32
-    )
-    for i, column in enumerate((g, lo, hi, first, jnp.full_like(g, G), jnp.zeros_like(g))):
-        plgpu.store(groups_ref.at[i * (groups_ref.shape[0] // COLUMNS) + rank], column)
+    rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
+    tiles = (jnp.maximum(other, 0) + bm - 1) // bm
+    first = jnp.sum(jnp.where(earlier, tiles[None, :], 0), axis=1, dtype=jnp.int32)
+    _store(work_ref, rank, (g, lo, hi, first, jnp.full_like(g, G)))
 
 
 def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, name: str) -> jax.Array:
-    """COLUMNS columns of `count` entries and what fills up the last program's block."""
+    """COLUMNS columns of `count` entries, padded to whole programs."""
     block = max(1, min(power_of_2(count), _ELEMENTS // power_of_2(runs)))
     programs = pl.cdiv(count, block)
     return launch(
@@ -85,31 +80,26 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, 
 
 @traced_once("M", "bm", "interpret", "spans")
 def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool, spans: Spans = ()) -> jax.Array:
-    """Of each row tile its group (G outside the groups), first row, end, and number among the tiles inside the groups (-1 outside); then, of all alike, how
-    many tiles there are, and zeros, for a kernel to count in.
+    """The row tiles of all runs: int32, COLUMNS columns of tile_bound(M, G, bm) entries or more.
 
-    int32, COLUMNS columns of tile_bound(M, G, bm) entries or more; a number past the last tile has no rows. spans: of runs (`ragged.runs`), whose tiles
-    alone are in the list, span by span; then entry i of the count is how many there are in all spans up to i, and later entries are the last one's.
+    Columns: the tile's group (G outside the groups), first row, end, number among the tiles inside the groups (-1 outside);
+    the number of tiles; zeros, for a kernel to count in. Entries past the last tile have no rows. With spans only tiles of
+    those runs are listed, span by span, and entry i of the count is the number of tiles in spans 0 to i.
     """
     G = offsets.shape[0] - 1
-    return _launch(
-        functools.partial(_rows_kernel, G=G, M=M, bm=bm, spans=spans),
-        offsets,
-        tile_bound(M, G, bm),
-        G + 2,
-        interpret,
-        "schedule_rows",
-    )
+    kernel = functools.partial(_rows_kernel, G=G, M=M, bm=bm, spans=spans)
+    return _launch(kernel, offsets, tile_bound(M, G, bm), G + 2, interpret, "schedule_rows")
 
 
 @traced_once("M", "interpret", "bm", "parts")
 def schedule_groups(
     offsets: jax.Array, M: int, interpret: bool, bm: int = BLOCK, parts: tuple[int, ...] = ()
 ) -> jax.Array:
-    """The groups, largest first so that no long one is left for the end; of each its first row, its end, and how many tiles of bm rows the groups
-    before it (by number) take: where it starts in a copy whose groups are padded to whole tiles; then G, and zeros, for a kernel to count in. int32,
-    COLUMNS columns of G entries or more. parts: first groups of parts that stay one after the other, each with its own largest first."""
+    """The groups, longest first, so that no long one is left for the end: int32, COLUMNS columns of G entries or more.
+
+    Columns: the group, first row, end, how many tiles of bm rows the groups before it (by number) take; G; zeros. parts: first
+    groups of modalities, which stay in order, each with its own longest group first.
+    """
     G = offsets.shape[0] - 1
-    return _launch(
-        functools.partial(_groups_kernel, G=G, M=M, bm=bm, parts=parts), offsets, G, G, interpret, "schedule_groups"
-    )
+    kernel = functools.partial(_groups_kernel, G=G, M=M, bm=bm, parts=parts)
+    return _launch(kernel, offsets, G, G, interpret, "schedule_groups")

@@ -1,10 +1,12 @@
 """The work lists that products read."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.schedule_pallas import COLUMNS, schedule_groups, schedule_one, schedule_rows
+from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows
+from jaxops._lib.work_list import COLUMNS, schedule_one
 
 
 def columns(schedule) -> np.ndarray:
@@ -87,3 +89,47 @@ def test_groups_in_parts():
     assert group[:6].tolist() == [1, 0, 3, 4, 2, 5]
     np.testing.assert_array_equal(start[:6], np.asarray(offsets)[group[:6]])
     np.testing.assert_array_equal(end[:6], np.asarray(offsets)[group[:6] + 1])
+
+
+OFFSETS = {
+    "one": [0, 100],
+    "ragged": [5, 75, 90, 90, 100],
+    "empty": [7, 7, 7],
+    "broken": [0, 100] * 15,
+    "beyond": [-5, 300, 2, 50],
+    "many": np.concatenate([[3], 3 + np.cumsum(np.random.default_rng(0).integers(0, 9, 300))]).tolist(),
+}
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+@pytest.mark.parametrize("M", [100, 1777])
+@pytest.mark.gpu
+def test_triton_equals_pallas(offsets, M):
+    from jaxops._lib import schedule_triton
+
+    offsets = jnp.array(offsets, jnp.int32)
+    G = offsets.shape[0] - 1
+    for spans in ((), ((0, G // 2 + 1), (G // 2 + 1, G + 2))):
+        want, found = schedule_rows(offsets, M, 64, False, spans), schedule_triton.schedule_rows(offsets, M, 64, spans)
+        np.testing.assert_array_equal(columns(found), columns(want))
+    for parts in ((), (G // 2,)):
+        want = columns(schedule_groups(offsets, M, False, parts=parts))
+        found = columns(schedule_triton.schedule_groups(offsets, M, parts))
+        np.testing.assert_array_equal(found[:, :G], want[:, :G])
+
+
+def test_triton_kernels_compile():
+    pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
+    from jaxops._lib import schedule_triton
+    from tests.hopper import lower_for_h200
+
+    offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
+    for spans, parts in (((), ()), (((0, 4), (4, 10)), (3,))):
+
+        def both(offsets, spans=spans, parts=parts):
+            return (
+                schedule_triton.schedule_rows(offsets, 1000, 128, spans),
+                schedule_triton.schedule_groups(offsets, 1000, parts),
+            )
+
+        assert lower_for_h200(both, offsets).count("@triton_kernel_call_ffi") == 2

@@ -17,9 +17,8 @@ from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.grouped_glu.bwd_pallas import bwd_pallas
-from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_glu.plan import SAVES, Halves, Plan, Problem, Spec, make_plan
+from jaxops.ops.grouped_glu.unit_pallas import bwd_pallas, fwd_pallas
 from jaxops.ops.grouped_glu.xla import bwd_xla, fwd_xla
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 
@@ -39,43 +38,46 @@ def grouped_glu(
 ) -> jax.Array:
     """A gated linear unit for each group of rows: `h[rows of g] = act(x[rows of g] @ w_gate[g]) * (x[rows of g] @ w_up[g])`.
 
-    The first half of the experts of a mixture of experts (SwiGLU with "silu"); `jaxops.grouped_matmul` with the down projection is the second one. Groups
-    are as in `grouped_matmul`: of any size, also empty, on the device, and new offsets never recompile. Rows before the first group and after the last one
-    come out zero, and what they hold reaches no output and no gradient. Differentiable (reverse mode, any order) in x, w_gate and w_up; an empty group's
-    gradients are exactly zero. Deterministic. The activation and its gradient are one pass over the memory each; the gradient of x is summed over both
+    The first half of a mixture of experts' experts (SwiGLU with "silu"); `grouped_matmul` with the down projection is the
+    second. Groups, rows outside them, offsets and determinism: as in `grouped_matmul`. Differentiable (reverse mode, any
+    order) in x, w_gate and w_up; the gradients of an empty group are exactly zero. The gradient of x is summed over both
     products in float32.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x, w = jnp.array([[1., 4.], [2., 3.], [5., 5.]]), jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])
-    >>> jaxops.grouped_glu(x, w, 10 * w, jnp.array([0, 1, 2], jnp.int32), activation="relu")  # row 0 is group 0's, row 1 group 1's, row 2 no one's
+    >>> offsets = jnp.array([0, 1, 2], jnp.int32)  # row 2 is in no group
+    >>> jaxops.grouped_glu(x, w, 10 * w, offsets, activation="relu")
     Array([[ 10., 160.],
            [160., 360.],
            [  0.,   0.]], dtype=float32)
 
     Args:
       x: [M, K], bfloat16, float16 or float32.
-      w_gate: [G, K, F]; dtype of x unless compute_dtype is given.
-      w_up: [G, K, F], dtype of w_gate; or None, where w_gate is [G, K, 2 F], gate's columns before up's, as checkpoints store them. One array is read by one
-        product forward, one for the gradient of x and one for its own.
-      group_offsets: [G + 1] int32, non-decreasing, within 0 to M. Other values give unspecified rows, but no access out of bounds.
-      activation: "silu", "gelu" (with erf), "gelu_tanh", "relu" or "sigmoid", in float32, of the gate rounded to the compute dtype.
-      compute_dtype: dtype to which x and the weights are cast inside, and that of the pre-activations. Float32 weights keep float32 gradients, which are never
-        rounded to compute_dtype.
+      w_gate: [G, K, F]; x's dtype unless compute_dtype is given.
+      w_up: [G, K, F], w_gate's dtype; or None if w_gate is [G, K, 2 F], gate's columns before up's, as checkpoints store
+        them: then forward, gradient of x and weight gradient are one product each.
+      group_offsets: [G + 1] int32, non-decreasing, from 0 to M. Other values give unspecified rows, but no access out of
+        bounds.
+      activation: of the gate, in float32, after rounding the gate to the compute dtype. "gelu" is the exact one (erf).
+      compute_dtype: x and the weights are cast to it, and the pre-activations have it. Float32 weights keep float32 gradients
+        that are never rounded to it.
       precision: of float32 products, as in `grouped_matmul`.
       save: "preactivations" keeps gate and up [M, F] for the backward; "nothing" multiplies again there.
-      backend: "auto" takes the kernels on a GPU (on Hopper, with Python >= 3.12, one kernel forward; for products those that `grouped_matmul` would) and plain
-        XLA on CPU and TPU; "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
-      plan: a `Plan`, instead of the tuned or heuristic one.
+      backend: "auto" takes the kernels on a GPU (on Hopper with Python >= 3.12 one kernel forward) and XLA on a CPU or TPU.
+        "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      plan: a `Plan` instead of the tuned or heuristic one.
 
     Returns:
-      [M, F] in the dtype of x.
+      [M, F] in x's dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, an unknown activation, save or backend.
-      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype; forward-mode differentiation (JAX's own error).
+      ValueError: shapes that do not fit, an unknown activation, save or backend.
+      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype; forward-mode
+        differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
-    Residuals: named "grouped_glu.x", "grouped_glu.gate", "grouped_glu.up", "grouped_glu.gate_up", "grouped_glu.out" (checkpoint names; x: its cast).
+    Residuals: "grouped_glu.x" (its cast), "grouped_glu.gate", "grouped_glu.up", "grouped_glu.gate_up", "grouped_glu.out"
+      (checkpoint names).
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202).
     """
@@ -88,7 +90,8 @@ def grouped_glu(
     if w_up is None:
         if N % 2:
             raise ValueError(
-                f"w_gate has shape {tuple(w_gate.shape)}; without w_up it must be [G, K, 2 F], gate's columns and then up's: an even number."
+                f"w_gate has shape {tuple(w_gate.shape)}; without w_up it must be [G, K, 2 F], gate's columns and then up's: "
+                "an even number."
             )
     else:
         check_float("w_up", w_up, "[G, K, F]")
@@ -122,8 +125,8 @@ def glu_of_rows(
     plan: Plan,
     save: bool,
 ) -> tuple[jax.Array, Halves]:
-    """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is checked, and the plan is as `make_plan`
-    leaves it. With row_indices [M] row m is `x[row_indices[m]]`, which the "triton" backend's kernel reads from there; that has no gradient of its own."""
+    """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is checked, and
+    plan is filled by `make_plan`. With row_indices [M] ("triton" only, no gradient) row m is `x[row_indices[m]]`."""
     if row_indices is not None:
         return _fused(plan, save, activation, x, weights, group_offsets, row_indices)
     dtype = jnp.dtype(x.dtype)
@@ -140,7 +143,7 @@ def _vary(x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array,
 def _forward(
     spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array
 ) -> tuple[jax.Array, Halves]:
-    """h and, where they are kept, the pre-activations, from operands in the compute dtype."""
+    """h and, if they are kept, the pre-activations, from operands in the compute dtype."""
     if plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
         return _fused(plan, keep, spec.activation, x, weights, offsets)
     pre = _preactivations(spec, plan, x, weights, offsets)
@@ -151,13 +154,7 @@ def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Arra
     from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
 
     assert plan.fused is not None  # make_plan fills it
-    how = {
-        "panel": plan.fused.panel,
-        "dynamic": plan.fused.dynamic,
-        "stages": plan.fused.stages,
-        "cores": plan.on.cores,
-    }
-    kernel = functools.partial(fwd_triton, activation=activation, save=save, **how)
+    kernel = functools.partial(fwd_triton, activation=activation, save=save, **vars(plan.fused), cores=plan.on.cores)
     h, *pre = sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
     return h, tuple(pre)
 
@@ -177,7 +174,7 @@ def _activated(spec: Spec, plan: Plan, pre: Halves, offsets: jax.Array) -> jax.A
 
 
 def _glu_forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
-    """(h, the pre-activations with keep, else none)."""
+    """(h, the pre-activations if keep, else ())."""
     h, pre = _forward(
         spec, plan, keep, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets
     )
@@ -185,8 +182,7 @@ def _glu_forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halv
 
 
 def _glu_fwd(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
-    # The casts are kept for the backward: as many bytes as a second cast would read again. The call goes through the custom_vjp itself, so that this rule can
-    # be differentiated once more.
+    # As in grouped_matmul: the casts are kept, and the call goes through the custom_vjp so that this rule has a gradient.
     x = named_cast(x, spec.compute_dtype, "grouped_glu.x")
     weights = tuple(w.astype(spec.compute_dtype) for w in weights)
     saves = spec.save == "preactivations"
@@ -201,11 +197,11 @@ def _glu_bwd(spec: Spec, plan: Plan, keep: bool, residuals, cotangents):
     x, weights, pre, offsets = residuals
     dh, dkept = cotangents
     if not pre:
-        # After dh is there: otherwise XLA may find that the forward has multiplied the same already, and keep that.
+        # Only after dh exists: otherwise XLA may merge this product with the forward's and keep its result.
         x, dh = lax.optimization_barrier((x, dh))
         pre = _preactivations(spec, plan, x, weights, offsets)
     dpre: Halves = _gradients(spec, plan, pre, dh, offsets)
-    if dkept:  # of a second derivative
+    if dkept:  # a second derivative's
         dpre = tuple(a + b for a, b in zip(dpre, dkept, strict=True))
     return _dx(spec, plan, dpre, weights, offsets), _dweights(spec, plan, x, dpre, offsets), None
 
@@ -228,7 +224,7 @@ def _dweights(spec: Spec, plan: Plan, x: jax.Array, dpre: Halves, offsets: jax.A
 
 
 def _find_gradients(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:
-    """Of the pre-activations."""
+    """The pre-activations' gradients."""
     if 0 in dh.shape:
         return tuple(map(jnp.zeros_like, pre))
     if plan.backend == "xla":
@@ -242,7 +238,7 @@ def _gradients_fwd(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: 
 
 
 def _gradients_bwd(spec: Spec, plan: Plan, operands, cotangents):
-    """Second derivatives are JAX's own, of the portable backend."""
+    """JAX's derivative of the portable backend."""
     pre, dh, offsets = operands
     _, vjp = jax.vjp(lambda pre, dh: _find_gradients(spec, Plan("xla"), pre, dh, offsets), pre, dh)
     return (*vjp(cotangents), None)

@@ -1,4 +1,4 @@
-"""The activation passes of the portable backend, which XLA fuses into one loop each. CPU, TPU, and the benchmark's plain-XLA side."""
+"""The gated unit and its gradients on the portable backend; XLA fuses each into one loop."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,13 @@ from jaxops.ops.grouped_glu.plan import Halves, Spec
 
 
 def _inside(offsets: jax.Array, M: int) -> jax.Array:
-    """[M, 1]: which rows are in a group."""
+    """[M, 1] bool: whether a row is in a group."""
     row = jnp.arange(M, dtype=jnp.int32)[:, None]
     return (offsets[0] <= row) & (row < offsets[-1])
 
 
 def _split(pre: Halves, inside: jax.Array) -> list[jax.Array]:
-    """Gate and up, zero in the rows outside."""
+    """Gate and up; zero in rows outside the groups."""
     gate, up = jnp.split(pre[0], 2, axis=1) if len(pre) == 1 else pre
     return [jnp.where(inside, half, 0) for half in (gate, up)]
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
 from jaxops._lib.device import Device
-from jaxops._lib.plans import choose_backend, plan_device
-from jaxops.ops.grouped_matmul.plan import BACKENDS, PASSES, Plan, Problem, Tiles, kernels_for, make_plan
+from jaxops.ops.grouped_matmul.plan import PASSES, PLANNER, Plan, Problem, Tiles, make_plan
 
 Shapes = tuple[tuple[int, int, int], ...]  # of each modality's weights: groups, rows, columns
 MOST = 4  # modalities of a triton launch, whose kernel has as many results
@@ -87,17 +87,14 @@ def make_plans(
         raise ValueError(
             f"plan has {len(given)} plans; rhs has {count} modalities: write one Plan for each, or one for all."
         )
-    devices = [plan_device(Plan, one, device) for one in given]
-    device = devices[0]
-    asked = sorted({one.backend for one in given if one is not None})
-    if len(asked) > 1:
-        raise ValueError(f"plan has the backends {', '.join(asked)}: all modalities need the same one.")
-    chosen = backend
-    if backend == "auto" and plan is None and all("triton" in kernels_for(problem, device) for problem in problems):
-        chosen = "triton"
-    chosen = choose_backend(device, chosen, given[0], BACKENDS)
+    backends = {PLANNER.choose(problem, device, backend, one)[1] for problem, one in zip(problems, given, strict=True)}
+    if plan is not None and len(backends) > 1:
+        raise ValueError(f"plan has the backends {', '.join(sorted(backends))}: all modalities need the same one.")
+    chosen: Any = (
+        backends.pop() if len(backends) == 1 else "pallas"
+    )  # one modality that Triton's kernel cannot multiply
     plans = [  # the backend as it was asked for: only "auto" leaves tiny groups to the Pallas kernel
-        make_plan(problem, device, rows, backend=backend, plan=one or Plan(chosen))  # pyright: ignore[reportArgumentType]
+        make_plan(problem, device, rows, backend=backend, plan=one or Plan(chosen))
         for problem, one in zip(problems, given, strict=True)
     ]
     if chosen == "xla" or count == 1:

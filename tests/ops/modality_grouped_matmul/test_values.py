@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxops.ops.modality_grouped_matmul.reference import modality_grouped_matmul_reference
 
 import jaxops
+from jaxops.ops.grouped_matmul.reference import modality_grouped_matmul_reference
 from tests.compare import assert_close
 from tests.ops.modality_grouped_matmul.cases import (
     EIGHTS,

@@ -1,7 +1,8 @@
-"""Gluon kernels called from JAX through jax-triton. Imported only where such a kernel is called.
+"""Triton and Gluon kernels called from JAX through jax-triton. Imported only where such a kernel is called.
 
-jax-triton 0.4 is loaded a second time here, as a module of our own, and corrected in four places. Other users of jax-triton in the process have the library as
-it is. The corrections use private names of it, so `device.gluon_missing` refuses other versions. Each goes away when upstream has it.
+jax-triton 0.4 is loaded a second time here, as a module of our own, and corrected in four places; other users of jax-triton in the
+process keep the library as it is. The corrections use its private names, so `device.gluon_missing` refuses other versions.
+Each correction goes away when upstream has it.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from jaxops._lib.manual_axes import vary_as
 
 
 class _AllWarps:
-    """`gl.warp_specialize` adds warps to the `num_warps` of a launch. jax-triton launches `num_warps`; the total is in the PTX."""
+    """Launches all warps. `gl.warp_specialize` adds warps to a launch's `num_warps`, but jax-triton launches `num_warps`; the PTX has
+    the total."""
 
     def __init__(self, library):
         self._library = library
@@ -30,13 +32,13 @@ class _AllWarps:
 
     def TritonKernel(self, name, num_warps, num_ctas, shared, ptx, *rest):
         threads = re.search(r"\.reqntid\s+(\d+)", ptx if isinstance(ptx, str) else ptx.decode())
-        return self._library.TritonKernel(
-            name, int(threads[1]) // 32 if threads else num_warps, num_ctas, shared, ptx, *rest
-        )
+        warps = int(threads[1]) // 32 if threads else num_warps
+        return self._library.TritonKernel(name, warps, num_ctas, shared, ptx, *rest)
 
 
 class _GluonPasses:
-    """jax-triton runs Triton's layout passes on Gluon IR, whose layouts are explicit: stores then go through shared memory once more. This skips them."""
+    """Skips Triton's layout passes. jax-triton runs them on Gluon IR, whose layouts are explicit; stores then took a detour through
+    shared memory."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -52,7 +54,8 @@ class _GluonPasses:
 
 
 def _corrected(upstream: ModuleType) -> ModuleType:
-    """A copy of jax-triton's module that launches all warps, compiles Gluon as Gluon, and whose calls JAX may drop where nothing reads their results."""
+    """A copy of jax-triton's module that launches all warps and compiles Gluon as Gluon, and whose calls JAX's dead-code elimination
+    may drop."""
     spec = importlib.util.find_spec(upstream.__name__)
     assert spec is not None
     assert spec.loader is not None
@@ -61,13 +64,13 @@ def _corrected(upstream: ModuleType) -> ModuleType:
     compile_ttir = own.compile_ttir_inplace
 
     def compile_inplace(module, backend, options, target):
-        if "ttg.num-warps" not in str(module):  # Triton's own language: no layouts yet
+        if "ttg.num-warps" not in str(module):  # Triton's own language, which has no layouts yet
             return compile_ttir(module, backend, options, target)
         return own.compile_ttir_to_ptx_inplace(module, _GluonPasses(backend), options, target.arch)
 
     own.compile_ttir_inplace = compile_inplace
     own.triton_kernel_call_lib = _AllWarps(own.triton_kernel_call_lib)
-    # jax-triton's rule keeps calls that nothing reads, and takes two arguments where JAX 0.12 passes three. JAX's default rule serves.
+    # jax-triton's rule keeps calls without users, and takes two arguments where JAX 0.12 passes three. JAX's default serves.
     del partial_eval.dce_rules[own.triton_kernel_call_p]
     return own
 
@@ -79,61 +82,56 @@ TensorDescriptor = triton_lib.TensorDescriptor
 def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescriptor:
     """A TMA descriptor of x[rows, columns] as overlapping windows of block[0] rows: [first row of the window, row in it, column].
 
-    A box that starts late in a window that ends where a group does is cut off there: what lies behind is not read (zeros come instead) and not written. So
-    no load or store of a group's last rows needs a mask, or a descriptor of its own.
+    One window starts at each row. A box inside a window that ends where a group ends is cut off there: loads fill in zeros behind
+    it, stores write nothing. So the last rows of a group need no mask and no descriptor of their own.
     """
     (rows, columns), height = x.shape, block[0]
     shape = (max(rows - height + 1, 1), min(height, rows), columns)
-    step = columns if rows > height else rows * columns  # one window has none after it
+    step = columns if rows > height else rows * columns  # a single window has no next one
     return TensorDescriptor(x, shape, (step, columns, 1), (1, *block), layout)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["block", "layout", "result", "windows"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["before"], meta_fields=["block", "layout", "result"])
 @dataclasses.dataclass(frozen=True)
 class OutTile:
-    """Stands, as an operand, for a TMA descriptor of a result; what a call with it gives is in the same memory.
+    """An operand that becomes a `row_windows` descriptor of a result.
 
     Attributes:
-      block: rows and columns of what one store writes.
-      layout: of the shared memory that it is stored from.
-      first: what stands there before, of the result's shape and dtype; None for anything.
-      result: which one of the results.
-      windows: whether it is described as `row_windows`.
+      block: rows and columns of one store.
+      layout: of the shared memory that is stored.
+      before: an array that gives its memory and contents to the result; None: uninitialised memory.
+      result: number of the result.
     """
 
     block: tuple[int, int]
     layout: Any
-    first: jax.Array | None = None
+    before: jax.Array | None = None
     result: int = 0
-    windows: bool = False
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Stands, as an operand, for an array that the kernel also writes to, and that nobody reads afterwards."""
+    """An operand that the kernel also writes to, and that is not used afterwards."""
 
     array: jax.Array
 
 
 def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> Any:
-    """One launch on a Hopper GPU; its results' pointers are the parameters of the kernel that are not given, in their order.
+    """One launch on a Hopper GPU. The results' pointers are the kernel's parameters that are not given, in their order.
 
-    `jax_triton.triton_call` makes TMA descriptors of operands only. One that the kernel builds itself would take memory from the driver at every launch,
-    which CUDA graphs refuse. So where an operand is an `OutTile`, its descriptor is that of an array, uninitialised or what it brings, whose memory
-    becomes the result's.
+    `jax_triton.triton_call` makes TMA descriptors of operands only. One made by the kernel would allocate memory in the driver at
+    each launch, which CUDA graphs refuse. So an `OutTile`'s descriptor is that of an array whose memory becomes the result's.
 
     Args:
-      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile a result, at most
-        one Scratch, None, numbers, constants.
-      out_type: `out_struct` of the result; or a tuple of them, for a tuple of results.
-      grid: how many programs.
-      name: what profilers show.
+      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile a
+        result, at most one Scratch, None, numbers, constants, tuples of these.
+      out_type: `out_struct` of the result; a tuple of them for a tuple of results.
+      grid: number of programs.
+      name: of the call, in compiled programs' texts.
 
     Raises:
-      TypeError: more or fewer parameters given than all but the results'.
+      TypeError: more or fewer parameters are given than all but the results'.
     """
     function = triton_lib.TritonFunction(kernel)
     values = dict(function.signature.bind_partial(*operands, **named).arguments)
@@ -144,7 +142,7 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
         raise TypeError(
             f"{function.name} needs all of its parameters but {pointers}; these are not given: {', '.join(missing) or 'none'}."
         )
-    # It passes the operands' buffers and then the results', whatever stands between the parameters.
+    # jax-triton passes the operands' buffers, then the results', whatever the order of the parameters.
     last = max(
         (i for i, name in enumerate(function.param_names) if any(map(_is_buffer, _operands(values.get(name))))),
         default=-1,
@@ -170,7 +168,7 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
         name,
         constants,
     )
-    # The primitive says of its results that they vary over no axis of a mesh: the type that the caller says is what check_vma needs.
+    # The primitive's results vary over no mesh axis; check_vma needs the caller's type.
     found = tuple(vary_as(result, x) for result, x in zip(results, found, strict=True))
     return found if isinstance(out_type, tuple) else found[0]
 
@@ -180,37 +178,40 @@ def _is_buffer(operand) -> bool:
 
 
 def _operands(argument) -> list:
-    """Of one parameter, which may be a tuple; None is none."""
+    """Leaves of one parameter, which may be a tuple; None has none."""
     return jax.tree.leaves(
         argument, is_leaf=lambda x: isinstance(x, (OutTile, Scratch, TensorDescriptor, triton_lib._StaticArg))
     )
 
 
-# Compiled as a whole where the call is not under jit: else the uninitialised array would be another program's result, and copied.
+# Under jit, since outside of it the uninitialised array would be another program's result, and copied.
 @functools.partial(jax.jit, static_argnums=range(1, 6), inline=True)
 def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple) -> list[jax.Array]:
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
-    # XLA may read an operand that is a slice, of layers' stacked weights say, where it lies, and write a result into such a slice (dynamic-slice fusion). What
-    # it makes of the call then no longer says that results lie in operands' memory: what TMA stores, through a descriptor of that, would be lost. It does not
-    # reach through a barrier.
-    arguments = jax.lax.optimization_barrier(arguments)
-    for place, argument in enumerate(arguments):
-        number = len(_operands(arguments[:place]))
+    # XLA may let a call read a slice (of layers' stacked weights, say) or write its result into one in place (dynamic-slice
+    # fusion). The fused call no longer says that results share memory with operands, and TMA stores are lost. Barriers prevent
+    # the fusion.
+    in_place = any(isinstance(argument, (OutTile, Scratch)) for argument in arguments)
+    if in_place:
+        arguments = jax.lax.optimization_barrier(arguments)
+    for i, argument in enumerate(arguments):
+        number = len(_operands(arguments[:i]))
         if isinstance(argument, OutTile):
             aliases[number] = argument.result
-            there = jax.lax.empty(*results[argument.result]) if argument.first is None else argument.first
-            describe = row_windows if argument.windows else TensorDescriptor.from_array
-            arguments[place] = describe(there, argument.block, argument.layout)
+            before = jax.lax.empty(*results[argument.result]) if argument.before is None else argument.before
+            arguments[i] = row_windows(before, argument.block, argument.layout)
         elif isinstance(argument, Scratch):
             aliases[number] = len(types)
-            arguments[place] = argument.array
+            arguments[i] = argument.array
             types.append(jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype))
     arrays, tree = jax.tree.flatten(arguments)
-    # Fusion is said, because Triton 3.9 warns where it is not and 3.10 will choose otherwise: sum + product * scale is one instruction.
+    # enable_fp_fusion is explicit: Triton 3.9 warns without it, 3.10 will change the default.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}
     found = triton_lib.triton_kernel_call_p.bind(
         *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(types), grid=(grid,), compute_capability=90,
-        backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases), zeroed_outputs=(), serialized_metadata=b"",
-        cost_estimate=None, has_side_effect=False, metaparams=triton_lib.FrozenDict(dict(constants)),
+        backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases),
+        zeroed_outputs=(), serialized_metadata=b"", cost_estimate=None, has_side_effect=False,
+        metaparams=triton_lib.FrozenDict(dict(constants)),
     )  # fmt: skip
-    return list(jax.lax.optimization_barrier(tuple(found[: len(results)])))
+    found = found[: len(results)]
+    return list(jax.lax.optimization_barrier(tuple(found)) if in_place else found)

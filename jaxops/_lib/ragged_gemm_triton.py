@@ -151,7 +151,7 @@ def ragged_gemm(
         schedule = schedule_rows(offsets, M, gemm.bm, spans)
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
     layout = tile_layout(results[0].type.dtype, (1, *gemm.stored))
-    descs = [OutTile(gemm.stored, layout, x.before, i, windows=True) if x.tma else None for i, x in enumerate(results)]
+    descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
     return triton_call(

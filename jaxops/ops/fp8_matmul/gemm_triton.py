@@ -436,7 +436,7 @@ def multiply_triton(
     by_tma = aligned and jnp.dtype(out_dtype).itemsize == 2
     out = triton_call(
         *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule,
-        OutTile((64, bn), tile_layout(out_dtype, (1, 64, bn)), windows=True) if by_tma else None,
+        OutTile((64, bn), tile_layout(out_dtype, (1, 64, bn))) if by_tma else None,
         kernel=fp8_gemm_kernel, grid=min(cores, count), name=f"fp8_gemm_{ragged or 'dense'}",
         out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
         tiles=count, entries=entries, G=G, M=M, N=N, K=K, BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel,

@@ -67,12 +67,12 @@ OPERANDS = (shape(500, D), shape(E, D, F), shape(E, D, F), shape(E, F, D))
 
 
 def launched(call, *shapes) -> list[tuple[str, int]]:
-    """The Gluon kernels of a call, in order: name and how many results each writes."""
+    """The Gluon kernels of a call, work lists apart, in order: name and how many results each writes."""
     with on_h200():
         calls = [
             equation
             for equation in equations(jax.make_jaxpr(call)(*shapes).jaxpr)
-            if equation.primitive.name == "triton_kernel_call"
+            if equation.primitive.name == "triton_kernel_call" and not equation.params["name"].startswith("schedule_")
         ]
     results = lambda call: [
         var for var in call.outvars if var.aval.dtype != jnp.int32

@@ -67,8 +67,8 @@ class _Recorder:
     create_array_parameter = create_scalar_parameter = lambda self, *_: None
 
 
-def compiled(fn, *shapes) -> list[Kernel]:
-    """The Gluon kernels of fn, as they would be launched on an H200; work lists apart."""
+def compiled(fn, *shapes, work_lists: bool = False) -> list[Kernel]:
+    """The Gluon kernels of fn, as they would be launched on an H200; or the Triton kernels that make work lists."""
     recorder = _Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_triton.triton_lib.triton_kernel_call_lib, "_library", recorder)
@@ -76,7 +76,7 @@ def compiled(fn, *shapes) -> list[Kernel]:
             patch.setattr(kernel, "_jT_kernel_cache", COMPILED.setdefault(kernel, {}), raising=False)
         text = lower_for_h200(fn, *shapes)
     assert text.count("@triton_kernel_call_ffi") >= len(recorder.launched)  # equal calls may be lowered once
-    return [kernel for kernel in recorder.launched if not kernel.name.startswith("schedule_")]
+    return [kernel for kernel in recorder.launched if kernel.name.startswith("schedule_") == work_lists]
 
 
 def assemblers() -> list[pathlib.Path]:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, quantized_bytes, shapes
-from benchmarks.shapes import DenseShape, GroupedShape, MatrixShape, MoeShape, PackedShape
+from benchmarks import harness, quantized_bytes, shapes, shapes_moe
+from benchmarks.shapes import DenseShape, GroupedShape, MatrixShape, PackedShape
 from benchmarks.shapes_modality import MODALITIES, ModalityShape
+from benchmarks.shapes_moe import MoeShape
 
 DTYPE = jnp.bfloat16
 DISTS = ("balanced", "skewed")
@@ -130,7 +131,7 @@ def moe_cases(every: list[MoeShape]) -> Iterator[Case]:
             return dout, tokens, router, *(w * jnp.asarray(w.shape[1] ** -0.5, DTYPE) for w in experts)
 
         for dist in DISTS:
-            preferred = shapes.preferences(dist, s)
+            preferred = shapes_moe.preferences(dist, s)
 
             def operands(package, inputs, preferred=preferred):
                 return inputs[0], jnp.asarray(preferred), *inputs[1:]
@@ -277,7 +278,7 @@ OPS: dict[str, tuple[Callable[[list], Iterator[Case]], list, list]] = {
     "grouped_matmul": (lambda every: grouped_cases("grouped_matmul", every), [*shapes.GROUPED.values()], _TINY),
     "grouped_wgrad": (lambda every: grouped_cases("grouped_wgrad", every), [*shapes.GROUPED.values()], _TINY),
     "grouped_glu": (glu_cases, _UP, _TINY),
-    "moe": (moe_cases, [*shapes.MOES.values()], [MoeShape("smoke", 24, 4, 2, 16, 32)]),
+    "moe": (moe_cases, [*shapes_moe.MOES.values()], [MoeShape("smoke", 24, 4, 2, 16, 32)]),
     "modality_grouped_matmul": (modality_cases, [*MODALITIES.values()], _TINY_MODALITY),
     "fp8_matmul": (fp8_cases, [*shapes.DENSE.values()], [DenseShape(128, 256, 128)]),
     "fp8_grouped_matmul": (fp8_grouped_cases, [*shapes.GROUPED.values()], _TINY),

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import time
 from types import ModuleType
 from typing import Any
 
@@ -36,16 +35,13 @@ Programs = dict[tuple[str, str], Any]  # (side, Case.program) -> compiled, or th
 
 
 @dataclasses.dataclass(kw_only=True)
-class Run:
-    """What stays the same from case to case. left_out counts the cases without a ratio; ratios has those of each op."""
+class Run(harness.Run):
+    """ratios: of each op, by case; left_out counts the cases without a ratio."""
 
-    file: pathlib.Path
-    rounds: int
     floor: float
     packages: Packages
     commit: str
     ceilings: harness.Ceilings
-    left_out: int = 0
     ratios: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
@@ -138,14 +134,10 @@ def measure_case(run: Run, case: Case, programs: Programs, inputs: tuple) -> Non
     if len(times) < 2:
         run.left_out += 1
         return
-    for side, t in times.items():
-        reached = case.work / t.us_p50 / {"tflops": 1e6, "gbps": 1e3}[case.rate]
-        ceiling = run.ceilings.dense_tflops if case.rate == "tflops" else run.ceilings.copy_gbps
-        named = {"op": case.op, "pass": case.pass_name, "name": case.name, "shape": case.dims, "dist": case.dist}
-        named |= {"dtype": "bfloat16", "backend": side}
-        facts = case.facts | ready[side].facts | {case.rate: reached, "rounds": rounds, "before": run.commit}
-        vs = harness.ratios(side, times, own=OURS)
-        harness.append_row(run.file, harness.make_row(named, t, reached / ceiling, vs, ready[side].max_err, **facts))
+    run.ceiling = run.ceilings.dense_tflops if case.rate == "tflops" else run.ceilings.copy_gbps
+    named = {"op": case.op, "pass": case.pass_name, "name": case.name, "shape": case.dims, "dist": case.dist}
+    facts = case.facts | {"rounds": rounds, "before": run.commit}
+    run.write(OURS, named | {"dtype": "bfloat16"}, ready, times, case.rate, case.work, **facts)
     ratio = times[BEFORE].us_p50 / times[OURS].us_p50
     run.ratios.setdefault(case.op, {})[case.label] = ratio
     both = f"{times[OURS].us_p50:9.1f} us, before {times[BEFORE].us_p50:9.1f} us"
@@ -176,24 +168,31 @@ def main(
     smoke: bool = typer.Option(False, help="Tiny shapes, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/before.jsonl; exits with 1 if a case has no ratio."""
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    file = harness.results_folder(out) / "before.jsonl"
+    file = harness.begin("before", out, smoke)
     package, commit = before.load_before(pathlib.Path(folder))
     ceilings, _ = fp8_machine.measure_machine(file, smoke)
     packages = {OURS: jaxops, BEFORE: package}
-    run = Run(file=file, rounds=rounds, floor=floor, packages=packages, commit=commit, ceilings=ceilings)
+    run = Run(
+        file=file,
+        rounds=rounds,
+        ceiling=None,
+        peers=[BEFORE],
+        floor=floor,
+        packages=packages,
+        commit=commit,
+        ceilings=ceilings,
+    )
     for op in ops.split(","):
         cases = [case for case in cases_of(op, smoke) if any(name in case.label for name in names.split(","))]
         programs = compile_all(cases, packages, backend)
-        print(f"{op}: {len(programs)} programs compiled after {time.perf_counter() - start:.0f} s", flush=True)
+        run.done(f"{op}: {len(programs)} programs compiled,")
         data, inputs = "", ()
         for case in cases:
             if case.data != data:
                 del inputs
                 data, inputs = case.data, case.inputs()
             measure_case(run, case, programs, inputs)
-        print(f"{op} done after {time.perf_counter() - start:.0f} s", flush=True)
+        run.done(op)
     print_summary(run)
     harness.end(run.left_out)
 

@@ -1,4 +1,4 @@
-"""The portable backend on a CPU: jaxops' loop over row tiles beside jax.lax.ragged_dot and a loop over groups that masks all rows.
+"""grouped_matmul on a CPU: jaxops' loop over row tiles beside jax.lax.ragged_dot and a masked loop over groups.
 
 python -m benchmarks.bench_cpu_backend            # writes benchmarks/results/cpu/grouped_matmul.jsonl
 python -m benchmarks.bench_cpu_backend --sweep    # prints the time of each number of rows a tile instead
@@ -32,7 +32,7 @@ ROUND_US = 40_000
 
 
 def masked_loop(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-    """What one writes by hand: every group multiplies all rows, those of other groups set to zero."""
+    """A loop by hand: every group multiplies all rows, with the rows of other groups zeroed."""
     ends = jnp.cumsum(sizes)
     rows = jnp.arange(lhs.shape[0])[:, None]
 

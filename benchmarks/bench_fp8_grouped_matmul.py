@@ -1,16 +1,16 @@
-"""FP8 grouped matmul, blockwise, the weights quantised before and every cast of activations and gradients counted: beside jaxops' own bf16 and torch's FP8.
+"""fp8_grouped_matmul, blockwise with weights quantised before: beside jaxops' own bf16 and torch's FP8.
 
-python -m benchmarks.bench_fp8_grouped_matmul                       # everything: 6 shapes, balanced and skewed, fwd, dgrad, wgrad
+python -m benchmarks.bench_fp8_grouped_matmul          # everything: 6 shapes, balanced and skewed, fwd, dgrad, wgrad
 python -m benchmarks.bench_fp8_grouped_matmul --shapes mixtral_up --passes wgrad,fwd+bwd --dists balanced
-python -m benchmarks.bench_fp8_grouped_matmul --smoke --out /tmp/x  # a tiny shape, every code path, CPU too
+python -m benchmarks.bench_fp8_grouped_matmul --smoke --out /tmp/x    # a tiny shape, every code path, CPU too
 
-fwd casts lhs, dgrad dout, wgrad both, each into the one layout that the pass reads. fwd+bwd is one training step of the layer with cached weights: lhs and dout
-are cast once, into both layouts. TFLOP/s count routed rows.
+Every cast of activations and gradients is part of the time: fwd casts lhs, dgrad dout, wgrad both, each into the one
+layout that the pass reads. fwd+bwd is one training step of a layer with cached weights: lhs and dout are cast once,
+into both layouts. TFLOP/s count routed rows.
 """
 
 import dataclasses
-import pathlib
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,29 +32,24 @@ DTYPE = jnp.bfloat16
 RECIPE = RECIPES["blockwise"]
 SMOKE = GroupedShape("smoke", 4, 384, 256, 128)
 PASSES = ("fwd", "dgrad", "wgrad", "fwd+bwd")
-PEERS = "jaxops_bf16,torch_grouped_mm,deepgemm"
-_SHORT = 64  # rows of a group: the errors of a sum of fewer do not average out
+OURS, PEERS = "fp8", "jaxops_bf16,torch_grouped_mm,deepgemm"
+_SHORT = 64  # rows of a group: the errors of shorter sums do not average out
 _PARTS = {"fwd": ("fwd",), "dgrad": ("dgrad",), "wgrad": ("wgrad",), "fwd+bwd": ("fwd", "dgrad", "wgrad")}
 Passes = dict[str, Callable[..., dict[str, Any]]]
 
 
-@dataclasses.dataclass
-class Run:
-    """What stays the same from case to case. left_out counts what jaxops itself could not do."""
+@dataclasses.dataclass(kw_only=True)
+class Run(harness.Run):
+    """ceilings: with the dense FP8 rate; None where XLA has no cuBLASLt FP8."""
 
-    file: pathlib.Path
-    rounds: int
-    ceilings: harness.Ceilings
-    dense_tflops: float | None
-    peers: list[str]
+    ceilings: harness.Ceilings | None
     torch: dict[str, TorchProcess]
     backend: str
-    left_out: int = 0
 
 
 @dataclasses.dataclass
 class Inputs:
-    """One shape's operands, made once. quantized: rhs in both layouts, as a step's first microbatch would leave it."""
+    """One shape's operands, made once. quantized: rhs in both layouts, as a step's first microbatch leaves it."""
 
     lhs: jax.Array
     rhs: jax.Array
@@ -90,7 +85,7 @@ class Case:
 
     @property
     def moved(self) -> int:
-        """What the passes must read and write at the least: activations and gradients in bfloat16, the weights in FP8 (wgrad writes them in bfloat16)."""
+        """The fewest bytes of the passes: activations and gradients in bfloat16, weights in FP8, wgrad in bfloat16."""
         s = self.shape
         groups = int(np.count_nonzero(np.diff(self.offsets)))
         rows, weights = 2 * (s.M * s.K + s.M * s.N), groups * s.K * s.N
@@ -105,14 +100,14 @@ def jaxops_fp8(plan: Plan) -> Passes:
         return {"fwd": jaxops.fp8_grouped_matmul(lhs, quantized, offsets, recipe=RECIPE.name, plan=plan)}
 
     def dgrad(lhs, rhs, quantized, dout, offsets):
-        """XLA drops the forward, whose result nobody reads."""
+        """XLA drops the forward."""
         vjp = jax.vjp(
             lambda lhs: jaxops.fp8_grouped_matmul(lhs, quantized, offsets, recipe=RECIPE.name, plan=plan), lhs
         )[1]
         return {"dgrad": vjp(dout)[0]}
 
     def wgrad(lhs, rhs, quantized, dout, offsets):
-        """As the op's backward, but for lhs' and dout's row layouts, which a whole step writes along with these and dgrad reads."""
+        """As the op's backward, without the row layouts of lhs and dout, which a whole step casts too, for dgrad."""
         a, b = (
             cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
             for name, x in (("x", lhs), ("dy", dout))
@@ -151,133 +146,72 @@ def jaxops_bf16() -> Passes:
     }
 
 
-def compile_sides(
-    run: Run, shape: GroupedShape, pass_name: str, inputs: Inputs
-) -> dict[str, tuple[Callable, float, dict]]:
-    """(compiled, seconds, facts) of each JAX side. Once a shape and pass: the group sizes are data."""
-    args = inputs.args(shapes.group_offsets(shapes.group_sizes("balanced", shape.G, shape.M)))
-    problem = Problem(shape.M, shape.K, shape.N, RECIPE.name, jnp.dtype(DTYPE).name, shape.G)
-    compiled = {}
-    for name in ("fp8", *(peer for peer in run.peers if peer == "jaxops_bf16")):
-        try:
-            facts = {}
-            if name == "fp8":
-                plan = fp8_products.choose_plan(problem, run.backend)
-                passes = jaxops_fp8(plan)
-                facts = {
-                    "backend": plan.backend,
-                    "recipe": RECIPE.name,
-                    "kernels": fp8_products.kernels_of(plan, _PARTS[pass_name]),
-                }
-            else:
-                passes = jaxops_bf16()
-            compiled[name] = (*harness.compile_fits(passes[pass_name], *args), facts)
-        except Exception as error:
-            harness.print_left_out(f"{name} at {shape.name} {pass_name}", error)
-            run.left_out += name == "fp8"
-    return compiled
-
-
-def ready_jax(name: str, compiled: Callable, case: Case, inputs: Inputs) -> harness.Ready:
-    args = inputs.args(case.offsets)
-    results = compiled(*args)
-    tensors = (inputs.lhs, inputs.rhs, inputs.dout)
-    sizes = np.diff(case.offsets)
+def ready_jax(
+    name: str, run: Run, case: Case, programs: dict[str, tuple[Callable, float]], inputs: Inputs
+) -> harness.Ready:
+    """programs: compiled once a shape and pass: the group sizes are data."""
+    s, args = case.shape, inputs.args(case.offsets)
+    plan = fp8_products.choose_plan(Problem(s.M, s.K, s.N, RECIPE.name, jnp.dtype(DTYPE).name, s.G), run.backend)
+    if name not in programs:
+        passes = jaxops_fp8(plan) if name == OURS else jaxops_bf16()
+        programs[name] = harness.compile_fits(passes[case.pass_name], *args)
+    tensors, sizes = (inputs.lhs, inputs.rhs, inputs.dout), np.diff(case.offsets)
     short = case.pass_name in ("wgrad", "fwd+bwd") and np.min(sizes[sizes > 0]) < _SHORT
-    limits = jnp.dtype(DTYPE).name if name != "fp8" else "fp8 short sums" if short else "fp8"
-    errors = [
-        checks.grouped_errors(part, case.shape, result, tensors, case.offsets) for part, result in results.items()
-    ]
-    for max_err, rms_err in errors:
-        checks.demand_right(max_err, rms_err, limits)
-    out_bytes = sum(result.nbytes for result in results.values())
-    del results
-    return harness.ready(name, compiled, args, out_bytes, max(max_err for max_err, _ in errors))
+    limits = jnp.dtype(DTYPE).name if name != OURS else "fp8 short sums" if short else "fp8"
+
+    def check(results: dict[str, jax.Array]) -> float:
+        errors = [checks.grouped_errors(part, s, result, tensors, case.offsets) for part, result in results.items()]
+        return max(checks.demand_right(*each, limits) for each in errors)
+
+    facts: dict[str, Any] = {"backend": plan.backend, "recipe": RECIPE.name}
+    facts["kernels"] = fp8_products.kernels_of(plan, _PARTS[case.pass_name])
+    return harness.checked(name, programs[name], args, check, **(facts if name == OURS else {}))
 
 
 def ready_torch(torch: TorchProcess, name: str, case: Case) -> harness.Ready:
-    request = {
-        "op": "fp8_grouped_matmul",
-        "library": fp8_machine.LIBRARIES[name],
-        "limits": checks.LIMITS["fp8"],
-        "pass": case.pass_name,
-        "dist": case.dist,
-    }
-    answer = torch.ask(do="prepare", **request, **case.shape.dims)
-    return harness.Ready(
-        harness.Variant(name, torch.times_us, harness.iterations_for(answer["us"], 0)),
-        answer["max_err"],
-        {"recipe": answer["recipe"]},
-    )
+    request = {"op": "fp8_grouped_matmul", "library": fp8_machine.LIBRARIES[name], "limits": checks.LIMITS["fp8"]}
+    request |= {"pass": case.pass_name, "dist": case.dist}
+    return harness.torch_ready(name, torch, torch.ask(do="prepare", **request, **case.shape.dims))
 
 
-def measure_case(run: Run, case: Case, compiled: dict[str, tuple[Callable, float, dict]], inputs: Inputs) -> None:
+def measure_case(run: Run, case: Case, programs: dict[str, tuple[Callable, float]], inputs: Inputs) -> None:
     """Checks, times and writes every side of one case."""
-    ready: dict[str, harness.Ready] = {}
-    for name, (fn, seconds, facts) in compiled.items():
-        try:
-            ready[name] = ready_jax(name, fn, case, inputs)
-            ready[name].facts |= facts | {"compile_s": seconds}
-        except Exception as error:
-            harness.print_left_out(f"{name} at {case.label}", error)
-            run.left_out += name == "fp8"
+    jax_sides = (OURS, *(peer for peer in run.peers if peer == "jaxops_bf16"))
+    makers = {name: functools.partial(ready_jax, name, run, case, programs, inputs) for name in jax_sides}
     if case.pass_name in ("fwd", "dgrad"):
-        for name, process in run.torch.items():
-            try:
-                ready[name] = ready_torch(process, name, case)
-            except Exception as error:
-                harness.print_left_out(f"{name} at {case.label}", error)
-    times = harness.interleave([side.variant for side in ready.values()], run.rounds)
-    run.left_out += "fp8" in ready and "fp8" not in times
-    least_us = (
-        None
-        if run.dense_tflops is None
-        else dataclasses.replace(run.ceilings, dense_tflops=run.dense_tflops).least_us(case.flops, case.moved)
-    )
-    for name, t in times.items():
-        named = {"op": "fp8_grouped_matmul", "pass": case.pass_name, "name": case.shape.name, "shape": case.shape.dims}
-        named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist}
-        facts = ready[name].facts | {"tflops": case.flops / t.us_p50 / 1e6, "cold": harness.cold(case.moved)}
-        named["backend"] = facts.pop("backend", name)
-        of_ceiling, vs = None if least_us is None else least_us / t.us_p50, harness.ratios(name, times, own="fp8")
-        harness.append_row(run.file, harness.make_row(named, t, of_ceiling, vs, ready[name].max_err, **facts))
-    line = " | ".join(
-        f"{name} {t.us_p50:.0f} us {case.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for name, t in times.items()
-    )
-    print(f"{case.label:32}{line}", flush=True)
+        makers |= {name: functools.partial(ready_torch, torch, name, case) for name, torch in run.torch.items()}
+    row = harness.case_of("fp8_grouped_matmul", case.pass_name, case.shape, DTYPE, case.dist)
+    least_us = None if run.ceilings is None else run.ceilings.least_us(case.flops, case.moved)
+    facts = {"least_us": least_us, "cold": harness.cold(case.moved)}
+    run.measure(OURS, case.label, row, makers, "tflops", case.flops, **facts)
 
 
 def main(
-    shape_names: str = typer.Option(
-        ",".join(shapes.GROUPED), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
-    ),
+    shape_names: str = harness.shapes_option(shapes.GROUPED),
     dists: str = typer.Option("balanced,skewed", help=f"Of {', '.join(shapes.DISTS)}."),
     passes: str = typer.Option(",".join(PASSES[:3]), help=f"Of {', '.join(PASSES)}."),
     peers: str = typer.Option(PEERS, help='"" for none.'),
     backend: str = typer.Option("auto", help="Of jaxops."),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(4),
-    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/fp8_grouped_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.leave_room_for_torch()
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    names = [name for name in peers.split(",") if name]
+    file, names = harness.begin("fp8_grouped_matmul", out, smoke), harness.names(peers)
     torch = fp8_machine.start_torch(names, op="fp8_grouped_matmul", **{"pass": "fwd", "dist": "balanced"}, **SMOKE.dims)
-    file = harness.results_folder(out) / "fp8_grouped_matmul.jsonl"
-    ceilings, dense_tflops = fp8_machine.measure_machine(file, smoke)
-    run = Run(file, rounds, ceilings, dense_tflops, names, torch, backend)
+    ceilings, fp8_tflops = fp8_machine.measure_machine(file, smoke)
+    fp8 = None if fp8_tflops is None else dataclasses.replace(ceilings, dense_tflops=fp8_tflops)
+    run = Run(file=file, rounds=rounds, ceiling=None, peers=names, ceilings=fp8, torch=torch, backend=backend)
     for shape in [SMOKE] if smoke else [shapes.GROUPED[name] for name in shape_names.split(",")]:
         inputs = Inputs.make(shape)
         for pass_name in passes.split(","):
-            compiled = compile_sides(run, shape, pass_name, inputs)
+            programs: dict[str, tuple[Callable, float]] = {}
             for dist in dists.split(","):
                 offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
-                measure_case(run, Case(shape, pass_name, dist, offsets), compiled, inputs)
-            del compiled
+                measure_case(run, Case(shape, pass_name, dist, offsets), programs, inputs)
         del inputs
-        print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
+        run.done(shape.name)
     for process in torch.values():
         process.close()
     harness.end(run.left_out)

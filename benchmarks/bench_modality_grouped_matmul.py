@@ -1,15 +1,14 @@
-"""Grouped products of several modalities: jaxops' one call beside one grouped_matmul a modality, and beside one of matrices that are all padded to the widest.
+"""modality_grouped_matmul beside one grouped_matmul a modality, and beside one with all matrices padded to the widest.
 
-python -m benchmarks.bench_modality_grouped_matmul                                      # everything: 2 workloads x 2 distributions x 3 passes
-python -m benchmarks.bench_modality_grouped_matmul --shapes vision_text --passes fwd
-python -m benchmarks.bench_modality_grouped_matmul --smoke --out /tmp/x                 # a tiny workload, every code path, CPU too
+python -m benchmarks.bench_modality_grouped_matmul          # everything: 2 workloads x 2 distributions x 3 passes
+python -m benchmarks.bench_modality_grouped_matmul --shapes vision_text --passes fwd --peers ""
+python -m benchmarks.bench_modality_grouped_matmul --smoke --out /tmp/x   # a tiny workload, every code path, CPU too
 
-TFLOP/s count each row's own product. The padded matrices are made before anything is timed; what comes out of their wgrad is left padded.
+TFLOP/s count each row's own product. The weights are padded before the measurement; their wgrad stays padded.
 """
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 
 import jax
@@ -32,7 +31,7 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass
 class Inputs:
-    """One workload's operands: a rhs[G, K, N] a modality, and padded[G, K, N], which is all of them with zeros around."""
+    """One workload's operands: rhs[G, K, N] of each modality; padded[G, K, N], all of them, zero-padded."""
 
     lhs: jax.Array
     rhs: Arrays
@@ -51,7 +50,7 @@ class Inputs:
 
 
 def one_call_each(lhs: jax.Array, rhs: Arrays, offsets: jax.Array, backend: str) -> jax.Array:
-    """Every call gives zeros in the others' rows, so that adding puts the results together; XLA makes one pass of it."""
+    """Every call writes zeros in the other modalities' rows, so the results are added; XLA fuses that into one pass."""
     N, first, found = max(w.shape[2] for w in rhs), 0, []
     for w in rhs:
         product = jaxops.grouped_matmul(
@@ -77,7 +76,7 @@ def multiply(side: str, backend: str) -> Callable[[jax.Array, Arrays, jax.Array]
 
 
 def program(side: str, pass_name: str, backend: str) -> Callable[..., Arrays]:
-    """From (lhs, rhs, dout, offsets) to what the pass gives."""
+    """(lhs, rhs, dout, offsets) -> the results of the pass."""
     product = multiply(side, backend)
 
     def run(lhs: jax.Array, rhs: Arrays, dout: jax.Array, offsets: jax.Array) -> Arrays:
@@ -109,13 +108,13 @@ def _errors(got: Arrays, want: Arrays) -> jax.Array:
 
 
 def errors(got: Arrays, want: Arrays) -> tuple[float, float]:
-    """(largest, RMS) error of each row over its RMS, the worst of all rows; a row that must be zero and is not counts as infinitely wrong."""
+    """(largest, RMS) error of each row over its RMS, the worst of all; infinite for a nonzero row that must be 0."""
     max_err, rms_err = _errors(got, want)
     return float(max_err), float(rms_err)
 
 
 def reference(shape: ModalityShape, pass_name: str, inputs: Inputs, offsets: jax.Array) -> Arrays:
-    """The pass in float32. In dlhs what lies past a modality's columns is zero, in the result likewise."""
+    """The pass in float32; dlhs and the result are zero past a modality's columns."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (inputs.lhs, inputs.rhs, inputs.dout))
     with jax.default_matmul_precision("highest"):
         return jax.jit(program("xla", pass_name, "xla"))(*wide, offsets)
@@ -125,70 +124,44 @@ def ready_side(
     side: str, shape: ModalityShape, pass_name: str, inputs: Inputs, offsets: jax.Array, want: Arrays
 ) -> harness.Ready:
     args = inputs.args(side, offsets)
-    compiled, seconds = harness.compile_fits(program(side, pass_name, "auto" if harness.on_gpu() else "pallas"), *args)
-    results = compiled(*args)
-    found = unpadded(results, shape) if side == PADDED and pass_name == "wgrad" else results
-    max_err, rms_err = errors(found, want)
-    checks.demand_right(max_err, rms_err, jnp.dtype(DTYPE).name)
-    ready = harness.ready(side, compiled, args, sum(result.nbytes for result in results), max_err)
-    ready.facts["compile_s"] = seconds
-    return ready
+
+    def check(results: Arrays) -> float:
+        found = unpadded(results, shape) if side == PADDED and pass_name == "wgrad" else results
+        return checks.demand_right(*errors(found, want), jnp.dtype(DTYPE).name)
+
+    backend = "auto" if harness.on_gpu() else "pallas"
+    return harness.checked(side, harness.compile_fits(program(side, pass_name, backend), *args), args, check)
 
 
 def measure_case(run: harness.Run, shape: ModalityShape, pass_name: str, dist: str, inputs: Inputs) -> None:
     """Checks, times and writes every side of one case."""
     offsets = jnp.asarray(shapes.group_offsets(shape.sizes(dist)))
-    label = f"{shape.name} {dist} {pass_name}"
     want = reference(shape, pass_name, inputs, offsets)
-    ready = run.ready_sides(OURS, label, ready_side, shape, pass_name, inputs, offsets, want)
-    del want
-    times = run.times(OURS, ready)
-    named = {
-        "op": "modality_grouped_matmul",
-        "pass": pass_name,
-        "name": shape.name,
-        "shape": shape.dims,
-        "dtype": jnp.dtype(DTYPE).name,
-        "dist": dist,
-    }
-    run.write(OURS, named, ready, times, "tflops", shape.flops)
-    print(
-        f"{label:36}"
-        + " | ".join(
-            f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()
-        ),
-        flush=True,
-    )
+    row = harness.case_of("modality_grouped_matmul", pass_name, shape, DTYPE, dist)
+    makers = run.sides(OURS, ready_side, shape, pass_name, inputs, offsets, want)
+    run.measure(OURS, f"{shape.name} {dist} {pass_name}", row, makers, "tflops", shape.flops)
 
 
 def main(
-    shape_names: str = typer.Option(
-        ",".join(MODALITIES), "--shapes", help="Comma-separated names from benchmarks/shapes_modality.py."
-    ),
+    shape_names: str = harness.shapes_option(MODALITIES),
     dists: str = typer.Option(",".join(DISTS), help="Within each modality."),
     passes: str = typer.Option(",".join(shapes.PASSES)),
     peers: str = typer.Option(f"{EACH},{PADDED}", help='"" for none; also: xla, the portable backend.'),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(5),
-    smoke: bool = typer.Option(False, help="A tiny workload, every code path; needs --out."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/modality_grouped_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    file = harness.results_folder(out) / "modality_grouped_matmul.jsonl"
-    run = harness.Run(
-        file=file,
-        rounds=rounds,
-        ceiling=harness.write_dense(file, DTYPE, smoke),
-        peers=[name for name in peers.split(",") if name],
-    )
+    file = harness.begin("modality_grouped_matmul", out, smoke)
+    ceiling = harness.write_dense(file, DTYPE, smoke)
+    run = harness.Run(file=file, rounds=rounds, ceiling=ceiling, peers=harness.names(peers))
     for shape in [SMOKE] if smoke else [MODALITIES[name] for name in shape_names.split(",")]:
         inputs = Inputs.make(shape)
         for pass_name in passes.split(","):
             for dist in dists.split(","):
                 measure_case(run, shape, pass_name, dist, inputs)
         del inputs
-        print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
+        run.done(shape.name)
     harness.end(run.left_out)
 
 

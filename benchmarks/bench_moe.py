@@ -1,15 +1,15 @@
-"""A mixture-of-experts layer: jaxops' beside the same layer from tokamax or lax.ragged_dot with XLA around it. TFLOP/s count the routed rows' products.
+"""A mixture-of-experts layer: jaxops' beside the same layer with tokamax or lax.ragged_dot and XLA.
 
-python -m benchmarks.bench_moe                                       # everything: 3 shapes, fwd and fwd+bwd, 3 distributions
+python -m benchmarks.bench_moe                          # everything: 3 shapes, fwd and fwd+bwd, 3 distributions
 python -m benchmarks.bench_moe --shapes mixtral_t16384 --passes fwd --peers ""
-python -m benchmarks.bench_moe --smoke --out /tmp/x                  # a tiny shape, every code path, CPU too
+python -m benchmarks.bench_moe --smoke --out /tmp/x     # a tiny shape, every code path, CPU too
 
-Every side chooses by the same float32 router, of random logits, or with each token told its experts, so that groups are even or Zipf's (shapes.preferences).
-Rows say, too, how much of the time lies around the products (on a GPU) and how many bytes the layer takes beside its operands and results.
+TFLOP/s count the routed rows' products. All sides use the same float32 router: with random logits, or with logits that
+force even or Zipf groups (shapes_moe.preferences). Rows also have the share of the time outside the products (on a GPU)
+and the bytes that the layer needs beside its operands and results.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +18,16 @@ import jax.numpy as jnp
 import typer
 
 import jaxops
-from benchmarks import checks, harness, shapes
+from benchmarks import checks, harness, shapes_moe
 from benchmarks.peers_jax import tokamax_dot
-from benchmarks.shapes import MoeShape
+from benchmarks.shapes_moe import MoeShape
 
 PASSES = ("fwd", "fwd+bwd")
 DISTS = ("router", "balanced", "skewed")
 SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
 DTYPE = jnp.bfloat16
-OURS, UNFUSED = (
-    "jaxops",
-    "jaxops_unfused",
-)  # UNFUSED: the same from permute, three grouped products with the activation in XLA, and combine
+OURS = "jaxops"
+UNFUSED = "jaxops_unfused"  # permute, three grouped products with the activation in XLA, and combine
 PRODUCTS = ("grouped_gemm_kernel", "grouped_glu_kernel", "moe_mlp_bwd_kernel")  # names of kernels that multiply
 
 Arrays = tuple[jax.Array, ...]
@@ -51,7 +49,7 @@ def jaxops_layer(
 def unfused_layer(
     shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array
 ) -> jax.Array:
-    """An op after the other."""
+    """The layer from single ops."""
     gate, up, down = experts
     routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
     multiply = functools.partial(jaxops.grouped_matmul, group_offsets=routing.group_offsets, backend=backend)
@@ -91,7 +89,7 @@ def layer_of(side: str, shape: MoeShape) -> Callable[..., jax.Array]:
 
 
 def program(side: str, shape: MoeShape, pass_name: str) -> Callable[..., Arrays]:
-    """From (preferred, dy, tokens, router, gate, up, down) to y, and with the backward to the gradients of tokens and what follows."""
+    """(preferred, dy, tokens, router, gate, up, down) -> y, and with the backward the gradients from tokens on."""
     layer = layer_of(side, shape)
     if pass_name == "fwd":
         return lambda preferred, dy, *given: (layer(preferred, *given),)
@@ -122,47 +120,40 @@ def make_inputs(shape: MoeShape) -> Arrays:
 @jax.jit
 def errors(got: Arrays, want: Arrays) -> jax.Array:
     """[largest, RMS] error of each result over its RMS, the worst of them."""
-    return jnp.max(
-        jnp.stack(
-            [
-                checks.relative_errors(g.reshape(1, -1), w.reshape(1, -1).astype(jnp.float32))
-                for g, w in zip(got, want, strict=True)
-            ]
-        ),
-        axis=0,
-    )
+    flat = lambda x: x.reshape(1, -1)
+    each = [checks.relative_errors(flat(g), flat(w).astype(jnp.float32)) for g, w in zip(got, want, strict=True)]
+    return jnp.max(jnp.stack(each), axis=0)
 
 
 def around(compiled: Any, inputs: Arrays) -> dict[str, float]:
-    """The share of a call's time in kernels that do not multiply groups; of jaxops' sides, whose kernels have names."""
+    """The share of a call's time in kernels that do not multiply groups, of jaxops' sides, whose kernels have names."""
     launched = harness.kernels(compiled, *inputs)
     total = sum(us for _, us in launched)
-    return (
-        {"around": sum(us for name, us in launched if not any(product in name for product in PRODUCTS)) / total}
-        if total
-        else {}
-    )
+    other = sum(us for name, us in launched if not any(product in name for product in PRODUCTS))
+    return {"around": other / total} if total else {}
 
 
 def ready_side(
     side: str, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays, want: Arrays
 ) -> harness.Ready:
-    """programs: of each side, compiled for the distribution before, and seconds."""
+    """programs: (compiled, seconds) of each side, kept for the next distribution."""
     if side == "ragged_dot" and dist != DISTS[0]:
         raise ValueError("on a GPU its time does not depend on the groups' sizes, and it is the slowest by far")
     if side not in programs:
         programs[side] = harness.compile_fits(program(side, shape, pass_name), *inputs)
-    compiled, seconds = programs[side]
-    results = compiled(*inputs)
-    max_err, rms_err = (float(error) for error in errors(results, want))
-    # Three products and two roundings between them; a gradient's largest elements are those of few rows.
-    if not rms_err <= 3e-2:
-        raise ArithmeticError(f"wrong result: RMS error {rms_err:.2e} of the RMS")
-    ready = harness.ready(side, compiled, inputs, sum(result.nbytes for result in results), max_err)
-    memory = compiled.memory_analysis()
-    ready.facts |= {"compile_s": seconds, "temp_bytes": memory.temp_size_in_bytes if memory is not None else None}
+
+    def check(results: Arrays) -> float:
+        max_err, rms_err = (float(error) for error in errors(results, want))
+        # Three products and two roundings between them; a gradient's largest elements are those of few rows.
+        if not rms_err <= 3e-2:
+            raise ArithmeticError(f"wrong result: RMS error {rms_err:.2e} of the RMS")
+        return max_err
+
+    ready = harness.checked(side, programs[side], inputs, check)
+    memory = programs[side][0].memory_analysis()
+    ready.facts["temp_bytes"] = memory.temp_size_in_bytes if memory is not None else None
     if side in (OURS, UNFUSED):
-        ready.facts |= around(compiled, inputs)
+        ready.facts |= around(programs[side][0], inputs)
     return ready
 
 
@@ -173,60 +164,34 @@ def measure_case(
     if "reference" not in programs:
         programs["reference"] = harness.compile_fits(program("xla", shape, pass_name), *inputs)
     want = programs["reference"][0](*inputs)
-    label = f"{shape.name} {dist} {pass_name}"
-    ready = run.ready_sides(OURS, label, ready_side, shape, pass_name, dist, programs, inputs, want)
-    del want
-    times = run.times(OURS, ready)
-    flops = shape.flops(pass_name)
-    named = {
-        "op": "moe",
-        "pass": pass_name,
-        "name": shape.name,
-        "shape": shape.dims,
-        "dtype": jnp.dtype(DTYPE).name,
-        "dist": dist,
-    }
-    run.write(OURS, named, ready, times, "tflops", flops)
-    print(
-        f"{label:36}"
-        + " | ".join(f"{side} {t.us_p50:.0f} us {flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()),
-        flush=True,
-    )
+    row = harness.case_of("moe", pass_name, shape, DTYPE, dist)
+    makers = run.sides(OURS, ready_side, shape, pass_name, dist, programs, inputs, want)
+    run.measure(OURS, f"{shape.name} {dist} {pass_name}", row, makers, "tflops", shape.flops(pass_name))
 
 
 def main(
-    shape_names: str = typer.Option(
-        ",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
-    ),
-    dists: str = typer.Option(
-        ",".join(DISTS), help='Of the groups: "router" for those of random logits, or names from benchmarks/shapes.py.'
-    ),
+    shape_names: str = harness.shapes_option(shapes_moe.MOES),
+    dists: str = typer.Option(",".join(DISTS), help='"router" for random logits, or names from benchmarks/shapes.py.'),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option(
-        "jaxops_unfused,tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'
+        f"{UNFUSED},tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'
     ),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(5),
-    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/moe.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    file = harness.results_folder(out) / "moe.jsonl"
-    run = harness.Run(
-        file=file,
-        rounds=rounds,
-        ceiling=harness.write_dense(file, DTYPE, smoke),
-        peers=[name for name in peers.split(",") if name],
-    )
-    for shape in [SMOKE] if smoke else [shapes.MOES[name] for name in shape_names.split(",")]:
+    file = harness.begin("moe", out, smoke)
+    ceiling = harness.write_dense(file, DTYPE, smoke)
+    run = harness.Run(file=file, rounds=rounds, ceiling=ceiling, peers=harness.names(peers))
+    for shape in [SMOKE] if smoke else [shapes_moe.MOES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
-        preferred = {dist: jnp.asarray(shapes.preferences(dist, shape)) for dist in dists.split(",")}
+        preferred = {dist: jnp.asarray(shapes_moe.preferences(dist, shape)) for dist in dists.split(",")}
         for pass_name in passes.split(","):
             programs: dict[str, Any] = {}
-            for dist, told in preferred.items():
-                measure_case(run, shape, pass_name, dist, programs, (told, *inputs))
-        print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
+            for dist, logits in preferred.items():
+                measure_case(run, shape, pass_name, dist, programs, (logits, *inputs))
+        run.done(shape.name)
     harness.end(run.left_out)
 
 

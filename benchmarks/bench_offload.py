@@ -1,6 +1,6 @@
-"""Steps of models that fill the card, by what becomes of their activations: kept, recomputed (by jaxops and by JAX alone), offloaded.
+"""Training steps that fill the card, with activations kept, recomputed (by jaxops and by JAX alone) or offloaded.
 
-python -m benchmarks.bench_offload                        # a decoder and a diffusion transformer of 7 billion parameters in 24 layers
+python -m benchmarks.bench_offload                        # a decoder and a DiT of 7 billion parameters in 24 layers
 python -m benchmarks.bench_offload --smoke --out /tmp/x   # a tiny decoder, every code path
 """
 
@@ -47,14 +47,14 @@ RESERVED = 2e9  # bytes of the device that no program has: the driver's, the lib
 
 
 class Case(NamedTuple):
-    """A model of which batches are a number of rows.
+    """A model whose batches are a number of rows.
 
     Attributes:
-      everything: the policy of OFFLOAD, by which no product is computed again: what the device has room for is kept.
+      everything: the policy of OFFLOAD, which recomputes no product: what fits on the device is kept.
       make: of (preset, backend, precision, steps), as in bench_train_step.
-      resized: the preset with so many rows a batch, and a policy.
-      runs: sides and batches that are run, in this order.
-      compiled: sides and batches that are only compiled, for what they need.
+      resized: the preset with that many rows a batch, and a policy.
+      runs: sides and batches to run, in this order.
+      compiled: sides and batches that are only compiled, for their memory.
     """
 
     everything: Policy
@@ -111,7 +111,7 @@ SMOKE = {
 
 @contextlib.contextmanager
 def without_jaxops() -> Iterator[None]:
-    """Layers as JAX's users scan and rematerialise them, by XLA's own options."""
+    """Layers scanned and rematerialized by JAX alone, with XLA's default options."""
 
     def scan(layer: Any, x: Any, xs: Any, *, policy: Policy) -> Any:
         return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, xs)
@@ -137,7 +137,7 @@ class Measured(NamedTuple):
 
 
 def measure(workload: Workload, limit_s: float) -> Measured:
-    """One step to warm up, in which the host's memory is pinned, then steps on the clock for `limit_s`, then one under the profiler."""
+    """A warm-up step, which pins host memory, then timed steps for `limit_s`, then one step under the profiler."""
     begin = time.perf_counter()
     compiled = compile_step(workload)
     compile_s, us, losses = time.perf_counter() - begin, [], []
@@ -155,7 +155,7 @@ def measure(workload: Workload, limit_s: float) -> Measured:
 
 
 def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
-    """To "host" and "device": microseconds of copies, and the share of them in which a kernel is at work."""
+    """For "host" and "device": microseconds of copies, and the share of them beside a running kernel."""
     work = np.array(sorted((e.start_us, e.start_us + e.us) for e in events if e.lane == KERNELS) or [(0.0, 0.0)])
     busy_from, busy_to = merged(work)
     found = {}
@@ -171,14 +171,14 @@ def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
 
 
 def merged(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted spans [N, 2], those that touch put together."""
+    """Sorted spans [N, 2], with touching ones merged."""
     ends = np.maximum.accumulate(spans[:, 1])
     first = np.concatenate([[True], spans[1:, 0] > ends[:-1]])
     return spans[first, 0], np.concatenate([ends[:-1][first[1:]], ends[-1:]])
 
 
 def largest(needed: dict[tuple[str, int], int], side: str, budget: float) -> float | None:
-    """Rows of the largest batch that fits, from what two batches need: bytes grow evenly with rows."""
+    """Rows of the largest batch that fits, extrapolated from the bytes of two batches, which grow linearly."""
     points = sorted((rows, bytes_) for (of, rows), bytes_ in needed.items() if of == side)
     if len(points) < 2 or points[-1][1] == points[0][1]:
         return None
@@ -187,7 +187,10 @@ def largest(needed: dict[tuple[str, int], int], side: str, budget: float) -> flo
 
 
 def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_s: float, smoke: bool) -> int:
-    """How many of the runs failed. What is only compiled comes first, so that a run's row has all it needs, and is written when the run is over."""
+    """The number of failed runs.
+
+    Programs that are only compiled come first: a run's row needs their numbers, and is written after the run.
+    """
     needed: dict[tuple[str, int], int] = {}
     per_token: dict[str, float] = {}
     failed = 0
@@ -204,7 +207,8 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
                     needed[side, rows] = measured.report.device_bytes
                     per_token[side] = float(np.median(measured.us)) / workload.tokens
                     print(
-                        f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  losses {measured.losses[:3]}",
+                        f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  "
+                        f"losses {measured.losses[:3]}",
                         flush=True,
                     )
                     write(
@@ -232,7 +236,7 @@ def write(
     needed: dict[tuple[str, int], int],
     per_token: dict[str, float],
 ) -> None:
-    """A run's row, and OFFLOAD's trace. needed and per_token are of all runs so far, this one's among them."""
+    """A run's row, and OFFLOAD's trace. needed and per_token are of all runs so far, including this one."""
     side, times = run["backend"], harness.Times.of(measured.us)
     budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
     vs = (
@@ -252,7 +256,8 @@ def write(
     row = {"op": "train_step", "pass": "step", "shape": workload.shape, "dtype": "bfloat16"} | run
     harness.append_row(file, harness.make_row(row, times, facts["tflops"] / dense, vs, None, **facts))
     print(
-        f"{run['name']} {side} of {run['dist']}: {times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {vs}",
+        f"{run['name']} {side} of {run['dist']}: {times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, "
+        f"MFU {facts['mfu']:.1%}, {vs}",
         flush=True,
     )
     print(f"  fits {facts['largest_rows']}, copies {copies}", flush=True)
@@ -265,9 +270,9 @@ def main(
     sides: str = typer.Option(",".join((*POLICIES, OFFLOAD))),
     limit: float = typer.Option(
         6.0,
-        help="Seconds of steps on the clock. A card at its limit of power slows down in the first ones: give all sides the same.",
+        help="Seconds of timed steps, the same for all sides: a card at its power limit slows down in the first ones.",
     ),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     smoke: bool = typer.Option(False, help="A tiny decoder, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/offload.jsonl; exits with 1 if a run failed. A row's `vs` is of times a token."""
@@ -276,8 +281,7 @@ def main(
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",
     }
-    harness.demand_place(out, smoke)
-    file = harness.results_folder(out) / "offload.jsonl"
+    file = harness.begin("offload", out, smoke)
     dense = harness.write_dense(file, np.float32 if smoke else jax.numpy.bfloat16, smoke)
     failed = 0
     for name, case in (SMOKE if smoke else {name: CASES[name] for name in models.split(",")}).items():

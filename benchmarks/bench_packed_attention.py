@@ -1,15 +1,12 @@
-"""Attention within packed sequences: what there is in JAX for it, none of it jaxops', so that a model can choose.
+"""Attention within packed sequences: the ways that JAX offers (jaxops has none), so that a model can choose.
 
 python -m benchmarks.bench_packed_attention                        # everything
 python -m benchmarks.bench_packed_attention --smoke --out /tmp/x   # a tiny shape; on a CPU without cuDNN's ways
 """
 
-import dataclasses
+import functools
 import os
-import pathlib
-import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
@@ -22,81 +19,45 @@ DTYPE = jnp.bfloat16
 SMOKE = AttentionShape("smoke", 128, 2, 16, 4)
 
 
-@dataclasses.dataclass
-class Case:
-    shape: AttentionShape
-    dist: str
-    offsets: np.ndarray
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape.name} {self.dist}"
-
-
-def measure_case(case: Case, passes: list[str], sides: list[str], file: pathlib.Path, rounds: int) -> None:
+def measure_case(run: harness.Run, shape: AttentionShape, dist: str, passes: list[str]) -> None:
     """Checks, times and writes every way that works."""
-    shape = case.shape
+    offsets = shapes.group_offsets(shapes.sequence_lengths(dist, shape.B, shape.T))
     qkv_dout = [harness.normal(seed, (shape.T, shape.N, shape.H), DTYPE) for seed in range(4)]
-    sequences = Sequences.of(case.offsets)
+    sequences = Sequences.of(offsets)
     args = (*qkv_dout, sequences)
     want = checks.attention_reference(*qkv_dout, sequences)
+    check = lambda results: checks.demand_right(*checks.attention_errors(results, want), "bfloat16 attention")
+
     for pass_name in passes:
-        ready: dict[str, harness.Ready] = {}
-        for name in sides:
-            try:
-                compiled, seconds = harness.compile_fits(
-                    peers_attention.PASSES[pass_name](peers_attention.SIDES[name]), *args
-                )
-                results = compiled(*args)
-                max_err, rms_err = checks.attention_errors(results, want)
-                checks.demand_right(max_err, rms_err, "bfloat16 attention")
-                ready[name] = harness.ready(
-                    name, compiled, args, sum(result.nbytes for result in results.values()), max_err
-                )
-                ready[name].facts["compile_s"] = seconds
-            except Exception as error:  # a way that does not work here is a finding
-                harness.print_left_out(f"{name} at {case.label} {pass_name}", error)
-        times = harness.interleave([side.variant for side in ready.values()], rounds)
-        flops = shape.flops(pass_name, np.diff(case.offsets))
-        for name, t in times.items():
-            named = {
-                "op": "packed_attention",
-                "pass": pass_name,
-                "name": shape.name,
-                "shape": shape.dims | {"B": len(case.offsets) - 1},
-            }
-            named |= {"dtype": jnp.dtype(DTYPE).name, "dist": case.dist, "backend": name}
-            facts = ready[name].facts | {"tflops": flops / t.us_p50 / 1e6, "longest": sequences.longest}
-            harness.append_row(file, harness.make_row(named, t, None, {}, ready[name].max_err, **facts))
-            print(
-                f"{case.label} {pass_name:8}{name:22}{t.us_p50:10.0f} us {flops / t.us_p50 / 1e6:8.1f} TFLOP/s",
-                flush=True,
-            )
+
+        def ready_side(name: str, pass_name: str = pass_name) -> harness.Ready:
+            program = peers_attention.PASSES[pass_name](peers_attention.SIDES[name])
+            return harness.checked(name, harness.compile_fits(program, *args), args, check)
+
+        row = harness.case_of("packed_attention", pass_name, shape, DTYPE, dist)
+        row["shape"] |= {"B": len(offsets) - 1}
+        makers = {name: functools.partial(ready_side, name) for name in run.peers}
+        flops, label = shape.flops(pass_name, np.diff(offsets)), f"{shape.name} {dist} {pass_name}"
+        run.measure("", label, row, makers, "tflops", flops, longest=sequences.longest)
 
 
 def main(
-    shape_names: str = typer.Option(
-        ",".join(shapes.ATTENTION), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
-    ),
+    shape_names: str = harness.shapes_option(shapes.ATTENTION),
     dists: str = typer.Option("unequal", help=f"Of {', '.join(shapes.PACKED_DISTS)}."),
     passes: str = typer.Option(",".join(peers_attention.PASSES)),
     ways: str = typer.Option(",".join(peers_attention.SIDES)),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(3),
-    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/packed_attention.jsonl. TFLOP/s count the pairs within sequences only."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # a masked T * T of 24 heads in float32 is 26 GB
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    file = harness.results_folder(out) / "packed_attention.jsonl"
+    file = harness.begin("packed_attention", out, smoke)
+    run = harness.Run(file=file, rounds=rounds, ceiling=None, peers=ways.split(","))
     for shape in [SMOKE] if smoke else [shapes.ATTENTION[name] for name in shape_names.split(",")]:
         for dist in dists.split(","):
-            offsets = shapes.group_offsets(shapes.sequence_lengths(dist, shape.B, shape.T))
-            measure_case(Case(shape, dist, offsets), passes.split(","), ways.split(","), file, rounds)
-        print(
-            f"{shape.name} done after {time.perf_counter() - start:.0f} s, {jax.devices()[0].device_kind}", flush=True
-        )
+            measure_case(run, shape, dist, passes.split(","))
+        run.done(shape.name)
 
 
 if __name__ == "__main__":

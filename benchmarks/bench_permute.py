@@ -1,14 +1,13 @@
-"""Rows of tokens to their experts and back: jaxops' kernels beside the same in jnp (gathers and sums), in GB/s beside the copy bandwidth.
+"""permute and combine: jaxops' kernels beside gathers and sums in jnp, in GB/s beside the copy bandwidth.
 
 python -m benchmarks.bench_permute                                    # everything: 3 shapes, both ops, fwd and bwd
 python -m benchmarks.bench_permute --shapes mixtral_t16384 --ops combine --peers ""
 python -m benchmarks.bench_permute --smoke --out /tmp/x               # a tiny shape, every code path, CPU too
 
-GB/s count each row once: permute's forward reads a token and writes its k rows, and that is what a token costs however often it is read.
+GB/s count each row once: permute's forward reads each token once and writes its k rows.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import jax
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import typer
 
 import jaxops
-from benchmarks import checks, harness, shapes
-from benchmarks.shapes import PermuteShape
+from benchmarks import checks, harness, shapes_moe
+from benchmarks.shapes_moe import PermuteShape
 
 OPS, PASSES = ("permute", "combine"), ("fwd", "bwd")
 DTYPE = "bfloat16"
@@ -38,12 +37,12 @@ class Case:
 
 
 def make_routing(shape: PermuteShape) -> jaxops.Routing:
-    """Of random logits: experts get about as many rows each, in no order of the tokens."""
+    """From random logits: experts get about equal numbers of rows, from tokens in random order."""
     return jax.jit(lambda logits: jaxops.route(logits, shape.k))(harness.normal(0, (shape.T, shape.E), jnp.float32))
 
 
 def make_inputs(shape: PermuteShape, dtype=DTYPE) -> Named:
-    """x, which is also the cotangent of combine's result, and rows, which are also that of permute's."""
+    """x, also the cotangent of combine's result, and rows, also the cotangent of permute's."""
     return {
         name: harness.normal(i, (size, shape.D), jnp.dtype(dtype))
         for i, (name, size) in enumerate((("x", shape.T), ("rows", shape.T * shape.k)), 1)
@@ -51,7 +50,7 @@ def make_inputs(shape: PermuteShape, dtype=DTYPE) -> Named:
 
 
 def side(case: Case, backend: str) -> Callable[[Named, jaxops.Routing], Named]:
-    """From inputs to what the pass gives, by name."""
+    """(inputs, routing) -> the results of the pass by name."""
 
     def permute(inputs: Named, routing: jaxops.Routing) -> Named:
         rows, vjp = jax.vjp(lambda x: jaxops.permute(x, routing, backend=backend), inputs["x"])
@@ -71,9 +70,8 @@ def side(case: Case, backend: str) -> Callable[[Named, jaxops.Routing], Named]:
 
 @jax.jit
 def _errors(parts: Named, want: Named) -> jax.Array:
-    return jnp.max(
-        jnp.stack([checks.relative_errors(parts[name], want[name]) for name in want]), axis=0
-    )  # max passes NaN on
+    errors = [checks.relative_errors(parts[name], want[name]) for name in want]
+    return jnp.max(jnp.stack(errors), axis=0)  # max passes NaN on
 
 
 def errors(parts: Named, want: Named) -> tuple[float, float]:
@@ -83,67 +81,39 @@ def errors(parts: Named, want: Named) -> tuple[float, float]:
 
 
 def ready_side(name: str, case: Case, inputs: Named, routing: jaxops.Routing, want: Named) -> harness.Ready:
-    compiled, seconds = harness.compile_fits(side(case, name), inputs, routing)
-    parts = compiled(inputs, routing)
-    max_err, rms_err = errors(parts, want)
-    checks.demand_right(max_err, rms_err, DTYPE)
-    ready = harness.ready(name, compiled, (inputs, routing), sum(part.nbytes for part in parts.values()), max_err)
-    ready.facts["compile_s"] = seconds
-    return ready
+    args = (inputs, routing)
+    check = lambda parts: checks.demand_right(*errors(parts, want), DTYPE)
+    return harness.checked(name, harness.compile_fits(side(case, name), *args), args, check)
 
 
 def measure_case(run: harness.Run, case: Case, inputs: Named, routing: jaxops.Routing) -> None:
     """Checks, times and writes every side of one case."""
-    want = jax.jit(
-        lambda inputs, routing: side(case, "xla")({name: x.astype(jnp.float32) for name, x in inputs.items()}, routing)
-    )(inputs, routing)
-    ready = run.ready_sides("pallas", case.label, ready_side, case, inputs, routing, want)
-    del want
-    times = run.times("pallas", ready)
+    wide = {name: x.astype(jnp.float32) for name, x in inputs.items()}
+    want = jax.jit(side(case, "xla"))(wide, routing)
     moved = case.shape.moved_bytes(case.op, case.pass_name)
-    named = {
-        "op": case.op,
-        "pass": case.pass_name,
-        "name": case.shape.name,
-        "shape": case.shape.dims,
-        "dtype": DTYPE,
-        "dist": "",
-    }
-    run.write("pallas", named, ready, times, "gbps", moved, cold=harness.cold(moved))
-    print(
-        f"{case.label:32}"
-        + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()),
-        flush=True,
-    )
+    row = harness.case_of(case.op, case.pass_name, case.shape, DTYPE)
+    makers = run.sides("pallas", ready_side, case, inputs, routing, want)
+    run.measure("pallas", case.label, row, makers, "gbps", moved, cold=harness.cold(moved))
 
 
 def main(
-    shape_names: str = typer.Option(
-        ",".join(shapes.PERMUTES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
-    ),
+    shape_names: str = harness.shapes_option(shapes_moe.PERMUTES),
     ops: str = typer.Option(",".join(OPS)),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option("xla", help='"" for none.'),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(5),
-    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/permute.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    file = harness.results_folder(out) / "permute.jsonl"
-    run = harness.Run(
-        file=file,
-        rounds=rounds,
-        ceiling=harness.write_copy(file, smoke),
-        peers=[name for name in peers.split(",") if name],
-    )
-    for shape in [SMOKE] if smoke else [shapes.PERMUTES[name] for name in shape_names.split(",")]:
+    file = harness.begin("permute", out, smoke)
+    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=harness.names(peers))
+    for shape in [SMOKE] if smoke else [shapes_moe.PERMUTES[name] for name in shape_names.split(",")]:
         inputs, routing = make_inputs(shape), make_routing(shape)
         for op in ops.split(","):
             for pass_name in passes.split(","):
                 measure_case(run, Case(shape, op, pass_name), inputs, routing)
-    print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
+        run.done(shape.name)
     harness.end(run.left_out)
 
 

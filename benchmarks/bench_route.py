@@ -1,14 +1,13 @@
-"""Routing: jaxops' kernels beside the same in jnp (top_k, a sort, JAX's gradients), in microseconds, and in GB/s beside the copy bandwidth.
+"""route: jaxops' kernels beside jnp (top_k, a sort, JAX's gradients), in GB/s beside the copy bandwidth.
 
 python -m benchmarks.bench_route                                    # everything: 6 shapes, fwd and fwd+bwd
 python -m benchmarks.bench_route --shapes dsv3_t32768 --passes fwd --peers ""
 python -m benchmarks.bench_route --smoke --out /tmp/x               # a tiny shape, every code path, CPU too
 
-At these sizes a call takes tens of microseconds: what is measured is the kernels' time on the device, without the gaps between them.
+A call takes tens of microseconds. Measured is the kernels' time on the device, without the gaps between them.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import jax
@@ -16,12 +15,14 @@ import jax.numpy as jnp
 import typer
 
 import jaxops
-from benchmarks import checks, harness, shapes
-from benchmarks.shapes import RouteShape
+from benchmarks import checks, harness, shapes_moe
+from benchmarks.shapes_moe import RouteShape
 
 PASSES = ("fwd", "fwd+bwd")
 SMOKE = RouteShape("smoke", 40, 16, 3, expert_groups=4, top_expert_groups=2)
-LEAST_SAME = 0.999  # tokens that choose the same in every backend: the sums of two scores, by which a group is chosen, may round to the other one
+# Part of the tokens that choose the same experts in every backend: sums of two scores, which choose the groups, may
+# round differently.
+LEAST_SAME = 0.999
 
 Named = dict[str, jax.Array]
 
@@ -48,7 +49,7 @@ def make_inputs(shape: RouteShape) -> Named:
 
 
 def side(case: Case, backend: str) -> Callable[[Named], Named]:
-    """From inputs to the parts of a Routing by name, and dlogits in fwd+bwd."""
+    """inputs -> the fields of a Routing by name, and dlogits in fwd+bwd."""
 
     def forward(logits: jax.Array, inputs: Named) -> Named:
         return vars(
@@ -60,9 +61,8 @@ def side(case: Case, backend: str) -> Callable[[Named], Named]:
     def both(inputs: Named) -> Named:
         def loss(logits):
             parts = forward(logits, inputs)
-            return jnp.sum(parts["weights"] * inputs["dweights"]) + 0.01 * parts["aux_loss"] + 0.001 * parts[
-                "z_loss"
-            ], parts
+            weighted = jnp.sum(parts["weights"] * inputs["dweights"])
+            return weighted + 0.01 * parts["aux_loss"] + 0.001 * parts["z_loss"], parts
 
         (_, parts), dlogits = jax.value_and_grad(loss, has_aux=True)(inputs["logits"])
         return parts | {"dlogits": dlogits}
@@ -71,8 +71,8 @@ def side(case: Case, backend: str) -> Callable[[Named], Named]:
 
 
 @jax.jit
-def places_are_right(parts: Named) -> jax.Array:
-    """Whether the rows are the tokens' choices, each once, sorted by expert and within an expert by token: four booleans."""
+def right_rows(parts: Named) -> jax.Array:
+    """Four booleans: tokens, experts, load and order. Each choice has one row, sorted by expert, then by token."""
     T, k = parts["experts"].shape
     positions, offsets = parts["row_positions"], parts["group_offsets"]
     token = jnp.broadcast_to(jnp.arange(T)[:, None], (T, k))
@@ -89,12 +89,12 @@ def places_are_right(parts: Named) -> jax.Array:
 
 
 def errors(parts: Named, want: Named) -> tuple[float, float]:
-    """(largest, RMS) error of weights, losses and gradient over each one's RMS, the worst of them; of the tokens that chose the same.
+    """(largest, RMS) error of weights, losses and gradient over their RMS, the worst, of tokens with equal choices.
 
     Raises:
-      ArithmeticError: rows in wrong places, or choices that differ from the wanted ones in more than a few tokens.
+      ArithmeticError: wrong rows, or other choices than the wanted ones in more than a few tokens.
     """
-    found = places_are_right(parts)
+    found = right_rows(parts)
     if not bool(jnp.all(found)):
         raise ArithmeticError(f"wrong result: tokens, experts, load, order of the rows are right: {found.tolist()}")
     same = jnp.all(parts["experts"] == want["experts"], axis=1)
@@ -111,63 +111,35 @@ def errors(parts: Named, want: Named) -> tuple[float, float]:
 
 
 def ready_side(name: str, case: Case, inputs: Named, want: Named) -> harness.Ready:
-    compiled, seconds = harness.compile_fits(side(case, name), inputs)
-    parts = compiled(inputs)
-    max_err, rms_err = errors(parts, want)
-    checks.demand_right(max_err, rms_err, "float32")
-    ready = harness.ready(name, compiled, (inputs,), sum(part.nbytes for part in parts.values()), max_err)
-    ready.facts["compile_s"] = seconds
-    return ready
+    check = lambda parts: checks.demand_right(*errors(parts, want), "float32")
+    return harness.checked(name, harness.compile_fits(side(case, name), inputs), (inputs,), check)
 
 
 def measure_case(run: harness.Run, case: Case, inputs: Named) -> None:
     """Checks, times and writes every side of one case."""
     want = jax.jit(side(case, "xla"))(inputs)
-    ready = run.ready_sides("pallas", case.label, ready_side, case, inputs, want)
-    del want
-    times = run.times("pallas", ready)
     moved = case.shape.moved_bytes(case.pass_name)
-    named = {
-        "op": "route",
-        "pass": case.pass_name,
-        "name": case.shape.name,
-        "shape": case.shape.dims,
-        "dtype": "float32",
-        "dist": "",
-    }
-    run.write("pallas", named, ready, times, "gbps", moved, cold=harness.cold(moved))
-    print(
-        f"{case.label:32}"
-        + " | ".join(f"{name} {t.us_p50:.1f} us {moved / t.us_p50 / 1e3:.0f} GB/s" for name, t in times.items()),
-        flush=True,
-    )
+    row = harness.case_of("route", case.pass_name, case.shape, "float32")
+    makers = run.sides("pallas", ready_side, case, inputs, want)
+    run.measure("pallas", case.label, row, makers, "gbps", moved, cold=harness.cold(moved))
 
 
 def main(
-    shape_names: str = typer.Option(
-        ",".join(shapes.ROUTES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
-    ),
+    shape_names: str = harness.shapes_option(shapes_moe.ROUTES),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option("xla", help='"" for none.'),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(5),
-    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/route.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    file = harness.results_folder(out) / "route.jsonl"
-    run = harness.Run(
-        file=file,
-        rounds=rounds,
-        ceiling=harness.write_copy(file, smoke),
-        peers=[name for name in peers.split(",") if name],
-    )
-    for shape in [SMOKE] if smoke else [shapes.ROUTES[name] for name in shape_names.split(",")]:
+    file = harness.begin("route", out, smoke)
+    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=harness.names(peers))
+    for shape in [SMOKE] if smoke else [shapes_moe.ROUTES[name] for name in shape_names.split(",")]:
         inputs = make_inputs(shape)
         for pass_name in passes.split(","):
             measure_case(run, Case(shape, pass_name), inputs)
-    print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
+        run.done(shape.name)
     harness.end(run.left_out)
 
 

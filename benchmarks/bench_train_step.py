@@ -1,6 +1,6 @@
-"""Whole training steps of the models' large presets: with jaxops, in bfloat16 and FP8, and the same models on plain XLA.
+"""Training steps of the models' large presets: jaxops in bfloat16 and FP8, and the same models on plain XLA.
 
-python -m benchmarks.bench_train_step                        # the 3b mixture of experts and the 1b diffusion transformer
+python -m benchmarks.bench_train_step                        # the 3b mixture of experts and the 1b DiT
 python -m benchmarks.bench_train_step --smoke --out /tmp/x   # tiny models, every code path
 """
 
@@ -48,11 +48,11 @@ class Workload(NamedTuple):
     """A model in one precision, on one backend.
 
     Attributes:
-      start: the state before the first step; a function, so that it is made when the one before is gone.
+      start: makes the state before the first step; called when the previous state is freed.
       step: compiled with `lower`.
       batches: on the device.
-      tokens, flops: of a step; flops as a training needs them, without what is computed again.
-      shape: what a row says of it.
+      tokens, flops: of a step; flops that training needs, without recomputation.
+      shape: of its rows.
     """
 
     start: Callable[[], Any]
@@ -64,7 +64,7 @@ class Workload(NamedTuple):
 
 
 def lm_flops(preset: Preset, batch: Any) -> float:
-    """Six for each parameter at work and token, the embeddings' rows apart; and causal attention within documents."""
+    """Six for each active parameter and token, without the embeddings, and causal attention within documents."""
     c = preset.model
     attention = c.width * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     experts = 3 * c.width * c.hidden * max(1, c.top_k) + c.width * c.experts
@@ -111,7 +111,7 @@ def lm(preset: Preset, backend: str, precision: str, steps: int) -> Workload:
 
 
 def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
-    """Squares of a quarter of `longest` tokens to all of it, until the budget is full; noise for pixels."""
+    """Squares of a quarter of `longest` tokens to all of it, until the budget is full, with noise as pixels."""
     rng, sides = np.random.default_rng(seed), []
     low, high = int((sizes.longest / 4) ** 0.5), int(sizes.longest**0.5)
     while sum(side * side for side in sides) + high * high <= preset.tokens and len(sides) < preset.images:
@@ -163,7 +163,13 @@ SMOKE = {
 
 
 class Measured(NamedTuple):
-    """us: from one step's end to the next one's; bytes: that a step needs at its peak; kernels: (name, microseconds) of one step, the longest first."""
+    """One side's measurements.
+
+    Attributes:
+      us: from one step's end to the next one's.
+      bytes: that a step needs at its peak.
+      kernels: (name, microseconds) of one step, the longest first.
+    """
 
     us: list[float]
     losses: list[float]
@@ -173,9 +179,12 @@ class Measured(NamedTuple):
 
 
 def measure(workload: Workload, limit_s: float) -> Measured:
-    """Steps one after another on the clock, then one under the profiler. As in a training a step is started before the one ahead of it is waited for, so that
-    what the host does for it lies behind that one. The last step's end is not among the times: a program that the host waits in is seen to end late, all the
-    others alike."""
+    """Timed steps, then one under the profiler.
+
+    As in training, a step is started before the host waits for the previous one, which hides the host's work. The end
+    of the
+    last step is not timed: the end of a program that the host waits in is seen late, all others by the same delay.
+    """
     begin = time.perf_counter()
     compiled = compile_step(workload)
     compile_s, losses, ends = time.perf_counter() - begin, [], []
@@ -202,7 +211,7 @@ def compile_step(workload: Workload) -> Any:
 
 
 def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Each kernel's time in one call, equal names added up."""
+    """Each kernel's time in one call; equal names are summed."""
     totals: dict[str, float] = collections.defaultdict(float)
     for event in device_events(run):
         totals[event.name] += event.us
@@ -219,7 +228,11 @@ def measure_case(
     steps: int,
     limit_s: float,
 ) -> int:
-    """All sides of a model, one after another, each one's row written when it is over; how often jaxops itself failed."""
+    """All sides of a model, one after another; each row is written at its end.
+
+    Returns:
+      How often jaxops failed.
+    """
     losses: dict[str, float] = {}
     step_us: dict[str, float] = {}
     for side in sides:
@@ -247,7 +260,7 @@ def write(
     dense: float,
     step_us: dict[str, float],
 ) -> None:
-    """A side's row. step_us is of all sides so far, this one among them."""
+    """A side's row. step_us is of all sides so far, including this one."""
     backend, precision = SIDES[side]
     times, total = harness.Times.of(measured.us), sum(us for _, us in measured.kernels)
     case = {
@@ -264,12 +277,13 @@ def write(
     facts |= {"kernels": [[kernel[:80], round(us, 1), round(us / total, 4)] for kernel, us in measured.kernels[:SHOWN]]}
     vs = {peer: us / step_us[side] for peer, us in step_us.items() if SIDES[peer][0] == XLA} if backend != XLA else {}
     harness.append_row(file, harness.make_row(case, times, facts["tflops"] / dense, vs, None, **facts))
-    line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}, {measured.bytes / 1e9:.1f} GB"
+    line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}"
+    line += f", {measured.bytes / 1e9:.1f} GB"
     print(f"{name} {side}: {line}, compiled in {measured.compile_s:.0f} s, {vs}", flush=True)
 
 
 def speeds(workload: Workload, times: harness.Times) -> dict[str, float]:
-    """What a row says of a step's time."""
+    """The entries of a row that follow from a step's time."""
     tflops = workload.flops / times.us_p50 / 1e6
     return {"tflops": tflops, "mfu": tflops / PEAK_TFLOPS, "tokens_per_s": 1e6 * workload.tokens / times.us_p50}
 
@@ -281,14 +295,13 @@ def main(
         12, min=WARMUP + 2, help="Training steps of each side: two warm up, and the last is not timed."
     ),
     limit: float = typer.Option(30.0, help="Seconds of steps after which a side has no further one."),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     smoke: bool = typer.Option(False, help="Tiny models, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/train_step.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    # Taken at once: of memory that grew with one side, the next one's temporaries find no piece that is large enough.
+    # Preallocated: in memory that grew with one side, the next side finds no contiguous block for its temporaries.
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-    harness.demand_place(out, smoke)
-    file = harness.results_folder(out) / "train_step.jsonl"
+    file = harness.begin("train_step", out, smoke)
     chosen = sorted(sides.split(","), key=list(SIDES).index)
     dense = harness.write_dense(file, jnp.bfloat16, smoke)
     left_out = 0

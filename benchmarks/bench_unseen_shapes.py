@@ -1,11 +1,12 @@
-"""Grouped matmul at shapes that nobody tuned: the plan that a user gets there, beside the best one found by tuning that very shape.
+"""grouped_matmul at shapes that nobody tuned: the plan that "auto" chooses beside the best plan of tuning that shape.
 
 python -m benchmarks.bench_unseen_shapes                              # 20 random shapes, three passes
 python -m benchmarks.bench_unseen_shapes --shapes 5 --passes fwd
 python -m benchmarks.bench_unseen_shapes --smoke --out /tmp/x         # a tiny shape, every code path, CPU too
 
-Rows of op grouped_matmul, named unseen_00 and so on: side jaxops is the plan of "auto", side tuned the fastest of the candidates, an even and a Zipf split
-counted alike. `vs` of 0.9 means that the plan for the shape takes 1.11 times as long as the tuned one.
+Rows of op grouped_matmul, named unseen_00 and so on. Side jaxops is the plan of "auto", side tuned the fastest
+candidate over an even and a Zipf split. A `vs` of 0.9 means that the plan of "auto" takes 1.11 times as long as the
+tuned one.
 """
 
 import time
@@ -29,7 +30,7 @@ _MOST_WEIGHTS, _MOST_FLOPS = 2**31, 4e12  # numbers, and multiplications twice: 
 
 
 def unseen(count: int) -> list[GroupedShape]:
-    """Random, the same every time: 1 to 256 groups, 2,048 to 65,536 rows, widths of 256 to 8,192 in eights; in the middle of their powers of two, and not."""
+    """Random, the same every time: 1 to 256 groups, 2,048 to 65,536 rows, widths of 256 to 8,192, divisible by 8."""
     rng = np.random.default_rng(20)
     found: list[GroupedShape] = []
     while len(found) < count:
@@ -44,19 +45,19 @@ def problem_of(shape: GroupedShape) -> Problem:
     return Problem(shape.G, shape.M, shape.K, shape.N, jnp.dtype(DTYPE).name)
 
 
-def few(pass_name: str, shape: GroupedShape, mine: Tiles) -> list[Tiles]:
-    """The candidates of the kernel and panel that the plan has: panels are worth a few hundredths, and each costs a compilation."""
-    found = candidates(pass_name, problem_of(shape), current_device(), mine.kernel)
-    return [tiles for tiles in found if tiles.panel == mine.panel]
+def few(pass_name: str, shape: GroupedShape, planned: Tiles) -> list[Tiles]:
+    """The candidates with the plan's kernel and panel: panels gain a few percent, and each costs a compilation."""
+    found = candidates(pass_name, problem_of(shape), current_device(), planned.kernel)
+    return [tiles for tiles in found if tiles.panel == planned.panel]
 
 
 def tuned(pass_name: str, shape: GroupedShape, plan: Plan) -> tuple[Tiles | None, float]:
-    """The fastest tiles of a pass, and the seconds that it took to find them."""
-    mine: Tiles | None = getattr(plan, pass_name)
-    if not harness.on_gpu() or mine is None:
-        return mine, 0.0
+    """(the fastest tiles of a pass, seconds of tuning)."""
+    planned: Tiles | None = getattr(plan, pass_name)
+    if not harness.on_gpu() or planned is None:
+        return planned, 0.0
     start = time.perf_counter()
-    rows = tuning.tune(problem_of(shape), [pass_name], tiles=few(pass_name, shape, mine), say=lambda line: None)
+    rows = tuning.tune(problem_of(shape), [pass_name], tiles=few(pass_name, shape, planned), say=lambda line: None)
     return Tiles(**min(rows, key=lambda row: row["us"])["tiles"]), time.perf_counter() - start
 
 
@@ -65,17 +66,18 @@ def ready_side(
 ) -> harness.Ready:
     tiles, args = chosen[side], inputs.args(side, offsets)
     plan = Plan("xla") if tiles is None else Plan(tiles.kernel, tiles, tiles, tiles)
-    compiled, _ = harness.compile_fits(jaxops_passes("auto", plan)[pass_name], *args)
-    out = compiled(*args)
-    max_err, rms_err = checks.grouped_errors(pass_name, shape, out, (inputs.lhs, inputs.rhs, inputs.dout), offsets)
-    checks.demand_right(max_err, rms_err, jnp.dtype(DTYPE).name)
-    ready = harness.ready(side, compiled, args, out.nbytes, max_err)
-    ready.facts["tiles"] = None if tiles is None else vars(tiles)
-    return ready
+    tensors = (inputs.lhs, inputs.rhs, inputs.dout)
+
+    def check(out) -> float:
+        errors = checks.grouped_errors(pass_name, shape, out, tensors, offsets)
+        return checks.demand_right(*errors, jnp.dtype(DTYPE).name)
+
+    compiled = harness.compile_fits(jaxops_passes("auto", plan)[pass_name], *args)
+    return harness.checked(side, compiled, args, check, tiles=None if tiles is None else vars(tiles))
 
 
 def measure_case(run: harness.Run, shape: GroupedShape, pass_name: str, inputs: Inputs) -> None:
-    """Tunes one pass of a shape, then times the plan's tiles and the tuned ones in turn."""
+    """Tunes one pass of a shape, then times the plan's tiles and the tuned ones, interleaved."""
     device = current_device()
     backend = "auto" if harness.on_gpu() else "pallas"
     plan = make_plan(problem_of(shape), device, tuned_rows("grouped_matmul", device), backend=backend)
@@ -83,42 +85,27 @@ def measure_case(run: harness.Run, shape: GroupedShape, pass_name: str, inputs: 
     chosen = {OURS: getattr(plan, pass_name), TUNED: best}
     for dist in DISTS:
         offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
-        ready = run.ready_sides(
-            OURS, f"{shape.name} {pass_name} {dist}", ready_side, shape, pass_name, chosen, inputs, offsets
-        )
-        times = run.times(OURS, ready)
-        named = {
-            "op": "grouped_matmul",
-            "pass": pass_name,
-            "name": shape.name,
-            "shape": shape.dims,
-            "dtype": jnp.dtype(DTYPE).name,
-            "dist": dist,
-        }
-        run.write(OURS, named, ready, times, "tflops", shape.flops, tuning_s=seconds)
-        line = " | ".join(
-            f"{side} {t.us_p50:.0f} us {shape.flops / t.us_p50 / 1e6:.0f} TFLOP/s" for side, t in times.items()
-        )
-        print(f"{shape.name} {'x'.join(map(str, shape.dims.values())):24} {dist:9} {pass_name:6} {line}", flush=True)
+        label = f"{shape.name} {'x'.join(map(str, shape.dims.values()))} {dist} {pass_name}"
+        row = harness.case_of("grouped_matmul", pass_name, shape, DTYPE, dist)
+        makers = run.sides(OURS, ready_side, shape, pass_name, chosen, inputs, offsets)
+        run.measure(OURS, label, row, makers, "tflops", shape.flops, tuning_s=seconds)
 
 
 def main(
     count: int = typer.Option(20, "--shapes", help="How many of the random shapes."),
     passes: str = typer.Option(",".join(shapes.PASSES)),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(3),
-    smoke: bool = typer.Option(False, help="A tiny shape, every code path; needs --out."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/unseen_shapes.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.demand_place(out, smoke)
-    start = time.perf_counter()
-    file = harness.results_folder(out) / "unseen_shapes.jsonl"
+    file = harness.begin("unseen_shapes", out, smoke)
     run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[TUNED])
     for shape in [SMOKE] if smoke else unseen(count):
         inputs = Inputs.make(shape)
         for pass_name in passes.split(","):
             measure_case(run, shape, pass_name, inputs)
-        print(f"{shape.name} done after {time.perf_counter() - start:.0f} s", flush=True)
+        run.done(shape.name)
     harness.end(run.left_out)
 
 

@@ -1,4 +1,4 @@
-"""Is a result right? Rows of it are compared with float32, before anything is timed."""
+"""Correctness before timing: sampled rows of a result are compared with float32."""
 
 import functools
 
@@ -10,11 +10,11 @@ from jax import lax
 from benchmarks.packing import Sequences
 from benchmarks.shapes import GroupedShape, sampled_packed_rows, sampled_rows
 
-# Largest error over the row's RMS, and RMS error over it. bfloat16 rounds the result to 2^-9 of itself, and a row of normal data reaches about 5 RMS.
-# AdaLN multiplies two normal factors, so elements reach 15 RMS, and one of them has come through the new residual's rounding.
-# Attention rounds its probabilities and their gradients to bfloat16 before it multiplies with them.
-# FP8: of normal data, a tensor in e4m3 is off by 0.026 (RMS), a product of two by 0.042, of one in e5m2 by 0.067, however long the sum; a block of 128 of
-# 16,384 that is missing in a product would add 0.088.
+# Largest error over the row's RMS, and RMS error over it. bfloat16 rounds the result to 2^-9 of itself, and a row of
+# normal data reaches about 5 RMS. AdaLN multiplies two normal factors: elements reach 15 RMS, and one factor is rounded
+# with the new residual. Attention rounds its probabilities and their gradients to bfloat16 before the products. FP8 of
+# normal data: a tensor in e4m3 has an RMS error of 0.026, a product of two 0.042, of one in e5m2 0.067, for any length
+# of the sum; a missing block of 128 of 16,384 adds 0.088.
 LIMITS = {
     "bfloat16": (4e-2, 1e-2),
     "float32": (1e-3, 1e-4),
@@ -30,25 +30,27 @@ _CHUNK_ROWS = 2048  # of float32 rows at a time: the reference needs little memo
 
 
 def within_limits(max_err: float, rms_err: float, dtype: str) -> bool:
-    """NaN is outside."""
+    """Whether both errors are within the limits of the dtype; NaN is not."""
     return max_err <= LIMITS[dtype][0] and rms_err <= LIMITS[dtype][1]
 
 
-def demand_right(max_err: float, rms_err: float, dtype: str) -> None:
-    """
+def demand_right(max_err: float, rms_err: float, dtype: str) -> float:
+    """max_err.
+
     Raises:
       ArithmeticError: the errors exceed the limits of the dtype.
     """
     if not within_limits(max_err, rms_err, dtype):
         raise ArithmeticError(f"wrong result: max error {max_err:.2e}, RMS error {rms_err:.2e} of the row's RMS")
+    return max_err
 
 
 def grouped_errors(
     pass_name: str, shape: GroupedShape, out: jax.Array, inputs: tuple[jax.Array, ...], offsets: np.ndarray
 ) -> tuple[float, float]:
-    """(largest error over RMS, RMS error over RMS) of a pass's result, the worst of the sampled rows. inputs are lhs, rhs, dout.
+    """(largest error over RMS, RMS error over RMS) of a pass's result, the worst of the sampled rows.
 
-    A row that must be zero and is not counts as infinitely wrong.
+    Infinite for a nonzero row that must be 0. inputs are lhs, rhs, dout.
     """
     groups, rows = sampled_rows(pass_name, shape, offsets)
     right_shape = {"fwd": (shape.M, shape.N), "dgrad": (shape.M, shape.K), "wgrad": (shape.G, shape.K, shape.N)}[
@@ -62,7 +64,7 @@ def grouped_errors(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _errors(pass_name: str, out, lhs, rhs, dout, offsets, groups, rows):
-    # One row of the result after another, as a multiply and a reduction: exact float32 (no TF32), no [G, M, K], and no GEMM that XLA would tune first.
+    # One row at a time, as a multiply and a reduction: exact float32 (no TF32), no [G, M, K], and no GEMM to autotune.
     def row_errors(index):
         g, r = index
         if pass_name == "fwd":
@@ -79,7 +81,7 @@ def _errors(pass_name: str, out, lhs, rhs, dout, offsets, groups, rows):
 
 
 def _relative(got: jax.Array, want: jax.Array) -> jax.Array:
-    """[largest error, RMS error] of each row (the last axis) over its RMS, in float32; infinite where a row must be zero and is not."""
+    """[largest, RMS] error of each row (last axis) over its RMS, in float32; infinite if a row must be 0 and is not."""
     diff = got.astype(jnp.float32) - want
     rms, max_err, rms_err = (
         jnp.sqrt(jnp.mean(want**2, axis=-1)),
@@ -98,9 +100,10 @@ def relative_errors(got: jax.Array, want: jax.Array) -> jax.Array:
 def packed_errors(
     results: dict[str, jax.Array], inputs: dict[str, jax.Array], offsets: np.ndarray
 ) -> tuple[float, float]:
-    """As grouped_errors, of what adaln or gated_residual_adaln gave: any of y, new_residual, dx, dh, of which rows are sampled, and dgate, dscale, dshift.
+    """As grouped_errors, of results of adaln or gated_residual_adaln.
 
-    inputs: x (the residual), scale, shift, dy and, of gated_residual_adaln, h, gate and dnew_residual.
+    results: of y, new_residual, dx and dh sampled rows are checked, of dgate, dscale and dshift all.
+    inputs: x (the residual), scale, shift, dy and, for gated_residual_adaln, h, gate and dnew_residual.
     """
     for name, result in results.items():
         like = inputs["x" if name in ("y", "new_residual") else name.removeprefix("d")]
@@ -137,7 +140,7 @@ def _sequence_of(offsets, rows):
 
 
 def _reference_rows(inputs, offsets, rows) -> dict[str, jax.Array]:
-    """Everything about some rows, [n, D] in float32; dgate, dscale and dshift are each row's own share of its sequence's."""
+    """All results for some rows, [n, D] in float32; dgate, dscale and dshift are a row's term of the sum."""
     mine = _sequence_of(offsets, rows)
     zeros = jnp.zeros((rows.shape[0], inputs["x"].shape[1]), jnp.float32)
 
@@ -158,7 +161,7 @@ def _reference_rows(inputs, offsets, rows) -> dict[str, jax.Array]:
 
 
 def linear_errors(results: dict[str, jax.Array], x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[float, float]:
-    """As grouped_errors, of whichever of y, dx and dw [K, N] there are, against the product of what was there before any cast; the worst of them."""
+    """As grouped_errors, of any of y, dx and dw [K, N], against the products of unquantised operands; the worst."""
     shape, offsets = GroupedShape("", 1, x.shape[0], *w.shape), np.array([0, x.shape[0]], np.int32)
     passes = {"y": "fwd", "dx": "dgrad", "dw": "wgrad"}
     grouped = {name: result[None] if name == "dw" else result for name, result in results.items()}
@@ -193,7 +196,7 @@ def attention_reference(q, k, v, dout, sequences: Sequences) -> dict[str, jax.Ar
 
 
 def attention_errors(results: dict[str, jax.Array], want: dict[str, jax.Array]) -> tuple[float, float]:
-    """As grouped_errors, of all rows of whichever results there are; a row is a token with all its heads."""
+    """As grouped_errors, of all rows of the results; a row is a token with all its heads."""
     worst = [_attention_errors(result, want[name]) for name, result in results.items()]
     return float(np.max([w[0] for w in worst])), float(np.max([w[1] for w in worst]))  # np.max passes NaN on
 

@@ -1,10 +1,12 @@
-"""How far each FP8 recipe is from float64: relative Frobenius error and largest error of y, dx and dw, over the length of the sum, with and without outliers.
+"""Errors of each FP8 recipe against float64, by length of the sum, with and without outliers.
 
 python -m benchmarks.fp8_errors                         # sums of 1,024, 4,096 and 16,384; on a GPU
 python -m benchmarks.fp8_errors --small --out /tmp/x    # short sums, on a CPU too
 
-Operands are normal in bfloat16, the gradient dy 1e-3 as large; with outliers, one of a thousand entries of x and of dy is 100 times as large. The products
-of float64 are NumPy's, of the same bfloat16 operands. bfloat16 stands beside the recipes: XLA's own linear.
+Relative Frobenius error and largest error of y, dx and dw. Operands are normal in bfloat16, the gradient dy 1e-3 as
+large; with outliers, one of a thousand entries of x and of dy is 100 times as large. The float64 products are NumPy's,
+of
+the same bfloat16 operands. XLA's bfloat16 linear is measured beside the recipes.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ LINE = "{:26}{:4}{:>8}{:>10}{:>14}{:>14}"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One result's sum is as long as asked, every other dimension is `side`."""
+    """One result: its sum has the given length, every other dimension is `side`."""
 
     result: str
     length: int
@@ -56,7 +58,7 @@ def _with_outliers(seed: int, tensor: jax.Array) -> jax.Array:
 
 
 def exact(result: str, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """In float64, from float64."""
+    """The result in float64, from float64 operands."""
     return {"y": lambda: x @ w, "dx": lambda: dy @ w.T, "dw": lambda: x.T @ dy}[result]()
 
 
@@ -79,7 +81,7 @@ def linear(recipe: str, result: str):
 
 
 def measure_case(case: Case, recipes: list[str], file: pathlib.Path) -> int:
-    """Writes two rows a recipe, without and with outliers; the number of recipes that failed."""
+    """Writes two rows a recipe, without and with outliers; returns the number of failed recipes."""
     tensors = {outliers: case.operands(outliers) for outliers in (False, True)}
     wanted = {
         outliers: exact(case.result, *(np.asarray(tensor).astype(np.float64) for tensor in operands))

@@ -1,4 +1,4 @@
-"""What the FP8 benchmarks measure before anything else, the machine's ceilings, and the processes that call other libraries' FP8."""
+"""The machine's ceilings for the FP8 benchmarks, and the processes that call other libraries' FP8."""
 
 import importlib.util
 import pathlib
@@ -17,7 +17,10 @@ DTYPE = jnp.bfloat16
 
 
 def measure_machine(file: pathlib.Path, smoke: bool) -> tuple[harness.Ceilings, float | None]:
-    """(copy bandwidth and dense bfloat16 rate, dense FP8 TFLOP/s or None where XLA has no cuBLASLt FP8), written as rows of their own."""
+    """(copy bandwidth and dense bfloat16 rate, dense FP8 TFLOP/s), written as rows.
+
+    The FP8 rate is None where XLA makes no cuBLASLt FP8 call.
+    """
     n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
     ceilings, times = harness.measure_ceilings(n, DTYPE, copied)
     harness.append_row(file, harness.copy_row(copied, times["copy"]))
@@ -52,7 +55,7 @@ def measure_machine(file: pathlib.Path, smoke: bool) -> tuple[harness.Ceilings, 
 
 
 def start_torch(peers: list[str], **smoke) -> dict[str, TorchProcess]:
-    """A process for each peer whose library is there and works on a small case; the others say once why not."""
+    """A process for each peer whose library works on a small case; for the others the reason is printed once."""
     found = {}
     for name in peers:
         if name == "deepgemm" and importlib.util.find_spec("deep_gemm") is None:

@@ -1,4 +1,4 @@
-"""jaxops' FP8 products with nothing else in them: operands that were quantised before, multiplied by the kernel that a plan says. Floors, and GEMM rows."""
+"""jaxops' FP8 products of quantised operands by the kernel of a plan: floors of the FP8 rows, and GEMM rows."""
 
 import functools
 from collections.abc import Callable
@@ -25,10 +25,10 @@ FORMATS = {"x": "lhs", "w": "rhs", "dy": "dout"}  # a tensor's format in a Recip
 
 
 def choose_plan(problem: Problem, backend: str = "auto", cast: Literal["before", "inside"] | None = None) -> Plan:
-    """What the op itself would choose; with cast, what it would choose for that way of casting.
+    """The op's own plan; with cast, its plan for that way of casting.
 
     Raises:
-      NotImplementedError: the recipe is not cast that way.
+      NotImplementedError: the recipe does not support that cast.
     """
     device = current_device()
     chosen = make_plan(problem, device, tuned_rows(OP, device), backend=backend)
@@ -42,7 +42,7 @@ def choose_plan(problem: Problem, backend: str = "auto", cast: Literal["before",
 
 
 def own_tiles(problem: Problem, plan: Plan, pass_name: str) -> Tiles | None:
-    """The plan's, unless it leaves the product to cuBLASLt: then jaxops' own kernel's, as tuning would begin with."""
+    """The plan's tiles; if it uses cuBLASLt, those of jaxops' kernel that tuning would start with."""
     tiles = getattr(plan, pass_name)
     if plan.backend != "triton" or tiles is None or tiles.kernel == "triton":
         return tiles
@@ -64,13 +64,16 @@ def multiply(a: Operand, b: Operand, offsets: jax.Array | None = None, *, tiles:
 def quantize_for(
     recipe: Recipe, name: str, tensor: jax.Array, layouts: Literal["row", "col", "both"] = "both", group_offsets=None
 ) -> Quantized:
-    """x, w or dy as the recipe has it. Compiled once a shape: floors, product rows and recipes share what they quantise."""
+    """x, w or dy in the format of the recipe.
+
+    Compiled once a shape; floors, GEMM rows and recipes share the results.
+    """
     form = getattr(recipe, FORMATS[name])
     return jaxops.quantize(tensor, scaling=form.scaling, dtype=form.dtype, layouts=layouts, group_offsets=group_offsets)
 
 
 def gemms(recipe: Recipe, passes: tuple[str, ...], plan: Plan) -> Callable[..., dict[str, jax.Array]]:
-    """(quantised x, w, dy and the bfloat16 x, dy, which a weight gradient of high precision takes) -> the passes' results."""
+    """(quantised x, w, dy; x and dy in bfloat16, for high-precision weight gradients) -> results of the passes."""
 
     def call(q: dict[str, Quantized], x: jax.Array, dy: jax.Array):
         results = {}
@@ -91,7 +94,7 @@ def gemms(recipe: Recipe, passes: tuple[str, ...], plan: Plan) -> Callable[..., 
 
 
 def kernels_of(plan: Plan, passes: tuple[str, ...]) -> dict[str, str]:
-    """What multiplies in each pass, in a few words."""
+    """The kernel of each pass, in a few words."""
     found = {}
     for pass_name in passes:
         tiles = getattr(plan, pass_name)
@@ -102,10 +105,13 @@ def kernels_of(plan: Plan, passes: tuple[str, ...]) -> dict[str, str]:
 
 
 def cast_bytes(recipe: Recipe, pass_name: str, M: int, K: int, N: int) -> int:
-    """The fewest bytes that the casts of x[M, K], w[K, N] and dy[M, N] must move: each tensor read once (twice where no scale is known before all of it is
-    read: `quantized_bytes.reads_needed`), each layout that a product reads written once, with its scales.
+    """The fewest bytes that the casts of x[M, K], w[K, N] and dy[M, N] move.
 
-    fwd: x by rows, w by columns. fwd+bwd: x, w and dy in both layouts; x and dy by rows only, where the weight gradient is of high precision.
+    Each tensor is read once (twice if its scale needs all of it first: `quantized_bytes.reads_needed`), and each layout
+    that
+    a product reads is written once, with its scales. fwd: x by rows, w by columns. fwd+bwd: x, w and dy in both
+    layouts; with
+    a high-precision weight gradient x and dy by rows only.
     """
     both = "row" if recipe.gw_hp else "both"
     layouts = {"x": "row", "w": "col"} if pass_name == "fwd" else {"x": both, "w": "both", "dy": both}

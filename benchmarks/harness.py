@@ -1,15 +1,12 @@
-"""What every benchmark shares: interleaved device times, the machine's two ceilings, and the rows that are written."""
+"""What every benchmark shares: interleaved device times, checks before times, the machine's ceilings, options."""
 
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
-import json
 import os
 import pathlib
-import subprocess
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,42 +14,34 @@ import numpy as np
 import typer
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.rows import (  # noqa: F401  (some for the benchmarks, which import this module only)
+    ROOT,
+    ROW_KEYS,
+    Times,
+    append_row,
+    case_of,
+    environment,
+    make_row,
+    ratios,
+    results_folder,
+)
 from jaxops.profiling import device_times_us
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-WORK_US = 30_000  # of measured work a variant and round: enough to average, short enough for the card to stay as warm as its neighbours leave it
-ALIVE_BYTES = 25e9  # results that may be alive at a time; CUPTI's measurement keeps those of all its iterations
-ROW_KEYS = (
-    *(
-        "op",
-        "pass",
-        "name",
-        "shape",
-        "dtype",
-        "dist",
-        "backend",
-        "us_p50",
-        "us_p20",
-        "us_p80",
-        "of_ceiling",
-        "vs",
-        "max_err",
-    ),
-    *("jax", "triton", "driver", "device", "commit", "date"),
+WORK_US = (
+    30_000  # of measured work a variant and round: enough to average, and the card stays as warm as for the others
 )
+ALIVE_BYTES = 25e9  # results that may be alive at a time: CUPTI's measurement keeps those of all its iterations
+OUT = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default.")
+SMOKE = typer.Option(False, help="Tiny shapes, every code path; needs --out.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Percentiles over all calls of all rounds, in microseconds."""
+def shapes_option(named) -> Any:
+    return typer.Option(",".join(named), "--shapes", help="Comma-separated names from benchmarks/shapes.py.")
 
-    us_p20: float
-    us_p50: float
-    us_p80: float
 
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Times":
-        return cls(*(float(p) for p in np.percentile(np.asarray(samples), (20, 50, 80))))
+def names(text: str) -> list[str]:
+    """The parts of a comma-separated option."""
+    return [name for name in text.split(",") if name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +61,12 @@ class Variant:
 
 @dataclasses.dataclass
 class Ready:
-    """A side that gave the right result, with how to time it.
+    """A side that passed its check and can be timed.
 
     Attributes:
       variant: what `interleave` calls.
-      max_err: of the check, None where there was none.
-      facts: what its rows say beside the times: launches, compile_s, recipe.
+      max_err: of the check; None without one.
+      facts: further entries of its row: launches, compile_s, recipe; "backend" if that is not the side's name.
     """
 
     variant: Variant
@@ -87,13 +76,13 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the machine reaches in this run: copy bandwidth (bytes read + written) and the best dense cuBLAS rate of the dtype."""
+    """The machine's rates in this run: copy bandwidth (bytes read + written) and the best dense cuBLAS rate."""
 
     copy_gbps: float
     dense_tflops: float
 
     def least_us(self, flops: float, moved_bytes: float) -> float:
-        """The time that the ceiling which binds allows."""
+        """The time at the ceiling that binds."""
         return max(flops / (self.dense_tflops * 1e6), moved_bytes / (self.copy_gbps * 1e3))
 
 
@@ -102,13 +91,13 @@ def on_gpu() -> bool:
 
 
 def leave_room_for_torch() -> None:
-    """To be called before JAX's backend starts: torch's process shares the card."""
+    """Call it before JAX's backend starts: torch's process shares the card."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.72")
 
 
 def call_times_us(fn: Callable, *args, iterations: int) -> list[float]:
-    """Device time of each call on a GPU; elsewhere, where only the code path is of interest, wall time."""
+    """Device time of each call on a GPU; elsewhere wall time, which only tests the code path."""
     if on_gpu():
         return device_times_us(fn, *args, iterations=iterations)
     jax.block_until_ready(fn(*args))
@@ -129,10 +118,10 @@ def kernels(fn: Callable, *args) -> list[tuple[str, float]]:
 
 
 def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, float]:
-    """(fn compiled for args, seconds that took). With cublas, XLA's own Triton GEMMs are out of the choice for `x @ w`.
+    """(fn compiled for args, seconds). With cublas, XLA may not use its own Triton GEMMs for `x @ w`.
 
     Raises:
-      MemoryError: its temporaries and result exceed what the device has left: said here, before the allocator retries for ten seconds.
+      MemoryError: its temporaries and results exceed the free device memory. The allocator would retry for ten seconds.
     """
     start = time.perf_counter()
     compiled = jax.jit(fn).lower(*args).compile({"xla_gpu_enable_triton_gemm": False} if cublas else None)
@@ -140,38 +129,57 @@ def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, f
     needed = compiled.memory_analysis()
     stats = jax.devices()[0].memory_stats() or {}
     if needed is not None and "bytes_limit" in stats:
-        need, left = (
-            needed.temp_size_in_bytes + needed.output_size_in_bytes,
-            stats["bytes_limit"] - stats["bytes_in_use"],
-        )
+        need = needed.temp_size_in_bytes + needed.output_size_in_bytes
+        left = stats["bytes_limit"] - stats["bytes_in_use"]
         if need > left:
             raise MemoryError(f"needs {need / 1e9:.1f} GB of temporaries and results, {left / 1e9:.1f} GB are left")
     return compiled, seconds
 
 
 def ready(side: str, compiled: Callable, args: tuple, out_bytes: int, max_err: float | None) -> Ready:
-    """A compiled JAX side whose result is right: asks how long a call takes and what it launches."""
+    """A compiled JAX side whose result is right, with its number of launches and of calls a round."""
     launched = kernels(compiled, *args)
     us = sum(us for _, us in launched) if launched else WORK_US / 3
-    return Ready(
-        Variant(side, functools.partial(_times, compiled, args), iterations_for(us, out_bytes)),
-        max_err,
-        {"launches": len(launched)} if launched else {},
-    )
+    variant = Variant(side, functools.partial(_times, compiled, args), iterations_for(us, out_bytes))
+    return Ready(variant, max_err, {"launches": len(launched)} if launched else {})
+
+
+def checked(side: str, compiled: tuple[Callable, float], args: tuple, check: Callable[[Any], Any], **facts) -> Ready:
+    """Calls a side, checks its results, and gets it ready to be timed.
+
+    Args:
+      compiled: as from `compile_fits`.
+      check: results -> their largest error or None; raises if they are wrong.
+      facts: further entries of its row.
+    """
+    call, seconds = compiled
+    results = call(*args)
+    max_err = check(results)
+    out_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(results))
+    del results
+    side_ready = ready(side, call, args, out_bytes, max_err)
+    side_ready.facts |= {"compile_s": seconds} | facts
+    return side_ready
+
+
+def torch_ready(name: str, torch: Any, answer: dict) -> Ready:
+    """A case that torch's process (peers_torch.TorchProcess) has prepared, from its answer."""
+    # torch's allocator reuses one result, so only the time counts.
+    variant = Variant(name, torch.times_us, iterations_for(answer["us"], 0))
+    return Ready(variant, answer.get("max_err"), {"recipe": answer["recipe"]})
 
 
 def iterations_for(us: float, out_bytes: int) -> int:
-    """Calls a round: about WORK_US of work, at least 3 (1 of a call that takes over 100 ms), their results together at most ALIVE_BYTES."""
+    """Calls a round: about WORK_US of work, at least 3 (1 if a call takes over 100 ms), results within ALIVE_BYTES."""
     wanted = 1 if us > 1e5 else min(50, max(3, round(WORK_US / max(us, 1.0))))
-    return max(
-        1, min(wanted, int(ALIVE_BYTES / max(out_bytes, 1)) - 1)
-    )  # the warm-up's result may still be alive beside them
+    # The warm-up's result may still be alive beside them.
+    return max(1, min(wanted, int(ALIVE_BYTES / max(out_bytes, 1)) - 1))
 
 
 def interleave(variants: Sequence[Variant], rounds: int = 5) -> dict[str, Times]:
-    """Times variants in turn, round by round, each round in another random order: what drifts (clocks, heat) drifts for all.
+    """Times all variants in each round, in a random order, so that drifting clocks and heat affect all of them.
 
-    The order counts: the card lowers its clocks within milliseconds under a hot kernel, and whoever runs next pays for it.
+    The order matters: under a hot kernel the card lowers its clocks within milliseconds, which slows the next variant.
     A variant that raises is left out, with its reason printed.
     """
     samples: dict[str, list[float]] = {variant.name: [] for variant in variants}
@@ -190,57 +198,75 @@ def interleave(variants: Sequence[Variant], rounds: int = 5) -> dict[str, Times]
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """What stays the same from case to case. ceiling is the copy bandwidth in GB/s or the dense rate in TFLOP/s; left_out counts what jaxops itself could not
-    do."""
+    """What all cases of a benchmark share.
+
+    Attributes:
+      ceiling: the copy bandwidth in GB/s or the dense rate in TFLOP/s, as the rows' rate; None for no of_ceiling.
+      left_out: how many own sides failed.
+    """
 
     file: pathlib.Path
     rounds: int
-    ceiling: float
+    ceiling: float | None
     peers: list[str]
     left_out: int = 0
+    started: float = dataclasses.field(default_factory=time.perf_counter)
 
-    def ready_sides(self, own: str, label: str, make: Callable[..., Ready], *args) -> dict[str, Ready]:
-        """Those of own and the peers that `make(name, *args)` gets ready; it raises for the others, which are said."""
+    def sides(self, own: str, make: Callable[..., Ready], *args) -> dict[str, Callable[[], Ready]]:
+        """`make(name, *args)` for own and for each peer, to be called by `measure`."""
+        return {name: functools.partial(make, name, *args) for name in (own, *self.peers)}
+
+    def ready_sides(self, own: str, label: str, makers: dict[str, Callable[[], Ready]]) -> dict[str, Ready]:
+        """The sides whose makers do not raise; for the others the error is printed."""
         found: dict[str, Ready] = {}
-        for name in (own, *self.peers):
+        for name, make in makers.items():
             try:
-                found[name] = make(name, *args)
+                found[name] = make()
             except Exception as error:
                 print_left_out(f"{name} at {label}", error)
                 self.left_out += name == own
         return found
 
-    def times(self, own: str, ready: dict[str, Ready]) -> dict[str, Times]:
-        """Of the sides that are ready, in turn."""
-        found = interleave([side.variant for side in ready.values()], self.rounds)
-        self.left_out += own in ready and own not in found
-        return found
+    def measure(
+        self, own: str, label: str, case: dict, makers: dict[str, Callable[[], Ready]], rate: str, work: float, **facts
+    ) -> None:
+        """Checks, times, writes and prints every side of a case; arguments as of `ready_sides` and `write`."""
+        sides = self.ready_sides(own, label, makers)
+        times = interleave([side.variant for side in sides.values()], self.rounds)
+        self.left_out += own in sides and own not in times
+        self.write(own, case, sides, times, rate, work, **facts)
+        unit, scale = {"tflops": ("TFLOP/s", 1e6), "gbps": ("GB/s", 1e3)}[rate]
+        line = " | ".join(f"{name} {t.us_p50:.1f} us {work / t.us_p50 / scale:.0f} {unit}" for name, t in times.items())
+        print(f"{label:40}{line}{'' if facts.get('cold', True) else ' | caches not cold'}", flush=True)
 
     def write(
-        self, own: str, case: dict, ready: dict[str, Ready], times: dict[str, Times], rate: str, work: float, **facts
+        self, own: str, case: dict, sides: dict[str, Ready], times: dict[str, Times], rate: str, work: float, **facts
     ) -> None:
-        """A row a side.
+        """Writes a row a side.
 
         Args:
-          case: all that a row says of it but the backend.
+          case: as from `case_of`.
           rate: "tflops" or "gbps".
           work: operations or bytes in a side's time.
-          facts: whatever else there is to say.
+          facts: further entries of all rows; with `least_us`, of_ceiling is that time over the side's.
         """
         for side, t in times.items():
-            reached = work / t.us_p50 / {"tflops": 1e6, "gbps": 1e3}[rate]
-            said = ready[side].facts | {rate: reached} | facts
-            append_row(
-                self.file,
-                make_row(
-                    case | {"backend": side},
-                    t,
-                    reached / self.ceiling,
-                    ratios(side, times, own),
-                    ready[side].max_err,
-                    **said,
-                ),
-            )
+            self.write_side(case, side, sides[side], t, ratios(side, times, own), rate, work, **facts)
+
+    def write_side(
+        self, case: dict, name: str, side: Ready, t: Times, vs: dict[str, float], rate: str, work: float, **facts
+    ) -> None:
+        """Writes the row of one side; arguments as of `write`."""
+        reached = work / t.us_p50 / {"tflops": 1e6, "gbps": 1e3}[rate]
+        of_ceiling = None if self.ceiling is None else reached / self.ceiling
+        if (least_us := facts.pop("least_us", None)) is not None:
+            of_ceiling = least_us / t.us_p50
+        row = {"backend": name} | side.facts | {rate: reached} | facts
+        named = case | {"backend": row.pop("backend")}
+        append_row(self.file, make_row(named, t, of_ceiling, vs, side.max_err, **row))
+
+    def done(self, what: str) -> None:
+        print(f"{what} done after {time.perf_counter() - self.started:.0f} s", flush=True)
 
 
 def end(left_out: int) -> None:
@@ -253,13 +279,15 @@ def end(left_out: int) -> None:
         raise typer.Exit(1)
 
 
-def demand_place(out: str, smoke: bool) -> None:
-    """
+def begin(name: str, out: str, smoke: bool) -> pathlib.Path:
+    """The file of a benchmark's rows.
+
     Raises:
-      typer.BadParameter: the rows would land among the results, and are none.
+      typer.BadParameter: the rows are no results, but would be written among them.
     """
     if not out and (smoke or not on_gpu()):
         raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
+    return results_folder(out) / f"{name}.jsonl"
 
 
 def print_left_out(what: str, error: Exception) -> None:
@@ -268,13 +296,13 @@ def print_left_out(what: str, error: Exception) -> None:
 
 
 def measure_copy(copied_bytes: int, rounds: int = 3) -> tuple[float, Times]:
-    """(GB/s read and written, times) of a copy: the ceiling of what is bound by the memory."""
+    """(GB/s read and written, times) of a copy: the ceiling of memory-bound kernels."""
     times = interleave([_copy_variant(copied_bytes)], rounds)["copy"]
     return _copy_gbps(copied_bytes, times), times
 
 
 def write_copy(file: pathlib.Path, smoke: bool) -> float:
-    """The copy bandwidth in GB/s, written as a row of its own."""
+    """The copy bandwidth in GB/s, written as a row."""
     start = time.perf_counter()
     copied = 1 << 20 if smoke else 2 << 30
     gbps, times = measure_copy(copied)
@@ -286,23 +314,21 @@ def write_copy(file: pathlib.Path, smoke: bool) -> float:
 def measure_ceilings(
     n: int, dtype, copied_bytes: int, rounds: int = 3, dense: tuple[int, int, int] | None = None
 ) -> tuple[Ceilings, dict[str, Times]]:
-    """Copy bandwidth, and the dense `x @ w` rate at n^3 and, where given, at dense = (M, K, N): the better of the two is the ceiling."""
+    """Copy bandwidth, and the better dense `x @ w` rate of n^3 and, if given, of dense = (M, K, N)."""
     shapes = {"dense_square": (n, n, n)} | ({"dense_wide": dense} if dense else {})
     variants = [_copy_variant(copied_bytes)]
     for name, (m, k, width) in shapes.items():
         x, w = normal(1, (m, k), dtype), normal(2, (k, width), dtype)
         matmul, _ = compile_fits(jnp.matmul, x, w, cublas=True)
-        guess_us = 2 * m * k * width / 6e8
-        variants.append(
-            Variant(name, functools.partial(_times, matmul, (x, w)), iterations_for(guess_us, 2 * m * width))
-        )
+        iterations = iterations_for(2 * m * k * width / 6e8, 2 * m * width)
+        variants.append(Variant(name, functools.partial(_times, matmul, (x, w)), iterations))
     times = interleave(variants, rounds)
     rates = [2 * m * k * width / times[name].us_p50 / 1e6 for name, (m, k, width) in shapes.items() if name in times]
     return Ceilings(_copy_gbps(copied_bytes, times["copy"]), max(rates)), times
 
 
 def write_dense(file: pathlib.Path, dtype, smoke: bool) -> float:
-    """The dense rate in TFLOP/s; the copy of the same run is written as a row of its own."""
+    """The dense rate in TFLOP/s; the copy of the same run is written as a row."""
     start = time.perf_counter()
     n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
     ceilings, times = measure_ceilings(n, dtype, copied)
@@ -312,23 +338,14 @@ def write_dense(file: pathlib.Path, dtype, smoke: bool) -> float:
 
 
 def copy_row(copied_bytes: int, times: Times) -> dict:
-    case = {
-        "op": "copy",
-        "pass": "fwd",
-        "name": "copy",
-        "dist": "",
-        "backend": "xla",
-        "shape": {"bytes": copied_bytes},
-        "dtype": "float32",
-    }
+    case = {"op": "copy", "pass": "fwd", "name": "copy", "dist": "", "backend": "xla"}
+    case |= {"shape": {"bytes": copied_bytes}, "dtype": "float32"}
     return make_row(case, times, 1.0, {}, None, gbps=_copy_gbps(copied_bytes, times))
 
 
 def _copy_variant(copied_bytes: int) -> Variant:
     source = normal(0, (copied_bytes // 4,), jnp.float32)
-    negate, _ = compile_fits(
-        jnp.negative, source
-    )  # a plain copy may become a memcpy, which is no kernel and has no kernel time
+    negate, _ = compile_fits(jnp.negative, source)  # a plain copy may become a memcpy, which has no kernel time
     return Variant("copy", functools.partial(_times, negate, (source,)), min(8, iterations_for(1e3, copied_bytes)))
 
 
@@ -343,96 +360,17 @@ def _times(fn: Callable, args: tuple, iterations: int) -> list[float]:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def normal(seed: int, shape: tuple[int, ...], dtype) -> jax.Array:
     """Random normal data, made on the device. Zeros would draw less power and run at higher clocks."""
-    if (
-        len(shape) == 3
-    ):  # one matrix at a time: the float32 and random bits of all of them are several times as large as the result
-        return jax.lax.map(
-            lambda key: jax.random.normal(key, shape[1:], dtype), jax.random.split(jax.random.key(seed), shape[0])
-        )
+    if len(shape) == 3:  # a matrix at a time: the float32 random bits of all take several times the result's memory
+        keys = jax.random.split(jax.random.key(seed), shape[0])
+        return jax.lax.map(lambda key: jax.random.normal(key, shape[1:], dtype), keys)
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def l2_bytes(kind: str) -> int:
-    """Of H100 and H200; elsewhere the largest there is (B200), so that nothing is called cold that may not be."""
+    """The L2 of H100 and H200; elsewhere the largest of any card (B200), so that no warm call counts as cold."""
     return (50 if "H100" in kind or "H200" in kind else 126) << 20
 
 
-@functools.cache
-def environment() -> dict[str, str | None]:
-    """The part of a row that says where and with what it was measured."""
-    return {
-        "jax": jax.__version__,
-        "triton": _version("triton"),
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "device": jax.devices()[0].device_kind,
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def results_folder(out: str) -> pathlib.Path:
-    return (
-        pathlib.Path(out)
-        if out
-        else ROOT / "benchmarks" / "results" / jax.devices()[0].device_kind.lower().replace(" ", "_")
-    )
-
-
-def ratios(side: str, times: dict[str, Times], own: str = "pallas") -> dict[str, float]:
-    """A row's `vs`: how many times longer each peer takes; empty for a peer."""
-    return (
-        {peer: other.us_p50 / times[side].us_p50 for peer, other in times.items() if peer != own} if side == own else {}
-    )
-
-
 def cold(moved_bytes: int) -> bool:
-    """Whether a call moves so much that it finds nothing of the call before in the L2."""
+    """Whether a call moves so much that nothing of the previous call is left in L2."""
     return moved_bytes >= 2 * l2_bytes(jax.devices()[0].device_kind)
-
-
-def make_row(
-    case: dict, times: Times, of_ceiling: float | None, vs: dict[str, float], max_err: float | None, **rates
-) -> dict:
-    """One row of design's schema. case: op, pass, name, shape, dtype, dist, backend. rates: tflops or gbps, and whatever else the case has to say."""
-    rounded = {key: round(value, 2) for key, value in dataclasses.asdict(times).items()}
-    more = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in rates.items()}
-    ratios = {peer: round(ratio, 3) for peer, ratio in vs.items()}
-    row = case | rounded | more | {"of_ceiling": None if of_ceiling is None else round(of_ceiling, 4), "vs": ratios}
-    row |= {"max_err": None if max_err is None else float(f"{max_err:.3g}")} | environment()
-    if missing := set(ROW_KEYS) - set(row):
-        raise ValueError(f"a row lacks {sorted(missing)}: {row}")
-    return row
-
-
-def append_row(file: pathlib.Path, row: dict) -> None:
-    """Written at once, so that a run that dies keeps what it measured."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
-        lines.write(json.dumps(row) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _first_line(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
-
-
-def _commit() -> str:
-    """JAXOPS_COMMIT, where a copy of the sources is measured; else git's short hash, with + where the package has uncommitted changes."""
-    if told := os.environ.get("JAXOPS_COMMIT"):
-        return told
-    commit = _first_line("git", "rev-parse", "--short", "HEAD")
-    return (
-        "unknown"
-        if commit is None
-        else commit + ("+" if _first_line("git", "status", "--porcelain", "--", "jaxops") else "")
-    )

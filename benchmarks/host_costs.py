@@ -1,4 +1,4 @@
-"""What a grouped matmul costs the host: dispatch of a compiled call, kernels launched, seconds of the first compilation."""
+"""Host costs of a grouped matmul: dispatch of a compiled call, launched kernels, first compilation."""
 
 import pathlib
 import time
@@ -18,7 +18,7 @@ REPEATS = 9
 
 
 def dispatch_us(fn: Callable, *args, calls: int) -> float:
-    """Host time of one call: many are sent, and the device is waited for once, after the clock is read."""
+    """Host time of one call: many are queued, and the clock is read before the host waits for the device."""
     result = jax.block_until_ready(fn(*args))
     start = time.perf_counter()
     for _ in range(calls):
@@ -29,7 +29,7 @@ def dispatch_us(fn: Callable, *args, calls: int) -> float:
 
 
 def first_call(shape: GroupedShape, backend: str) -> tuple[float, float]:
-    """(seconds to trace and lower, seconds to compile) value_and_grad with all three passes, bfloat16. Nothing is run."""
+    """(seconds to trace and lower, seconds to compile) value_and_grad of all three passes in bfloat16; nothing runs."""
 
     def loss(lhs, rhs, offsets):
         return jnp.sum(jaxops.grouped_matmul(lhs, rhs, offsets, backend=backend).astype(jnp.float32))
@@ -47,7 +47,10 @@ def first_call(shape: GroupedShape, backend: str) -> tuple[float, float]:
 
 
 def measure(file: pathlib.Path, compiled_shape: GroupedShape, calls: int, backend: str = "pallas") -> None:
-    """Appends a row with pass "compile" (us_p50 is the time of the first compilation) and one with pass "dispatch" (vs.cublas is against `x @ w`)."""
+    """Appends rows with pass "compile" and "dispatch".
+
+    us_p50 of "compile" is the first compilation; vs.cublas of "dispatch" is against `x @ w`.
+    """
     jax.devices()  # the backend's own start is not the op's
     case = {"op": "grouped_matmul", "dtype": "bfloat16", "dist": "balanced", "backend": backend}
     lower_s, compile_s = first_call(
@@ -57,7 +60,8 @@ def measure(file: pathlib.Path, compiled_shape: GroupedShape, calls: int, backen
     row_case = case | {"pass": "compile", "name": compiled_shape.name, "shape": compiled_shape.dims}
     harness.append_row(file, harness.make_row(row_case, total, None, {}, None, lower_s=lower_s, compile_s=compile_s))
     print(
-        f"compile of value_and_grad at {compiled_shape.name}: trace and lower {lower_s:.2f} s, compile {compile_s:.2f} s",
+        f"compile of value_and_grad at {compiled_shape.name}: trace and lower {lower_s:.2f} s, compile {compile_s:.2f} "
+        "s",
         flush=True,
     )
 

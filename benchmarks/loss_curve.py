@@ -1,7 +1,7 @@
-"""The language model's loss in a training with jaxops beside that of the same training on plain XLA: the same parameters to start from, the same batches.
+"""The language model's loss with jaxops beside plain XLA, from the same parameters and batches.
 
-python -m benchmarks.loss_curve                                                # 300 steps of the small preset
-python -m benchmarks.loss_curve --preset demo --steps 5 --out /tmp/x           # a look at it on a CPU
+python -m benchmarks.loss_curve                                        # 300 steps of the small preset
+python -m benchmarks.loss_curve --preset demo --steps 5 --out /tmp/x   # a look at it on a CPU
 """
 
 import dataclasses
@@ -27,9 +27,8 @@ def main(
     eval_every: int = typer.Option(50),
     out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
 ) -> None:
-    """Appends to <out>/loss_curve.jsonl: at each evaluation the held-out loss of both, and how far apart they are."""
-    harness.demand_place(out, False)
-    file = harness.results_folder(out) / "loss_curve.jsonl"
+    """Appends to <out>/loss_curve.jsonl: at each evaluation both held-out losses and their difference."""
+    file = harness.begin("loss_curve", out, smoke=False)
     corpus, precision = train_lm.read_corpus((), Bytes()), PRECISIONS[for_this_machine()]
     heldout: dict[str, dict[int, float]] = {}
     for side, backend in SIDES.items():

@@ -1,10 +1,11 @@
-"""How many bytes a mixture-of-experts layer takes beside its operands and results, as XLA assigns them for an H200: compiled, not run, so no GPU is needed.
+"""Memory of a mixture-of-experts layer beside its operands and results, as XLA allocates it for an H200.
 
 python -m benchmarks.moe_memory                       # bench_moe's shapes, forward, and forward and backward
 python -m benchmarks.moe_memory --shapes mixtral_t16384
 
-Without a GPU it needs XLA's CUDA compiler (`pip install jax-cuda13-pjrt` beside the plugin), and a ptxas on the PATH that is as new as Triton's (its own
-ptxas-blackwell, say, under that name): PATH=... XLA_FLAGS=--xla_gpu_autotune_level=0 python -m benchmarks.moe_memory
+The layer is compiled, not run. Without a GPU that needs XLA's CUDA compiler (`pip install jax-cuda13-pjrt` beside the
+plugin) and a ptxas on the PATH as new as Triton's (for example its own ptxas-blackwell, under that name):
+PATH=... XLA_FLAGS=--xla_gpu_autotune_level=0 python -m benchmarks.moe_memory
 """
 
 import datetime
@@ -18,16 +19,18 @@ from jax._src import xla_bridge
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from benchmarks import bench_moe, harness, shapes
-from benchmarks.shapes import MoeShape
+from benchmarks import bench_moe, harness, shapes_moe
+from benchmarks.shapes_moe import MoeShape
 
 SIDES = (bench_moe.OURS, bench_moe.UNFUSED)
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 _MESH = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200)
 TARGET = """
 gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048
-  core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048
+  core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
   l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
@@ -38,7 +41,7 @@ device_description_str: "NVIDIA H200"
 
 
 def h200() -> Any:
-    """One to compile for."""
+    """A topology to compile for."""
     return topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=TARGET).devices[0]
 
 
@@ -61,39 +64,23 @@ def compiled_for(device: Any, side: str, shape: MoeShape, pass_name: str) -> Any
 
 
 def main(
-    shape_names: str = typer.Option(
-        ",".join(shapes.MOES), "--shapes", help="Comma-separated names from benchmarks/shapes.py."
-    ),
+    shape_names: str = harness.shapes_option(shapes_moe.MOES),
     out: str = typer.Option("", help="Folder of the rows; the H200's results by default."),
 ) -> None:
     """Appends to <out>/moe_memory.jsonl."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    file = (
-        harness.results_folder(out or str(harness.ROOT / "benchmarks" / "results" / "nvidia_h200")) / "moe_memory.jsonl"
-    )
+    folder = harness.results_folder(out or str(harness.ROOT / "benchmarks" / "results" / "nvidia_h200"))
+    file = folder / "moe_memory.jsonl"
     device = h200()
-    for shape in [shapes.MOES[name] for name in shape_names.split(",")]:
+    for shape in [shapes_moe.MOES[name] for name in shape_names.split(",")]:
         for pass_name in bench_moe.PASSES:
             for side in SIDES:
                 needed = compiled_for(device, side, shape, pass_name).memory_analysis()
-                row = {
-                    "op": "moe",
-                    "pass": pass_name,
-                    "name": shape.name,
-                    "shape": shape.dims,
-                    "dtype": "bfloat16",
-                    "backend": side,
-                }
-                row |= {
-                    "temp_bytes": needed.temp_size_in_bytes,
-                    "argument_bytes": needed.argument_size_in_bytes,
-                    "output_bytes": needed.output_size_in_bytes,
-                }
-                row |= {
-                    "compiled_for": "NVIDIA H200",
-                    "jax": jax.__version__,
-                    "commit": harness.environment()["commit"],
-                }
+                row = {"op": "moe", "pass": pass_name, "name": shape.name, "shape": shape.dims, "dtype": "bfloat16"}
+                row |= {"backend": side, "temp_bytes": needed.temp_size_in_bytes}
+                row |= {"argument_bytes": needed.argument_size_in_bytes, "output_bytes": needed.output_size_in_bytes}
+                row |= {"compiled_for": "NVIDIA H200", "jax": jax.__version__}
+                row |= {"commit": harness.environment()["commit"]}
                 harness.append_row(file, row | {"date": datetime.date.today().isoformat()})
                 print(f"{shape.name} {pass_name} {side}: {needed.temp_size_in_bytes / 1e9:.3f} GB", flush=True)
 

@@ -1,4 +1,4 @@
-"""Packed rows and blocks of equal length: the way from the one to the other, and back."""
+"""Conversion between packed rows and blocks of equal length."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ _LONGEST_MULTIPLE = 128
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("offsets", "ids"), meta_fields=("longest",))
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Where the sequences lie: offsets [B + 1], each row's sequence ids [T], and a static bound of their lengths."""
+    """Offsets [B + 1] of the sequences, the sequence ids [T] of rows, and a static bound of the lengths."""
 
     offsets: jax.Array
     ids: jax.Array
@@ -28,18 +28,18 @@ class Sequences:
         )
 
     def rows(self) -> tuple[jax.Array, jax.Array]:
-        """Of each place in [B, longest] blocks: the packed row, and whether the sequence reaches that far."""
+        """For each position in [B, longest] blocks: the packed row, and whether the sequence reaches it."""
         at = self.offsets[:-1, None] + jnp.arange(self.longest, dtype=jnp.int32)[None, :]
         return jnp.minimum(at, self.ids.shape[0] - 1), at < self.offsets[1:, None]
 
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """Of each packed row: its block, and its place there."""
+        """For each packed row: its block, and its position there."""
         return self.ids, jnp.arange(self.ids.shape[0], dtype=jnp.int32) - self.offsets[self.ids]
 
 
 @jax.custom_vjp
 def to_blocks(packed: jax.Array, sequences: Sequences) -> jax.Array:
-    """[T, N, H] -> [B, longest, N, H], zero past a sequence's end. Its transpose is a gather too, where JAX's own would be a scatter."""
+    """[T, N, H] -> [B, longest, N, H], zero past a sequence's end. Its transpose is a gather; JAX would scatter."""
     rows, inside = sequences.rows()
     return jnp.where(inside[:, :, None, None], packed[rows], 0)
 

@@ -1,7 +1,9 @@
-"""The JAX sides of the AdaLN comparison: for each name, the passes as functions of the inputs, by name.
+"""The JAX sides of the AdaLN comparison: the passes as functions of named inputs.
 
-Inputs: x (the residual) [T, D]; scale, shift [B, D]; offsets [B + 1]; sequence_ids [T], each row's sequence; the cotangent dy; and, of
-gated_residual_adaln, h, gate and dnew_residual. A pass returns its results by name: y, new_residual, and gradients as dx, dh, dgate, dscale, dshift.
+Inputs: x (the residual) [T, D]; scale, shift [B, D]; offsets [B + 1]; sequence_ids [T], each row's sequence; the
+cotangent dy; and for gated_residual_adaln h, gate and dnew_residual. A pass returns its results by name: y,
+new_residual,
+and the gradients dx, dh, dgate, dscale, dshift.
 """
 
 import dataclasses
@@ -34,7 +36,7 @@ class Side:
         return dict(zip(OUTPUTS[self.op], self.call(inputs), strict=True))
 
     def saved(self, inputs: Named) -> Callable:
-        """What the backward reads: JAX's vjp, a pytree that a jitted function takes and returns."""
+        """What the backward reads: JAX's vjp, a pytree that jitted functions take and return."""
         return self._vjp(inputs)[1]
 
     def bwd(self, vjp: Callable, inputs: Named) -> Named:
@@ -42,7 +44,7 @@ class Side:
         return {f"d{name}": grad for name, grad in zip(OPERANDS[self.op], vjp(cotangents), strict=True)}
 
     def fwd_bwd(self, inputs: Named) -> Named:
-        """All results and all gradients, so that nothing is dropped."""
+        """All results and all gradients, so that XLA drops nothing."""
         results, vjp = self._vjp(inputs)
         return dict(zip(OUTPUTS[self.op], results, strict=True)) | self.bwd(vjp, inputs)
 
@@ -66,7 +68,7 @@ def jaxops_side(op: str, backend: str) -> Side:
 
 
 def plain(inputs: Named) -> tuple[jax.Array, ...]:
-    """What one writes in JAX without jaxops: the modulations' rows gathered by an index that is made once, and not timed; float32 within."""
+    """AdaLN in plain JAX: modulation rows gathered by a given index, float32 inside."""
     ids = inputs["sequence_ids"]
     x = inputs["x"]
     if "h" in inputs:

@@ -1,4 +1,7 @@
-"""Ways to attend within packed sequences only, each as a function of packed q, k, v [T, N, H]. What they need to know of the lengths is made beforehand."""
+"""Ways to attend within packed sequences, each a function of packed q, k, v [T, N, H].
+
+What they need to know about the lengths is made before the measurement.
+"""
 
 import importlib
 import warnings
@@ -24,7 +27,7 @@ def masked(implementation: Literal["xla", "cudnn"]) -> Attend:
 
 
 def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
-    """jax.nn.dot_product_attention on blocks as long as the longest sequence, with lengths; the way there and back is part of it."""
+    """jax.nn.dot_product_attention on blocks as long as the longest sequence; conversions included."""
 
     def attend(q, k, v, sequences):
         lengths = jnp.diff(sequences.offsets)
@@ -38,7 +41,7 @@ def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
 
 
 def ragged(mask_type: str) -> Attend:
-    """cuDNN's own ragged layout: one batch of T rows with B segments in it, which needs B > 1. JAX has no public name for it."""
+    """cuDNN's ragged layout: one batch of T rows with B segments, B > 1. JAX has no public name for it."""
 
     def attend(q, k, v, sequences):
         cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
@@ -53,7 +56,7 @@ def ragged(mask_type: str) -> Attend:
 
 
 def pallas_mha(backward_block: int) -> Attend:
-    """JAX's Pallas kernel with segment_ids: it goes over all T * T pairs, masked."""
+    """JAX's Pallas kernel with segment_ids: it computes all T * T pairs, masked."""
 
     def attend(q, k, v, sequences):
         with warnings.catch_warnings():
@@ -92,7 +95,7 @@ def fwd(attend: Attend) -> Callable:
 
 
 def fwd_bwd(attend: Attend) -> Callable:
-    """The result and all gradients, so that nothing is dropped."""
+    """The result and all gradients, so that XLA drops nothing."""
 
     def both(q, k, v, dout, sequences):
         out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, sequences), q, k, v)

@@ -1,4 +1,4 @@
-"""What one writes for FP8 in JAX without jaxops: quantisation in jnp, the linear in bfloat16, and the FP8 linear that XLA gives to cuBLASLt."""
+"""FP8 in JAX without jaxops: quantisation in jnp, the bfloat16 linear, and the FP8 linear that XLA gives cuBLASLt."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Named = dict[str, jax.Array]
 
 
 def cast(x: jax.Array, axes: tuple[int, ...] | None, dtype=E4M3) -> tuple[jax.Array, jax.Array]:
-    """(values, scale with ones where it was reduced): the maximum over axes, a division, a clip, a cast."""
+    """(values, scale with ones on the reduced axes): the maximum over axes, a division, a clip, a cast."""
     x = x.astype(jnp.float32)
     most = float(jnp.finfo(dtype).max)
     amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
@@ -34,7 +34,7 @@ def _row_layout(x: jax.Array, scaling: str) -> tuple[jax.Array, jax.Array]:
 
 
 def quantize(x: jax.Array, scaling: str, layouts: str) -> Named:
-    """x in the asked layouts; each by itself, the second one of the transpose. M and K are whole blocks here."""
+    """x in the given layouts, each by itself, the second one of the transpose. M and K are whole blocks."""
     if scaling == "tensorwise":
         values, scale = _row_layout(x, scaling)
         result = {"values": values, "scales": scale}
@@ -59,10 +59,11 @@ def bf16_passes() -> dict[str, Callable[..., Named]]:
 
 
 def _product(a, b, form: str, how: str, out_dtype) -> jax.Array:
-    """Of two (values, scale), contracted as "nn", "nt" or "tn".
+    """The product of two (values, scale), contracted as "nn", "nt" or "tn".
 
-    how: "scaled" brings both back to bfloat16, which XLA makes a cuBLASLt FP8 product with scales of its own (Flax's quantise-dequantise ops count on that);
-    "direct" multiplies the FP8 values and scales what comes out.
+    how: "scaled" dequantises both to bfloat16, which XLA turns into a cuBLASLt FP8 product (Flax's quantise-dequantise
+    ops
+    rely on that); "direct" multiplies the FP8 values and scales the result.
     """
     dimensions = (_DIMENSIONS[form], ((), ()))
     if how == "scaled":
@@ -73,7 +74,7 @@ def _product(a, b, form: str, how: str, out_dtype) -> jax.Array:
 
 
 def fp8_passes(how: str) -> dict[str, Callable[..., Named]]:
-    """The linear with tensorwise current scaling, every cast included; as Flax's: e4m3 forward, dy in e5m2."""
+    """The linear with tensorwise current scaling and every cast, as Flax's: e4m3 forward, dy in e5m2."""
 
     def fwd(x, w, dy):
         return {"y": _product(cast(x, None), cast(w, None), "nn", how, x.dtype)}
@@ -87,10 +88,10 @@ def fp8_passes(how: str) -> dict[str, Callable[..., Named]]:
 
 
 def cublaslt_gemm(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a [M, K] @ b[N, K].T of FP8 values, unscaled: the form that cuBLASLt takes as it is."""
+    """a [M, K] @ b[N, K].T of FP8 values, unscaled: the form that cuBLASLt supports."""
     return lax.dot_general(a, b, (_DIMENSIONS["nt"], ((), ())), preferred_element_type=jnp.bfloat16)
 
 
 def fp8_calls(compiled) -> int:
-    """How many FP8 products of a compiled program go to cuBLASLt."""
+    """How many FP8 products of a compiled program cuBLASLt computes."""
     return compiled.as_text().count(f'custom_call_target="{CUBLASLT_FP8}"')

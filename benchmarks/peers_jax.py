@@ -1,4 +1,7 @@
-"""The JAX sides of the grouped matmul comparison: for each name, the three passes as functions of (lhs, rhs, dout, group_offsets, group_sizes)."""
+"""The JAX sides of the grouped matmul comparison.
+
+Each has three passes as functions of (lhs, rhs, dout, group_offsets, group_sizes).
+"""
 
 import importlib
 import importlib.util
@@ -30,7 +33,7 @@ def jaxops_passes(backend: str, plan: Plan | None = None) -> Passes:
 
 
 def vjp_passes(dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> Passes:
-    """From a differentiable dot(lhs, rhs, group_sizes). XLA drops the forward, whose result nobody reads."""
+    """From a differentiable dot(lhs, rhs, group_sizes). XLA drops the forward of a gradient."""
     return {
         "fwd": lambda lhs, rhs, dout, offsets, sizes: dot(lhs, rhs, sizes),
         "dgrad": lambda lhs, rhs, dout, offsets, sizes: jax.vjp(lambda lhs: dot(lhs, rhs, sizes), lhs)[1](dout)[0],
@@ -39,7 +42,7 @@ def vjp_passes(dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> P
 
 
 def dense_passes() -> Passes:
-    """Equal FLOPs without groups, through cuBLAS: rhs is one matrix [K, N] and wgrad's result too."""
+    """Equal operations without groups, through cuBLAS: rhs and the result of wgrad are one matrix [K, N]."""
     return {
         "fwd": lambda lhs, rhs, dout, offsets, sizes: lhs @ rhs,
         "dgrad": lambda lhs, rhs, dout, offsets, sizes: dout @ rhs.T,
@@ -76,7 +79,7 @@ def jax_peer(name: str) -> Passes:
 
 
 def _tokamax():
-    # tokamax imports xprof for its own benchmarks only. Where that is missing, a stub that lies beside the packed wheels stands in for it.
+    # tokamax imports xprof for its own benchmarks only. A stub in .gpu/ replaces it where it is missing.
     stub = pathlib.Path(".gpu/tokamax_stub.py")
     if "tokamax" not in sys.modules and importlib.util.find_spec("xprof") is None and stub.is_file():
         spec = importlib.util.spec_from_file_location("tokamax_stub", stub)

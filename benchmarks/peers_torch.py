@@ -1,9 +1,12 @@
-"""torch as a peer, in a process of its own: torch needs the Triton it came with, jaxops may bring another one on PYTHONPATH.
+"""torch as a peer, in its own process: torch needs the Triton it came with, jaxops may use another on PYTHONPATH.
 
-The process is started once and told, line by line in JSON, what to prepare and how many calls to time, so that torch takes its turn between JAX's variants.
-What is prepared, and how its result is checked, stands in a file an op: peers_torch_<op>.py.
-By hand: `python -m benchmarks.peers_torch`, then
-{"do": "prepare", "op": "grouped_matmul", "G": 8, "M": 4096, "K": 1024, "N": 1024, "pass": "fwd", "dist": "skewed"} and {"do": "time", "iterations": 5}.
+The process reads requests from stdin, one JSON line each: cases to prepare and numbers of calls to time, so that torch
+is
+interleaved with JAX's variants. peers_torch_<op>.py prepares an op's cases and checks their results.
+
+By hand: `python -m benchmarks.peers_torch`, then the lines
+{"do": "prepare", "op": "grouped_matmul", "G": 8, "M": 4096, "K": 1024, "N": 1024, "pass": "fwd", "dist": "skewed"}
+{"do": "time", "iterations": 5}
 """
 
 import importlib
@@ -28,7 +31,7 @@ _HELD_SECONDS = 0.1  # at most, per question
 
 
 class TorchProcess:
-    """The asking side. Every failure is a RuntimeError. A process that died is started anew by the next question."""
+    """The client. Every failure is a RuntimeError. A dead process is started again by the next request."""
 
     def __init__(
         self, python: str = sys.executable, root: str = ".", answer_seconds: float = 180
@@ -62,7 +65,7 @@ class TorchProcess:
         raise RuntimeError(f"torch's process ended with {self.close()}")
 
     def times_us(self, iterations: int) -> list[float]:
-        """Of what was prepared last."""
+        """Times of the case that was prepared last."""
         return self.ask(do="time", iterations=iterations)["us"]
 
     def close(self) -> int | None:
@@ -79,7 +82,7 @@ class TorchProcess:
 
 
 class Card:
-    """The answering side's torch and device, and its clock."""
+    """The worker's torch, device and clock."""
 
     def __init__(self):
         import torch  # pyright: ignore[reportMissingImports]  # another environment's
@@ -96,11 +99,11 @@ class Card:
             self.torch.cuda.empty_cache()
 
     def time_us(self, call: Callable, iterations: int) -> list[float]:
-        """Event to event around each call, gaps between a call's kernels included (JAX's side sums kernel times; a gap is a microsecond or two).
+        """Event to event around each call, with the gaps between its kernels (1 to 2 us; JAX's side sums kernel times).
 
-        The card is held until the host has queued all calls, so that no call waits for the host: autograd takes longer to start small kernels than
-        they take to run. The call before the first then warms up what it finds. Nothing flushes the caches in between: as on JAX's side, the operands are
-        several times as large as they are.
+        The stream sleeps until the host has queued all calls: autograd takes longer to launch small kernels than they
+        run. The
+        first call warms up. Nothing flushes the caches: as on JAX's side, operands are several times larger than L2.
         """
         torch = self.torch
         start = time.perf_counter()
@@ -130,7 +133,10 @@ class Card:
 
 
 class Worst:
-    """(largest error, RMS error) over the row's RMS, the worst of all rows seen; as checks.py, for torch's tensors. NaN is infinitely wrong."""
+    """(largest error, RMS error) over the row's RMS, the worst of all rows; as checks.py, for torch's tensors.
+
+    NaN counts as infinite.
+    """
 
     def __init__(self):
         self.errors = (0.0, 0.0)
@@ -139,7 +145,7 @@ class Worst:
         """got and want: a row, or rows along the first axis; want in float32."""
         diff = got.float() - want
         rms, max_err, rms_err = want.square().mean(-1).sqrt(), diff.abs().amax(-1), diff.square().mean(-1).sqrt()
-        # A row that must be zero and is not: infinite; one that is as it must be: zero.
+        # Infinite for a nonzero row that must be 0; zero for one that is 0.
         relative = [
             (error / rms).where(rms > 0, error.where(error == 0, float("inf"))).nan_to_num(float("inf"), float("inf"))
             for error in (max_err, rms_err)
@@ -148,7 +154,7 @@ class Worst:
 
 
 class Worker(Protocol):
-    """What a peers_torch_<op>.py brings: `Worker(card)`, which holds one shape's tensors and one prepared call."""
+    """The interface of peers_torch_<op>.py: `Worker(card)` holds the tensors of a shape and one prepared call."""
 
     call: Callable
 
@@ -158,7 +164,7 @@ class Worker(Protocol):
 
 
 class _Answers:
-    """One worker at a time: what another one holds would be missing."""
+    """Keeps one worker at a time, because another op's tensors take memory."""
 
     def __init__(self):
         self.card = Card()

@@ -1,7 +1,7 @@
 """AdaLN by torch.compile: what torch's process prepares for the AdaLN benchmark.
 
-The function is what one writes in torch, in bfloat16 throughout, and `torch.compile` fuses. It is compiled in several ways, each way of getting a row's
-modulation out of its sequence's being another one, and the fastest that gives the right result is timed.
+The function is plain torch in bfloat16, fused by `torch.compile`. It is compiled in several ways, which differ in how a
+row gets its sequence's modulation; the fastest one with the right result is timed.
 """
 
 import time
@@ -26,7 +26,8 @@ class Worker:
         self.card, self.torch = card, card.torch
         self.rows: tuple[int, int] | None = None
         self.tensors: dict[str, Any] = {}
-        # recipe -> compiled function, of the case that was prepared last and of those that differ from it in the sequences' lengths alone
+        # recipe -> compiled function, of the case that was prepared last and of those that differ from it in the
+        # sequences' lengths alone
         self.compiled: dict[str, Callable] = {}
         self.case: tuple | None = None
         self.call: Callable = lambda: None
@@ -91,7 +92,7 @@ class Worker:
         self.rows = T, D
 
     def _modulations(self, B: int, lengths: np.ndarray) -> None:
-        """Everything that depends on the sequences, the index that says a row's sequence too: made once, not timed."""
+        """All inputs that depend on the sequences, including each row's index; made once, not timed."""
         torch, device = self.torch, self.card.device
         assert self.rows is not None
         self.torch.manual_seed(1)
@@ -153,7 +154,7 @@ class Worker:
         return call_with_gradients
 
     def _errors(self, results: dict[str, Any], offsets: np.ndarray) -> tuple[float, float]:
-        """As checks.packed_errors: sampled rows of what has a row for each row of x, and all of the gradients of gate, scale and shift."""
+        """As checks.packed_errors: sampled rows of results with rows, and all of dgate, dscale and dshift."""
         torch = self.torch
         results = {name: result.detach() for name, result in results.items()}
         _, rows = sampled_packed_rows(offsets)
@@ -177,7 +178,7 @@ class Worker:
         return worst.errors
 
     def _reference(self, rows) -> dict[str, Any]:
-        """Everything about some rows in float32; dgate, dscale and dshift are each row's own share."""
+        """All results for some rows in float32; dgate, dscale and dshift are a row's term of the sum."""
         torch = self.torch
         zeros = torch.zeros_like(self.tensors["x"][rows], dtype=torch.float32)
         gated = self._operands()[1] is not None
@@ -202,7 +203,7 @@ def _mode(mode: str) -> str | None:
 
 
 def _own_code(function: Callable) -> Callable:
-    """dynamo keeps what it compiled by code object, eight graphs at most; so each compilation gets a code object of its own."""
+    """A copy of the code object: dynamo caches at most eight graphs for one code object."""
     assert isinstance(function, types.FunctionType)
     return types.FunctionType(
         function.__code__.replace(),

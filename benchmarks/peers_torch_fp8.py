@@ -1,7 +1,8 @@
 """torch's FP8 and DeepGEMM's: what torch's process prepares for the FP8 benchmarks.
 
-torch: rowwise scales, the casts by torch.compile, `torch._scaled_mm` and `torch._scaled_grouped_mm` with fast accumulation. DeepGEMM, where it can be imported:
-1x128 by 128x128, its casts by torch.compile too, which are several times as fast as its own. Weights lie as torch's layers keep them: [N, K].
+torch: rowwise scales, casts by torch.compile, `torch._scaled_mm` and `torch._scaled_grouped_mm` with fast accumulation.
+DeepGEMM, if it can be imported: 1x128 by 128x128, with casts by torch.compile too, several times faster than its own.
+Weights have the layout of torch's layers, [N, K].
 """
 
 import importlib
@@ -20,7 +21,10 @@ _CHECKED_ROWS = 32
 
 
 def casts(torch) -> dict[str, Callable]:
-    """x [rows, columns] -> (values in e4m3, float32 scales), scaled along the columns. Plain functions: torch.compile reads them."""
+    """x [rows, columns] -> (values in e4m3, float32 scales), scaled along the columns.
+
+    Plain functions: torch.compile reads them.
+    """
 
     def cast(x, axis):
         x = x.float()
@@ -162,7 +166,10 @@ class Worker:
         return call
 
     def _grouped(self, request: dict) -> tuple[str, Worst]:
-        """fwd: lhs [M, K] by weights [G, N, K]; dgrad: dout [M, N] by weights [G, K, N], the same with two axes exchanged. Weights are quantised before."""
+        """fwd: lhs [M, K] by weights [G, N, K]; dgrad: dout [M, N] by weights [G, K, N].
+
+        Weights are quantised before.
+        """
         if (pass_name := request["pass"]) not in ("fwd", "dgrad"):
             raise NotImplementedError(
                 "no wgrad with its casts: torch.compile knows no ragged maximum, DeepGEMM wants the sizes on the host"
@@ -185,7 +192,7 @@ class Worker:
         return recipe, worst
 
     def _quantized_weights(self, pass_name: str, w, cast: Callable) -> tuple[Any, Any]:
-        """A group at a time, once a pass: in float32 all of them would be several times as large."""
+        """A group at a time, once a pass: all of them in float32 would take several times the memory."""
         if f"q {pass_name}" not in self.tensors:
             first_values, first_scale = cast(w[0])
             values, scale = (
@@ -198,7 +205,7 @@ class Worker:
         return self.tensors[f"q {pass_name}"]
 
     def _torch_grouped(self, pass_name: str, x, w, offsets: np.ndarray) -> tuple[Callable, Any, str]:
-        """(call, where each row stands in its result, recipe)."""
+        """(call, the row of its result for each row of lhs, recipe)."""
         torch = self.torch
         ends = torch.tensor(offsets[1:], dtype=torch.int32, device=self.card.device)
         values, scale = self._quantized_weights(pass_name, w, self.casts["rows"])
@@ -214,7 +221,7 @@ class Worker:
         return call, range(len(x)), f"torch {torch.__version__} rowwise, cast compiled"
 
     def _deepgemm_grouped(self, pass_name: str, x, w, offsets: np.ndarray) -> tuple[Callable, Any, str]:
-        """Its groups are padded to whole blocks here, which is not timed."""
+        """Groups padded to whole blocks; the padding is not timed."""
         library, torch, device = importlib.import_module("deep_gemm"), self.torch, self.card.device
         sizes = np.diff(offsets)
         starts = np.concatenate([[0], np.cumsum(-(-sizes // BLOCK) * BLOCK)])

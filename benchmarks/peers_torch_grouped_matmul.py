@@ -19,7 +19,10 @@ class Worker:
         self.call: Callable = lambda: None
 
     def prepare(self, **request) -> dict:
-        """Fixes the call that is timed, in the fastest legal layout of the weights, and checks its result. "dense" is one plain matmul."""
+        """Fixes the call that is timed, in the fastest legal layout of the weights, and checks its result.
+
+        "dense" is one plain matmul.
+        """
         if request["pass"] == "dense":
             return self._prepare_dense(request["M"], request["K"], request["N"])
         shape, pass_name = GroupedShape("", *(request[key] for key in "GMKN")), request["pass"]

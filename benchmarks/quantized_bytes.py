@@ -1,4 +1,4 @@
-"""What a quantisation must move at the least: the bytes that the FP8 benchmarks count, and the floor that they compare with."""
+"""The fewest bytes that a quantisation moves: the count of the FP8 benchmarks, and their floor."""
 
 import math
 
@@ -29,6 +29,10 @@ def moved_bytes(scaling: str, rows: int, columns: int, layouts: str, reads: int 
 
 
 def reads_needed(scaling: str, layouts: str, given_amax: bool = False) -> int:
-    """What a scale belongs to has been read as a whole before its cast begins: of a whole tensor, or of whole rows and whole columns at once, too much to keep
-    on the chip, so that the cast reads it again. A scale that is given saves that."""
+    """How often the cast reads its input.
+
+    Twice if a scale needs more of it than fits on the chip, a whole tensor, or whole rows and whole columns at once;
+    once if
+    amax is given.
+    """
     return 1 if given_amax else 2 if scaling == "tensorwise" or (scaling, layouts) == ("rowwise", "both") else 1

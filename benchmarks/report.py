@@ -1,6 +1,6 @@
-"""Tables and bars from the rows that the benchmarks wrote: `python -m benchmarks.report [FOLDER ...]`, by default every folder of benchmarks/results.
+"""Tables and bars from the rows of the benchmarks: `python -m benchmarks.report [FOLDER ...]`.
 
-Where a case was measured more than once, its newest row counts.
+By default every folder of benchmarks/results. Of a case that was measured more than once, the newest row counts.
 """
 
 import json
@@ -52,18 +52,18 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
 
 
 def is_own(row: dict) -> bool:
-    """A row of jaxops: it is compared with peers, or no peer is called as its backend is."""
+    """Whether a row is jaxops': it is compared with peers, or no peer has its backend's name."""
     return bool(row["vs"]) or (row["backend"] not in PEERS and row["op"] not in ("copy", "matmul"))
 
 
 def variant(row: dict) -> list[str]:
-    """A cast inside the product that the plan takes by itself, or the other way round, is marked."""
+    """Marks the cast, before or inside the product, that the plan chooses."""
     chosen = ["(chosen)"] if row.get("chosen") else []
     return [row[key] for key in _VARIANT if row.get(key)] + chosen
 
 
 def series(row: dict) -> str:
-    """What has a colour of its own in a picture: a backend, jaxops' with its recipe."""
+    """What has its own colour in a picture: a backend, for jaxops with its recipe."""
     return " ".join([row["backend"], *filter(None, [row.get("recipe") if is_own(row) else None, row.get("cast")])])
 
 
@@ -150,7 +150,7 @@ def worst_ratios(own: Iterable[dict]) -> list[list[str]]:
 
 
 def errors_table(folder: pathlib.Path) -> str:
-    """Of fp8_errors' newest rows: a line a recipe and result, a column a length of the sums; empty without rows."""
+    """The newest rows of fp8_errors: a line a recipe and result, a column a length of the sums; empty without rows."""
     file = folder / "fp8_errors.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
     newest = {(row["outliers"], row["recipe"], row["result"], row["length"]): row for row in rows}
@@ -166,7 +166,10 @@ def errors_table(folder: pathlib.Path) -> str:
 
 
 def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
-    """One picture an op: a panel a pass, a cluster of bars a case, a bar a backend. Needs matplotlib (extra `bench`)."""
+    """One picture an op: a panel a pass, a cluster of bars a case, a bar a backend.
+
+    Needs matplotlib (extra `bench`).
+    """
     import matplotlib
 
     matplotlib.use("Agg")

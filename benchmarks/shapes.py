@@ -1,6 +1,6 @@
-"""The named workloads, and the one definition of group sizes and sequence lengths that every peer is measured with.
+"""The named workloads, and the one definition of group sizes and sequence lengths for all sides.
 
-Needs numpy only: torch's process reads it too.
+Imports numpy only: torch's process reads it too.
 """
 
 import dataclasses
@@ -25,11 +25,14 @@ class GroupedShape:
 
     @property
     def flops(self) -> int:
-        """Of any one pass: every row belongs to a group, so all three passes multiply the same M, K and N."""
+        """Of any pass: every row is in a group, so all three passes multiply the same M, K and N."""
         return 2 * self.M * self.K * self.N
 
     def moved_bytes(self, pass_name: str, sizes: np.ndarray, itemsize: int = 2) -> int:
-        """What one pass must read and write at the least. fwd and dgrad leave the weights of empty groups alone; wgrad writes their zeros."""
+        """The fewest bytes of a pass.
+
+        fwd and dgrad do not read the weights of empty groups; wgrad writes their zeros.
+        """
         groups = self.G if pass_name == "wgrad" else int(np.count_nonzero(sizes))
         return itemsize * (self.M * self.K + self.M * self.N + groups * self.K * self.N)
 
@@ -74,7 +77,7 @@ class DenseShape:
 
     @property
     def one_group(self) -> GroupedShape:
-        """The same as a grouped product of one group: its rows are sampled and checked in the same way."""
+        """As a grouped product of one group, to sample and check its rows in the same way."""
         return GroupedShape(self.name, 1, self.M, self.K, self.N)
 
 
@@ -119,103 +122,13 @@ MATRICES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class RouteShape:
-    """T tokens choose k of E experts; with groups as DeepSeek-V3, and then by sigmoid scores and a bias."""
-
-    model: str
-    T: int
-    E: int
-    k: int
-    expert_groups: int = 1
-    top_expert_groups: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}_t{self.T}"
-
-    @property
-    def dims(self) -> dict[str, int]:
-        return {"T": self.T, "E": self.E, "k": self.k}
-
-    @property
-    def options(self) -> dict:
-        """Of `jaxops.route`."""
-        if self.expert_groups == 1:
-            return {}
-        return {
-            "score": "sigmoid",
-            "weight_scale": 2.5,
-            "expert_groups": self.expert_groups,
-            "top_expert_groups": self.top_expert_groups,
-        }
-
-    def moved_bytes(self, pass_name: str) -> int:
-        """What one pass must read and write at the least, of float32 logits: they and, a choice each, weight, expert, row and token; with the backward the
-        logits once more, their gradient, and each choice's expert and cotangent."""
-        rows = {"fwd": 1, "fwd+bwd": 3}[pass_name]
-        choices = {"fwd": 4, "fwd+bwd": 6}[pass_name]
-        return 4 * self.T * (rows * self.E + choices * self.k)
-
-
-ROUTES = {
-    shape.name: shape
-    for T in (4096, 32768)
-    for shape in (
-        RouteShape("mixtral", T, 8, 2),
-        RouteShape("qwen3_30b", T, 128, 8),
-        RouteShape("dsv3", T, 256, 8, expert_groups=8, top_expert_groups=4),
-    )
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class PermuteShape:
-    """T tokens of D columns, each of which goes to k of E experts, and back."""
-
-    model: str
-    T: int
-    D: int
-    E: int
-    k: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}_t{self.T}"
-
-    @property
-    def dims(self) -> dict[str, int]:
-        return {"T": self.T, "D": self.D, "E": self.E, "k": self.k}
-
-    def moved_bytes(self, op: str, pass_name: str, itemsize: int = 2) -> int:
-        """What one pass must read and write at the least, each row once: a token's rows on both sides, and of each choice its place, weight, and gradient."""
-        token, choice, numbers = {
-            ("permute", "fwd"): (1, 1, 1),
-            ("permute", "bwd"): (1, 1, 1),
-            ("combine", "fwd"): (1, 1, 2),
-            ("combine", "bwd"): (1, 2, 3),
-        }[op, pass_name]
-        return self.T * (itemsize * self.D * (token + choice * self.k) + 4 * numbers * self.k)
-
-
-PERMUTES = {
-    shape.name: shape
-    for shape in (
-        PermuteShape("qwen3_30b", 32768, 2048, 128, 8),
-        PermuteShape("qwen3_30b", 4096, 2048, 128, 8),
-        PermuteShape("mixtral", 16384, 4096, 8, 2),
-    )
-}
-
-ROUTERS = PERMUTES | {"dsv3_t32768": PermuteShape("dsv3", 32768, 7168, 256, 8)}
-
-
 def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     """Rows of each group, int32 [G], summing to M; the same for the same arguments, on every machine.
 
-    balanced: M / G each, the remainder spread over the first groups. skewed: Zipf with exponent 1 in shuffled order, max(1, G // 16) groups empty,
-    sizes rounded to nothing but whole rows. one_group: all rows in the middle group. half: half of the rows in one group, a third of the groups
-    empty, the rest even.
+    balanced: M / G each, the remainder spread over the first groups. skewed: Zipf with exponent 1 in shuffled order,
+    max(1, G // 16) groups empty, sizes not rounded to tiles. one_group: all rows in the middle group. half: half of the
+    rows
+    in one group, a third of the groups empty, the rest even.
     """
     if dist == "balanced":
         return _even(M, G)
@@ -225,7 +138,7 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
         return sizes
     if dist == "skewed":
         full = max(1, G - max(1, G // 16))
-        sizes = _in_proportion(1.0 / np.arange(1, full + 1), M)
+        sizes = in_proportion(1.0 / np.arange(1, full + 1), M)
     elif dist == "half":
         full = max(1, G - G // 3)
         sizes = (
@@ -239,14 +152,15 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
 
 
 def group_offsets(sizes: np.ndarray) -> np.ndarray:
-    """Where each group starts, then where the last one ends: int32 [G + 1]."""
+    """Start of each group, then the end of the last one: int32 [G + 1]."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 def sampled_rows(pass_name: str, shape: GroupedShape, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows of a pass's result are compared with float32: (group, row within lhs) in fwd and dgrad, (group, row of the group's matrix) in wgrad.
+    """The rows of a pass's result that are compared with float32.
 
-    Both ends of groups are among them, the smallest and the largest too, and in wgrad an empty one: that is where a ragged kernel goes wrong.
+    fwd and dgrad: (group, row of lhs); wgrad: (group, row of the group's matrix). They include both ends of groups, the
+    smallest and the largest group, and in wgrad an empty one, where ragged kernels go wrong.
     """
     if pass_name != "wgrad":
         return sampled_packed_rows(offsets)
@@ -260,7 +174,10 @@ def sampled_rows(pass_name: str, shape: GroupedShape, offsets: np.ndarray) -> tu
 
 
 def sampled_packed_rows(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(group or sequence, row) of SAMPLED_ROWS rows out of all: first and last rows of groups, the smallest's and the largest's too, then any."""
+    """(group or sequence, row) of SAMPLED_ROWS rows.
+
+    First and last rows of groups, those of the smallest and largest group too, then random ones.
+    """
     rng = np.random.default_rng(_SEED)
     sizes = np.diff(offsets)
     ends = np.concatenate([_smallest_and_largest(sizes), rng.choice(np.flatnonzero(sizes), SAMPLED_ROWS // 4)])
@@ -285,15 +202,18 @@ class PackedShape:
         return {"T": self.T, "D": self.D, "B": self.B}
 
     def of_dist(self, dist: str) -> "PackedShape":
-        """With as many sequences as the distribution has: "many" and "single" have a number of their own."""
+        """With the number of sequences of the distribution: "many" and "single" have their own."""
         return dataclasses.replace(self, B=len(sequence_lengths(dist, self.B, self.T)))
 
     def moved_bytes(self, op: str, pass_name: str, itemsize: int = 2) -> int:
-        """What one pass must read and write at the least, all tensors of one itemsize: [T, D] tensors, then [B, D] ones.
+        """The fewest bytes of a pass, all tensors of one itemsize: [T, D] tensors, then [B, D] ones.
 
-        adaln fwd: x, y, and scale, shift. bwd: x, dy, dx, and scale, dscale, dshift. gated_residual_adaln fwd: residual, h, new residual, y, and gate,
-        scale, shift. bwd: new residual, h, the cotangents of both results, dresidual, dh, and gate, scale, dgate, dscale, dshift. fwd+bwd is one
-        program, which reads gate, scale and shift once; x and h do not stay in any cache until the backward comes to them.
+        adaln fwd: x, y; scale, shift. bwd: x, dy, dx; scale, dscale, dshift. gated_residual_adaln fwd: residual, h, new
+        residual,
+        y; gate, scale, shift. bwd: new residual, h, the cotangents of both results, dresidual, dh; gate, scale, dgate,
+        dscale,
+        dshift. fwd+bwd is one program that reads gate, scale and shift once; x and h are not in any cache in the
+        backward.
         """
         tensors, vectors = _MOVED[op, pass_name]
         return itemsize * self.D * (tensors * self.T + vectors * self.B)
@@ -322,54 +242,6 @@ PACKED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MoeShape:
-    """T tokens of width D, each through k of E gated units of width F."""
-
-    name: str
-    T: int
-    E: int
-    k: int
-    D: int
-    F: int
-
-    @property
-    def dims(self) -> dict[str, int]:
-        return {"T": self.T, "E": self.E, "k": self.k, "D": self.D, "F": self.F}
-
-    def flops(self, pass_name: str) -> int:
-        """Of the routed rows' products: gate, up and down, and with the backward two more of each."""
-        return {"fwd": 1, "fwd+bwd": 3}[pass_name] * 3 * 2 * self.T * self.k * self.D * self.F
-
-
-def preferences(dist: str, shape: MoeShape) -> np.ndarray:
-    """float32 [T, E], to be added to the router's logits: zeros for "router", whose groups are as random logits fill them. Else each token is told k experts,
-    by more than any logit outweighs, so that groups have the sizes of `group_sizes`; at most T, though: what is above goes to the others that are not empty."""
-    T, E, k = shape.T, shape.E, shape.k
-    found = np.zeros((T, E), np.float32)
-    if dist == "router":
-        return found
-    sizes = group_sizes(dist, E, T * k)
-    while over := int(np.sum(np.maximum(sizes - T, 0))):
-        free = np.flatnonzero((sizes > 0) & (sizes < T))
-        sizes = np.minimum(sizes, T)
-        sizes[free] += _in_proportion(sizes[free].astype(float), over)
-    # Dealt in turns: an expert's rows lie beside each other, and a token's are T apart, so that it gets each of its experts once.
-    experts = np.repeat(np.arange(E), sizes).reshape(k, T)
-    found[np.random.default_rng(0).permutation(T)[None, :], experts] = 1e3
-    return found
-
-
-MOES = {
-    shape.name: shape
-    for shape in (
-        MoeShape("qwen3_30b_t4096", 4096, 128, 8, 2048, 768),
-        MoeShape("qwen3_30b_t32768", 32768, 128, 8, 2048, 768),
-        MoeShape("mixtral_t16384", 16384, 8, 2, 4096, 14336),
-    )
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class AttentionShape:
     """B sequences packed one after another, T rows in all, with N heads of H."""
 
@@ -384,7 +256,7 @@ class AttentionShape:
         return {"T": self.T, "N": self.N, "H": self.H}
 
     def flops(self, pass_name: str, lengths: np.ndarray) -> int:
-        """Of the pairs within sequences: two products forward; the backward has five, one of which is the forward's once more."""
+        """Of pairs within sequences: two products forward, five backward, one of them the recomputed forward."""
         products = {"fwd": 2, "fwd+bwd": 7}[pass_name]
         return products * 2 * self.N * self.H * int(np.sum(lengths.astype(np.int64) ** 2))
 
@@ -403,12 +275,14 @@ ATTENTION = {
 def sequence_lengths(dist: str, B: int, T: int) -> np.ndarray:
     """Rows of each sequence, int32, summing to T; the same for the same arguments, on every machine.
 
-    unequal: B lengths, evenly from 0.25 to 1.75 times their mean, in shuffled order, rounded to nothing but whole rows. third_empty: B // 3 of them
-    empty, the others unequal. one: all rows in the middle one of B sequences. single: one sequence, whatever B. many: 16 rows each, whatever B.
+    unequal: B lengths, evenly from 0.25 to 1.75 times their mean, in shuffled order, not rounded to tiles. third_empty:
+    B // 3 empty ones, the others unequal. one: all rows in the middle one of B. single: one sequence, for any B. many:
+    16
+    rows each, for any B.
     """
     if dist in ("unequal", "third_empty"):
         full = max(1, B - (B // 3 if dist == "third_empty" else 0))
-        return _shuffled(_in_proportion(np.linspace(0.25, 1.75, full), T), B)
+        return _shuffled(in_proportion(np.linspace(0.25, 1.75, full), T), B)
     if dist == "one":
         return group_sizes("one_group", B, T)
     if dist == "single":
@@ -418,23 +292,23 @@ def sequence_lengths(dist: str, B: int, T: int) -> np.ndarray:
     raise ValueError(f"dist={dist!r}: write one of {', '.join(PACKED_DISTS)}.")
 
 
-def _in_proportion(weights: np.ndarray, total: int) -> np.ndarray:
+def in_proportion(weights: np.ndarray, total: int) -> np.ndarray:
     exact = total * weights / weights.sum()
     sizes = np.floor(exact).astype(np.int32)
-    # Largest remainders first, as in an election: the sum is the total to the row.
+    # Largest remainders first: the sum is exact.
     sizes[np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]] += 1
     return sizes
 
 
 def _shuffled(sizes: np.ndarray, count: int) -> np.ndarray:
-    """sizes and zeros, count in all."""
+    """sizes and zeros, count in all, in random order."""
     spread = np.zeros(count, np.int32)
     spread[: len(sizes)] = sizes
     return np.random.default_rng(_SEED).permutation(spread)
 
 
 def _smallest_and_largest(sizes: np.ndarray) -> list[int]:
-    """Of those that are not empty."""
+    """The smallest and the largest nonempty group."""
     full = np.flatnonzero(sizes)
     return [int(full[np.argmin(sizes[full])]), int(full[np.argmax(sizes[full])])]
 

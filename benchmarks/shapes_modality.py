@@ -1,4 +1,4 @@
-"""The named workloads of several modalities. Of numpy and shapes.py only, as that one."""
+"""The named workloads of several modalities. Imports numpy and shapes.py only."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ class ModalityShape:
 
     @property
     def flops(self) -> int:
-        """Of any one pass: each row's own product, nothing of any padding."""
+        """Of any pass: each row's own product, without padding."""
         return sum(part.flops for part in self.parts)
 
     def sizes(self, dist: str) -> np.ndarray:

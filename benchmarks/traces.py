@@ -1,4 +1,7 @@
-"""One call's kernels and copies as the profiler saw them: read, kept in a file for https://ui.perfetto.dev, and drawn."""
+"""The kernels and copies of one call as the profiler saw them.
+
+Read, written to a file for https://ui.perfetto.dev, and drawn.
+"""
 
 import gzip
 import json
@@ -20,7 +23,7 @@ WINDOW = (
 
 
 class Event(NamedTuple):
-    """A kernel or a copy of a device's stream. Numbers that XLA gives its fusions are taken off the name."""
+    """A kernel or copy on a device's stream, named without the numbers that XLA appends to fusions."""
 
     name: str
     start_us: float
@@ -34,7 +37,7 @@ class Event(NamedTuple):
 
 
 def device_events(run: Callable[[], Any]) -> list[Event]:
-    """Of one call. Empty without a GPU. `harness.kernels` would call twice, and a step's state is donated."""
+    """The events of one call; empty without a GPU. `harness.kernels` calls twice, but a step's state is donated."""
     if not harness.on_gpu():
         jax.block_until_ready(run())
         return []
@@ -88,7 +91,10 @@ def read_trace(file: pathlib.Path) -> list[Event]:
 
 
 def draw_trace(file: pathlib.Path) -> pathlib.Path:
-    """<name>.png beside <name>.trace.json.gz: the whole step, a few layers of its forward and of its backward. Needs matplotlib (extra `bench`)."""
+    """<name>.png beside <name>.trace.json.gz: the whole step, and a few layers of its forward and its backward.
+
+    Needs matplotlib (extra `bench`).
+    """
     from matplotlib.figure import Figure
 
     events = read_trace(file)

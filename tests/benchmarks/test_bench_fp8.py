@@ -1,4 +1,4 @@
-"""The FP8 benchmarks' bytes, floors and checks, their own paths on a CPU with a torch that answers from a script, and what the report makes of their rows."""
+"""The FP8 benchmarks: bytes, floors and checks; runs on a CPU with a fake torch; the report of their rows."""
 
 import json
 import sys

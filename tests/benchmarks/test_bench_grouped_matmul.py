@@ -1,4 +1,4 @@
-"""The grouped matmul benchmark's own path on a CPU, a wrong kernel in it, torch's process, and the report of what it wrote."""
+"""The grouped matmul benchmark: a run on a CPU, a wrong kernel in it, torch's process, and the report of its rows."""
 
 import json
 import re

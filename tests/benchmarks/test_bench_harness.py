@@ -146,7 +146,10 @@ def test_rates_and_their_part_of_the_ceiling(tmp_path, rate, work, reached):
 
 
 def test_what_the_machine_reaches(tmp_path, monkeypatch):
-    """A copy reads and writes: 4 GiB in 1 ms of 2 GiB. A product of M, K and N is 2 M K N operations; the better of the two shapes counts."""
+    """A copy reads and writes: 4 GiB in 1 ms for 2 GiB.
+
+    A product of M, K and N is 2 M K N operations; the better of the two shapes counts.
+    """
     times = {"copy": at(1000.0), "dense_square": at(100.0), "dense_wide": at(800.0)}
     monkeypatch.setattr(
         harness, "interleave", lambda variants, rounds: {variant.name: times[variant.name] for variant in variants}

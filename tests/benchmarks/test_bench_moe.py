@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_moe, harness, shapes
+from benchmarks import bench_moe, harness, shapes, shapes_moe
 from benchmarks.bench_moe import SMOKE
 from tests.command_line import run
 
 
 def test_flops_are_those_of_the_routed_rows():
-    shape = shapes.MOES["qwen3_30b_t4096"]
+    shape = shapes_moe.MOES["qwen3_30b_t4096"]
     assert shape.flops("fwd") == 3 * shapes.GROUPED["qwen3_30b"].flops
     assert shape.flops("fwd+bwd") == 3 * shape.flops("fwd")
 
 
 def test_the_check_sees_a_wrong_result():
-    inputs = (jnp.asarray(shapes.preferences("skewed", SMOKE)), *bench_moe.make_inputs(SMOKE))
+    inputs = (jnp.asarray(shapes_moe.preferences("skewed", SMOKE)), *bench_moe.make_inputs(SMOKE))
     results = {
         side: jax.jit(bench_moe.program(side, SMOKE, "fwd+bwd"))(*inputs)
         for side in ("xla", "ragged_dot", "jaxops", "jaxops_unfused")

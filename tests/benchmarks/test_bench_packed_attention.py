@@ -1,4 +1,4 @@
-"""The ways to attend within packed sequences that a CPU can run, the check that stands before the clock, and the rows."""
+"""The ways to attend within packed sequences that run on a CPU, the check before timing, and the rows."""
 
 import json
 

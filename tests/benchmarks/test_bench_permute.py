@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_permute, checks, harness, shapes
+from benchmarks import bench_permute, checks, harness, shapes_moe
 from benchmarks.bench_permute import DTYPE, OPS, PASSES, SMOKE, Case
 from tests.command_line import run
 from tests.hopper import lower_for_h200
@@ -17,7 +17,7 @@ KERNELS = {case.label: (case, case.op if case.pass_name == "fwd" else f"{case.op
 
 
 def test_bytes_are_those_of_every_input_and_output():
-    shape, T, R, row = shapes.PERMUTES["qwen3_30b_t4096"], 4096, 8 * 4096, 2 * 2048
+    shape, T, R, row = shapes_moe.PERMUTES["qwen3_30b_t4096"], 4096, 8 * 4096, 2 * 2048
     found = {(op, pass_name): shape.moved_bytes(op, pass_name) for op in OPS for pass_name in PASSES}
     assert found == {
         ("permute", "fwd"): row * (T + R) + 4 * R,
@@ -25,7 +25,7 @@ def test_bytes_are_those_of_every_input_and_output():
         ("combine", "fwd"): row * (T + R) + 8 * R,
         ("combine", "bwd"): row * (T + 2 * R) + 12 * R,
     }
-    assert len(shapes.PERMUTES) == 3
+    assert len(shapes_moe.PERMUTES) == 3
 
 
 @pytest.mark.parametrize(("case", "kernel"), KERNELS.values(), ids=KERNELS)

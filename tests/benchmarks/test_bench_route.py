@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_route, harness, shapes
+from benchmarks import bench_route, harness, shapes_moe
 from benchmarks.bench_route import SMOKE, Case
 from tests.command_line import run
 
 
 def test_bytes_are_those_of_every_input_and_output():
-    shape = shapes.ROUTES["dsv3_t4096"]
+    shape = shapes_moe.ROUTES["dsv3_t4096"]
     assert shape.moved_bytes("fwd") == 4 * 4096 * (256 + 4 * 8)
     assert shape.moved_bytes("fwd+bwd") == 4 * 4096 * (3 * 256 + 6 * 8)
-    assert len(shapes.ROUTES) == 6
+    assert len(shapes_moe.ROUTES) == 6
 
 
 def test_the_check_passes_what_is_right_and_fails_what_is_not():
@@ -28,7 +28,7 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not():
         with pytest.raises(ArithmeticError, match="tokens, experts, load, order of the rows are right"):
             bench_route.errors(parts | {name: jnp.roll(parts[name], 1, axis=0)}, parts)
     others = jax.jit(bench_route.side(Case(SMOKE, "fwd+bwd"), "xla"))(
-        bench_route.make_inputs(SMOKE) | {"bias": jnp.arange(SMOKE.E, dtype=jnp.float32)}
+        bench_route.make_inputs(SMOKE) | {"selection_bias": jnp.arange(SMOKE.E, dtype=jnp.float32)}
     )
     with pytest.raises(ArithmeticError, match=r"only 0\.\d+ of the tokens"):
         bench_route.errors(others, parts)

@@ -5,13 +5,13 @@ import json
 import jax
 import pytest
 
-from benchmarks import bench_router, harness, shapes
+from benchmarks import bench_router, harness, shapes_moe
 from benchmarks.bench_router import PASSES, SMOKE, Case
 from tests.command_line import run
 
 
 def test_bytes_are_those_of_every_input_and_output():
-    shape, T, D, E = shapes.PERMUTES["qwen3_30b_t4096"], 4096, 2048, 128
+    shape, T, D, E = shapes_moe.PERMUTES["qwen3_30b_t4096"], 4096, 2048, 128
     once = 2 * T * D + 4 * D * E + 4 * T * E
     assert [Case(shape, pass_name).moved_bytes for pass_name in PASSES] == [once, 3 * once]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import shapes
+from benchmarks import shapes, shapes_moe
 
 
 @pytest.mark.parametrize("dist", shapes.DISTS)
@@ -78,11 +78,11 @@ def test_moved_bytes_leave_out_the_weights_that_nobody_reads():
 
 @pytest.mark.parametrize("dist", ["balanced", "skewed", "half"])
 @pytest.mark.parametrize(
-    "shape", [shapes.MoeShape("small", 24, 4, 2, 16, 32), *shapes.MOES.values()], ids=lambda shape: shape.name
+    "shape", [shapes_moe.MoeShape("small", 24, 4, 2, 16, 32), *shapes_moe.MOES.values()], ids=lambda shape: shape.name
 )
 def test_preferences_fill_the_groups(dist, shape):
-    """Each token is told k experts; groups are as large as `group_sizes` says, but for those that would have a token twice."""
-    told = shapes.preferences(dist, shape) > 0
+    """Each token has k experts. Groups have the sizes of `group_sizes`, except where a token would be in one twice."""
+    told = shapes_moe.preferences(dist, shape) > 0
     np.testing.assert_array_equal(told.sum(axis=1), shape.k)
     got, want = told.sum(axis=0), shapes.group_sizes(dist, shape.E, shape.T * shape.k)
     if want.max() <= shape.T:
@@ -94,4 +94,4 @@ def test_preferences_fill_the_groups(dist, shape):
 
 
 def test_the_router_is_told_nothing():
-    assert not shapes.preferences("router", shapes.MOES["mixtral_t16384"]).any()
+    assert not shapes_moe.preferences("router", shapes_moe.MOES["mixtral_t16384"]).any()

@@ -40,7 +40,7 @@ def test_what_is_tried(monkeypatch):
 
 
 def test_measured_plans_are_those_of_today(monkeypatch):
-    """The newest rows are of the tiles that the shapes get now; the order in which programs take them may have changed."""
+    """The newest rows have the tiles that the plan chooses now; the tile order may differ."""
     monkeypatch.setattr(device, "gluon_missing", lambda: "")
     kind = ("kernel", "bm", "bn", "stages", "turns")
     file = harness.ROOT / "benchmarks" / "results" / "nvidia_h200" / "unseen_shapes.jsonl"

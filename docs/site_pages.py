@@ -10,7 +10,10 @@ from mkdocs.structure.files import File, Files
 ROOT = pathlib.Path(__file__).parents[1]
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES = FROM_ROOT | {"docs/README.md": "index.md", "examples": "examples.md"}
-PICTURES = {"benchmarks/results/nvidia_h200/offload_decoder_7b.png": "pictures/offload_decoder_7b.png"}
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURES = {
+    str(file.relative_to(ROOT)): f"pictures/{file.parent.name}/{file.name}" for file in sorted(RESULTS.rglob("*.png"))
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#]+)(#[^)]*)?\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 

@@ -1,7 +1,7 @@
 """A griffe extension: what jaxops' docstrings have beside Google's sections, as Markdown.
 
 - Examples (`>>> ...`) outside an "Examples" section become code blocks.
-- Paragraphs such as "Residuals: ..." and "Source: ..." get a bold first word.
+- "Residuals: ...", "Source: ..." and the like become paragraphs with a bold first word.
 """
 
 import re
@@ -17,14 +17,15 @@ def markdown(docstring: str) -> str:
     def fenced(match: re.Match) -> str:
         return f"{match[1]}```pycon\n{match[0].rstrip()}\n{match[1]}```\n"
 
-    # griffe would read "gate, up" as name and type: a space that it does not split at.
+    # A no-break space, because griffe would read "gate, up" as a name and a type.
     text = SEVERAL.sub(lambda match: match[0].replace(", ", ",\N{NO-BREAK SPACE}"), docstring)
-    text = EXAMPLE.sub(fenced, text.replace("  # doctest: +SKIP", "")).replace("](docs/", "](../")  # a page of reference/ shows it
+    text = text.replace("](docs/", "](../")  # for a page of reference/
+    text = EXAMPLE.sub(fenced, text.replace("  # doctest: +SKIP", ""))
     lines: list[str] = []
-    joins = False  # inside such a paragraph, whose continuation lines are indented
+    inside = False  # a paragraph whose continuation lines are indented
     for line in text.splitlines():
-        joins = bool(PARAGRAPH.match(line)) or (joins and line.startswith(" "))
-        lines.append(PARAGRAPH.sub(r"**\1**: ", line) if not line.startswith(" ") or not joins else line.strip())
+        inside = bool(PARAGRAPH.match(line)) or (inside and line.startswith(" "))
+        lines.append(PARAGRAPH.sub(r"**\1**: ", line.strip() if inside else line))
     return "\n".join(lines)
 
 

@@ -40,11 +40,7 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, **kwargs) -> str:
     """Links as files of the repository become links to the site's pages; a file without a page keeps its name."""
     name = page.file.src_uri
-    folder = (
-        ""
-        if name in ("index.md", "contributing.md", "changelog.md")
-        else posixpath.join("docs", posixpath.dirname(name))
-    )
+    folder = "" if name in FROM_ROOT.values() else posixpath.join("docs", posixpath.dirname(name))
 
     def changed(link: re.Match) -> str:
         picture, text, path, anchor = link[1], link[2], link[3], link[4] or ""

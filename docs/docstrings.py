@@ -10,6 +10,7 @@ import griffe
 
 PARAGRAPH = re.compile(r"^(Residuals|Source|Over several devices): (?=\S)", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)>>> .*\n(?:^.*\S.*\n?)*", re.MULTILINE)  # until a blank line
+PAGE = re.compile(r"\bdocs/(\w+)\.md")  # linked from a page of reference/
 SEVERAL = re.compile(r"^ +\w+(?:, \w+)+(?=: )", re.MULTILINE)  # "gate, up: ..."
 
 
@@ -19,7 +20,7 @@ def markdown(docstring: str) -> str:
 
     # A no-break space, because griffe would read "gate, up" as a name and a type.
     text = SEVERAL.sub(lambda match: match[0].replace(", ", ",\N{NO-BREAK SPACE}"), docstring)
-    text = text.replace("](docs/", "](../")  # for a page of reference/
+    text = PAGE.sub(r"[docs/\1.md](../\1.md)", text)
     text = EXAMPLE.sub(fenced, text.replace("  # doctest: +SKIP", ""))
     lines: list[str] = []
     inside = False  # a paragraph whose continuation lines are indented

@@ -69,7 +69,7 @@ def tune(
     splits = op.splits(problem) if group_sizes is None else group_sizes
     offsets = [s if s is None else jnp.asarray(np.concatenate([[0], np.cumsum(s)]), jnp.int32) for s in splits]
     plans = {kernel: op.planner.plan(kernel) for kernel in op.kernels(problem, device)}
-    xla, rows = op.planner.plan("xla"), []
+    xla, tensors, rows = op.planner.plan("xla"), op.tensors(problem), []
     for name, kernel in itertools.product(op.passes(problem) if passes is None else passes, plans):
         if tiles is None:
             mine = op.planner.candidates(name, problem, device, kernel)
@@ -82,7 +82,7 @@ def tune(
             plan = xla if chosen is None else dataclasses.replace(plan, **{name: chosen})
             return op.run(name, problem, plan, *operands)
 
-        calls = [op.operands(name, problem, each) for each in offsets]
+        calls = [op.operands(name, problem, tensors, each) for each in offsets]
         best, us = _fastest(name, run, calls, mine, say)
         plans[kernel] = dataclasses.replace(plans[kernel], **{name: best})
         us /= len(calls)  # of a call, on average
@@ -103,10 +103,8 @@ def store(rows: list[dict], op: str = "grouped_matmul"):
 
 def _worst_errors(got, want) -> tuple[float, float]:
     """`_errors`, the largest of all arrays."""
-    errors = [
-        [float(e) for e in _errors(g, w)] for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    ]
-    return max(e[0] for e in errors), max(e[1] for e in errors)
+    errors = np.array([_errors(g, w) for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)])
+    return errors[:, 0].max(), errors[:, 1].max()
 
 
 @jax.jit

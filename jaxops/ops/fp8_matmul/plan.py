@@ -169,8 +169,6 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    *(Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: ADA),
-    triton=lambda problem, device: runs_gluon(device),
-    others=_others,
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda _: ADA, lambda _, device: runs_gluon(device), others=_others
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

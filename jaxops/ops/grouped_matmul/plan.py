@@ -185,6 +185,10 @@ def takes_triton(pass_name: str, problem: Problem, device: Device) -> bool:
     return not few and "triton" in kernels_for(problem, device)
 
 
+def _triton(problem: Problem, device: Device) -> bool:
+    return "triton" in kernels_for(problem, device)
+
+
 def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
     triton = call.backend == "triton" and (call.asked != "auto" or takes_triton(pass_name, call.problem, call.device))
     return "triton" if triton else "pallas"
@@ -372,10 +376,6 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
 
 
 PLANNER = Planner(
-    *(Plan, Tiles, PASSES, heuristic, _search, _key),
-    triton=lambda problem, device: "triton" in kernels_for(problem, device),
-    kernel=_kernel,
-    fit=_fit,
-    others=_others,
+    Plan, Tiles, PASSES, heuristic, _search, _key, triton=_triton, kernel=_kernel, fit=_fit, others=_others
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

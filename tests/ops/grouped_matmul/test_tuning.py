@@ -20,7 +20,7 @@ from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
 from jaxops.tuning.__main__ import app
-from jaxops.tuning.ops import OPS, default_group_sizes
+from jaxops.tuning.ops import OPS
 
 H200 = Device("NVIDIA H200", "gpu")
 UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
@@ -216,12 +216,13 @@ def faked_gpu(monkeypatch):
 
     monkeypatch.setattr(jaxops.tuning, "device_times_us", device_times_us)
     op = OPS["grouped_matmul"]
+    run = op.run
 
     def run_with_one_wrong_row(name, problem, plan, *operands):
-        out = op.run(name, problem, plan, *operands)
+        out = run(name, problem, plan, *operands)
         return out.at[3].set(0) if plan.fwd == BROKEN else out
 
-    monkeypatch.setitem(OPS, "grouped_matmul", dataclasses.replace(op, run=run_with_one_wrong_row))
+    monkeypatch.setattr(op, "run", run_with_one_wrong_row)
     return times
 
 
@@ -266,8 +267,9 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     problem, passes, unit = TUNED[name]
     faked_gpu += [0.5, 0.1] * len(passes)
     op = OPS[name]
-    fewer = dataclasses.replace(op.planner, search=lambda *g: [dataclasses.replace(op.planner.heuristic(*g), warps=2)])
-    monkeypatch.setitem(OPS, name, dataclasses.replace(op, planner=fewer))
+    planner = op.planner
+    fewer = dataclasses.replace(planner, search=lambda *g: [dataclasses.replace(planner.heuristic(*g), warps=2)])
+    monkeypatch.setattr(op, "planner", fewer)
     rows = tune(problem, say=lambda line: None)
     assert [row["pass"] for row in rows] == passes
     assert all(row[unit] > 0 for row in rows)
@@ -290,7 +292,7 @@ def test_tune_with_nothing_right(faked_gpu):
 
 def test_default_routings_use_every_row():
     for problem in (Problem(7, 1000, 8, 8, "bfloat16"), Problem(256, 4096, 8, 8, "bfloat16")):
-        routings = default_group_sizes(problem)
+        routings = OPS["grouped_matmul"].splits(problem)
         assert [sizes.sum() for sizes in routings] == [problem.M] * 2
         assert all(len(sizes) == problem.G and sizes.min() >= 0 for sizes in routings)
         assert np.ptp(routings[0]) <= 1

@@ -36,8 +36,8 @@ M, K, N = 300, 200, 136  # no multiple of any tile below
 OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
 # Stored whole, and in halves.
 HOPPER = tuple(
-    Tiles(bm, bn, 64, 8, stages, kernel="triton", turns=turns, dynamic=turns)
-    for bm, bn, turns in HOPPER_TILES
+    Tiles(bm, bn, 64, 8, stages, kernel="triton", ping_pong=ping_pong, dynamic=ping_pong)
+    for bm, bn, ping_pong in HOPPER_TILES
     for stages in (3, 6 if bm == bn else 4)
 )
 TILES = [

@@ -33,16 +33,16 @@ def test_what_is_tried(monkeypatch):
             found = few(name, unseen(1)[0], mine)
             assert {(tiles.kernel, tiles.panel) for tiles in found} == {("triton", mine.panel)}
             kinds = {
-                (tiles.bm, tiles.bn, tiles.turns, tiles.dynamic)
+                (tiles.bm, tiles.bn, tiles.ping_pong, tiles.dynamic)
                 for tiles in candidates(name, problem, bench_unseen_shapes.current_device(), "triton")
             }
-            assert {(tiles.bm, tiles.bn, tiles.turns, tiles.dynamic) for tiles in found} == kinds
+            assert {(tiles.bm, tiles.bn, tiles.ping_pong, tiles.dynamic) for tiles in found} == kinds
 
 
 def test_measured_plans_are_those_of_today(monkeypatch):
     """The newest rows have the tiles that the plan chooses now; the tile order may differ."""
     monkeypatch.setattr(device, "gluon_missing", lambda: "")
-    kind = ("kernel", "bm", "bn", "stages", "turns")
+    kind = ("kernel", "bm", "bn", "stages", "ping_pong")
     file = harness.ROOT / "benchmarks" / "results" / "nvidia_h200" / "unseen_shapes.jsonl"
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if row["backend"] == bench_unseen_shapes.OURS]
     measured = {(row["name"], row["pass"]): {name: row["tiles"][name] for name in kind} for row in rows}

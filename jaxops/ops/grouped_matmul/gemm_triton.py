@@ -50,7 +50,7 @@ def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl
 def _gemm(name: str, tiles: Tiles, **named) -> Gemm:
     return Gemm(
         name, grouped_gemm, tiles.bm, tiles.bn, tiles.stages, tiles.panel, (tiles.part, tiles.stored),
-        ping_pong=tiles.turns, dynamic=tiles.dynamic, **named,
+        ping_pong=tiles.ping_pong, dynamic=tiles.dynamic, **named,
     )  # fmt: skip
 
 

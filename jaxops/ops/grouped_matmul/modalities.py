@@ -105,6 +105,6 @@ def make_plans(
         for i in by_size:
             own = getattr(plans[i], name)
             if given[i] is None or getattr(given[i], name) is None:  # as the largest weights have them
-                size = own.kernel, own.bm, own.bn, own.bk, own.warps, own.turns
+                size = own.kernel, own.bm, own.bn, own.bk, own.warps, own.ping_pong
                 plans[i] = dataclasses.replace(plans[i], **{name: shared.setdefault(size, own)})
     return tuple(plans)

@@ -12,7 +12,7 @@ from jaxops._lib.powers import power_of_2
 
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
-HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (128, 128, False))  # bm, bn, turns
+HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (128, 128, False))  # bm, bn, ping_pong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Tiles:
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
         L2.
-      turns: "triton" only: ping-pong. Each of the two consumer warp groups computes whole tiles, and one stores while
-        the other multiplies; otherwise they are cooperative: each computes half of a tile's rows.
+      ping_pong: "triton" only: each of the two consumer warp groups computes whole tiles, and one stores while the
+        other multiplies; otherwise they are cooperative: each computes half of a tile's rows.
       dynamic: "triton" only: programs take the next tile from a counter; otherwise every n-th tile, n programs.
         Balances wgrad, whose sums are as long as groups (qwen3_30b, Zipf: 474 instead of 398 TFLOP/s), and passes
         bound by memory (dsv3's forward: 510 instead of 486); costs 3 to 9 % elsewhere (qwen3_30b's forward: 594
@@ -53,15 +53,15 @@ class Tiles:
     peel: bool = False
     tail: int = 0
     kernel: Literal["pallas", "triton"] = "pallas"
-    turns: bool = False
+    ping_pong: bool = False
     dynamic: bool = False
 
     def __post_init__(self):
         check_fields(self, "kernel", among=KERNELS)
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
-        if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.turns) in HOPPER_TILES):
-            sizes = ", ".join(f"{bm}x{bn}{' with turns' if turns else ''}" for bm, bn, turns in HOPPER_TILES)
+        if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in HOPPER_TILES):
+            sizes = ", ".join(f"{bm}x{bn}{' ping-pong' if ping_pong else ''}" for bm, bn, ping_pong in HOPPER_TILES)
             raise ValueError(
                 f"{self}: the triton kernel has tiles of {sizes}, with bk=64, warps=8, tail=0 and at least 2 stages."
             )
@@ -78,7 +78,7 @@ class Tiles:
     @property
     def part(self) -> int:
         """Rows of a tile that one of "triton"'s two consumer warp groups multiplies."""
-        return self.bm if self.turns else self.bm // 2
+        return self.bm if self.ping_pong else self.bm // 2
 
     @property
     def stored(self) -> int:
@@ -272,8 +272,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     dynamic, short = pass_name == "wgrad" or rows <= 128, pass_name == "wgrad" and rows <= 64
     stages = (3 if rows >= 1024 or short else 4, 4, 5, 6)
     usual, *others = (
-        Tiles(bm, bn, 64, 8, each, turns=turns, dynamic=dynamic or bm == bn, **how)
-        for (bm, bn, turns), each in zip(HOPPER_TILES, stages, strict=True)
+        Tiles(bm, bn, 64, 8, each, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
+        for (bm, bn, ping_pong), each in zip(HOPPER_TILES, stages, strict=True)
     )
     if short and -(-problem.N // 128) % 2:
         return others[-1]
@@ -328,7 +328,7 @@ def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> f
         registers = 32 * tiles.warps * min(255, 40 + tiles.bm * tiles.bn // (32 * tiles.warps))
         resident = max(1, min(device.shared_bytes // tiles.shared_bytes(p.dtype), 65_536 // registers))
     store = high * tiles.bn * size / loads
-    one = max(steps * step, store) if tiles.turns or resident > 1 else steps * step + store
+    one = max(steps * step, store) if tiles.ping_pong or resident > 1 else steps * step + store
     moved = size * (p.M * p.K + p.M * p.N + p.G * p.K * p.N)
     waves = max(-(-count // (device.cores * resident)), 2 if pass_name == "wgrad" else 1)
     return max(waves * resident * one, moved / (memory * device.cores))
@@ -364,9 +364,9 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     """Each shape with the deepest pipeline that fits, and with the deepest that leaves room for storing whole tiles."""
     found = []
     ways = (True,) if pass_name == "wgrad" else (False, True)
-    for (bm, bn, turns), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
+    for (bm, bn, ping_pong), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
         depths = [
-            Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", turns=turns, dynamic=dynamic)
+            Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", ping_pong=ping_pong, dynamic=dynamic)
             for stages in (6, 5, 4, 3)
         ]
         fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]

@@ -181,7 +181,9 @@ def test_rows_of_both_kernels():
 
 
 @pytest.mark.parametrize(
-    "change", [{"bm": 64}, {"bn": 64}, {"turns": True}, {"bk": 32}, {"warps": 4}, {"tail": 16}, {"stages": 1}], ids=str
+    "change",
+    [{"bm": 64}, {"bn": 64}, {"ping_pong": True}, {"bk": 32}, {"warps": 4}, {"tail": 16}, {"stages": 1}],
+    ids=str,
 )
 def test_tiles_that_the_triton_kernel_has_not(change):
     with pytest.raises(ValueError, match="the triton kernel has tiles of 128x256"):
@@ -197,7 +199,7 @@ def test_triton_candidates():
     for name in PASSES:
         found = candidates(name, EIGHTS, H200, "triton")
         assert len(set(found)) == len(found)
-        assert {(tiles.bm, tiles.bn, tiles.turns) for tiles in found} <= set(HOPPER_TILES)
+        assert {(tiles.bm, tiles.bn, tiles.ping_pong) for tiles in found} <= set(HOPPER_TILES)
         assert all(tiles.shared_bytes("bfloat16") <= H200.shared_bytes for tiles in found)
 
 

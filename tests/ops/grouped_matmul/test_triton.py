@@ -26,10 +26,10 @@ M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on t
 H200 = Device("NVIDIA H200", "gpu")
 # Of each size the deepest pipeline, which may store half of a tile's columns at a time, and the deepest that leaves room for all of them.
 TILES = {
-    (tiles.bm, tiles.bn, tiles.turns, tiles.stored): tiles
+    (tiles.bm, tiles.bn, tiles.ping_pong, tiles.stored): tiles
     for tiles in candidates("wgrad", Problem(256, 4096, 7168, 2048, "bfloat16"), H200, "triton")
 }
-NAMED = {"ids": lambda tiles: f"{tiles.bm}x{tiles.bn}-{tiles.stages}{'-turns' if tiles.turns else ''}"}
+NAMED = {"ids": lambda tiles: f"{tiles.bm}x{tiles.bn}-{tiles.stages}{'-ping-pong' if tiles.ping_pong else ''}"}
 
 
 def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
@@ -67,8 +67,8 @@ def test_row_windows(rows, shape, strides):
 
 
 def test_every_tile_is_a_candidate():
-    assert {(bm, bn, turns) for bm, bn, turns, _ in TILES} == set(HOPPER_TILES)
-    assert sorted((tiles.bm, tiles.bn, tiles.turns, tiles.stages, tiles.stored) for tiles in TILES.values()) == [
+    assert {(bm, bn, ping_pong) for bm, bn, ping_pong, _ in TILES} == set(HOPPER_TILES)
+    assert sorted((tiles.bm, tiles.bn, tiles.ping_pong, tiles.stages, tiles.stored) for tiles in TILES.values()) == [
         (128, 128, False, 6, 128),
         (128, 128, True, 5, 128),
         (128, 128, True, 6, 64),
@@ -114,7 +114,7 @@ def test_variant(name, out, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "transposed"), [((128, 256, False, 128), True), ((128, 128, True, 64), False)], ids=["halves", "turns"]
+    ("size", "transposed"), [((128, 256, False, 128), True), ((128, 128, True, 64), False)], ids=["halves", "ping-pong"]
 )
 def test_kernel_of_two_products(size, transposed, tmp_path):
     """The same instructions in the same loop: the second product is further steps of a tile, that the producer loads from elsewhere."""

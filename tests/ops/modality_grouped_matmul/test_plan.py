@@ -39,7 +39,7 @@ def mark(panel: int, **change) -> Tiles:
 
 
 def size(tiles: Tiles) -> tuple:
-    return tiles.kernel, tiles.bm, tiles.bn, tiles.bk, tiles.warps, tiles.turns
+    return tiles.kernel, tiles.bm, tiles.bn, tiles.bk, tiles.warps, tiles.ping_pong
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.kind)

@@ -22,8 +22,13 @@ from tests.ops.modality_grouped_matmul.cases import check as check_values
 M = 1000  # the kernels do not depend on sizes
 SHAPES = ((2, 528, 784), (3, 136, 272), (1, 264, 128), (2, 400, 400))
 TILES = {
-    (bm, bn, turns): Tiles(bm, bn, 64, 8, stages, kernel="triton", turns=turns, dynamic=turns)
-    for bm, bn, turns, stages in ((128, 256, False, 4), (256, 128, False, 3), (128, 128, True, 6), (128, 128, False, 5))
+    (bm, bn, ping_pong): Tiles(bm, bn, 64, 8, stages, kernel="triton", ping_pong=ping_pong, dynamic=ping_pong)
+    for bm, bn, ping_pong, stages in (
+        (128, 256, False, 4),
+        (256, 128, False, 3),
+        (128, 128, True, 6),
+        (128, 128, False, 5),
+    )
 }
 
 
@@ -76,7 +81,7 @@ def test_as_many_modalities_as_a_launch_has(name, tmp_path):
 @pytest.mark.parametrize(
     ("size", "name"),
     [((128, 128, True), "fwd"), ((128, 128, False), "dgrad"), ((256, 128, False), "wgrad")],
-    ids=["turns", "halves", "high"],
+    ids=["ping-pong", "halves", "high"],
 )
 def test_other_tiles(size, name, tmp_path):
     tiles = TILES[size]
@@ -161,7 +166,7 @@ def test_every_tile_of_the_matrices_is_located_once(in_python):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-turns' if tiles.turns else ''}"
+    "tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-ping-pong' if tiles.ping_pong else ''}"
 )
 @pytest.mark.parametrize(
     "sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128], [5, 9, 70, 0, 0, 1200]], ids=["ragged", "one", "last"]

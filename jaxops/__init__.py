@@ -30,29 +30,11 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
 
 __version__ = "0.1.0"
 __all__ = [
-    "Quantized",
-    "Routing",
-    "adaln",
-    "all_gather_matmul",
-    "bucket_length",
-    "combine",
-    "dequantize",
-    "fp8_grouped_matmul",
-    "fp8_matmul",
-    "gated_residual",
-    "gated_residual_adaln",
-    "grouped_glu",
-    "grouped_matmul",
-    "grouped_wgrad",
-    "matmul_reduce_scatter",
-    "modality_grouped_matmul",
-    "moe_mlp",
-    "permute",
-    "quantize",
-    "ragged_dot",
-    "route",
-    "update_router_bias",
-]
+    "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "combine", "dequantize",
+    "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
+    "grouped_wgrad", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "permute", "quantize",
+    "ragged_dot", "route", "update_router_bias",
+]  # fmt: skip
 _MODULES = {
     "jaxops.lengths": ("bucket_length",),
     "jaxops.ops.adaln": ("adaln", "gated_residual", "gated_residual_adaln"),

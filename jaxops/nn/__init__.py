@@ -8,16 +8,6 @@ from jaxops.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from jaxops.nn.router import Router, RouterBias
 
 __all__ = [
-    "AdaLNZeroBlock",
-    "AdaLayerNorm",
-    "AdaRMSNorm",
-    "AmaxHistory",
-    "ColumnParallelLinear",
-    "Fp8DotGeneral",
-    "Fp8Linear",
-    "GroupedLinear",
-    "MoE",
-    "Router",
-    "RouterBias",
-    "RowParallelLinear",
-]
+    "AdaLNZeroBlock", "AdaLayerNorm", "AdaRMSNorm", "AmaxHistory", "ColumnParallelLinear", "Fp8DotGeneral",
+    "Fp8Linear", "GroupedLinear", "MoE", "Router", "RouterBias", "RowParallelLinear",
+]  # fmt: skip

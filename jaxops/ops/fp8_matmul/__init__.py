@@ -5,14 +5,6 @@ from jaxops.ops.fp8_matmul.plan import Plan, Problem, Tiles, candidates, make_pl
 from jaxops.ops.fp8_matmul.recipes import RECIPES, Format, Recipe
 
 __all__ = [
-    "RECIPES",
-    "Format",
-    "Plan",
-    "Problem",
-    "Recipe",
-    "Tiles",
-    "candidates",
-    "fp8_grouped_matmul",
-    "fp8_matmul",
+    "RECIPES", "Format", "Plan", "Problem", "Recipe", "Tiles", "candidates", "fp8_grouped_matmul", "fp8_matmul",
     "make_plan",
-]
+]  # fmt: skip

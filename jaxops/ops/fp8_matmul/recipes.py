@@ -33,21 +33,17 @@ class Recipe:
     delayed: bool = False
 
 
-def _recipes() -> dict[str, Recipe]:
-    tensor, row, block = Format("tensorwise"), Format("rowwise"), (Format("block_1x128"), Format("block_128x128"))
-    # Gradients span more binades than weights and activations: with one scale per tensor they take e5m2, the wider
-    # format (Micikevicius et al. 2022, arXiv:2209.05433). Only the forward accumulates fast, as in TransformerEngine
-    # and torchao.
-    gradient, fast = Format("tensorwise", "float8_e5m2"), frozenset({"fwd"})
-    found = [
-        Recipe("tensorwise", tensor, tensor, gradient, fast=fast),
-        Recipe("delayed", tensor, tensor, gradient, fast=fast, delayed=True),
-        Recipe("rowwise", row, row, row, fast=fast),
-        Recipe("rowwise_with_gw_hp", row, row, row, fast=fast, gw_hp=True),
-        Recipe("blockwise", *block, block[0]),
-        Recipe("blockwise_with_gw_hp", *block, block[0], gw_hp=True),
-    ]
-    return {recipe.name: recipe for recipe in found}
-
-
-RECIPES = _recipes()
+_TENSOR, _ROW, _BLOCK = Format("tensorwise"), Format("rowwise"), Format("block_1x128")
+_BLOCKWISE = (_BLOCK, Format("block_128x128"), _BLOCK)
+# Gradients span more binades than weights and activations: with one scale per tensor they take e5m2, the wider format
+# (Micikevicius et al. 2022, arXiv:2209.05433). Only the forward accumulates fast, as in TransformerEngine and torchao.
+_GRADIENT, _FAST = Format("tensorwise", "float8_e5m2"), frozenset({"fwd"})
+_ALL = (
+    Recipe("tensorwise", _TENSOR, _TENSOR, _GRADIENT, fast=_FAST),
+    Recipe("delayed", _TENSOR, _TENSOR, _GRADIENT, fast=_FAST, delayed=True),
+    Recipe("rowwise", _ROW, _ROW, _ROW, fast=_FAST),
+    Recipe("rowwise_with_gw_hp", _ROW, _ROW, _ROW, fast=_FAST, gw_hp=True),
+    Recipe("blockwise", *_BLOCKWISE),
+    Recipe("blockwise_with_gw_hp", *_BLOCKWISE, gw_hp=True),
+)
+RECIPES = {recipe.name: recipe for recipe in _ALL}

@@ -62,15 +62,10 @@ def _locate(
 
 @gluon.jit
 def _produce(
-    made,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    STAGES: gl.constexpr,
-    PANEL: gl.constexpr,
-    KIND: gl.constexpr,
-    SCALES: gl.constexpr,
-):
-    a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K = made
+    args, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K = args
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     TILES: gl.constexpr = CONSUMERS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta
@@ -97,21 +92,13 @@ def _produce(
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
             mbarrier.expect(full.index(s), nbytes)
             for i in gl.static_range(CONSUMERS):
-                tma.async_load(
-                    a_desc,
-                    [a_row + i * ROWS_OF_ONE, (first_k + k) * BK],
-                    full.index(s),
-                    a_bufs.index(CONSUMERS * s + i),
-                )
+                a_box = [a_row + i * ROWS_OF_ONE, (first_k + k) * BK]
+                tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(CONSUMERS * s + i))
             tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
             if SCALES >= BLOCK:
                 for i in gl.static_range(CONSUMERS):
-                    tma.async_load(
-                        sa,
-                        [first_k + k, a_row - early + i * ROWS_OF_ONE],
-                        full.index(s),
-                        sa_bufs.index(CONSUMERS * s + i),
-                    )
+                    sa_box = [first_k + k, a_row - early + i * ROWS_OF_ONE]
+                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(CONSUMERS * s + i))
             if SCALES == OUTER:
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
             if SCALES == BLOCK:
@@ -121,16 +108,9 @@ def _produce(
 
 @gluon.jit
 def _scales(
-    sa_bufs,
-    sb_bufs,
-    s,
-    early,
-    WHICH: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    KIND: gl.constexpr,
-    SCALES: gl.constexpr,
-    MMA: gl.constexpr,
-):
+    sa_bufs, sb_bufs, s, early,
+    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
     """The scales of one step: of a consumer's rows, and with OUTER also of its columns."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     sa = sa_bufs.index(CONSUMERS * s + WHICH).reshape([sa_bufs.shape[2]])
@@ -166,18 +146,9 @@ def _promote(acc, part, rows, cols, SCALES: gl.constexpr):
 
 @gluon.jit
 def _sum_fast(
-    acc,
-    a_bufs,
-    b_bufs,
-    full,
-    empty,
-    steps,
-    s,
-    phase,
-    WHICH: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    acc, a_bufs, b_bufs, full, empty, steps, s, phase,
+    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """acc + A @ B.T, all steps accumulated by the tensor core; a stage is released while the next step multiplies."""
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
@@ -246,29 +217,13 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    used, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     (
-        sa,
-        sb,
-        schedule,
-        c_desc,
-        c_ptr,
-        a_bufs,
-        b_bufs,
-        sa_bufs,
-        sb_bufs,
-        c_bufs,
-        full,
-        empty,
-        tiles,
-        entries,
-        G,
-        M,
-        N,
-        K,
-    ) = used
+        sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs,
+        full, empty, tiles, entries, G, M, N, K,
+    ) = args  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     s = 0
@@ -278,9 +233,7 @@ def _consume(
     group, a_row, b_row, c_row, c_end, col, _, steps = _locate(t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         following = min(t + gl.num_programs(0), tiles - 1)
-        next_group, next_a, next_b, next_c, next_end, next_col, _, next_steps = _locate(
-            following, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND
-        )
+        following_tile = _locate(following, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
         scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
         scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
         acc = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
@@ -301,23 +254,11 @@ def _consume(
             elif SCALES == VECTOR:
                 inside = steps > 0 if KIND == ROWS else True
                 acc = _scale_vectors(
-                    acc,
-                    sa + a_row + WHICH * ROWS_OF_ONE,
-                    sb + b_row,
-                    c_end - row if inside else 0,
-                    N - col if inside else 0,
-                    MMA,
-                )
+                    acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row,
+                    c_end - row if inside else 0, N - col if inside else 0, MMA,
+                )  # fmt: skip
             store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, ALIGNED)
-        group, a_row, b_row, c_row, c_end, col, steps = (
-            next_group,
-            next_a,
-            next_b,
-            next_c,
-            next_end,
-            next_col,
-            next_steps,
-        )
+        group, a_row, b_row, c_row, c_end, col, _, steps = following_tile
     tma.store_wait(0)
 
 
@@ -332,10 +273,9 @@ def fp8_gemm_kernel(
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sa_bufs = gl.allocate_shared_memory(
-        gl.float32,
-        [CONSUMERS * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
+        gl.float32, [CONSUMERS * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
         sa.layout if SCALES >= BLOCK else FLAT,
-    )
+    )  # fmt: skip
     sb_bufs = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, BN] if SCALES == OUTER else [STAGES, 1], sb.layout if SCALES == OUTER else FLAT
     )
@@ -345,39 +285,26 @@ def fp8_gemm_kernel(
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
     c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
-    made = (a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K)
-    used = (
-        sa,
-        sb,
-        schedule,
-        c_desc,
-        c_ptr,
-        a_bufs,
-        b_bufs,
-        sa_bufs,
-        sb_bufs,
-        c_bufs,
-        full,
-        empty,
-        tiles,
-        entries,
-        G,
-        M,
-        N,
-        K,
-    )
+    producer_args = (
+        a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs,
+        full, empty, tiles, entries, G, M, N, K,
+    )  # fmt: skip
+    consumer_args = (
+        sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs,
+        full, empty, tiles, entries, G, M, N, K,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_produce, (made, BM, BN, STAGES, PANEL, KIND, SCALES)),
+            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (used, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (used, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (used, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_produce, (made, BM, BN, STAGES, PANEL, KIND, SCALES)),
+            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 

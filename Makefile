@@ -1,10 +1,10 @@
-# Every target makes $(VENV) on first use and installs into it again only when pyproject.toml changes.
+# Every target creates $(VENV) on first use, and installs again only when pyproject.toml changes.
 PYTHON ?= python3
 VENV ?= .venv
 # On a GPU: CUDA=cuda13 (or cuda12). Further arguments of the command: ARGS="...".
 CUDA ?=
 ARGS ?=
-# What `make bench` measures, one after another; with ARGS name one: each has options of its own.
+# The benchmarks of `make bench`. With ARGS, name one: each has its own options.
 BENCH ?= grouped_matmul adaln packed_attention quantize fp8_matmul fp8_grouped_matmul route router permute moe modality_grouped_matmul unseen_shapes train_step
 
 BIN := $(VENV)/bin
@@ -51,8 +51,8 @@ tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="groupe
 clean:  ## remove $(VENV) and site/
 	rm -rf $(VENV) site
 
-# --no-compile: Python compiles what it imports, a small part of what is installed; that saves half a minute. It must then be allowed to keep it, or
-# each of the processes that a test run starts compiles it again.
+# --no-compile saves half a minute: Python compiles only what it imports. It must be allowed to store that, or each
+# process of a test run compiles it again.
 export PYTHONDONTWRITEBYTECODE :=
 $(VENV)/.has-%: pyproject.toml
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }

@@ -1,4 +1,4 @@
-"""Which tuned rows plans are made with: the user's, a folder's, or only those that ship; and the same ones in all processes of a job."""
+"""The rows that plans use: the user's, a folder's or the package's; the same in all processes of a job."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Who decides: the device and what is installed choose the backend; an explicit plan, then a tuned row, then the heuristic the tiles."""
+"""Plans of the FP8 products: backend by device and by what is installed, tuned rows, heuristic, candidates."""
 
 import dataclasses
 
@@ -18,12 +18,7 @@ from tests.plans import by_choices
 
 make_plan = by_choices(fp8_matmul.make_plan)
 
-H200, L4, CPU, TPU = (
-    Device("NVIDIA H200", "gpu"),
-    Device("NVIDIA L4", "gpu"),
-    Device("cpu", "cpu"),
-    Device("TPU v5 lite", "tpu"),
-)
+H200, L4 = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu")
 HOPPER = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA H800", "NVIDIA GH200 480GB"]
 OTHER = [
     "NVIDIA L4",
@@ -48,7 +43,7 @@ def _no_jax_triton(monkeypatch):
 
 
 def mark(panel: int, kernel: str = "triton") -> Tiles:
-    """Tiles that no heuristic gives, told apart by their panel."""
+    """Tiles that no heuristic chooses; the panel identifies them."""
     return Tiles(kernel, 128, 128, stages=2, panel=panel)
 
 
@@ -105,17 +100,6 @@ def test_cards_before_ada_take_xla(kind):
             make_plan(PROBLEM, Device(kind, "gpu"), **named)
     with pytest.raises(NotImplementedError, match=f"Hopper.*{kind}"):
         make_plan(PROBLEM, Device(kind, "gpu"), backend="triton")
-
-
-@pytest.mark.usefixtures("_jax_triton")
-def test_elsewhere_xla():
-    assert make_plan(PROBLEM, CPU) == make_plan(PROBLEM, TPU) == Plan("xla")
-    assert make_plan(PROBLEM, CPU, backend="pallas").backend == "pallas"  # interpreted
-    for device in (CPU, TPU):
-        with pytest.raises(NotImplementedError, match=f"Hopper.*{device.kind}"):
-            make_plan(PROBLEM, device, backend="triton")
-    with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*TPU.*backend='xla'"):
-        make_plan(PROBLEM, TPU, backend="pallas")
 
 
 @pytest.mark.parametrize(
@@ -181,14 +165,6 @@ def test_triton_takes_no_pallas_rows():
     assert make_plan(PROBLEM, H200, pallas, backend="triton") == make_plan(PROBLEM, H200)
 
 
-@pytest.mark.usefixtures("_jax_triton")
-def test_printing_shows_the_choice():
-    text = str(make_plan(PROBLEM, H200, [row("fwd", mark(100))]))
-    assert "backend='triton', cast='before'" in text
-    assert f"fwd={mark(100)}" in text
-    assert all(f"{name}=Tiles(kernel='triton', bm=" in text for name in PASSES)
-
-
 @pytest.mark.parametrize("size", [(64, 128), (128, 64), (256, 128), (256, 256), (128, 512)], ids=str)
 def test_tiles_that_the_triton_kernel_does_not_have(size):
     with pytest.raises(ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128, 192x128, 128x256"):
@@ -240,7 +216,7 @@ SIZES = st.one_of(st.integers(0, 300), st.sampled_from([512, 1408, 4096, 14336, 
     kind=st.sampled_from(["triton", "pallas"]),
 )
 def test_heuristic(M, K, N, G, recipe, kind):
-    """It fits its device; tiles of 256 columns are for sums that the tensor core does alone; it is what tuning begins with, which repeats nothing."""
+    """It fits its device and is the first candidate. Only sums that the tensor core does whole have 256 columns."""
     problem = Problem(M, K, N, recipe, "bfloat16", G)
     device = H200 if kind == "triton" else L4
     for name in PASSES:

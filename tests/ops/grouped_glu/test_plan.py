@@ -1,4 +1,4 @@
-"""Who decides (an explicit plan, then the products' tuned rows, then the heuristics), and that every choice can be lowered for an H200."""
+"""Plans of grouped_glu: the products' plan, heuristic, candidates; what is lowered for an H200."""
 
 import re
 
@@ -81,7 +81,7 @@ def test_backend_by_device():
 
 @pytest.mark.parametrize("F", [1, 3, 96, 768, 1408, 2048, 14336, 40_000])
 def test_heuristic_and_candidates_are_legal(F):
-    """Tiles refuses what no kernel can have. Elements are held in registers: not so many a thread that they spill."""
+    """Tiles raises for what no kernel supports. At most 64 elements a thread are held in registers."""
     for name in PASSES:
         problem = Problem(8, 4096, 64, F, "bfloat16")
         found = candidates(name, problem, H200)

@@ -205,7 +205,7 @@ SLOW, FAST, BROKEN = Tiles(32, 16, 16), Tiles(16, 16, 16), Tiles(16, 16, 16, pan
 
 @pytest.fixture
 def faked_gpu(monkeypatch):
-    """A card on which `tune` runs the kernels in Pallas' interpreter; each candidate takes the next of the times given."""
+    """`tune` runs the kernels in Pallas' interpreter; each candidate takes the next of the given times."""
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: H200)
     times, calls = [], []
 

@@ -34,7 +34,7 @@ def tiles_of(plans, name: str) -> tuple:
 
 
 def mark(panel: int, **change) -> Tiles:
-    """Tiles that no heuristic gives, told apart by their panel."""
+    """Tiles that no heuristic chooses; the panel identifies them."""
     return Tiles(16, 16, 16, warps=1, stages=1, panel=panel, **change)
 
 

@@ -1,4 +1,4 @@
-"""Who decides (an explicit plan, then the plans of the ops that it is made of), and what a call is made of on a GPU. Hopper's own kernels: test_triton.py."""
+"""Plans of moe_mlp: the plans of its parts; the kernels of a call on a GPU. The Triton kernels: test_triton.py."""
 
 import re
 

@@ -1,5 +1,4 @@
-"""How an op gets its gradient: a `jax.custom_vjp` under `jax.jit`, compiled once also when the caller uses no
-`jax.jit`."""
+"""How an op gets its gradient: a `jax.custom_vjp` under `jax.jit`, so that eager calls compile once, too."""
 
 import functools
 from collections.abc import Callable

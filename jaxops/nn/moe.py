@@ -93,23 +93,12 @@ class MoE(nnx.Module):
     """
 
     def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        hidden_features: int,
-        *,
-        router: Callable[..., Any],
-        activation: Activation = "silu",
-        shared_features: int = 0,
-        gate_shared: bool = False,
-        expert_axis: str | None = None,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        backend: str = "auto",
+        self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
+        activation: Activation = "silu", shared_features: int = 0, gate_shared: bool = False,
+        expert_axis: str | None = None, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init, backend: str = "auto",
         rngs: nnx.Rngs,
-    ):
+    ):  # fmt: skip
         check_sizes(num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
         if shared_features != 0:
             check_sizes(shared_features=shared_features)

@@ -81,23 +81,11 @@ class Router(nnx.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        num_experts: int,
-        k: int,
-        *,
-        score: Literal["softmax", "sigmoid"] = "softmax",
-        normalize: bool = True,
-        weight_scale: float = 1.0,
-        expert_groups: int = 1,
-        top_expert_groups: int = 1,
-        capacity: int | None = None,
-        use_bias: bool = False,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        backend: str = "auto",
-        rngs: nnx.Rngs,
-    ):
+        self, in_features: int, num_experts: int, k: int, *, score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True, weight_scale: float = 1.0, expert_groups: int = 1, top_expert_groups: int = 1,
+        capacity: int | None = None, use_bias: bool = False, param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init, backend: str = "auto", rngs: nnx.Rngs,
+    ):  # fmt: skip
         check_sizes(in_features=in_features, num_experts=num_experts)
         check_backend(backend, "pallas")
         self.in_features, self.num_experts, self.k = in_features, num_experts, k

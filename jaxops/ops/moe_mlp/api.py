@@ -28,39 +28,26 @@ Experts = tuple[jax.Array, jax.Array, jax.Array]  # the weights of gate, up and 
 
 
 def moe_mlp(
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    routing: Routing,
-    *,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
-    compute_dtype=None,
-    out_dtype=None,
-    precision: lax.PrecisionLike = None,
-    save: Literal["preactivations", "nothing"] = "preactivations",
-    backend: str = "auto",
-    plan: Plan | None = None,
-) -> jax.Array:
+    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, routing: Routing, *,
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu", compute_dtype=None, out_dtype=None,
+    precision: lax.PrecisionLike = None, save: Literal["preactivations", "nothing"] = "preactivations",
+    backend: str = "auto", plan: Plan | None = None,
+) -> jax.Array:  # fmt: skip
     """The experts of a mixture-of-experts layer, from tokens to tokens: with e the expert of token t's choice j,
     `out[t] = sum_j weights[t, j] * (act(x[t] @ w_gate[e]) * (x[t] @ w_up[e])) @ w_down[e]`.
 
-    Computes what `jaxops.permute`, `grouped_glu`, `grouped_matmul` and `combine` compute one after another, in less
-    memory and time. The residuals are gate and up, without a copy of rows. The gradient of the router's weights needs
-    no output of the down projection; on Hopper one kernel computes it, the activation's gradient and the down
-    projection's. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, all
-    weights and routing.weights, and so in the router's logits. Deterministic. Rows of `routing` outside all groups
-    contribute nothing, so a device that holds some of the experts passes a Routing with its slice of the offsets; the
-    results of all devices are then summed.
+    The same as `jaxops.permute`, `grouped_glu`, `grouped_matmul` and `combine` one after another, in less memory and
+    time. The residuals are gate and up, without a copy of rows. The gradient of the router's weights needs no output of
+    the down projection; on Hopper one kernel computes it, the activation's gradient and that of the down projection's
+    rows. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, all weights
+    and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that holds
+    some of the experts passes a Routing with its slice of the offsets, and the results are summed over the devices.
 
     >>> import jax.numpy as jnp, jaxops
     >>> routing = jaxops.route(jnp.array([[9., 0.], [0., 9.], [0., 0.]]), 1)  # to experts 0, 1 and 0
-    >>> one = jnp.ones((2, 1, 1))
-    >>> x, w_down = jnp.array([[1.], [2.], [3.]]), jnp.array([[[1.]], [[10.]]])
-    >>> jaxops.moe_mlp(x, one, one, w_down, routing, activation="relu")
-    Array([[ 1.],
-           [40.],
-           [ 9.]], dtype=float32)
+    >>> x, one, w_down = jnp.array([[1.], [2.], [3.]]), jnp.ones((2, 1, 1)), jnp.array([[[1.]], [[10.]]])
+    >>> jaxops.moe_mlp(x, one, one, w_down, routing, activation="relu")[:, 0]
+    Array([ 1., 40.,  9.], dtype=float32)
 
     Args:
       x: [T, D], bfloat16, float16 or float32.
@@ -86,11 +73,10 @@ def moe_mlp(
         not a `Routing`; forward-mode differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
-    Residuals: named "moe_mlp.x", "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out" (checkpoint names; x: its cast).
+    Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out" (checkpoint names).
 
-    Source: the experts of Mixtral (Jiang et al. 2024, arXiv:2401.04088) over the grouped products of MegaBlocks (Gale
-    et al. 2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025,
-    arXiv:2512.14080).
+    Source: the experts of Mixtral (Jiang et al. 2024, arXiv:2401.04088) over MegaBlocks' grouped products (Gale et al.
+    2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).
     """
     check_float("x", x, "[T, D]")
     check_float("w_gate", w_gate, "[E, D, F]")

@@ -1,5 +1,4 @@
-"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [T, k, D, F] in
-memory."""
+"""The op in plain jnp and float32; its gradient is JAX autodiff's. For tests: it allocates [T, k, D, F]."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""The backward through the activation, and values of choices as values of rows and back: elementwise work and
-gathers."""
+"""Elementwise work and gathers: the backward of the activation, and values of choices as values of rows and back."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""Rows of tokens to their experts and back: copies of each token's row, and the weighted sum of the experts'
-outputs."""
+"""Rows of tokens to their experts and back: copies of each token's row, and weighted sums of the experts' outputs."""
 
 from jaxops.ops.permute.api import check_routing, combine, permute
 from jaxops.ops.permute.plan import Plan, Problem, Tiles, candidates, make_plan

@@ -29,16 +29,13 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
 
     >>> import jax.numpy as jnp, jaxops
     >>> routing = jaxops.route(jnp.array([[2., 0., 1.], [0., 3., 3.]]), 2)  # tokens to experts 0 and 2, and 1 and 2
-    >>> jaxops.permute(jnp.array([[10., 11.], [20., 21.]]), routing)
-    Array([[10., 11.],
-           [20., 21.],
-           [10., 11.],
-           [20., 21.]], dtype=float32)
+    >>> jaxops.permute(jnp.array([[10.], [20.]]), routing)[:, 0]
+    Array([10., 20., 10., 20.], dtype=float32)
 
     Args:
       x: [T, D], bfloat16, float16 or float32.
-      routing: of the same T tokens, from `route`. row_positions and row_indices must agree; others give wrong rows,
-        never an access out of bounds.
+      routing: of the same T tokens, from `route`. row_positions and row_indices that disagree give wrong rows, never an
+        access out of bounds.
       backend: "auto" takes the Pallas kernels on a GPU, XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla"
         runs or raises.
       plan: a `Plan`, instead of the heuristic one.
@@ -51,9 +48,9 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
       TypeError: a routing that is not a `Routing`, dtypes that the kernels do not take; forward-mode differentiation
         (JAX's own error).
 
-    Residuals: named "permute.rows" (checkpoint names).
+    Residuals: "permute.rows" (checkpoint names).
 
-    Source: the permutation of Megatron's and TransformerEngine's MoE layers; gather in MegaBlocks (Gale et al. 2022,
+    Source: the permutation of Megatron's and TransformerEngine's MoE layers; MegaBlocks' gather (Gale et al. 2022,
     arXiv:2211.15841).
     """
     check_float("x", x, "[T, D]")
@@ -73,33 +70,29 @@ def combine(
 
     A choice that the capacity dropped, or whose row lies outside all groups, contributes nothing; rows outside the
     groups have zero gradients, whatever they contain (NaN included). So the results of devices with slices of
-    `group_offsets` add up to the whole. Differentiable (reverse mode, any order) in rows and routing.weights, and so in
-    the router's logits. Deterministic: no atomics.
+    `group_offsets` add up to the whole. Differentiable (reverse mode, any order) in rows and routing.weights.
+    Deterministic: no atomics.
 
     >>> import jax.numpy as jnp, jaxops
     >>> routing = jaxops.route(jnp.array([[2., 2., 0.], [0., 3., 3.]]), 2)  # all weights are 0.5
-    >>> jaxops.combine(jnp.array([[1., 2.], [10., 20.], [3., 4.], [5., 6.]]), routing)  # rows 0 and 1, rows 2 and 3
-    Array([[ 5.5, 11. ],
-           [ 4. ,  5. ]], dtype=float32)
+    >>> jaxops.combine(jnp.array([[1.], [10.], [3.], [5.]]), routing)[:, 0]  # rows 0 and 1, rows 2 and 3
+    Array([5.5, 4. ], dtype=float32)
 
     Args:
       rows: [T * k, D], bfloat16, float16 or float32, in the order of `permute`.
       routing: as in `permute`; its weights are float32.
       out_dtype: bfloat16, float16 or float32; rows.dtype by default.
-      backend: as in `permute`.
-      plan: as in `permute`.
+      backend, plan: as in `permute`.
 
     Returns:
       [T, D] in out_dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, an unknown backend.
-      TypeError: a routing that is not a `Routing`, dtypes that the kernels do not take; forward-mode differentiation
-        (JAX's own error).
+      ValueError, TypeError: as `permute`.
 
-    Residuals: named "combine.out" (checkpoint names).
+    Residuals: "combine.out" (checkpoint names).
 
-    Source: the unpermutation of Megatron's and TransformerEngine's MoE layers, with the weights; scatter in MegaBlocks.
+    Source: the unpermutation of Megatron's and TransformerEngine's MoE layers, with the weights; MegaBlocks' scatter.
     """
     check_float("rows", rows, "[T * k, D]")
     routing = check_routing(routing)
@@ -112,8 +105,7 @@ def combine(
 
 
 def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
-    """The fields of a routing that permute and combine (and ops that build on them) read, checked; None for the
-    others."""
+    """The fields that permute and combine (and ops made of them) read, checked; without the other fields."""
     if not isinstance(routing, Routing):
         raise TypeError(f"routing is a {type(routing).__name__}; pass the jaxops.Routing that jaxops.route returned.")
     positions, indices = routing.row_positions, routing.row_indices
@@ -143,10 +135,8 @@ def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
         return partial_routing(**fields)
     check_array("routing.weights", routing.weights, "the weights [T, k] of a Routing")
     if routing.weights.shape != positions.shape:
-        raise ValueError(
-            f"routing.weights has shape {tuple(routing.weights.shape)}; it must be that of routing.row_positions, "
-            f"{(T, k)}."
-        )
+        shape = tuple(routing.weights.shape)
+        raise ValueError(f"routing.weights has shape {shape}; it must be that of routing.row_positions, {(T, k)}.")
     if routing.weights.dtype != jnp.float32:
         raise TypeError(f"routing.weights is {routing.weights.dtype}; write routing.weights.astype(jnp.float32).")
     return partial_routing(weights=routing.weights, **fields)

@@ -1,4 +1,4 @@
-"""What the ops mean, in float32 and plain jnp; their gradients are JAX autodiff's."""
+"""The ops in plain jnp and float32; their gradients are JAX autodiff's."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""Top-k routing of tokens to experts: choices, weights, the rows' order for grouped products, and the routers'
-losses."""
+"""Top-k routing of tokens to experts: choices, weights, the order of rows for grouped products, and losses."""
 
 from jaxops.ops.route.api import route, update_router_bias
 from jaxops.ops.route.logits import router_logits

@@ -21,30 +21,18 @@ _MAX_ELEMENTS = 2**31  # of one array: row numbers, and offsets in a kernel, are
 
 
 def route(
-    logits: jax.Array,
-    k: int,
-    *,
-    score: Literal["softmax", "sigmoid"] = "softmax",
-    normalize: bool = True,
-    weight_scale: float = 1.0,
-    selection_bias: jax.Array | None = None,
-    expert_groups: int = 1,
-    top_expert_groups: int = 1,
-    capacity: int | None = None,
-    backend: str = "auto",
-    plan: Plan | None = None,
-) -> Routing:
+    logits: jax.Array, k: int, *, score: Literal["softmax", "sigmoid"] = "softmax", normalize: bool = True,
+    weight_scale: float = 1.0, selection_bias: jax.Array | None = None, expert_groups: int = 1,
+    top_expert_groups: int = 1, capacity: int | None = None, backend: str = "auto", plan: Plan | None = None,
+) -> Routing:  # fmt: skip
     """Chooses k of E experts for each token, and sorts the chosen rows by expert, as grouped products read them.
 
     Scores are `softmax(logits)` or `sigmoid(logits)`, in float32. A token takes the k experts with the largest
-    `scores + selection_bias` (the lower expert among equal ones), only from its best expert groups if there are groups.
-    Its weights are the scores of those k without selection_bias; `normalize` divides them by their sum plus 1e-20; then
-    they are multiplied by weight_scale. Rows are sorted by expert, within an expert by token. No host sync: new logits
+    `scores + selection_bias`, on ties the lower expert. Its weights are the scores of those k, divided by their sum
+    plus 1e-20 (normalize), times weight_scale. Without selection_bias and groups the logits are compared, which have
+    the order of the scores: the choice is then bit-identical on all devices and backends. No host sync; new logits
     never recompile. Differentiable (reverse mode) in logits through weights, aux_loss and z_loss; the choice has no
-    gradient. Deterministic: no atomics.
-
-    Without selection_bias and without groups the logits are compared instead of the scores, which have the same order.
-    The choice is then bit-identical on every device and backend, also where scores round to equal numbers.
+    gradient. Deterministic.
 
     >>> import jax.numpy as jnp, jaxops
     >>> logits = jnp.array([[2., 0., 1.], [0., 3., 3.], [4., 1., 0.]])  # three tokens, three experts
@@ -55,46 +43,40 @@ def route(
     ([[0, 4], [2, 5], [1, 3]], [[73.0, 27.0], [50.0, 50.0], [95.0, 5.0]])
 
     Args:
-      logits: [T, E], bfloat16, float16 or float32. -inf excludes an expert while others are left. A NaN ranks last
-        among its token's experts; if it makes a score NaN (softmax: all scores of the token, sigmoid: its own and the
-        sum of the weights), that token's weights and both losses are NaN. A token's choices are k different experts for
-        any logits.
+      logits: [T, E], bfloat16, float16 or float32. -inf excludes an expert while others are left. A NaN ranks last; if
+        it makes a score NaN (softmax: all of the token's, sigmoid: its own and the sum of the weights), that token's
+        weights and both losses are NaN. The k experts of a token are different for any logits.
       k: experts per token, from 1 to E (with groups: to the number of experts in top_expert_groups groups).
       score: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
       normalize: whether a token's weights add up to weight_scale.
-      weight_scale: a Python number, the routed scaling factor of DeepSeek-V3.
-      selection_bias: [E] float32, added to the scores for the choice only (loss-free balancing, see
-        `update_router_bias`); no gradient.
+      weight_scale: a Python number, DeepSeek-V3's routed scaling factor.
+      selection_bias: [E] float32, added to the scores for the choice only (see `update_router_bias`); no gradient.
       expert_groups: number of groups of E / expert_groups neighbouring experts.
-      top_expert_groups: how many groups a token may choose from: those with the largest sum of their two best
+      top_expert_groups: number of groups that a token may choose from: those with the largest sums of their two best
         `scores + selection_bias`.
-      capacity: maximum rows of an expert; the first tokens that chose it get them. A choice beyond it is dropped: it
-        has no row and weight 0. The token's other weights are not normalized again. None drops nothing.
+      capacity: maximum rows of an expert; its first tokens get them. A choice beyond it is dropped: it has no row and
+        weight 0. The token's other weights are not normalized again. None drops nothing.
       backend: "auto" takes the Pallas kernels on a GPU, XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla"
         runs or raises.
       plan: a `Plan`, instead of the heuristic one.
 
     Returns:
-      A `Routing`. Its losses are means over the tokens of this call (under shard_map, of this device), without any
-      factor, and 0 for T = 0.
+      A `Routing`. Its losses are means over the tokens of this call (of this device), without any factor; 0 for T = 0.
 
     Raises:
-      ValueError: logits of another rank, k, groups or capacity that do not fit, a selection_bias of another shape, an
-        unknown score or backend.
+      ValueError: shapes, k, groups or capacity that do not fit, an unknown score or backend.
       TypeError: dtypes that the kernels do not take, static arguments that are not Python numbers; forward-mode
         differentiation (JAX's own error).
 
-    Residuals: named "route.routing" (checkpoint names).
+    Residuals: "route.routing" (checkpoint names).
 
     Source: aux_loss is equation 4 of the Switch Transformer (Fedus et al. 2021, arXiv:2101.03961), for k > 1 and
-    sigmoid scores equations 17 to 20 of DeepSeek-V3 (arXiv:2412.19437), over the tokens of this call instead of each
-    sequence; z_loss is equation 5 of ST-MoE (Zoph et al. 2022, arXiv:2202.08906); selection_bias and groups are
-    DeepSeek-V3's.
+    sigmoid scores equations 17 to 20 of DeepSeek-V3 (arXiv:2412.19437) over the tokens of a call instead of a sequence;
+    z_loss is equation 5 of ST-MoE (Zoph et al. 2022, arXiv:2202.08906); selection_bias and groups are DeepSeek-V3's.
     """
     check_float("logits", logits, "[T, E]")
     T, E = logits.shape
-    k = check_integer("k", k)
-    expert_groups = check_integer("expert_groups", expert_groups)
+    k, expert_groups = check_integer("k", k), check_integer("expert_groups", expert_groups)
     top_expert_groups = check_integer("top_expert_groups", top_expert_groups)
     check_choice("score", score, SCORES)
     if not 1 <= k <= E:
@@ -131,8 +113,7 @@ def route(
         selection_bias = jax.lax.stop_gradient(selection_bias)
     plan = make_plan(Problem(T, E), device_of(logits, selection_bias), backend=backend, plan=plan)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
-    # A token chooses an expert once, so an expert has at most T rows. Choosing among all groups is choosing without
-    # groups.
+    # An expert has at most T rows, since a token chooses it once. To choose from all groups is to choose without groups.
     capacity = None if capacity is None or capacity >= T else int(capacity)
     groups = (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
     spec = Spec(k, score, normalize, weight_scale, *groups, capacity)
@@ -140,11 +121,9 @@ def route(
 
 
 def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """The next step's selection_bias: plus `rate` for an expert with a load below the mean, minus `rate` above the
-    mean.
+    """The next step's selection_bias: plus `rate` for an expert with a load below the mean, minus `rate` above it.
 
-    Call it once per training step, outside of the gradient; on several devices with the load summed over them
-    (`jax.lax.psum`).
+    Call it once per training step, outside of the gradient, with the load summed over devices (`jax.lax.psum`).
 
     >>> import jax.numpy as jnp, jaxops
     >>> jaxops.update_router_bias(jnp.zeros(3), jnp.array([5, 1, 3]), 0.5)
@@ -153,7 +132,7 @@ def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float |
     Args:
       selection_bias: [E] float32, as in `route`.
       load: [E], `Routing.load`, or its sum over devices or microbatches.
-      rate: the size of the step, a number or a scalar array; DeepSeek-V3 uses 0.001, and 0 at the end.
+      rate: a number or a scalar array; DeepSeek-V3 uses 0.001, and 0 at the end.
 
     Returns:
       [E] float32.

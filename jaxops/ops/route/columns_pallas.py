@@ -11,9 +11,7 @@ from jaxops._lib.powers import power_of_2
 from jaxops.ops.route.plan import TINY, Spec, Tiles
 
 _VECTOR = 4  # neighbouring experts in one load of a thread: 16 bytes of float32
-_MAX_UNROLLED = (
-    8  # choices per token; a loop over up to so many is unrolled, so that all its loads are in flight at once
-)
+_MAX_UNROLLED = 8  # choices per token up to which a loop over them is unrolled: all loads are in flight at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +43,7 @@ class Columns:
 
     @property
     def full(self) -> bool:
-        """Whether every column is an expert. Nothing is masked then, and Triton sees that neighbours can be loaded
-        together."""
+        """Whether every column is an expert. Without a mask Triton sees that neighbours can be loaded together."""
         return self.width == self.E
 
     @property

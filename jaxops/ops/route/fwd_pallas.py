@@ -1,5 +1,4 @@
-"""Routing forward in three Pallas kernels, lowered through Triton: choose experts, count them over tiles, assign
-rows."""
+"""Routing forward in three Pallas kernels lowered through Triton: choose experts, count over tiles, assign rows."""
 
 import functools
 
@@ -25,8 +24,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def _largest(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-    """[rows, 1]: the number [1, width] of the column with each row's largest key [rows, width]; the smallest on
-    ties."""
+    """[rows, 1]: the number [1, width] of the column with each row's largest key [rows, width]; the least on ties."""
     top = jnp.max(keys, axis=1, keepdims=True)
     return jnp.min(jnp.where(keys == top, numbers, _INT32_MAX), axis=1, keepdims=True)
 
@@ -51,8 +49,7 @@ def _best_groups(scores: jax.Array, columns: Columns, top_groups: int) -> jax.Ar
 
 
 def _choose_kernel(ref: dict, *, spec: Spec, tile: Tiles):
-    """For a program's tokens: experts and weights. For each expert: how many of them chose it, and the sum of its
-    shares."""
+    """A program's tokens: their experts and weights; how many of them chose each expert, and the sum of its shares."""
     (T, E), k, pid = ref["logits"].shape, spec.k, pl.program_id(0)
     columns = Columns(E, spec.expert_groups)
     experts = columns.experts
@@ -101,8 +98,7 @@ def _choose_kernel(ref: dict, *, spec: Spec, tile: Tiles):
 
 
 def _count_kernel(ref: dict, *, step: int):
-    """For a program's experts: how many tokens of earlier tiles chose each, for every tile, and of all; totals of
-    sums."""
+    """A program's experts: how many tokens of the tiles before each tile chose them, and of all tiles; total sums."""
     tiles, E = ref["counts"].shape
     column = (pl.program_id(0) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32))[None, :]
 
@@ -124,8 +120,7 @@ def _count_kernel(ref: dict, *, step: int):
 
 
 def _assign_kernel(ref: dict, *, spec: Spec, tile: Tiles):
-    """For a program's tokens: the row of each choice, and each row's token. The first program writes offsets and
-    losses."""
+    """A program's tokens: the row of each choice, and each row's token. The first program writes offsets, losses."""
     (T, k), E, pid = ref["experts"].shape, ref["load"].shape[0], pl.program_id(0)
     columns = Columns(E)
     experts, shape = columns.experts, (tile.step, columns.width)

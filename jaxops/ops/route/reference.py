@@ -1,5 +1,4 @@
-"""What the op means, in float32 and plain jnp; its gradient is JAX autodiff's. For tests: it holds [T, k, E] in
-memory."""
+"""The op in plain jnp and float32; its gradient is JAX autodiff's. For tests: it allocates [T, k, E]."""
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +8,14 @@ from jaxops.ops.route.routing import Routing
 
 
 def route_reference(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None = None) -> Routing:
-    """As `jaxops.route`, by sorting each token's experts and counting their members in matrices of ones and zeros. T is
-    not 0."""
+    """As `jaxops.route` for T > 0: sorts each token's experts, and counts tokens in matrices of ones and zeros."""
     T, E = logits.shape
     R, capacity = T * spec.k, spec.capacity or T
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
 
     def falling(values):
-        """What sorts into falling order; NaN is as -inf."""
+        """Sort keys for descending order; NaN as -inf."""
         return -jnp.where(jnp.isnan(values), -jnp.inf, jax.lax.stop_gradient(values))
 
     # The logits have the order of the scores, and keep it where scores round to equal numbers.

@@ -49,7 +49,7 @@ def partial_routing(**fields: jax.Array) -> Routing:
 
 
 def rows_in_groups(routing: Routing) -> jax.Array:
-    """[R], which rows lie in a group; for any values of the offsets, whose slice may start after row 0."""
+    """[R], which rows lie in a group. (A slice of the offsets may start after row 0.)"""
     R = routing.row_indices.shape[0]
     first, end = clip_bounds(routing.group_offsets[0], routing.group_offsets[-1], R)
     row = jnp.arange(R, dtype=jnp.int32)

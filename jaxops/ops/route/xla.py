@@ -64,8 +64,7 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
 
 @jax.custom_jvp
 def _over_their_sum(scores: jax.Array) -> jax.Array:
-    """Each row's scores over their sum. JAX's own derivative squares the sum, which gives NaN for scores that
-    underflow."""
+    """Each row's scores over their sum. JAX's own derivative squares the sum: NaN for scores that underflow."""
     return scores / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
 
 

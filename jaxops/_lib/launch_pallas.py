@@ -34,16 +34,9 @@ def _widened_shape(x) -> tuple[int, ...]:
 
 
 def launch(
-    kernel: Callable,
-    *operands: jax.Array,
-    out: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...],
-    warps: int,
-    stages: int = 1,
-    interpret: bool,
-    name: str,
-    aliases: dict[int, int] | None = None,
-) -> Any:
+    kernel: Callable, *operands: jax.Array, out: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...], warps: int, stages: int = 1, interpret: bool, name: str, aliases: dict[int, int] | None = None,
+) -> Any:  # fmt: skip
     """Calls a kernel whose refs are the whole operands, then the whole results.
 
     An operand or result of 1-byte numbers (FP8) with more than 2^31 and at most 2^32 elements gets enough extra leading

@@ -17,8 +17,8 @@ def vary_together(*operands: Any) -> tuple:
     would get them unchanged, and a tracer cannot index a NumPy array.
 
     Raises:
-      ValueError: an array on a mesh with Explicit axes (JAX's default), outside of `jax.shard_map`: the ops have no rule
-        for how their results are sharded.
+      ValueError: an array on a mesh with Explicit axes (JAX's default), outside of `jax.shard_map`: the ops have no
+        rule for how their results are sharded.
     """
     operands = jax.tree.map(jnp.asarray, operands)
     types = [jax.typeof(x) for x in jax.tree.leaves(operands)]

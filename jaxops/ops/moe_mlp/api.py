@@ -19,12 +19,26 @@ from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
-from jaxops.ops.moe_mlp.plan import Plan, Problem, Spec, make_plan
+from jaxops.ops.moe_mlp.plan import Plan, Problem, make_plan
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
 from jaxops.ops.permute import check_routing, combine, permute
 from jaxops.ops.route import Routing, partial_routing
 
-Experts = tuple[jax.Array, jax.Array, jax.Array]  # the weights of gate, up and down
+Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static part of a call, beside shapes; x_dtype and w_dtype are those of the gradients."""
+
+    plan: Plan
+    activation: str
+    save: str
+    precision: lax.Precision
+    compute_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype
 
 
 def moe_mlp(
@@ -107,7 +121,7 @@ def moe_mlp(
     device = device_of(x, w_gate, routing)
     problem = Problem(T, k, E, D, F, w_down.shape[2], compute.name)
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
-    spec = Spec(plan, activation, save, precision, compute, out)
+    spec = Spec(plan, activation, save, precision, compute, out, x.dtype, w_gate.dtype)
     return _mlp(spec, *vary_together(x, (w_gate, w_up, w_down), routing))
 
 
@@ -134,53 +148,38 @@ def _down(spec: Spec, h: jax.Array, w_down: jax.Array, routing: Routing) -> jax.
     return combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows)
 
 
-def _cast(spec: Spec, experts: Experts) -> Experts:
-    gate, up, down = (w.astype(spec.compute_dtype) for w in experts)
-    return gate, up, down
-
-
-def _mlp_forward(spec: Spec, x: jax.Array, experts: Experts, routing: Routing) -> Any:
-    experts = _cast(spec, experts)
-    h, _ = _up(spec, False, x.astype(spec.compute_dtype), experts, routing)
-    return _down(spec, h, experts[2], routing)
-
-
-def _mlp_fwd(spec: Spec, x: jax.Array, experts: Experts, routing: Routing):
-    dtypes = (
-        jnp.zeros(0, x.dtype),
-        jnp.zeros(0, experts[0].dtype),
-    )  # the backward needs no more of the operands themselves
-    x, experts = named_cast(x, spec.compute_dtype, "moe_mlp.x"), _cast(spec, experts)
+def _fwd(spec: Spec, x: jax.Array, experts: Experts, routing: Routing):
+    x = named_cast(x, spec.compute_dtype, "moe_mlp.x")
+    experts = tuple(w.astype(spec.compute_dtype) for w in experts)
     h, pre = _up(spec, spec.save == "preactivations", x, experts, routing)
     pre = tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in zip(pre, ("gate", "up"), strict=bool(pre)))
     out = checkpoint_name(_down(spec, h, experts[2], routing), "moe_mlp.out")
-    return out, (x, experts, pre, routing, dtypes)
+    return out, (x, experts, pre, routing)
 
 
-def _mlp_bwd(spec: Spec, residuals, dout: jax.Array):
-    x, experts, pre, routing, (x_dtype, w_dtype) = residuals
-    # Not before dout exists: XLA would otherwise share the copy of the rows, or the products, with the forward and keep
-    # them.
+def _forward(spec: Spec, *operands) -> Any:
+    return _fwd(dataclasses.replace(spec, save="nothing"), *operands)[0]
+
+
+def _bwd(spec: Spec, residuals, dout: jax.Array):
+    x, *others = residuals
+    # Not before dout exists: XLA would share the rows' copy or the products with the forward, and keep them.
     x, dout = lax.optimization_barrier((x, dout))
-    dx, dexperts, dweights = _gradients(spec, w_dtype.dtype, x, experts, pre, routing, dout)
-    return dx.astype(x_dtype.dtype), dexperts, partial_routing(weights=dweights)
+    dx, dexperts, dweights = _gradients(spec, x, *others, dout)
+    return dx.astype(spec.x_dtype), dexperts, partial_routing(weights=dweights)
 
 
-_mlp = differentiable(_mlp_forward, _mlp_fwd, _mlp_bwd, static=1)
+_mlp = differentiable(_forward, _fwd, _bwd, static=1)
 
 
-def _gradients_forward(
-    spec: Spec, w_dtype, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array
-) -> Any:
-    """Of x, in the compute dtype, of the experts' weights, in w_dtype, and of the router's weights."""
+def _backward(spec: Spec, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array) -> Any:
+    """The gradients of x, in the compute dtype, of the experts' weights, in their own, and of the router's weights."""
     unit, down, offsets = spec.plan.unit, spec.plan.down, routing.group_offsets
-    assert down is not None
-    assert unit is not None
-    assert unit.products is not None  # make_plan fills them
+    assert unit is not None and unit.products is not None and down is not None  # noqa: PT018  # make_plan fills them
     gate, up = pre or _up(spec, True, x, experts, routing)[1]
     dy = permute(dout.astype(spec.compute_dtype), routing, plan=spec.plan.rows)
     dgate, dup, h, dots = _down_and_unit_bwd(spec, dy, experts[2], gate, up, routing)
-    wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=w_dtype)
+    wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=spec.w_dtype)
     dw_down = wgrad(h, dy, plan=down)
     back = dataclasses.replace(unit.products, fwd=unit.products.dgrad, dgrad=unit.products.fwd)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
@@ -213,11 +212,8 @@ def _down_and_unit_bwd(
     return unit_bwd_xla(spec.activation, dh, gate, up, weights)
 
 
-def _gradients_plain(
-    spec: Spec, w_dtype, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array
-) -> Any:
-    """From the ops that the forward is made of, which have gradients of any order. pre is recomputed from x and the
-    experts."""
+def _plain_backward(spec: Spec, x: jax.Array, experts: Experts, _, routing: Routing, dout: jax.Array) -> Any:
+    """Made of the forward's ops, which have gradients of any order. gate and up are recomputed."""
 
     def forward(x, experts, weights):
         own = dataclasses.replace(routing, weights=weights)
@@ -226,7 +222,7 @@ def _gradients_plain(
 
     _, vjp = jax.vjp(forward, x, experts, routing.weights)
     dx, dexperts, dweights = vjp(dout)
-    return dx, tuple(d.astype(w_dtype) for d in dexperts), dweights
+    return dx, tuple(d.astype(spec.w_dtype) for d in dexperts), dweights
 
 
-_gradients = differentiable_as(_gradients_forward, _gradients_plain, static=2)
+_gradients = differentiable_as(_backward, _plain_backward, static=1)

@@ -3,9 +3,6 @@
 import dataclasses
 from typing import Any, Literal
 
-import jax.numpy as jnp
-from jax import lax
-
 from jaxops._lib.device import Device
 from jaxops._lib.plans import BasePlan, Call, Planner
 from jaxops.ops import grouped_glu, grouped_matmul, permute
@@ -63,18 +60,6 @@ class Problem:
     @property
     def down(self) -> grouped_matmul.Problem:
         return grouped_matmul.Problem(self.E, self.R, self.F, self.N, self.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What is static in a call, beside shapes."""
-
-    plan: Plan
-    activation: str
-    save: str
-    precision: lax.Precision
-    compute_dtype: jnp.dtype
-    out_dtype: jnp.dtype
 
 
 def _triton(problem: Problem, device: Device) -> bool:

@@ -113,7 +113,7 @@ def route(
         selection_bias = jax.lax.stop_gradient(selection_bias)
     plan = make_plan(Problem(T, E), device_of(logits, selection_bias), backend=backend, plan=plan)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
-    # An expert has at most T rows, since a token chooses it once. To choose from all groups is to choose without groups.
+    # An expert has at most T rows, since a token chooses it once. Choosing from all groups needs no groups.
     capacity = None if capacity is None or capacity >= T else int(capacity)
     groups = (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
     spec = Spec(k, score, normalize, weight_scale, *groups, capacity)

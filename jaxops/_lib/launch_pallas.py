@@ -35,7 +35,8 @@ def _widened_shape(x) -> tuple[int, ...]:
 
 def launch(
     kernel: Callable, *operands: jax.Array, out: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...], warps: int, stages: int = 1, interpret: bool, name: str, aliases: dict[int, int] | None = None,
+    grid: tuple[int, ...], warps: int, stages: int = 1, interpret: bool, name: str,
+    aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
     """Calls a kernel whose refs are the whole operands, then the whole results.
 
@@ -85,8 +86,7 @@ def launch_named(
     aliases: dict[str, str] | None = None,
     **how: Any,
 ) -> dict[str, jax.Array]:
-    """`launch` of a kernel that takes one dict of refs; returns the results by name. Operands that are None have no
-    ref."""
+    """`launch` of a kernel that takes one dict of refs, without those of None; returns the results by name."""
     given = {name: x for name, x in operands.items() if x is not None}
     numbers = {[*given].index(operand): [*out].index(result) for operand, result in (aliases or {}).items()}
 

@@ -312,6 +312,7 @@ def multiply_triton(
     a: Operand,
     b: Operand,
     offsets=None,
+    schedule=None,
     *,
     ragged=None,
     length: int = 0,
@@ -323,6 +324,7 @@ def multiply_triton(
     """A @ B.T on Hopper; arguments as in `multiply_xla`.
 
     Args:
+      schedule: of ragged rows, `schedule_rows` of tiles.bm rows if it exists already.
       fast: the tensor core accumulates over all of K; ignored with block scales.
       cores: multiprocessors of the device, the largest persistent grid.
     """
@@ -334,9 +336,9 @@ def multiply_triton(
     kind = {None: DENSE, "rows": ROWS, "contraction": CONTRACTION}[ragged].value
     scales = scales_of(a, b)
     num_j = -(-N // bn)
-    schedule, entries = None, 0
+    entries = 0
     if ragged == "rows":
-        schedule = schedule_rows(offsets, M, bm)
+        schedule = schedule_rows(offsets, M, bm) if schedule is None else schedule
         count = tile_bound(M, G, bm) * num_j
     elif ragged == "contraction":
         schedule = schedule_groups(offsets, length)

@@ -1,6 +1,7 @@
 """Grouped matrix multiplication over ragged, device-side row groups, with one array of weights or one a modality."""
 
 from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad, modality_grouped_matmul
+from jaxops.ops.grouped_matmul.jax_ragged_dot import ragged_dot
 from jaxops.ops.grouped_matmul.modalities import make_plans
 from jaxops.ops.grouped_matmul.plan import (
     Plan,
@@ -13,7 +14,6 @@ from jaxops.ops.grouped_matmul.plan import (
     takes_triton,
 )
 from jaxops.ops.grouped_matmul.product import grouped_matmul_sum
-from jaxops.ops.grouped_matmul.ragged_dot import ragged_dot
 
 __all__ = [
     "Plan",

@@ -1,4 +1,4 @@
-"""The public functions: checks, then the passes, and the error where someone asks for a gradient."""
+"""The public functions: checks, then the passes; differentiation is an error."""
 
 import dataclasses
 from typing import Any, Literal
@@ -40,12 +40,12 @@ def quantize(
     backend: str = "auto",
     plan: Plan | None = None,
 ) -> Quantized:
-    """Casts a tensor to FP8 with scales, in the layout that a product over its columns reads, the one that a product over its rows reads, or both.
+    """Casts a tensor to FP8 with scales, in the layout for products over its columns, over its rows, or both.
 
-    `values * scales` is x again, to the rounding; the largest magnitude that shares a scale becomes the largest FP8
-    number. NaN and infinities become NaN and reach no scale; zeros come back exactly. Values and scales are the same to
-    the last bit on every device and backend (of a NaN, that it is one). One pass over x writes both layouts with block
-    scales, each quantised by itself: the second is no transpose of the first.
+    `values * scales` is x, rounded; the largest magnitude that shares a scale becomes the largest FP8 number. NaN and
+    infinities become NaN and affect no scale; zeros stay exact. Values and scales have the same bits on every device
+    and backend (a NaN is a NaN). With block scales one pass over x writes both layouts, each quantised by itself: the
+    second is no transpose of the first.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x = jnp.array([[1., 2., -4.], [0., 300., 100.]])
@@ -59,44 +59,39 @@ def quantize(
 
     Args:
       x: [M, K] or a stack [G, M, K]; bfloat16, float16 or float32.
-      scaling: what shares a scale: the "tensorwise" whole (of a stack, each tensor), a "rowwise" row, "block_1x128" 128 columns of a row, or
-        "block_128x128" a block of both. In the column layout rows and columns change places.
+      scaling: what shares a scale: "tensorwise" a tensor (of a stack, each), "rowwise" a row, "block_1x128" 128 columns
+        of a row, "block_128x128" a block of both. In the column layout rows and columns are exchanged.
       dtype: float8_e4m3fn or float8_e5m2.
       layouts: "row" gives values [M, K], "col" gives values_t [K, M], "both" both.
-      pow2_scales: scales are powers of two, the least that saturate nothing: they multiply without rounding.
-      key: rounds stochastically, up or down in proportion to the distance, by a hash of the key and the element's place: the same in both layouts.
-        None rounds to nearest, ties to even.
-      group_offsets: [G + 1] int32: the rows of x [M, K] are ragged groups, and in the column layout no scale spans two of them. Group g's columns of
-        values_t then start at 128 times the number of blocks before it, `sum(cdiv(sizes[:g], 128))`, and zeros fill up its last block; there are
-        128 * (cdiv(M, 128) + G) in all, with unspecified columns behind the last group. Rows outside all groups are in no column and in no tensorwise
-        scale; the row layout has them as any other. Offsets stay on the device.
-      amax: float32 scalar (or one for each tensor of a stack), with tensorwise scaling: the largest magnitude to scale by, instead of x's own. Finite
-        numbers that are larger become the largest FP8 number (they saturate). That saves a pass over x; delayed scaling takes it from steps before.
-      backend: "auto" takes the Pallas kernels on a GPU (from compute capability 8.9 on) and plain XLA elsewhere; "pallas" (interpreted on a CPU) or
-        "xla" runs or raises.
+      pow2_scales: scales are powers of two, the least without saturation: multiplying by them does not round.
+      key: rounds stochastically, by a hash of the key and the element's place: the same in both layouts. None rounds to
+        nearest, ties to even.
+      group_offsets: [G + 1] int32: the rows of x [M, K] are ragged groups, and in the column layout no scale spans two
+        of them. values_t then has 128 * (cdiv(M, 128) + G) columns; group g starts at column 128 * sum(cdiv(sizes[:g],
+        128)), zeros fill its last 128, and columns behind the last group are unspecified. Rows outside all groups are
+        in no column and no tensorwise scale, but in the row layout as any other. Offsets stay on the device.
+      amax: float32 scalar (or one for each tensor of a stack), with tensorwise scaling: the largest magnitude to scale
+        by, instead of x's own, which saves a pass over x (delayed scaling). Larger finite numbers saturate.
+      backend: "auto" is "pallas" on a GPU (from compute capability 8.9 on) and "xla" elsewhere; "pallas" (interpreted
+        on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
-      A `Quantized`. Its scales have the shape [], [M], [cdiv(K, 128), M] or [cdiv(M, 128), cdiv(K, 128)], in the order of the scalings above.
+      A `Quantized`. Its scales are [], [M], [cdiv(K, 128), M] or [cdiv(M, 128), cdiv(K, 128)], in the order of the
+      scalings above.
 
     Raises:
-      ValueError: x of another rank, an unknown scaling, layout or backend, group_offsets of a stack, amax without tensorwise scaling.
+      ValueError: x of another rank, an unknown scaling, layout or backend, group_offsets of a stack, amax without
+        tensorwise scaling.
       TypeError: dtypes that the kernels do not take.
-      NotImplementedError: a derivative; 128x128 blocks of ragged groups; a GPU without FP8, on the pallas backend.
+      NotImplementedError: a derivative; 128x128 blocks of ragged groups; "pallas" on a GPU without FP8.
 
-    Source: 1x128 and 128x128 blocks: DeepSeek-V3 (arXiv:2412.19437), 3.3.2; formats, scaling to the largest number and delayed scaling: Micikevicius et
-    al. 2022 (arXiv:2209.05433); stochastic rounding: Gupta et al. 2015 (arXiv:1502.02551).
+    Source: 1x128 and 128x128 blocks: DeepSeek-V3 (arXiv:2412.19437), 3.3.2; formats, scaling to the largest number and
+    delayed scaling: Micikevicius et al. 2022 (arXiv:2209.05433); stochastic rounding: Gupta et al. 2015
+    (arXiv:1502.02551).
     """
-    spec = _check(x, scaling, dtype, layouts, group_offsets, amax)
-    return _run(
-        dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales)),
-        x,
-        key,
-        group_offsets,
-        amax,
-        backend,
-        plan,
-    )[0]
+    spec = _check(x, scaling, dtype, layouts, pow2_scales, group_offsets, amax)
+    return _run(spec, x, key, group_offsets, amax, backend, plan)[0]
 
 
 def quantize_measured(
@@ -113,51 +108,72 @@ def quantize_measured(
 
     With amax given it is still one pass over x.
     """
-    spec = _check(x, "tensorwise", dtype, layouts, None, amax)
-    return _run(
-        dataclasses.replace(spec, pow2=check_flag("pow2_scales", pow2_scales), measure=True),
-        x,
-        None,
-        None,
-        amax,
-        backend,
-        plan,
-    )
+    spec = dataclasses.replace(_check(x, "tensorwise", dtype, layouts, pow2_scales, None, amax), measure=True)
+    return _run(spec, x, None, None, amax, backend, plan)
 
 
 def dequantize(q: Quantized, dtype=None) -> jax.Array:
-    """The tensor that a `Quantized` holds: `values * scales`, from the row layout, or from the column layout where there is no other.
+    """The tensor of a `Quantized`: `values * scales`, from the row layout if it has one, else from the column layout.
 
     >>> import jax.numpy as jnp, jaxops
     >>> jaxops.dequantize(jaxops.quantize(jnp.array([[3., -448.]]), scaling="tensorwise", layouts="col"))
     Array([[   3., -448.]], dtype=float32)
 
     Args:
-      q: from `quantize`, `Quantized.from_deepseek`, or `jaxops.adaln`. `dequantize(q.T).T` takes the column layout where there are both.
-      dtype: of the result: bfloat16, float16 or float32; by default the dtype of the tensor before.
+      q: from `quantize`, `Quantized.from_deepseek` or `jaxops.adaln`. `dequantize(q.T).T` takes the column layout
+        first.
+      dtype: of the result: bfloat16, float16 or float32; by default that of the tensor before quantisation.
 
     Returns:
       [M, K] or, of a stack, [G, M, K].
 
     Raises:
-      TypeError: q is no `Quantized`; another dtype.
-      NotImplementedError: ragged groups of which only the column layout is there: the number of rows is not known any more.
+      TypeError: q is not a `Quantized`; another dtype.
+      NotImplementedError: ragged groups with the column layout only, which does not hold the number of rows.
     """
     if not isinstance(q, Quantized):
-        raise TypeError(f"q is a {type(q).__name__}; pass what jaxops.quantize gave.")
+        raise TypeError(f"q is a {type(q).__name__}; pass a result of jaxops.quantize.")
     dtype = float_dtype("dtype", q.dtype if dtype is None else dtype)
     if q.values is None and q.group_offsets is not None:
         raise NotImplementedError(
-            "the padded columns of ragged groups do not say how many rows there were: quantise with layouts='row' or 'both'."
+            "the padded columns of ragged groups do not hold the number of rows: quantise with layouts='row' or 'both'."
         )
-    *stack, M, K = q.values.shape if q.values is not None else q.values_t.mT.shape  # pyright: ignore[reportOptionalMemberAccess]  # one is there
-    shape = (stack[0] if stack else 1, M, K)
-    arrays = q if stack else jax.tree.map(lambda leaf: leaf[None], q)
-    out = dequantize_xla(arrays, shape)
-    return out.reshape(*stack, M, K).astype(dtype)
+    is_stack = any(x is not None and len(x.shape) == 3 for x in (q.values, q.values_t))
+    out = dequantize_xla(q if is_stack else jax.tree.map(lambda leaf: leaf[None], q)).astype(dtype)
+    return out if is_stack else out[0]
+
+
+def _check(x, scaling, dtype, layouts, pow2, offsets, amax) -> Spec:
+    check_array("x", x, "a JAX array [M, K] or [G, M, K]")
+    shape = tuple(x.shape)
+    if len(shape) not in (2, 3):
+        needed = "[M, K] or a stack [G, M, K]. Write x.reshape(-1, x.shape[-1])."
+        raise ValueError(f"x has shape {shape}; it must be {needed}")
+    check_float("x", x, "[M, K]" if len(shape) == 2 else "[G, M, K]")
+    check_choice("scaling", scaling, SCALINGS)
+    check_choice("layouts", layouts, LAYOUTS)
+    fp8 = check_dtype("dtype", dtype, FP8).name
+    if offsets is not None:
+        check_offsets(offsets)
+        if len(shape) == 3:
+            raise ValueError(f"x has shape {shape}, a stack; group_offsets divide the rows of one matrix [M, K].")
+        if scaling == "block_128x128":
+            hint = "such blocks are for weights. Use 'block_1x128' for ragged rows."
+            raise NotImplementedError(f"scaling='block_128x128' does not take group_offsets: {hint}")
+    if amax is not None:
+        check_array("amax", amax, "a float32 scalar")
+        if scaling != "tensorwise":
+            hint = "leave it away, or scale 'tensorwise'."
+            raise ValueError(f"amax is one number for a whole tensor, but scaling={scaling!r}: {hint}")
+        if jnp.dtype(amax.dtype) != jnp.float32:
+            raise TypeError(f"amax is {amax.dtype}; write amax.astype(jnp.float32).")
+        if tuple(amax.shape) not in ((), shape[:-2]):
+            raise ValueError(f"amax has shape {tuple(amax.shape)}; it must be () or, for a stack, ({shape[0]},).")
+    return Spec(scaling, fp8, layouts, check_flag("pow2_scales", pow2))
 
 
 def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> tuple[Quantized, Any]:
+    """The result, and x's own largest magnitude with spec.measure."""
     *stack, M, K = x.shape
     words = None if key is None else lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
     if amax is not None:
@@ -169,7 +185,7 @@ def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> 
     found: dict = _call(spec, plan, arrays)
     if not stack:
         found = {name: value[0] for name, value in found.items()}
-    if spec.scaling == "tensorwise":  # one scale serves both layouts
+    if spec.scaling == "tensorwise":  # both layouts share the scale
         found["scales_t"] = found["scales"]
     row = (found["values"], found["scales"]) if spec.row else (None, None)
     col = (found["values_t"], found["scales_t"]) if spec.col else (None, None)
@@ -177,77 +193,34 @@ def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> 
     return q, found.get("amax")
 
 
-def _check(x, scaling, dtype, layouts, offsets, amax) -> Spec:
-    check_array("x", x, "a JAX array [M, K] or [G, M, K]")
-    if len(x.shape) not in (2, 3):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}; it must be [M, K] or a stack [G, M, K]. Write x.reshape(-1, x.shape[-1])."
-        )
-    check_float("x", x, "[M, K]" if len(x.shape) == 2 else "[G, M, K]")
-    check_choice("scaling", scaling, SCALINGS)
-    check_choice("layouts", layouts, LAYOUTS)
-    fp8 = check_dtype("dtype", dtype, FP8).name
-    if offsets is not None:
-        check_offsets(offsets)
-        if len(x.shape) == 3:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, a stack; group_offsets divide the rows of one matrix [M, K]."
-            )
-        if scaling == "block_128x128":
-            raise NotImplementedError(
-                "scaling='block_128x128' does not take group_offsets: such blocks are for weights. Use 'block_1x128' for ragged rows."
-            )
-    if amax is not None:
-        check_array("amax", amax, "a float32 scalar")
-        if scaling != "tensorwise":
-            raise ValueError(
-                f"amax is one number for a whole tensor, but scaling={scaling!r}: leave it away, or scale 'tensorwise'."
-            )
-        if jnp.dtype(amax.dtype) != jnp.float32:
-            raise TypeError(f"amax is {amax.dtype}; write amax.astype(jnp.float32).")
-        if tuple(amax.shape) not in ((), tuple(x.shape[:-2])):
-            raise ValueError(f"amax has shape {tuple(amax.shape)}; it must be () or, for a stack, ({x.shape[0]},).")
-    return Spec(scaling, fp8, layouts)
-
-
 def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
-    """The pass that finds the largest magnitudes, where a program of the cast does not see enough; then the cast."""
-    G, M, K = arrays.x.shape
-    if plan.backend == "xla" or 0 in (G, M, K):
+    """The pass for the largest magnitudes, if a program of the cast does not see all that share a scale; then the
+    cast.
+    """
+    if plan.backend == "xla" or 0 in arrays.x.shape:
         return cast_xla(spec, arrays)
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
-    factors, found = {}, {}
-    if spec.scaling == "tensorwise":
-        given = arrays.amax
-        factors["amax"] = (
-            tensor_amax_pallas(plan.amax, arrays, interpret=plan.on.interpret) if given is None else given[:, None]
-        )
+    interpret, factors, found = plan.on.interpret, {}, {}
+    if spec.scaling == "tensorwise" and arrays.amax is not None:
+        factors["amax"] = arrays.amax[:, None]
+    elif spec.scaling == "tensorwise":
+        factors["amax"] = tensor_amax_pallas(plan.amax, arrays, interpret=interpret)
     elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.x.shape[2]):
-        lines = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=plan.on.interpret)
-        for name, amax in zip(("row", "col"), lines, strict=True):
-            if amax is not None:
-                found["scales" if name == "row" else "scales_t"], factors[f"{name}_factors"] = scale_and_factor(
-                    amax, spec.fp8, spec.pow2
-                )
-    found |= cast_pallas(spec, plan.cast, arrays, factors, interpret=plan.on.interpret)
+        row, col = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=interpret)
+        if row is not None:
+            found["scales"], factors["row_factors"] = scale_and_factor(row, spec.fp8, spec.pow2)
+        if col is not None:
+            found["scales_t"], factors["col_factors"] = scale_and_factor(col, spec.fp8, spec.pow2)
+    found |= cast_pallas(spec, plan.cast, arrays, factors, interpret=interpret)
     if spec.measure:
         found["amax"] = jnp.minimum(jnp.max(found.pop("now", factors["amax"]), axis=1), MOST)
     return found
 
 
-def _call_forward(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
-    return _passes(spec, plan, arrays)
+def _no_gradient(spec: Spec, *_):
+    hint = "differentiate jaxops.fp8_matmul, or quantise jax.lax.stop_gradient(x)."
+    raise NotImplementedError(f"a cast to {spec.fp8} has no gradient of its own: {hint}")
 
 
-def _call_fwd(spec: Spec, plan: Plan, arrays: Arrays):
-    raise NotImplementedError(
-        f"a cast to {spec.fp8} has no gradient of its own: differentiate jaxops.fp8_matmul, or quantise jax.lax.stop_gradient(x)."
-    )
-
-
-def _call_bwd(spec: Spec, plan: Plan, saved, cotangents):
-    raise NotImplementedError  # _call_fwd has raised
-
-
-_call = differentiable(_call_forward, _call_fwd, _call_bwd, static=2)
+_call = differentiable(_passes, _no_gradient, _no_gradient, static=2)

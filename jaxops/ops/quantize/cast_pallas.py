@@ -1,4 +1,4 @@
-"""The cast: one read of each tile, its scales, and the values of every layout that is wanted, as a Pallas kernel lowered through Triton."""
+"""The cast: one read of each tile, its scales, and its values in every layout (Pallas on Triton)."""
 
 import dataclasses
 import functools
@@ -17,8 +17,9 @@ from jaxops._lib.fp8 import (
     scale_and_factor,
     without_nan,
 )
-from jaxops._lib.launch_pallas import launch
+from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.masked_pallas import both, load, store
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import padded_rows
 from jaxops._lib.schedule_pallas import schedule_rows
@@ -26,76 +27,56 @@ from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS as SCHEDULED
 from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
-from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, both, largest, load, sizes_of, store
+from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, index, largest, sizes_of
+
+Mask = jax.Array | None  # None always holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a program's tile lies in tensor g of the stack: six-dimensional index arrays, and masks, None where they always hold.
-
-    Attributes:
-      g, first: the tensor's number, and whether this is its first tile.
-      rows, rows_in: of x and the row layout.
-      rows_t, rows_t_in: of what values_t holds, counted from its first column.
-      block: number of the 128 rows among those of values_t.
-      columns, columns_in: of x.
-      blocks, blocks_in: numbers of the 128 columns.
-    """
+    """A program's tile in tensor g: index arrays of six dimensions, and their masks."""
 
     g: jax.Array
-    first: jax.Array
-    rows: jax.Array
-    rows_in: jax.Array | None
-    rows_t: jax.Array
-    rows_t_in: jax.Array | None
-    block: jax.Array
-    columns: jax.Array
-    columns_in: jax.Array | None
-    blocks: jax.Array
-    blocks_in: jax.Array | None
+    is_first: jax.Array  # the tile is the tensor's first
+    rows: jax.Array  # of x and the row layout
+    rows_in: Mask
+    rows_t: jax.Array  # the same rows as columns of values_t
+    rows_t_in: Mask
+    block: jax.Array  # number of the 128 columns of values_t
+    columns: jax.Array  # of x
+    columns_in: Mask
+    blocks: jax.Array  # numbers of the 128 columns of x
+    blocks_in: Mask
 
 
 def _find_place(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], down: int) -> Place:
-    (_, M, K), tile = size, grid.tile
-    across = pl.cdiv(K, tile.cols)
-    g = pid // (down * across)
-    i, j = panel_order(pid % (down * across), down, across, tile.panel)
-    zero = jnp.zeros((1,) * 6, jnp.int32)
-    rows, block = i * tile.rows + grid.rows, zero + i
-    rows_in = rows_t_in = None if M % tile.rows == 0 else rows < M
+    (_, M, K), tiles = size, grid.tiles
+    across = pl.cdiv(K, tiles.cols)
+    g, tile = pid // (down * across), pid % (down * across)
+    i, j = panel_order(tile, down, across, tiles.panel)
+    rows, block = i * tiles.rows + grid.rows, index(i)
+    rows_in = rows_t_in = None if M % tiles.rows == 0 else rows < M
     rows_t = rows
     if "tiles" in ref:
-        start, end, block = (
-            plgpu.load(ref["tiles"].at[zero + n * (ref["tiles"].shape[0] // SCHEDULED) + i]) for n in (1, 2, 3)
-        )
+        column = ref["tiles"].shape[0] // SCHEDULED
+        start, end, block = (plgpu.load(ref["tiles"].at[index(n * column) + i]) for n in (1, 2, 3))
         rows = start + grid.rows
         rows_in = rows < end
-        # A tile outside the groups is in no column. Of a group's last tile all columns are written: zeros fill them up.
+        # A tile outside the groups has no columns. A group's last tile writes all of its own: zeros past the end.
         rows_t_in = (block >= 0) & (block < ref["values_t"].shape[1] // BLOCK)
         rows_t = jnp.maximum(block, 0) * BLOCK + grid.rows
-    columns, blocks = j * tile.cols + grid.columns, j * (tile.cols // grid.width) + grid.blocks
-    cut = K % tile.cols != 0
+    columns, blocks = j * tiles.cols + grid.columns, j * (tiles.cols // grid.width) + grid.blocks
+    cut = K % tiles.cols != 0
     columns_in, blocks_in = (columns < K, blocks < pl.cdiv(K, BLOCK)) if cut else (None, None)
-    return Place(
-        g,
-        zero + (pid % (down * across)) == 0,
-        rows,
-        rows_in,
-        rows_t,
-        rows_t_in,
-        block,
-        columns,
-        columns_in,
-        blocks,
-        blocks_in,
-    )
+    is_first = index(tile) == 0
+    return Place(g, is_first, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in)
 
 
 def _find_factors(
-    ref: dict, spec: Spec, sizes: jax.Array, place: Place, size: tuple[int, int, int]
+    ref: dict, spec: Spec, sizes: jax.Array, p: Place, size: tuple[int, int, int]
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """What the row layout's and the column layout's values are multiplied by; stores the scales that belong to this tile."""
-    (G, M, K), p, g = size, place, place.g
+    """The factors of the row layout's and the column layout's values; stores this tile's scales."""
+    (G, M, K), g = size, p.g
 
     def scale_of(amax):
         return scale_and_factor(amax, spec.fp8, spec.pow2)
@@ -105,7 +86,7 @@ def _find_factors(
         part = jnp.arange(power_of_2(n), dtype=jnp.int32)
         amax = jnp.max(plgpu.load(ref["amax"].at[g * n + part], mask=part < n, other=0.0))
         scale, factor = scale_of(jnp.broadcast_to(amax, (1,) * 6))
-        store(ref["scales"], (jnp.zeros_like(p.block) + g,), scale, p.first)
+        store(ref["scales"], (jnp.zeros_like(p.block) + g,), scale, p.is_first)
         return factor, factor
     if "row_factors" in ref or "col_factors" in ref:
         row = load(ref["row_factors"], (g * M + p.rows,), p.rows_in) if spec.row else None
@@ -115,8 +96,7 @@ def _find_factors(
         scale, factor = scale_of(largest(sizes, COLUMNS))
         store(ref["scales"], (g * M + p.rows,), scale, p.rows_in)
         return factor, factor
-    across, down = pl.cdiv(K, BLOCK), (ref["values_t"].shape[1] if "tiles" in ref else M) + BLOCK - 1
-    down //= BLOCK
+    across, down = pl.cdiv(K, BLOCK), pl.cdiv(ref["values_t"].shape[1] if "tiles" in ref else M, BLOCK)
     if spec.scaling == "block_128x128":
         scale, factor = scale_of(largest(sizes, (*COLUMNS, *ROWS)))
         if spec.row:
@@ -130,39 +110,32 @@ def _find_factors(
         store(ref["scales"], (g * across + p.blocks, p.rows), scale, both(p.rows_in, p.blocks_in))
     if spec.col:
         scale, col = scale_of(largest(sizes, ROWS))
-        there = None if "tiles" not in ref else p.rows_t_in
-        store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, there))
+        block_in = p.rows_t_in if "tiles" in ref else None
+        store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, block_in))
     return row, col
 
 
-def _cast_kernel(
-    *refs, names: tuple[str, ...], spec: Spec, grid: Grid, size: tuple[int, int, int], down: int, interpret: bool
-):
-    ref = dict(zip(names, refs, strict=True))
+def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int], down: int, interpret: bool):
     G, M, K = size
     pid = pl.program_id(0)
-    if spec.scaling == "tensorwise":
-        pid = (
-            G * down * pl.cdiv(K, grid.tile.cols) - 1 - pid
-        )  # backwards: what the pass before has read last is still in L2
+    if spec.scaling == "tensorwise":  # from the end, which the pass before has left in L2
+        pid = G * down * pl.cdiv(K, grid.tiles.cols) - 1 - pid
     p = _find_place(ref, pid, grid, size, down)
     x = infinity_to_nan(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
     sizes = sizes_of(x, interpret)
     if "now" in ref:
-        store(ref["now"], (jnp.zeros_like(p.block) + pid,), without_nan(largest(sizes, (*COLUMNS, *ROWS, 2))), None)
+        store(ref["now"], (jnp.zeros_like(p.block) + pid,), without_nan(largest(sizes, (*COLUMNS, *ROWS, 2))))
     factors = _find_factors(ref, spec, sizes, p, size)
     random = None
     if "words" in ref:
-        row_word, column_word = (plgpu.load(ref["words"].at[jnp.full((1,) * 6, n, jnp.int32)]) for n in range(2))
+        row_word, column_word = (plgpu.load(ref["words"].at[index(n)]) for n in range(2))
         random = random_bits(p.g * M + p.rows, p.columns, (row_word, column_word))
 
     def cast(factor):
         values = x * factor
-        return (
-            cast_saturating(values, spec.fp8, saturates=not interpret)
-            if random is None
-            else cast_stochastic(values, spec.fp8, random)
-        )
+        if random is None:
+            return cast_saturating(values, spec.fp8, saturates=not interpret)
+        return cast_stochastic(values, spec.fp8, random)
 
     if spec.row:
         store(ref["values"], (p.g * M + p.rows, p.columns), cast(factors[0]), both(p.rows_in, p.columns_in))
@@ -170,31 +143,32 @@ def _cast_kernel(
         store(ref["values_t"], (p.g * K + p.columns, p.rows_t), cast(factors[1]), both(p.columns_in, p.rows_t_in))
 
 
-@traced_once("spec", "tile", "interpret")
+@traced_once("spec", "tiles", "interpret")
 def cast_pallas(
-    spec: Spec, tile: Tiles, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool
+    spec: Spec, tiles: Tiles, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool
 ) -> dict[str, jax.Array]:
-    """By name, as far as they are wanted: values, scales, values_t, scales_t as in `Quantized`, all with a leading G. No size is 0.
+    """By name: values, scales, values_t, scales_t as in `Quantized` with a leading G, of the layouts asked. No size is
+    0.
 
     Args:
-      factors: of the passes before: amax [G, parts] (tensorwise), row_factors [G, M], col_factors [G, K] (rowwise); else {}. What has such a factor gets
-        no scales here, but for the tensorwise ones [G].
+      factors: of the amax pass: amax [G, parts] (tensorwise), or row_factors [G, M] and col_factors [G, K] (rowwise),
+        whose scales are known and not written; else {}.
     """
     x, offsets, _, words = arrays
     G, M, K = x.shape
     across, heights = pl.cdiv(K, BLOCK), pl.cdiv(M, BLOCK)
-    down, M_t = pl.cdiv(M, tile.rows), M
+    down, M_t = pl.cdiv(M, tiles.rows), M
     operands = {"x": x.reshape(G * M, K)} | {name: value.reshape(-1) for name, value in factors.items()}
     if offsets is not None and spec.col:
         groups = offsets.shape[0] - 1
-        down, M_t = tile_bound(M, groups, tile.rows), padded_rows(M, groups)
+        down, M_t = tile_bound(M, groups, tiles.rows), padded_rows(M, groups)
         heights = M_t // BLOCK
-        operands["tiles"] = schedule_rows(offsets, M, tile.rows, interpret)
-    if words is not None:
-        operands["words"] = words
+        operands["tiles"] = schedule_rows(offsets, M, tiles.rows, interpret)
+    programs = G * down * pl.cdiv(K, tiles.cols)
+
     fp8, f32 = jnp.dtype(spec.fp8), jnp.dtype("float32")
-    outs = {"values": ((G * M, K), fp8)} if spec.row else {}
-    outs |= {"values_t": ((G * K, M_t), fp8)} if spec.col else {}
+    out = {"values": ((G * M, K), fp8)} if spec.row else {}
+    out |= {"values_t": ((G * K, M_t), fp8)} if spec.col else {}
     shapes = {
         "tensorwise": {"scales": (G,)},
         "rowwise": {} if factors else {"scales": (G * M,)},
@@ -202,20 +176,17 @@ def cast_pallas(
         "block_128x128": {"scales": (G * heights, across), "scales_t": (G * across, heights)},
     }[spec.scaling]
     wanted = {"scales": spec.row or spec.scaling == "tensorwise", "scales_t": spec.col}
-    outs |= {name: (shape, f32) for name, shape in shapes.items() if wanted[name]}
-    programs = G * down * pl.cdiv(K, tile.cols)
-    outs |= {"now": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
-    grid = Grid.of(tile, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
-    found = launch(
-        functools.partial(
-            _cast_kernel, names=(*operands, *outs), spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret
-        ),
-        *operands.values(),
-        out=[out_struct(shape, dtype, like=x) for shape, dtype in outs.values()],
+    out |= {name: (shape, f32) for name, shape in shapes.items() if wanted[name]}
+    out |= {"now": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
+    grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
+    found = launch_named(
+        functools.partial(_cast_kernel, spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret),
+        operands | {"words": words},
+        {name: out_struct(*shape_and_dtype, like=x) for name, shape_and_dtype in out.items()},
         grid=(programs,),
-        warps=tile.warps,
+        warps=tiles.warps,
         interpret=interpret,
         name="quantize_cast",
     )
-    results = {name: value.reshape(G, -1, *value.shape[1:]) for name, value in zip(outs, found, strict=True)}
+    results = {name: value.reshape(G, -1, *value.shape[1:]) for name, value in found.items()}
     return results | ({"scales": results["scales"][:, 0]} if spec.scaling == "tensorwise" else {})

@@ -1,4 +1,6 @@
-"""What quantisation means, for one matrix in its row layout, in plain jnp; the column layout is that of the transpose. For tests."""
+"""What quantisation means, for one matrix in its row layout, in plain jnp; the column layout is that of the transpose.
+For tests.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,9 @@ from jaxops._lib.fp8 import BLOCK, LEAST, MOST
 
 
 def quantize_reference(x: jax.Array, scaling: str, dtype) -> tuple[jax.Array, jax.Array]:
-    """(values [M, K], scales [1, 1], [M, 1], [M, cdiv(K, 128)] or [cdiv(M, 128), cdiv(K, 128)]) of x [M, K]; `values * scales of its block` is x."""
+    """(values [M, K], scales [1, 1], [M, 1], [M, cdiv(K, 128)] or [cdiv(M, 128), cdiv(K, 128)]) of x [M, K]; `values *
+    scales of its block` is x.
+    """
     M, K = x.shape
     height, width = {
         "tensorwise": (M, K),

@@ -1,63 +1,50 @@
-"""How a tile of the tensor lies in a program's threads, and where tiles are, shared by the kernels of both passes."""
+"""Shared by the kernels: how a tile lies in a program's threads, and maxima over its axes."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK, magnitudes
 from jaxops.ops.quantize.plan import Tiles
 
-ROWS, BLOCKS, COLUMNS = (
-    (0, 1, 5),
-    (2,),
-    (4, 3),
-)  # axes of a tile's array; those of its columns in the order in which a reduction is cheapest
+# Axes of a tile's array: of rows, and of columns in the order in which a reduction is cheapest.
+ROWS, COLUMNS = (0, 1, 5), (4, 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """A tile as a six-dimensional array: (patch, far, blocks, chunks, vector, near).
 
-    Row (far * near + near's index) * patch + patch's index; a column is one of `vector` neighbours, 16 bytes, in one of the chunks of a block. Triton
-    hands out the axis of neighbours to registers, then `near`, chunks and far to threads and warps, and the patch to registers again. So each thread
-    loads 16 bytes of each of `patch` rows and holds what is `patch` consecutive bytes of a transposed FP8 tile; and the threads that are near write the
-    next bytes.
+    An element's row is (far * tiles.near + near) * tiles.patch + patch; its column is one of `vector` neighbours, 16
+    bytes, of a chunk of a block. Triton assigns the vector axis to registers, then near, chunks and far to threads and
+    warps, and patch to registers. So each thread loads 16 bytes of each of `patch` rows and holds `patch` consecutive
+    bytes of a transposed FP8 tile, and the threads along near write the bytes after them.
     """
 
-    tile: Tiles
+    tiles: Tiles
     vector: int
     width: int  # of a block
 
     @classmethod
-    def of(cls, tile: Tiles, itemsize: int, by_blocks: bool) -> "Grid":
-        width = min(BLOCK, tile.cols) if by_blocks else tile.cols
-        return cls(tile, min(16 // itemsize, width), width)
+    def of(cls, tiles: Tiles, itemsize: int, by_blocks: bool) -> "Grid":
+        width = min(BLOCK, tiles.cols) if by_blocks else tiles.cols
+        return cls(tiles, min(16 // itemsize, width), width)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        t = self.tile
-        return (
-            t.patch,
-            t.rows // (t.patch * t.near),
-            t.cols // self.width,
-            self.width // self.vector,
-            self.vector,
-            t.near,
-        )
+        t, chunks = self.tiles, self.width // self.vector
+        return t.patch, t.rows // (t.patch * t.near), t.cols // self.width, chunks, self.vector, t.near
 
     def _along(self, axis: int) -> jax.Array:
         size = self.shape[axis]
-        return lax.broadcast_in_dim(
-            jnp.arange(size, dtype=jnp.int32), [size if i == axis else 1 for i in range(6)], (axis,)
-        )
+        shape = [size if i == axis else 1 for i in range(6)]
+        return lax.broadcast_in_dim(jnp.arange(size, dtype=jnp.int32), shape, (axis,))
 
     @property
     def rows(self) -> jax.Array:
-        return (self._along(1) * self.tile.near + self._along(5)) * self.tile.patch + self._along(0)
+        return (self._along(1) * self.tiles.near + self._along(5)) * self.tiles.patch + self._along(0)
 
     @property
     def blocks(self) -> jax.Array:
@@ -69,10 +56,7 @@ class Grid:
 
 
 def sizes_of(x: jax.Array, interpret: bool) -> jax.Array:
-    """|x| of what `infinity_to_nan` gave.
-
-    On a GPU a maximum ignores NaN, and no instruction is spent on leaving it out; but a maximum of NaN alone is NaN.
-    """
+    """|x| of the result of `infinity_to_nan`, for a maximum, which ignores NaN on a GPU unless all are NaN."""
     return magnitudes(x) if interpret else jnp.abs(x)
 
 
@@ -83,33 +67,6 @@ def largest(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return sizes
 
 
-def both(*masks: jax.Array | None) -> jax.Array | None:
-    """Where all masks hold; None is a mask that always does."""
-    found = [mask for mask in masks if mask is not None]
-    if not found:
-        return None
-    shape = np.broadcast_shapes(*(mask.shape for mask in found))
-    result = jnp.broadcast_to(found[0], shape)
-    for mask in found[1:]:
-        result = result & jnp.broadcast_to(mask, shape)
-    return result
-
-
-def _shape(index: tuple[jax.Array, ...]) -> tuple[int, ...]:
-    return np.broadcast_shapes(*(i.shape for i in index))
-
-
-def load(ref, index, mask: jax.Array | None) -> jax.Array:
-    """ref[index], zeros where mask does not hold."""
-    if mask is None:
-        return plgpu.load(ref.at[index])
-    return plgpu.load(ref.at[index], mask=jnp.broadcast_to(mask, _shape(index)), other=0.0)
-
-
-def store(ref, index, value: jax.Array, mask: jax.Array | None) -> None:
-    shape = _shape(index)
-    plgpu.store(
-        ref.at[index],
-        jnp.broadcast_to(value, shape).astype(ref.dtype),
-        mask=None if mask is None else jnp.broadcast_to(mask, shape),
-    )
+def index(value: int | jax.Array) -> jax.Array:
+    """A scalar as an index array of six dimensions."""
+    return jnp.full((1,) * 6, value, jnp.int32)

@@ -1,4 +1,5 @@
-"""Adaptive normalisation over packed sequences: `AdaLayerNorm`, `AdaRMSNorm`, and the block of a diffusion transformer that is built on them."""
+"""`AdaLayerNorm` and `AdaRMSNorm`, adaptive norms over packed sequences, and the diffusion transformer's block made of
+them."""
 
 import functools
 import inspect
@@ -15,71 +16,69 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops.nn.arguments import check_backend, check_sizes, make_part
 from jaxops.ops.adaln import Plan, adaln, gated_residual, gated_residual_adaln
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
+Per = Literal["sequence", "row"]
 default_modulation_init = nnx.initializers.zeros_init()
 
 
-def _check(num_features: int, cond_features: int | None, backend: str, *epsilons: float, **options: Any) -> None:
-    """What the constructors are given. The op checks its own options, on shapes alone."""
-    check_sizes(num_features=num_features, **({} if cond_features is None else {"cond_features": cond_features}))
-    check_backend(backend, "pallas")
-    row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    for epsilon in epsilons:
-        jax.eval_shape(functools.partial(adaln, epsilon=epsilon, backend="xla", **options), row, row, row)
+class _Modulated(nnx.Module):
+    """A layer whose modulation comes from a condition: `modulation` is a head, or without cond_features a table."""
+
+    modulation: Any
+    num_features: int
+    cond_features: int | None
+    dtype: Dtype | None
+    param_dtype: Dtype
+
+    def _check(self, *epsilons: float, backend: str, **options: Any) -> None:
+        """Checks the constructor's arguments; the op checks its own options, on shapes alone."""
+        cond = {} if self.cond_features is None else {"cond_features": self.cond_features}
+        check_sizes(num_features=self.num_features, **cond)
+        check_backend(backend, "pallas")
+        row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        for epsilon in epsilons:
+            jax.eval_shape(functools.partial(adaln, epsilon=epsilon, backend="xla", **options), row, row, row)
+
+    def _make_modulation(self, parts: int, linear: Callable, init: Initializer, rngs: nnx.Rngs) -> Any:
+        """A head from cond_features to parts * num_features, or a table [parts, num_features]."""
+        if self.cond_features is None:
+            return nnx.Param(init(rngs.params(), (parts, self.num_features), self.param_dtype))
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        return linear(self.cond_features, parts * self.num_features, kernel_init=init, rngs=rngs, **dtypes)
+
+    def _modulate(self, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array) -> list[jax.Array]:
+        """silu(cond) through the head, or cond plus the table, split into the parts; each has as many rows as cond."""
+        is_table, head = isinstance(self.modulation, nnx.Param), self.modulation
+        features = head.shape[1] if is_table else self.num_features
+        parts = head.shape[0] if is_table else head.out_features // features
+        columns = parts * features if is_table else head.in_features
+        if x.ndim != 2 or x.shape[1] != features:
+            needed = f"[T, num_features={features}]: pack the sequences one after another, without padding."
+            raise ValueError(f"x has shape {tuple(x.shape)}; it must be {needed}")
+        if sequence_offsets.ndim != 1 or sequence_offsets.shape[0] < 1:
+            needed = "[B + 1]: the cumulative sum of the sequence lengths, with a 0 before it."
+            raise ValueError(f"sequence_offsets has shape {tuple(sequence_offsets.shape)}; it must be {needed}")
+        B = sequence_offsets.shape[0] - 1
+        if cond.ndim != 2 or cond.shape[1] != columns or cond.shape[0] not in (B, x.shape[0]):
+            name = f"{parts} * num_features" if is_table else "cond_features"
+            raise ValueError(
+                f"cond has shape {tuple(cond.shape)}; it must be [B, {name}] = ({B}, {columns}), a vector for each "
+                f"sequence, or [T, {name}] = ({x.shape[0]}, {columns}), one for each row of x."
+            )
+        if is_table:
+            dtype = canonicalize_dtype(cond, head[...], dtype=self.dtype)
+            made = cond.astype(dtype) + head[...].astype(dtype).reshape(1, -1)
+        else:
+            made = head(jax.nn.silu(cond))
+        return jnp.split(checkpoint_name(made, "modulation.out"), parts, axis=-1)
+
+    def _dtype_of(self, x: jax.Array, *parameters: jax.Array | None) -> Any:
+        """The dtype of the norm's result."""
+        head = self.modulation[...] if isinstance(self.modulation, nnx.Param) else self.modulation.kernel[...]
+        return canonicalize_dtype(x, *parameters, head, dtype=self.dtype)
 
 
-def _make_modulation(
-    parts: int,
-    num_features: int,
-    cond_features: int | None,
-    linear: Callable,
-    init: Initializer,
-    rngs: nnx.Rngs,
-    **dtypes: Any,
-) -> Any:
-    """A head from cond_features to parts * num_features; without cond_features a table [parts, num_features]."""
-    if cond_features is None:
-        return nnx.Param(init(rngs.params(), (parts, num_features), dtypes["param_dtype"]))
-    return linear(cond_features, parts * num_features, kernel_init=init, rngs=rngs, **dtypes)
-
-
-def _kernel(modulation: Any) -> jax.Array:
-    return modulation[...] if isinstance(modulation, nnx.Param) else modulation.kernel[...]
-
-
-def _modulate(
-    modulation: Any, parts: int, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array, dtype: Dtype | None
-) -> list[jax.Array]:
-    """silu(cond) through the head, or cond plus the table, cut into parts; each has as many rows as cond."""
-    is_table = isinstance(modulation, nnx.Param)
-    features = modulation.shape[1] if is_table else modulation.out_features // parts
-    columns = parts * features if is_table else modulation.in_features
-    if x.ndim != 2 or x.shape[1] != features:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}; it must be [T, num_features={features}]: pack the sequences one after another, without padding."
-        )
-    if sequence_offsets.ndim != 1 or sequence_offsets.shape[0] < 1:
-        raise ValueError(
-            f"sequence_offsets has shape {tuple(sequence_offsets.shape)}; it must be [B + 1]: the cumulative sum of the sequence lengths, with a 0 before it."
-        )
-    B = sequence_offsets.shape[0] - 1
-    if cond.ndim != 2 or cond.shape[1] != columns or cond.shape[0] not in (B, x.shape[0]):
-        name = f"{parts} * num_features" if is_table else "cond_features"
-        raise ValueError(
-            f"cond has shape {tuple(cond.shape)}; it must be [B, {name}] = ({B}, {columns}), a vector for each sequence, "
-            f"or [T, {name}] = ({x.shape[0]}, {columns}), one for each row of x."
-        )
-    if is_table:
-        dtype = canonicalize_dtype(cond, modulation[...], dtype=dtype)
-        made = cond.astype(dtype) + modulation[...].astype(dtype).reshape(1, -1)
-    else:
-        made = modulation(jax.nn.silu(cond))
-    return jnp.split(checkpoint_name(made, "modulation.out"), parts, axis=-1)
-
-
-class _AdaNorm(nnx.Module):
-    """What the two norms share."""
-
+class _AdaNorm(_Modulated):
     norm: ClassVar[Literal["layer", "rms"]]
 
     def __init__(
@@ -91,7 +90,7 @@ class _AdaNorm(nnx.Module):
         use_weight: bool = False,
         use_bias: bool = False,
         activation: Activation | None = None,
-        per: Literal["sequence", "row"] | None = None,
+        per: Per | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         modulation_init: Initializer = default_modulation_init,
@@ -100,30 +99,24 @@ class _AdaNorm(nnx.Module):
         plan: Plan | None = None,
         rngs: nnx.Rngs,
     ):
-        _check(num_features, cond_features, backend, epsilon, norm=self.norm, activation=activation, per=per)
-        self.modulation = _make_modulation(
-            2, num_features, cond_features, linear, modulation_init, rngs, dtype=dtype, param_dtype=param_dtype
-        )
+        self.num_features, self.cond_features = num_features, cond_features
+        self.epsilon, self.dtype, self.param_dtype, self.backend, self.plan = epsilon, dtype, param_dtype, backend, plan
+        self.activation: Activation | None = activation
+        self.per: Per | None = per
+        self._check(epsilon, backend=backend, norm=self.norm, activation=activation, per=per)
+        self.modulation = self._make_modulation(2, linear, modulation_init, rngs)
         self.weight = nnx.Param(jnp.ones(num_features, param_dtype)) if use_weight else nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(num_features, param_dtype)) if use_bias else nnx.data(None)
-        self.num_features = num_features
-        self.cond_features = cond_features
-        self.epsilon = epsilon
-        self.activation: Activation | None = activation
-        self.per: Literal["sequence", "row"] | None = per
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.backend = backend
-        self.plan = plan
 
     def __call__(self, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
-        """Normalises each row of x, then scales and shifts it by what the head makes of its sequence's condition.
+        """Normalises each row of x, then scales and shifts it by the head's output for its sequence.
 
         Args:
           x: [T, num_features], bfloat16, float16 or float32: the rows of all sequences, one after another.
           cond: [B, cond_features], or [T, cond_features] for a condition of each row; see `per`. Without cond_features
-            it has all the modulation's columns.
-          sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T; sequence s is the rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`.
+            it has 2 * num_features columns.
+          sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T; sequence s is the rows `sequence_offsets[s]`
+            to `sequence_offsets[s + 1] - 1`.
 
         Returns:
           [T, num_features] in dtype; rows outside all sequences are zero.
@@ -132,31 +125,19 @@ class _AdaNorm(nnx.Module):
           ValueError: x, cond or sequence_offsets of another shape, an unknown backend or activation.
           TypeError: dtypes that `jaxops.adaln` does not take, offsets that are not int32.
         """
-        scale, shift = _modulate(self.modulation, 2, x, cond, sequence_offsets, self.dtype)
+        scale, shift = self._modulate(x, cond, sequence_offsets)
         weight, bias = (None if p is None else p[...] for p in (self.weight, self.bias))
-        dtype = canonicalize_dtype(x, weight, bias, _kernel(self.modulation), dtype=self.dtype)
-        return adaln(
-            x,
-            scale,
-            shift,
-            sequence_offsets,
-            norm=self.norm,
-            weight=weight,
-            bias=bias,
-            epsilon=self.epsilon,
-            activation=self.activation,
-            per=self.per,
-            out_dtype=dtype,
-            backend=self.backend,
-            plan=self.plan,
-        )
+        options: dict[str, Any] = {"norm": self.norm, "activation": self.activation, "per": self.per}
+        options |= {"epsilon": self.epsilon, "out_dtype": self._dtype_of(x, weight, bias)}
+        options |= {"backend": self.backend, "plan": self.plan}
+        return adaln(x, scale, shift, sequence_offsets, weight=weight, bias=bias, **options)
 
 
 class AdaLayerNorm(_AdaNorm):
-    """`flax.nnx.LayerNorm` whose scale and shift come from a condition, such as a timestep or a class, over packed sequences of unequal length.
+    """`flax.nnx.LayerNorm` whose scale and shift come from a condition (a timestep, a class), over packed sequences.
 
-    `act(norm(x) * weight + bias) * (1 + scale) + shift`, where `scale, shift = Linear(silu(cond))` has one vector for each sequence. The head starts
-    at zero, and so the layer as a plain norm. Lengths stay on the device and new ones never recompile; sequences may be empty.
+    `act(norm(x) * weight + bias) * (1 + scale) + shift`, with `scale, shift = Linear(silu(cond))` for each sequence.
+    The head starts at zero: then the layer is a plain norm. Sequences may be empty; new lengths never recompile.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -172,116 +153,98 @@ class AdaLayerNorm(_AdaNorm):
     Attributes:
       modulation: the head, a `flax.nnx.Linear` from cond_features to 2 * num_features: scale, then shift. Without
         cond_features a parameter [2, num_features], scale, then shift.
-      weight: [num_features] in param_dtype, or None.
-      bias: [num_features] in param_dtype, or None.
+      weight, bias: [num_features] in param_dtype, or None.
 
     Args:
       num_features: columns D of x.
-      cond_features: columns of cond; or None, where cond [B, 2 * num_features] is a modulation already: a table of the
-        layer's own is added to it (PixArt).
+      cond_features: columns of cond. None: cond [B, 2 * num_features] is a modulation already, to which the layer adds
+        a table of its own (PixArt).
       epsilon: added to the variance.
-      use_weight: whether there is a learned weight before the modulation; it starts at one.
-      use_bias: whether there is a learned bias before the modulation; it starts at zero.
-      activation: None, "silu", "gelu" or "gelu_tanh", between norm and modulation.
-      per: whether cond has a vector for each "sequence" or each "row"; None reads it from the shapes. As in `jaxops.adaln`.
-      dtype: dtype of the head's multiplication and of the result; promoted from x and the parameters by default. The norm itself is float32.
+      use_weight, use_bias: a learned weight (ones at first) and bias (zeros) before the modulation.
+      activation: None, "silu", "gelu", "gelu_tanh", "relu" or "sigmoid", between norm and modulation.
+      per: whether cond has a vector for each "sequence" or each "row"; None takes it from the shapes, as
+        `jaxops.adaln`.
+      dtype: of the head's product and of the result; promoted from x and the parameters by default. The norm is
+        float32.
       param_dtype: dtype of the parameters.
-      modulation_init: of the head's kernel, called with (key, [cond_features, 2 * num_features], param_dtype), or of the
-        table, with [2, num_features]; zero by default.
-      linear: what the head is made by, called as `flax.nnx.Linear`: `functools.partial(nnx.Linear, use_bias=False)` makes
-        one without bias, `functools.partial(Fp8Linear, recipe="blockwise")` one in FP8.
+      modulation_init: of the head's kernel, called with (key, [cond_features, 2 * num_features], param_dtype), or of
+        the table, with [2, num_features]; zero by default.
+      linear: makes the head, called as `flax.nnx.Linear`: `functools.partial(nnx.Linear, use_bias=False)`,
+        `functools.partial(Fp8Linear, recipe="blockwise")`.
       backend, plan: as in `jaxops.adaln`.
-      rngs: the stream `params` makes the parameters.
+      rngs: its stream `params` makes the parameters.
     """
 
     norm = "layer"
 
 
 class AdaRMSNorm(_AdaNorm):
-    """`flax.nnx.RMSNorm` whose scale and shift come from a condition, such as a timestep or a class, over packed sequences of unequal length.
-
-    As `AdaLayerNorm`, without taking the mean away: `act(x / rms(x) * weight + bias) * (1 + scale) + shift`.
+    """`flax.nnx.RMSNorm` whose scale and shift come from a condition: `AdaLayerNorm` without subtracting the mean.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from jaxops.nn import AdaRMSNorm
     >>> norm = AdaRMSNorm(8, 4, use_weight=True, rngs=nnx.Rngs(0))
-    >>> tokens, each_token = jnp.full((6, 8), 2.0), jnp.ones((6, 4))  # a condition of each row
+    >>> tokens, each_token = jnp.full((6, 8), 2.0), jnp.ones((6, 4))  # a condition for each row
     >>> norm(tokens, each_token, jnp.array([0, 2, 5], jnp.int32))[:, 0].round(3)  # the last row is in no sequence
     Array([1., 1., 1., 1., 1., 0.], dtype=float32)
 
     Attributes:
-      modulation: the head, a `flax.nnx.Linear` from cond_features to 2 * num_features: scale, then shift. Without
-        cond_features a parameter [2, num_features], scale, then shift.
-      weight: [num_features] in param_dtype, or None.
-      bias: [num_features] in param_dtype, or None.
+      modulation, weight, bias: as in `AdaLayerNorm`.
 
     Args:
-      num_features: columns D of x.
-      cond_features: columns of cond; or None, where cond [B, 2 * num_features] is a modulation already: a table of the
-        layer's own is added to it (PixArt).
       epsilon: added to the mean square.
-      use_weight: whether there is a learned weight before the modulation; it starts at one.
-      use_bias: whether there is a learned bias before the modulation; it starts at zero.
-      activation: None, "silu", "gelu" or "gelu_tanh", between norm and modulation.
-      per: whether cond has a vector for each "sequence" or each "row"; None reads it from the shapes. As in `jaxops.adaln`.
-      dtype: dtype of the head's multiplication and of the result; promoted from x and the parameters by default. The norm itself is float32.
-      param_dtype: dtype of the parameters.
-      modulation_init: of the head's kernel, called with (key, [cond_features, 2 * num_features], param_dtype), or of the
-        table, with [2, num_features]; zero by default.
-      linear: what the head is made by, called as `flax.nnx.Linear`: `functools.partial(nnx.Linear, use_bias=False)` makes
-        one without bias, `functools.partial(Fp8Linear, recipe="blockwise")` one in FP8.
-      backend, plan: as in `jaxops.adaln`.
-      rngs: the stream `params` makes the parameters.
+      num_features, cond_features, use_weight, use_bias, activation, per: as in `AdaLayerNorm`.
+      dtype, param_dtype, modulation_init, linear, backend, plan, rngs: as in `AdaLayerNorm`.
     """
 
     norm = "rms"
 
 
-class AdaLNZeroBlock(nnx.Module):
-    """The adaLN-Zero block of a diffusion transformer (Peebles & Xie 2022, arXiv:2212.09748), over packed sequences of unequal length.
+class AdaLNZeroBlock(_Modulated):
+    """The adaLN-Zero block of a diffusion transformer (Peebles & Xie 2022, arXiv:2212.09748), over packed sequences.
 
-    A norm, the mixer (such as attention inside each sequence), a gated residual, a norm, the mlp, a gated residual; both scales, shifts and gates come
-    from one head over the condition. The head starts at zero, and so the block as the identity. The first residual and the norm after it are one kernel.
+    Norm, mixer (such as attention within each sequence), gated residual, norm, mlp, gated residual. One head over the
+    condition makes both scales, shifts and gates; it starts at zero: then the block is the identity. The first residual
+    and the norm after it are one kernel.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
     >>> from jaxops.nn import AdaLNZeroBlock
     >>> rngs = nnx.Rngs(0)
     >>> mlp = nnx.Sequential(nnx.Linear(8, 32, rngs=rngs), jax.nn.gelu, nnx.Linear(32, 8, rngs=rngs))
-    >>> class Mixer(nnx.Module):  # an attention would stand here
+    >>> class Mixer(nnx.Module):  # in place of attention
     ...     def __call__(self, y, sequence_offsets):
     ...         return jnp.cumsum(y, axis=0)
     >>> block = AdaLNZeroBlock(8, 4, Mixer(), mlp, rngs=rngs)
     >>> tokens, cond, offsets = jnp.ones((6, 8)), jnp.ones((3, 4)), jnp.array([0, 2, 2, 6], jnp.int32)
-    >>> bool((block(tokens, cond, offsets) == tokens).all())  # the identity, before any training
+    >>> bool((block(tokens, cond, offsets) == tokens).all())  # the identity, before training
     True
 
     Attributes:
-      modulation: the head, a `flax.nnx.Linear` from cond_features to 6 * num_features: scale, shift and gate of the mixer,
-        then scale, shift and gate of the mlp (in diffusers and DiT shift comes before scale). Without cond_features a
-        parameter [6, num_features] in that order.
-      mixer, mlp: what was given, or made.
+      modulation: the head, a `flax.nnx.Linear` from cond_features to 6 * num_features: scale, shift and gate of the
+        mixer, then scale, shift and gate of the mlp (diffusers and DiT: shift before scale). Without cond_features a
+        parameter
+        [6, num_features] in that order.
+      mixer, mlp: the modules passed, or made.
 
     Args:
       num_features: columns D of x.
-      cond_features: columns of cond; or None, where cond [B, 6 * num_features] is a modulation already, made by one head
-        for all blocks: a table of the block's own is added to it (adaLN-single of PixArt, arXiv:2310.00426).
-      mixer: called with (y, sequence_offsets), y [T, num_features] in dtype; gives [T, num_features]. Rows outside all
-        sequences are zero in y, and what it gives for them reaches nothing. A class, or a `functools.partial` of one, is
+      cond_features: columns of cond. None: cond [B, 6 * num_features] is a modulation already, of one head for all
+        blocks, to which the block adds a table of its own (adaLN-single of PixArt, arXiv:2310.00426).
+      mixer: called with (y, sequence_offsets), y [T, num_features] in dtype; returns [T, num_features]. Rows of y
+        outside all sequences are zero, and their results are ignored. A class, or a `functools.partial` of one, is
         called with rngs=rngs when the block is made; so `flax.nnx.bridge.to_linen` makes new parameters from each key.
-      mlp: called with y alone, otherwise the same. It may give (y, aux), as `MoE` does: then the block gives (x, aux).
-      norm: "layer" or "rms"; neither has a learned affine.
-      epsilon: added to the variance or the mean square; two numbers are those before the mixer and before the mlp.
-      per: whether cond has a vector for each "sequence" or each "row"; None reads it from the shapes. As in `jaxops.adaln`.
-      dtype: dtype of the head's multiplication and of what mixer and mlp are given; promoted from x and the parameters by default.
+      mlp: as mixer, but called with y alone. It may return (y, aux), as `MoE` does: then the block returns (x, aux).
+      norm: "layer" or "rms", without weight and bias.
+      epsilon: added to the variance or the mean square; a pair is for the norms before the mixer and before the mlp.
+      per: whether cond has a vector for each "sequence" or each "row"; None takes it from the shapes, as
+        `jaxops.adaln`.
+      dtype: of the head's product and of the norms' results; promoted from x and the parameters by default.
       param_dtype: dtype of the head's parameters.
-      modulation_init: of the head's kernel, called with (key, [cond_features, 6 * num_features], param_dtype), or of the
-        table, with [6, num_features]; zero by default.
-      linear: what the head is made by, called as `flax.nnx.Linear`: `functools.partial(nnx.Linear, use_bias=False)` makes
-        one without bias, `functools.partial(Fp8Linear, recipe="blockwise")` one in FP8.
+      modulation_init, linear: as in `AdaLayerNorm`, with 6 instead of 2.
       backend, plan: as in `jaxops.adaln`.
-      rngs: the stream `params` makes the parameters.
+      rngs: its stream `params` makes the parameters.
     """
 
     def __init__(
@@ -293,7 +256,7 @@ class AdaLNZeroBlock(nnx.Module):
         *,
         norm: Literal["layer", "rms"] = "layer",
         epsilon: float | tuple[float, float] = 1e-6,
-        per: Literal["sequence", "row"] | None = None,
+        per: Per | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         modulation_init: Initializer = default_modulation_init,
@@ -302,52 +265,45 @@ class AdaLNZeroBlock(nnx.Module):
         plan: Plan | None = None,
         rngs: nnx.Rngs,
     ):
-        self.epsilon = epsilon
-        _check(num_features, cond_features, backend, *self._epsilons(), norm=norm, per=per)
+        self.num_features, self.cond_features = num_features, cond_features
+        self.epsilon, self.dtype, self.param_dtype, self.backend, self.plan = epsilon, dtype, param_dtype, backend, plan
+        self.norm, self.per = norm, per
+        self._check(*self._epsilons(), backend=backend, norm=norm, per=per)
         self.mixer = make_part(mixer, rngs=rngs)
         self.mlp = make_part(mlp, rngs=rngs)
         _check_takes_offsets(self.mixer)
-        self.modulation = _make_modulation(
-            6, num_features, cond_features, linear, modulation_init, rngs, dtype=dtype, param_dtype=param_dtype
-        )
-        self.num_features = num_features
-        self.cond_features = cond_features
-        self.norm = norm
-        self.per = per
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.backend = backend
-        self.plan = plan
+        self.modulation = self._make_modulation(6, linear, modulation_init, rngs)
 
     def __call__(self, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array) -> Any:
         """One block of the transformer.
 
         Args:
-          x: [T, num_features], bfloat16, float16 or float32: the rows of all sequences, one after another. Its dtype is the residual stream's.
+          x: [T, num_features], bfloat16, float16 or float32: the rows of all sequences, one after another. Its dtype is
+            the residual stream's.
           cond: [B, cond_features], or [T, cond_features] for a condition of each row; see `per`. Without cond_features
-            it has all the modulation's columns.
-          sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T; sequence s is the rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`.
+            it has 6 * num_features columns.
+          sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T; sequence s is the rows `sequence_offsets[s]`
+            to `sequence_offsets[s + 1] - 1`.
 
         Returns:
-          [T, num_features] in x's dtype; rows outside all sequences are x's. Where the mlp gives (y, aux): (that, aux).
+          [T, num_features] in x's dtype; rows outside all sequences are x's. If the mlp returns (y, aux): (that, aux).
 
         Raises:
-          ValueError: x, cond, sequence_offsets or what mixer and mlp give of another shape, an unknown norm or backend.
+          ValueError: x, cond, sequence_offsets or the results of mixer and mlp of another shape, an unknown norm or
+            backend.
           TypeError: dtypes that `jaxops.adaln` does not take, offsets that are not int32.
         """
-        made = _modulate(self.modulation, 6, x, cond, sequence_offsets, self.dtype)
-        scale1, shift1, gate1, scale2, shift2, gate2 = made
+        scale1, shift1, gate1, scale2, shift2, gate2 = self._modulate(x, cond, sequence_offsets)
         before_mixer, before_mlp = self._epsilons()
-        dtype = canonicalize_dtype(x, _kernel(self.modulation), dtype=self.dtype)
-        norm: dict[str, Any] = {"norm": self.norm, "out_dtype": dtype}
-        way: dict[str, Any] = {"per": self.per, "backend": self.backend, "plan": self.plan}
-        y = adaln(x, scale1, shift1, sequence_offsets, epsilon=before_mixer, **norm, **way)
+        norm: dict[str, Any] = {"norm": self.norm, "out_dtype": self._dtype_of(x)}
+        run: dict[str, Any] = {"per": self.per, "backend": self.backend, "plan": self.plan}
+        y = adaln(x, scale1, shift1, sequence_offsets, epsilon=before_mixer, **norm, **run)
         h = _checked("mixer", self.mixer(y, sequence_offsets), x)
-        x, y = gated_residual_adaln(x, h, gate1, scale2, shift2, sequence_offsets, epsilon=before_mlp, **norm, **way)
+        x, y = gated_residual_adaln(x, h, gate1, scale2, shift2, sequence_offsets, epsilon=before_mlp, **norm, **run)
         h = self.mlp(y)
         has_aux = isinstance(h, tuple) and len(h) == 2
         h, aux = h if has_aux else (h, None)
-        x = gated_residual(x, _checked("mlp", h, x), gate2, sequence_offsets, **way)
+        x = gated_residual(x, _checked("mlp", h, x), gate2, sequence_offsets, **run)
         return (x, aux) if has_aux else x
 
     def _epsilons(self) -> tuple[float, float]:
@@ -363,14 +319,13 @@ def _checked(name: str, h: Any, x: jax.Array) -> jax.Array:
         hint = " or (such an array, aux)" if name == "mlp" else ""
         raise TypeError(f"{name} gave a {type(h).__name__}; it must give an array [T, num_features]{hint}.")
     if h.shape != x.shape:
-        raise ValueError(
-            f"{name} gave shape {tuple(h.shape)}; it must give [T, num_features] = {tuple(x.shape)}, as it is given."
-        )
+        needed = f"[T, num_features] = {tuple(x.shape)}, the shape of its input."
+        raise ValueError(f"{name} gave shape {tuple(h.shape)}; it must give {needed}")
     return h
 
 
 def _check_takes_offsets(mixer: Any) -> None:
-    """A layer such as `nnx.Linear` has another optional argument where the offsets would go."""
+    """The second argument must not be another option, as in a call of `nnx.Linear`."""
     if isinstance(mixer, nnx.Sequential) and len(mixer.layers):
         mixer = mixer.layers[0]  # it is given all arguments
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -383,6 +338,6 @@ def _check_takes_offsets(mixer: Any) -> None:
     if not takes:
         raise ValueError(
             f"mixer is a {type(mixer).__name__} with arguments {inspect.signature(mixer)}; it is called with (y, "
-            "sequence_offsets). Wrap a layer that takes y alone in an nnx.Module whose __call__(self, y, sequence_offsets) "
-            "calls it."
+            "sequence_offsets). Wrap a layer that takes y alone in an nnx.Module whose "
+            "__call__(self, y, sequence_offsets) calls it."
         )

@@ -1,6 +1,7 @@
 """Shared by the row kernels: which rows a program has, a row's columns in registers, the norm."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,9 @@ class Columns:
         """ref [D] as [1, block] arrays."""
         return [load(ref, (columns,), columns_in) for columns, columns_in in self]
 
-    def store(self, ref, rows: jax.Array, rows_in: jax.Array, values: Chunks, transposed: bool = False) -> None:
+    def store(
+        self, ref, rows: jax.Array, rows_in: jax.Array, values: Sequence[jax.Array], transposed: bool = False
+    ) -> None:
         """Into ref [T, D], or ref [D, T] if transposed."""
         for (columns, columns_in), value in zip(self, values, strict=True):
             store(ref, (columns, rows) if transposed else (rows, columns), value, both(rows_in, columns_in))

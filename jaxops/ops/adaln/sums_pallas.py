@@ -1,6 +1,7 @@
 """Adds up the parts of sequences that took several tiles, in order of rows: deterministic, without atomics."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def finish_sums(
       results: of the backward kernel: d<name>, parts_<name> and sequences, the sequence of each row that is a multiple
         of `rows`, int32 [cdiv(T, rows)].
     """
-    done = {f"d{name}": results[f"d{name}"] for name in names}
+    done: dict[str, Any] = {f"d{name}": results[f"d{name}"] for name in names}
     parts = {f"parts_{name}": results[f"parts_{name}"] for name in names}
     (B, D), starts = next(iter(done.values())).shape, results["sequences"].shape[0]
     finished = launch_named(

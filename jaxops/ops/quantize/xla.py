@@ -1,6 +1,8 @@
 """The portable backend: for each layout XLA fuses a pass for the scales and one for the values. CPU, TPU, and the
 benchmarks' plain-XLA side."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -29,7 +31,7 @@ def _rows_of_columns(offsets: jax.Array, M: int) -> jax.Array:
     return jnp.where(inside, row, -1)
 
 
-def _block_shape(scaling: str, shape: tuple[int, int, int]) -> tuple[int, int, int, int, int]:
+def _block_shape(scaling: str, shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
     """[G, R, C] cut into blocks: [G, R / height, height, C / 128, 128], rounded up."""
     (G, R, C), height = shape, BLOCK if scaling == "block_128x128" else 1
     return G, -(-R // height), height, -(-C // BLOCK), BLOCK
@@ -45,7 +47,7 @@ def _amax(scaling: str, x: jax.Array) -> jax.Array:
     return amax if scaling == "block_128x128" else amax.mT
 
 
-def _of_elements(scales: jax.Array, scaling: str, shape: tuple[int, int, int]) -> jax.Array:
+def _of_elements(scales: jax.Array, scaling: str, shape: tuple[int, ...]) -> jax.Array:
     """The row layout's scales (or factors) [G, ...], to multiply its values [G, R, C] by."""
     if scaling == "tensorwise":
         return scales[:, None, None]
@@ -75,7 +77,7 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
         random = None if words is None else random_bits(rows[:, :, None], columns, (words[0], words[1]))
         if transpose:
             x, random = x.mT, None if random is None else random.mT
-        most = amax if spec.scaling == "tensorwise" else _amax(spec.scaling, x)
+        most: Any = amax if spec.scaling == "tensorwise" else _amax(spec.scaling, x)
         scales, factors = scale_and_factor(most, spec.fp8, spec.pow2)
         values = infinity_to_nan(x) * _of_elements(factors, spec.scaling, x.shape)
         if random is None:

@@ -1,14 +1,17 @@
 """Products over ragged groups on Hopper, in Gluon: pipeline, producer, mainloop and consumer loop, once for all ops.
 
-A persistent kernel. One producer (a warp; four warps if rows are gathered) takes tiles from the tile scheduler and loads their
-operands by TMA into the pipeline's stages. Two consumer warp groups multiply (wgmma) and run the op's epilogue. Cooperative:
-both work on one tile, each on half of its rows. Ping-pong: each works on a tile of its own; while one runs the epilogue, the
-other multiplies. Operands are read as they lie in memory, since wgmma takes both of either order: no pass copies a transpose.
+A persistent kernel. One producer (a warp; four warps if rows are gathered) takes tiles from the tile scheduler and
+loads their operands by TMA into the pipeline's stages. Two consumer warp groups multiply (wgmma) and run the op's
+epilogue. Cooperative: both work on one tile, each on half of its rows. Ping-pong: each works on a tile of its own;
+while one runs the epilogue, the other multiplies. Operands are read as they lie in memory, since wgmma takes both of
+either order: no pass copies a transpose.
 
-An op passes its epilogue, a function that computes one tile (see `consume`), and describes its operands (see `ragged_gemm`).
+An op passes its epilogue, a function that computes one tile (see `consume`), and describes its operands (see
+`ragged_gemm`).
 
-Clusters of two programs that share B by TMA multicast gained nothing: at the Mixtral shapes 712 to 777 TFLOP/s forward and
-dgrad beside 718 to 781 (power-bound), wgrad 627 to 683 beside 758 to 793, short groups 5 to 40 % less. H200, 2026-11-22.
+Clusters of two programs that share B by TMA multicast gained nothing: at the Mixtral shapes 712 to 777 TFLOP/s forward
+and dgrad beside 718 to 781 (power-bound), wgrad 627 to 683 beside 758 to 793, short groups 5 to 40 % less. H200,
+2026-11-22.
 """
 
 from triton.experimental import gluon
@@ -45,7 +48,8 @@ class Pipeline:
     a, b: operand tiles of each stage; a has a buffer a stage for each of the SPLIT consumers that share a tile.
     tiles: five integers a stage, the tile descriptor that the producer passes with a tile's first step.
     full, empty: an mbarrier a stage; full has one more, for steps whose tail the producer zero-fills.
-    order, state: ping-pong only: mbarrier on which consumer i waits for its mainloop; the stage and phase where that starts.
+    order: ping-pong only, an mbarrier on which consumer i waits before its mainloop.
+    state: ping-pong only, the stage and phase where consumer i's mainloop starts.
     loads: an mbarrier a consumer for what its epilogue loads.
     """
 
@@ -68,8 +72,8 @@ class Pipeline:
 
 @gluon.jit
 def make_pipeline(
-    dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr,
-    SPLIT: gl.constexpr, GATHERED: gl.constexpr,
+    dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    TRANSPOSED: gl.constexpr, SPLIT: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     A_SHAPE: gl.constexpr = [BM // SPLIT, BK] if KIND == ROWS else [BK, BM // SPLIT]
     B_SHAPE: gl.constexpr = [BN, BK] if TRANSPOSED else [BK, BN]
@@ -149,7 +153,7 @@ def zero_rows(buf, first):
 
 @gluon.jit
 def zero_fill_tail(pipe, s, left, parity):
-    """Zeroes a step's rows from `left` on, which are the next group's, and passes the stage on. Returns the next parity."""
+    """Zeroes a step's rows from `left` on (the next group's) and passes the stage on. Returns the next parity."""
     mbarrier.wait(pipe.full.index(pipe.STAGES), parity)
     for i in gl.static_range(pipe.SPLIT):
         zero_rows(pipe.a.index(pipe.SPLIT * s + i), left)
@@ -175,8 +179,8 @@ def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
 
 @gluon.jit
 def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, end, col, both, BESIDE: gl.constexpr):
-    """A step of both operands. CONTRACTION: of the rows from `at` to `end`. both: whether the second half of the tile's rows
-    exists; it is not loaded otherwise, since short groups are bound by the L2."""
+    """A step of both operands. CONTRACTION: of the rows from `at` to `end`. both: whether the second half of the tile's
+    rows exists; it is not loaded otherwise, since short groups are bound by the L2."""
     PART: gl.constexpr = pipe.BM // pipe.SPLIT
     if pipe.KIND == ROWS:
         for i in gl.static_range(pipe.SPLIT):
@@ -193,7 +197,7 @@ def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, end, col, both, B
 
 @gluon.jit
 def gather_pointers(gather, K, row, inside, PART: gl.constexpr):
-    """Pointers to the first BK columns of rows indices[row], indices[row + 1], ... of an array of T rows and K columns."""
+    """Pointers to the first BK columns of rows indices[row], indices[row + 1], ... of an array [T, K]."""
     x_ptr, indices, T = gather
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
@@ -210,7 +214,8 @@ def produce(
 ):  # fmt: skip
     """Loads the operands of this program's tiles, step by step, until there are no more.
 
-    DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every num_programs-th.
+    DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every
+    num_programs-th.
     """
     KIND: gl.constexpr = pipe.KIND
     SPLIT: gl.constexpr = pipe.SPLIT
@@ -252,7 +257,7 @@ def produce(
             upper, upper_mask = gather_pointers(gather, K, row, inside, PART)
             lower, lower_mask = gather_pointers(gather, K, row + PART, inside - PART, PART)
         mbarrier.wait(pipe.empty.index(s), phase)
-        # Tiles outside the groups and empty groups run one step on zeros, which TMA fills in past K or past a window's end.
+        # Tiles outside the groups and empty groups run one step on zeros: TMA fills them in past K or a window's end.
         steps = gl.cdiv(max(size, 1), BK)
         second = 0  # where the second summand's steps start
         if OPERANDS == "sum":
@@ -271,8 +276,9 @@ def produce(
                 async_copy.async_load(pipe.a.index(2 * s + 1), lower + at, mask=lower_mask)
                 async_copy.mbarrier_arrive(pipe.full.index(s), increment_count=False)
             else:
-                # The last step of a contraction goes on into the next group's rows. A window that ends with the group reads
-                # them as zeros; groups that end within the first BK rows of all have no such window and are zero-filled here.
+                # The last step of a contraction goes on into the next group's rows. A window that ends with the group
+                # reads them as zeros; groups that end within the first BK rows of all have no such window and are
+                # zero-filled here.
                 left = min(first + size - at, BK)
                 fill = KIND == CONTRACTION and left < BK and at + left < BK
                 full = pipe.full.index(pipe.STAGES if fill else s)
@@ -318,8 +324,8 @@ def pass_order(pipe, s, phase, TO: gl.constexpr):
 def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
     """This consumer's next tile, the stage and phase where it starts, and the parity of its next order barrier."""
     if pipe.SPLIT == 1:
-        # The pipeline state comes with the order. An mbarrier has one parity bit: a consumer that counted the other one's
-        # steps itself and waited early could see the previous phase as complete.
+        # The pipeline state comes with the order. An mbarrier has one parity bit: a consumer that counted the other
+        # one's steps itself and waited early could see the previous phase as complete.
         mbarrier.wait(pipe.order.index(WHICH), parity)
         parity ^= 1
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -334,7 +340,7 @@ def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
 
 @gluon.jit
 def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
-    """Releases the steps of a tile in which this consumer has no rows. In ping-pong only the last tile, of 0 steps, is such."""
+    """Releases the steps of a tile in which this consumer has no rows; in ping-pong only the last tile, of 0 steps."""
     if pipe.SPLIT == 1:
         s, phase = advance(s, phase, pipe.STAGES)
         pass_order(pipe, s, phase, 1 - WHICH)
@@ -373,8 +379,8 @@ def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
 
 @gluon.jit
 def consume(pipe, out, args, sizes, parts, WHICH: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr):
-    """Computes this consumer's tiles by EPILOGUE(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH, VARIANT), which calls
-    `mainloop`, stores, and returns s, phase and an integer to carry to the next tile (0 at first).
+    """Computes this consumer's tiles by EPILOGUE(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH, VARIANT),
+    which calls `mainloop`, stores, and returns s, phase and an integer to carry to the next tile (0 at first).
 
     tile: group (-1 outside the groups; see `locate_modality`), first row, end of the group's rows, first column, steps.
     """

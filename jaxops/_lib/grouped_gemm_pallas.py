@@ -1,4 +1,5 @@
-"""The mainloops of products over ragged groups in Pallas kernels: rows times a matrix, and a group's rows times each other."""
+"""The mainloops of products over ragged groups in Pallas kernels: rows times a matrix, and a group's rows times each
+other."""
 
 import functools
 
@@ -12,8 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 def sum_over_columns(
     lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int], times, transpose_rhs: bool, precision: lax.Precision
 ) -> jax.Array:
-    """float32 [height, bn]: rows of lhs[M, K or more] from `start` on, times columns j * bn and on of rhs[g] of rhs[G, K, N] ([G, N, K]
-    with transpose_rhs).
+    """float32 [height, bn]: rows of lhs[M, K or more] from `start` on, times columns j * bn and on of rhs[g] of rhs[G,
+    K, N] ([G, N, K] with transpose_rhs).
 
     Rows past M repeat the last one. Columns past N are zeros, or NaN if the row holds NaN.
 
@@ -69,7 +70,8 @@ def sum_over_rows(
     peel: bool,
     precision: lax.Precision,
 ) -> jax.Array:
-    """float32 [bm, bn]: tile (i, j) of lhs[rows].T @ dout[rows], of lhs's first K columns and dout's first N; zeros past them.
+    """float32 [bm, bn]: tile (i, j) of lhs[rows].T @ dout[rows], of lhs's first K columns and dout's first N; zeros
+    past them.
 
     Args:
       rows: the first one, and the end. Rows from the end on, which may be NaN, are not multiplied.
@@ -78,7 +80,8 @@ def sum_over_rows(
       peel: whole steps run in a loop without row masks, the remaining rows in a masked step after it.
     """
     M, (K, N), (bm, bn, bk), (start, end) = lhs_ref.shape[0], sizes, tile, rows
-    # Clips for the compiler, as in fwd_pallas.py. They change only the start of an empty group at M, which takes no step.
+    # Clips for the compiler, as in fwd_pallas.py. They change only the start of an empty group at M, which takes no
+    # step.
     steps = jnp.clip((end - start + bk - 1) // bk, 0, pl.cdiv(M, bk))
     whole = jnp.clip((end - start) // bk, 0, M // bk)
     start = jnp.clip(start, 0, M - 1)

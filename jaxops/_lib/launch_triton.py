@@ -1,8 +1,8 @@
 """Triton and Gluon kernels called from JAX through jax-triton. Imported only where such a kernel is called.
 
-jax-triton 0.4 is loaded a second time here, as a module of our own, and corrected in four places; other users of jax-triton in the
-process keep the library as it is. The corrections use its private names, so `device.gluon_missing` refuses other versions.
-Each correction goes away when upstream has it.
+jax-triton 0.4 is loaded a second time here, as a module of our own, and corrected in four places; other users of
+jax-triton in the process keep the library as it is. The corrections use its private names, so `device.gluon_missing`
+refuses other versions. Each correction goes away when upstream has it.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jaxops._lib.manual_axes import vary_as
 
 
 class _AllWarps:
-    """Launches all warps. `gl.warp_specialize` adds warps to a launch's `num_warps`, but jax-triton launches `num_warps`; the PTX has
-    the total."""
+    """Launches all warps. `gl.warp_specialize` adds warps to a launch's `num_warps`, but jax-triton launches
+    `num_warps`; the PTX has the total."""
 
     def __init__(self, library):
         self._library = library
@@ -37,8 +37,8 @@ class _AllWarps:
 
 
 class _GluonPasses:
-    """Skips Triton's layout passes. jax-triton runs them on Gluon IR, whose layouts are explicit; stores then took a detour through
-    shared memory."""
+    """Skips Triton's layout passes. jax-triton runs them on Gluon IR, whose layouts are explicit; stores then took a
+    detour through shared memory."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -54,8 +54,8 @@ class _GluonPasses:
 
 
 def _corrected(upstream: ModuleType) -> ModuleType:
-    """A copy of jax-triton's module that launches all warps and compiles Gluon as Gluon, and whose calls JAX's dead-code elimination
-    may drop."""
+    """A copy of jax-triton's module that launches all warps and compiles Gluon as Gluon, and whose calls JAX's
+    dead-code elimination may drop."""
     spec = importlib.util.find_spec(upstream.__name__)
     assert spec is not None
     assert spec.loader is not None
@@ -70,7 +70,8 @@ def _corrected(upstream: ModuleType) -> ModuleType:
 
     own.compile_ttir_inplace = compile_inplace
     own.triton_kernel_call_lib = _AllWarps(own.triton_kernel_call_lib)
-    # jax-triton's rule keeps calls without users, and takes two arguments where JAX 0.12 passes three. JAX's default serves.
+    # jax-triton's rule keeps calls without users, and takes two arguments where JAX 0.12 passes three. JAX's default
+    # serves.
     del partial_eval.dce_rules[own.triton_kernel_call_p]
     return own
 
@@ -80,10 +81,11 @@ TensorDescriptor = triton_lib.TensorDescriptor
 
 
 def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescriptor:
-    """A TMA descriptor of x[rows, columns] as overlapping windows of block[0] rows: [first row of the window, row in it, column].
+    """A TMA descriptor of x[rows, columns] as overlapping windows of block[0] rows: [first row of the window, row in
+    it, column].
 
-    One window starts at each row. A box inside a window that ends where a group ends is cut off there: loads fill in zeros behind
-    it, stores write nothing. So the last rows of a group need no mask and no descriptor of their own.
+    One window starts at each row. A box inside a window that ends where a group ends is cut off there: loads fill in
+    zeros behind it, stores write nothing. So the last rows of a group need no mask and no descriptor of their own.
     """
     (rows, columns), height = x.shape, block[0]
     shape = (max(rows - height + 1, 1), min(height, rows), columns)
@@ -120,12 +122,13 @@ class Scratch:
 def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> Any:
     """One launch on a Hopper GPU. The results' pointers are the kernel's parameters that are not given, in their order.
 
-    `jax_triton.triton_call` makes TMA descriptors of operands only. One made by the kernel would allocate memory in the driver at
-    each launch, which CUDA graphs refuse. So an `OutTile`'s descriptor is that of an array whose memory becomes the result's.
+    `jax_triton.triton_call` makes TMA descriptors of operands only. One made by the kernel would allocate memory in the
+    driver at each launch, which CUDA graphs refuse. So an `OutTile`'s descriptor is that of an array whose memory
+    becomes the result's.
 
     Args:
-      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one OutTile a
-        result, at most one Scratch, None, numbers, constants, tuples of these.
+      operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one
+        OutTile a result, at most one Scratch, None, numbers, constants, tuples of these.
       out_type: `out_struct` of the result; a tuple of them for a tuple of results.
       grid: number of programs.
       name: of the call, in compiled programs' texts.
@@ -140,7 +143,8 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
     if len(missing) != len(results) or set(missing) & set(function.constexpr_param_names):
         pointers = "the result's pointer" if len(results) == 1 else f"the {len(results)} results' pointers"
         raise TypeError(
-            f"{function.name} needs all of its parameters but {pointers}; these are not given: {', '.join(missing) or 'none'}."
+            f"{function.name} needs all of its parameters but {pointers}; these are not given: "
+            f"{', '.join(missing) or 'none'}."
         )
     # jax-triton passes the operands' buffers, then the results', whatever the order of the parameters.
     last = max(
@@ -149,7 +153,8 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
     )
     if last > function.param_names.index(missing[0]):
         raise TypeError(
-            f"{function.name} takes {function.param_names[last]}, an array, after the pointer of a result, {missing[0]}: it must come before."
+            f"{function.name} takes {function.param_names[last]}, an array, after the pointer of a result, {missing[0]}: "
+            "it must come before."
         )
     constants = tuple(
         (parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names
@@ -188,9 +193,9 @@ def _operands(argument) -> list:
 @functools.partial(jax.jit, static_argnums=range(1, 6), inline=True)
 def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple) -> list[jax.Array]:
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
-    # XLA may let a call read a slice (of layers' stacked weights, say) or write its result into one in place (dynamic-slice
-    # fusion). The fused call no longer says that results share memory with operands, and TMA stores are lost. Barriers prevent
-    # the fusion.
+    # XLA may let a call read a slice (of layers' stacked weights, say) or write its result into one in place
+    # (dynamic-slice fusion). The fused call no longer says that results share memory with operands, and TMA stores are
+    # lost. Barriers prevent the fusion.
     in_place = any(isinstance(argument, (OutTile, Scratch)) for argument in arguments)
     if in_place:
         arguments = jax.lax.optimization_barrier(arguments)

@@ -1,4 +1,5 @@
-"""The kernel around the mainloop of gemm_triton.py, and its launch: one for every product over ragged groups on Hopper."""
+"""The kernel around the mainloop of gemm_triton.py, and its launch: one for every product over ragged groups on
+Hopper."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,16 +27,17 @@ def _name(specialization) -> str:
 
 @gluon.jit(repr=_name)
 def ragged_gemm_kernel(
-    a_descs, b_descs, gather, schedule, args, desc_0, desc_1, desc_2, desc_3, ptr_0, ptr_1, ptr_2, ptr_3, entries, sizes, parts, tiles,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SPLIT: gl.constexpr, DYNAMIC: gl.constexpr,
-    KIND: gl.constexpr, TRANSPOSED: gl.constexpr, OPERANDS: gl.constexpr, BUFFERS: gl.constexpr, EPILOGUE: gl.constexpr,
-    VARIANT: gl.constexpr,
+    a_descs, b_descs, gather, schedule, args, desc_0, desc_1, desc_2, desc_3, ptr_0, ptr_1, ptr_2, ptr_3,
+    entries, sizes, parts, tiles, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    SPLIT: gl.constexpr, DYNAMIC: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, OPERANDS: gl.constexpr,
+    BUFFERS: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     GATHERED: gl.constexpr = gather is not None
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
     bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
     out = ((desc_0, desc_1, desc_2, desc_3), (ptr_0, ptr_1, ptr_2, ptr_3), bufs)
-    # Registers of a thread: the producer has few, unless it computes addresses or chooses among several modalities' operands.
+    # Registers of a thread: the producer has few, unless it computes addresses or chooses among several modalities'
+    # operands.
     WARPS: gl.constexpr = 4 if GATHERED else 1
     CONSUMER: gl.constexpr = 208 if GATHERED else 216 if OPERANDS == "modalities" else 224
     PRODUCER: gl.constexpr = 80 if GATHERED else 72 if OPERANDS == "modalities" else 56
@@ -61,8 +63,8 @@ class Gemm:
       dynamic: programs take tiles as they get free.
       contraction: the groups divide the rows that are summed over (a weight gradient), not A's and C's rows.
       transposed: B is [G, N, K].
-      operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns lie
-        beside each other in a tile; "modalities": each modality's groups have their own array of weights.
+      operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
+        lie beside each other in a tile; "modalities": each modality's groups have their own array of weights.
       buffers: for stores, a consumer.
       variant: a constant for the epilogue.
     """
@@ -95,7 +97,8 @@ class Gemm:
         return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
 
     def weights(self, w: jax.Array) -> TensorDescriptor:
-        """B of [G, K, N], or [G, N, K]; CONTRACTION: of [rows, N]. Three dimensions: TMA fills zeros past K, not the next group's rows."""
+        """B of [G, K, N], or [G, N, K]; CONTRACTION: of [rows, N]. Three dimensions: TMA fills zeros past K, not the
+        next group's rows."""
         columns = self.bn // 2 if self.operands == "beside" else self.bn
         if self.contraction:
             return row_windows(w, (BK.value, columns), tile_layout(w.dtype, (1, BK.value, columns)))
@@ -128,13 +131,13 @@ def ragged_gemm(
       gemm: what is static.
       a, b: descriptors, by `Gemm.rows` and `Gemm.weights`.
       offsets: [G + 1] int32.
-      sizes: G, and M, N, K as the tile scheduler counts them: C is [M, N]; CONTRACTION: a group's C is [M, N], and K is how
-        many rows the offsets count.
+      sizes: G, and M, N, K as the tile scheduler counts them: C is [M, N]; CONTRACTION: a group's C is [M, N], and K is
+        how many rows the offsets count.
       results: up to four.
       args: arrays and numbers for the epilogue.
       gather: A's rows as (array, int32 row indices, the array's number of rows), instead of a.
-      modalities: spans of runs (or the first groups of all modalities but the first), and of each modality its first group, the
-        end of its groups, K and N.
+      modalities: spans of runs (or the first groups of all modalities but the first), and of each modality its first
+        group, the end of its groups, K and N.
       cores: multiprocessors.
     """
     G, M, N, K = sizes
@@ -156,9 +159,9 @@ def ragged_gemm(
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
     return triton_call(
         kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores, count), name=gemm.name,
-        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic else schedule, args=args, **named,
-        entries=schedule.shape[0] // COLUMNS, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn, STAGES=gemm.stages,
-        PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
+        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic else schedule, args=args,
+        **named, entries=schedule.shape[0] // COLUMNS, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
+        STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
         BUFFERS=gemm.buffers, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
     )  # fmt: skip

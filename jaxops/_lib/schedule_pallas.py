@@ -37,7 +37,8 @@ def _rows_kernel(offsets_ref, work_ref, *, G: int, M: int, bm: int, spans: Spans
     total = jnp.full_like(t, jnp.sum(count, dtype=jnp.int32))
     for i, (_, last) in enumerate(spans[:-1]):
         total = jnp.where(t == i, jnp.sum(jnp.where(r < last, count, 0), dtype=jnp.int32), total)
-    # Offsets that break the contract may put rows into several runs, and then need more tiles than the list has entries.
+    # Offsets that break the contract may put rows into several runs, and then need more tiles than the list has
+    # entries.
     total = jnp.minimum(total, tile_bound(M, G, bm))
     _store(work_ref, t, (group, start, end, jnp.where(group < G, t - before, -1), total))
 
@@ -82,9 +83,9 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, 
 def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool, spans: Spans = ()) -> jax.Array:
     """The row tiles of all runs: int32, COLUMNS columns of tile_bound(M, G, bm) entries or more.
 
-    Columns: the tile's group (G outside the groups), first row, end, number among the tiles inside the groups (-1 outside);
-    the number of tiles; zeros, for a kernel to count in. Entries past the last tile have no rows. With spans only tiles of
-    those runs are listed, span by span, and entry i of the count is the number of tiles in spans 0 to i.
+    Columns: the tile's group (G outside the groups), first row, end, number among the tiles inside the groups (-1
+    outside); the number of tiles; zeros, for a kernel to count in. Entries past the last tile have no rows. With spans
+    only tiles of those runs are listed, span by span, and entry i of the count is the number of tiles in spans 0 to i.
     """
     G = offsets.shape[0] - 1
     kernel = functools.partial(_rows_kernel, G=G, M=M, bm=bm, spans=spans)
@@ -97,8 +98,8 @@ def schedule_groups(
 ) -> jax.Array:
     """The groups, longest first, so that no long one is left for the end: int32, COLUMNS columns of G entries or more.
 
-    Columns: the group, first row, end, how many tiles of bm rows the groups before it (by number) take; G; zeros. parts: first
-    groups of modalities, which stay in order, each with its own longest group first.
+    Columns: the group, first row, end, how many tiles of bm rows the groups before it (by number) take; G; zeros.
+    parts: first groups of modalities, which stay in order, each with its own longest group first.
     """
     G = offsets.shape[0] - 1
     kernel = functools.partial(_groups_kernel, G=G, M=M, bm=bm, parts=parts)

@@ -1,4 +1,5 @@
-"""Triton kernels that turn device-side offsets into the work list of a pass: one small launch before it. As schedule_pallas.py."""
+"""Triton kernels that turn device-side offsets into the work list of a pass: one small launch before it. As
+schedule_pallas.py."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def schedule_rows_kernel(
         for i in tl.static_range(len(spans) - 1):
             reached = tl.sum(tl.where(r < spans[i][1], count, 0), 0)
             total = tl.where(t == i, reached, total)
-    # Offsets that break the contract may put rows into several runs, and then need more tiles than the list has entries.
+    # Offsets that break the contract may put rows into several runs, and then need more tiles than the list has
+    # entries.
     total = tl.minimum(total, bound)
     number = tl.where(group < G, t - tl.sum(tl.where(r == 0, count, 0), 0), -1)
     tl.store(work + t, group)

@@ -9,15 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 @gluon.jit
 def window(row, end, HEIGHT: gl.constexpr):
-    """Coordinates in a `row_windows` descriptor of the box that starts at `row` and is cut off at `end`, which lies behind `row`:
-    window, row in the window. If `end` < HEIGHT, no window ends there, and the box goes on to row HEIGHT."""
+    """Coordinates in a `row_windows` descriptor of the box that starts at `row` and is cut off at `end`, which lies
+    behind `row`: window, row in the window. If `end` < HEIGHT, no window ends there, and the box goes on to row
+    HEIGHT."""
     first = max(min(row, end - HEIGHT), 0)
     return first, row - first
 
 
 @gluon.jit
 def store_window(desc, buf, row, end, col):
-    """Stores a buffer's rows by TMA as far as they lie before `end`, through `row_windows`. `end` is at least the buffer's height."""
+    """Stores a buffer's rows by TMA as far as they lie before `end`, through `row_windows`. `end` is at least the
+    buffer's height."""
     first, at = window(row, end, buf.shape[0])
     tma.async_store(desc, [first, at, col], buf.reshape([1, buf.shape[0], buf.shape[1]]))
 
@@ -26,8 +28,8 @@ def store_window(desc, buf, row, end, col):
 def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
     """Stores a consumer's rows of a tile of C that lie before `end`; at least one does.
 
-    desc: C as `row_windows`, or None. ALIGNED: C's rows start at multiples of 16 bytes (required by desc). PENDING: how many
-    TMA stores from other buffers may still be in flight.
+    desc: C as `row_windows`, or None. ALIGNED: C's rows start at multiples of 16 bytes (required by desc). PENDING: how
+    many TMA stores from other buffers may still be in flight.
     """
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
@@ -94,8 +96,8 @@ def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.co
 
 @gluon.jit
 def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """COUNT buffers of BM x BN for `store`. float32 results need none and get the smallest possible: a partition's arguments
-    cannot be left out."""
+    """COUNT buffers of BM x BN for `store`. float32 results need none and get the smallest possible: a partition's
+    arguments cannot be left out."""
     NARROW: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth == 16
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)
     TYPE: gl.constexpr = ptr.dtype.element_ty if NARROW else gl.bfloat16

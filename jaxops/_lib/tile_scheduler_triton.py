@@ -1,16 +1,18 @@
-"""The tile scheduler of the persistent Gluon kernels: which tile of the result a program computes next, and where its operands lie."""
+"""The tile scheduler of the persistent Gluon kernels: which tile of the result a program computes next, and where its
+operands lie."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# What the groups divide. ROWS: A's and C's rows; each group has a B of its own. CONTRACTION: the rows that are summed over; each
-# group has a C of its own.
+# What the groups divide. ROWS: A's and C's rows; each group has a B of its own. CONTRACTION: the rows that are summed
+# over; each group has a C of its own.
 ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
 def start_fetch_add(counter):
-    """Starts an atomic increment, by one warp, and does not wait: `finish_fetch_add` returns the old value. (Triton's atomic_add waits.)"""
+    """Starts an atomic increment, by one warp, and does not wait: `finish_fetch_add` returns the old value. (Triton's
+    atomic_add waits.)"""
     assembly: gl.constexpr = """{
         .reg .pred first;
         .reg .b32 lane;
@@ -30,7 +32,8 @@ def finish_fetch_add(value):
 
 @gluon.jit
 def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
-    """Row and column of tile t: column by column within panels of PANEL tile rows, so that concurrent programs share operands in L2."""
+    """Row and column of tile t: column by column within panels of PANEL tile rows, so that concurrent programs share
+    operands in L2."""
     first = t // (PANEL * num_j) * PANEL
     height = min(num_i - first, PANEL)
     return first + t % (PANEL * num_j) % height, t % (PANEL * num_j) // height
@@ -72,8 +75,8 @@ def locate(
 
 @gluon.jit
 def modality_of_row_tile(t, schedule, entries, parts, N, BN: gl.constexpr, PANEL: gl.constexpr, COUNT: gl.constexpr):
-    """Entry in the work list, first column, and modality of tile t, in a result of N columns; modality COUNT + p: columns of
-    modality p past its own width, which are zero and come after all products.
+    """Entry in the work list, first column, and modality of tile t, in a result of N columns; modality COUNT + p:
+    columns of modality p past its own width, which are zero and come after all products.
 
     parts: of each modality its first group, the end of its groups, K and N.
     """
@@ -107,7 +110,8 @@ def modality_of_row_tile(t, schedule, entries, parts, N, BN: gl.constexpr, PANEL
 
 @gluon.jit
 def modality_of_weight_tile(t, parts, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, COUNT: gl.constexpr):
-    """Entry in the work list, first row and column in the group's matrix, and modality of tile t of the weight gradients."""
+    """Entry in the work list, first row and column in the group's matrix, and modality of tile t of the weight
+    gradients."""
     part = 0
     before = 0
     first = 0
@@ -140,7 +144,8 @@ def of_modality(parts, part, WHICH: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def locate_modality(
-    t, schedule, entries, parts, N, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr, COUNT: gl.constexpr
+    t, schedule, entries, parts, N, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr,
+    COUNT: gl.constexpr,
 ):  # fmt: skip
     """As `locate`, of a product with COUNT arrays of weights of different sizes; and the modality.
 

@@ -1,5 +1,5 @@
-"""The work list: what kernels over ragged rows read instead of the offsets. Its two builders are schedule_triton.py, for Hopper's kernels,
-and schedule_pallas.py."""
+"""The work list: what kernels over ragged rows read instead of the offsets. Its two builders are schedule_triton.py,
+for Hopper's kernels, and schedule_pallas.py."""
 
 import numpy as np
 

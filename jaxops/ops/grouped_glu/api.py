@@ -36,12 +36,13 @@ def grouped_glu(
     backend: str = "auto",
     plan: Plan | None = None,
 ) -> jax.Array:
-    """A gated linear unit for each group of rows: `h[rows of g] = act(x[rows of g] @ w_gate[g]) * (x[rows of g] @ w_up[g])`.
+    """A gated linear unit for each group of rows: `h[rows of g] = act(x[rows of g] @ w_gate[g]) * (x[rows of g] @
+    w_up[g])`.
 
-    The first half of a mixture of experts' experts (SwiGLU with "silu"); `grouped_matmul` with the down projection is the
-    second. Groups, rows outside them, offsets and determinism: as in `grouped_matmul`. Differentiable (reverse mode, any
-    order) in x, w_gate and w_up; the gradients of an empty group are exactly zero. The gradient of x is summed over both
-    products in float32.
+    The first half of a mixture of experts' experts (SwiGLU with "silu"); `grouped_matmul` with the down projection is
+    the second. Groups, rows outside them, offsets and determinism: as in `grouped_matmul`. Differentiable (reverse
+    mode, any order) in x, w_gate and w_up; the gradients of an empty group are exactly zero. The gradient of x is
+    summed over both products in float32.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x, w = jnp.array([[1., 4.], [2., 3.], [5., 5.]]), jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])
@@ -54,17 +55,17 @@ def grouped_glu(
     Args:
       x: [M, K], bfloat16, float16 or float32.
       w_gate: [G, K, F]; x's dtype unless compute_dtype is given.
-      w_up: [G, K, F], w_gate's dtype; or None if w_gate is [G, K, 2 F], gate's columns before up's, as checkpoints store
-        them: then forward, gradient of x and weight gradient are one product each.
-      group_offsets: [G + 1] int32, non-decreasing, from 0 to M. Other values give unspecified rows, but no access out of
-        bounds.
+      w_up: [G, K, F], w_gate's dtype; or None if w_gate is [G, K, 2 F], gate's columns before up's, as checkpoints
+        store them: then forward, gradient of x and weight gradient are one product each.
+      group_offsets: [G + 1] int32, non-decreasing, from 0 to M. Other values give unspecified rows, but no access out
+        of bounds.
       activation: of the gate, in float32, after rounding the gate to the compute dtype. "gelu" is the exact one (erf).
-      compute_dtype: x and the weights are cast to it, and the pre-activations have it. Float32 weights keep float32 gradients
-        that are never rounded to it.
+      compute_dtype: x and the weights are cast to it, and the pre-activations have it. Float32 weights keep float32
+        gradients that are never rounded to it.
       precision: of float32 products, as in `grouped_matmul`.
       save: "preactivations" keeps gate and up [M, F] for the backward; "nothing" multiplies again there.
-      backend: "auto" takes the kernels on a GPU (on Hopper with Python >= 3.12 one kernel forward) and XLA on a CPU or TPU.
-        "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      backend: "auto" takes the kernels on a GPU (on Hopper with Python >= 3.12 one kernel forward) and XLA on a CPU or
+        TPU. "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan` instead of the tuned or heuristic one.
 
     Returns:
@@ -76,7 +77,8 @@ def grouped_glu(
         differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
-    Residuals: "grouped_glu.x" (its cast), "grouped_glu.gate", "grouped_glu.up", "grouped_glu.gate_up", "grouped_glu.out"
+    Residuals: "grouped_glu.x" (its cast), "grouped_glu.gate", "grouped_glu.up", "grouped_glu.gate_up",
+    "grouped_glu.out"
       (checkpoint names).
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202).
@@ -90,8 +92,8 @@ def grouped_glu(
     if w_up is None:
         if N % 2:
             raise ValueError(
-                f"w_gate has shape {tuple(w_gate.shape)}; without w_up it must be [G, K, 2 F], gate's columns and then up's: "
-                "an even number."
+                f"w_gate has shape {tuple(w_gate.shape)}; without w_up it must be [G, K, 2 F], gate's columns and "
+                "then up's: an even number."
             )
     else:
         check_float("w_up", w_up, "[G, K, F]")
@@ -125,8 +127,9 @@ def glu_of_rows(
     plan: Plan,
     save: bool,
 ) -> tuple[jax.Array, Halves]:
-    """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is checked, and
-    plan is filled by `make_plan`. With row_indices [M] ("triton" only, no gradient) row m is `x[row_indices[m]]`."""
+    """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is
+    checked, and plan is filled by `make_plan`. With row_indices [M] ("triton" only, no gradient) row m is
+    `x[row_indices[m]]`."""
     if row_indices is not None:
         return _fused(plan, save, activation, x, weights, group_offsets, row_indices)
     dtype = jnp.dtype(x.dtype)
@@ -182,7 +185,8 @@ def _glu_forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halv
 
 
 def _glu_fwd(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
-    # As in grouped_matmul: the casts are kept, and the call goes through the custom_vjp so that this rule has a gradient.
+    # As in grouped_matmul: the casts are kept, and the call goes through the custom_vjp so that this rule has a
+    # gradient.
     x = named_cast(x, spec.compute_dtype, "grouped_glu.x")
     weights = tuple(w.astype(spec.compute_dtype) for w in weights)
     saves = spec.save == "preactivations"

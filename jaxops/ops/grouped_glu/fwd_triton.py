@@ -1,6 +1,8 @@
-"""A gated linear unit over ragged groups on Hopper: both products, side by side in one tile, and the activation in one kernel.
+"""A gated linear unit over ragged groups on Hopper: both products, side by side in one tile, and the activation in one
+kernel.
 
-Gate's and up's columns lie beside each other in shared memory, so that one instruction multiplies both, and in one thread's registers.
+Gate's and up's columns lie beside each other in shared memory, so that one instruction multiplies both, and in one
+thread's registers.
 """
 
 import jax
@@ -47,9 +49,9 @@ def fwd_triton(
     x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, indices: jax.Array | None = None, *,
     activation: str, save: bool, panel: int, dynamic: bool, stages: int, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate and up
-    [M, F]. With indices [M], row m is x[indices[m]], and K is a multiple of 64. bfloat16 or float16, K and F multiples of 8; no
-    size is 0."""
+    """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate
+    and up [M, F]. With indices [M], row m is x[indices[m]], and K is a multiple of 64. bfloat16 or float16, K and F
+    multiples of 8; no size is 0."""
     (T, K), (G, _, F) = x.shape, weights[0].shape
     M = T if indices is None else indices.shape[0]
     gemm = Gemm(

@@ -1,4 +1,5 @@
-"""The gated unit act(gate) * up and its gradients, each in one pass over the pre-activations, as Pallas kernels lowered through Triton."""
+"""The gated unit act(gate) * up and its gradients, each in one pass over the pre-activations, as Pallas kernels lowered
+through Triton."""
 
 import dataclasses
 import functools
@@ -17,7 +18,8 @@ from jaxops.ops.grouped_glu.plan import Halves, Spec, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """A program's rows [rows, 1] and columns [1, columns] of [M, F]; which of them exist, and which of these are in a group."""
+    """A program's rows [rows, 1] and columns [1, columns] of [M, F]; which of them exist, and which of these are in a
+    group."""
 
     rows: jax.Array
     columns: jax.Array
@@ -37,7 +39,8 @@ class _Window:
         return cls(rows, columns, exists, exists & jnp.broadcast_to((first <= rows) & (rows < end), shape))
 
     def load(self, ref, first: int = 0) -> jax.Array:
-        """Columns of ref from `first` on. Rows outside the groups are not read but zero, as are the unit and gradients of zeros."""
+        """Columns of ref from `first` on. Rows outside the groups are not read but zero, as are the unit and gradients
+        of zeros."""
         return plgpu.load(ref.at[self.rows, first + self.columns], mask=self.inside, other=0.0)
 
     def store(self, ref, value: jax.Array, first: int = 0) -> None:

@@ -31,10 +31,10 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiplies each group of rows by its own matrix: `out[rows of g] = lhs[rows of g] @ rhs[g] + bias[g]`.
 
-    Group g is the rows `group_offsets[g]` to `group_offsets[g + 1] - 1`. Groups may be empty and of any size. The offsets
-    stay on the device; new values never recompile. Rows outside all groups are written as zeros; their input values (NaN
-    included) affect no output and no gradient. Differentiable (reverse mode, any order) in lhs, rhs and bias; the gradients
-    of an empty group are exactly zero. Deterministic.
+    Group g is the rows `group_offsets[g]` to `group_offsets[g + 1] - 1`. Groups may be empty and of any size. The
+    offsets stay on the device; new values never recompile. Rows outside all groups are written as zeros; their input
+    values (NaN included) affect no output and no gradient. Differentiable (reverse mode, any order) in lhs, rhs and
+    bias; the gradients of an empty group are exactly zero. Deterministic.
 
     >>> import jax, jax.numpy as jnp, jaxops
     >>> tokens, experts = jnp.ones((6, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4), 3 * jnp.eye(4)])
@@ -45,16 +45,16 @@ def grouped_matmul(
     Args:
       lhs: [M, K], bfloat16, float16 or float32.
       rhs: [G, K, N], or [G, N, K] with transpose_rhs; lhs' dtype unless compute_dtype is given.
-      group_offsets: [G + 1] int32, non-decreasing, from 0 to M. Other values give unspecified rows, but no access out of
-        bounds.
+      group_offsets: [G + 1] int32, non-decreasing, from 0 to M. Other values give unspecified rows, but no access out
+        of bounds.
       transpose_rhs: multiply by the transpose of each rhs[g], read in place.
       bias: [G, N], added to the rows of its group in float32.
-      precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`. On a GPU "highest" is
-        IEEE float32, everything lower is TF32. bfloat16 and float16 are always accumulated in float32.
+      precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`. On a GPU
+        "highest" is IEEE float32, everything lower is TF32. bfloat16 and float16 are always accumulated in float32.
       compute_dtype: lhs and rhs are cast to it. A float32 rhs keeps a float32 gradient that is never rounded to it.
       out_dtype: of the result; lhs.dtype by default.
-      backend: "auto" takes the kernels on a GPU (on Hopper with Python >= 3.12 the faster of Triton's and Pallas') and XLA
-        on a CPU or TPU. "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      backend: "auto" takes the kernels on a GPU (on Hopper with Python >= 3.12 the faster of Triton's and Pallas') and
+        XLA on a CPU or TPU. "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan` instead of the tuned or heuristic one.
 
     Returns:
@@ -68,7 +68,8 @@ def grouped_matmul(
 
     Residuals: "grouped_matmul.lhs" (its cast), "grouped_matmul.out" (checkpoint names).
 
-    Source: the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841), over ragged rows instead of padded blocks.
+    Source: the grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841), over ragged rows instead of padded
+    blocks.
     """
     transpose_rhs = check_flag("transpose_rhs", transpose_rhs)
     check_float("lhs", lhs, "[M, K]")
@@ -104,13 +105,14 @@ def modality_grouped_matmul(
     backend: str = "auto",
     plan: Plan | Sequence[Plan] | None = None,
 ) -> jax.Array:
-    """`grouped_matmul` of rows sorted by modality, then by expert, where each modality has experts of its own number and sizes.
+    """`grouped_matmul` of rows sorted by modality, then by expert, where each modality has experts of its own number
+    and sizes.
 
-    Groups are numbered through all modalities: first rhs[0]'s, then rhs[1]'s, and so on. A row of modality i is its first
-    K_i columns times its group's matrix, in the result's first N_i columns; the other columns are exactly zero, so the result
-    can be the lhs of the next call. Columns past K_i (NaN included) affect no output and no gradient, and their gradient is
-    zero; so do rows outside all groups, which are written as zeros. No padding is multiplied or read. Gradients, empty
-    groups, offsets, determinism: as `grouped_matmul`.
+    Groups are numbered through all modalities: first rhs[0]'s, then rhs[1]'s, and so on. A row of modality i is its
+    first K_i columns times its group's matrix, in the result's first N_i columns; the other columns are exactly zero,
+    so the result can be the lhs of the next call. Columns past K_i (NaN included) affect no output and no gradient, and
+    their gradient is zero; so do rows outside all groups, which are written as zeros. No padding is multiplied or read.
+    Gradients, empty groups, offsets, determinism: as `grouped_matmul`.
 
     >>> import jax.numpy as jnp, jaxops
     >>> vision, text = jnp.ones((1, 4, 3)), jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])  # one expert 4 -> 3, two 2 -> 2
@@ -123,8 +125,8 @@ def modality_grouped_matmul(
 
     Args:
       lhs: [M, K], bfloat16, float16 or float32; K is the largest K_i.
-      rhs: a tuple (or list) of one array a modality, [G_i, K_i, N_i], or [G_i, N_i, K_i] with transpose_rhs; all of one dtype,
-        lhs' unless compute_dtype is given.
+      rhs: a tuple (or list) of one array a modality, [G_i, K_i, N_i], or [G_i, N_i, K_i] with transpose_rhs; all of one
+        dtype, lhs' unless compute_dtype is given.
       group_offsets: [G_0 + G_1 + ... + 1] int32, as in `grouped_matmul`.
       transpose_rhs, precision, compute_dtype, out_dtype: as in `grouped_matmul`.
       backend: as in `grouped_matmul`; "triton" needs every K_i and N_i to be a multiple of 8.
@@ -134,7 +136,8 @@ def modality_grouped_matmul(
       [M, N] in out_dtype; N is the largest N_i.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as `grouped_matmul`; a rhs that is one array, empty, or of several dtypes.
+      ValueError, TypeError, NotImplementedError: as `grouped_matmul`; a rhs that is one array, empty, or of several
+        dtypes.
 
     Residuals: "modality_grouped_matmul.lhs" (its cast), "modality_grouped_matmul.out" (checkpoint names).
 
@@ -145,8 +148,8 @@ def modality_grouped_matmul(
     check_float("lhs", lhs, "[M, K]")
     if not isinstance(rhs, (tuple, list)):
         raise TypeError(
-            f"rhs is a {type(rhs).__name__}; pass a tuple of one array {needed} a modality, or call jaxops.grouped_matmul "
-            "with one array."
+            f"rhs is a {type(rhs).__name__}; pass a tuple of one array {needed} a modality, or call "
+            "jaxops.grouped_matmul with one array."
         )
     if not rhs:
         raise ValueError(f"rhs is empty; pass a tuple of one array {needed} a modality.")
@@ -161,8 +164,8 @@ def modality_grouped_matmul(
     for i, w in enumerate(rhs):
         if w.dtype != rhs[0].dtype:
             raise TypeError(
-                f"rhs[0] is {rhs[0].dtype} and rhs[{i}] is {w.dtype}: cast one of them; all modalities' weights have one "
-                "dtype."
+                f"rhs[0] is {rhs[0].dtype} and rhs[{i}] is {w.dtype}: cast one of them; all modalities' weights have "
+                "one dtype."
             )
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs[0], compute_dtype, "the gradients of rhs stay")
     precision, compute = resolve_precision(precision, compute)
@@ -189,7 +192,8 @@ def grouped_wgrad(
 ) -> jax.Array:
     """The weight gradient of `grouped_matmul`: `out[g] = lhs[rows of g].T @ dout[rows of g]`, summed in float32.
 
-    Differentiable in lhs, dout and accumulate_into (reverse mode). Deterministic. An empty group's result is exactly zero.
+    Differentiable in lhs, dout and accumulate_into (reverse mode). Deterministic. An empty group's result is exactly
+    zero.
 
     >>> import jax.numpy as jnp, jaxops
     >>> jaxops.grouped_wgrad(jnp.ones((5, 1)), jnp.ones((5, 1)), jnp.array([0, 2, 2, 5], jnp.int32)).ravel()
@@ -201,8 +205,8 @@ def grouped_wgrad(
       group_offsets: [G + 1] int32, as in `grouped_matmul`.
       precision: as in `grouped_matmul`.
       out_dtype: of the result; accumulate_into.dtype, or lhs.dtype, by default.
-      accumulate_into: [G, K, N] to which the result is added in float32. XLA may reuse its buffer (donate it under jit). An
-        empty group's part stays unchanged, to the bit.
+      accumulate_into: [G, K, N] to which the result is added in float32. XLA may reuse its buffer (donate it under
+        jit). An empty group's part stays unchanged, to the bit.
       backend, plan: as in `grouped_matmul`; only plan.wgrad counts.
 
     Returns:
@@ -226,8 +230,8 @@ def grouped_wgrad(
             raise ValueError(f"accumulate_into has shape {shape}; it must be [G, K, N] = {(G, K, N)}.")
         if out_dtype is not None and float_dtype("out_dtype", out_dtype) != accumulate_into.dtype:
             raise TypeError(
-                f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave out_dtype "
-                "away."
+                f"out_dtype is {jnp.dtype(out_dtype).name}, but accumulate_into is {accumulate_into.dtype}: leave "
+                "out_dtype away."
             )
         out_dtype = accumulate_into.dtype
     plan = _plan(Problem(G, M, K, N, compute.name), device_of(lhs, dout, group_offsets), backend, plan)
@@ -242,7 +246,7 @@ def _plan(problem: Problem, device: Device, backend: str, plan: Plan | None) -> 
         backend = "xla" if backend == "auto" and plan is None else backend
         if "xla" not in (backend, plan.backend if plan is not None else None):
             raise NotImplementedError(
-                f"M={problem.M} is symbolic; kernels need sizes that are known. Export with backend='xla', or once for each "
-                "length."
+                f"M={problem.M} is symbolic; kernels need sizes that are known. Export with backend='xla', or once "
+                "for each length."
             )
     return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)

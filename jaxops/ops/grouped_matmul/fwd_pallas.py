@@ -1,5 +1,5 @@
-"""out[rows of g] = lhs[rows of g] @ (the weights of g), as a Pallas kernel lowered through Triton: for one array of weights, or one a
-modality with widths of its own. With transpose_rhs it is dgrad."""
+"""out[rows of g] = lhs[rows of g] @ (the weights of g), as a Pallas kernel lowered through Triton: for one array of
+weights, or one a modality with widths of its own. With transpose_rhs it is dgrad."""
 
 import functools
 
@@ -31,7 +31,8 @@ def _fwd_kernel(
     transpose_rhs: bool,
     precision: lax.Precision,
 ):
-    """refs: `count` arrays of weights, then a bias or (with parts) what the result's memory holds before, or neither; the result."""
+    """refs: `count` arrays of weights, then a bias or (with parts) what the result's memory holds before, or neither;
+    the result."""
     rhs_refs, (*bias_ref, out_ref) = refs[:count], refs[count:]
     M, N = out_ref.shape
     bm, bn = tiles.bm, tiles.bn
@@ -116,8 +117,8 @@ def _launch(lhs, rhs, last, offsets, spans, out, name, *, tiles: Tiles, interpre
 def fwd_pallas(
     lhs, rhs, bias, offsets, *, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision, out_dtype, interpret: bool
 ) -> jax.Array:
-    """lhs[M, K], rhs[G, K, N] ([G, N, K] with transpose_rhs), bias[G, N] or None, offsets[G + 1] -> [M, N] in out_dtype. No size is
-    0."""
+    """lhs[M, K], rhs[G, K, N] ([G, N, K] with transpose_rhs), bias[G, N] or None, offsets[G + 1] -> [M, N] in
+    out_dtype. No size is 0."""
     out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
     how = {"tiles": tiles, "interpret": interpret, "transpose_rhs": transpose_rhs, "precision": precision}
     return _launch(lhs, (rhs,), bias, offsets, (), out, "grouped_matmul", parts=None, **how)
@@ -128,8 +129,9 @@ def modality_fwd_pallas(
     lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool,
     precision: lax.Precision, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """lhs[M, K], weights [G, K, N] ([G, N, K] with transpose_rhs) of each part, offsets of all groups -> an array as `out`, of
-    which the parts' rows are written; the others are those of `before`, whose memory it takes. No size is 0."""
+    """lhs[M, K], weights [G, K, N] ([G, N, K] with transpose_rhs) of each part, offsets of all groups -> an array as
+    `out`, of which the parts' rows are written; the others are those of `before`, whose memory it takes. No size is
+    0."""
     how = {"tiles": tiles, "interpret": interpret, "transpose_rhs": transpose_rhs, "precision": precision}
     spans = tuple(part.runs for part in parts)
     return _launch(lhs, rhs, before, offsets, spans, out, "modality_grouped_matmul", parts=parts, **how)

@@ -1,4 +1,5 @@
-"""Grouped matmul on Hopper: the epilogue and the operands of its three passes, for one array of weights or one a modality."""
+"""Grouped matmul on Hopper: the epilogue and the operands of its three passes, for one array of weights or one a
+modality."""
 
 import dataclasses
 
@@ -57,8 +58,8 @@ def _gemm(name: str, tiles: Tiles, **named) -> Gemm:
 def fwd_triton(
     lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype, cores: int
 ) -> jax.Array:
-    """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8. more: another (lhs, rhs) of the same shapes, whose product
-    is added before rounding."""
+    """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8. more: another (lhs, rhs) of the same shapes, whose
+    product is added before rounding."""
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     gemm = _gemm(
         "grouped_matmul_dgrad" if transpose_rhs else "grouped_matmul_fwd", tiles, transposed=transpose_rhs,
@@ -85,7 +86,8 @@ def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype, co
 
 
 def modality_fwd_triton(
-    lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool, cores: int
+    lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool,
+    cores: int,
 ) -> jax.Array:  # fmt: skip
     """As `modality_fwd_pallas`; bfloat16 or float16, all widths multiples of 8."""
     (M, N), G = out.shape, offsets.shape[0] - 1

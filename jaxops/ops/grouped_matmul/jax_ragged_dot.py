@@ -34,14 +34,14 @@ def ragged_dot(
     Array([2., 2., 0.], dtype=float32)
 
     Args:
-      lhs: [M, K], any numeric dtype. Integers, float64 and other dtypes that no kernel multiplies use the xla backend. So
-        does a symbolic M (`jax.export`).
+      lhs: [M, K], any numeric dtype. Integers, float64 and other dtypes that no kernel multiplies use the xla backend.
+        So does a symbolic M (`jax.export`).
       rhs: [G, K, N].
       group_sizes: [G] integers; [H] with H >= G if group_offset is given. Rows past their sum are zeros.
       precision: as in `jax.lax.dot`. Algorithms that `grouped_matmul` does not have use the xla backend.
       preferred_element_type: dtype of the result; that of `jax.lax.dot(lhs, rhs)` by default.
-      group_offset: [1] integer, the index in group_sizes of rhs[0]'s group, for a shard that holds G of all groups. Rows of
-        other groups are zeros. (JAX has the argument, but raises on it.)
+      group_offset: [1] integer, the index in group_sizes of rhs[0]'s group, for a shard that holds G of all groups.
+        Rows of other groups are zeros. (JAX has the argument, but raises on it.)
       out_sharding: must be None.
       backend, plan: as in `grouped_matmul`.
 
@@ -66,8 +66,8 @@ def ragged_dot(
             check_array(name, x, "an array of integers")
     if len(group_sizes.shape) != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(
-            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, the rows of "
-            "each group."
+            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be a vector of integers, "
+            "the rows of each group."
         )
     (G, k, _), H = rhs.shape, group_sizes.shape[0]
     check_size("K of lhs (its columns)", lhs.shape[1], f"K of rhs {tuple(rhs.shape)}", k)
@@ -77,7 +77,7 @@ def ragged_dot(
     else:
         if group_offset.shape != (1,) or not jnp.issubdtype(group_offset.dtype, jnp.integer):
             raise ValueError(
-                f"group_offset is {group_offset.dtype}{list(group_offset.shape)}; it must be one integer, of shape (1,)."
+                f"group_offset is {group_offset.dtype}{list(group_offset.shape)}; it must be one integer: shape (1,)."
             )
         # A clamped gather, not a dynamic slice: a shard that starts past H - G has empty groups at its end.
         offsets = offsets[jnp.clip(group_offset.astype(jnp.int32) + jnp.arange(G + 1, dtype=jnp.int32), 0, H)]
@@ -95,7 +95,8 @@ def ragged_dot(
 def _portable_ragged_dot(
     lhs, rhs, offsets, precision: lax.PrecisionLike, out: jnp.dtype, backend: str, plan: Plan | None
 ) -> jax.Array:
-    """For dtypes and algorithms that no kernel has: the xla backend, as JAX but without a copy of lhs for each group."""
+    """For dtypes and algorithms that no kernel has: the xla backend, as JAX but without a copy of lhs for each
+    group."""
     problem = Problem(rhs.shape[0], lhs.shape[0], lhs.shape[1], rhs.shape[2], lhs.dtype.name)
     backend = "xla" if backend == "auto" and plan is None else backend
     plan = make_plan(problem, device_of(lhs, rhs, offsets), backend=backend, plan=plan)

@@ -1,4 +1,5 @@
-"""Several arrays of weights in one product, one a modality: which modalities share a launch, which rows each one writes, their plans."""
+"""Several arrays of weights in one product, one a modality: which modalities share a launch, which rows each one
+writes, their plans."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -20,8 +21,8 @@ class Part:
     Attributes:
       number: of the modality.
       groups: its first group, and the end.
-      runs: its first run (`ragged.runs`), and the end: its groups', and adjacent runs that no modality multiplies, whose rows it
-        writes as zeros. Every run belongs to one modality, so every row is written once.
+      runs: its first run (`ragged.runs`), and the end: its groups', and adjacent runs that no modality multiplies,
+        whose rows it writes as zeros. Every run belongs to one modality, so every row is written once.
     """
 
     number: int

@@ -1,4 +1,5 @@
-"""The three passes wired together: `matmul` and `wgrad`, each one's gradient in terms of the other, so that they have any order."""
+"""The three passes wired together: `matmul` and `wgrad`, each one's gradient in terms of the other, so that they have
+any order."""
 
 import dataclasses
 import functools
@@ -29,7 +30,8 @@ class Spec:
     Attributes:
       name: of the op, for residuals.
       plans: one a modality; one in all for one array of weights.
-      lhs_dtype, rhs_dtype: of the operands as they were passed, which are their gradients' dtypes; of a wgrad: of lhs and dout.
+      lhs_dtype, rhs_dtype: of the operands as they were passed, which are their gradients' dtypes; of a wgrad: of lhs
+        and dout.
     """
 
     name: str
@@ -46,8 +48,8 @@ class Spec:
         return self.plans[0].backend
 
     def inner(self, out_dtype, transpose_rhs: bool) -> "Spec":
-        """For a product inside a differentiation rule, whose operands are in the compute dtype. One that reads rhs the other way
-        is this product's dgrad, and its own dgrad is this product's forward."""
+        """For a product inside a differentiation rule, whose operands are in the compute dtype. One that reads rhs the
+        other way is this product's dgrad, and its own dgrad is this product's forward."""
         c, plans = jnp.dtype(self.compute_dtype), self.plans
         if transpose_rhs != self.transpose_rhs:
             plans = tuple(dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd) for plan in plans)
@@ -213,8 +215,9 @@ def grouped_matmul_sum(
     precision=None,
     out_dtype=None,
 ) -> jax.Array:
-    """`sum_i grouped_matmul(lhs[i], rhs[i], group_offsets)` of one or two pairs of equal shapes and dtype, added in float32 and
-    rounded once; on Hopper one kernel. For ops that build on this one: nothing is checked, and plan is filled by `make_plan`."""
+    """`sum_i grouped_matmul(lhs[i], rhs[i], group_offsets)` of one or two pairs of equal shapes and dtype, added in
+    float32 and rounded once; on Hopper one kernel. For ops that build on this one: nothing is checked, and plan is
+    filled by `make_plan`."""
     c = lhs[0].dtype
     out = jnp.dtype(c if out_dtype is None else out_dtype)
     precision, _ = resolve_precision(precision, c)

@@ -1,5 +1,5 @@
-"""(weight gradient of g) = lhs[rows of g].T @ dout[rows of g], as a Pallas kernel lowered through Triton: for one array of weights, or
-one a modality with widths of its own."""
+"""(weight gradient of g) = lhs[rows of g].T @ dout[rows of g], as a Pallas kernel lowered through Triton: for one array
+of weights, or one a modality with widths of its own."""
 
 import functools
 
@@ -79,8 +79,8 @@ def _launch(schedule, operands, shapes, firsts, name, *, tiles: Tiles, precision
 def wgrad_pallas(
     lhs, dout, accumulator, offsets, *, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool
 ) -> jax.Array:
-    """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in out_dtype. No
-    size is 0."""
+    """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in
+    out_dtype. No size is 0."""
     (M, K), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
     operands = (lhs, dout, *([] if accumulator is None else [accumulator]))
     how = {"tiles": tiles, "precision": precision, "out_dtype": out_dtype, "interpret": interpret}
@@ -93,8 +93,8 @@ def modality_wgrad_pallas(
     lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, precision: lax.Precision, out_dtype,
     interpret: bool,
 ) -> list[jax.Array]:  # fmt: skip
-    """lhs[M, K], dout[M, N], offsets of all groups -> a [G, K, N] for each part, in out_dtype; shapes: of all modalities. No size is
-    0."""
+    """lhs[M, K], dout[M, N], offsets of all groups -> a [G, K, N] for each part, in out_dtype; shapes: of all
+    modalities. No size is 0."""
     schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))
     how = {"tiles": tiles, "precision": precision, "out_dtype": out_dtype, "interpret": interpret}
     own, firsts = [shapes[part.number] for part in parts], tuple(part.groups[0] for part in parts)

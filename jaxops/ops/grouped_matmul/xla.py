@@ -1,5 +1,5 @@
-"""The portable backend: a loop over row tiles with dynamic slices, without a copy of lhs for each group. CPU, TPU, and the
-benchmarks' plain-XLA side."""
+"""The portable backend: a loop over row tiles with dynamic slices, without a copy of lhs for each group. CPU, TPU, and
+the benchmarks' plain-XLA side."""
 
 import jax
 import jax.numpy as jnp

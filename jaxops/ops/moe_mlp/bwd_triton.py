@@ -1,10 +1,11 @@
-"""The gradient of the down projection's rows on Hopper, with the gated unit's backward as its epilogue: the gradients of gate and up,
-the rows that the down projection's weight gradient multiplies, and each row's share of its router weight's gradient.
+"""The gradient of the down projection's rows on Hopper, with the gated unit's backward as its epilogue: the gradients
+of gate and up, the rows that the down projection's weight gradient multiplies, and each row's share of its router
+weight's gradient.
 
-Ping-pong over tiles of 128 x 128: one consumer runs the epilogue while the other multiplies. H200, 2026-11-22: 284 us at
-qwen3_30b with 4,096 tokens, 1,606 with 32,768, 6,763 at mixtral. The product alone takes 203, 1,110 and 5,450 (with tiles of
-128 x 256 in the last two), a separate pass for the activation's gradients 58, 465 and 1,084 more. Without its stores and
-formulas this kernel takes 216, 1,200 and 5,503: the epilogue is not fully hidden.
+Ping-pong over tiles of 128 x 128: one consumer runs the epilogue while the other multiplies. H200, 2026-11-22: 284 us
+at qwen3_30b with 4,096 tokens, 1,606 with 32,768, 6,763 at mixtral. The product alone takes 203, 1,110 and 5,450 (with
+tiles of 128 x 256 in the last two), a separate pass for the activation's gradients 58, 465 and 1,084 more. Without its
+stores and formulas this kernel takes 216, 1,200 and 5,503: the epilogue is not fully hidden.
 """
 
 import jax
@@ -36,8 +37,9 @@ def _split_rows(x):
 
 @gluon.jit
 def _unit_gradients(dh, gate, up, weight, PIECES: gl.constexpr, ACTIVATION: gl.constexpr):
-    """dgate, dup, weight * h (rounded), and each row's sum of dh * h, of dh before the router's weights. In pieces of columns, one
-    after another: the intermediate values of all at once do not fit the registers beside the tile's accumulators."""
+    """dgate, dup, weight * h (rounded), and each row's sum of dh * h, of dh before the router's weights. In pieces of
+    columns, one after another: the intermediate values of all at once do not fit the registers beside the tile's
+    accumulators."""
     if PIECES > 1:
         dh0, dh1 = split_columns(dh)
         gate0, gate1 = split_columns(gate)
@@ -68,8 +70,8 @@ def _load(gate_desc, up_desc, gate_buf, up_buf, ready, row, end, col):
 
 @gluon.jit
 def moe_mlp_bwd(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
-    """A tile of dgate, dup, h and the row sums. dgate's memory holds gate before, dup's up: a piece is read, then overwritten, by
-    the same consumer. carry: parity of the loads' mbarrier."""
+    """A tile of dgate, dup, h and the row sums. dgate's memory holds gate before, dup's up: a piece is read, then
+    overwritten, by the same consumer. carry: parity of the loads' mbarrier."""
     descs, ptrs, bufs = out
     _group, row, end, col, steps = tile
     _G, R, F, _D = sizes
@@ -128,13 +130,14 @@ def bwd_triton(
     dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *,
     activation: str, panel: int, dynamic: bool, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R] float32 of the
-    rows; offsets [E + 1] -> the gradients of gate and up, in their memory, the weighted unit (all [R, F]), and [cdiv(F, 64), R]
-    float32, whose column sums are the weights' gradients. bfloat16 or float16, D and F multiples of 8; no size is 0."""
+    """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R]
+    float32 of the rows; offsets [E + 1] -> the gradients of gate and up, in their memory, the weighted unit (all [R,
+    F]), and [cdiv(F, 64), R] float32, whose column sums are the weights' gradients. bfloat16 or float16, D and F
+    multiples of 8; no size is 0."""
     (R, D), (E, F, _) = dy.shape, w_down.shape
     gemm = Gemm(
-        "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True, dynamic=dynamic,
-        transposed=True, buffers=3, variant=activation,
+        "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True,
+        dynamic=dynamic, transposed=True, buffers=3, variant=activation,
     )  # fmt: skip
     rows = out_struct((R, F), dy.dtype, like=dy)
     dots = Result(out_struct((-(-F // PIECE.value), R), jnp.float32, like=dy), tma=False)

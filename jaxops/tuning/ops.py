@@ -77,8 +77,8 @@ class _GroupedMatmul(Tunable):
         even = np.diff(np.arange(problem.G + 1) * problem.M // problem.G)
         return [even, _split(problem.M, np.random.default_rng(0).permutation(1 / np.arange(1, problem.G + 1)))]
 
-    def kernels(self, problem, device):
-        return grouped_matmul.kernels_for(problem, device)
+    def kernels(self, problem, device) -> tuple[str, ...]:
+        return ("pallas", "triton") if grouped_matmul.runs_triton(problem, device) else ("pallas",)
 
     def tensors(self, problem):
         p, rhs = problem, (problem.G, problem.K, problem.N)
@@ -111,7 +111,7 @@ class _Fp8Matmul(_GroupedMatmul):
         "wgrad": (("lhs", "col"), ("dout", "col")),
     }
 
-    def kernels(self, problem, device):
+    def kernels(self, problem, device) -> tuple[str, ...]:
         return ("triton",) if runs_gluon(device) else ("pallas",)
 
     def operands(self, name, problem, tensors, offsets):

@@ -59,14 +59,13 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one pass is cut into programs.
+    """How one pass is cut into programs. All numbers are powers of two.
 
     Attributes:
       rows: rows of one sequence that a program owns; bwd sums over them before it writes its part of a sequence's sum.
-        A power of two.
-      step: rows that it holds in registers at a time. A power of two, at most rows.
-      block: columns of one register array; a row is cdiv(D, block) of them. A power of two.
-      warps: warps a program (1, 2, 4, 8, 16 or 32).
+      step: rows that it holds in registers at a time, at most `rows`.
+      block: columns of one register array; a row is cdiv(D, block) of them.
+      warps: warps a program, at most 32.
       ahead: load a step's rows during the step before.
     """
 

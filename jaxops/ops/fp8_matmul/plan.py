@@ -24,9 +24,7 @@ class Tiles:
     Attributes:
       kernel: "triton" (Hopper), "pallas", or "xla", which has no tiles and becomes cuBLASLt where scales are
         tensorwise.
-      bm: rows of a program's output tile. A power of two, at least 16; "triton": 128 or 192.
-      bn: columns of a program's output tile. A power of two, at least 16; "triton": 128, or 256 (by 128) where the
-        tensor core does the whole sum.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
       warps: warps a program ("pallas").
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in

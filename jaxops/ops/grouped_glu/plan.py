@@ -52,13 +52,7 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How an activation pass is cut into programs.
-
-    Attributes:
-      rows: rows of a program. A power of two.
-      columns: columns of a program. A power of two.
-      warps: warps a program (1, 2, 4, 8, 16 or 32).
-    """
+    """Rows, columns and warps of a program of an activation pass: powers of two, at most 32 warps."""
 
     rows: int
     columns: int

@@ -9,8 +9,8 @@ from jaxops.ops.grouped_matmul.plan import (
     Tiles,
     candidates,
     check_triton,
-    kernels_for,
     make_plan,
+    runs_triton,
     takes_triton,
 )
 from jaxops.ops.grouped_matmul.product import grouped_matmul_sum
@@ -24,10 +24,10 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_sum",
     "grouped_wgrad",
-    "kernels_for",
     "make_plan",
     "make_plans",
     "modality_grouped_matmul",
     "ragged_dot",
+    "runs_triton",
     "takes_triton",
 ]

@@ -21,8 +21,7 @@ class Tiles:
 
     Attributes:
       kernel: "pallas", or "triton": a persistent kernel for Hopper, one program a multiprocessor.
-      bm: rows of an output tile (rows of lhs in fwd and dgrad, columns of lhs in wgrad). A power of two, at least 16.
-      bn: columns of an output tile. A power of two, at least 16.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
       bk: step along the contracted dimension. A power of two, at least 16; "triton": 64.
       warps: warps a program (1, 2, 4, 8 or 16); "triton": 8 consumer warps.
       stages: pipeline stages; each holds one step of both operands in shared memory.
@@ -146,9 +145,9 @@ def _key(pass_name: str, *, G: int, M: int, K: int, N: int, dtype: str, transpos
     return pass_name, dtype, *(power_of_2(size) for size in (G, M, K, N))
 
 
-def kernels_for(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The compiled kernels that multiply this problem on this device."""
-    return KERNELS if runs_gluon(device) and hopper_can(problem) else ("pallas",)
+def runs_triton(problem: Problem, device: Device) -> bool:
+    """Whether the Triton kernel runs on the device and multiplies this problem."""
+    return runs_gluon(device) and hopper_can(problem)
 
 
 def hopper_can(problem: Problem) -> bool:
@@ -182,11 +181,7 @@ def takes_triton(pass_name: str, problem: Problem, device: Device) -> bool:
     temperature.
     """
     few = pass_name != "wgrad" and problem.M < _LEAST_ROWS * problem.G
-    return not few and "triton" in kernels_for(problem, device)
-
-
-def _triton(problem: Problem, device: Device) -> bool:
-    return "triton" in kernels_for(problem, device)
+    return not few and runs_triton(problem, device)
 
 
 def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
@@ -365,17 +360,14 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     found = []
     ways = (True,) if pass_name == "wgrad" else (False, True)
     for (bm, bn, ping_pong), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
-        depths = [
-            Tiles(bm, bn, 64, 8, stages, panel, kernel="triton", ping_pong=ping_pong, dynamic=dynamic)
-            for stages in (6, 5, 4, 3)
-        ]
+        how = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}
+        depths = [Tiles(bm, bn, 64, 8, stages, panel, **how) for stages in (6, 5, 4, 3)]
         fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]
-        whole = next(tiles for tiles in fit if tiles.stored == bn)
-        found += dict.fromkeys((fit[0], whole))
+        found += dict.fromkeys((fit[0], next(tiles for tiles in fit if tiles.stored == bn)))
     return found
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, triton=_triton, kernel=_kernel, fit=_fit, others=_others
+    Plan, Tiles, PASSES, heuristic, _search, _key, triton=runs_triton, kernel=_kernel, fit=_fit, others=_others
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -14,14 +14,14 @@ PASSES = ("permute", "combine", "combine_bwd")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one pass is cut into programs.
+    """How one pass is cut into programs. All numbers are powers of two.
 
     Attributes:
-      rows: tokens of a program. A power of two.
+      rows: tokens of a program.
       block: columns that it holds in registers at a time. permute and combine have a program for each `block` columns;
-        combine_bwd, which sums over whole rows, loops over them. A power of two.
-      choices: choices of a token whose rows are loaded at once. A power of two.
-      warps: warps a program (1, 2, 4, 8, 16 or 32).
+        combine_bwd, which sums over whole rows, loops over them.
+      choices: choices of a token whose rows are loaded at once.
+      warps: warps a program, at most 32.
     """
 
     rows: int

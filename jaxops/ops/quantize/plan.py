@@ -62,16 +62,15 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one pass is cut into programs.
+    """How one pass is cut into programs. All numbers except `programs` are powers of two.
 
     Attributes:
-      rows: rows of a tile; a power of two. 128 where a scale or a padded group spans 128 rows.
-      cols: columns of a tile; a power of two. A multiple of 128 where 128 columns share a scale. Where a row shares one
-        and fits, the cast itself finds the row's largest magnitude.
-      patch: consecutive rows that one thread holds of its columns: the bytes of its stores to values_t. A power of two.
+      rows: rows of a tile: 128 where a scale or a padded group spans 128 rows.
+      cols: columns of a tile: a multiple of 128 where 128 columns share a scale. Where a row shares one and fits, the
+        cast itself finds the row's largest magnitude.
+      patch: consecutive rows that one thread holds of its columns: the bytes of its stores to values_t.
       near: neighbouring threads that hold patches one below the other: their stores to a row of values_t are adjacent.
-        A power of two.
-      warps: warps a program (1, 2, 4, 8, 16 or 32).
+      warps: warps a program, at most 32.
       programs: programs of the pass that finds a whole tensor's largest magnitude; at most as many as run at once.
       panel: rows of tiles that are visited column by column, so that neighbours share lines of values_t in L2.
     """

@@ -40,12 +40,12 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one pass is cut into programs.
+    """How one pass is cut into programs. All numbers are powers of two.
 
     Attributes:
-      rows: tokens of a program; fwd counts over them before it writes a count for each expert. A power of two.
-      step: tokens whose scores it holds in registers at a time. A power of two, at most rows.
-      warps: warps a program (1, 2, 4, 8, 16 or 32).
+      rows: tokens of a program; fwd counts over them before it writes a count for each expert.
+      step: tokens whose scores it holds in registers at a time, at most `rows`.
+      warps: warps a program, at most 32.
     """
 
     rows: int

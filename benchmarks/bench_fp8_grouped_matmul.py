@@ -112,7 +112,7 @@ def jaxops_fp8(plan: Plan) -> Passes:
             cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
             for name, x in (("x", lhs), ("dy", dout))
         )
-        how = {"ragged": "contraction", "length": lhs.shape[0], "out_dtype": rhs.dtype, "fast": False}
+        how = {"length": lhs.shape[0], "out_dtype": rhs.dtype, "fast": False}
         return {"wgrad": fp8_products.multiply(a, b, offsets, tiles=plan.wgrad, **how)}
 
     def fwd_bwd(lhs, rhs, quantized, dout, offsets):

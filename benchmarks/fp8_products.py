@@ -86,7 +86,7 @@ def gemms(recipe: Recipe, passes: tuple[str, ...], plan: Plan) -> Callable[..., 
                 "dgrad": lambda: (rows_of(q["dy"]), rows_of(q["w"])),
                 "wgrad": lambda: (cols_of(q["x"]), cols_of(q["dy"])),
             }[pass_name]()
-            how = {"ragged": None, "out_dtype": jnp.bfloat16, "fast": pass_name in recipe.fast}
+            how = {"out_dtype": jnp.bfloat16, "fast": pass_name in recipe.fast}
             results[RESULTS[pass_name]] = multiply(a, b, tiles=getattr(plan, pass_name), **how)
         return results
 

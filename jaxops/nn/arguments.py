@@ -4,6 +4,7 @@ import functools
 import inspect
 from typing import Any
 
+import jax
 from flax import nnx
 from jax import lax
 
@@ -33,6 +34,12 @@ def check_backend(backend: Any, *kernels: str) -> None:
 def check_recipe(recipe: Any) -> None:
     if recipe not in tuple(RECIPES):
         raise ValueError(f"recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}.")
+
+
+def check_matrix(x: jax.Array, shape: str, columns: int) -> None:
+    if x.ndim != 2 or x.shape[1] != columns:
+        flatten = "flatten leading axes with x.reshape(-1, x.shape[-1])"
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be {shape}: {flatten}.")
 
 
 def devices_on(argument: str, axis: str, instead: str = "") -> int:

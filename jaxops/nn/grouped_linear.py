@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxops.nn.arguments import check_backend, check_recipe, check_sizes
+from jaxops.nn.arguments import check_backend, check_matrix, check_recipe, check_sizes
 from jaxops.nn.linear import LinearParameters
 from jaxops.ops import fp8_matmul, grouped_matmul
 
@@ -116,11 +116,7 @@ class GroupedLinear(LinearParameters):
           [M, out_features] in dtype.
         """
         G = self.num_groups
-        if x.ndim != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; it must be [M, in_features={self.in_features}]: flatten leading axes "
-                "with x.reshape(-1, x.shape[-1])."
-            )
+        check_matrix(x, f"[M, in_features={self.in_features}]", self.in_features)
         if tuple(group_offsets.shape) != (G + 1,):
             raise ValueError(
                 f"group_offsets has shape {tuple(group_offsets.shape)}; it must be [num_groups + 1] = ({G + 1},): "

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxops.nn.arguments import check_backend, check_sizes, devices_on
+from jaxops.nn.arguments import check_backend, check_matrix, check_sizes, devices_on
 from jaxops.nn.linear import LinearParameters
 from jaxops.parallel import all_gather_matmul, matmul_reduce_scatter
 
@@ -54,11 +54,7 @@ class _ParallelLinear(LinearParameters):
                     f"{size} features are no multiple of the {devices} devices of axis {self.axis_name!r}."
                 )
         local = tuple(size // devices if sharded else size for size, sharded in zip(features, shards, strict=True))
-        if x.ndim != 2 or x.shape[1] != local[0]:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; it must be [rows, {local[0]}]: flatten leading axes with "
-                "x.reshape(-1, x.shape[-1])."
-            )
+        check_matrix(x, f"[rows, {local[0]}]", local[0])
         kernel, bias, dtype = self.parameters(x)
         if kernel.shape != local:
             raise ValueError(

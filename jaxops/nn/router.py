@@ -10,7 +10,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import check_backend, check_sizes
+from jaxops.nn.arguments import check_backend, check_matrix, check_sizes
 from jaxops.ops.route import Routing, route, router_logits, update_router_bias
 
 
@@ -118,11 +118,7 @@ class Router(nnx.Module):
           ValueError: x of another shape; k, groups or capacity that do not fit, an unknown score or backend, as in
             `jaxops.route`.
         """
-        if x.ndim != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; it must be [T, in_features={self.in_features}]: flatten leading axes "
-                "with x.reshape(-1, x.shape[-1])."
-            )
+        check_matrix(x, f"[T, in_features={self.in_features}]", self.in_features)
         logits = checkpoint_name(router_logits(x, self.kernel[...]), "router.logits")
         bias = None if self.selection_bias is None else self.selection_bias[...]
         return route(logits, selection_bias=bias, **self._options())

@@ -121,47 +121,29 @@ def _contraction_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, 
 
 
 def multiply_pallas(
-    a: Operand,
-    b: Operand,
-    offsets: jax.Array | None = None,
-    *,
-    ragged: str | None = None,
-    length: int | None = None,
-    out_dtype,
-    fast: bool = False,
-    tiles: Tiles,
+    a: Operand, b: Operand, offsets=None, *, length: int | None = None, out_dtype, fast: bool = False, tiles: Tiles,
     interpret: bool = False,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """As `multiply_xla`; fast has no effect."""
     how = {"out_dtype": out_dtype, "tiles": tiles, "interpret": interpret}
-    if ragged == "contraction":
-        assert offsets is not None
-        assert length is not None
-        shape = offsets.shape[0] - 1, a.values.shape[0], b.values.shape[0]
-        programs = shape[0] * pl.cdiv(shape[1], tiles.bm) * pl.cdiv(shape[2], tiles.bn)
-        return _launch(schedule_groups(offsets, length, interpret), a, b, shape=shape, programs=programs, **how)
-    M, N = a.values.shape[0], b.values.shape[-2]
-    if ragged is None:
-        schedule, num_i = jnp.asarray(schedule_one(M, tiles.bm)), -(-M // tiles.bm)
+    (M, _), N = a.values.shape, b.values.shape[-2]
+    num_i, num_j = pl.cdiv(M, tiles.bm), pl.cdiv(N, tiles.bn)
+    if offsets is None:
         b = Operand(b.values[None], b.scales[None], b.scaling)
-    else:
-        assert offsets is not None
-        schedule, num_i = schedule_rows(offsets, M, tiles.bm, interpret), tile_bound(M, b.values.shape[0], tiles.bm)
-    return _launch(schedule, a, b, shape=(M, N), programs=num_i * pl.cdiv(N, tiles.bn), **how)
+        return _launch(jnp.asarray(schedule_one(M, tiles.bm)), a, b, shape=(M, N), programs=num_i * num_j, **how)
+    G = offsets.shape[0] - 1
+    if length is not None:
+        schedule = schedule_groups(offsets, length, interpret)
+        return _launch(schedule, a, b, shape=(G, M, N), programs=G * num_i * num_j, **how)
+    schedule, programs = schedule_rows(offsets, M, tiles.bm, interpret), tile_bound(M, G, tiles.bm) * num_j
+    return _launch(schedule, a, b, shape=(M, N), programs=programs, **how)
 
 
 @traced_once("shape", "programs", "out_dtype", "tiles", "interpret")
 def _launch(
-    schedule: jax.Array,
-    a: Operand,
-    b: Operand,
-    *,
-    shape: tuple[int, ...],
-    programs: int,
-    out_dtype,
-    tiles: Tiles,
+    schedule: jax.Array, a: Operand, b: Operand, *, shape: tuple[int, ...], programs: int, out_dtype, tiles: Tiles,
     interpret: bool,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """shape: of the result, [M, N], or [G, M, N] of a ragged contraction."""
     scales = [x.scales[..., None] if x.scaling == "tensorwise" else x.scales for x in (a, b)]
     how: dict[str, Any] = {"tiles": tiles, "scalings": (a.scaling, b.scaling)}

@@ -309,18 +309,9 @@ def fp8_gemm_kernel(
 
 
 def multiply_triton(
-    a: Operand,
-    b: Operand,
-    offsets=None,
-    schedule=None,
-    *,
-    ragged=None,
-    length: int = 0,
-    out_dtype,
-    fast: bool,
-    tiles: Tiles,
-    cores: int,
-) -> jax.Array:
+    a: Operand, b: Operand, offsets=None, schedule=None, *, length: int | None = None, out_dtype, fast: bool,
+    tiles: Tiles, cores: int,
+) -> jax.Array:  # fmt: skip
     """A @ B.T on Hopper; arguments as in `multiply_xla`.
 
     Args:
@@ -328,56 +319,46 @@ def multiply_triton(
       fast: the tensor core accumulates over all of K; ignored with block scales.
       cores: multiprocessors of the device, the largest persistent grid.
     """
-    if tiles.bn > 128 and not (fast and scales_of(a, b) < BLOCK.value):
+    (M, K), N, scales = a.values.shape, b.values.shape[-2], scales_of(a, b)
+    fast = fast and scales < BLOCK.value
+    if tiles.bn > 128 and not fast:
         raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
-    (M, K), N = a.values.shape, b.values.shape[-2]
-    G = 1 if offsets is None else offsets.shape[0] - 1
-    bm, bn = tiles.bm, tiles.bn
-    kind = {None: DENSE, "rows": ROWS, "contraction": CONTRACTION}[ragged].value
-    scales = scales_of(a, b)
-    num_j = -(-N // bn)
-    entries = 0
-    if ragged == "rows":
+    G, bm, bn = 1 if offsets is None else offsets.shape[0] - 1, tiles.bm, tiles.bn
+    kind, num_i = DENSE, -(-M // bm)
+    if offsets is not None and length is None:
+        kind, num_i = ROWS, tile_bound(M, G, bm)
         schedule = schedule_rows(offsets, M, bm) if schedule is None else schedule
-        count = tile_bound(M, G, bm) * num_j
-    elif ragged == "contraction":
-        schedule = schedule_groups(offsets, length)
-        count = G * -(-M // bm) * num_j
-    else:
-        count = -(-M // bm) * num_j
-    if schedule is not None:
-        entries = schedule.shape[0] // COLUMNS
-    values = []
-    for x, rows in ((a, 64), (b, bn)):
-        values.append(
-            TensorDescriptor.from_array(
-                pad_to_16_bytes(x.values.reshape(-1, K)), (rows, 128), layout=tile_layout(x.values.dtype, (64, 128))
-            )
-        )
+    elif offsets is not None:
+        kind, schedule, num_i = CONTRACTION, schedule_groups(offsets, length), G * num_i
+    tile_count, contraction = num_i * -(-N // bn), kind is CONTRACTION
+
+    def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
+        return TensorDescriptor.from_array(pad_to_16_bytes(x), box, layout=layout)
+
+    values = [
+        descriptor(x.values.reshape(-1, K), (rows, 128), tile_layout(x.values.dtype, (64, 128)))
+        for x, rows in ((a, 64), (b, bn))
+    ]
     sa, sb = a.scales, b.scales
     if scales >= BLOCK.value:
-        sa = TensorDescriptor.from_array(
-            pad_to_16_bytes(sa), (1, 128 if ragged == "rows" else 64), layout=_SCALES_LAYOUT
-        )
-    if scales == OUTER.value:
-        sb = TensorDescriptor.from_array(pad_to_16_bytes(sb), (1, bn), layout=_SCALES_LAYOUT)
-    aligned = N % 8 == 0
-    by_tma = aligned and jnp.dtype(out_dtype).itemsize == 2
+        sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
+    sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
+    by_tma = N % 8 == 0 and jnp.dtype(out_dtype).itemsize == 2
     out = triton_call(
-        *values, sa, sb.reshape(-1) if isinstance(sb, jax.Array) else sb, schedule,
-        OutTile((64, bn), tile_layout(out_dtype, (1, 64, bn))) if by_tma else None,
-        kernel=fp8_gemm_kernel, grid=min(cores, count), name=f"fp8_gemm_{ragged or 'dense'}",
-        out_type=out_struct((G * M if ragged == "contraction" else M, N), out_dtype, like=a.values),
-        tiles=count, entries=entries, G=G, M=M, N=N, K=K, BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel,
-        KIND=kind, SCALES=scales, FAST=fast and scales < BLOCK.value, ROUND=ROUNDS[bm // 64], ALIGNED=aligned,
+        *values, sa, sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (1, 64, bn))) if by_tma else None,
+        kernel=fp8_gemm_kernel, grid=min(cores, tile_count),
+        name=f"fp8_gemm_{('dense', 'rows', 'contraction')[kind.value]}",
+        out_type=out_struct((G * M if contraction else M, N), out_dtype, like=a.values), tiles=tile_count,
+        entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
+        BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind.value, SCALES=scales, FAST=fast,
+        ROUND=ROUNDS[bm // 64], ALIGNED=N % 8 == 0,
     )  # fmt: skip
-    return out.reshape(G, M, N) if ragged == "contraction" else out
+    return out.reshape(G, M, N) if contraction else out
 
 
 def scales_of(a: Operand, b: Operand) -> int:
-    return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": OUTER if b.scaling == "block_1x128" else BLOCK}[
-        a.scaling
-    ].value
+    blocks = OUTER if b.scaling == "block_1x128" else BLOCK
+    return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": blocks}[a.scaling].value
 
 
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -83,23 +83,20 @@ def _cast(spec: Spec, x, form: Format, layouts: str, offsets=None, amax=None) ->
 def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dtype: str, length: int | None = None):
     """A @ B.T by the plan's kernel. length: rows of the ragged tensors whose column layouts a and b are."""
     tiles = getattr(spec.plan, pass_name)
-    how = {"out_dtype": jnp.dtype(out_dtype), "fast": pass_name in spec.recipe.fast}
-    if offsets is not None:
-        how |= {"ragged": "rows"} if length is None else {"ragged": "contraction", "length": length}
+    how: dict = {"out_dtype": jnp.dtype(out_dtype), "fast": pass_name in spec.recipe.fast, "length": length}
     if tiles is None or tiles.kernel == "xla":
         return multiply_xla(a, b, offsets, **how)
     if tiles.kernel == "pallas":
         return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=spec.plan.on.interpret)
     from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton  # jax-triton needs Python >= 3.12
 
-    # A jax-triton call has no batching rule.
-    kernel = functools.partial(multiply_triton, **how, tiles=tiles, cores=spec.plan.on.cores)
     schedule = None
-    if how.get("ragged") == "rows":
-        # quantize's Pallas casts need the same work list for tiles of 128 rows: XLA merges the two launches. A launch of its
-        # own costs 5 us (H200, 2026-11-23: 2 to 4 % at qwen3_30b and dsmoe16b).
+    if offsets is not None and length is None:
+        # quantize's Pallas casts need the same work list for tiles of 128 rows: XLA merges the two launches. A launch of
+        # its own costs 5 us (H200, 2026-11-23: 2 to 4 % at qwen3_30b and dsmoe16b).
         schedule = schedule_rows(offsets, a.values.shape[0], tiles.bm, spec.plan.on.interpret)
-    return sequential_vmap(kernel)(a, b, offsets, schedule)
+    kernel = functools.partial(multiply_triton, **how, tiles=tiles, cores=spec.plan.on.cores)
+    return sequential_vmap(kernel)(a, b, offsets, schedule)  # a jax-triton call has no batching rule
 
 
 def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):

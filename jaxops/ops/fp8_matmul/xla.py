@@ -12,31 +12,23 @@ HIGHEST = lax.Precision.HIGHEST
 
 
 def multiply_xla(
-    a: Operand,
-    b: Operand,
-    offsets: jax.Array | None = None,
-    *,
-    ragged: str | None = None,
-    length: int | None = None,
-    out_dtype,
-    fast: bool = False,
+    a: Operand, b: Operand, offsets=None, *, length: int | None = None, out_dtype, fast: bool = False
 ) -> jax.Array:
     """C = A @ B.T in out_dtype. No size is 0.
 
+    - Dense: a [M, K], b [N, K] -> [M, N].
+    - offsets: a [M, K], b [G, N, K] -> [M, N], each group of a's rows by its own b; rows outside the groups are zero.
+    - offsets and length: a [M, Kp], b [N, Kp] -> [G, M, N], a product per group over the group's part of Kp. a and b
+      are column layouts of ragged tensors with `length` rows, whose groups are padded to multiples of 128.
+
     Args:
-      offsets: [G + 1] int32, with `ragged`.
-      ragged: None: a [M, K], b [N, K] -> [M, N].
-        "rows": a [M, K], b [G, N, K] -> [M, N], each group of a's rows by its own b; rows outside the groups are zero.
-        "contraction": a [M, Kp], b [N, Kp] -> [G, M, N], one product per group over the group's part of Kp. a and b are
-        column layouts of ragged tensors, whose groups are padded to multiples of 128.
-      length: "contraction" only: the rows of the ragged tensors, without the padding.
+      offsets: [G + 1] int32.
       fast: with tensorwise or rowwise scales, on a GPU: cuBLASLt may accumulate in about 14 bits.
     """
     if offsets is not None:
         how = {"precision": HIGHEST, "out_dtype": out_dtype, "backend": "xla"}
-        if ragged == "rows":
+        if length is None:
             return grouped_matmul(dequantize_operand(a), dequantize_operand(b), offsets, transpose_rhs=True, **how)
-        assert length is not None
         starts = padded_starts(offsets, length)
         return grouped_wgrad(dequantize_operand(a).T, dequantize_operand(b).T, starts, **how)
     if a.scaling not in ("tensorwise", "rowwise"):

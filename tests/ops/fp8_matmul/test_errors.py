@@ -163,7 +163,7 @@ def test_no_weight_gradient_of_a_row_layout_alone(recipe):
         jax.eval_shape(lambda x, w: jax.vjp(lambda w: jaxops.fp8_matmul(x, w, recipe=recipe), w)[0], x, s(K, N))
 
 
-def test_ragged_x_quantised_without_its_groups():
+def test_ragged_lhs_quantized_without_its_groups():
     x = q(M, K, scaling="block_1x128")
     with pytest.raises(NotImplementedError, match="group_offsets"):
         jax.eval_shape(

@@ -41,12 +41,9 @@ def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Ope
     return Operand(values, np.exp(rng.normal(size=(*stack, *scales)) / 2).astype(np.float32), scaling)  # pyright: ignore[reportArgumentType]
 
 
-@functools.partial(jax.jit, static_argnames=("scalings", "run", "ragged", "length", "out_dtype", "fast", "bm"))
-def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast, bm):
-    a, b = (Operand(*pair, scaling) for pair, scaling in zip(arrays, scalings, strict=True))
-    how = {"ragged": ragged, "out_dtype": jnp.dtype(out_dtype), "fast": fast} | (
-        {"length": length} if length is not None else {}
-    )
+@functools.partial(jax.jit, static_argnames=("run", "length", "out_dtype", "fast", "bm"))
+def _multiply(a, b, offsets, run, length, out_dtype, fast, bm):
+    how = {"length": length, "out_dtype": jnp.dtype(out_dtype), "fast": fast}
     if run == "xla":
         return multiply_xla(a, b, offsets, **how)
     if run == "triton":
@@ -72,13 +69,10 @@ def _multiply(arrays, offsets, scalings, run, ragged, length, out_dtype, fast, b
     return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=run == "interpret")
 
 
-def multiply(
-    a: Operand, b: Operand, offsets=None, *, run, ragged=None, length=None, out_dtype="float32", fast=False, bm=None
-):
+def multiply(a: Operand, b: Operand, offsets=None, *, run, length=None, out_dtype="float32", fast=False, bm=None):
     """bm: rows of the triton kernel's tile; None is what the plan takes."""
-    options_of(run)  # skips where its device is not there
-    arrays = (a.values, a.scales), (b.values, b.scales)
-    return _multiply(arrays, offsets, (a.scaling, b.scaling), run, ragged, length, out_dtype, fast, bm)
+    options_of(run)  # skips where its device is missing
+    return _multiply(a, b, offsets, run, length, out_dtype, fast, bm)
 
 
 def tile_rows(run: str) -> tuple:
@@ -168,7 +162,7 @@ def check_rows(run, scalings, sizes, before, after, K, N, seed=0, **how) -> None
     want, wide_a, wide_b = np.zeros((M, N)), wide(a), wide(b)
     for g, (lo, hi) in enumerate(itertools.pairwise(offsets)):
         want[lo:hi] = wide_a[lo:hi] @ wide_b[g].T
-    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="rows", **how)
+    got = multiply(a, b, offsets.astype(np.int32), run=run, **how)
     check(got, want, run, how.get("out_dtype", "float32"))
     assert not np.asarray(got)[np.r_[: offsets[0], offsets[-1] : M]].any()
 
@@ -196,7 +190,7 @@ def check_contraction(run, scalings, sizes, before, after, M, N, seed=0, **how) 
     a, b = (side(rows, scaling) for rows, scaling in zip((M, N), scalings.split("-"), strict=True))
     wide_a, wide_b = wide(a), wide(b)
     want = np.stack([wide_a[:, lo:hi] @ wide_b[:, lo:hi].T for lo, hi in itertools.pairwise(starts)])
-    got = multiply(a, b, offsets.astype(np.int32), run=run, ragged="contraction", length=length, **how)
+    got = multiply(a, b, offsets.astype(np.int32), run=run, length=length, **how)
     check(got, want, run, how.get("out_dtype", "float32"))
     assert not np.asarray(got)[np.asarray(sizes) == 0].any()
 
@@ -268,10 +262,8 @@ def test_offsets_that_break_the_contract(run):
             offsets = np.array(bad, np.int32)
             for bm in tile_rows(run):
                 how = {"run": run, "out_dtype": out_dtype, "bm": bm}
-                assert jax.block_until_ready(multiply(*rows, offsets, ragged="rows", **how)).shape == (72, N)
-                assert jax.block_until_ready(
-                    multiply(*columns, offsets, ragged="contraction", length=72, **how)
-                ).shape == (4, 19, N)
+                assert jax.block_until_ready(multiply(*rows, offsets, **how)).shape == (72, N)
+                assert jax.block_until_ready(multiply(*columns, offsets, length=72, **how)).shape == (4, 19, N)
 
 
 @pytest.mark.parametrize("run", ["interpret"])

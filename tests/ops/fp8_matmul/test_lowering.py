@@ -51,7 +51,6 @@ def lowered(device, ragged: str | None, scalings: tuple[str, str], tiles: Tiles)
             a,
             b,
             offsets,
-            ragged=ragged,
             length=M if ragged == "contraction" else None,
             out_dtype="bfloat16",
             tiles=tiles,

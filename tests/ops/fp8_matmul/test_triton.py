@@ -86,7 +86,6 @@ class Product:
             "dgrad": ((M, self.n), (K, self.n)),
             "wgrad": ((K, padded), (self.n, padded)),
         }[self.name]
-        ragged = None if not self.grouped else "contraction" if self.name == "wgrad" else "rows"
 
         def multiply(a, b, offsets):
             a, b = Operand(*a, a_form.scaling), Operand(*b, b_form.scaling)
@@ -95,8 +94,7 @@ class Product:
                 a,
                 b,
                 offsets,
-                ragged=ragged,
-                length=M,
+                length=M if self.grouped and self.name == "wgrad" else None,
                 out_dtype=jnp.dtype(out),
                 fast=self.fast,
                 tiles=self.chosen,

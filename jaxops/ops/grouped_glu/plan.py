@@ -12,10 +12,7 @@ from jax import lax
 from jaxops._lib.device import Device
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import covering, power_of_2
-from jaxops.ops.grouped_matmul import Plan as ProductPlan
-from jaxops.ops.grouped_matmul import Problem as Product
-from jaxops.ops.grouped_matmul import check_triton, takes_triton
-from jaxops.ops.grouped_matmul import make_plan as make_product_plan
+from jaxops.ops import grouped_matmul
 
 PASSES = ("fwd", "bwd")
 SAVES = ("preactivations", "nothing")
@@ -113,7 +110,7 @@ class Plan(BasePlan):
     backend: Literal["triton", "pallas", "xla"] = "pallas"
     fwd: Tiles | None = None
     bwd: Tiles | None = None
-    products: ProductPlan | None = None
+    products: grouped_matmul.Plan | None = None
     fused: FusedTiles | None = None
 
 
@@ -131,18 +128,18 @@ class Problem:
     recast: bool = False
 
     @property
-    def product(self) -> Product:
-        return Product(self.G, self.M, self.K, self.F * (2 if self.joined else 1), self.dtype)
+    def product(self) -> grouped_matmul.Problem:
+        return grouped_matmul.Problem(self.G, self.M, self.K, self.F * (2 if self.joined else 1), self.dtype)
 
 
 def _triton(problem: Problem, device: Device) -> bool:
-    return takes_triton("fwd", problem.product, device) and not (problem.joined or problem.recast)
+    return grouped_matmul.takes_triton("fwd", problem.product, device) and not (problem.joined or problem.recast)
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p = call.problem
     if call.backend == "triton":
-        check_triton(p.product, call.device)
+        grouped_matmul.check_triton(p.product, call.device)
         if p.joined:
             raise NotImplementedError(
                 "the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use "
@@ -152,7 +149,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
             raise NotImplementedError(
                 f"the triton backend writes h in the dtype of its products, {p.dtype}: cast x to that, or use 'pallas'."
             )
-    others: dict[str, Any] = {"products": call.part(make_product_plan, p.product, call.plan.products)}
+    others: dict[str, Any] = {"products": call.part(grouped_matmul.make_plan, p.product, call.plan.products)}
     if call.backend == "triton":
         usual = FusedTiles(4, dynamic=True, stages=4) if p.M < 1024 * p.G else FusedTiles(8)
         others["fused"] = call.plan.fused or usual

@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ def launch(
 
 def launch_named(
     kernel: Callable[[dict], None],
-    operands: dict[str, jax.Array | None],
+    operands: Mapping[str, jax.Array | None],
     out: dict[str, jax.ShapeDtypeStruct],
     *,
     aliases: dict[str, str] | None = None,

@@ -24,11 +24,9 @@ def vary_together(*operands: Any) -> tuple:
     types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
     for type_ in types:
         if type_.sharding is not None and type_.sharding.mesh.explicit_axes:
-            raise ValueError(
-                f"an operand of type {type_} is on a mesh with Explicit axes, {type_.sharding.mesh.explicit_axes}: "
-                "call inside jax.shard_map, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * number of "
-                "axes."
-            )
+            found = f"an operand of type {type_} is on a mesh with Explicit axes, {type_.sharding.mesh.explicit_axes}"
+            auto = "axis_types=(jax.sharding.AxisType.Auto,) * number of axes"
+            raise ValueError(f"{found}: call inside jax.shard_map, or make the mesh with {auto}.")
     axes = set().union(*map(_axes, types))
     return jax.tree.map(lambda x: _mark(x, axes), operands)
 

@@ -168,11 +168,9 @@ class MoE(nnx.Module):
     def _own_experts(self, routing: Routing, experts: int, devices: int) -> Routing:
         """The routing with the offsets of this device's experts."""
         if devices * experts != self.num_experts:
-            raise ValueError(
-                f"this device has {experts} of num_experts={self.num_experts} experts, and "
-                f"expert_axis={self.expert_axis!r} has {devices} devices: split gate, up and down evenly along their "
-                "first axis, over all devices of expert_axis."
-            )
+            found = f"this device has {experts} of num_experts={self.num_experts} experts, and "
+            found += f"expert_axis={self.expert_axis!r} has {devices} devices"
+            raise ValueError(f"{found}: split the first axis of gate, up and down evenly over expert_axis.")
         if self.expert_axis is None:
             return routing
         first = lax.axis_index(self.expert_axis) * experts

@@ -38,9 +38,8 @@ class RouterBias(nnx.Variable[jax.Array]):
 
     def __init__(self, value: jax.Array, **metadata):
         if hasattr(value, "dtype") and value.dtype != jnp.float32:
-            raise TypeError(
-                f"selection_bias is {value.dtype}; it must be float32: in bfloat16 a step of 0.001 would be lost."
-            )
+            lost = "in bfloat16 a step of 0.001 would be lost"
+            raise TypeError(f"selection_bias is {value.dtype}; it must be float32: {lost}.")
         super().__init__(value, **metadata)
 
 

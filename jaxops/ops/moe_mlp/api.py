@@ -101,10 +101,8 @@ def moe_mlp(
     if w_up.shape != w_gate.shape:
         raise ValueError(f"w_up has shape {tuple(w_up.shape)}; it must be that of w_gate, {tuple(w_gate.shape)}.")
     if w_down.shape[:2] != (E, F):
-        raise ValueError(
-            f"w_down has shape {tuple(w_down.shape)}; it must be [E, F, N] with E, F = {E}, {F}, as w_gate is "
-            f"{tuple(w_gate.shape)}."
-        )
+        needed = f"[E, F, N] with E, F = {E}, {F}, as w_gate is {tuple(w_gate.shape)}"
+        raise ValueError(f"w_down has shape {tuple(w_down.shape)}; it must be {needed}.")
     for name, w in (("w_up", w_up), ("w_down", w_down)):
         if w.dtype != w_gate.dtype:
             raise TypeError(f"{name} is {w.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
@@ -183,9 +181,8 @@ def _backward(spec: Spec, x: jax.Array, experts: Experts, pre, routing: Routing,
     dw_down = wgrad(h, dy, plan=down)
     back = dataclasses.replace(unit.products, fwd=unit.products.dgrad, dgrad=unit.products.fwd)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
-    (dx,) = rows_to_tokens(
-        grouped_matmul_sum((dgate, dup), experts[:2], offsets, plan=back, transpose_rhs=True, precision=spec.precision)
-    )
+    how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": back}
+    (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **how))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.
     _, _, x = lax.optimization_barrier((dw_down, dx, x))
     rows = permute(x, routing, plan=spec.plan.rows)
@@ -201,9 +198,8 @@ def _down_and_unit_bwd(
     if fused is not None and 0 not in (*dy.shape, *w_down.shape):
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton  # jax-triton is imported only where it is called
 
-        kernel = functools.partial(
-            bwd_triton, activation=spec.activation, panel=fused.panel, dynamic=fused.dynamic, cores=spec.plan.on.cores
-        )
+        how = {"activation": spec.activation, "panel": fused.panel, "dynamic": fused.dynamic}
+        kernel = functools.partial(bwd_triton, **how, cores=spec.plan.on.cores)
         # A call through jax-triton has no batching rule.
         return sequential_vmap(kernel)(dy, w_down, gate, up, weights, offsets)
     assert down is not None  # make_plan fills it

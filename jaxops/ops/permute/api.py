@@ -115,21 +115,15 @@ def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
             raise TypeError(f"routing.{name} is {array.dtype}; write routing.{name}.astype(jnp.int32).")
     check_offsets(routing.group_offsets, "routing.group_offsets")
     if len(positions.shape) != 2:
-        raise ValueError(
-            f"routing.row_positions has shape {tuple(positions.shape)}; it must be [T, k]. For a stack of routings, "
-            "use jax.vmap."
-        )
+        found = f"routing.row_positions has shape {tuple(positions.shape)}"
+        raise ValueError(f"{found}; it must be [T, k]. For a stack of routings, use jax.vmap.")
     T, k = positions.shape
     if tuple(indices.shape) != (T * k,):
-        raise ValueError(
-            f"routing.row_indices has shape {tuple(indices.shape)}; it must be [T * k] = ({T * k},), as row_positions "
-            f"are {(T, k)}."
-        )
+        found = f"routing.row_indices has shape {tuple(indices.shape)}"
+        raise ValueError(f"{found}; it must be [T * k] = ({T * k},), as row_positions are {(T, k)}.")
     if T * k >= _MAX_ROWS:
-        raise ValueError(
-            f"{T} tokens with {k} choices are {T * k} rows; row numbers are int32, so fewer than 2**31 are possible: "
-            "take the tokens in parts."
-        )
+        found = f"{T} tokens with {k} choices are {T * k} rows"
+        raise ValueError(f"{found}; fewer than 2**31 are possible (int32 row numbers): take the tokens in parts.")
     fields = {"row_positions": positions, "row_indices": indices, "group_offsets": routing.group_offsets}
     if not weights:
         return partial_routing(**fields)

@@ -86,30 +86,21 @@ def route(
     if not 1 <= top_expert_groups <= expert_groups:
         raise ValueError(f"top_expert_groups={top_expert_groups} must be from 1 to expert_groups={expert_groups}.")
     size = E // expert_groups
-    if k > top_expert_groups * size:
-        raise ValueError(
-            f"k={k} experts cannot come from top_expert_groups={top_expert_groups} groups of {size}: at most "
-            f"{top_expert_groups * size} can."
-        )
+    if k > (most := top_expert_groups * size):
+        groups = f"top_expert_groups={top_expert_groups} groups of {size}"
+        raise ValueError(f"k={k} experts cannot come from {groups}: at most {most} can.")
     if capacity is not None and check_integer("capacity", capacity) < 1:
         raise ValueError(f"capacity={capacity} must be at least 1, or None to drop nothing.")
     if T * E >= _MAX_ELEMENTS:
-        raise ValueError(
-            f"logits have {T} x {E} elements; row numbers are int32, so fewer than 2**31 are possible: route the "
-            "tokens in parts."
-        )
+        raise ValueError(f"logits have {T} x {E} elements; fewer than 2**31 are possible: route the tokens in parts.")
     if selection_bias is not None:
         check_array("selection_bias", selection_bias, "a float32 array [E]")
-        if tuple(selection_bias.shape) != (E,):
-            raise ValueError(
-                f"selection_bias has shape {tuple(selection_bias.shape)}; it must be [E] = ({E},), a number for each "
-                "column of logits."
-            )
-        if selection_bias.dtype != jnp.float32:
-            raise TypeError(
-                f"selection_bias is {selection_bias.dtype}; write selection_bias.astype(jnp.float32). In bfloat16 a "
-                "step of 0.001 would be lost."
-            )
+        if (shape := tuple(selection_bias.shape)) != (E,):
+            needed = f"[E] = ({E},), a number for each column of logits"
+            raise ValueError(f"selection_bias has shape {shape}; it must be {needed}.")
+        if (dtype := selection_bias.dtype) != jnp.float32:
+            needed = "selection_bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost"
+            raise TypeError(f"selection_bias is {dtype}; write {needed}.")
         selection_bias = jax.lax.stop_gradient(selection_bias)
     plan = make_plan(Problem(T, E), device_of(logits, selection_bias), backend=backend, plan=plan)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
@@ -146,9 +137,8 @@ def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float |
     check_array("selection_bias", selection_bias, "a float32 array [E]")
     check_array("load", load, "the load [E] of a Routing")
     if selection_bias.shape != load.shape or len(selection_bias.shape) != 1:
-        raise ValueError(
-            f"selection_bias has shape {tuple(selection_bias.shape)} and load {tuple(load.shape)}; both must be [E]."
-        )
+        shapes = f"selection_bias has shape {tuple(selection_bias.shape)} and load {tuple(load.shape)}"
+        raise ValueError(f"{shapes}; both must be [E].")
     if not isinstance(rate, (jax.Array, np.ndarray)) or rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.number):
         rate = check_number("rate", rate)
     load = load.astype(jnp.float32)

@@ -21,9 +21,8 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
     columns = Columns(E)
     experts, shape = columns.experts, (tile.step, columns.width)
     one = jnp.zeros((1, 1), jnp.int32)
-    dshare = (
-        plgpu.load(ref["daux"].at[one]) * (E / (T * T * k)) * columns.load_vector(ref["load"], 0).astype(jnp.float32)
-    )
+    load = columns.load_vector(ref["load"], 0).astype(jnp.float32)
+    dshare = plgpu.load(ref["daux"].at[one]) * (E / (T * T * k)) * load
     dz = plgpu.load(ref["dz"].at[one]) * (2 / T)
 
     def body(row, row_in, carry):
@@ -46,9 +45,8 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
             dscores = jnp.where(member, (dscores - mean) / sums, 0.0)
         if spec.score == "softmax":
             dscores = dscores + dshare
-            dlogits = found.softmax * (
-                dscores - jnp.sum(found.softmax * dscores, axis=1, keepdims=True) + dz * found.logsumexp
-            )
+            mean = jnp.sum(found.softmax * dscores, axis=1, keepdims=True)
+            dlogits = found.softmax * (dscores - mean + dz * found.logsumexp)
         else:
             dscores = dscores + (dshare - jnp.sum(found.share * dshare, axis=1, keepdims=True)) / found.total
             dlogits = dscores * found.scores * (1 - found.scores) + found.softmax * (dz * found.logsumexp)
@@ -63,22 +61,10 @@ def backward_pallas(
     spec: Spec, tile: Tiles, logits: jax.Array, routing: Routing, cotangents: Routing, *, interpret: bool
 ) -> jax.Array:
     """The gradient of logits [T, E], in their dtype. T > 0."""
-    operands = {
-        "logits": logits,
-        "experts": routing.experts,
-        "load": routing.load,
-        "row_positions": None if spec.capacity is None else routing.row_positions,
-        "dweights": cotangents.weights,
-        "daux": cotangents.aux_loss.reshape(1),
-        "dz": cotangents.z_loss.reshape(1),
-    }
-    results = launch_named(
-        functools.partial(_bwd_kernel, spec=spec, tile=tile),
-        operands,
-        {"dlogits": out_struct(logits.shape, logits.dtype, like=logits)},
-        grid=(pl.cdiv(logits.shape[0], tile.rows),),
-        warps=tile.warps,
-        interpret=interpret,
-        name="route_bwd",
-    )
-    return results["dlogits"]
+    operands = {"logits": logits, "experts": routing.experts, "load": routing.load, "dweights": cotangents.weights}
+    operands |= {"daux": cotangents.aux_loss.reshape(1), "dz": cotangents.z_loss.reshape(1)}
+    if spec.capacity is not None:
+        operands["row_positions"] = routing.row_positions
+    kernel, out = functools.partial(_bwd_kernel, spec=spec, tile=tile), out_struct(logits.shape, logits.dtype, logits)
+    how: dict = {"grid": (pl.cdiv(logits.shape[0], tile.rows),), "warps": tile.warps, "interpret": interpret}
+    return launch_named(kernel, operands, {"dlogits": out}, **how, name="route_bwd")["dlogits"]

@@ -181,37 +181,29 @@ def forward_pallas(
     def array(*shape: int, dtype="int32") -> jax.ShapeDtypeStruct:
         return out_struct(shape, jnp.dtype(dtype), like=logits)
 
-    def run(kernel, name: str, operands: dict, out: dict, *, programs=tiles, warps=tile.warps, **how):
-        return launch_named(
-            kernel, operands, out, grid=(programs,), warps=warps, interpret=interpret, name=f"route_{name}", **how
-        )
+    def run(name: str, kernel, operands: dict, out: dict, *, programs=tiles, warps=tile.warps, **how) -> dict:
+        how |= {"grid": (programs,), "warps": warps, "interpret": interpret, "name": f"route_{name}"}
+        return launch_named(kernel, operands, out, **how)
 
-    weights, sums = array(T, k, dtype="float32"), array(tiles, E + 1, dtype="float32")
-    chosen = run(
-        functools.partial(_choose_kernel, spec=spec, tile=tile),
-        "choose",
-        {"logits": logits, "selection_bias": selection_bias},
-        {"experts": array(T, k), "weights": weights, "counts": array(tiles, E), "sums": sums},
-    )
-    counted = run(
-        functools.partial(_count_kernel, step=step),
-        "count",
-        {"counts": chosen["counts"], "sums": chosen["sums"]},
-        {"before": array(tiles, E), "load": array(E), "totals": array(E + 1, dtype="float32")},
-        programs=pl.cdiv(E + 1, _COLUMNS),
-        warps=max(1, step // 128),
-    )
-    scalar = array(1, dtype="float32")
-    assigned = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
-    assigned |= {"aux_loss": scalar, "z_loss": scalar}
-    dropping = spec.capacity is not None  # then the kernel sets dropped choices' weights to 0, in place
-    assigned = run(
-        functools.partial(_assign_kernel, spec=spec, tile=tile),
-        "place",
-        {"experts": chosen["experts"], **counted, "chosen_weights": chosen["weights"] if dropping else None},
-        assigned | ({"weights": weights} if dropping else {}),
-        aliases={"chosen_weights": "weights"} if dropping else None,
-    )
+    static = {"spec": spec, "tile": tile}
+    weights, scalar = array(T, k, dtype="float32"), array(1, dtype="float32")
+    out = {"experts": array(T, k), "weights": weights, "counts": array(tiles, E)}
+    out["sums"] = array(tiles, E + 1, dtype="float32")
+    operands: dict = {"logits": logits, "selection_bias": selection_bias}
+    chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out)
+
+    out = {"before": array(tiles, E), "load": array(E), "totals": array(E + 1, dtype="float32")}
+    operands = {"counts": chosen["counts"], "sums": chosen["sums"]}
+    programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
+    counted = run("count", kernel, operands, out, programs=programs, warps=max(1, step // 128))
+
+    out = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
+    out |= {"aux_loss": scalar, "z_loss": scalar}
+    operands, aliases = {"experts": chosen["experts"], **counted}, {}
+    if spec.capacity is not None:  # dropped choices' weights become 0, in place
+        operands["chosen_weights"], out["weights"], aliases = chosen["weights"], weights, {"chosen_weights": "weights"}
+    assigned = run("place", functools.partial(_assign_kernel, **static), operands, out, aliases=aliases)
+
     losses = {name: assigned[name].reshape(()) for name in ("aux_loss", "z_loss")}
     parts = {"weights": chosen["weights"], "experts": chosen["experts"], "load": counted["load"]}
     return Routing(**parts | assigned | losses)

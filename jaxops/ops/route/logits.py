@@ -10,9 +10,7 @@ from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
 
-_MAX_LENGTH = (
-    4096  # of a sum on tensor cores, which truncate instead of rounding: longer sums are split and added outside
-)
+_MAX_LENGTH = 4096  # of a sum on tensor cores, which truncate instead of rounding: longer sums are split
 _PRODUCT: Any = {"precision": lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
 
 

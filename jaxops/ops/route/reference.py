@@ -43,13 +43,5 @@ def route_reference(spec: Spec, logits: jax.Array, selection_bias: jax.Array | N
     shares = scores / (scores.sum(axis=1, keepdims=True) + TINY)
     aux_loss = E * jnp.sum(load / R * shares.mean(axis=0))
     z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
-    return Routing(
-        jnp.where(kept, weights * spec.weight_scale, 0),
-        experts,
-        indices,
-        positions,
-        offsets,
-        load.astype(jnp.int32),
-        aux_loss,
-        z_loss,
-    )
+    weights, load = jnp.where(kept, weights * spec.weight_scale, 0), load.astype(jnp.int32)
+    return Routing(weights, experts, indices, positions, offsets, load, aux_loss, z_loss)

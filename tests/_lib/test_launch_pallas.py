@@ -84,7 +84,7 @@ def test_the_windows_ends(small_window, rows):
 
 @pytest.mark.parametrize("shape", [(9, 10, WIDTH), (3, 3, 10, WIDTH), (2, ROWS, WIDTH), (3, 2, 4, WIDTH)], ids=str)
 def test_batches(small_window, shape):
-    """In the window: one after another. So is a batch of batches; of what is in it alone, or never, there is one launch."""
+    """Batches in the window run one example after another, also batches of batches; others are one launch."""
     x, batched = x_of(*shape), double
     for _ in shape[2:]:
         batched = jax.vmap(batched, in_axes=(0, None))
@@ -131,7 +131,7 @@ def test_no_kernel_overflows_on_an_h200(batch):
 
 
 def test_shard_map_checks_varying_axes(small_window):
-    """check_vma=True, with a replicated operand in the window, alone and in a batch: the results vary as the sharded one does."""
+    """check_vma=True with a replicated operand: results vary as the sharded one, alone and in a batch."""
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
     on_gpu = functools.partial(double, interpret=False)
 

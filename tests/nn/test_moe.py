@@ -1,4 +1,4 @@
-"""MoE and Router against each token's experts one by one, and their manners as Flax modules."""
+"""MoE and Router against each token's experts one by one, and as Flax modules."""
 
 import collections
 import contextlib
@@ -107,7 +107,7 @@ def test_equals_every_token_by_itself(options):
 
 
 def test_backend():
-    """Traced, not run: what `moe_mlp` and the shared experts are made of are kernels, and in bfloat16 on an H200 Hopper's own."""
+    """Traced, not run: the layer is made of kernels, in bfloat16 on an H200 of Hopper's."""
 
     def kernels(dtype, device=contextlib.nullcontext, **options) -> dict[str, int]:
         graphdef, params = nnx.split(make(shared_features=8, hidden_features=16, dtype=dtype, **options))
@@ -171,7 +171,7 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
 
 
 def test_shard_map_over_experts():
-    """Each device owns a share of the experts; what comes out and every gradient is that of one device with all of them."""
+    """Each device has a share of the experts; results and gradients equal those of one device with all of them."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
@@ -200,7 +200,7 @@ def test_shard_map_over_experts():
 
 
 def test_a_sum_over_devices_is_rounded_once():
-    """Of bfloat16 experts: each device adds float32, so that the same bits come out as of one device with all of them."""
+    """bfloat16 experts: devices add in float32, so the result has the bits of one device with all experts."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))

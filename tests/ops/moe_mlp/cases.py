@@ -23,7 +23,7 @@ NAMES = ("out", "dx", "dweights", "dw_gate", "dw_up", "dw_down")
 
 
 def plan_of(run: str) -> Plan:
-    """Tiles that are smaller than the tests' sizes; interpreted, the rows' and the activation's kernels alone: grouped matmul's tests interpret its own."""
+    """Tiles smaller than the tests' sizes. Interpreted: the kernels of rows and activation only, not the products'."""
     if run == "xla":
         return Plan("xla")
     products = product_plan_of("xla" if run == "interpret" else run)
@@ -33,7 +33,8 @@ def plan_of(run: str) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What is static in a call: shapes, dtypes, options; and the routing's experts, of which those from `first` to `last` - 1 are here."""
+    """The static part of a call: shapes, dtypes, options; and the experts of the routing, of which this device has
+    those from `first` to `last` - 1."""
 
     T: int = 13
     D: int = 19
@@ -54,7 +55,7 @@ class Variant:
         return (self.E if self.last is None else self.last) - self.first
 
 
-# Both kinds of rows outside, choices that were dropped, no size that is a power of two or equals another: what the contracts are tested with, too.
+# Rows before and after the groups, dropped choices, no size that is a power of two or equals another.
 SHARD = Variant(N=11, capacity=6, first=1, last=5)
 
 
@@ -65,8 +66,8 @@ def has_row(routing: jaxops.Routing) -> np.ndarray:
 
 
 def make_case(variant: Variant, seed: int = 0) -> dict:
-    """routing, x [T, D], the experts' weights, and the cotangent dout [T, N]. What belongs to tokens of which no choice has a row is NaN, and so are the
-    weights of dropped choices."""
+    """routing, x [T, D], the experts' weights, and the cotangent dout [T, N]. Tokens without a row are NaN in x and
+    dout, and so are the weights of dropped choices."""
     v, rng = variant, np.random.default_rng(seed + 100)
     routing = make_routing(v, seed)  # pyright: ignore[reportArgumentType]  # all that it reads is here, too
     bad = np.where(has_row(routing).any(axis=1), 1, np.nan)[:, None]
@@ -109,7 +110,7 @@ def mlp(variant: Variant, run: str, x, w_gate, w_up, w_down, routing: jaxops.Rou
 
 @functools.cache
 def compiled(run: str, variant: Variant, **options):
-    """A jitted function from a case to the result and all gradients by name; "reference" is reference.py, all of it in float32."""
+    """A jitted function from a case to the result and all gradients by name; "reference" is reference.py in float32."""
 
     def everything(case: dict) -> dict:
         routing, v = case["routing"], variant
@@ -143,8 +144,8 @@ def check(case: dict, variant: Variant, run: str) -> dict:
 
 
 def check_values(got: dict, want: dict, variant: Variant) -> None:
-    """In bfloat16 gate and up are rounded, h, its gradient, those of gate and up, and the result: twice the table's error, and where a sum has a term or two
-    each rounding is an element's own."""
+    """In bfloat16 gate, up, h, their gradients and the result are rounded: twice the table's error; sums of one or two
+    terms do not average the roundings."""
     dtypes = {"out": variant.out_dtype or variant.dtype, "dweights": "float32"}
     for name in NAMES:
         assert got[name].dtype == dtypes.get(name, variant.dtype), name

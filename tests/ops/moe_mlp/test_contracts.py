@@ -1,4 +1,4 @@
-"""The contracts of every op: transformations, determinism, no host work, no recompilation; and what the forward keeps."""
+"""Several devices; what the forward keeps, and what the backward recomputes."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def reference_gradients():
 
 
 def test_shard_map_over_experts():
-    """Each device has all tokens and some experts: its slice of the offsets says which. Their sum is the whole. (The kernels' own types: below.)"""
+    """Each device has all tokens and a slice of the offsets; the devices' results add up to the whole."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("e",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
@@ -78,9 +78,9 @@ def test_what_the_forward_keeps(compute_dtype, save, kept):
 
 @pytest.mark.parametrize(("save", "products"), [("preactivations", 9), ("nothing", 11)])
 def test_what_is_not_kept_is_made_again(save, products):
-    """Three products' loops over tiles forward; backward one for the gradient of the down projection's rows, two for that of x, three for those of the experts;
-    and gate's and up's once more, behind a barrier: XLA would find that it has multiplied the same already, and keep that. So with the rows' copy. Another one
-    stands before the copy of x's rows: they are made when the cotangent's and those of x's gradient are gone."""
+    """Loops over tiles: three forward; backward one for the down projection's rows, two for x, three for the experts,
+    and two to recompute gate and up. One barrier keeps XLA from sharing the recomputation and the rows' copy with the
+    forward, another delays the copy of x's rows until other copies are dead."""
     step = jax.jit(
         lambda case: dict(
             zip(NAMES, compiled("xla", dataclasses.replace(SHARD, save=save))(case).values(), strict=True)
@@ -91,7 +91,7 @@ def test_what_is_not_kept_is_made_again(save, products):
 
 
 def test_experts_that_are_not_trained_get_no_products():
-    """Where nobody takes their gradients, what is left of the nine loops is those of the forward and of x's gradient."""
+    """Of the nine loops, the forward's and those of x's gradient are left."""
 
     def step(x):
         return jnp.sum(mlp(SHARD, "xla", x, *(CASE[name] for name in ("w_gate", "w_up", "w_down")), ROUTING) ** 2)

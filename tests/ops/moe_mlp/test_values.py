@@ -1,4 +1,4 @@
-"""The result and all gradients against the float32 reference: odd sizes, dropped choices, rows outside, NaN, wild indices, every activation and dtype."""
+"""Results and gradients against the float32 reference: odd sizes, dropped choices, rows outside, NaN, bad indices."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def test_variants(run, variant):
 
 
 def test_the_cases_are_what_they_are_for():
-    """Tokens of which nothing is here, choices that were dropped, rows before the groups and behind them, experts without rows."""
+    """Tokens without rows, dropped choices, rows before and after the groups, experts without rows."""
     routing = make_routing(SHARD)  # pyright: ignore[reportArgumentType]
     offsets, R = np.asarray(routing.group_offsets), SHARD.T * SHARD.k
     assert not has_row(routing).any(axis=1).all()
@@ -149,7 +149,7 @@ def test_weights_of_zero(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_bad_tokens_stay_with_themselves(run):
-    """NaN in a token, its weight or its cotangent reaches that token's row of each result, its experts' weights' gradients, and nothing else."""
+    """NaN in a token, its weight or its cotangent reaches only that token's results and its experts' gradients."""
     case = make_case(SHARD)
     routing = case["routing"]
     good, token = compiled(run, SHARD)(case), int(has_row(routing).all(axis=1).argmax())
@@ -205,7 +205,7 @@ def test_wild_positions_indices_and_offsets(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_shards_add_up(run):
-    """Each device has some experts, by its part of the offsets alone: their results and gradients sum to the whole's."""
+    """Each device has a part of the offsets; the devices' results and gradients add up to the whole's."""
     case, found = make_case(SHARD), []
     offsets = case["routing"].group_offsets
     for first, end in ((0, 1), (1, 3), (3, 4), (4, 4)):  # the last one has no expert
@@ -218,7 +218,7 @@ def test_shards_add_up(run):
 
 @pytest.mark.parametrize("run", QUICK)
 def test_with_route(run):
-    """With a capacity: the result and the gradients of tokens, experts and logits are those of each token's experts one by one."""
+    """With a capacity: result and all gradients equal those of each token's experts, one by one."""
     v = dataclasses.replace(SHARD, first=0, last=None)
     case, logits = clean(make_case(v)), jnp.asarray(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
     operands = (logits, *(case[name] for name in ("x", "w_gate", "w_up", "w_down")))

@@ -21,7 +21,8 @@ TILE = Tiles(4, 8, 2, 1)  # smaller than the tests' sizes in every way
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What is static in a call: shapes, dtypes, and the kernels' tiles; and the routing's experts, of which those from `first` to `last` - 1 are here."""
+    """The static part of a call: shapes, dtypes, tiles; and the experts of the routing, of which this device has those
+    from `first` to `last` - 1."""
 
     T: int = 13
     D: int = 37
@@ -38,7 +39,7 @@ class Variant:
         return Plan("xla") if run == "xla" else Plan("pallas", self.tile, self.tile, self.tile)
 
 
-# Both kinds of rows outside, choices that were dropped, no size that is a power of two: what the contracts are tested with, too, so that it is compiled once.
+# Rows before and after the groups, dropped choices, no size that is a power of two.
 SHARD = Variant(capacity=6, first=1, last=5)
 
 
@@ -113,7 +114,7 @@ def compiled(run: str, variant: Variant):
 
 
 def check(case: dict, variant: Variant, run: str) -> dict:
-    """Everything equals the reference's: what is copied to the bit, what is added up to the rounding; zeros where no row or choice is."""
+    """Everything equals the reference's: copies bit for bit, sums up to rounding; zeros outside."""
     got, want = compiled(run, variant)(case), compiled("reference", dataclasses.replace(variant, tile=TILE))(case)
     np.testing.assert_array_equal(got["rows"], want["rows"])
     dtypes = {"out": variant.out_dtype or variant.dtype, "dweights": "float32"}

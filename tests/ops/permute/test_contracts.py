@@ -32,7 +32,7 @@ def assert_all_close(got, want, scale=2.0) -> None:
 
 @pytest.mark.parametrize("run", ["xla", "interpret"])
 def test_shard_map_over_experts(run):
-    """Each device has all tokens and some experts: its slice of the offsets says which. The sum over the devices is the whole."""
+    """Each device has all tokens and a slice of the offsets; the devices' results add up to the whole."""
     if jax.device_count() < 4:
         pytest.skip("needs several devices")
     variant = Variant(E=8)
@@ -69,7 +69,7 @@ def test_the_portable_backend_adds_without_scatter():
 
 @pytest.mark.parametrize("run", RUNS)
 def test_with_route_and_a_grouped_product(run):
-    """A whole layer of experts, with a capacity: results and the gradients of tokens, experts and logits as those of each token's experts one by one."""
+    """A layer of experts with a capacity: results and all gradients equal those of each token's experts, one by one."""
     T, D, E, k = SHARD.T, 4, 6, SHARD.k
     x, w, logits = (
         jnp.asarray(np.random.default_rng(i).normal(size=size), jnp.float32)

@@ -1,4 +1,5 @@
-"""Rows, sums and all gradients against the float32 reference: odd sizes, dropped choices, rows outside, NaN, wild indices."""
+"""Rows, sums and gradients against the float32 reference: odd sizes, dropped choices, rows outside, NaN, bad
+indices."""
 
 import dataclasses
 
@@ -64,7 +65,7 @@ def test_a_dropped_choice_of_a_bad_token(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_wild_positions_and_offsets(run):
-    """Positions out of bounds are as dropped, whatever the offsets say; a token takes part as often as its positions say."""
+    """Positions out of bounds count as dropped, for any offsets; a repeated position counts repeatedly."""
     case = make_case(PLAIN)
     R = PLAIN.T * PLAIN.k
     rows = jnp.nan_to_num(case["rows"])
@@ -105,7 +106,7 @@ def test_wild_indices(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_shards_add_up(run):
-    """Each device has the rows of some experts, by its part of the offsets alone: their results and gradients sum to the whole's."""
+    """Each device has a part of the offsets; the devices' results and gradients add up to the whole's."""
     case, found = make_case(PLAIN), []
     offsets = case["routing"].group_offsets
     for first in (0, 2, 4, 6):

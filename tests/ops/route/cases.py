@@ -96,8 +96,8 @@ def compiled(run: str, variant: Variant):
     return jax.jit(lambda case: _everything(functools.partial(apply, variant, run), variant, case))
 
 
-def check_places(routing: Routing, variant: Variant) -> None:
-    """What every Routing is, whatever the logits: each row is one token's choice, in the order of experts and tokens, and no row is counted twice."""
+def check_rows(routing: Routing, variant: Variant) -> None:
+    """Holds for any logits: every kept choice has its own row; rows are in the order of experts, then tokens."""
     T, k, E = variant.T, variant.k, variant.E
     r = jax.tree.map(np.asarray, routing)
     assert ((r.experts >= 0) & (r.experts < E)).all()
@@ -127,12 +127,12 @@ def check(case: dict, variant: Variant, run: str) -> tuple[Routing, jax.Array]:
     for name in CHOSEN:
         assert getattr(got, name).dtype == jnp.int32, name
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
-    check_places(got, variant)
+    check_rows(got, variant)
     for name in SMOOTH:
         assert getattr(got, name).dtype == jnp.float32, name
         assert_close(getattr(got, name), getattr(want, name), "float32", name)
     assert gradient.dtype == case["logits"].dtype
-    # A gradient is a difference of nearly equal numbers: what is lost is held against what was subtracted, not against the little that is left.
+    # The gradient is a difference of nearly equal numbers, so its relative error is larger than theirs.
     assert_close(gradient, wanted_gradient, case["logits"].dtype.name, "gradient", scale=2)
     return got, gradient
 

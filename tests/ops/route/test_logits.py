@@ -43,7 +43,8 @@ def error(got, want) -> float:
 
 @pytest.mark.parametrize(("T", "D", "E"), [(37, 65, 5), (64, 1000, 8), (1, 3, 1), (8194, 6, 2), (5, 8209, 3)])
 def test_as_float32(product, T, D, E):
-    """TF32 would be 2e-4 off, two parts of the kernel 4e-6. The last two shapes have sums in two pieces, and a prime number of products."""
+    """TF32 would be 2e-4 off, two parts of the kernel 4e-6. Two shapes have sums in two pieces and of a prime
+    length."""
     x, kernel, d = operands(T, D, E)
     y, vjp = jax.vjp(product, x, kernel)
     dx, dkernel = vjp(d)

@@ -1,4 +1,4 @@
-"""Choices, rows, weights, losses and gradients against the float32 reference: every option, ties, NaN, dropped rows, odd sizes."""
+"""Routings and gradients against the float32 reference: every option, ties, NaN, dropped rows, odd sizes."""
 
 import dataclasses
 
@@ -10,9 +10,10 @@ import pytest
 import jaxops
 from jaxops.ops.route import Tiles
 from tests.compare import assert_close
-from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, apply, check, check_places, compiled, make_case
+from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, apply, check, check_rows, compiled, make_case
 
-# T is 37 and a program has 8 tokens, two at a time, or others where a variant says so. Groups of 3 fill up to 4; of 8 have two parts of 4.
+# By default T is 37 and a program has 8 tokens in steps of two. Groups of 3 are padded to 4; groups of 8 have two
+# parts.
 PLAIN = Variant(12, 3)
 DROPPING = Variant(8, 2, capacity=5)
 GROUPED = Variant(24, 4, expert_groups=3, top_expert_groups=2, fwd=Tiles(16, 16, 4), bwd=Tiles(8, 1))
@@ -26,9 +27,7 @@ VARIANTS = {
         130, 5, selection_bias=True, normalize=False, weight_scale=0.5, capacity=2, fwd=Tiles(4, 4, 2)
     ),
     "one-expert": Variant(1, 1, T=5, dtype="float16", capacity=3),
-    "all-experts": Variant(
-        11, 11, T=9, dtype="bfloat16", score="sigmoid"
-    ),  # and more choices than are written out one by one
+    "all-experts": Variant(11, 11, T=9, dtype="bfloat16", score="sigmoid"),  # too many choices to unroll
     "one-token-groups-of-one": Variant(5, 3, T=1, expert_groups=5, top_expert_groups=4, selection_bias=True),
 }
 
@@ -45,7 +44,7 @@ def test_variants(run, variant):
     "variant", [PLAIN, DROPPING, DEEPSEEK, GROUPED], ids=["plain", "dropping", "deepseek", "grouped"]
 )
 def test_ties(run, variant):
-    """Of equal ones the lower number wins, of groups too. Negative zero is zero."""
+    """The lower expert wins, and the lower group. Negative zero equals zero."""
     rng = np.random.default_rng(0)
     case = make_case(variant) | {"selection_bias": jnp.zeros(variant.E)}
     for logits in (rng.integers(-1, 2, size=(variant.T, variant.E)), np.zeros((variant.T, variant.E))):
@@ -55,7 +54,7 @@ def test_ties(run, variant):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_lower_number_wins(run):
-    """Without the reference: all alike, and two alike at the top."""
+    """Without the reference: all logits equal, and the two largest equal."""
     logits = np.zeros((PLAIN.T, PLAIN.E), np.float32)
     routing, _ = compiled(run, PLAIN)(make_case(PLAIN) | {"logits": logits})
     np.testing.assert_array_equal(routing.experts, np.tile([0, 1, 2], (PLAIN.T, 1)))
@@ -67,7 +66,7 @@ def test_the_lower_number_wins(run):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("variant", [PLAIN, DROPPING], ids=["plain", "dropping"])
 def test_all_tokens_to_one_expert(run, variant):
-    """And no token to others: empty experts, and as many rows dropped as can be."""
+    """Empty experts, and the maximum number of dropped rows."""
     case = make_case(variant)
     steps = jnp.arange(variant.E, dtype=jnp.float32)[None, :]
     routing, _ = check(case | {"logits": case["logits"] * 1e-3 - steps}, variant, run)
@@ -76,7 +75,7 @@ def test_all_tokens_to_one_expert(run, variant):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_scores_that_round_to_equal_numbers(run):
-    """The logits say which is the largest; sums of scores that underflow give zeros, and finite gradients."""
+    """The logits decide. Scores whose sum underflows give weights of zero and finite gradients."""
     rng = np.random.default_rng(0)
     variant = VARIANTS["sigmoid"]
     case = make_case(variant)
@@ -94,7 +93,7 @@ def test_scores_that_round_to_equal_numbers(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_masked_experts(run):
-    """-inf is never chosen as long as there are others, has no gradient, and makes nothing NaN."""
+    """An expert with -inf is not chosen while others are left, has a gradient of zero, and makes nothing NaN."""
     for variant in (PLAIN, DEEPSEEK):
         case = make_case(variant) | {"selection_bias": jnp.zeros(variant.E)}
         masked = case | {"logits": case["logits"].at[:, [0, 4, 10]].set(-jnp.inf)}
@@ -106,12 +105,12 @@ def test_masked_experts(run):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("variant", [PLAIN, DEEPSEEK, GROUPED], ids=["plain", "deepseek", "grouped"])
 def test_bad_logits(run, variant):
-    """NaN and infinities: every token still has k different experts and its rows; other tokens' weights and gradients stay what they were."""
+    """NaN and infinities: every token has k different experts and its rows; other tokens' results do not change."""
     case = make_case(variant)
     logits = np.array(case["logits"])
     logits[3], logits[5, 2], logits[8, :3], logits[36, 1], logits[20] = np.nan, np.nan, np.nan, np.inf, -np.inf
     routing, gradient = compiled(run, variant)(case | {"logits": jnp.asarray(logits)})
-    check_places(routing, variant)
+    check_rows(routing, variant)
     good = np.setdiff1d(np.arange(variant.T), [3, 5, 8, 20, 36])
     want, _ = compiled(run, variant)(case)
     np.testing.assert_array_equal(np.asarray(routing.experts)[good], np.asarray(want.experts)[good])
@@ -142,7 +141,7 @@ def test_weights_are_not_divided_again_after_dropping(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_sum_over_rows_gives_the_tokens_back(run):
-    """What the result is for: gather the rows, do nothing, and add them up with their weights. Dropped choices are left out."""
+    """Gather the rows, and add them up with their weights, without dropped choices."""
     case = make_case(DROPPING)
     r, _ = compiled(run, DROPPING)(case)
     x = np.random.default_rng(1).normal(size=(DROPPING.T, 4)).astype(np.float32)
@@ -155,7 +154,7 @@ def test_a_sum_over_rows_gives_the_tokens_back(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_even_load_is_one(run):
-    """Of scores that are even, too. (k = E: every expert is chosen by every token.)"""
+    """Also with equal scores. k = E: every token chooses every expert."""
     variant = VARIANTS["all-experts"]
     routing, _ = compiled(run, variant)(
         make_case(variant) | {"logits": jnp.zeros((variant.T, variant.E), variant.dtype)}
@@ -180,7 +179,7 @@ def test_heuristic_plans(T, E, k):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(T, E)), jnp.bfloat16)
     got = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="pallas")
     want = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="xla")
-    check_places(got, Variant(E, k, T=T, capacity=T // 2))
+    check_rows(got, Variant(E, k, T=T, capacity=T // 2))
     same = (np.asarray(got.experts) == np.asarray(want.experts)).all(1)
     assert same.mean() > 0.999  # sums of two scores may round to the other group
     assert_close(np.asarray(got.weights)[same], np.asarray(want.weights)[same], "float32", scale=5)
@@ -196,7 +195,7 @@ def test_the_bias_update():
 
 
 def test_the_bias_balances():
-    """A router that likes one expert is brought to an even load by nothing but the selection bias; the weights never see it."""
+    """The selection bias alone balances a router that prefers one expert; it does not change the weights."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(256, 4)) + np.array([1.5, 0, 0, -0.5]), jnp.float32)
 
@@ -215,3 +214,12 @@ def test_the_bias_balances():
         np.take_along_axis(np.asarray(jax.nn.sigmoid(logits)), np.asarray(routing.experts), 1),
         rtol=1e-5,
     )
+
+
+def test_a_routing_is_a_pytree():
+    """Through jit, with its fields by name."""
+    routing = jax.jit(lambda logits: apply(PLAIN, "xla", logits))(make_case(PLAIN)["logits"])
+    assert isinstance(routing, jaxops.Routing)
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, routing)
+    np.testing.assert_array_equal(doubled.load, 2 * np.asarray(routing.load))
+    assert [path[0].name for path, _ in jax.tree.leaves_with_path(routing)] == list(vars(routing))

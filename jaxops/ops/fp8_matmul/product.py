@@ -70,7 +70,7 @@ class _Residuals(NamedTuple):
 
 
 def _cast(spec: Spec, x, form: Format, layouts: str, offsets=None, amax=None) -> tuple[Quantized, jax.Array | None]:
-    """(x quantized, its largest magnitude now where it is scaled by an earlier amax); a Quantized x as it came."""
+    """(x quantized, its largest magnitude now where it is scaled by an earlier amax). A Quantized x is not cast."""
     if isinstance(x, Quantized):
         return x, amax
     backend = "xla" if spec.plan.backend == "xla" else "pallas"
@@ -92,8 +92,8 @@ def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dt
 
     schedule = None
     if offsets is not None and length is None:
-        # quantize's Pallas casts need the same work list for tiles of 128 rows: XLA merges the two launches. A launch of
-        # its own costs 5 us (H200, 2026-11-23: 2 to 4 % at qwen3_30b and dsmoe16b).
+        # quantize's Pallas casts need the same work list for tiles of 128 rows: XLA merges the two launches. A launch
+        # of its own costs 5 us (H200, 2026-11-23: 2 to 4 % at qwen3_30b and dsmoe16b).
         schedule = schedule_rows(offsets, a.values.shape[0], tiles.bm, spec.plan.on.interpret)
     kernel = functools.partial(multiply_triton, **how, tiles=tiles, cores=spec.plan.on.cores)
     return sequential_vmap(kernel)(a, b, offsets, schedule)  # a jax-triton call has no batching rule

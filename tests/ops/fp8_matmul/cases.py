@@ -13,6 +13,7 @@ import pytest
 import jaxops
 from jaxops._lib.device import current_device, runs_gluon
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Tiles
+from jaxops.ops.fp8_matmul.operand import Operand
 from tests.compare import assert_close
 
 # "interpret": the Pallas kernels in the interpreter on the CPU; "gpu": the same, compiled; "triton": the Hopper
@@ -64,6 +65,15 @@ def scale_and_factor(amax: np.ndarray, dtype: str, pow2: bool = False) -> tuple[
         return scale.astype(np.float32), (1 / scale).astype(np.float32)
     mantissa, exponent = np.frexp(most / m.astype(np.float64))
     return m * np.float32(1 / most), np.ldexp(np.floor(mantissa * 2**15 + 0.5) / 2**15, exponent).astype(np.float32)
+
+
+def operand_shapes(scaling: str, *shape: int, dtype: str = "float8_e4m3fn") -> Operand:
+    """An operand's shapes and dtypes."""
+    *stack, rows, K = shape
+    blocks = [-(-size // BLOCK) for size in (rows, K)]
+    of = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": blocks}[scaling]
+    scales = jax.ShapeDtypeStruct((*stack, *of), "float32")
+    return Operand(jax.ShapeDtypeStruct(shape, dtype), scales, scaling)  # pyright: ignore[reportArgumentType]
 
 
 def quantised(x: np.ndarray, scaling: str, dtype: str, *, amax=None, pow2: bool = False) -> np.ndarray:

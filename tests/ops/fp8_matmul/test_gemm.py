@@ -16,7 +16,7 @@ from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, dequantize_operand
 from jaxops.ops.fp8_matmul.xla import multiply_xla
 from tests.compare import assert_close
-from tests.ops.fp8_matmul.cases import BLOCK, RUNS, kind_of, options_of
+from tests.ops.fp8_matmul.cases import BLOCK, RUNS, kind_of, operand_shapes, options_of
 from tests.window import window
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -32,13 +32,9 @@ ROWS, CONTRACTION = [TENSOR, ROW, BLOCKS], [TENSOR, ROW, OUTER]
 
 def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Operand:
     """Random numbers over much of the format's range, and scales that differ from block to block."""
-    *stack, rows, K = shape
-    blocks = [-(-size // BLOCK) for size in (rows, K)]
-    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[
-        scaling
-    ]
     values = np.clip(rng.normal(size=shape) * 100, -448, 448).astype(getattr(ml_dtypes, dtype))
-    return Operand(values, np.exp(rng.normal(size=(*stack, *scales)) / 2).astype(np.float32), scaling)  # pyright: ignore[reportArgumentType]
+    scales = np.exp(rng.normal(size=operand_shapes(scaling, *shape).scales.shape) / 2).astype(np.float32)
+    return Operand(values, scales, scaling)  # pyright: ignore[reportArgumentType]
 
 
 @functools.partial(jax.jit, static_argnames=("run", "length", "out_dtype", "fast", "bm"))
@@ -51,17 +47,9 @@ def _multiply(a, b, offsets, run, length, out_dtype, fast, bm):
         from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
 
         recipe = {"tensorwise": "tensorwise", "rowwise": "rowwise"}.get(a.scaling, "blockwise")
-        K = a.values.shape[1]
-        sizes = (
-            (a.values.shape[0], K, b.values.shape[-2])
-            if length is None
-            else (length, a.values.shape[0], b.values.shape[0])
-        )
-        plan = make_plan(
-            Problem(*sizes, recipe, "bfloat16", 0 if offsets is None else len(offsets) - 1),
-            current_device(),
-            backend="triton",
-        )
+        (M, K), N, G = a.values.shape, b.values.shape[-2], 0 if offsets is None else len(offsets) - 1
+        sizes = (M, K, N) if length is None else (length, M, N)
+        plan = make_plan(Problem(*sizes, recipe, "bfloat16", G), current_device(), backend="triton")
         tiles = plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad
         tiles = tiles if bm is None else dataclasses.replace(tiles, bm=bm, bn=128, stages=3)
         return multiply_triton(a, b, offsets, **how, tiles=tiles, cores=current_device().cores)

@@ -1,5 +1,7 @@
 """The Pallas kernels, lowered for GPUs that are not present: every candidate's tiles, each kind of product, calls."""
 
+import functools
+
 import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -9,9 +11,9 @@ from jaxops._lib.device import Device
 from jaxops._lib.ragged import padded_rows
 from jaxops.ops.fp8_matmul import Plan, Problem, Tiles, candidates, make_plan
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
-from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import PASSES
 from tests.hopper import H200
+from tests.ops.fp8_matmul.cases import operand_shapes
 
 L4 = AbstractDevice(device_kind="NVIDIA L4", num_cores=58, platform="gpu")
 SMALL = Problem(300, 520, 400, "blockwise", "bfloat16")  # nothing but K is whole tiles
@@ -25,15 +27,6 @@ def lower(device, fn, *shapes) -> str:
         return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def operand(scaling: str, *shape: int, dtype="float8_e4m3fn"):
-    *stack, rows, K = shape
-    blocks = [-(-size // 128) for size in (rows, K)]
-    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[
-        scaling
-    ]
-    return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((*stack, *scales), "float32")
-
-
 def lowered(device, ragged: str | None, scalings: tuple[str, str], tiles: Tiles) -> str:
     """One product; with one scale an operand also of two formats."""
     M, K, N = SMALL.M, SMALL.K, SMALL.N
@@ -42,21 +35,11 @@ def lowered(device, ragged: str | None, scalings: tuple[str, str], tiles: Tiles)
         "rows": ((M, K), (G, N, K)),
         "contraction": ((K, padded_rows(M, G)), (N, padded_rows(M, G))),
     }[ragged]
-    a = operand(scalings[0], *a_shape, dtype="float8_e5m2" if scalings[0] == "tensorwise" else "float8_e4m3fn")
+    a = operand_shapes(scalings[0], *a_shape, dtype="float8_e5m2" if scalings[0] == "tensorwise" else "float8_e4m3fn")
+    b = operand_shapes(scalings[1], *b_shape)
     offsets = None if ragged is None else jax.ShapeDtypeStruct((G + 1,), "int32")
-
-    def multiply(a, b, offsets):
-        a, b = (Operand(*x, scaling) for x, scaling in zip((a, b), scalings, strict=True))
-        return multiply_pallas(
-            a,
-            b,
-            offsets,
-            length=M if ragged == "contraction" else None,
-            out_dtype="bfloat16",
-            tiles=tiles,
-        )
-
-    return lower(device, multiply, a, operand(scalings[1], *b_shape), offsets)
+    how = {"length": M if ragged == "contraction" else None, "out_dtype": "bfloat16", "tiles": tiles}
+    return lower(device, functools.partial(multiply_pallas, **how), a, b, offsets)
 
 
 def kernels(text: str) -> int:

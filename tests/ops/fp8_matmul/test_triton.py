@@ -20,7 +20,7 @@ import jaxops
 from jaxops._lib import launch_triton
 from jaxops._lib.device import Device
 from jaxops._lib.ragged import padded_rows
-from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates
+from jaxops.ops.fp8_matmul import RECIPES, Format, Plan, Problem, Tiles, candidates
 from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, ROUNDS, multiply_triton, scales_of
 from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
 from jaxops.ops.fp8_matmul.operand import Operand
@@ -28,6 +28,7 @@ from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
 from tests.gluon import Kernel, check, compiled, wgmmas
 from tests.hopper import on_h200
 from tests.jaxprs import equations
+from tests.ops.fp8_matmul.cases import operand_shapes
 
 H200 = Device("NVIDIA H200", "gpu")
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them but for N % 8
@@ -87,31 +88,16 @@ class Product:
             "wgrad": ((K, padded), (self.n, padded)),
         }[self.name]
 
-        def multiply(a, b, offsets):
-            a, b = Operand(*a, a_form.scaling), Operand(*b, b_form.scaling)
-            out = "float32" if self.name == "wgrad" else "bfloat16"  # of a float32 master
-            return multiply_triton(
-                a,
-                b,
-                offsets,
-                length=M if self.grouped and self.name == "wgrad" else None,
-                out_dtype=jnp.dtype(out),
-                fast=self.fast,
-                tiles=self.chosen,
-                cores=132,
-            )
-
+        out = "float32" if self.name == "wgrad" else "bfloat16"  # the gradient of a float32 master
+        length = M if self.grouped and self.name == "wgrad" else None
+        how = {"length": length, "out_dtype": jnp.dtype(out), "fast": self.fast, "tiles": self.chosen, "cores": 132}
         offsets = jax.ShapeDtypeStruct((G + 1,), "int32") if self.grouped else None
+        multiply = functools.partial(multiply_triton, **how)
         return compiled(multiply, operand(a_form, *a_shape), operand(b_form, *stack, *b_shape), offsets)[0]
 
 
-def operand(form, *shape: int):
-    *stack, rows, k = shape
-    blocks = [-(-size // 128) for size in (rows, k)]
-    scales = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": tuple(blocks)}[
-        form.scaling
-    ]
-    return jax.ShapeDtypeStruct(shape, form.dtype), jax.ShapeDtypeStruct((*stack, *scales), "float32")
+def operand(form: Format, *shape: int) -> Operand:
+    return operand_shapes(form.scaling, *shape, dtype=form.dtype)
 
 
 UNALIGNED = Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=4), n=ODD_N)
@@ -187,11 +173,7 @@ def test_inside(pow2, out, n, tmp_path):
     b = operand(RECIPES["blockwise"].rhs, n, K)
     tiles = heuristic("fwd", Problem(M, K, n, "blockwise", "bfloat16"), H200, "triton")
 
-    def multiply(x, b):
-        return multiply_inside(
-            x, Operand(*b, "block_128x128"), out_dtype=jnp.dtype(out), pow2=pow2, tiles=tiles, cores=132
-        )
-
+    multiply = functools.partial(multiply_inside, out_dtype=jnp.dtype(out), pow2=pow2, tiles=tiles, cores=132)
     (kernel,) = compiled(multiply, jax.ShapeDtypeStruct((M, K), "bfloat16"), b)
     instructions = wgmmas(kernel)
     check(kernel, instructions, 2, H200.shared_bytes, tmp_path)

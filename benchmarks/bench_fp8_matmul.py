@@ -196,8 +196,7 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
     """The product alone.
 
     tensorwise: one scale a tensor, sums over all of K in the tensor core, as cuBLASLt's. tensorwise promoted: partial
-    sums
-    of 128 in float32. blockwise: 1x128 by 128x128. blockwise wgrad: 1x128 by 1x128, x.T @ dy of the same shape.
+    sums of 128 in float32. blockwise: 1x128 by 128x128. blockwise wgrad: 1x128 by 1x128, x.T @ dy of the same shape.
     blockwise inside: x in bfloat16, cast inside.
     """
 

@@ -182,8 +182,8 @@ def measure(workload: Workload, limit_s: float) -> Measured:
     """Timed steps, then one under the profiler.
 
     As in training, a step is started before the host waits for the previous one, which hides the host's work. The end
-    of the
-    last step is not timed: the end of a program that the host waits in is seen late, all others by the same delay.
+    of the last step is not timed: the end of a program that the host waits in is seen late, all others by the same
+    delay.
     """
     begin = time.perf_counter()
     compiled = compile_step(workload)

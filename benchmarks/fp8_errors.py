@@ -5,8 +5,7 @@ python -m benchmarks.fp8_errors --small --out /tmp/x    # short sums, on a CPU t
 
 Relative Frobenius error and largest error of y, dx and dw. Operands are normal in bfloat16, the gradient dy 1e-3 as
 large; with outliers, one of a thousand entries of x and of dy is 100 times as large. The float64 products are NumPy's,
-of
-the same bfloat16 operands. XLA's bfloat16 linear is measured beside the recipes.
+of the same bfloat16 operands. XLA's bfloat16 linear is measured beside the recipes.
 """
 
 import dataclasses

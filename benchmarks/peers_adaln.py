@@ -2,8 +2,7 @@
 
 Inputs: x (the residual) [T, D]; scale, shift [B, D]; offsets [B + 1]; sequence_ids [T], each row's sequence; the
 cotangent dy; and for gated_residual_adaln h, gate and dnew_residual. A pass returns its results by name: y,
-new_residual,
-and the gradients dx, dh, dgate, dscale, dshift.
+new_residual, and the gradients dx, dh, dgate, dscale, dshift.
 """
 
 import dataclasses

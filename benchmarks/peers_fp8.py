@@ -62,8 +62,7 @@ def _product(a, b, form: str, how: str, out_dtype) -> jax.Array:
     """The product of two (values, scale), contracted as "nn", "nt" or "tn".
 
     how: "scaled" dequantises both to bfloat16, which XLA turns into a cuBLASLt FP8 product (Flax's quantise-dequantise
-    ops
-    rely on that); "direct" multiplies the FP8 values and scales the result.
+    ops rely on that); "direct" multiplies the FP8 values and scales the result.
     """
     dimensions = (_DIMENSIONS[form], ((), ()))
     if how == "scaled":

@@ -1,8 +1,7 @@
 """torch as a peer, in its own process: torch needs the Triton it came with, jaxops may use another on PYTHONPATH.
 
 The process reads requests from stdin, one JSON line each: cases to prepare and numbers of calls to time, so that torch
-is
-interleaved with JAX's variants. peers_torch_<op>.py prepares an op's cases and checks their results.
+is interleaved with JAX's variants. peers_torch_<op>.py prepares an op's cases and checks their results.
 
 By hand: `python -m benchmarks.peers_torch`, then the lines
 {"do": "prepare", "op": "grouped_matmul", "G": 8, "M": 4096, "K": 1024, "N": 1024, "pass": "fwd", "dist": "skewed"}
@@ -102,8 +101,8 @@ class Card:
         """Event to event around each call, with the gaps between its kernels (1 to 2 us; JAX's side sums kernel times).
 
         The stream sleeps until the host has queued all calls: autograd takes longer to launch small kernels than they
-        run. The
-        first call warms up. Nothing flushes the caches: as on JAX's side, operands are several times larger than L2.
+        run. The first call warms up. Nothing flushes the caches: as on JAX's side, operands are several times larger
+        than L2.
         """
         torch = self.torch
         start = time.perf_counter()

@@ -32,7 +32,6 @@ def reads_needed(scaling: str, layouts: str, given_amax: bool = False) -> int:
     """How often the cast reads its input.
 
     Twice if a scale needs more of it than fits on the chip, a whole tensor, or whole rows and whole columns at once;
-    once if
-    amax is given.
+    once if amax is given.
     """
     return 1 if given_amax else 2 if scaling == "tensorwise" or (scaling, layouts) == ("rowwise", "both") else 1

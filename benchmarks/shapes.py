@@ -127,8 +127,7 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
 
     balanced: M / G each, the remainder spread over the first groups. skewed: Zipf with exponent 1 in shuffled order,
     max(1, G // 16) groups empty, sizes not rounded to tiles. one_group: all rows in the middle group. half: half of the
-    rows
-    in one group, a third of the groups empty, the rest even.
+    rows in one group, a third of the groups empty, the rest even.
     """
     if dist == "balanced":
         return _even(M, G)
@@ -209,11 +208,9 @@ class PackedShape:
         """The fewest bytes of a pass, all tensors of one itemsize: [T, D] tensors, then [B, D] ones.
 
         adaln fwd: x, y; scale, shift. bwd: x, dy, dx; scale, dscale, dshift. gated_residual_adaln fwd: residual, h, new
-        residual,
-        y; gate, scale, shift. bwd: new residual, h, the cotangents of both results, dresidual, dh; gate, scale, dgate,
-        dscale,
-        dshift. fwd+bwd is one program that reads gate, scale and shift once; x and h are not in any cache in the
-        backward.
+        residual, y; gate, scale, shift. bwd: new residual, h, the cotangents of both results, dresidual, dh; gate,
+        scale, dgate, dscale, dshift. fwd+bwd is one program that reads gate, scale and shift once; x and h are not in
+        any cache in the backward.
         """
         tensors, vectors = _MOVED[op, pass_name]
         return itemsize * self.D * (tensors * self.T + vectors * self.B)
@@ -277,8 +274,7 @@ def sequence_lengths(dist: str, B: int, T: int) -> np.ndarray:
 
     unequal: B lengths, evenly from 0.25 to 1.75 times their mean, in shuffled order, not rounded to tiles. third_empty:
     B // 3 empty ones, the others unequal. one: all rows in the middle one of B. single: one sequence, for any B. many:
-    16
-    rows each, for any B.
+    16 rows each, for any B.
     """
     if dist in ("unequal", "third_empty"):
         full = max(1, B - (B // 3 if dist == "third_empty" else 0))

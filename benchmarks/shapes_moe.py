@@ -42,8 +42,7 @@ class RouteShape:
         """The fewest bytes of a pass with float32 logits.
 
         The logits and, for each choice, weight, expert, row and token; the backward adds the logits again, their
-        gradient, and
-        each choice's expert and cotangent.
+        gradient, and each choice's expert and cotangent.
         """
         rows = {"fwd": 1, "fwd+bwd": 3}[pass_name]
         choices = {"fwd": 4, "fwd+bwd": 6}[pass_name]
@@ -129,8 +128,7 @@ def preferences(dist: str, shape: MoeShape) -> np.ndarray:
     """float32 [T, E], added to the router's logits.
 
     Zeros for "router": groups as random logits fill them. Otherwise each token's k experts get more than any logit, so
-    that
-    groups have the sizes of `group_sizes`, limited to T; the excess goes to the other nonempty groups.
+    that groups have the sizes of `group_sizes`, limited to T; the excess goes to the other nonempty groups.
     """
     T, E, k = shape.T, shape.E, shape.k
     found = np.zeros((T, E), np.float32)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written beside the training, whole or not there at all, verified when they are read, onto any number of devices."""
+"""Checkpoints of a training run: written in the background, atomic, verified when read, for any number of devices."""
 
 import json
 import math
@@ -32,17 +32,17 @@ CHECKSUMS, HELDOUT, OWN = (
 
 
 class Checkpoints:
-    """The checkpoints of one run, each a folder named by its step; a context manager, whose end waits for the last write.
+    """The checkpoints of one run, each a folder named by its step. A context manager: its end waits for the last write.
 
-    A checkpoint is the whole training state, so that a run that was stopped goes on to the same bits. It is copied from the devices when `save` is called, and
-    written by threads while training goes on. It gets its name when all of it is on the disk: a process that is killed in between leaves the checkpoints
-    before as they were, and the next one removes what it left. With several processes all of them call everything here, and the folder is one that all see.
-    A checkpoint holds a checksum of each array, which is verified when it is read.
+    A checkpoint is the whole training state: a resumed run computes the same bits. `save` copies it from the devices,
+    and threads write it while training goes on. It gets its name when it is complete on disk: a killed process leaves
+    the earlier checkpoints intact, and the next process removes the partial one. With several processes all of them
+    call every method, and share the folder. Each array's checksum is stored and verified when read.
 
     Args:
-      folder: made where it is missing.
-      keep: how many of the newest stay.
-      keep_best: whether the one with the lowest held-out loss stays, too, among those that were saved with one.
+      folder: created if missing.
+      keep: how many of the newest are kept.
+      keep_best: whether the one with the lowest held-out loss is kept too, of those saved with a loss.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = False):
@@ -65,20 +65,20 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Of the whole checkpoints, ascending."""
+        """Steps of the complete checkpoints, ascending."""
         return saved_steps(self.folder)
 
     def start(self, state: State, say: Callable[[str], None] = lambda _: None) -> tuple[State, int]:
-        """What to train from, and how many steps it has done: the newest checkpoint that is whole, or `state` and 0 where there is none.
+        """(state to train from, steps done): the newest intact checkpoint, or `state` and 0 if there is none.
 
-        Damaged ones that are newer are renamed to STEP.damaged once a whole one has been read.
+        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read.
 
         Args:
-          state: a pytree of arrays as a new run has it. What is read has its shapes, dtypes and shardings, whatever devices it was saved from.
-          say: is told of each damaged checkpoint.
+          state: a new run's pytree of arrays. The result has its shapes, dtypes and shardings.
+          say: called with a line for each damaged checkpoint.
 
         Raises:
-          typer.BadParameter: a checkpoint of another model, or all of them are damaged.
+          typer.BadParameter: a checkpoint of another model, or all checkpoints are damaged.
         """
         wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
         damaged: dict[int, str] = {}
@@ -99,12 +99,12 @@ class Checkpoints:
         )
 
     def save(self, state: Any, done: int, *, heldout: float | None = None) -> None:
-        """Begins to write what `done` steps have led to; `state` may be donated right after. Nothing, if that is the newest checkpoint already.
+        """Starts writing the state after `done` steps, unless it is saved already; `state` may be donated afterwards.
 
-        Waits for the devices, and for the write before if that still goes on. An error of a write is raised by the next `save`, or at the end.
+        Waits for the devices, and for the previous write. A failed write raises in the next `save`, or at the end.
 
         Args:
-          heldout: the held-out loss of this state, where it was evaluated.
+          heldout: the held-out loss of this state, if it was evaluated.
         """
         if done == self._newest:
             return
@@ -120,15 +120,15 @@ class Checkpoints:
         self._newest = done
 
     def wait(self) -> None:
-        """Until what `save` began is written."""
+        """Waits for the write that `save` started."""
         self._writer.wait_until_finished()
 
     def check(self) -> None:
-        """Raises the error of a write that goes on, if it has failed."""
+        """Raises the error of a failed write."""
         self._writer.check_for_errors()
 
     def _remove_others(self) -> None:
-        """All but those that stay. Each is renamed before it is removed, so that no part of one ever looks like a whole one."""
+        """Renames each checkpoint before removing it, so that no partial folder looks complete."""
         if not is_first():
             return
         stay = set(self.steps[-self._keep :])
@@ -151,7 +151,7 @@ class Checkpoints:
             return None
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array] | None, str]:
-        """(the arrays, "") or (None, what is wrong with them), the same in all processes."""
+        """(arrays, "") or (None, the error), the same in all processes."""
         folder, found, wrong, sums, stored = self.folder / str(step), None, "", {}, {}
         try:
             sums = self._metadata(step)[CHECKSUMS]
@@ -174,10 +174,10 @@ class Checkpoints:
     def _compare(
         self, step: int, sums: dict[str, int], stored: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]
     ) -> str:
-        """What is wrong with the metadata, or "".
+        """The error in the metadata, or "".
 
         Raises:
-          typer.BadParameter: they are in order, and another model's.
+          typer.BadParameter: the metadata are intact, and another model's.
         """
         if sums.keys() != stored.keys():
             return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
@@ -207,12 +207,12 @@ class Checkpoints:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Of the whole checkpoints in a folder, ascending."""
+    """Steps of the complete checkpoints in a folder, ascending."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
-    """32 bits of each array: the sum of a hash of each of its words and the word's place, so the same however the array is split over devices.
+    """32 bits of each array: the sum over its words of a hash of word and index, for any sharding.
 
     The hash is MurmurHash3's finalizer, a bijection of 32 bits: one changed element always changes the sum.
     """
@@ -236,7 +236,7 @@ def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Modulo 2**32, so in any order. On CPUs XLA does not vectorize sums of integers: there two halves are added first."""
+    """Sum modulo 2**32, in any order. XLA on CPUs does not vectorize integer sums, so two halves are added first."""
     if jax.default_backend() == "cpu":
         x = x.reshape(-1)
         half = x.size // 2
@@ -249,7 +249,7 @@ def _crc(metadata: dict[str, Any]) -> int:
 
 
 def _of_all_processes(wrong: str) -> str:
-    """What is wrong in the first process in which something is."""
+    """The error of the first process that has one."""
     if jax.process_count() == 1:
         return wrong
     padded = np.frombuffer(wrong.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), np.uint8)
@@ -260,7 +260,7 @@ def _of_all_processes(wrong: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what another exception was raised from: the outer ones repeat it."""
+    """Of the innermost cause: the outer exceptions repeat it."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200].rstrip(
@@ -274,7 +274,7 @@ def _some(names: list[str], between: str = ", ") -> str:
 
 
 def _by_name(state: Any) -> dict[str, Any]:
-    """The leaves by their paths: what is on the disk names no Python class."""
+    """The leaves by path, so that no Python class is named on disk."""
     return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 

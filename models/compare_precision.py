@@ -1,7 +1,7 @@
-"""Trains the models in FP8, by each recipe, beside bfloat16: the same parameters to start from, the same batches. How far are the losses apart?
+"""Trains the models by each FP8 recipe beside bfloat16, from the same parameters on the same batches.
 
-python -m models.compare_precision                                        # both models, all recipes
-python -m models.compare_precision lm --recipes blockwise,tensorwise --seeds 3      # a single training is noise: the mean over three starts is less so
+python -m models.compare_precision                                       # both models, all recipes
+python -m models.compare_precision lm --recipes blockwise --seeds 3      # the mean over three starts has less noise
 python -m models.compare_precision dit --preset demo --steps 20 --out /tmp/x   # a look at it on a CPU
 """
 
@@ -48,10 +48,10 @@ class Workload(NamedTuple):
     """A model and its batches, in any precision.
 
     Attributes:
-      start: seed -> the training's state before its first step, in BASELINE.
-      model: precision -> the model, to be traced only.
+      start: seed -> the state before the first step, in BASELINE.
+      model: precision -> the model, for tracing only.
       make_step: (precision, graphdef) -> the compiled step.
-      inputs: step -> what the step takes beside the state; of each precision the same.
+      inputs: step -> the step's arguments beside the state, the same for all precisions.
       shape: T tokens a step, and sizes of the model.
     """
 
@@ -113,7 +113,7 @@ def dit_workload(preset: str, steps: int) -> Workload:
 
 
 def on_device(batches: Callable[[int], Any], steps: int) -> list[Any]:
-    """All of them, before any clock runs."""
+    """All of them, before the measurement."""
     return [place(batches(step)) for step in range(steps)]
 
 
@@ -121,7 +121,7 @@ WORKLOADS = {"lm": lm_workload, "dit": dit_workload}
 
 
 def start_in(workload: Workload, precision: str, start: Any) -> tuple[nnx.GraphDef, Any]:
-    """The model in another precision, and a copy of the state to start it from: the same parameters, and no history."""
+    """The model in another precision, and a copy of the state for it: the same parameters, empty histories."""
     graphdef, _, histories = nnx.split(
         nnx.eval_shape(lambda: workload.model(PRECISIONS[precision])), nnx.Param, AmaxHistory
     )
@@ -131,7 +131,7 @@ def start_in(workload: Workload, precision: str, start: Any) -> tuple[nnx.GraphD
 
 
 def compile_steps(workload: Workload, precisions: list[str], start: Any) -> dict[str, Any]:
-    """Each precision's training step, compiled together: that takes most of the time of a comparison."""
+    """Each precision's training step, compiled in parallel: compilation is most of a comparison's time."""
 
     def lower(precision: str):
         graphdef, state = start_in(workload, precision, start)
@@ -148,7 +148,7 @@ def compile_steps(workload: Workload, precisions: list[str], start: Any) -> dict
 
 
 def train(workload: Workload, step: Callable[..., tuple[Any, Any]], state: Any) -> Run:
-    """All steps from a state, which is donated. The host waits only where it looks at the clock."""
+    """All steps from a state, which is donated. The host waits only when it reads the clock."""
     losses, us, last = [], [], time.perf_counter()
     for i in range(workload.steps):
         state, metrics = step(state, *workload.inputs(i))
@@ -161,7 +161,7 @@ def train(workload: Workload, step: Callable[..., tuple[Any, Any]], state: Any) 
 
 
 def make_row(model: str, workload: Workload, precision: str, seed: int, run: Run, baseline: Run) -> dict:
-    """A row as the benchmarks' rows are, and what this comparison says: losses, and a curve of their means over equal parts of the training."""
+    """A row in the benchmarks' format, with the losses and a curve of their means over equal parts of the training."""
     us, last = np.percentile(run.us, (20, 50, 80)), min(LAST, workload.steps)
     loss, wanted = (float(np.mean(of.losses[-last:])) for of in (run, baseline))
     return {
@@ -194,7 +194,7 @@ def make_row(model: str, workload: Workload, precision: str, seed: int, run: Run
 
 @functools.cache
 def environment() -> dict[str, str | None]:
-    """Where and with what: JAXOPS_COMMIT names the commit where a copy of the sources runs."""
+    """Where and with what it was measured; JAXOPS_COMMIT is the commit of a copy of the sources."""
     here = Path(__file__).parent
     commit = os.environ.get("JAXOPS_COMMIT") or _first_line("git", "-C", str(here), "rev-parse", "--short", "HEAD")
     try:
@@ -236,7 +236,10 @@ def main(
         Path | None, typer.Option(help="Folder of the rows and the picture. Default: benchmarks/results/DEVICE.")
     ] = None,
 ) -> None:
-    """Appends to OUT/precision.jsonl and draws OUT/precision.png. Bfloat16 is trained from two starts at least: how far those are apart is the noise."""
+    """Appends to OUT/precision.jsonl and draws OUT/precision.png.
+
+    Bfloat16 is trained from two starts at least: their difference is the noise.
+    """
     for name in models or ():
         check_option("models", name, WORKLOADS)
     chosen = [
@@ -266,7 +269,8 @@ def main(
             with file.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
             print(
-                f"{model} {precision:26} seed {seed}: loss {row['loss_last50']:.4f} ({row['ratio_to_bf16'] - 1:+.3%} of bfloat16's), "
+                f"{model} {precision:26} seed {seed}: loss {row['loss_last50']:.4f} ({row['ratio_to_bf16'] - 1:+.3%} "
+                "of bfloat16's), "
                 f"{row['tokens_per_s']:,} tokens/s; {time.perf_counter() - begin:.0f} s in all",
                 flush=True,
             )
@@ -274,7 +278,8 @@ def main(
             for precision, found in ratios.items():
                 mean, error = np.mean(found), np.std(found, ddof=1) / seeds**0.5
                 print(
-                    f"{model} {precision:26} {mean:+.3%} of bfloat16's loss, the mean of {seeds} starts, standard error {error:.3%}",
+                    f"{model} {precision:26} {mean:+.3%} of bfloat16's loss, the mean of {seeds} starts, standard "
+                    f"error {error:.3%}",
                     flush=True,
                 )
     plot_precisions([json.loads(line) for line in file.read_text().splitlines()], BASELINE, folder / "precision.png")

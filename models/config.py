@@ -1,4 +1,4 @@
-"""A run's configuration: a preset, over it what a YAML file says, over that what the command line says; nested like the dataclass that it makes."""
+"""A run's configuration: a preset, overlaid by a YAML file, overlaid by the command line."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ _Loader.add_implicit_resolver(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every training command takes from its command line: what is trained, which goes into OUT/config.yaml, and where."""
+    """Options of every training command: what is trained, which goes to OUT/config.yaml, and where."""
 
     preset: Annotated[str, typer.Option(help="What the other settings start from.")] = "demo"
     config: Annotated[
@@ -58,7 +58,7 @@ class Options:
         bool,
         typer.Option(
             "--offload",
-            help="Activations to the host's memory, on a GPU: layers' inputs and attention; the rest is computed again. Or set policy.",
+            help="Offload layers' inputs and attention to the host, on a GPU; recompute the rest. Or set policy.",
         ),
     ] = False
     save_every: Annotated[
@@ -105,7 +105,10 @@ def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Cal
 
 @contextlib.contextmanager
 def errors_of_options() -> Iterator[None]:
-    """What is wrong with settings or data ends the command with the error's words. Not for the training itself, whose errors need their traceback."""
+    """Wrong settings or data end the command with the error's message.
+
+    Not for the training itself, whose errors need their traceback.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
@@ -132,26 +135,29 @@ def read(file: Path) -> Given:
 
 
 def check_unchanged(config: Schedule, file: Path) -> None:
-    """
+    """Compares the settings with those of the run that wrote `file`.
+
     Raises:
-      ValueError: a run wrote `file` with other settings, all of which are named; or it is not as a run wrote it.
+      ValueError: they differ, with all differences named, or the file was edited.
     """
     text, _, said = file.read_text(errors="replace").rpartition(CHECKSUM)
     if said.strip() != _crc(text):
         raise ValueError(
-            f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with --out."
+            f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with "
+            "--out."
         )
     ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read(file))))
     if differing := [
         f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]
     ]:
         raise ValueError(
-            f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder with --out."
+            f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder "
+            "with --out."
         )
 
 
 def write(config: Schedule, file: Path) -> None:
-    """What `read` gives back, and a checksum of it in a comment."""
+    """Writes what `read` reads, and its checksum in a comment."""
     text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
     replace(file, f"{text}{CHECKSUM} {_crc(text)}\n")
 
@@ -161,7 +167,7 @@ def _crc(text: str) -> str:
 
 
 def overlay(below: Given, above: Given) -> Given:
-    """All of both; of what both have, mappings are overlaid, and other values are the upper one's."""
+    """Both mappings merged, nested ones too; of two other values the upper one counts."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -170,7 +176,7 @@ def overlay(below: Given, above: Given) -> Given:
 
 
 def assignments(texts: Sequence[str]) -> Given:
-    """KEY=VALUE each, with dots in the key for nested ones -> the mapping that a file would hold.
+    """KEY=VALUE texts, with dots for nested keys -> the mapping of an equal file.
 
     Raises:
       ValueError: a text without "=", or a value that is no YAML.
@@ -191,11 +197,11 @@ def assignments(texts: Sequence[str]) -> Given:
 
 
 def given_by(options: Options, own: Given, nested: bool) -> Given:
-    """What the file, --set and the other options say, each over those before.
+    """The settings of the file, --set and the other options, each over those before.
 
     Args:
-      own: the options that one command alone has, None for those not given.
-      nested: whether what the model computes with stands under "model".
+      own: the options of one command, None for those not given.
+      nested: whether the model's settings are under "model".
     """
     model: Given = {}
     if options.backend is not None:
@@ -215,10 +221,10 @@ def given_by(options: Options, own: Given, nested: bool) -> Given:
 
 
 def resolve(preset: AnySchedule, given: Given) -> AnySchedule:
-    """The preset's dataclass with what is given over it.
+    """The preset's dataclass with the given settings.
 
     Raises:
-      ValueError: names every key that does not exist, beside those that do, and every value of a wrong type or out of range.
+      ValueError: names every unknown key, beside the known ones, and every value of a wrong type or out of range.
     """
     merged = json.dumps(
         overlay(dataclasses.asdict(preset), given), default=str

@@ -1,4 +1,4 @@
-"""Text for a language model: files and folders of the user's, or the Python standard library's own sources, which every machine already has."""
+"""Text for a language model: the user's files and folders, or the sources of the Python standard library."""
 
 import json
 import os
@@ -25,7 +25,7 @@ class Corpus(NamedTuple):
 
 
 def source_files(root: Path) -> list[Path]:
-    """The Python files under root in an order that every machine agrees on, without tests and installed packages."""
+    """The Python files under root, without tests and installed packages, in the same order on every machine."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_DIRECTORIES]
@@ -37,19 +37,20 @@ def standard_library(root: Path | None = None) -> list[bytes]:
     """The sources under root, by default those of the running Python.
 
     Raises:
-      FileNotFoundError: fewer than there are in any Python.
+      FileNotFoundError: fewer files than any Python has.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = source_files(root)
     if len(files) < HELDOUT_EVERY:
         raise FileNotFoundError(
-            f"{root} holds {len(files)} Python files; at least {HELDOUT_EVERY} are needed. A Python without its sources? Install them, or pass --data."
+            f"{root} holds {len(files)} Python files; at least {HELDOUT_EVERY} are needed. A Python without its "
+            "sources? Install them, or pass --data."
         )
     return [file.read_bytes() for file in files]
 
 
 def text_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Files as they are named; of folders, and of all folders in them, those of TEXT_SUFFIXES in sorted order, but for hidden ones.
+    """The named files; of folders, recursively, those with TEXT_SUFFIXES in sorted order, without hidden ones.
 
     Raises:
       FileNotFoundError: a path that does not exist, or a folder without such a file.
@@ -72,7 +73,7 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def files_read(paths: Sequence[str | Path]) -> dict[str, Path]:
-    """By name what `read_texts` reads, or `standard_library` where there are no paths."""
+    """The files that `read_texts` reads, or `standard_library` without paths, by name."""
     if paths:
         return {str(file): file for file in text_files(paths)}
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -80,10 +81,10 @@ def files_read(paths: Sequence[str | Path]) -> dict[str, Path]:
 
 
 def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes]:
-    """All documents of `text_files`: each file is one, of a .jsonl file each line's "text".
+    """All documents of `text_files`: a file each, or of a .jsonl file the "text" of each line.
 
     Args:
-      raw: files are taken as they are. Else they must be UTF-8, without zero bytes, one of which ends a document.
+      raw: read files as bytes. Otherwise they must be UTF-8 without zero bytes, because a zero ends a document.
 
     Raises:
       FileNotFoundError: as of `text_files`.
@@ -102,7 +103,7 @@ def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes]
 
 
 def _not_text(content: bytes) -> str | None:
-    """What is wrong with it."""
+    """The error of a file that is no text."""
     if 0 in content:
         return f"byte {content.index(0):,} is zero"
     try:
@@ -130,7 +131,7 @@ def _json_lines(file: Path) -> list[bytes]:
 
 
 def tokenize(texts: Sequence[bytes], tokenizer: Tokenizer) -> Documents:
-    """Each text that is not empty as a document, which ends with the tokenizer's `end` if it has one.
+    """Each nonempty text as a document, followed by the tokenizer's `end` if it has one.
 
     Raises:
       ValueError: a text that is not UTF-8, for a tokenizer that needs it.
@@ -144,13 +145,13 @@ def tokenize(texts: Sequence[bytes], tokenizer: Tokenizer) -> Documents:
 
 
 def split(documents: Documents, source: str = "the data") -> Corpus:
-    """Each tenth document is held out; where there are fewer than ten, each one's last tenth.
+    """Holds out each tenth document, or with fewer than ten the last tenth of each.
 
     Args:
-      source: what an error calls it.
+      source: its name in errors.
 
     Raises:
-      ValueError: so little text that nothing can be predicted of one of the two parts.
+      ValueError: too little text to predict anything in one of the two parts.
     """
     lengths = np.diff(documents.offsets)
     tenth = np.arange(len(lengths)) % HELDOUT_EVERY == HELDOUT_EVERY - 1
@@ -163,13 +164,14 @@ def split(documents: Documents, source: str = "the data") -> Corpus:
     ]
     if not all((np.diff(part.offsets) > 1).any() for part in parts):
         raise ValueError(
-            f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and to hold a tenth out of."
+            f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and "
+            "to hold a tenth out of."
         )
     return Corpus(*parts)
 
 
 def bigram_nats(train: np.ndarray, batch: Batch) -> float:
-    """Mean nats a byte that a table of train's byte pairs, each counted once more than seen, needs for what a batch counts."""
+    """Mean nats a byte of a bigram table of train with add-one smoothing, over a batch's predictions."""
     pairs = np.bincount(train[:-1].astype(np.int64) * 256 + train[1:], minlength=256 * 256).reshape(256, 256) + 1
     log_probs = np.log(pairs / pairs.sum(axis=1, keepdims=True))
     return float(-np.mean(log_probs[batch.tokens, batch.targets][batch.documents >= 0]))

@@ -1,4 +1,7 @@
-"""A decoder language model: Llama, Qwen3, Mixtral or Qwen3-MoE, by its configuration (models/hf.py reads and writes their checkpoints)."""
+"""A decoder language model: Llama, Qwen3, Mixtral or Qwen3-MoE, by its configuration.
+
+models/hf.py reads and writes their checkpoints.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +21,6 @@ from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
 from models.mesh import AXES, gather
 from models.packed_attention import attend, packed_attention
-from models.packing import Batch
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
 
@@ -27,24 +29,27 @@ class DecoderConfig:
     """Sizes and choices of a `Decoder`.
 
     Attributes:
-      vocab, width, layers: tokens there are, numbers a token, blocks.
-      heads, kv_heads, head_dim: of the attention; each heads / kv_heads queries share a key and a value.
-      hidden: width inside a block's gated unit, or inside each of its experts.
-      experts, top_k: how many gated units a block has, and how many of them a token goes through; 0 experts for one that all tokens go through.
-      normalize: whether a token's weights of its experts are divided by their sum.
+      vocab, width, layers: number of tokens, width of the residual stream, number of blocks.
+      heads, kv_heads, head_dim: of the attention; heads / kv_heads queries share a key and a value.
+      hidden: width inside a block's gated unit, or inside each expert.
+      experts, top_k: gated units of a block, and how many of them a token uses; 0 experts for one dense unit.
+      normalize: whether a token's expert weights are divided by their sum.
       qk_norm: whether queries and keys are normalized, head by head (Qwen3).
-      rope_base: of the rotary positions.
+      rope_base: of the rotary position embedding.
       norm_epsilon: added to the mean square in every norm.
-      tie_embeddings: whether the logits are products with the embeddings.
-      dtype: of the computation; parameters and logits are float32, and the router's product.
-      recipe: of attention's and the gated units' matrix products in FP8 (`jaxops.fp8_matmul`); None leaves them in dtype. Embedding, router and logits are
-        never in FP8.
+      tie_embeddings: whether the output projection uses the embeddings.
+      dtype: of the computation; parameters, logits and the router's product are float32.
+      recipe: FP8 recipe of attention's and the gated units' products (`jaxops.fp8_matmul`); None for dtype. Embedding,
+        router and logits are never in FP8.
       attention: "xla" or "cudnn" (bfloat16, on a GPU).
-      max_documents: of a row, padding counted as one: what cuDNN has to know where documents share rows. A batch of more than that comes out NaN.
-      backend: of the experts' matrix products, and of all those in FP8.
-      policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
-        "attention" (all that attention's backward needs), "middle" (after attention), "mlp" (of one without experts), and those of jaxops' ops. None keeps all.
-      unroll: whether the program has a block for each layer, and not one in a loop: faster steps, longer compilation; not with a policy that offloads.
+      max_documents: of a row, padding included; cuDNN needs it where documents share rows. With more the results are
+        NaN.
+      backend: of the experts' products, and of all FP8 products.
+      policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
+        Names: "carry" (the block's input), "attention" (all residuals of attention), "middle" (after attention), "mlp"
+        (of a dense block), and those of jaxops' ops. None keeps everything.
+      unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
+        policy.
     """
 
     vocab: PositiveInt
@@ -78,11 +83,10 @@ class DecoderConfig:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one.")
         if not min(1, self.experts) <= self.top_k <= self.experts:
             raise ValueError(
-                f"top_k is {self.top_k} of {self.experts} experts; it must be within 1 and experts, and 0 without experts."
+                f"top_k is {self.top_k} of {self.experts} experts; it must be within 1 and experts, and 0 without "
+                "experts."
             )
 
-
-LOGITS = 1 << 28  # 1 GB, of 8,192 tokens with 32,768 logits each
 
 AnyLayer = TypeVar("AnyLayer", nnx.Embed, nnx.Linear)
 KeysValues = tuple[jax.Array, jax.Array]
@@ -92,7 +96,10 @@ Attend = Callable[
 
 
 class Routed(NamedTuple):
-    """What the routers did, each [layers]-stacked; None of a dense model. aux_loss and z_loss as in `jaxops.Routing`; load: assignments of each expert."""
+    """Results of the routers, stacked over [layers]; None for a dense model.
+
+    aux_loss and z_loss as in `jaxops.Routing`; load: assignments of each expert.
+    """
 
     aux_loss: jax.Array
     z_loss: jax.Array
@@ -100,7 +107,7 @@ class Routed(NamedTuple):
 
 
 def document_starts(documents: jax.Array) -> jax.Array:
-    """documents [B, T]: numbers that change where another document starts -> where that is, bool [B, T]; each row starts with one."""
+    """documents [B, T], which change where a document starts -> bool [B, T], True at document and row starts."""
     return jnp.concatenate([jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1)
 
 
@@ -111,7 +118,7 @@ def positions_in(starts: jax.Array) -> jax.Array:
 
 
 def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
-    """Causal attention inside documents: all rows are one sequence of them."""
+    """Causal attention within documents: all rows are one sequence of them."""
     offsets = jnp.nonzero(starts.ravel(), size=starts.shape[0] * max_documents + 1, fill_value=starts.size)[0].astype(
         jnp.int32
     )
@@ -128,7 +135,10 @@ def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Rotary position embedding of x [B, T, heads, head_dim] at positions [B, T] (Su et al. 2021, arXiv:2104.09864), halves beside each other."""
+    """Rotary position embedding of x [B, T, heads, head_dim] at positions [B, T], in the half-split layout.
+
+    Su et al. 2021, arXiv:2104.09864.
+    """
     half = x.shape[-1] // 2
     angle = (
         positions[:, :, None, None].astype(jnp.float32)
@@ -140,13 +150,13 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
-    """norm(x), of which the backward keeps x alone, in its own dtype: computed again it costs less than what is between, in float32, costs to keep."""
+    """norm(x), whose backward keeps only x: recomputing the float32 intermediates costs less than storing them."""
     graphdef, params = nnx.split(norm)
     return jax.checkpoint(lambda params, x: nnx.merge(graphdef, params)(x), prevent_cse=False)(params, x)
 
 
 class Attention(nnx.Module):
-    """Self-attention with rotary positions, and fewer keys and values than queries. What sees what, and what is kept of it, is the caller's."""
+    """Self-attention with rotary positions and grouped queries. The caller chooses mask and residuals."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
@@ -191,9 +201,9 @@ class GatedUnit(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated units of which each token goes through some. No token is dropped, nothing is padded, and no count is read by the host.
+    """A mixture of experts without token drops, padding or host synchronization.
 
-    Sharded, a device has some of the experts, and its tokens go to all devices of the mesh axis "expert" and back.
+    Sharded, each device has some of the experts: its tokens are exchanged over the mesh axis "expert".
     """
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
@@ -222,10 +232,10 @@ class Experts(nnx.Module):
         return own, Routed(self._balance(x, load), lax.pmean(routing.z_loss, AXES), load)
 
     def _balance(self, x: jax.Array, load: jax.Array) -> jax.Array:
-        """aux_loss of all devices' tokens, which is no mean of the devices' own: it multiplies two means over tokens, the load and the scores."""
+        """aux_loss of all devices' tokens. Not a mean over devices: it multiplies two means over tokens."""
         assert isinstance(self.moe.router, Router)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        # As precisely as the router itself multiplies.
+        # In the precision of the router.
         logits = jnp.matmul(tokens, self.moe.router.kernel[...], precision=lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits)
         return self.config.experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(scores, axis=0), AXES))
@@ -234,7 +244,7 @@ class Experts(nnx.Module):
         return self.moe(x) if self.config.recipe is None else self._in_fp8(x)
 
     def _in_fp8(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
-        """With recipe "delayed" in tensorwise, for groups have no history."""
+        """Recipe "delayed" becomes tensorwise: groups have no history."""
         c, moe, tokens = self.config, self.moe, x.reshape(-1, x.shape[-1])
         routing = moe.router(tokens)
         offsets, own = routing.group_offsets, moe.gate.shape[0]
@@ -246,7 +256,7 @@ class Experts(nnx.Module):
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, moe.gate[...]), multiply(rows, moe.up[...])
         down = multiply(jax.nn.silu(gate) * up, moe.down[...])
-        # The devices' sums are added in float32, and rounded once: as on one device.
+        # Partial sums of the devices are added in float32 and rounded once, as on one device.
         y = (
             lax.psum(jaxops.combine(down, routing, out_dtype=jnp.float32), "expert").astype(down.dtype)
             if self.sharded
@@ -280,8 +290,8 @@ class Decoder(nnx.Module):
     """Tokens in, logits of the next token out. The blocks' parameters are stacked.
 
     Args:
-      sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch. It is the same model, with the same
-        parameters: `Routed` is of all devices' tokens together.
+      sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch.
+        Model and parameters are the same; `Routed` covers all devices' tokens.
     """
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
@@ -300,15 +310,15 @@ class Decoder(nnx.Module):
         self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 
     def __call__(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
-        """tokens [B, T] integers, and where several documents lie in a row a number of each token's, [B, T] -> logits [B, T, vocab] float32, and `Routed`.
+        """tokens [B, T], document numbers [B, T] if rows are shared -> logits [B, T, vocab] float32, and `Routed`.
 
-        No document sees another one, and each one's positions start at 0.
+        Documents do not attend to each other, and each one's positions start at 0.
         """
         x, routed = self.hidden(tokens, documents)
         return self.logits(x), routed
 
     def hidden(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
-        """What `logits` takes, [B, T, width], from what the model takes."""
+        """The input of `logits`, [B, T, width], from the model's inputs."""
         if documents is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
         else:
@@ -326,22 +336,24 @@ class Decoder(nnx.Module):
         return x, routed
 
     def _attend(self, documents: jax.Array | None) -> Attend:
-        """
+        """The attention function for these documents.
+
         Raises:
-          ValueError: documents, cuDNN's attention, and no max_documents.
+          ValueError: documents with cuDNN's attention, without max_documents.
         """
         c = self.config
         if documents is not None and c.attention == "cudnn":
             if c.max_documents is None:
                 raise ValueError(
-                    "attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the most."
+                    "attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at "
+                    "the most."
                 )
             return cudnn_documents(document_starts(documents), c.max_documents)
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
         return lambda q, k, v: (attend(q, k, v, mask, True, c.attention), None)
 
     def empty_cache(self, batch: int, length: int) -> KeysValues:
-        """For `extend`: keys and values of `length` tokens a row, [layers, batch, length, kv_heads, head_dim] in dtype."""
+        """For `extend`: keys and values, [layers, batch, length, kv_heads, head_dim] in dtype."""
         c = self.config
         none = jnp.zeros((c.layers, batch, length, c.kv_heads, c.head_dim), c.dtype)
         return none, none
@@ -349,12 +361,14 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: jax.Array, cache: KeysValues, at: jax.Array, first: jax.Array
     ) -> tuple[jax.Array, KeysValues]:
-        """tokens [B, T] after what the cache holds of each row -> (logits [B, vocab] float32 of what follows the last, the cache with them). For inference.
+        """tokens [B, T] after the cached ones -> (logits [B, vocab] float32 after the last token, the new cache).
+
+        For inference.
 
         Args:
-          cache: as of `empty_cache`; what it holds before `at` counts, [B, first[b]:at] of row b.
-          at: int32, where the first of the tokens is put; all rows' alike.
-          first: [B] int32, where each row begins: before it are tokens that fill up a shorter prompt, which nobody sees.
+          cache: as of `empty_cache`; [B, first[b]:at] of row b are valid.
+          at: int32, position of the first token, the same for all rows.
+          first: [B] int32, start of each row; tokens before it pad a shorter prompt and are masked.
         """
         now = at + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         seen = jnp.arange(cache[0].shape[2], dtype=jnp.int32)
@@ -390,32 +404,3 @@ class Decoder(nnx.Module):
             return layer
         graphdef, params = nnx.split(layer)
         return nnx.merge(graphdef, gather(params))
-
-
-def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Array, Routed | None]:
-    """Mean cross-entropy, in nats a token, of the predictions that a batch of rows [B, T] counts: none of padding, none across a document's end.
-
-    Args:
-      packed: whether a row may hold several documents, which then do not see each other. Without, attention needs no mask: padding comes last.
-    """
-    x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
-    losses = cross_entropies(model, x.reshape(-1, x.shape[-1]), batch.targets.astype(jnp.int32).ravel())
-    return jnp.sum(jnp.where(batch.documents.ravel() >= 0, losses, 0.0)) / jnp.maximum(batch.counted(), 1), routed
-
-
-def cross_entropies(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """Of x [N, width] and targets [N], in nats, [N]. Never are more than `LOGITS` logits in memory: those of long batches are computed piece by piece, and
-    again in the backward."""
-    N, rows = x.shape[0], max(1, LOGITS // model.config.vocab)
-
-    def of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x, targets = piece
-        return -jnp.take_along_axis(jax.nn.log_softmax(model.logits(x)), targets[:, None], axis=1)[:, 0]
-
-    if rows >= N:
-        return of((x, targets))
-    rows = -(-N // -(-N // rows))  # of as many pieces equal ones
-    pieces = [
-        jnp.pad(a, ((0, -N % rows), *[(0, 0)] * (a.ndim - 1))).reshape(-1, rows, *a.shape[1:]) for a in (x, targets)
-    ]
-    return jax.lax.map(jax.checkpoint(of, prevent_cse=False), tuple(pieces)).ravel()[:N]

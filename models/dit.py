@@ -17,22 +17,24 @@ from models.precision import Backend, Dtype, Recipe, linear_layer
 
 @dataclasses.dataclass(frozen=True)
 class DiTConfig:
-    """Sizes of a `DiT`.
+    """Sizes and choices of a `DiT`.
 
     Attributes:
       token: values of a token, patch * patch * channels.
-      classes: labels; one more stands for "any class" (Ho & Salimans 2022, arXiv:2207.12598).
-      longest: tokens of the largest image that may come.
-      crowd: images that start within `longest` tokens, at the most, for the "cudnn" way of attention; None for any number.
-      dtype: dtype of the computation; parameters, residual stream and loss are float32.
-      recipe: of the blocks' and modulations' matrix products in FP8; None leaves them in dtype. What turns tokens, times and labels into vectors is
-        never in FP8, nor what turns vectors into tokens.
+      classes: labels; one more is "any class" (Ho & Salimans 2022, arXiv:2207.12598).
+      longest: tokens of the largest image.
+      crowd: at most how many images start within `longest` tokens, for "cudnn" attention; None for any number.
+      dtype: of the computation; parameters, residual stream and loss are float32.
+      recipe: FP8 recipe of the blocks' and modulations' products; None for dtype. The embeddings of tokens, times and
+        labels and the output projection are never in FP8.
       attention: way of `models.packed_attention.packed_attention`.
-      backend: of the AdaLN ops, and of the matrix products in FP8.
-      policy: what of a block's inside is kept for the backward, offloaded to the host or computed again (`jaxops.offload`), by these names: "carry", its input,
-        "attention" (all that attention's backward needs), "mlp", "branch.attention" and "branch.mlp" (what the two give, which the gates' gradients need),
-        and those of jaxops' ops. None keeps all.
-      unroll: whether the program has a block for each layer, and not one in a loop: faster steps, longer compilation; not with a policy that offloads.
+      backend: of the AdaLN ops, and of FP8 products.
+      policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
+        Names: "carry" (the block's input), "attention" (all residuals of attention), "mlp", "branch.attention" and
+        "branch.mlp" (outputs of the branches, for the gates' gradients), and those of jaxops' ops. None keeps
+        everything.
+      unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
+        policy.
     """
 
     layers: int
@@ -51,7 +53,7 @@ class DiTConfig:
 
 
 def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
-    """[N] -> [N, features] sines and cosines, with wavelengths from 2 pi to longest_period in a geometric row."""
+    """[N] -> [N, features] sines and cosines, with wavelengths from 2 pi to longest_period in geometric progression."""
     half = features // 2
     angle = jnp.outer(
         x.astype(jnp.float32),
@@ -61,7 +63,7 @@ def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
 
 
 def position_embedding(sequence_offsets: jax.Array, grids: jax.Array, rows: int, width: int) -> jax.Array:
-    """[rows, width]: where a token's patch stands in its own image, counted from all four edges, and so the image's size too."""
+    """[rows, width]: a patch's distance from all four edges of its image, which also gives the image's size."""
     sequence, _ = segments(sequence_offsets, rows)
     index = jnp.arange(rows, dtype=jnp.int32) - sequence_offsets[sequence]
     height, columns = grids[sequence, 0], jnp.maximum(grids[sequence, 1], 1)
@@ -100,7 +102,8 @@ class DiT(nnx.Module):
                 inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs),
                 inner(4 * c.width, c.width, dtype=dtype, rngs=rngs),
             )
-            # The backward finds the slope from the input, which it has anyway: otherwise XLA keeps what leads to the value, too, as large as the input.
+            # The backward computes the slope from the input, which it keeps anyway: otherwise XLA also keeps
+            # intermediates of that size.
             activation = jax.checkpoint(jax.nn.gelu)
             mlp = nnx.Sequential(
                 wide,
@@ -133,11 +136,11 @@ class DiT(nnx.Module):
     def __call__(
         self, tokens: jax.Array, time: jax.Array, labels: jax.Array, sequence_offsets: jax.Array, grids: jax.Array
     ) -> jax.Array:
-        """Velocities [T, token] in float32; what stands in rows outside the images means nothing, and reaches no other row.
+        """Velocities [T, token] in float32; rows outside the images are undefined and affect no other row.
 
         Args:
           tokens: [T, token], the images' tokens one after another.
-          time: [B] within 0 (image) to 1 (noise).
+          time: [B] from 0 (image) to 1 (noise).
           labels: [B] int32; `classes` for any class.
           sequence_offsets: [B + 1] int32.
           grids: [B, 2] int32, rows and columns of patches.
@@ -157,9 +160,10 @@ class DiT(nnx.Module):
 
 
 def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> jax.Array:
-    """Mean squared error of the velocity noise - image, over the rows inside (Liu et al. 2022, arXiv:2209.03003).
+    """Mean squared error of the velocity noise - image, over rows of images (Liu et al. 2022, arXiv:2209.03003).
 
-    batch is a `models.images.Batch`. Each image has its own time, with more of them in the middle (Esser et al. 2024, arXiv:2403.03206, section 3.1).
+    batch is a `models.images.Batch`. Each image has its own time, drawn with more weight in the middle (Esser et al.
+    2024, arXiv:2403.03206, section 3.1).
     """
     time_key, noise_key, label_key = jax.random.split(key, 3)
     B, T = batch.labels.shape[0], batch.tokens.shape[0]
@@ -174,9 +178,9 @@ def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> ja
 
 
 def generate(model: DiT, batch, key: jax.Array, steps: int = 32, guidance: float = 2.0) -> jax.Array:
-    """Tokens [T, token] of new images with a batch's labels and sizes: from noise to image by Heun's method, guided away from "any class".
+    """Tokens [T, token] of new images with a batch's labels and sizes, by Heun's method with classifier-free guidance.
 
-    batch is a `models.images.Batch`, of which the tokens are not looked at.
+    batch is a `models.images.Batch`, whose tokens are not used.
     """
     B = batch.labels.shape[0]
     anything = jnp.full((B,), model.config.classes, jnp.int32)

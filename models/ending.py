@@ -1,4 +1,4 @@
-"""How a run ends before its last step, in one line: SIGTERM or Ctrl-C, which save first, and a full disk."""
+"""Early ends of a run, in one line each: SIGTERM or Ctrl-C, which save first, and a full disk."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ FULL_WORDS = ("No space left", "Disk quota exceeded")  # of TensorStore, whose e
 
 
 class Stopped(BaseException):
-    """By a signal, whose number it has."""
+    """A signal, by its number, stopped the run."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -33,13 +33,13 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Inside its with statement SIGTERM and Ctrl-C are noted, for a loop that asks after each step.
+    """Records SIGTERM and Ctrl-C inside its with statement, for a loop that asks after each step.
 
-    The second signal, or the end of the time since the first one, ends the process at once, whatever it waits for.
+    The second signal, or the timeout after the first one, ends the process at once.
 
     Args:
-      seconds: for all that comes after the first signal.
-      last_words: signal number -> what is printed where the process is ended.
+      seconds: timeout after the first signal.
+      last_words: signal number -> the line printed before the process is ended.
     """
 
     def __init__(self, seconds: float, last_words: Callable[[int], str]):
@@ -53,7 +53,7 @@ class StopSignals:
         several = jax.process_count() > 1
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        # The wake-up descriptor is written to at once, even while the main thread compiles or waits for the device.
+        # The wake-up descriptor is written at once, even while the main thread compiles or waits for the device.
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in SIGNALS:
             if not (several and number == signal.SIGTERM):  # JAX's own handler lets all processes stop at one step
@@ -70,7 +70,7 @@ class StopSignals:
         os.close(self._pipe[1])  # the watching thread reads the end, and closes the other one
 
     def asked(self, done: int) -> int | None:
-        """The signal after which to stop now, with `done` steps; the same answer in all processes."""
+        """The signal to stop for now, after `done` steps; the same in all processes."""
         if jax.process_count() == 1:
             return self._number
         if not multihost_utils.reached_preemption_sync_point(done):
@@ -102,13 +102,13 @@ class StopSignals:
 
 
 def command_to_go_on() -> str:
-    """This process's own, with --resume."""
+    """This process's command, with --resume."""
     words = [word for word in sys.argv[1:] if word != "--resume"]
     return f"python -m models.train {shlex.join(words)} --resume"
 
 
 def kept(steps: list[int] | None) -> str:
-    """What is said of the finished checkpoints, None of a run that writes none."""
+    """The line about the finished checkpoints; None for a run without checkpoints."""
     if steps is None:
         return "Nothing was saved: with --save-every N a run writes checkpoints."
     if not steps:
@@ -117,7 +117,7 @@ def kept(steps: list[int] | None) -> str:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether the disk being full is what it was raised from."""
+    """Whether a full disk caused it."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in FULL) or any(words in str(error) for words in FULL_WORDS):
             return True
@@ -130,7 +130,7 @@ def in_one_line(steps: Callable[[], list[int] | None], say: Callable[[str], None
     """A signal or a full disk inside ends the command with a line and an exit code; other errors keep their traceback.
 
     Args:
-      steps: gives the finished checkpoints, None of a run that writes none.
+      steps: returns the finished checkpoints, None for a run without checkpoints.
       say: prints the line.
     """
 
@@ -162,9 +162,10 @@ def stopped_line(number: int, steps: list[int] | None) -> str:
 
 @contextlib.contextmanager
 def quiet_writers() -> Iterator[None]:
-    """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads and coroutines: the first two raise the same in the main thread.
+    """Without the tracebacks of Orbax's, TensorStore's and TensorBoard's threads and coroutines.
 
-    After one damaged array Orbax gives up the others, and those that still come find no event loop.
+    The first two raise the same error in the main thread. After a damaged array Orbax abandons the other reads, which
+    then find no event loop.
     """
     loggers, hooks = (
         [logging.getLogger(name) for name in ("absl", "asyncio")],

@@ -16,7 +16,7 @@ from models.hf_config import end_token, read_config
 from models.precision import DTYPES
 
 TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
-# What tokenizers call the token that ends a text.
+# Names of the token that ends a text.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 
 
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """Each byte of UTF-8 is a token; zero, which no text has, ends one."""
+    """Each byte of UTF-8 is a token; zero, which no text has, ends a text."""
 
     vocab: int = 256
     end: int | None = 0
@@ -57,7 +57,7 @@ class Bytes:
 
 
 class HuggingFace:
-    """What a tokenizer.json says; texts end with `end`, by default with the first of `ENDS` that it knows.
+    """The tokenizer of a tokenizer.json; texts end with `end`, by default the first of `ENDS` in its vocabulary.
 
     Raises:
       ValueError: a file that cannot be read, or is no tokenizer.json.
@@ -104,7 +104,7 @@ def _decode(text: bytes) -> str:
 
 
 def check_length(prompts: Sequence[Sequence[int]], length: int, heads: int, limit: int) -> None:
-    """Attention over a prompt keeps a number for each head and each pair of a token of the prompt and one of the whole row.
+    """Attention over a prompt needs a number for each head and each pair of a prompt token and a token of the row.
 
     Raises:
       ValueError: rows of more than `limit` tokens.
@@ -113,15 +113,17 @@ def check_length(prompts: Sequence[Sequence[int]], length: int, heads: int, limi
     if longest + length > limit:
         gigabytes = 4 * len(prompts) * heads * longest * (longest + length) / 1e9
         raise ValueError(
-            f"the longest prompt has {longest:,} tokens and --length is {length:,}: more than the limit of {limit:,} together. "
+            f"the longest prompt has {longest:,} tokens and --length is {length:,}: more than the limit of {limit:,} "
+            "together. "
             f"Shorten it, or pass --limit {longest + length}: attention would take {gigabytes:,.1f} GB and more."
         )
 
 
 def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
-    """
+    """The tokenizer of a checkpoint.
+
     Raises:
-      ValueError: there is no tokenizer.json, and fewer tokens than bytes.
+      ValueError: no tokenizer.json, and fewer tokens than bytes.
     """
     file = folder / "tokenizer.json"
     if file.exists():
@@ -132,16 +134,17 @@ def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
 
 
 class Prompts(NamedTuple):
-    """tokens [B, T], each row's at its end; first [B], where they begin."""
+    """tokens [B, T], right-aligned; first [B], where they start."""
 
     tokens: jax.Array
     first: jax.Array
 
 
 def align(prompts: Sequence[Sequence[int]]) -> Prompts:
-    """
+    """Right-aligned prompts.
+
     Raises:
-      ValueError: a prompt without tokens: there is nothing to go on from.
+      ValueError: an empty prompt.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens: write one at least.")
@@ -160,12 +163,13 @@ def generate(
     temperature: float | jax.Array = 0.0,
     end: int | jax.Array = -1,
 ) -> jax.Array:
-    """How each prompt goes on, [B, length]: the prompts in one pass, then one token of each row at a time, with keys and values kept. To be called under jit,
-    with `length` static.
+    """Continuations [B, length] of the prompts: one pass over the prompts, then a token of each row at a time.
+
+    Keys and values are cached. Call it under jit, with `length` static.
 
     Args:
-      temperature: 0 for the likeliest token each time.
-      end: after this token a row is filled up with it; -1 for none.
+      temperature: 0 for the likeliest token.
+      end: the token after which a row is filled with it; -1 for none.
     """
     B, T = prompts.tokens.shape
     logits, cache = model.extend(prompts.tokens, model.empty_cache(B, T + length), jnp.int32(0), prompts.first)
@@ -209,7 +213,7 @@ def main(
     dtype: Annotated[str, typer.Option(help=f"Of the computation: {', '.join(DTYPES)}.")] = "float32",
     limit: Annotated[int, typer.Option(min=1, help="The most tokens of a prompt and what is added to it.")] = 8192,
 ) -> None:
-    """Goes on from each prompt."""
+    """Continues each prompt."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
     try:

@@ -1,4 +1,7 @@
-"""Checkpoints as Hugging Face's transformers has them (safetensors): Llama, Qwen3, Mixtral and Qwen3-MoE, to and from a `models.decoder.Decoder`."""
+"""Checkpoints of Hugging Face's transformers (safetensors), to and from `models.decoder.Decoder`.
+
+Llama, Qwen3, Mixtral and Qwen3-MoE.
+"""
 
 import contextlib
 import dataclasses
@@ -29,12 +32,12 @@ NOT_LOADED = re.compile(r"\brotary_emb\.inv_freq$")  # older checkpoints hold th
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a parameter of the decoder is in a checkpoint.
+    """A decoder parameter's tensors in a checkpoint.
 
     Attributes:
       path: of the parameter.
-      name: of its tensors; with {layer} one for each of the first axis, and with {expert} one for each of the second.
-      transposed: whether they are [out, in], as torch has linear layers.
+      name: of its tensors; {layer} numbers the first axis, {expert} the second.
+      transposed: whether they are [out, in], as torch's linear layers.
     """
 
     path: tuple[str, ...]
@@ -42,7 +45,7 @@ class Entry:
     transposed: bool = False
 
     def sizes(self, shape: tuple[int, ...]) -> list[int]:
-        """Of the axes of a parameter of `shape` along which there are several tensors."""
+        """Sizes of the axes of a parameter of `shape` that are split into tensors."""
         return [shape[i] for i, axis in enumerate(("{layer}", "{expert}")) if axis in self.name]
 
 
@@ -78,7 +81,7 @@ def _experts(folder: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     )
 
 
-# What the blocks have beside `COMMON`.
+# Block parameters beside those of `COMMON`.
 BLOCKS = {
     "LlamaForCausalLM": DENSE,
     "Qwen3ForCausalLM": QK_NORM + DENSE,
@@ -88,12 +91,12 @@ BLOCKS = {
 
 
 def table(architecture: str, config: DecoderConfig) -> tuple[Entry, ...]:
-    """Of every parameter."""
+    """The entries of all parameters."""
     return COMMON + BLOCKS[architecture] + (() if config.tie_embeddings else (HEAD,))
 
 
 def tensors(entry: Entry, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, index into the parameter) of each tensor that a parameter of `shape` is made of."""
+    """(name, index into the parameter) of each tensor of a parameter of `shape`."""
     for index in itertools.product(*map(range, entry.sizes(shape))):
         yield entry.name.format(**dict(zip(("layer", "expert"), index, strict=False))), index
 
@@ -114,7 +117,7 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
         )
         if not names or any(pathlib.Path(name).name != name for name in names):
             raise ValueError(
-                f'{index}: "weight_map" must say for each tensor the name of a file in this folder. Copy the file again.'
+                f'{index}: "weight_map" must give a file in this folder for each tensor. Copy the file again.'
             )
     if missing := [name for name in names if not (folder / name).exists()]:
         raise FileNotFoundError(f"{folder} has no {', '.join(missing)}. Copy what is missing.")
@@ -135,7 +138,7 @@ def _opened(file: pathlib.Path) -> Iterator[Any]:
 
 
 def _headers(files: list[pathlib.Path], wrong: list[str]) -> dict[str, tuple[pathlib.Path, tuple[int, ...]]]:
-    """Where each tensor is, and its shape, of those that are to be loaded; `wrong` gets what cannot be."""
+    """The file and shape of each tensor to load; `wrong` collects those that cannot be loaded."""
     found = {}
     for file in files:
         with _opened(file) as stored:
@@ -158,17 +161,17 @@ def _raise(folder: pathlib.Path, wrong: list[str]) -> None:
 
 
 def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
-    """(architecture, the model) of a checkpoint: one tensor at a time is read, into the parameters' memory, as float32.
+    """(architecture, model) of a checkpoint, read tensor by tensor into float32 parameters.
 
     Args:
-      folder: with config.json and model.safetensors, or the files that model.safetensors.index.json names. Where there is a SHA256SUMS, as `save` writes it,
-        it is verified first.
-      options: what a checkpoint does not say, such as dtype, attention or backend of `DecoderConfig`.
+      folder: has config.json and model.safetensors, or the files of model.safetensors.index.json. A SHA256SUMS, as
+        `save` writes it, is verified first.
+      options: settings that a checkpoint does not have, such as dtype, attention or backend of `DecoderConfig`.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: another architecture; a damaged file; tensors that are missing, that nobody asked for, of another shape than config.json says, of a dtype
-        that is not read, or not finite: all of them are named.
+      ValueError: another architecture, a damaged file, or tensors that are missing, unknown, of another shape than
+        config.json says, of an unsupported dtype or not finite; all of them are named.
     """
     folder = pathlib.Path(folder)
     verify(folder)
@@ -225,17 +228,17 @@ def save(
     end: int | None = None,
     beside: dict[str, str] | None = None,
 ) -> None:
-    """Writes a checkpoint that transformers loads: config.json and model.safetensors, or several files and their index; and SHA256SUMS of all of them.
+    """Writes a checkpoint that transformers loads, as one file or several with an index, and SHA256SUMS.
 
-    The files get their names when all of them are written.
+    The files get their names when all are complete.
 
     Args:
-      folder: made if it is not there.
+      folder: created if missing.
       architecture: one of `MODELS`.
       dtype: of the tensors.
-      max_bytes: about how much one file holds.
+      max_bytes: approximate size limit of a file.
       end: the token that ends a text, for config.json.
-      beside: further text files by their names, such as tokenizer.json.
+      beside: further text files by name, such as tokenizer.json.
 
     Raises:
       ValueError: an architecture that is not in `MODELS`, or not this model's.

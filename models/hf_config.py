@@ -1,4 +1,7 @@
-"""config.json of Hugging Face's transformers, to and from `models.decoder.DecoderConfig`: Llama, Qwen3, Mixtral and Qwen3-MoE."""
+"""config.json of Hugging Face's transformers, to and from `models.decoder.DecoderConfig`.
+
+Llama, Qwen3, Mixtral and Qwen3-MoE.
+"""
 
 import dataclasses
 import json
@@ -14,9 +17,9 @@ NAME = "config.json"
 
 
 class Keys(pydantic.BaseModel):
-    """The keys that decide what a model computes, each with the default that transformers has for this model type.
+    """The keys that decide what a model computes, with transformers' defaults for the model type.
 
-    All others are ignored, as transformers ignores them or computes the same whatever they say.
+    All other keys are ignored: transformers ignores them too, or computes the same for any value.
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", frozen=True)
@@ -41,7 +44,7 @@ class Keys(pydantic.BaseModel):
         return self.rope_scaling or self.rope_parameters or {}
 
     def foreign(self) -> dict[str, bool]:
-        """By key or what it asks for: whether the decoder lacks it."""
+        """For each unsupported feature, whether the checkpoint uses it."""
         return {
             "rope type": self.rope.get("rope_type", self.rope.get("type", "default")) != "default",
             "hidden_act": self.hidden_act not in ("silu", "swish"),
@@ -49,13 +52,14 @@ class Keys(pydantic.BaseModel):
         }
 
     def sizes(self) -> dict[str, Any]:
-        """Of a `DecoderConfig`."""
+        """Settings of a `DecoderConfig`."""
         theta = self.rope.get("rope_theta", self.rope_theta)
         if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < float("inf"):
             raise ValueError(f"rope_theta is {theta!r}; it must be a positive number")
         if self.head_dim is None and self.hidden_size < self.num_attention_heads:
             raise ValueError(
-                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}, without a head_dim"
+                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}, without a "
+                "head_dim"
             )
         return {
             "vocab": self.vocab_size,
@@ -99,7 +103,7 @@ class Qwen3(Keys):
 
 
 class Experts(Keys):
-    """transformers 5 reads the number of experts by either name, for all model types."""
+    """transformers 5 reads the number of experts by either key, for all model types."""
 
     num_experts: PositiveInt = pydantic.Field(
         128, validation_alias=pydantic.AliasChoices("num_local_experts", "num_experts")
@@ -152,15 +156,15 @@ class Qwen3Moe(Experts):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What tells one from another.
+    """An architecture's differences.
 
     Attributes:
-      model_type: config.json's name of it.
+      model_type: its name in config.json.
       keys: what is read.
       qk_norm: whether queries and keys are normalized.
       hidden: the key of the width inside a gated unit or an expert.
-      experts: the key of how many there are; None of a dense model.
-      normalize: the key of whether a token's weights of its experts are divided by their sum; None where they always are.
+      experts: the key of their number; None for a dense model.
+      normalize: the key of whether a token's expert weights are divided by their sum; None if they always are.
     """
 
     model_type: str
@@ -182,7 +186,7 @@ MODELS = {
 
 
 def fitting(config: DecoderConfig) -> str | None:
-    """The architecture that a model of this configuration is saved as; None where there is none."""
+    """The architecture that a model of this configuration is saved as; None if none fits."""
     for name, kind in MODELS.items():
         normalizes = config.normalize or kind.normalize or not kind.experts
         if (kind.qk_norm, bool(kind.experts)) == (config.qk_norm, bool(config.experts)) and normalizes:
@@ -206,14 +210,15 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _architecture(given: dict[str, Any]) -> str:
-    """By "architectures", or "model_type" where that is missing; both must agree."""
+    """By "architectures", or "model_type" if that is missing; both must agree."""
     named, model_type = given.get("architectures"), given.get("model_type")
     if named is None:
         named = [name for name, kind in MODELS.items() if kind.model_type == model_type]
     known = f"these are known: {', '.join(MODELS)}"
     if not isinstance(named, list) or len(named) != 1 or named[0] not in MODELS:
         raise ValueError(
-            f"architectures is {given.get('architectures')!r} and model_type {model_type!r}; one must be named, and {known}"
+            f"architectures is {given.get('architectures')!r} and model_type {model_type!r}; one must be named, and "
+            f"{known}"
         )
     if model_type not in (None, MODELS[named[0]].model_type):
         raise ValueError(f"architectures is {named!r}, and model_type is {model_type!r}, which is another one")
@@ -221,14 +226,15 @@ def _architecture(given: dict[str, Any]) -> str:
 
 
 def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, DecoderConfig]:
-    """(architecture, its configuration) of a checkpoint's config.json; a key that is missing has the default that transformers has for it.
+    """(architecture, configuration) of a checkpoint's config.json; missing keys have transformers' defaults.
 
     Args:
-      options: what a checkpoint does not say, such as dtype or backend.
+      options: settings that a checkpoint does not have, such as dtype or backend.
 
     Raises:
-      FileNotFoundError: there is no config.json.
-      ValueError: an architecture that is not in `MODELS`, something that the decoder has not, or a value that cannot be; named with the file.
+      FileNotFoundError: no config.json.
+      ValueError: an architecture that is not in `MODELS`, an unsupported feature, or an invalid value; named with the
+        file.
     """
     file = pathlib.Path(folder) / NAME
     given = read_json(file)
@@ -240,7 +246,8 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
             and kind.experts
         ):
             raise ValueError(
-                f"num_experts is {given['num_experts']} and num_local_experts {given['num_local_experts']}; both mean the same"
+                f"num_experts is {given['num_experts']} and num_local_experts {given['num_local_experts']}; both mean "
+                "the same"
             )
         keys = kind.keys.model_validate(given)
         if missing := [name for name, lacks in keys.foreign().items() if lacks]:
@@ -288,7 +295,7 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
 
 
 def end_token(folder: pathlib.Path) -> int | None:
-    """The first token of which a checkpoint's config.json says that it ends a text.
+    """The first token that a checkpoint's config.json gives as the end of a text.
 
     Raises:
       ValueError: no JSON object, or no token.

@@ -1,4 +1,7 @@
-"""Images of unequal sizes, and batches of them without padding, cut into patches: scikit-learn's bundled digits and photographs, or a folder's."""
+"""Images of unequal sizes, cut into patches, in batches without padding.
+
+From scikit-learn's digits and photographs, or a folder.
+"""
 
 import dataclasses
 import functools
@@ -13,12 +16,13 @@ import numpy as np
 from PIL import Image, ImageOps
 
 HELDOUT_EVERY = 10
-# Images that may go before the one that no longer fits. With one, a tenth of the budget stays empty; with 32, less than a hundredth.
+# Images that may be packed before one that no longer fits. With 1, a tenth of the budget is empty; with 32, less than 1
+# %.
 LOOKAHEAD = 32
 
 
 class Images(NamedTuple):
-    """pixels: uint8 [height, width, channels] each, sides multiples of the data set's patch; labels: int32."""
+    """pixels: uint8 [height, width, channels] each, with sides divisible by the patch; labels: int32."""
 
     pixels: list[np.ndarray]
     labels: np.ndarray
@@ -29,9 +33,9 @@ class DataSet:
     """Images to train on and to evaluate on, from different originals.
 
     Attributes:
-      classes: their names.
+      classes: names.
       patch: side of a patch; a token is patch * patch * channels values.
-      longest: tokens of the largest image there can be.
+      longest: tokens of the largest image.
       sample_sizes: (height, width) of the images to draw at the end.
     """
 
@@ -45,7 +49,7 @@ class DataSet:
 
     @functools.cached_property
     def crowd(self) -> int:
-        """Images that start within `longest` tokens of a batch, at the most."""
+        """At most how many images start within `longest` tokens of a batch."""
         drawn = [height * width // self.patch**2 for height, width in self.sample_sizes]
         return -(
             -self.longest // min(token_counts(self.train, self.patch) + token_counts(self.heldout, self.patch) + drawn)
@@ -53,11 +57,12 @@ class DataSet:
 
 
 class Batch(NamedTuple):
-    """Some images' tokens, one image after another.
+    """The tokens of some images, one image after another.
 
     Attributes:
-      tokens: [T, patch * patch * channels] float32 within -1 to 1; rows after the last image are zero.
-      sequence_offsets: [B + 1] int32: where each image starts, then where the last one ends. Where there are fewer than B, the last are empty.
+      tokens: [T, patch * patch * channels] float32 from -1 to 1; rows after the last image are zero.
+      sequence_offsets: [B + 1] int32: the start of each image, then the end of the last one. With fewer than B images
+        the last ones are empty.
       grids: [B, 2] int32: rows and columns of patches; 1 by 1 for an empty image.
       labels: [B] int32.
     """
@@ -68,24 +73,24 @@ class Batch(NamedTuple):
     labels: Any
 
     def counted(self) -> Any:
-        """The rows that are an image's, of all batches that are stacked, int32."""
+        """Rows of images, summed over stacked batches, int32."""
         return (self.sequence_offsets[..., -1] - self.sequence_offsets[..., 0]).sum(dtype=np.int32)
 
     @property
     def size(self) -> int:
-        """Rows of all batches that are stacked."""
+        """Rows of all stacked batches."""
         return math.prod(self.tokens.shape[:-1])
 
 
 def patchify(pixels: np.ndarray, patch: int) -> np.ndarray:
-    """uint8 [height, width, channels] -> float32 [tokens, patch * patch * channels] within -1 to 1, patches row by row."""
+    """uint8 [height, width, channels] -> float32 [tokens, patch * patch * channels] from -1 to 1, row by row."""
     height, width, channels = pixels.shape
     cut = pixels.reshape(height // patch, patch, width // patch, patch, channels).swapaxes(1, 2)
     return cut.reshape(-1, patch * patch * channels).astype(np.float32) / 127.5 - 1
 
 
 def unpatchify(tokens: np.ndarray, grid: Sequence[int], patch: int) -> np.ndarray:
-    """The inverse of `patchify`; values past -1 or 1 are cut."""
+    """The inverse of `patchify`; values are clipped to -1 and 1."""
     rows, columns = grid
     cut = tokens.reshape(rows, columns, patch, patch, -1).swapaxes(1, 2)
     return np.rint((np.clip(cut.reshape(rows * patch, columns * patch, -1), -1, 1) + 1) * 127.5).astype(np.uint8)
@@ -114,7 +119,7 @@ def token_counts(images: Images, patch: int) -> list[int]:
 
 
 def next_batch(waiting: deque[int], lengths: Sequence[int], budget: int, count: int) -> list[int]:
-    """Takes from `waiting` the images of one batch: the first, and then each one near the front that still fits."""
+    """Takes the images of one batch from `waiting`: the first, then each one near the front that fits."""
     if lengths[waiting[0]] > budget:
         raise ValueError(f"an image of {lengths[waiting[0]]} tokens does not fit into a budget of {budget}.")
     taken, passed, room = [], [], budget
@@ -144,13 +149,13 @@ def stack(batches: Sequence[Batch]) -> Batch:
 def image_batches(
     images: Images, patch: int, budget: int, count: int, accumulate: int, seed: int
 ) -> Callable[[int], Batch]:
-    """The batch of each step, [accumulate, ...] of micro-batches with a part each of the budget and the count: a pure function of seed and step.
+    """The batch of each step, [accumulate, ...] micro-batches that share budget and count: a function of seed and step.
 
-    Every epoch packs all images in an order of its own; the few that come after its last full batch wait for the next epoch.
+    Every epoch packs all images in its own order; the few after its last full batch wait for the next epoch.
     """
     budget, count, lengths = budget // accumulate, count // accumulate, token_counts(images, patch)
     number = len(lengths)
-    # So many batches has every order: none holds more than the budget, nor more images than count.
+    # Every order has this many batches: none exceeds the budget, nor count images.
     steps = max(1, max(sum(lengths) // budget, number // count) // accumulate)
 
     @functools.lru_cache(maxsize=2)
@@ -179,7 +184,7 @@ def _multiple(rng: np.random.Generator, low: int, high: int, step: int) -> int:
 
 
 def read_digits(seed: int) -> DataSet:
-    """The 1,797 handwritten digits of 8 by 8 pixels, each resized and cropped to several sizes of 8 to 16; each tenth is held out."""
+    """The 1,797 handwritten digits of 8 by 8 pixels, cropped to sizes of 8 to 16; each tenth is held out."""
     from sklearn.datasets import load_digits
 
     (digits, labels), rng = load_digits(return_X_y=True), np.random.default_rng(seed)
@@ -210,7 +215,7 @@ def read_digits(seed: int) -> DataSet:
 
 
 def read_photos(seed: int) -> DataSet:
-    """Crops of 16 to 32 pixels from the two photographs, made smaller; the right-hand fifth of each is held out."""
+    """Crops of 16 to 32 pixels from the two photographs, downscaled; the right fifth of each is held out."""
     from sklearn.datasets import load_sample_images
 
     data, rng, scale, patch = load_sample_images(), np.random.default_rng(seed), 6, 4
@@ -246,7 +251,7 @@ DATA_SETS = {"digits": read_digits, "photos": read_photos}
 
 
 def read_data(name: str, seed: int, patch: int, longest: int) -> DataSet:
-    """A data set of DATA_SETS, or else the images of a folder; patch and longest are the folder's.
+    """A data set of DATA_SETS, or the images of a folder; patch and longest are for a folder.
 
     Raises:
       ValueError: neither, or as of `read_folder`.
@@ -259,14 +264,15 @@ def read_data(name: str, seed: int, patch: int, longest: int) -> DataSet:
 
 
 def files_read(name: str) -> dict[str, Path]:
-    """By name the files that `read_data` reads of a folder; none of a data set that comes with scikit-learn."""
+    """The files that `read_data` reads from a folder, by name; none for a data set of scikit-learn."""
     return {} if name in DATA_SETS else {str(file): file for file in image_files(Path(name).rglob("*"))}
 
 
 def read_folder(folder: Path, patch: int, longest: int) -> DataSet:
-    """The images below a folder as RGB: each of its sub-folders with images is a class, or all of them are one; each class's tenth image is held out.
+    """The images below a folder as RGB. Each sub-folder with images is a class, or all images are one class.
 
-    An image keeps its aspect ratio: it is made smaller until it has at most `longest` tokens, and less than a patch is cut from two of its sides.
+    Each class's tenth image is held out. Images keep their aspect ratio: they are downscaled to at most `longest`
+    tokens, and less than a patch is cropped from two sides.
 
     Raises:
       ValueError: no images, fewer than ten of all classes, images beside classes, or a file that Pillow cannot read.
@@ -277,7 +283,8 @@ def read_folder(folder: Path, patch: int, longest: int) -> DataSet:
     alone = image_files(folder.iterdir())
     if alone and classes:
         raise ValueError(
-            f"{folder} has images, as {alone[0].name}, beside folders of images, as {', '.join(list(classes)[:5])}; write one folder a class."
+            f"{folder} has images, as {alone[0].name}, beside folders of images, as {', '.join(list(classes)[:5])}; "
+            "write one folder a class."
         )
     classes = classes or {folder.name: alone}
     files = [(file, label) for label, found in enumerate(classes.values()) for file in found]
@@ -297,7 +304,7 @@ def read_folder(folder: Path, patch: int, longest: int) -> DataSet:
 
 
 def image_files(paths: Iterator[Path]) -> list[Path]:
-    """Those with a suffix of which Pillow knows how to read it, in sorted order."""
+    """Files with a suffix that Pillow reads, in sorted order."""
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     return sorted(
         path for path in paths if path.suffix.lower() in known and not path.name.startswith(".") and path.is_file()
@@ -305,7 +312,10 @@ def image_files(paths: Iterator[Path]) -> list[Path]:
 
 
 def fitting_grid(height: int, width: int, patch: int, longest: int) -> tuple[int, int]:
-    """Rows and columns of patches of the largest picture, not larger than height by width pixels, with nearly their ratio and at most `longest` tokens."""
+    """Rows and columns of patches of the largest picture within height by width pixels and `longest` tokens.
+
+    It has nearly their aspect ratio.
+    """
     scale = min(1.0, math.sqrt(longest * patch**2 / (height * width)))
     rows, columns = (
         max(1, int(side * scale / patch + 1e-6)) for side in (height, width)

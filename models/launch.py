@@ -1,4 +1,4 @@
-"""How a training command begins: with its processes, its devices, and a folder that it may write to."""
+"""The start of a training command: its processes, its devices, and a folder to write to."""
 
 import contextlib
 import json
@@ -25,16 +25,18 @@ NAMED = 5  # files, in one error
 
 
 def start_processes(options: Options) -> None:
-    """Before anything else asks JAX for its devices."""
+    """Call it before anything asks JAX for its devices."""
     named = (options.coordinator, options.processes, options.process_id)
     if options.distributed or any(value is not None for value in named):
         initialize(*named)
 
 
 def choose_mesh(options: Options, backend: str) -> Mesh | None:
-    """
+    """The mesh of the run.
+
     Raises:
-      typer.BadParameter: several processes that would each train by itself, kernels in an interpreter that cannot be split, or as of `make_mesh`.
+      typer.BadParameter: several processes that would each train alone, interpreted kernels that cannot be sharded, or
+        as of `make_mesh`.
     """
     if options.mesh is not None:
         if backend == "pallas" and jax.default_backend() != "gpu":
@@ -44,14 +46,15 @@ def choose_mesh(options: Options, backend: str) -> Mesh | None:
         return make_mesh(options.mesh)
     if jax.process_count() > 1:
         raise typer.BadParameter(
-            f"{jax.process_count()} processes train together on a mesh: write data={jax.device_count()}, or another one.",
+            f"{jax.process_count()} processes train together on a mesh: write data={jax.device_count()}, or another "
+            "one.",
             param_hint="--mesh",
         )
     return None
 
 
 def devices(mesh: Mesh | None) -> str:
-    """What a run says of them."""
+    """The line about the devices."""
     kind = jax.devices()[0].device_kind
     return (
         kind
@@ -62,22 +65,22 @@ def devices(mesh: Mesh | None) -> str:
 
 @contextlib.contextmanager
 def ended_in_one_line(run: Run) -> Iterator[None]:
-    """A signal or a full disk inside ends the command, and says which checkpoint is kept."""
+    """A signal or a full disk inside ends the command, and the line names the kept checkpoint."""
     with in_one_line(run.finished, run.say):
         yield
 
 
 def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:
-    """The run in its folder, with its config.yaml written, and data.json if it writes checkpoints.
+    """The run in its folder, with config.yaml written, and data.json if it writes checkpoints.
 
     Args:
       chosen: all settings of the run.
-      default: the folder, if --out names none.
-      data: by name all files that are trained on.
+      default: the folder without --out.
+      data: all training files by name.
 
     Raises:
-      typer.BadParameter: checkpoints in the folder among which a second run would write, or --resume without --save-every.
-      ValueError: a run to resume had other settings, or other data.
+      typer.BadParameter: the folder has checkpoints of another run, or --resume without --save-every.
+      ValueError: the run to resume had other settings, or other data.
     """
     out = default if options.out is None else options.out
     run = Run(out, make_console(), mesh, options.save_every, options.stop_within)
@@ -88,7 +91,8 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
     saved = saved_steps(run.checkpoints)
     if saved and not options.resume:
         raise typer.BadParameter(
-            f"{run.checkpoints} has checkpoints up to step {saved[-1]}: write --resume to go on from there, or take another folder with --out.",
+            f"{run.checkpoints} has checkpoints up to step {saved[-1]}: write --resume to go on from there, or take "
+            "another folder with --out.",
             param_hint="--resume",
         )
     sums = {} if options.save_every is None else {name: zlib.crc32(file.read_bytes()) for name, file in data.items()}
@@ -105,18 +109,24 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
 
 
 def check_data(sums: dict[str, int], file: Path) -> None:
-    """
+    """Compares the data with those of the run that wrote `file`.
+
     Raises:
-      ValueError: a run wrote `file` of other data; the first of the files that differ are named.
+      ValueError: they differ; the first differing files are named.
     """
     if not file.exists():
         return
     before = read_json(file)
-    differing = [f"{name} {'has changed' if name in sums and name in before else 'is new' if name in sums else 'is missing'}"
-                 for name in {**sums, **before} if sums.get(name) != before.get(name)]  # fmt: skip
+    states = {(True, True): "has changed", (True, False): "is new", (False, True): "is missing"}
+    differing = [
+        f"{name} {states[name in sums, name in before]}"
+        for name in {**sums, **before}
+        if sums.get(name) != before.get(name)
+    ]
     if differing:
         more = f", and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
         raise ValueError(
-            f"the data is not what the run began with: {', '.join(differing[:NAMED])}{more}. Put it back, take another folder with --out, "
+            f"the data is not what the run began with: {', '.join(differing[:NAMED])}{more}. Put it back, take another "
+            "folder with --out, "
             f"or remove {file} to go on with this data."
         )

@@ -1,4 +1,4 @@
-"""Equal layers, one after another, their parameters stacked."""
+"""Equal layers, one after another, with stacked parameters."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,14 +9,15 @@ from flax import nnx
 
 from jaxops.offload import Policy, compiler_options, scan
 
-# Attention costs the most to compute again for its bytes, and more so the longer the context; everything else is computed again from the layer's input.
+# Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
+# layer's input.
 OFFLOADED = Policy(keep=("route",), offload=("carry", "attention"))
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 
 def stacked(make: Callable[[nnx.Rngs], Layer], layers: int, rngs: nnx.Rngs) -> Layer:
-    """`layers` of them, each with random numbers of its own, as one module whose arrays have one more axis, the first."""
+    """`layers` of them, each with its own random numbers, as one module whose arrays have one more, leading axis."""
     return nnx.split_rngs(splits=layers)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
 
 
@@ -30,22 +31,23 @@ def apply_layers(
     training: bool,
     whole: Callable[[nnx.State], nnx.State] = lambda params: params,
 ) -> tuple[jax.Array, Any]:
-    """x through all layers, and what each gives beside it, stacked.
+    """x through all layers, and each layer's other results, stacked.
 
     Args:
-      policy: what of a layer's inside is kept, offloaded or recomputed; None keeps all that the backward needs.
-      unroll: whether the program has one layer after another, and not a loop over one. What the backward needs then stays where it is made: a loop puts it into
-        stacks, and takes it out again (H200, 2026-11-22: a step of the diffusion transformer's 1b preset takes 155 ms in 49 GB, in a loop, whose stacks were
-        zeroed then, 208 in 64). The program compiles longer.
-      training: whether what the layers write besides parameters, as histories, stays written.
-      whole: of a layer's parameters as they are stored, those it computes with.
+      policy: what a layer's backward reads from the device or the host, and what it recomputes; None keeps everything.
+      unroll: whether the layers are unrolled instead of scanned. Residuals then stay where they are computed; a loop
+        copies them into stacks and out again. A step of the 1b DiT preset takes 155 ms and 49 GB unrolled, in a loop,
+        whose stacks were zero-filled, 208 ms and 64 GB (H200, 2026-11-22). Compilation takes longer.
+      training: whether state that the layers write besides parameters, such as histories, is kept.
+      whole: from a layer's stored parameters to those it computes with.
 
     Raises:
-      ValueError: unroll, and a policy that offloads; a policy with a name that no value of a layer has.
+      ValueError: unroll with an offloading policy; a policy with a name that no value of a layer has.
     """
     if unroll and (names := ", ".join(_offloaded(policy))):
         raise ValueError(
-            f"unroll with a policy that offloads {names}: only a loop has moved a layer's before it makes the next one's. Set unroll to false."
+            f"unroll with a policy that offloads {names}: only a loop has moved a layer's before it makes the next "
+            "one's. Set unroll to false."
         )
     graphdef, params, others = nnx.split(stack, nnx.Param, ...)
 
@@ -73,7 +75,7 @@ def apply_layers(
 
 
 def _one_after_another(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, stacks: Any) -> tuple[Any, Any]:
-    """As `jax.lax.scan`. The gradient of `jnp.unstack` is one concatenation, that of indices would be a sum of as many stacks as there are layers."""
+    """As `jax.lax.scan`. The gradient of `jnp.unstack` is one concatenation; indexing would add a stack a layer."""
     leaves, tree = jax.tree.flatten(stacks)
     outs = []
     for parts in zip(*map(jnp.unstack, leaves), strict=True):
@@ -87,12 +89,12 @@ def _offloaded(policy: Policy | None) -> tuple[str, ...]:
 
 
 def options_for(policy: Policy | None) -> dict[str, Any]:
-    """Of XLA, for a step whose layers have that policy."""
+    """XLA options for a step whose layers have that policy."""
     return compiler_options(offloads=bool(_offloaded(policy)))
 
 
 def remark(policy: Policy | None) -> str:
-    """What a run says of it, with the line's end; nothing of a policy that moves nothing."""
+    """The line about the policy, with its line break; empty for a policy that moves nothing."""
     names = ", ".join(_offloaded(policy))
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""What the training of every model shares: schedule, optimizer, state, the compiled step, and the loop over steps."""
+"""The training loop of every model: schedule, optimizer, state, the compiled step, and the loop over steps."""
 
 import contextlib
 import dataclasses
@@ -33,14 +33,14 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long a model is trained, and how fast it learns.
+    """Length and learning rate of a training.
 
     Attributes:
-      learning_rate: the peak, after warmup_steps and before the cosine.
+      learning_rate: the peak, after warmup_steps and before the cosine decay.
       eval_every: steps between evaluations.
-      accumulate: micro-batches of a step, one after the other: the gradient is the whole batch's, and the memory one micro-batch's.
-      ema: how much of the averaged weights a step keeps, once there have been many steps; they are what is evaluated and kept. None for no average.
-      seed: of the parameters, the batches, and what is drawn.
+      accumulate: micro-batches of a step, one after another: the gradient is the batch's, the memory one micro-batch's.
+      ema: decay of the averaged weights, after many steps; they are evaluated and saved. None for no average.
+      seed: of parameters, batches and random draws.
     """
 
     steps: PositiveInt
@@ -58,7 +58,7 @@ AnySchedule = TypeVar("AnySchedule", bound=Schedule)
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. It is donated: the step writes the new state over the old one.
+    """Everything that a step changes. It is donated: the step overwrites it.
 
     Attributes:
       histories: of delayed scaling, else empty.
@@ -74,7 +74,10 @@ class TrainState(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What an objective tells of a micro-batch: its loss, and where there are experts the routers' balancing loss and each expert's share [layers, experts]."""
+    """An objective's measurements of a micro-batch: its loss and, with experts, balancing loss and load.
+
+    load: each expert's share [layers, experts].
+    """
 
     loss: jax.Array
     balance: jax.Array | None = None
@@ -86,9 +89,9 @@ class Metrics(NamedTuple):
 
     Attributes:
       loss, balance, load: as of `Measured`, over the whole batch.
-      tokens: those that count, int32.
+      tokens: counted ones, int32.
       fill: their share of the batch's rows.
-      gradient_norm: before it is clipped.
+      gradient_norm: before clipping.
     """
 
     loss: jax.Array
@@ -100,12 +103,13 @@ class Metrics(NamedTuple):
     gradient_norm: jax.Array
 
 
-# (model, micro-batch, key) -> (what is made small, what is measured), means over what the micro-batch counts: each batch has `counted()` and `size`.
+# (model, micro-batch, key) -> (loss to minimize, measured), means over the counted tokens: each batch has `counted()`
+# and `size`.
 Objective = Callable[[Any, Any, jax.Array], tuple[jax.Array, Measured]]
 
 
 def with_steps(schedule: AnySchedule, steps: int | None) -> AnySchedule:
-    """The schedule with the number of steps asked for; a short one warms up for an eighth of it."""
+    """The schedule with another number of steps; a short one warms up for an eighth of it."""
     steps = schedule.steps if steps is None else steps
     return dataclasses.replace(schedule, steps=steps, warmup_steps=min(schedule.warmup_steps, max(1, steps // 8)))
 
@@ -118,7 +122,7 @@ def make_learning_rate(schedule: Schedule) -> optax.Schedule:
 
 
 def is_decayed(path: tuple) -> bool:
-    """By a parameter's name: norms' scales and biases are not. Their rank does not tell, where those of all layers are stacked."""
+    """By a parameter's name: not norms' scales and biases. The rank does not tell, because layers are stacked."""
     return re.search(r"\b(scale|bias)\b", name_of(path)) is None
 
 
@@ -129,14 +133,14 @@ def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
 
 
 def place(arrays: Any, mesh: Mesh | None = None) -> Any:
-    """Batches [N, B, ...], from the host to the device, or B over all devices: the one place where they are put there."""
+    """Batches [N, B, ...], from the host to the device or, along B, over all devices. The only place that does so."""
     if mesh is None:
         return jax.device_put(arrays)
     return shard_batch(jax.tree.map(lambda x: x[:, own_rows(x.shape[1], mesh)], arrays), mesh, axis=1)
 
 
 def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
-    """Before the first step."""
+    """The state before the first step."""
     average = None if schedule.ema is None else jax.tree.map(jnp.copy, params)
     return TrainState(
         params, histories, average, jax.jit(make_optimizer(schedule).init)(params), jnp.zeros((), jnp.int32)
@@ -167,11 +171,12 @@ def make_step(
     mesh: Mesh | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
-    """The whole training step as one compiled program for each shape of batches: gradient, update, average.
+    """The training step as one compiled program for each shape of batches: gradient, update, average.
 
-    It takes the state, a batch of micro-batches [schedule.accumulate, ...], and a key that is the same in every step. Each micro-batch's gradient, in float32,
-    counts as much as it counts tokens: with an objective that is a mean over tokens the sum is the gradient of the whole batch. Over a mesh the objective is
-    called with each device's parts, as `models.mesh.split_objective` says.
+    It takes the state, micro-batches [schedule.accumulate, ...], and a key that is the same in every step. Each
+    micro-batch's float32 gradient is weighted by its counted tokens: for an objective that is a mean over tokens the
+    sum is the gradient of the whole batch. Over a mesh the objective is called with each device's parts; see
+    `models.mesh.split_objective`.
     """
     optimizer, learning_rate = make_optimizer(schedule), make_learning_rate(schedule)
     value = make_value(graphdef, objective, mesh, training=True)
@@ -205,7 +210,7 @@ def make_step(
         params = cast(nnx.State, optax.apply_updates(state.params, updates))
         average = None
         if schedule.ema is not None:
-            # Early on a shorter average, or it would still hold the first, random weights.
+            # A shorter average at first: it would still contain the initial random weights.
             keep = jnp.minimum(schedule.ema, (1 + state.step) / (10 + state.step))
             average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, params)
         metrics = Metrics(
@@ -223,14 +228,14 @@ def make_step(
 
 
 def kept(state: TrainState) -> nnx.State:
-    """The parameters that are evaluated and kept."""
+    """The parameters that are evaluated and saved."""
     return state.params if state.average is None else state.average
 
 
 def make_evaluate(
     graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None = None
 ) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
-    """Mean loss over micro-batches [N, ...], with the same draws in every evaluation."""
+    """Mean loss over micro-batches [N, ...], with the same random draws in every evaluation."""
     value = make_value(graphdef, objective, mesh, training=False)
 
     @jax.jit
@@ -244,7 +249,7 @@ def make_evaluate(
 
 
 def prefetched(batches: Callable[[int], Any], first: int, end: int, mesh: Mesh | None = None) -> Iterator[Any]:
-    """batches(first) to batches(end - 1) as `place` places them, made on another thread while steps run."""
+    """batches(first) to batches(end - 1) through `place`, made on another thread while steps run."""
     with ThreadPoolExecutor(1) as pool:
         start = lambda step: pool.submit(lambda: place(batches(step), mesh))
         waiting = deque(start(step) for step in range(first, min(first + AHEAD, end)))
@@ -262,10 +267,11 @@ class Training:
     Attributes:
       schedule: of all steps.
       step: as of `make_step`.
-      evaluate: starts an evaluation of a state and gives the held-out loss, on the device.
-      batches: step -> its batch on the host; of the number alone, so that a training that is taken up again sees the same ones.
+      evaluate: starts an evaluation of a state and returns the held-out loss, on the device.
+      batches: step -> its batch on the host, a function of the number only, so that a resumed training sees the same
+        ones.
       key: for every step.
-      unit: of the loss, as it is written after a number.
+      unit: of the loss, printed after a number.
     """
 
     schedule: Schedule
@@ -278,13 +284,13 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where a training runs, and where it leaves what.
+    """Where a training runs and writes.
 
     Attributes:
-      out: the folder of all that it writes.
-      console: where it says how it goes.
+      out: the folder of everything that it writes.
+      console: for its messages.
       mesh: of devices; None for one.
-      save_every: steps between checkpoints, in OUT/checkpoints; None for none. It begins with the newest that is there.
+      save_every: steps between checkpoints in OUT/checkpoints; None for none. The run starts from the newest one.
       stop_within: seconds for saving, after SIGTERM or Ctrl-C.
     """
 
@@ -299,11 +305,11 @@ class Run:
         return self.out / "checkpoints"
 
     def say(self, line: str) -> None:
-        """As it is: brackets are no markup."""
+        """Prints literally: brackets are no markup."""
         self.console.print(line, markup=False)
 
     def finished(self) -> list[int] | None:
-        """The checkpoints that there are; None of a run that writes none."""
+        """The finished checkpoints; None for a run without checkpoints."""
         return None if self.save_every is None else saved_steps(self.checkpoints)
 
     def saves(self, done: int, steps: int) -> bool:
@@ -311,10 +317,12 @@ class Run:
 
 
 def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainState, History]:
-    """Runs the steps that the state, or the newest checkpoint, has not done, and evaluations; shows how they go, and logs them. The state is donated.
+    """Runs the steps after the state or the newest checkpoint, with evaluations; prints and logs progress.
+
+    The state is donated.
 
     Raises:
-      Stopped: after SIGTERM or Ctrl-C, with the steps that were done saved.
+      Stopped: after SIGTERM or Ctrl-C; the finished steps are saved.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.finished())))
@@ -324,7 +332,7 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
             state, done = checkpoints.start(state, run.say)
             if done:
                 run.console.print(f"goes on from the checkpoint of step {done}")
-        # The guard turns any transfer that was not asked for by name, and so any hidden wait, into an error.
+        # The guard makes any implicit transfer, and so any hidden wait, an error.
         with jax.transfer_guard("disallow"):
             return _run_steps(training, state, run, checkpoints, signals)
 

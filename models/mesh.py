@@ -1,15 +1,18 @@
-"""One training step over several devices: data parallel, fully sharded and expert parallel, by a mesh whose axes are always the same three.
+"""One training step over several devices: data, fully sharded and expert parallel, by one mesh with three axes.
 
-The batch is split over all devices, whatever the axes. They differ in what each device keeps:
+The batch is split over all devices. The axes differ in what each device stores:
 
-- `data`: everything, as the other devices of the axis do.
-- `fsdp`: a part of each large parameter and of its optimizer state. The whole one is put together where it is used, and its gradient is summed into the parts.
-- `expert`: its own experts. It gets the tokens of all devices of the axis, runs those experts over them, and each device gets its own tokens' sums back.
+- `data`: everything, replicated over the axis.
+- `fsdp`: a shard of each large parameter and of its optimizer state. Parameters are all-gathered where they are used,
+  and gradients reduce-scattered.
+- `expert`: its own experts. It gathers the tokens of all devices of the axis, runs its experts over them, and scatters
+  the sums back to the tokens' devices.
 
-XLA does not split a kernel that it did not write: over sharded arrays it would bring all rows to each device first. So the whole loss stands in
-`jax.shard_map`, over all three axes, and each device's kernels see ordinary arrays: a part of the batch, and parameters put together by `gather`. JAX's own
-transpose of that makes the gradients' sums. The gradient itself, accumulation, the optimizer and the rest of a step stand outside, where XLA splits elementwise
-work by itself: a step is written as for one device, but for `split_objective` around its objective.
+XLA does not split a custom kernel: over sharded arrays it would gather all rows on each device. So the whole loss is in
+`jax.shard_map` over all three axes, and each device's kernels see ordinary arrays: a part of the batch, and parameters
+gathered by `gather`, whose transpose in JAX reduces the gradients. Gradient, accumulation, optimizer and the rest of a
+step are outside, where XLA splits elementwise work itself: a step is written as for one device, except for
+`split_objective` around its objective.
 """
 
 import math
@@ -28,8 +31,9 @@ from jax.sharding import PartitionSpec as P
 Tree = TypeVar("Tree")
 AXES = ("data", "fsdp", "expert")
 
-# The first pattern that is found in a parameter's path says how its last axes are split; the axes before them, such as the layers', are whole, and so is what
-# no pattern is found in: norms, biases, histories, counts. An optimizer's moments and an average end as their parameter's path does.
+# The first pattern that matches a parameter's path gives the split of its last axes. Leading axes, such as layers, are
+# not split, nor are arrays without a match: norms, biases, histories, counts. The paths of an optimizer's moments and
+# of the average end like their parameter's.
 RULES = (
     (r"\bmoe/(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
     (
@@ -41,10 +45,10 @@ RULES = (
 
 
 def make_mesh(shape: str) -> Mesh:
-    """From an option such as "data=2,fsdp=4" the mesh over all devices, of all processes; an axis that is not named has one device.
+    """From an option such as "data=2,fsdp=4" the mesh over all devices of all processes; other axes have size 1.
 
     Raises:
-      typer.BadParameter: no such axis, or one that is named twice, no such number, or not as many devices as there are.
+      typer.BadParameter: an unknown or repeated axis, an invalid number, or another number of devices than there are.
     """
     sizes, named = dict.fromkeys(AXES, 1), set()
     for part in shape.split(","):
@@ -61,19 +65,20 @@ def make_mesh(shape: str) -> Mesh:
     wanted = math.prod(sizes.values())
     if wanted != jax.device_count():
         raise typer.BadParameter(
-            f"{shape!r} is for {wanted} devices, and there are {jax.device_count()}: the axes' product must be that, as in data={jax.device_count()}.",
+            f"{shape!r} is for {wanted} devices, and there are {jax.device_count()}: the axes' product must be that, "
+            f"as in data={jax.device_count()}.",
             param_hint="--mesh",
         )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def name_of(path: tuple) -> str:
-    """Of an array, by its path in a training state, such as "params/norm/scale/value"."""
+    """The name of an array by its path in a training state, such as "params/norm/scale/value"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def split_of(path: tuple, rank: int) -> P:
-    """How an array of a training state is split, by its path in it."""
+    """The sharding of an array of a training state, by its path."""
     split = next((split for pattern, split in RULES if re.search(pattern, name_of(path))), P())
     return P(*[None] * (rank - len(split)), *split)
 
@@ -82,7 +87,7 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
     """A `NamedSharding` for each array (or shape) of a training state.
 
     Raises:
-      typer.BadParameter: an axis of the mesh that does not divide what it splits.
+      typer.BadParameter: an axis of the mesh does not divide the axis that it splits.
     """
 
     def sharding(path: tuple, x: Any) -> NamedSharding:
@@ -94,7 +99,8 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
                     f"write a number that divides {x.shape[number]}.",
                     param_hint="--mesh",
                 )
-        # As XLA names the shardings of a step's results, or the second step, which gets the first one's, would be compiled again.
+        # In XLA's form of a step's result shardings: otherwise the second step, which gets the first one's results,
+        # would compile again.
         used = [axis if axis is not None and mesh.shape[axis] > 1 else None for axis in split]
         while used and used[-1] is None:
             used.pop()
@@ -104,7 +110,10 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
 
 
 def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh | None) -> tuple[Any, Tree]:
-    """What `create` gives, a graphdef and a training state, with the state split from the start: no device ever has all of it. None for no mesh."""
+    """create()'s graphdef and training state, with the state created sharded: no device ever holds all of it.
+
+    Without a mesh, unsharded.
+    """
     if mesh is None:
         return create()
     graphdef, shapes = jax.eval_shape(create)
@@ -112,17 +121,17 @@ def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh | None) ->
 
 
 def shard_state(state: Tree, mesh: Mesh | None) -> Tree:
-    """A training state, or a part of one, that is there already, split over the devices. All processes pass the same. None for no mesh."""
+    """Shards an existing training state, or a part of one. All processes pass the same. None for no mesh."""
     return state if mesh is None else jax.tree.map(_put, state, shardings(state, mesh))
 
 
 def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Arrays that each device has whole, such as the key of a step. All processes pass the same. None for no mesh."""
+    """Arrays replicated on each device, such as the key of a step. All processes pass the same. None for no mesh."""
     return tree if mesh is None else jax.tree.map(lambda x: _put(x, NamedSharding(mesh, P())), tree)
 
 
 def collect(tree: Tree, mesh: Mesh | None) -> Tree:
-    """The whole arrays on one device of each process, for what follows a training. All processes call it; None for no mesh."""
+    """The whole arrays on one device of each process, after a training. All processes call it; None for no mesh."""
     if mesh is None:
         return tree
     return jax.tree.map(
@@ -131,7 +140,7 @@ def collect(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """By way of the host: `jax.device_put` gives no array of this process to another one's devices."""
+    """Through the host: `jax.device_put` cannot give this process's arrays to another one's devices."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     host = np.asarray(x)
@@ -139,14 +148,15 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def own_rows(batch: int, mesh: Mesh) -> slice:
-    """Which rows of a batch this process has to make, for `shard_batch`: all of them if there is no other process.
+    """The rows of a batch that this process makes for `shard_batch`: all of them in a single process.
 
     Raises:
       typer.BadParameter: a batch that cannot be split evenly over the devices.
     """
     if batch % mesh.size:
         raise typer.BadParameter(
-            f"a batch of {batch} cannot be split evenly over the {mesh.size} devices of the mesh: take a multiple of {mesh.size}.",
+            f"a batch of {batch} cannot be split evenly over the {mesh.size} devices of the mesh: take a multiple of "
+            f"{mesh.size}.",
             param_hint="--mesh",
         )
     share = batch // jax.process_count()
@@ -154,17 +164,18 @@ def own_rows(batch: int, mesh: Mesh) -> slice:
 
 
 def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
-    """The whole batch, split along `axis` over all devices, from each process's `own_rows` of it, arrays of numpy."""
+    """The whole batch, split along `axis` over all devices, from the numpy arrays of each process's `own_rows`."""
     split = NamedSharding(mesh, P(*[None] * axis, AXES))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
 
 
 def gather(params: Tree) -> Tree:
-    """Inside `split_objective`: a device's parts of parameters put together along `fsdp`; the experts stay its own.
+    """Inside `split_objective`: all-gathers a device's parameter shards along `fsdp`; experts stay sharded.
 
-    The transpose adds up the gradient over the devices and gives each its part. `Decoder` with `sharded` does this itself, a block at a time: with a `policy` a
-    block's parameters are put together again in the backward, and no more than one block's are ever whole; without it all blocks' stay whole from the forward
-    to the backward. For another model, all at once: `nnx.update(model, gather(nnx.state(model, nnx.Param)))`.
+    The transpose reduce-scatters the gradients. `Decoder` with `sharded` gathers block by block: with a `policy` a
+    block's parameters are gathered again in the backward, so that one block's at most are whole; without it all
+    gathered blocks are kept until the backward. Another model gathers everything: `nnx.update(model,
+    gather(nnx.state(model, nnx.Param)))`.
     """
 
     def whole(path: tuple, x: jax.Array) -> jax.Array:
@@ -180,13 +191,14 @@ Objective = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any
 def split_objective(
     objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None, check_vma: bool = True
 ) -> Objective:
-    """An objective over all devices, from one over a device's own part of the batch; to be called and differentiated as that one is.
+    """An objective over all devices, from one over a device's part of the batch; called and differentiated like it.
 
     Args:
-      objective: (params, histories, batch, key) -> (loss, (measured, histories)): params as they lie on one device, to be put together by `gather`; batch any
-        arrays, its part of their first axes; a key of its own. Of histories, which hold largest numbers, the devices' largest are taken.
-      counted: of a part of a batch, how many rows or tokens its loss and measured are means over: what it weighs in those of the whole. None where all
-        devices have as many.
+      objective: (params, histories, batch, key) -> (loss, (measured, histories)). params are a device's shards, for
+        `gather`; batch has its part of the arrays' first axes; key differs by device. Histories hold maxima: the
+        largest over the devices is kept.
+      counted: how many rows or tokens of a part of a batch its loss and measured are means over, as weights; None if
+        all devices have the same number.
       check_vma: as of `jax.shard_map`. Only Pallas' interpreter, on a CPU, needs False.
     """
 

@@ -1,4 +1,4 @@
-"""Attention between the rows of one sequence, for sequences that are packed one after another."""
+"""Attention within sequences that are packed one after another."""
 
 import importlib
 from typing import Literal, get_args
@@ -13,8 +13,8 @@ NAME = "attention"  # of all that its backward needs (`jaxops.offload`)
 
 
 def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Each row's sequence, int32 [rows] within 0 to B - 1, and whether it has one, bool [rows]."""
-    # Comparing with every offset: searchsorted's own loop would be a while loop in every layer.
+    """Each row's sequence, int32 [rows] from 0 to B - 1, and whether it is in one, bool [rows]."""
+    # By comparison with every offset: searchsorted would be a while loop in every layer.
     at = jnp.sum(sequence_offsets[None, :] <= jnp.arange(rows, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32) - 1
     B = sequence_offsets.shape[0] - 1
     return jnp.clip(at, 0, B - 1), (at >= 0) & (at < B)
@@ -31,22 +31,22 @@ def packed_attention(
     longest: int | None = None,
     crowd: int | None = None,
 ) -> jax.Array:
-    """Softmax attention in which a row sees rows of its own sequence and no other: all of them, or with `causal` those up to itself.
+    """Softmax attention of each row over the rows of its own sequence, with `causal` only up to itself.
 
-    The lengths stay on the device. Rows outside all sequences come out zero. Residuals: named "attention".
+    The lengths stay on the device. Rows outside all sequences are zero. Residuals are named "attention".
 
     Args:
       q: [T, heads, head_dim].
-      k, v: [T, kv_heads, head_dim]; each heads / kv_heads queries share a key and a value.
-      sequence_offsets: [B + 1] int32; sequence s is the rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`.
-      way: "dense" masks all T * T pairs; "banded" compares each block of `longest` rows with itself and its two neighbours only, which is all that a
-        sequence of at most `longest` rows can reach: 3 * T * longest pairs. "cudnn" compares what sees each other and nothing else: cuDNN's ragged layout,
-        on a GPU, in bfloat16 or float16; of the ways that there are the fastest (packed_attention.jsonl).
-      longest: rows of the longest sequence that may come: "banded" needs it, for "cudnn" it is all rows by default.
-        A longer one loses its far ends by "banded", and makes everything NaN by "cudnn".
-      crowd: for "cudnn": how many sequences start within rows 0 to longest - 1, or longest to 2 * longest - 1 and so on, at the most; B by default. cuDNN's
-        time and memory grow with it, beside those of what sees each other (a diffusion transformer's step 171 ms with 4, 185 with 64, H200, 2026-11-22). More
-        make everything NaN.
+      k, v: [T, kv_heads, head_dim]; heads / kv_heads queries share a key and a value.
+      sequence_offsets: [B + 1] int32; sequence s is rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`.
+      way: "dense" masks all T * T pairs. "banded" compares each block of `longest` rows with itself and its two
+        neighbours, 3 * T * longest pairs. "cudnn" computes only pairs within sequences, by cuDNN's ragged layout, on a
+        GPU, in bfloat16 or float16; it is the fastest (packed_attention.jsonl).
+      longest: rows of the longest sequence; required for "banded", all rows by default for "cudnn". A longer sequence
+        is truncated by "banded", and makes all results NaN by "cudnn".
+      crowd: for "cudnn", at most how many sequences start within rows 0 to longest - 1, longest to 2 * longest - 1 and
+        so on; B by default. cuDNN's time and memory grow with it: a step of the DiT takes 171 ms with 4, 185 with 64
+        (H200, 2026-11-22). More sequences make all results NaN.
 
     Returns:
       [T, heads, head_dim].
@@ -61,7 +61,7 @@ def packed_attention(
     if way == "cudnn":
         out = _cudnn(q, k, v, sequence_offsets, causal, longest or q.shape[0], crowd or sequence_offsets.shape[0] - 1)
     elif way == "dense":
-        # A row outside sees the rows of the sequence that its index was clipped to: finite, and taken away below.
+        # A row outside attends to the sequence of its clipped index: finite, and zeroed below.
         mask = _may_see(sequence, sequence, inside)
         out = attend(q[None], k[None], v[None], mask[None, None], causal)[0]
     elif longest is None:
@@ -74,8 +74,11 @@ def packed_attention(
 def _cudnn(
     q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, causal: bool, longest: int, crowd: int
 ) -> jax.Array:
-    """JAX has no public name for the ragged layout. It wants sequences by rows of the array, and works as if each row had as many as the fullest and all were
-    as long as a row: so rows of `longest`, which sequences may cross."""
+    """By cuDNN's ragged layout, for which JAX has no public name.
+
+    It takes sequences by rows of the array, and computes as if each row had as many as the fullest and all were as long
+    as a row: so rows of `longest`, which sequences may cross.
+    """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"way='cudnn' has no {q.dtype}: take bfloat16 or float16, or way='dense'.")
     cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
@@ -108,14 +111,18 @@ def attend(
     causal: bool,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` with a name for its residuals."""
+    """`jax.nn.dot_product_attention` with named residuals."""
     how = {"is_causal": causal, "implementation": implementation}
     return named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, **how), NAME)(q, k, v, mask)
 
 
 def sequences_by_row(offsets: jax.Array, rows: int, longest: int, crowd: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of offsets [B + 1] within 0 to rows * longest: where in its row of `longest` each sequence starts that is not empty, [rows, crowd + 1], and its length,
-    [rows, crowd], -1 where there is none; and whether all are there, and none is too long."""
+    """The nonempty sequences of offsets [B + 1] from 0 to rows * longest, by the row of `longest` in which they start.
+
+    Returns:
+      (starts [rows, crowd + 1] within the row; lengths [rows, crowd], -1 for none; whether all sequences are there and
+      none is too long).
+    """
     starts, lengths = offsets[:-1], jnp.diff(offsets)
     there = lengths > 0
     row = jnp.where(there, starts // longest, rows)
@@ -152,7 +159,7 @@ def _may_see(sequence: jax.Array, others: jax.Array, others_inside: jax.Array) -
 
 
 def _neighbours(x: jax.Array, longest: int) -> jax.Array:
-    """[T, ...] -> [T / longest, 3 * longest, ...]: the block before, each block, the block after; zero (or False) where there is none."""
+    """[T, ...] -> [T / longest, 3 * longest, ...]: previous block, block, next block; 0 or False beyond the ends."""
     blocks = x.reshape(-1, longest, *x.shape[1:])
     none = jnp.zeros_like(blocks[:1])
     return jnp.concatenate([jnp.concatenate([none, blocks[:-1]]), blocks, jnp.concatenate([blocks[1:], none])], axis=1)

@@ -1,4 +1,4 @@
-"""Documents of unequal length in rows of few lengths: which pieces lie in which row, and the batch of each step as a function of (seed, step)."""
+"""Documents of unequal length packed into rows of few lengths; the batch of each step by (seed, step)."""
 
 import bisect
 import functools
@@ -12,20 +12,20 @@ SHORTEST_BUCKET = 8
 
 
 class Documents(NamedTuple):
-    """tokens: unsigned integers, one document after another; offsets: [D + 1] int64, where each starts, then where the last one ends."""
+    """tokens: unsigned integers, document after document; offsets: [D + 1] int64, each start, then the last end."""
 
     tokens: np.ndarray
     offsets: np.ndarray
 
 
 class Rows(NamedTuple):
-    """What lies in each of R rows: pieces of documents.
+    """The pieces of documents in each of R rows.
 
     Attributes:
-      length: predictions for which a row has room.
-      starts: [P] int64: where each piece's first token is; what it predicts is one further, in the same document.
-      lengths: [P] int64: predictions of each.
-      first: [R + 1] int64: row r is the pieces first[r] to first[r + 1] - 1.
+      length: predictions of a row.
+      starts: [P] int64: each piece's first token; its prediction is the next token of the document.
+      lengths: [P] int64: predictions of each piece.
+      first: [R + 1] int64: row r has the pieces first[r] to first[r + 1] - 1.
     """
 
     length: int
@@ -39,11 +39,11 @@ class Rows(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, what each of them predicts, and which document of its row it is of: arrays [..., T] alike.
+    """Rows of tokens, their targets, and the document of each token: arrays [..., T].
 
     Attributes:
-      tokens, targets: unsigned integers; a target is the token that follows in the same document. Zero where there is padding.
-      documents: int32, from 0 in each row; -1 for padding, which stands at the end.
+      tokens, targets: unsigned integers; a target is the next token of the same document. Zero in padding.
+      documents: int32, from 0 in each row; -1 for padding, which is at the end.
     """
 
     tokens: Any
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     documents: Any
 
     def counted(self) -> Any:
-        """The predictions that are no padding, int32."""
+        """The predictions that are not padding, int32."""
         return (self.documents >= 0).sum(dtype=np.int32)
 
     @property
@@ -60,7 +60,10 @@ class Batch(NamedTuple):
 
 
 def cut(offsets: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of all documents' pieces, in order: a document of n tokens has n - 1 predictions, in pieces of `longest` and one of what is left."""
+    """(starts, lengths) of all documents' pieces, in order.
+
+    A document of n tokens has n - 1 predictions, in pieces of `longest` and a remainder.
+    """
     predictions = np.maximum(np.diff(offsets) - 1, 0)
     counts = -(-predictions // longest)
     document = np.repeat(np.arange(len(counts)), counts)
@@ -69,7 +72,7 @@ def cut(offsets: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """A row for each length, int64, so that few rows are needed: from the longest on, each goes where the least room is left over."""
+    """The row of each length, int64, by best fit decreasing: each piece goes to the fullest row that has room."""
     rows = np.empty(len(lengths), np.int64)
     with_room: dict[int, list[int]] = {}  # room left -> the rows that have it
     rooms: list[int] = []  # its keys, sorted
@@ -107,12 +110,12 @@ def pack(documents: Documents, length: int) -> Rows:
 
 
 def overall_fill(rows: Sequence[Rows]) -> float:
-    """The share of all rows that is no padding."""
+    """The share of all rows that is not padding."""
     return float(sum(some.lengths.sum() for some in rows) / sum(some.row_count * some.length for some in rows))
 
 
 def choose_buckets(lengths: np.ndarray, longest: int, most: int) -> tuple[int, ...]:
-    """At most `most` of longest, longest / 2, longest / 4, ...: those with which rows of one piece each are padded least."""
+    """At most `most` of longest, longest / 2, longest / 4, ..., with the least padding of rows with one piece."""
     halves = (longest >> k for k in range(longest.bit_length()) if longest % (1 << k) == 0)
     known = sorted({longest, *(half for half in halves if half >= SHORTEST_BUCKET)})
     sizes = np.bincount(np.searchsorted(known, lengths), minlength=len(known))
@@ -129,7 +132,7 @@ def choose_buckets(lengths: np.ndarray, longest: int, most: int) -> tuple[int, .
 
 
 def one_a_row(documents: Documents, longest: int, buckets: int) -> tuple[Rows, ...]:
-    """Rows of one document, or of a piece of one, in at most `buckets` lengths."""
+    """Rows of one document, or a piece of one, in at most `buckets` lengths."""
     starts, lengths = cut(documents.offsets, longest)
     chosen = choose_buckets(lengths, longest, buckets)
     nearest = np.searchsorted(chosen, lengths)
@@ -142,7 +145,7 @@ def one_a_row(documents: Documents, longest: int, buckets: int) -> tuple[Rows, .
 
 
 def build(tokens: np.ndarray, rows: Rows, chosen: np.ndarray) -> Batch:
-    """The chosen rows' numbers [...] -> a batch [..., rows.length]; -1 for a row of padding. Without a loop over rows or tokens."""
+    """The rows of the given numbers [...] as a batch [..., rows.length]; -1 for a row of padding. Vectorized."""
     numbers, shape = chosen.ravel(), (*chosen.shape, rows.length)
     counts = np.where(numbers >= 0, rows.first[numbers + 1] - rows.first[numbers], 0)
     pieces = _ranges(rows.first[numbers], counts)
@@ -165,9 +168,10 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def row_batches(
     tokens: np.ndarray, rows: Sequence[Rows], budget: int, accumulate: int, seed: int
 ) -> Callable[[int], Batch]:
-    """The batch of each step, [accumulate, B, length] with accumulate * B * length the budget: a pure function of seed and step.
+    """The batch of each step, [accumulate, B, length] with accumulate * B * length = budget, by seed and step.
 
-    Every epoch shows each row in an order of its own, each step's of one length; where a length's last step is not full, with rows for the second time.
+    Every epoch has its own order of rows; a step's rows have one length. A length's last step is filled up with
+    repeated rows.
     """
     each = [budget // some.length for some in rows]
     steps = [-(-some.row_count // count) for some, count in zip(rows, each, strict=True)]
@@ -194,7 +198,7 @@ def row_batches(
 
 
 def even_rows(tokens: np.ndarray, rows: Rows, count: int, size: int) -> Batch:
-    """At most `count` rows at even distances, [N, size, length], the same for every run; the last of the N is filled up with padding."""
+    """At most `count` evenly spaced rows, [N, size, length], the same for every run; the last batch is padded."""
     have = rows.row_count
     chosen = np.linspace(0, have - 1, min(count, have)).astype(np.int64)
     return build(tokens, rows, np.pad(chosen, (0, -len(chosen) % size), constant_values=-1).reshape(-1, size))

@@ -1,4 +1,4 @@
-"""What `--precision` says: the dtype that a model computes in, and the layers that its matrix products are made by."""
+"""The precisions of `--precision`: the dtype of the computation, and the class of linear layers."""
 
 import functools
 import typing
@@ -18,7 +18,12 @@ DTYPES = typing.get_args(Dtype)
 
 
 class Precision(NamedTuple):
-    """dtype: of everything but parameters, routers, residuals and losses; recipe: of `jaxops.fp8_matmul`, for the linear layers, or None."""
+    """A choice of `--precision`.
+
+    Attributes:
+      dtype: of everything but parameters, routers, residual stream and losses.
+      recipe: of `jaxops.fp8_matmul`, for the linear layers, or None.
+    """
 
     dtype: Dtype
     recipe: Recipe | None = None
@@ -37,15 +42,15 @@ PRECISIONS = {
 
 
 def for_this_machine() -> str:
-    """The precision of who asks for none."""
+    """The default precision."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
 def cudnn_attends(dtype: Any) -> bool:
-    """Whether cuDNN's attention is there for numbers of this dtype: on a GPU, and not for float32."""
+    """Whether cuDNN's attention is available for this dtype: on a GPU, and not for float32."""
     return jax.default_backend() == "gpu" and dtype != "float32"
 
 
 def linear_layer(recipe: str | None, backend: str) -> Callable[..., Any]:
-    """`nnx.Linear`, or what makes its like in FP8."""
+    """`nnx.Linear`, or a constructor of its FP8 equivalent."""
     return nnx.Linear if recipe is None else functools.partial(Fp8Linear, recipe=recipe, backend=backend)

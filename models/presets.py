@@ -1,4 +1,4 @@
-"""The sizes that `python -m models.train lm --preset` and `python -m models.train dit --preset` know."""
+"""The presets of `python -m models.train lm --preset` and `python -m models.train dit --preset`."""
 
 import dataclasses
 
@@ -13,19 +13,20 @@ from models.precision import Backend, Dtype, Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Preset(Schedule):
-    """A language model, what it learns from, and how it is trained.
+    """A language model, its data and its training.
 
     Attributes:
-      context: tokens of a training sequence, the longest that there is.
-      batch: sequences of a step, of all its micro-batches together; shorter ones are as many more.
+      context: tokens of a training sequence, at most.
+      batch: sequences of a step, over all micro-batches; of shorter ones proportionally more.
       eval_windows: held-out sequences of an evaluation, at most.
-      balance_weight: of the routers' load-balancing loss (`jaxops.Routing.aux_loss`), micro-batch by micro-batch.
-      data: files and folders of text; none for the sources of Python's standard library.
-      raw_bytes: whether files that are no text are taken as they are, byte by byte.
-      tokenizer: a tokenizer.json; None for the one beside the checkpoint of init_from, or for bytes.
-      init_from: folder of a checkpoint to start from, in Hugging Face's format; then `model` has its sizes.
-      pack: whether documents share rows. Else each row is of one document, or of a piece of one, in at most `buckets` lengths.
-      buckets: the most lengths, and so the most compiled steps, without pack.
+      balance_weight: of the routers' load-balancing loss (`jaxops.Routing.aux_loss`), by micro-batch.
+      data: files and folders of text; none for the sources of the Python standard library.
+      raw_bytes: whether to read files that are no text, as bytes.
+      tokenizer: a tokenizer.json; None for that of init_from's checkpoint, or for bytes.
+      init_from: folder of a checkpoint in Hugging Face's format to start from; `model` then has its sizes.
+      pack: whether documents share rows. Otherwise a row has one document or a piece of one, in at most `buckets`
+        lengths.
+      buckets: at most how many lengths, and compiled steps, without pack.
     """
 
     model: DecoderConfig
@@ -49,17 +50,17 @@ class Preset(Schedule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiTPreset(Schedule):
-    """A diffusion transformer, what it learns from, and how it is trained; what else the model needs to know, the data set tells.
+    """A diffusion transformer, its data and its training; the data set gives the model's remaining sizes.
 
     Attributes:
-      tokens: the token budget of a step, of all its micro-batches together.
-      images: the most images of a step; with more than the budget holds, the budget is what fills up.
+      tokens: token budget of a step, over all micro-batches.
+      images: images of a step, at most; with more than fit, the budget is the limit.
       dtype, recipe, attention, backend, policy, unroll: as of `models.dit.DiTConfig`.
       data: a data set's name, or a folder of images.
       patch: side of a patch of a folder's images.
       longest: tokens of the largest of a folder's images.
       sample_steps: Heun steps from noise to image.
-      guidance: of the samples; 1 is none.
+      guidance: of the samples; 1 for none.
     """
 
     layers: PositiveInt
@@ -88,17 +89,18 @@ class DiTPreset(Schedule):
             )
         if self.tokens % self.accumulate or self.images % self.accumulate:
             raise ValueError(
-                f"tokens is {self.tokens}, images {self.images} and accumulate {self.accumulate}; both must be multiples of accumulate."
+                f"tokens is {self.tokens}, images {self.images} and accumulate {self.accumulate}; both must be "
+                "multiples of accumulate."
             )
 
 
 def of_bytes(*, layers: int, width: int, heads: int, experts: int, hidden: int, top_k: int = 2) -> DecoderConfig:
-    """A model whose tokens are bytes."""
+    """A model of byte tokens."""
     return DecoderConfig(256, width, layers, heads, heads, width // heads, hidden, experts, top_k, tie_embeddings=True)
 
 
 PRESETS = {
-    # Sized for two CPU cores: far under the 2.3 nats a byte of a bigram table in less than three minutes, compilation included.
+    # Sized for two CPU cores: far below the 2.3 nats a byte of a bigram table in three minutes, compilation included.
     "demo": Preset(
         of_bytes(layers=2, width=128, heads=4, experts=4, hidden=192),
         context=128,
@@ -108,7 +110,7 @@ PRESETS = {
         warmup_steps=40,
         eval_every=60,
     ),
-    # 25 million parameters, 9 million of them at work on a token.
+    # 25 million parameters, 9 million active.
     "small": Preset(
         of_bytes(layers=6, width=384, heads=6, experts=8, hidden=384),
         context=512,
@@ -118,7 +120,8 @@ PRESETS = {
         warmup_steps=200,
         eval_every=250,
     ),
-    # 118 million, 42 million at work, nine tenths of it in linear layers whose sides are multiples of 128: for `python -m models.compare_precision`.
+    # 118 million, 42 million active, nine tenths in linear layers with sides divisible by 128: for
+    # `models.compare_precision`.
     "wide": Preset(
         of_bytes(layers=4, width=1024, heads=8, experts=8, hidden=1024),
         context=512,
@@ -128,7 +131,7 @@ PRESETS = {
         warmup_steps=60,
         eval_every=250,
     ),
-    # 156 million, 60 million at work.
+    # 156 million, 60 million active.
     "medium": Preset(
         of_bytes(layers=12, width=768, heads=12, experts=8, hidden=576),
         context=1024,
@@ -138,7 +141,7 @@ PRESETS = {
         warmup_steps=400,
         eval_every=500,
     ),
-    # 1.1 billion, 131 million at work.
+    # 1.1 billion, 131 million active.
     "large": Preset(
         of_bytes(layers=16, width=1024, heads=16, experts=32, hidden=640),
         context=1024,
@@ -148,7 +151,7 @@ PRESETS = {
         warmup_steps=500,
         eval_every=500,
     ),
-    # Like Qwen3's mixtures of experts: 3.1 billion, 0.6 billion at work; for a GPU of 140 GB, and a tokenizer of at most 32,768 tokens.
+    # Like Qwen3's mixtures of experts: 3.1 billion, 0.6 billion active; for a GPU of 140 GB, and at most 32,768 tokens.
     "3b": Preset(
         DecoderConfig(
             32_768,
@@ -173,7 +176,7 @@ PRESETS = {
 }
 
 DIT_PRESETS = {
-    # Sized for two CPU cores: digits that can be read in less than three minutes, compilation and sampling included.
+    # Sized for two CPU cores: legible digits in less than three minutes, compilation and sampling included.
     "demo": DiTPreset(
         layers=4,
         width=128,
@@ -198,7 +201,7 @@ DIT_PRESETS = {
         eval_every=500,
         ema=0.999,
     ),
-    # 80 million parameters, in layers whose sides are multiples of 128: for `python -m models.compare_precision`.
+    # 80 million parameters, in layers with sides divisible by 128: for `python -m models.compare_precision`.
     "wide": DiTPreset(
         layers=4,
         width=1024,

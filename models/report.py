@@ -1,4 +1,4 @@
-"""What a training run leaves behind: its metrics, line by line and for TensorBoard, and pictures."""
+"""A training run's output: metrics, as JSON lines and for TensorBoard, and pictures."""
 
 import dataclasses
 import json
@@ -19,11 +19,11 @@ ALWAYS = ("step", "loss", "tokens", "fill", "learning_rate", "gradient_norm")  #
 
 @dataclasses.dataclass
 class History:
-    """What a run has read from the device so far.
+    """What a run has read from the device.
 
     Attributes:
-      rows: one of each step, as in metrics.jsonl.
-      loads: each expert's share [layers, experts], of each of the last steps that this process has run; of none without experts.
+      rows: one a step, as in metrics.jsonl.
+      loads: each expert's share [layers, experts] of the last steps of this process; empty without experts.
     """
 
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -40,19 +40,20 @@ class History:
 
     @property
     def last_heldout(self) -> float:
-        """NaN where there is none."""
+        """NaN before the first evaluation."""
         return self.heldout[-1][1] if self.heldout else math.nan
 
 
 class MetricsLog:
-    """Writes OUT/metrics.jsonl, a line a step, and event files for TensorBoard to OUT/tensorboard. To be used in a with statement.
+    """Writes OUT/metrics.jsonl, a line a step, and TensorBoard event files to OUT/tensorboard. A context manager.
 
-    A line has the step's number (1 for the first), the scalars of its `models.loop.Metrics`, tokens_per_s between two readings, and heldout after an
-    evaluation. Of what stands there already, steps up to `first` are kept: those before the checkpoint from which a run goes on.
+    A line has the step's number (from 1), the scalars of its `models.loop.Metrics`, tokens_per_s between two readings,
+    and heldout after an evaluation. Existing lines up to step `first`, the checkpoint that a run resumes from, are
+    kept.
 
     Args:
-      writes: False in all processes of a run but one: they keep a history only of the steps after `first`.
-      say: is told where lines up to `first` are missing, or cannot be read.
+      writes: True in one process of a run; the others only keep a history of the steps after `first`.
+      say: called if lines up to `first` are missing or unreadable.
     """
 
     def __init__(self, out: Path, first: int, writes: bool = True, say: Callable[[str], None] = print):
@@ -61,7 +62,8 @@ class MetricsLog:
         rows = _rows(file, first) if writes and first else []
         if writes and len(rows) < first:
             say(
-                f"{file} lacks {first - len(rows)} of the {first} steps before this one, or they cannot be read: its curves have a gap."
+                f"{file} lacks {first - len(rows)} of the {first} steps before this one, or they cannot be read: its "
+                "curves have a gap."
             )
         self.history = History(rows)
         self._lines = (file if writes else Path(os.devnull)).open("w")
@@ -95,7 +97,7 @@ class MetricsLog:
 
 
 def _rows(file: Path, last: int) -> list[dict[str, Any]]:
-    """Those up to step `last` that can be read; a process that was killed may have left half a line."""
+    """The readable rows up to step `last`; a killed process may have left half a line."""
     found = {}
     for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
         try:
@@ -112,7 +114,7 @@ def _rows(file: Path, last: int) -> list[dict[str, Any]]:
 
 
 def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
-    """Over the steps: the loss of every batch and of the held-out data, learning rate, norm of the gradient, and each layer's load of its experts.
+    """Over the steps: losses of batches and held-out data, learning rate, gradient norm, and each layer's expert load.
 
     Args:
       baseline: name and loss of a dashed line.
@@ -140,7 +142,7 @@ def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, fl
 
 
 def _plot_expert_load(rows: list[Axes], load: np.ndarray, last: int) -> None:
-    """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is a fair one."""
+    """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is even."""
     steps, _, experts = load.shape
     style = {
         "aspect": "auto",
@@ -160,7 +162,7 @@ def _plot_expert_load(rows: list[Axes], load: np.ndarray, last: int) -> None:
 
 
 def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
-    """A column a model: the newest loss curve in every precision, and below them how far each lies from the baseline that was trained beside it.
+    """A column a model: the newest loss curve of every precision, and its ratio to the baseline of the same run.
 
     Args:
       rows: of `models.compare_precision`, oldest first.
@@ -171,7 +173,7 @@ def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
         figure.subplots(2, len(models), squeeze=False, sharex="col").T, models, strict=True
     ):
         mine = [row for row in rows if row["model"] == model]
-        # Two runs of one program are not compared, XLA may have chosen other algorithms for it: a run begins with its baseline.
+        # Only runs with their own baseline are compared: XLA may choose other algorithms in another run.
         drawn, beside = {}, None
         for row in mine:
             precision, seed, curve = row["precision"], row["seed"], np.array(row["curve"])
@@ -197,7 +199,7 @@ def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
 
 
 def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, zoom: int = 6) -> None:
-    """Rows of uint8 [height, width, channels] images, each in the middle of its column; the names stand over the columns."""
+    """Rows of uint8 [height, width, channels] images, centred in their columns under the names."""
     gap, heading = 2 * zoom, 16
     column_width = zoom * max(image.shape[1] for row in images for image in row) + gap
     row_heights = [zoom * max(image.shape[0] for image in row) + gap for row in images]

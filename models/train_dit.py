@@ -47,22 +47,22 @@ class DitOptions(Options):
     data: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(DATA_SETS)}, or a folder of images, with a folder for each class if there are any. Default: digits."
+            help=f"{', '.join(DATA_SETS)}, or a folder of images, with a sub-folder for each class. Default: digits."
         ),
     ] = None
 
 
 def with_precision(preset: DiTPreset, precision: Precision) -> DiTPreset:
-    """And with cuDNN's attention, where there is one."""
+    """With that precision, and cuDNN's attention if it is available."""
     attention = "cudnn" if cudnn_attends(precision.dtype) else preset.attention
     return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe, attention=attention)
 
 
 def choose(options: DitOptions) -> DiTPreset:
-    """The preset, over it this machine's precision, over that what the options say.
+    """The preset, this machine's precision, and the options, each over the one before.
 
     Raises:
-      ValueError: a setting that there is not, or that is not possible; see `models.config`.
+      ValueError: an unknown or impossible setting; see `models.config`.
     """
     check_option("preset", options.preset, DIT_PRESETS)
     given = config.given_by(options, {"data": options.data}, nested=False)
@@ -72,7 +72,7 @@ def choose(options: DitOptions) -> DiTPreset:
 
 
 def micro_batches(preset: DiTPreset, mesh: Mesh | None) -> int:
-    """Of a step: over a mesh each device has packed ones of its own."""
+    """Micro-batches of a step; over a mesh each device packs its own."""
     return preset.accumulate * (1 if mesh is None else mesh.size)
 
 
@@ -80,18 +80,20 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
     """The preset's model for a data set.
 
     Raises:
-      ValueError: a micro-batch cannot hold the largest image, or the devices cannot have micro-batches of one size.
+      ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the devices.
     """
     parts = micro_batches(preset, mesh)
     if preset.tokens % parts or preset.images % parts:
         raise ValueError(
-            f"tokens is {preset.tokens} and images {preset.images}; with {parts // preset.accumulate} devices and accumulate {preset.accumulate} "
+            f"tokens is {preset.tokens} and images {preset.images}; with {parts // preset.accumulate} devices and "
+            f"accumulate {preset.accumulate} "
             f"both must be multiples of {parts}."
         )
     budget = preset.tokens // parts
     if budget < data.longest:
         raise ValueError(
-            f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or longest."
+            f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or "
+            "longest."
         )
     return sizes_of(
         preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd
@@ -99,7 +101,7 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
 
 
 def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd: int | None) -> DiTConfig:
-    """The preset's model, for data of those."""
+    """The preset's model, for data of these sizes."""
     named = {
         name: getattr(preset, name)
         for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll")
@@ -119,7 +121,7 @@ def objective(model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0
 
 
 def placed(objective: Objective, mesh: Mesh | None) -> Objective:
-    """Over a mesh: of a device's own packed batch [1, ...], with all parameters put together at once."""
+    """Over a mesh: the objective of a device's own packed batch [1, ...], with all parameters gathered at once."""
 
     def own(model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
         nnx.update(model, gather(nnx.state(model, nnx.Param)))
@@ -131,14 +133,17 @@ def placed(objective: Objective, mesh: Mesh | None) -> Objective:
 def make_step(
     graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    """One compiled program, whatever sizes the images have. Of batches [accumulate, ...], over a mesh [accumulate, devices, ...]."""
+    """One compiled program for all image sizes.
+
+    Batches are [accumulate, ...], over a mesh [accumulate, devices, ...].
+    """
     return loop.make_step(graphdef, preset, placed(objective, mesh), mesh, options_for(preset.policy))
 
 
 def make_evaluate(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
-    """No label is dropped."""
+    """Without label dropout."""
     return loop.make_evaluate(graphdef, placed(functools.partial(objective, label_dropout=0.0), mesh), mesh)
 
 
@@ -155,7 +160,7 @@ def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> 
 
 
 def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batch:
-    """All held-out images; for the last devices there may be batches of none."""
+    """All held-out images; the last devices may get empty batches."""
     parts = micro_batches(preset, mesh)
     micro = (data.patch, preset.tokens // parts, preset.images // parts)
     batches = [batch for _, batch in every_image_once(data.heldout, *micro)]
@@ -165,7 +170,11 @@ def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batc
 
 
 def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple[DiT, History]:
-    """Runs all steps and evaluations; the model that comes back has the averaged weights, whole on one device, and is in evaluation mode."""
+    """Runs all steps and evaluations.
+
+    Returns:
+      The model with the averaged weights, whole on one device, in evaluation mode.
+    """
     mesh = run.mesh
     graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
     run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
@@ -186,7 +195,10 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
 
 
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
-    """New images, uint8 [height, width, channels]: a row for each of the data set's sample_sizes, a column for each class, of many for the first."""
+    """New images, uint8 [height, width, channels].
+
+    A row for each of the data set's sample_sizes, a column for each class, or the first ones of many.
+    """
     graphdef, state = nnx.split(model)
     run = jax.jit(
         lambda state, batch, key: generate(nnx.merge(graphdef, state), batch, key, preset.sample_steps, preset.guidance)
@@ -226,7 +238,8 @@ def _train_and_report(
 ) -> None:
     console = run.console
     console.print(
-        f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, {len(images.classes)} classes"
+        f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, "
+        f"{len(images.classes)} classes"
     )
     console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(run.mesh)}")
     console.print(remark(preset.policy), end="")
@@ -241,7 +254,8 @@ def _train_and_report(
     first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
     fill = np.mean([row["fill"] for row in history.rows])
     console.print(
-        f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out {history.last_heldout:.3f}"
+        f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out "
+        f"{history.last_heldout:.3f}"
     )
     console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
     console.print(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")

@@ -19,7 +19,8 @@ from jaxops.nn import AmaxHistory
 from models import config, hf, launch, loop
 from models.config import Options, check_option
 from models.data import Corpus, bigram_nats, files_read, read_texts, split, standard_library, tokenize
-from models.decoder import Decoder, DecoderConfig, loss_fn
+from models.decoder import Decoder, DecoderConfig
+from models.decoder_loss import loss_fn
 from models.distributed import is_first
 from models.generate import Bytes, HuggingFace, Tokenizer, align, sample, tokenizer_of
 from models.hf_config import end_token, fitting, read_config
@@ -47,7 +48,7 @@ class LmOptions(Options):
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text file, or folder of .txt, .md, .py and .jsonl files; may be repeated. Default: Python's standard library."
+            help="Text file, or folder of .txt, .md, .py, .jsonl files; repeatable. Default: Python's standard library."
         ),
     ] = None
     raw_bytes: Annotated[
@@ -71,7 +72,7 @@ def attention_for(dtype: Any) -> str:
 
 
 def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
-    """The preset with the number of steps and the precision asked for, and with this machine's attention."""
+    """The preset with the given number of steps and precision, and this machine's attention."""
     attention = attention_for(precision.dtype)
     model = dataclasses.replace(
         preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention
@@ -80,10 +81,10 @@ def configure(preset: Preset, steps: int | None, backend: str, precision: Precis
 
 
 def choose(options: LmOptions) -> Preset:
-    """The preset, over it what suits this machine, over that what the options say.
+    """The preset, this machine's choices, and the options, each over the one before.
 
     Raises:
-      ValueError: a setting that there is not, or that is not possible; see `models.config`.
+      ValueError: an unknown or impossible setting; see `models.config`.
     """
     check_option("preset", options.preset, PRESETS)
     own = {
@@ -119,10 +120,10 @@ def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
 
 
 def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
-    """The tokenizer, and the preset with as many tokens as it has.
+    """The tokenizer, and the preset with its number of tokens.
 
     Raises:
-      ValueError: the tokenizer cannot be read, or it has more tokens than the checkpoint to start from.
+      ValueError: the tokenizer cannot be read, or has more tokens than the checkpoint to start from.
     """
     folder, vocab = preset.init_from, preset.model.vocab
     if preset.tokenizer is not None:
@@ -137,7 +138,7 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
 
 
 def tokenizer_files(preset: Preset) -> list[Path]:
-    """The one that `choose_tokenizer` reads, or none for bytes."""
+    """The file that `choose_tokenizer` reads; none for bytes."""
     if preset.tokenizer is not None:
         return [Path(preset.tokenizer)]
     beside = [] if preset.init_from is None else [Path(preset.init_from, "tokenizer.json")]
@@ -145,7 +146,7 @@ def tokenizer_files(preset: Preset) -> list[Path]:
 
 
 def read_corpus(data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False) -> Corpus:
-    """What `Preset.data` names."""
+    """The data of `Preset.data`."""
     texts = read_texts(data, raw=raw) if data else standard_library()
     return split(tokenize(texts, tokenizer), f"the data of {', '.join(data)}" if data else "the data")
 
@@ -169,7 +170,7 @@ def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
 
 
 def start_state(preset: Preset, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
-    """Over a mesh split from the start, or as soon as a checkpoint is read."""
+    """Over a mesh sharded from the start, or when a checkpoint is read."""
     create = lambda: init_state(preset, preset.seed)
     if preset.init_from is None:
         return create_sharded(create, mesh)
@@ -197,7 +198,7 @@ def make_step(
 def make_evaluate(
     graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
 ) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
-    """Of packed rows, however the model is trained: documents do not see each other."""
+    """Of packed rows, for every way of training: documents do not attend to each other."""
     return loop.make_evaluate(graphdef, functools.partial(objective, preset, True), mesh)
 
 
@@ -216,13 +217,17 @@ def heldout_batches(preset: Preset, documents: Documents) -> Batch:
 
 
 def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
-    """Its model knows how many documents a row holds at the most, padding counted as one."""
+    """With the largest number of documents of a row, padding included, for the model."""
     most = 1 + max(int(np.diff(some.first).max(initial=0)) for some in rows)
     return dataclasses.replace(preset, model=dataclasses.replace(preset.model, max_documents=most))
 
 
 def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder, History]:
-    """Runs all steps and evaluations; the model that comes back is trained, whole on one device, and in evaluation mode."""
+    """Runs all steps and evaluations.
+
+    Returns:
+      The trained model, whole on one device, in evaluation mode.
+    """
     mesh, rows = run.mesh, make_rows(preset, corpus.train)
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
     graphdef, state = start_state(preset, mesh)
@@ -246,7 +251,11 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
 
 
 def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
-    """For `models.generate`, and for transformers: in the architecture that was started from, or else in one that fits; gives its name, None if none does."""
+    """Saves for `models.generate` and transformers, in the original architecture or one that fits.
+
+    Returns:
+      The architecture's name, None if none fits.
+    """
     architecture = fitting(model.config) if preset.init_from is None else read_config(preset.init_from)[0]
     if architecture is not None:
         beside = (
@@ -257,7 +266,7 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
 
 
 def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
-    """How the model goes on from the first held-out tokens; together they are as long as what it has seen."""
+    """A continuation of the first held-out tokens, up to the context length."""
     prompt = heldout[: max(1, preset.context // 4)].tolist()
     (written,) = sample(
         model, align([prompt]), jax.random.key(preset.seed), max(1, preset.context - len(prompt)), temperature=0.8
@@ -268,7 +277,7 @@ def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer:
 
 
 def run(options: LmOptions) -> None:
-    """Trains a decoder language model, by default a mixture of experts on the bytes of the Python standard library's sources."""
+    """Trains a decoder language model, by default a mixture of experts on bytes of the Python standard library."""
     begin = time.perf_counter()
     launch.start_processes(options)
     with config.errors_of_options():
@@ -308,7 +317,8 @@ def _train_and_report(
     write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
     reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
     console.print(
-        f"\n{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard"
+        f"\n{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, "
+        "config.yaml, and tensorboard"
     )
     console.print(
         "no architecture of Hugging Face fits: no checkpoint"

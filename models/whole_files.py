@@ -1,4 +1,4 @@
-"""Folders of files that are written whole, with their checksums in SHA256SUMS, as `sha256sum --check` reads it."""
+"""Folders of files that are written atomically, with checksums in SHA256SUMS, as `sha256sum --check` reads it."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ def _sum(file: Path) -> str:
 
 
 def replace(file: Path, text: str) -> None:
-    """Writes a file that is the one before or the new one, whenever the process is killed."""
+    """Writes a file atomically: a killed process leaves the old or the new one."""
     new = file.with_name(f".{file.name}.unfinished")
     new.write_text(text)
     new.replace(file)
@@ -25,9 +25,9 @@ def replace(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into. At the end its files move to `folder`, which is made if need be, over those of the same names.
+    """A new folder to write into. At the end its files move to `folder` (created if missing), over equal names.
 
-    SHA256SUMS moves first: of a process that is killed in between, `verify` finds files that are not those that were written.
+    SHA256SUMS moves first: if the process is killed in between, `verify` detects the other files.
     """
     new = folder / ".unfinished"
     shutil.rmtree(new, ignore_errors=True)
@@ -43,10 +43,10 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def verify(folder: Path) -> None:
-    """Nothing, where there is no SHA256SUMS.
+    """Does nothing without SHA256SUMS.
 
     Raises:
-      ValueError: a file is missing, or not what was written; all of them are named.
+      ValueError: a file is missing or changed; all of them are named.
     """
     sums = folder / NAME
     if not sums.exists():

@@ -1,4 +1,4 @@
-"""What an op keeps for its backward has names that a `jax.checkpoint` policy sees: all of them are written down, and who keeps them runs no forward again."""
+"""Residuals have documented names that a `jax.checkpoint` policy sees; with all kept no forward runs again."""
 
 import dataclasses
 import functools
@@ -244,7 +244,10 @@ def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def passes_in(case: Case, **how) -> int:
-    """How many passes a layer has, forward and backward, in a scan over two layers whose body is under jit and, with a policy, under checkpoint."""
+    """The number of passes of a layer, forward and backward.
+
+    In a scan over two layers whose body is under jit and, with a policy, under checkpoint.
+    """
     body = jax.jit(loss_of(case.f))
     body = jax.checkpoint(body, **how) if how else body
 
@@ -276,8 +279,8 @@ def test_who_keeps_the_names_runs_no_forward_again(name, monkeypatch):
 def test_gradients_are_the_same(name):
     """To the bit, whatever is kept. (On a CPU the host's memory is the device's.)"""
     case = CASES[name]
-    # Some without XLA's fusions, which on a CPU contract products and sums as they come: what both passes compute from an input that is kept anyway, such as a
-    # norm in the portable backward, is rounded as the program around it is.
+    # Some without XLA's fusions, which on a CPU contract products and sums: a value that both passes compute from a
+    # kept input, such as a norm in the portable backward, would be rounded differently in each program.
     compile_with = (
         {"xla_disable_hlo_passes": "fusion"}
         if case.names & {"adaln.out", "gated_residual_adaln.out", "moe.token_gate"}

@@ -19,9 +19,8 @@ class Policy:
     """A policy for `jax.checkpoint`, `nnx.remat` and `jaxops.offload.scan`, by the names of `checkpoint_name`.
 
     A name covers itself and every name that continues it after a dot: "moe_mlp" covers "moe_mlp.up". Values that no
-    name
-    covers are recomputed. Hashable. `jaxops.offload.scan` raises for a name that none of its layer's values has; JAX's
-    own functions ask about one value at a time: with them call `policy.check(function, *args)` first.
+    name covers are recomputed. Hashable. `jaxops.offload.scan` raises for a name that none of its layer's values has;
+    JAX's own functions ask about one value at a time: with them call `policy.check(function, *args)` first.
 
     Attributes:
       keep: names whose values stay in device memory.

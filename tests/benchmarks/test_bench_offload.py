@@ -68,7 +68,7 @@ def test_hidden_copies():
 
 
 def test_traces(tmp_path):
-    """Spans of each lane are read back from the first event on; the picture shows the step, its forward and backward."""
+    """Spans of each lane are read back from the first event on; the picture has step, forward and backward."""
     events = [
         Event("gemm", 100, 10),
         Event("MemcpyD2H", 105, 10),

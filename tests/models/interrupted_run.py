@@ -1,4 +1,4 @@
-"""A tiny run of the training command for tests/models/test_launch.py, and one of two processes that are killed while they write their second checkpoint."""
+"""A tiny training run for tests/models/test_launch.py, and one whose two processes are killed during a write."""
 
 import itertools
 import sys
@@ -42,7 +42,10 @@ def train(out: Path, backend: str = "xla", **options: Any) -> None:
 
 
 def main(process_id: str, coordinator: str, folder: str) -> None:
-    """The first process holds the first write back until later steps have overwritten the state, and the second one, half written, until it is killed."""
+    """The first process delays its write until later steps have overwritten the state.
+
+    The second one leaves it half written, until it is killed.
+    """
     overwritten, make_step, calls = threading.Event(), train_lm.make_step, itertools.count(1)
 
     def hold(event: str, arguments: tuple) -> None:

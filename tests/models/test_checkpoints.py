@@ -1,4 +1,4 @@
-"""Checkpoints: which are written, which stay, what is read from them. Runs that are killed are in tests/models/test_launch.py."""
+"""Checkpoints: which are written, kept and read. Runs that are killed are in tests/models/test_launch.py."""
 
 import dataclasses
 import os
@@ -196,7 +196,7 @@ def test_all_are_damaged(tmp_path):
 
 
 def test_every_bit_counts():
-    """In every dtype, at every place: what has one other element has another checksum, and so has what has two in each other's place."""
+    """In every dtype, at every index: one changed element changes the checksum, and so do two swapped ones."""
     rng = np.random.default_rng(0)
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.float8_e4m3fn):
         bits = rng.integers(0, 256, (3, 5, np.dtype(dtype).itemsize), np.uint8)

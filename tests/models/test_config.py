@@ -1,4 +1,4 @@
-"""A run's settings: from a preset, a file and the command line, each over those before; and what is said of a wrong one."""
+"""A run's settings from a preset, a file and the command line, each over those before, and errors of wrong ones."""
 
 import dataclasses
 from pathlib import Path
@@ -54,7 +54,8 @@ def test_assignments():
 
 def test_each_goes_over_those_before(write):
     file = write(
-        "steps: 7\nlearning_rate: 2e-3\nseed: 5\ncontext: 64\nmodel: {layers: 3, recipe: blockwise, backend: pallas}\ndata: [a.txt]\n"
+        "steps: 7\nlearning_rate: 2e-3\nseed: 5\ncontext: 64\n"
+        "model: {layers: 3, recipe: blockwise, backend: pallas}\ndata: [a.txt]\n"
     )
     options = {
         "set": ["seed=6", "context=32"],

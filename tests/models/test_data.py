@@ -1,4 +1,4 @@
-"""Text of the user's: which files are read, what a document is, what is held out, and what is said of data that cannot be used."""
+"""The user's text: which files are read, what a document is, what is held out, and errors of unusable data."""
 
 import json
 import re

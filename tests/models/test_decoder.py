@@ -1,4 +1,4 @@
-"""The decoder: packed documents are as if each came alone, no token sees a later one, and blocks that are computed again give the same."""
+"""The decoder: packed documents do not affect each other, attention is causal, recomputed blocks give the same."""
 
 import dataclasses
 import functools
@@ -11,8 +11,9 @@ from flax import nnx
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
-from models import decoder
-from models.decoder import Decoder, DecoderConfig, document_starts, loss_fn, positions_in
+from models import decoder_loss
+from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
+from models.decoder_loss import loss_fn
 from models.packing import Batch
 from tests.compare import assert_close
 
@@ -113,7 +114,7 @@ def test_blocks_keep_no_float32_copies_for_the_backward(config):
 
 @pytest.mark.gpu
 def test_documents_by_cudnn():
-    """Logits of documents that share rows are those of XLA's masked attention; of more documents than were said they are NaN."""
+    """Logits of packed documents are those of XLA's masked attention; with more than max_documents they are NaN."""
     config = DecoderConfig(64, 128, layers=2, heads=4, kv_heads=2, head_dim=64, hidden=64, dtype="bfloat16")
     tokens = jax.random.randint(jax.random.key(0), (3, 256), 0, 64)
     documents = jnp.cumsum(jax.random.bernoulli(jax.random.key(1), 0.02, (3, 256)), axis=1)
@@ -139,6 +140,6 @@ def test_the_loss_of_long_batches_comes_in_pieces(monkeypatch):
         return jax.jit(jax.value_and_grad(lambda params: loss_fn(nnx.merge(graphdef, params), batch)[0]))(params)
 
     whole = gradients()
-    monkeypatch.setattr(decoder, "LOGITS", 5 * DENSE.vocab)
+    monkeypatch.setattr(decoder_loss, "LOGITS", 5 * DENSE.vocab)
     for ours, wanted in zip(jax.tree.leaves(gradients()), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=2e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Which process writes, and what is said where no process knows of the others. Two that train are in tests/models/test_launch.py."""
+"""Which process writes, and the error if no process knows the others. test_launch.py trains with two."""
 
 import jax
 import pytest

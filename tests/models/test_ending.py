@@ -64,7 +64,8 @@ def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole
     assert caught.value.exit_code == 128 + number
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
-        f"Stopped by {number.name}. The checkpoint of step 3 is kept; go on with: python -m models.train lm --out 'a folder' --resume"
+        f"Stopped by {number.name}. The checkpoint of step 3 is kept; go on with: "
+        "python -m models.train lm --out 'a folder' --resume"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
     assert [signal.getsignal(which) for which in ending.SIGNALS] == before

@@ -1,4 +1,4 @@
-"""The rectified flow against formulas written out here: what a diffusion transformer is trained on, how images are drawn, and the transformer itself."""
+"""The rectified flow against formulas: the training objective, the sampler, and the transformer itself."""
 
 import itertools
 import types
@@ -16,7 +16,10 @@ CLASSES = 5
 
 
 class Stub:
-    """In the transformer's place: `velocity(tokens, time, labels)` of all rows, with the time and the label of each. `seen` is what the last call was given."""
+    """Replaces the transformer: `velocity(tokens, time, labels)` of all rows, with each row's time and label.
+
+    `seen` has the arguments of the last call.
+    """
 
     def __init__(self, velocity):
         self.config = types.SimpleNamespace(classes=CLASSES)
@@ -31,7 +34,10 @@ class Stub:
 
 
 def test_what_is_trained_on():
-    """Image and noise, mixed by each image's own time, towards noise - image; a tenth of the labels is "any class"; rows outside count nothing."""
+    """Image and noise, mixed by each image's own time, towards noise - image.
+
+    A tenth of the labels is "any class"; rows outside are not counted.
+    """
     rng, B, rows = np.random.default_rng(0), 2000, 9
     offsets = np.r_[0, np.cumsum(rng.integers(1, 4, B))].astype(np.int32)
     end, T = offsets[-1], offsets[-1] + rows
@@ -74,8 +80,10 @@ def drawn(velocity, steps: int, guidance: float) -> tuple[np.ndarray, np.ndarray
 
 
 def test_from_noise_to_image():
-    """Along velocities that grow with time a step of the trapezoidal rule is exact: x at 0 is x at 1, less the velocity's integral, guided away from
-    any class."""
+    """Along velocities linear in time a trapezoidal step is exact: x at 0 is x at 1 minus the integral of the velocity.
+
+    The velocity is guided away from any class.
+    """
     velocity = lambda tokens, time, labels: 2 * time * jnp.where(labels == CLASSES, 1.0, 2.0 + labels) + 0 * tokens
     noise, out = drawn(velocity, 4, 1.5)
     label = np.array([3, 3, 0, 4, 4, 4, 4])[:, None]

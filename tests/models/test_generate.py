@@ -1,4 +1,4 @@
-"""Text from checkpoints: the likeliest tokens are transformers', rows of unequal prompts do not see each other, and the command writes them."""
+"""Text from checkpoints: transformers' likeliest tokens, prompts of unequal length in one batch, and the command."""
 
 import pathlib
 
@@ -131,7 +131,7 @@ def test_what_is_said_before_anything_is_loaded(folder, monkeypatch):
         generate.main(folder, ["a"], dtype="foo")
     with pytest.raises(
         typer.BadParameter,
-        match=r"20,000 tokens and --length is 64: more than the limit of 8,192 together.*pass --limit 20064: .* \d+\.\d GB",
+        match=r"20,000 tokens and --length is 64: more than the limit of 8,192.*pass --limit 20064: .* \d+\.\d GB",
     ):
         generate.main(folder, ["a", "a" * 20_000])
     with pytest.raises(typer.BadParameter, match="a prompt has no tokens"):

@@ -1,4 +1,4 @@
-"""Checkpoints that transformers made (tests/parity.py): the same logits and gradients, the same tensors when saved again, and what is wrong is named."""
+"""Checkpoints by transformers (tests/parity.py): logits and gradients, tensors saved again, and errors."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def refusal(read, folder: pathlib.Path) -> str | None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_key_left_out_and_odd_ones(name, tmp_path):
-    """What transformers made of them (tests/parity_config.py) is computed here, too, or refused in one line that names the folder or the file."""
+    """transformers' results (tests/parity_config.py) are reproduced, or refused in a line that names the file."""
     whole = hf.read_config(DATA / name)
     tokens = safetensors.flax.load_file(DATA / name / "expected.safetensors")["tokens"]
     found = json.loads((DATA / name / "config.json").read_text())

@@ -154,7 +154,10 @@ def test_data_sets(name):
 
 
 def test_digits_are_held_out_whole(monkeypatch):
-    """Each tenth digit, of which no variant is trained on; twelve of each other one, with its own label. Of the first 100."""
+    """Each tenth digit is held out with all variants; the others have twelve each, with their label.
+
+    Of the first 100.
+    """
     digits, labels = (part[:100] for part in sklearn.datasets.load_digits(return_X_y=True))
     monkeypatch.setattr(sklearn.datasets, "load_digits", lambda return_X_y: (digits, labels))
     held = np.arange(100) % 10 == 9

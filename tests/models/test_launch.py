@@ -1,4 +1,4 @@
-"""The training command that is stopped and goes on: to the same bits, on other devices, after two processes were killed in the middle of a write."""
+"""A stopped training resumes to the same bits, on other devices, and after two processes were killed in a write."""
 
 import json
 import re
@@ -88,7 +88,10 @@ def test_a_run_that_has_ended_and_is_not_the_first_process_writes_nothing(whole,
 
 
 def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
-    """Their second checkpoint is half written; the first was written while later steps overwrote the state. What is saved is what one device makes of it."""
+    """Their second checkpoint is half written; the first was written while later steps overwrote the state.
+
+    The saved state is that of a run on one device.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         command = [sys.executable, "-m", "tests.models.interrupted_run"]

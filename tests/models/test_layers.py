@@ -1,4 +1,7 @@
-"""Layers by a policy: what a run says of it, and that a diffusion transformer's give the same (`test_decoder.py` has the decoder's)."""
+"""Layers by a policy: the line that a run prints, and equal results of a diffusion transformer.
+
+`test_decoder.py` has the decoder's.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +37,7 @@ def test_a_cpu_has_one_memory():
 
 @functools.cache
 def gradients_by(**how):
-    """Of a diffusion transformer of two layers, whose gates do not begin at zero: whether there is a loop over them, loss and gradients."""
+    """(whether there is a loop over the layers, loss, gradients) of a DiT of two layers with nonzero gates."""
     config = DiTConfig(2, 16, 2, token=4, classes=3, longest=9, backend="xla")
     grids = jnp.array([[2, 3], [3, 3], [0, 0]], jnp.int32)
     batch = Batch(

@@ -1,4 +1,4 @@
-"""What every training shares: micro-batches add up to the batch, few programs are compiled, a run that is taken up again is the same one."""
+"""The training loop: micro-batches add up to the batch, few programs are compiled, a resumed run is the same run."""
 
 import dataclasses
 import io

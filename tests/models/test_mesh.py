@@ -135,7 +135,10 @@ def assert_as_alone(config, got):
 
 @pytest.mark.parametrize(("shape", "config", "share"), [("fsdp=4", DENSE, 1 / 4), ("fsdp=2,expert=2", SPARSE, 1 / 2)])
 def test_as_on_one_device(shape, config, share):
-    """share: of each matrix of parameters and moments but the experts', how much a device has. The matrices of FSDP are put together by layers."""
+    """share: how much of each matrix a device stores, of parameters and moments, without the experts.
+
+    FSDP gathers its matrices layer by layer.
+    """
     remat = shape == "fsdp=4"
     got = train(dataclasses.replace(config, policy=Policy() if remat else None), shape, accumulate=2 if remat else 1)
     assert_as_alone(config, got)
@@ -179,7 +182,10 @@ def test_kernels():
 
 
 def test_a_sum_over_devices_is_rounded_once():
-    """FP8's experts on two devices of an axis give the bits of one device with all: scales are a row's or a column's own, and the sums float32."""
+    """FP8 experts on two devices give the bits of one device with all.
+
+    Scales are those of single rows or columns, and sums are float32.
+    """
     mesh = jax.make_mesh((1, 1, 2), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 3)
     config = dataclasses.replace(SPARSE, recipe="rowwise", dtype="bfloat16")
     (alone, params), (sharded, _) = (

@@ -72,7 +72,7 @@ def test_gradients_agree_and_stay_inside():
 
 @given(st.lists(st.integers(0, 30), min_size=7, max_size=7), st.integers(0, 3))
 def test_sequences_by_row(lengths, before):
-    """Row by row, from the left, those that are not empty, as cuDNN wants them; and it is said where one is left out, or too long."""
+    """Row by row, from the left, nonempty sequences only, as cuDNN needs them; missing or long ones are reported."""
     rows, longest, crowd = 4, 10, 3
     offsets = np.minimum(np.cumsum([before, *lengths]), rows * longest).astype(np.int32)
     wanted = [

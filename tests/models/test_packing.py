@@ -1,4 +1,4 @@
-"""Documents in rows: every prediction once, none across a document's end, and every step's batch a function of seed and step."""
+"""Packed documents: every prediction once, none across a document's end; batches are a function of seed and step."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`--precision`: which layers it changes, how delayed scaling's state goes through training, evaluation and sampling, and the comparison of all precisions."""
+"""`--precision`: the layers that it changes, delayed scaling's state, and the comparison of all precisions."""
 
 import functools
 import io
@@ -111,7 +111,7 @@ def test_the_commands_hand_it_on(command, options, precision, monkeypatch, tmp_p
 
 
 def test_training_in_delayed_scaling(tmp_path):
-    """Every step puts one value into each history; no evaluation does, and the model that comes back is in evaluation mode."""
+    """Every step appends to each history, evaluations do not; the returned model is in evaluation mode."""
     text = Documents(np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64), np.array([0, 512]))
     preset = train_lm.configure(TINY, None, "auto", PRECISIONS["fp8-delayed"])
     model, history = train_lm.train(preset, Corpus(text, text), "nats", Run(tmp_path, Console(file=io.StringIO())))
@@ -125,7 +125,7 @@ def test_training_in_delayed_scaling(tmp_path):
 
 @pytest.mark.parametrize("model", ["lm", "dit"])
 def test_every_program_in_delayed_scaling(model):
-    """Traced only: a loop over the model raises where the model changes a history in it, as evaluation and sampling must not."""
+    """Traced only: a loop over the model raises if the model changes a history, as in evaluation and sampling."""
     workload = compare_precision.WORKLOADS[model]("tiny", steps=2)
     made = abstract(model, "fp8-delayed")
     graphdef, params, histories = nnx.split(made, nnx.Param, AmaxHistory)
@@ -221,7 +221,7 @@ def test_comparison(tmp_path, monkeypatch, capsys):
 
 
 def test_the_picture_compares_what_was_trained_together(tmp_path, monkeypatch):
-    """The newest curve of each precision, from the baseline of its own run; of other starts only the baseline's second."""
+    """The newest curve of each precision over its own run's baseline; of other starts only the baseline's second."""
     rows = [
         {"model": "toy", "precision": precision, "seed": seed, "steps": 2, "curve": curve}
         for precision, seed, curve in [

@@ -1,4 +1,4 @@
-"""The training step against arithmetic written out here: objective, keys, schedule, clipping, AdamW, averaged weights, evaluation."""
+"""The training step against explicit arithmetic: objective, keys, schedule, clipping, AdamW, average, evaluation."""
 
 import dataclasses
 import io
@@ -132,7 +132,10 @@ def test_the_average_starts_as_the_parameters():
 
 
 def test_evaluation():
-    """The measured loss, not what is made small, each point counting alike; every micro-batch has its own draw, every evaluation the same ones."""
+    """The measured loss, not the minimized one, with equal weights of all points.
+
+    Every micro-batch has its own random draws, every evaluation the same ones.
+    """
     graphdef, params, rest = line()
     w, key, batches = numbers(params), jax.random.key(3), points(5, parts=3)
     evaluate = make_evaluate(graphdef, line_objective)
@@ -186,7 +189,7 @@ CORPUS = Corpus(text(0, 40), text(128, 12))
 
 
 def test_the_objective_of_a_language_model():
-    """optax's cross-entropy over what is no padding, and the routers' balancing loss, layers' mean, times its weight."""
+    """optax's cross-entropy without padding, and the weighted mean of the layers' balancing losses."""
     batch = train_lm.heldout_batches(TINY, CORPUS.heldout)
     batch = jax.tree.map(lambda x: jnp.asarray(x[-1]), batch)
     inside = np.asarray(batch.documents) >= 0

@@ -1,4 +1,4 @@
-"""`python -m models.train dit` on a tiny model: what it learns, what it compiles to, what it draws, and that images do not see each other."""
+"""`python -m models.train dit` on a tiny model: it learns, compiles once, draws images, and images are independent."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ def two_kinds_data(seed: int) -> DataSet:
 
 
 class Command(NamedTuple):
-    """A run of the command on TINY: what it printed, the folder that it wrote, the step that it compiled, and the arguments of the first step."""
+    """A run of the command on TINY: its output, its folder, the compiled step, and the arguments of the first step."""
 
     printed: str
     out: Path

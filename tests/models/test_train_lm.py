@@ -39,7 +39,7 @@ TINY = Preset(
 
 
 class Command(NamedTuple):
-    """A run of the command on TINY: what it printed, the folder that it wrote, the step that it compiled, and the arguments of the first step."""
+    """A run of the command on TINY: its output, its folder, the compiled step, and the arguments of the first step."""
 
     printed: str
     out: Path

@@ -1,4 +1,4 @@
-"""On a GPU: layers of real kernels give the same bits wherever their residuals lie, what is kept does not run twice, and copies have work behind them."""
+"""On a GPU: the same bits for every policy, no kept value recomputed, and work behind the copies."""
 
 import functools
 
@@ -112,7 +112,10 @@ def test_copies_beside_what_is_kept():
 
 
 def test_a_single_large_copy():
-    """Behind a layer's 35 products; behind 19 if it might come while gradients go into their stacks, which move as much as it does."""
+    """Behind a layer's 35 products.
+
+    Without the barrier behind 19, beside gradients that are written to stacks and move as many bytes.
+    """
     found = report(compiled(Policy(offload=("carry",)))[0], verify=True)
     assert [copy.to for copy in found.copies if copy.in_loop] == ["host", "device"]
     assert found.copies[-1].products > 25

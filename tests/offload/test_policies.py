@@ -24,8 +24,16 @@ def test_one_line():
     assert {found: 1}[Policy(keep=("router",), offload=("moe_mlp",))] == 1
 
 
-@pytest.mark.parametrize(("budget", "offloaded"), [(None, {"moe_mlp.gate", "moe_mlp.up", "adaln.out"}), (70, {"moe_mlp.gate", "moe_mlp.up", "adaln.out"}),
-                                                   (69, {"moe_mlp.gate", "moe_mlp.up"}), (45, {"moe_mlp.gate", "adaln.out"}), (0, set())])  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "offloaded"),
+    [
+        (None, {"moe_mlp.gate", "moe_mlp.up", "adaln.out"}),
+        (70, {"moe_mlp.gate", "moe_mlp.up", "adaln.out"}),
+        (69, {"moe_mlp.gate", "moe_mlp.up"}),
+        (45, {"moe_mlp.gate", "adaln.out"}),
+        (0, set()),
+    ],
+)
 def test_budget(budget, offloaded):
     """In the names' order, as long as they fit."""
     found = policy({"moe_mlp": "offload", "adaln": "offload", "router": "keep"}, budget_bytes=budget, sizes=SIZES)
@@ -55,7 +63,7 @@ def test_bad_input(names, options, message):
 
 
 def test_a_name_that_is_kept_and_offloaded():
-    """The longer one may go where the shorter one is kept. The other way round it would have no effect, and is an error."""
+    """A longer name may be offloaded where a shorter one is kept. The reverse would have no effect, and is an error."""
     both = Policy(keep=("adaln", "router"), offload=("moe_mlp", "adaln.out"))
     assert {name: both.choice(name) for name in ("moe_mlp.up", "adaln.out", "adaln.in", "router")} == {
         "moe_mlp.up": "offload",
@@ -70,7 +78,7 @@ def test_a_name_that_is_kept_and_offloaded():
     ("carry", {}, "names is a str; write a choice for each name"),
     (["carry"], {}, "names is a list"),
     ({3: "keep"}, {}, "names has 3, a int; names are strings"),
-    ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": 1e9}, "budget_bytes is a float; it must be a Python integer"),
+    ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": 1e9}, "budget_bytes is a float; it must be a"),
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": True}, "budget_bytes is a bool"),
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": "8GB"}, "budget_bytes is a str"),
     ({"router": "offload"}, {"sizes": 5}, "sizes is a int; pass sizes=jaxops.offload.residual_bytes"),
@@ -136,11 +144,11 @@ def test_known_names(body, names):
 
 
 @pytest.mark.parametrize(("body", "name", "message"), [
-    (of_mine, "carrry", "names 'carrry', but no value of body is called so. Did you mean 'carry'. Its names are carry, mine.hidden, not_needed; 'carry' is "),
+    (of_mine, "carrry", "no value of body .* Did you mean 'carry'. Its names are carry, mine.hidden, not_needed"),
     (of_mine, "mine.hiden", "'mine.hiden', .* Did you mean 'mine.hidden'"),
     (of_mine, "min", "'min', .* Did you mean 'mine'"),
     (of_mine, "hidden", "'hidden', .* Its names are"),
-    (of_an_op, "grouped_glu.gat", "'grouped_glu.gat', .* Did you mean 'grouped_glu.gate'.* Its names are carry, grouped_glu.gate, grouped_glu.out"),
+    (of_an_op, "grouped_glu.gat", "'grouped_glu.gate'.* Its names are carry, grouped_glu.gate, grouped_glu.out"),
     (of_an_op, "moe_mpl", "'moe_mpl', .* Did you mean 'moe_mlp'"),
     (of_an_op, "mine", "no value of body"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a report reads from programs that were compiled for an H200 (tests/data/offload, by jaxlib 0.11.2), and from those of this machine's CPU."""
+"""Reports of programs compiled for an H200 (tests/data/offload, by jaxlib 0.11.2) and for a CPU."""
 
 import pathlib
 import types
@@ -18,7 +18,10 @@ SIZE = 256 * 128 * 2
 
 
 def test_copies_of_our_scan():
-    """Two residuals a layer: all copies have work behind them. The last layer's come back before the backward's loop."""
+    """Two residuals a layer: all copies have work behind them.
+
+    The last layer's come back before the backward's loop.
+    """
     copies = [
         Copy("host", SIZE, True, 3, 0),
         Copy("host", SIZE, True, 2, 0),
@@ -50,7 +53,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
   %start = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%there)
   %work = f32[4]{0} fusion(%a), kind=kLoop, calls=%wrapped
   %product = f32[4]{0} custom-call(%a), custom_call_target="__cublas$gemm"
-  %other = f32[4]{0} fusion(%a), kind=kCustom, calls=%wrapped, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
+  %other = f32[4]{0} fusion(%a), kind=kCustom, calls=%wrapped, backend_config={"kind":"__triton_gemm"}
   %done = f32[4]{0} copy-done(%start)
   ROOT %back = f32[4]{0} copy(%there)
 }

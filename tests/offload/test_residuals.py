@@ -35,7 +35,10 @@ def softmax_of_products(x, w, number):
 
 
 def test_everything_that_the_backward_needs():
-    """With the name kept nothing of the function is computed again; without it all is. In a loop, where XLA cannot find what was computed already."""
+    """With the name kept nothing of the function is recomputed, without it everything.
+
+    In a loop, where XLA cannot reuse computed values.
+    """
 
     def dots(policy):
         layer = lambda x, w: (named(softmax_of_products, "mine")(jnp.sin(x), w, 3) ** 2, None)
@@ -48,14 +51,16 @@ def test_everything_that_the_backward_needs():
 
 
 def test_the_same_function():
-    plain, ours = (jax.jit(jax.value_and_grad(lambda x, w, f=f: jnp.sum(f(x, w, 3) ** 2), argnums=(0, 1)))(X, W[0]) for f in
-                   (softmax_of_products, named(softmax_of_products, "mine")))  # fmt: skip
+    def gradients(f):
+        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(f(x, w, 3) ** 2), argnums=(0, 1)))(X, W[0])
+
+    plain, ours = gradients(softmax_of_products), gradients(named(softmax_of_products, "mine"))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ours), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_what_goes_through_a_checkpoint_is_kept_once():
-    """A `jax.checkpoint` inside a layer gives out what went in, weights too: those are there anyway, and the rest is moved once."""
+    """A `jax.checkpoint` inside a layer returns its inputs, weights too: those are not saved, others only once."""
 
     def layer(x, w):
         x = jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, w)

@@ -1,4 +1,4 @@
-"""`streamed` takes an update that treats each row by itself, and no other: for each that is taken, pieces give what the whole gives."""
+"""`streamed` accepts updates that treat each row alone, and no others: pieces give the same as the whole."""
 
 import math
 from collections.abc import Callable
@@ -131,7 +131,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_pieces_give_what_the_whole_gives(name):
-    """Two steps, as pieces of two rows. The momentum behind each transformation is what is on the host, and so what is cut."""
+    """Two steps, in pieces of two rows. The momentum after each transformation is on the host, and so streamed."""
     tx = optax.chain(TAKEN[name], optax.trace(0.5))
     state = tx.init(PARAMS)
     step = jax.jit(streamed(tx, pieces=3).apply)

@@ -1,4 +1,4 @@
-"""`jaxops.offload.scan` against `jax.lax.scan`: values, gradients of all that a body may use, and what is kept where."""
+"""`jaxops.offload.scan` against `jax.lax.scan`: values, all gradients, and where residuals are."""
 
 import functools
 
@@ -82,7 +82,7 @@ def test_every_choice(choices, kept):
 
 
 def spaces(policy):
-    """(shape, on the host) of all that the forward's loop gives the backward's, an entry for each layer, and one more on the host."""
+    """(shape, whether on the host) of all stacks that the forward's loop saves: a row a layer, on the host one more."""
     weights, x, scale = inputs()
     closed = jax.make_jaxpr(
         lambda *args: jax.vjp(functools.partial(loss, functools.partial(scan, policy=policy)), *args, has_aux=True)[1]
@@ -108,7 +108,7 @@ def test_where_residuals_lie():
 
 
 def test_gradients_are_stacked_once_all_has_come():
-    """Only so XLA has a layer's products behind the copy of the next layer's residuals (a GPU test looks at its schedule)."""
+    """So that XLA hides the prefetch behind a layer's products (a GPU test checks its schedule)."""
     weights, x, scale = inputs()
     gradient = jax.grad(lambda w: loss(functools.partial(scan, policy=Policy(offload=("carry",))), w, x, scale)[0])
     barriers = [

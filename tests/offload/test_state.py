@@ -36,7 +36,7 @@ def by_path(params):
 
 
 HALF = {"b1": 0.5, "b2": 0.5}
-# Products with powers of two are exact: whether a compiler makes one instruction of a product and a sum, as it likes, changes no bit.
+# Products with powers of two are exact: whether the compiler fuses a product and a sum changes no bit.
 OPTIMIZERS = {
     "adamw": optax.adamw(optax.piecewise_constant_schedule(0.5, {1: 0.5}), **HALF, weight_decay=0.25, mask=by_rank),
     "adamw-by-path": optax.adamw(
@@ -139,7 +139,7 @@ def test_bfloat16_parameters_with_a_state_in_float32():
     "params", [{"one": (6, 4)}, [(6, 4), (6, 4)], (6, 4), {}, {"a": (6, 4), "none": None}], ids=str
 )
 def test_trees(params):
-    """Two equal arrays in a list are as many as a chain has states; a single array has a leaf's structure, as a count has."""
+    """Two equal arrays in a list are as many as a chain has states; a single array has the structure of a count."""
     if params == {}:
         state = optax.adamw(0.1).init({})
         assert streamed(optax.adamw(0.1)).apply({}, state, {}) == ({}, optax.adamw(0.1).update({}, state, {})[1])

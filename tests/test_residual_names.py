@@ -18,7 +18,7 @@ from jax import lax
 import jaxops
 import jaxops.nn
 from jaxops.offload import residual_bytes
-from jaxops.offload.names import OF_JAXOPS
+from jaxops.offload.residuals import OF_JAXOPS
 from jaxops.ops.adaln import Plan
 from tests.anew import traced_anew
 from tests.parallel.cases import mesh_of, over

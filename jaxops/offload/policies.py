@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxops._lib.checks import check_integer
-from jaxops.offload.names import check_known, check_name, covers, did_you_mean
-from jaxops.offload.residuals import residual_bytes
+from jaxops.offload.residuals import check_known, check_name, covers, did_you_mean, residual_bytes
 
 Choice = Literal["keep", "offload", "recompute"]
 
@@ -27,8 +26,7 @@ class Policy:
       offload: names whose values go to the host until the backward; they may be longer names of what keep covers.
 
     Raises:
-      TypeError: names that are no strings, or a string instead of a tuple.
-      ValueError: an empty name, or a name in keep that offload covers.
+      TypeError, ValueError: names that are no strings, no tuple, or empty; a name in keep that offload covers.
     """
 
     keep: tuple[str, ...] = ()
@@ -60,11 +58,8 @@ class Policy:
         >>> layer = lambda x: jnp.sin(checkpoint_name(2 * x, "hidden"))
         >>> offload.Policy(keep=("hidden",)).check(layer, jnp.ones(3))  # "hiden" would raise and suggest "hidden"
 
-        Args:
-          args: arrays or `jax.ShapeDtypeStruct`s.
-
-        Raises:
-          ValueError: a name that neither function's values nor any of jaxops' ops have.
+        `args` are arrays or `jax.ShapeDtypeStruct`s. ValueError for a name that neither function's values nor any of
+        jaxops' ops have.
         """
         check_known(self.keep + self.offload, residual_bytes(function, *args), "the function")
 
@@ -93,15 +88,13 @@ def policy(
     """A `Policy` from one mapping: `policy({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"})`.
 
     Args:
-      names: the choice for each name; see `Policy` for what a name covers. The longest matching name decides:
-        {"moe_mlp": "offload", "moe_mlp.gate": "keep"} needs `sizes`, which lists the other names.
-      budget_bytes: the most that one call of the function offloads, at least 0. Names are offloaded in their order
-        while they fit; the others are recomputed.
-      sizes: bytes by name, from `residual_bytes`; required with a budget.
+      names: the choice for each name. The longest name that covers a value decides.
+      budget_bytes: the most that one call of the function offloads. Names are offloaded in their order while they fit;
+        the others are recomputed.
+      sizes: bytes by name, from `residual_bytes`; needed with a budget, or where a name covers another.
 
     Raises:
-      ValueError: an unknown choice, a negative budget, a budget or overlapping names without sizes, or a name that
-        covers none of sizes.
+      ValueError: an unknown choice, a negative budget, missing sizes, or a name that covers none of sizes.
       TypeError: names or sizes that are no mapping, a budget or a size that is no integer.
     """
     pass_sizes = "pass sizes=jaxops.offload.residual_bytes(function, *arguments)"

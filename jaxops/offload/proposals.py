@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._lib.checks import check_integer
-from jaxops.offload.names import CARRY
 from jaxops.offload.policies import Choice, Policy
 from jaxops.offload.reports import compiler_options, needed_bytes
-from jaxops.offload.residuals import count_names
+from jaxops.offload.residuals import CARRY, count_names
 
 HIDDEN = 0.8  # part of the forward's time (a third of a step) that copies may take: they do not start evenly spread
 RUNS = 3
@@ -23,38 +22,24 @@ TRIES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """The values of one name.
-
-    Attributes:
-      bytes: of all of them in one step.
-      saves_us: time that keeping them alone saves over recomputing everything.
-      copy_us: time of their copy to the host; inf on a CPU.
-      choice: the proposed one.
-    """
+    """The values of one name in a step, and the choice for them."""
 
     bytes: int
-    saves_us: float
-    copy_us: float
+    saves_us: float  # of keeping them alone, over recomputing everything
+    copy_us: float  # to the host; inf on a CPU
     choice: Choice
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """The result of `propose`.
-
-    Attributes:
-      policy: the proposed policy.
-      residuals: by name.
-      step_us, device_bytes, host_bytes: of the step with that policy: measured by `propose`, estimated by `choose`.
-      recompute_us, recompute_bytes: measured with everything recomputed.
-    """
+    """The result of `propose`: a policy, each name's residuals, and the step's time and memory with the policy."""
 
     policy: Policy
     residuals: Mapping[str, Residual]
     step_us: float
     device_bytes: int
     host_bytes: int
-    recompute_us: float
+    recompute_us: float  # with everything recomputed, as is recompute_bytes
     recompute_bytes: int
 
     def __str__(self) -> str:
@@ -70,19 +55,17 @@ class Proposal:
 def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_argnums: Sequence[int] = ()) -> Proposal:
     """A policy for `step(*args, policy=...)`, a training step or a gradient, that fits in `device_budget` bytes.
 
-    Compiles and runs the step once for each name, with that name kept and everything else recomputed, then with the
-    proposal. `args` are real arrays, and the step must fit with everything recomputed. Residuals that save most time
-    per byte are kept while the budget lasts. The next ones are offloaded while their copies hide behind the forward.
-    The rest is recomputed. A layer's input ("carry" of `jaxops.offload.scan`) is needed to recompute: it is offloaded
-    if not everything can be kept and its copies hide. On a CPU nothing is offloaded.
+    Compiles and runs the step for each name, with it kept and everything else recomputed, then with the proposal:
+    `args` `args` are real arrays. Residuals that save most time per byte are kept while the budget lasts, the next ones
+    offloaded while their copies hide behind the forward. A layer's input ("carry" of `jaxops.offload.scan`) is
+    offloaded if not everything can be kept and its copies hide. On a CPU nothing is offloaded.
 
     Args:
-      device_budget: bytes for arguments, results and temporaries.
+      device_budget: bytes for arguments, results and temporaries; everything recomputed must fit.
       donate_argnums: as of `jax.jit`; those arguments are copied before each run.
 
     Raises:
-      ValueError: the step has no named values, no policy fits, or the budget is negative.
-      TypeError: the budget is no integer.
+      ValueError: the step has no named values, no policy fits, or the budget is negative. TypeError: it is no integer.
     """
     check_integer("device_budget", device_budget, 0)
     names_of = lambda policy: count_names(jax.make_jaxpr(lambda *args: step(*args, policy=policy))(*args).jaxpr)
@@ -119,7 +102,7 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
 
 
 def choose(residuals: Mapping[str, Residual], base_us: float, base_bytes: int, device_budget: int) -> Proposal:
-    """The choices from the measurements; see `propose`."""
+    """The choices of `propose`, with estimated times and bytes."""
     chosen = dict(residuals)
     room, copying = device_budget - base_bytes, HIDDEN * base_us / 3
     saving = sorted(
@@ -136,18 +119,11 @@ def choose(residuals: Mapping[str, Residual], base_us: float, base_bytes: int, d
             chosen[name], room = dataclasses.replace(r, choice="keep"), room - r.bytes
         elif r.copy_us <= copying:
             chosen[name], copying = dataclasses.replace(r, choice="offload"), copying - r.copy_us
-    kept, offloaded = (
-        tuple(name for name, r in chosen.items() if r.choice == choice) for choice in ("keep", "offload")
-    )
-    return Proposal(
-        Policy(kept, offloaded),
-        chosen,
-        max(0.0, base_us - sum(chosen[name].saves_us for name in (*kept, *offloaded))),
-        device_budget - room,
-        sum(chosen[name].bytes for name in offloaded),
-        base_us,
-        base_bytes,
-    )
+    of = lambda choice: tuple(name for name, r in chosen.items() if r.choice == choice)
+    policy = Policy(of("keep"), of("offload"))
+    step_us = max(0.0, base_us - sum(chosen[name].saves_us for name in policy.on_device().keep))
+    host_bytes = sum(chosen[name].bytes for name in policy.offload)
+    return Proposal(policy, chosen, step_us, device_budget - room, host_bytes, base_us, base_bytes)
 
 
 def _time_us(compiled: Any, args: Sequence[Any], donated: Sequence[int]) -> float:

@@ -25,35 +25,20 @@ class OffloadError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One copy between host and device memory.
-
-    Attributes:
-      to: the destination.
-      bytes: of one execution; a copy in a loop executes once an iteration.
-      in_loop: whether it is in a loop's body.
-      behind: working instructions between its start and its end, which can hide it in a program compiled with
-        `compiler_options`; 0 for a synchronous copy.
-      products: how many of them are GEMMs, attention or custom kernels; a large copy needs those to hide behind.
-    """
+    """One copy between host and device memory."""
 
     to: Literal["host", "device"]
-    bytes: int
+    bytes: int  # of one execution; in a loop one an iteration
     in_loop: bool
-    behind: int
-    products: int
+    behind: int  # instructions with work from its start to its end, which can hide it; 0 for a synchronous copy
+    products: int  # how many of them are GEMMs, attention or custom kernels, which hide large copies
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `report`.
+    """The result of `report`. Bytes are arguments, results and temporaries at the peak, in each memory."""
 
-    Attributes:
-      platform: "gpu", "cpu" and so on.
-      device_bytes, host_bytes: arguments, results and temporaries at the peak, in each memory.
-      copies: between the two memories.
-    """
-
-    platform: str
+    platform: str  # "gpu", "cpu" and so on
     device_bytes: int
     host_bytes: int
     copies: tuple[Copy, ...]
@@ -80,11 +65,8 @@ def _gb(count: int) -> str:
 def report(compiled: Any, *, verify: bool = False) -> Report:
     """Reads a compiled function, as from `jax.jit(f).lower(*args).compile()`.
 
-    Args:
-      verify: whether to raise if nothing is offloaded. Never raises on a CPU, which has one memory.
-
     Raises:
-      OffloadError: verify is True, and the program holds no byte on the host or copies nothing to it.
+      OffloadError: verify is True and, except on a CPU, the program holds no byte on the host or copies nothing to it.
     """
     verify = check_flag("verify", verify)
     device, host = needed_bytes(compiled)
@@ -198,11 +180,7 @@ def compiler_options(*, offloads: bool = True) -> dict[str, bool | int | str]:
     Without `xla_gpu_enable_pipelined_host_offloading`: `jaxops.offload.scan` pipelines its copies itself, and that pass
     has read wrong addresses (openxla/xla#39302).
 
-    Args:
-      offloads: False for a step that offloads nothing; then only the last two, which help any scan over layers.
-
-    Raises:
-      RuntimeError: this jaxlib does not know all options.
+    With offloads=False only the last two, which help any scan over layers. RuntimeError if jaxlib lacks an option.
     """
     offloads = check_flag("offloads", offloads)
     if jax.default_backend() != "gpu":

@@ -1,7 +1,8 @@
-"""The names of residuals: their sizes, and a name for all residuals of a function."""
+"""Names of residuals: those of jaxops, errors for unknown ones, and the sizes of named values."""
 
 import collections
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -9,22 +10,76 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jaxops.offload.names import check_name
+CARRY = "carry"  # a layer's input in `jaxops.offload.scan`
+# The residual names of jaxops' ops and layers. A test compares them with docs/residual_names.md.
+OF_JAXOPS = tuple(
+    f"{op}.{name}"
+    for op, names in {
+        "adaln": "out stats",
+        "all_gather_matmul": "x out",
+        "combine": "out",
+        "fp8_grouped_matmul": "lhs rhs out",
+        "fp8_matmul": "lhs rhs out",
+        "gated_residual": "out",
+        "gated_residual_adaln": "residual out stats",
+        "grouped_glu": "x gate up gate_up out",
+        "grouped_matmul": "lhs out",
+        "grouped_wgrad": "out",
+        "matmul_reduce_scatter": "h out",
+        "modality_grouped_matmul": "lhs out",
+        "modulation": "out",
+        "moe": "token_gate",
+        "moe_mlp": "x gate up out",
+        "permute": "rows",
+        "route": "routing",
+        "router": "logits",
+    }.items()
+    for name in names.split()
+)
+
+
+def covers(names: Iterable[str], name: str) -> bool:
+    """Whether name is one of names, or continues one of them after a dot."""
+    return any(name == known or name.startswith(known + ".") for known in names)
+
+
+def check_name(name: Any, where: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{where} has {name!r}, a {type(name).__name__}; names are strings.")
+    if not all(name.split(".")):
+        raise ValueError(f"{where} has the name {name!r}: a name and each of its parts between dots must not be empty.")
+
+
+def unknown(names: Sequence[str], seen: Iterable[str]) -> list[str]:
+    """Names that cover neither a value in seen nor a name of jaxops: one policy may serve layers that differ."""
+    known = {*seen, *OF_JAXOPS, CARRY}
+    return [name for name in names if not any(covers((name,), other) for other in known)]
+
+
+def check_known(names: Sequence[str], seen: Iterable[str], of: str) -> None:
+    seen = sorted(seen)
+    if wrong := unknown(names, seen):
+        raise ValueError(
+            f"the policy names {wrong[0]!r}, but no value of {of} is called so."
+            f"{did_you_mean(wrong[0], (*seen, *OF_JAXOPS, CARRY))} Its names are {', '.join(seen) or 'none at all'}; "
+            f"{CARRY!r} is a layer's input in jaxops.offload.scan; docs/residual_names.md lists jaxops' own."
+        )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the closest known name or prefix before a dot; empty if none is close."""
+    near = difflib.get_close_matches(name, [*known, *(other.partition(".")[0] for other in known)], 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
 
 Function = TypeVar("Function", bound=Callable)
 
 
 def named(function: Function, name: str) -> Function:
-    """`function`, with every value that its backward reads called `name`: arguments, results and intermediates.
+    """`function`, with all its residuals called `name`: a policy that keeps or offloads it recomputes nothing.
 
-    For functions whose residuals have no names, such as cuDNN attention with its softmax statistics. A policy that
-    keeps or offloads `name` recomputes nothing of the function.
-
-    Args:
-      function: takes arrays as positional arguments. Arrays that it closes over get no gradient.
-
-    Raises:
-      TypeError, ValueError: a name that is no string, or empty.
+    For functions whose residuals have no names, such as cuDNN attention with its softmax statistics. `function` takes
+    arrays as positional arguments; arrays that it closes over get no gradient. TypeError or ValueError for a bad name.
     """
     check_name(name, "named")
 
@@ -43,7 +98,7 @@ def named(function: Function, name: str) -> Function:
 
 
 def residual_bytes(function: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """Bytes of the named values in `function(*args)` and its residuals; in a loop, the bytes of all iterations.
+    """Bytes of the named values in `function(*args)` and its residuals, over all iterations of loops.
 
     `args` are arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
     """
@@ -65,10 +120,7 @@ def count_names(jaxpr: Any) -> dict[str, int]:
 
 
 def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:
-    """(the variable that a value comes from, its name or None), followed through calls that only pass it on.
-
-    Equal for equal values; one of the jaxpr's `invars` for a value that is only passed on.
-    """
+    """(the variable that a value comes from through calls that only pass it on, its name or None)."""
     producers = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
     while isinstance(var, core.Var) and var in producers:
         eqn, index = producers[var]
@@ -94,6 +146,6 @@ def origin(jaxpr: core.Jaxpr, var: Any) -> tuple[Any, str | None]:
 
 
 def _is_identity(eqn: Any) -> bool:
-    """Whether it rounds to the precision that its operand has, as `jax.checkpoint` does with the values it keeps."""
+    """Whether it rounds to its operand's own precision, as `jax.checkpoint` does with kept values."""
     of = jnp.finfo(eqn.invars[0].aval.dtype)
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (of.nexp, of.nmant)

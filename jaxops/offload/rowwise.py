@@ -44,19 +44,18 @@ _ADVICE = (
 
 
 def check_rows(update: Callable[..., Any], whole: ClosedJaxpr, args: Sequence[Any], stacks: Sequence[Any]) -> None:
-    """Row r of update's results must depend on row r of its arguments only, and neither on r nor on the number of rows.
+    """Raises a ValueError unless row r of update's results depends on row r of its arguments only.
 
-    update is traced with a symbol for each stack's number of rows (`jax.export.symbolic_shape`). In the jaxpr an axis
-    of length "n0" then holds the rows of the first stack; a value has at most one such axis. Each equation must be
-    known to keep rows apart.
+    Nor on r or the number of rows. update is traced with a symbol for each stack's number of rows
+    (`jax.export.symbolic_shape`): in the jaxpr an axis of length "n0" holds the rows of the first stack. Each equation
+    must be known to keep rows apart.
 
-    Args: update: returns trees like its first arguments. whole: update traced with args. If Python code compares a
-      length (`p.shape[0] == vocabulary`), its equations differ. args: trees of `jax.ShapeDtypeStruct`. stacks: for each
-      argument a tree with the name of a stack, or "" for an array that is none. Stacks of one name have
-        the same rows.
-
-    Raises:
-      ValueError: it mixes rows, or is not known to keep them apart.
+    Args:
+      update: returns trees like its first arguments.
+      whole: its jaxpr for args; with Python code that compares lengths (`p.shape[0] == vocabulary`) it differs.
+      args: trees of `jax.ShapeDtypeStruct`.
+      stacks: for each argument a tree with the name of each array's stack, "" for none. Stacks of one name have the
+        same rows.
     """
     names = sorted({name for name in jax.tree.leaves(stacks) if name})
     if not names:

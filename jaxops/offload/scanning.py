@@ -12,9 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxops._lib.manual_axes import barrier, vary_as
-from jaxops.offload.names import CARRY, check_known, unknown
 from jaxops.offload.policies import Policy
-from jaxops.offload.residuals import count_names, origin, residual_bytes
+from jaxops.offload.residuals import CARRY, check_known, count_names, origin, residual_bytes, unknown
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 Arrays = list[jax.Array]
@@ -23,20 +22,18 @@ Arrays = list[jax.Array]
 def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, policy: Policy) -> tuple[Any, Any]:
     """`jax.lax.scan(jax.checkpoint(body, policy=policy), init, xs)`, with hidden copies to the host and back.
 
-    In JAX's own scan a layer's backward waits for its residuals. Here they are prefetched one layer ahead; in the
-    forward they are copied out behind the rest of their layer. The device holds the residuals of two layers, the host
-    all others. On a CPU nothing moves; values are the same. Compile with `compiler_options`.
+    Residuals are copied out behind the rest of their layer, and prefetched one layer ahead in the backward: the device
+    holds those of two layers. On a CPU nothing moves; values are the same. Compile with `compiler_options`.
 
     The carry at the start of each layer is named "carry": `policy({"carry": "offload"})` alone recomputes each layer
     from an input on the host. Without a choice it is kept, as by `jax.checkpoint`.
 
     Args:
-      body: (carry, x) -> (carry, y), with the carry's types unchanged; may close over arrays, which get gradients.
-      init, xs: as of `jax.lax.scan`; xs has at least one array and one layer.
+      body, init, xs: as of `jax.lax.scan`; xs has at least one array and one layer.
       policy: of body's named values.
 
     Returns:
-      (carry, ys) as of `jax.lax.scan`. Differentiable once, in reverse mode.
+      (carry, ys). Differentiable once, in reverse mode, also in arrays that body closes over.
 
     Raises:
       ValueError: xs without arrays, or with leading axes that differ or are 0. In differentiation: a name in the policy
@@ -95,9 +92,8 @@ def _narrow_inputs(closed: core.ClosedJaxpr, first: int) -> core.ClosedJaxpr:
 def _narrows(eqn: Any) -> bool:
     if eqn.primitive.name != "convert_element_type" or eqn.params["sharding"] is not None:
         return False
-    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    floats = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
-    return floats and after.itemsize < before.itemsize
+    dtypes = [var.aval.dtype for var in (eqn.invars[0], eqn.outvars[0])]
+    return all(jnp.issubdtype(d, jnp.floating) for d in dtypes) and dtypes[1].itemsize < dtypes[0].itemsize
 
 
 def _differentiable(arrays: list[Any]) -> list[Any]:
@@ -136,17 +132,12 @@ class _Layer:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
-    """Where a layer's backward finds the leaves of its vjp function.
-
-    Attributes:
-      tree: of that function.
-      sources: for each leaf ("const", i) or ("x", i), which exist anyway, or ("own", i), which the layer saves.
-      offloaded: how many of its own go to the host; they come first.
-    """
+    """Where a layer's backward finds the leaves of its vjp function, a pytree of structure `tree`."""
 
     tree: Any
+    # ("const", i) or ("x", i), which exist anyway; ("own", i), which a layer saves
     sources: tuple[tuple[str, int], ...]
-    offloaded: int
+    offloaded: int  # how many of its own go to the host; they come first
 
     def vjp(self, consts: Arrays, x: Arrays, own: Arrays) -> Any:
         arrays = {"const": consts, "x": x, "own": own}
@@ -185,11 +176,8 @@ def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Array
 
 
 def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
-    """Each residual's copy starts when it is computed and ends with its layer.
-
-    One more layer of time would not help: the residuals would need memory beside the next layer's. The last layer's
-    residuals also stay on the device: the backward reads them first.
-    """
+    """Each residual's copy starts when it is computed and ends with its layer: later it would need memory beside the
+    next layer's. The last layer's residuals also stay on the device: the backward reads them first."""
     layers = xs[0].shape[0]
     x = layer.cast([x[0] for x in xs])
     forward, residuals = _trace(layer, consts, init, x)
@@ -226,10 +214,9 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
 def _backward(
     layer: _Layer, saved: Any, cotangents: tuple[list[Any], list[Any]]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Each iteration fetches the residuals of the layer before it.
-
-    Layer i's residuals are in row i + 1, so that the iteration of layer 0 fetches the unused row 0. A row's index must
-    be linear in the loop's counter: XLA reads any other index back from the device, and waits.
+    """Each iteration fetches the residuals of the layer before it, layer i's from row i + 1: layer 0 fetches the unused
+    row 0. A row's index must be linear in the loop's counter: XLA reads any other index back from the device, and
+    waits.
     """
     residuals, consts, xs, last, host, kept = saved
     ct_carry, ct_ys = map(_differentiable, cotangents)

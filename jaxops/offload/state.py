@@ -29,13 +29,8 @@ def offload_state(state: Any, *, min_bytes: int = 1 << 20) -> Any:
     >>> jax.tree.map(lambda x: x.sharding.memory_kind, state)
     {'count': 'device', 'mu': 'pinned_host'}
 
-    Args:
-      state: any tree; leaves that are no `jax.Array` are returned unchanged.
-      min_bytes: of a whole array, over all devices; smaller arrays and scalars stay in their memory.
-
-    Raises:
-      ValueError: min_bytes < 0.
-      TypeError: min_bytes is no integer.
+    Scalars, arrays below min_bytes (of the whole array) and leaves that are no `jax.Array` stay in their memory.
+    ValueError or TypeError if min_bytes is negative or no integer.
     """
     check_integer("min_bytes", min_bytes, 0)
 
@@ -73,9 +68,9 @@ class Streamed:
         _check_update(self.tx, layout, grads, state, params)
         scalars, moments = layout.split(state)
         grads, params = (layout.params.flatten_up_to(x) for x in (grads, params))
-        streamed_lengths = [[x.shape[0] for x in jax.tree.leaves(m) if _is_streamed(x)] for m in moments]
-        pieces = self.pieces or _fewest_bytes([x for x in jax.tree.leaves(moments) if _is_streamed(x)])
-        rows = [max((length // pieces for length in lengths), default=0) for lengths in streamed_lengths]  # of a piece
+        streamed = [[x for x in jax.tree.leaves(m) if _on_host(x) and _is_stack(x)] for m in moments]
+        pieces = self.pieces or _fewest_bytes([x for of_one in streamed for x in of_one])
+        rows = [max((x.shape[0] // pieces for x in of_one), default=0) for of_one in streamed]  # of a piece
 
         def update(spans, params, fetched):
             """(params with the rows of spans updated, those rows of the moments, scalars)."""
@@ -103,9 +98,9 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
 
     AdamW's float32 state is twice as large as its parameters.
 
-    A step cuts the state into pieces along the arrays' first axis, along which models stack their layers. While one
-    piece is copied to the host the next is fetched. Parameters and host arrays are updated in place; the device holds
-    about two pieces.
+    A step streams the state in pieces along the arrays' first axis, along which models stack layers: while one is
+    copied to the host the next is fetched. Parameters and host arrays are updated in place; the device holds two
+    pieces.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from jaxops.offload import streamed
@@ -118,10 +113,9 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
     Return donated arrays in the order of the arguments, as here: `jax.jit` pairs donated arrays with results by shape
     alone, and would otherwise write parameters over moments on the host.
 
-    No method returns updates: they would be one more array for each parameter. tx sees a piece at a time, so it must be
-    elementwise along the first axis: Adam(W), Lion, momentum, RMSprop, schedules, weight decay with masks by path or
-    rank. apply proves that from the jaxpr of tx.update, and raises for transformations that mix or count rows or
-    parameters (norms, means, sort, cumsum). Apply those to the gradients before:
+    tx sees a piece at a time, so it must be elementwise along the first axis: Adam(W), Lion, momentum, RMSprop,
+    schedules, weight decay with masks by path or rank. apply proves that from the jaxpr of tx.update, and raises for
+    transformations that mix or count rows or parameters (norms, means, sort, cumsum). Apply those to the gradients:
 
         grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
 
@@ -136,7 +130,7 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
       `init(params)` returns the state, a tree like tx's; `apply(params, state, grads)` the new (params, state).
 
     Raises:
-      ValueError: pieces < 1. From apply: a state of other parameters, or a tx.update that is not elementwise along the
+      ValueError: pieces < 1; from apply, a state of other parameters, or a tx.update that is not elementwise along the
         first axis, or changes shapes or dtypes.
       TypeError: tx has no init or no update; pieces is no integer.
     """
@@ -215,10 +209,6 @@ def _is_stack(x: Any) -> bool:
     return len(getattr(x, "shape", ())) > 0
 
 
-def _is_streamed(x: jax.Array) -> bool:
-    return _on_host(x) and _is_stack(x)
-
-
 def _fewest_bytes(arrays: list[jax.Array]) -> int:
     """The number of pieces for which the device holds least: a piece and the remaining rows."""
     row_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays]
@@ -234,17 +224,11 @@ def _is_empty(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """A state as trees with the parameters' structure ("moments") and scalars.
+    """A state as trees with the parameters' structure ("moments") and scalars."""
 
-    Attributes:
-      params: the parameters' structure; nodes without arrays (None, optax's MaskedNode) count as leaves.
-      state: the state's structure, with each tree of moments as a leaf.
-      is_moment: for each of these leaves.
-    """
-
-    params: Any
-    state: Any
-    is_moment: tuple[bool, ...]
+    params: Any  # the parameters' structure; nodes without arrays (None, optax's MaskedNode) count as leaves
+    state: Any  # the state's structure, with each tree of moments as a leaf
+    is_moment: tuple[bool, ...]  # for each of these leaves
 
     def split(self, state: Any) -> tuple[list, list]:
         """(scalars, a tuple of moments for each parameter)."""

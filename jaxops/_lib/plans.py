@@ -16,9 +16,11 @@ class BasePlan:
     `make_plan` fills what is None; print its result to see the choice. The xla backend has no tiles.
 
     Attributes:
+      backend: one of the op's.
       device: what the plan is made for; None is the device of the call's operands.
     """
 
+    backend: str = "pallas"
     device: Device | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     @property
@@ -29,7 +31,7 @@ class BasePlan:
 
 
 ProblemT = TypeVar("ProblemT")
-PlanT = TypeVar("PlanT", bound=Any)  # a BasePlan with a field `backend`
+PlanT = TypeVar("PlanT", bound=BasePlan)
 TilesT = TypeVar("TilesT", bound=Any)
 
 

@@ -18,7 +18,7 @@ def long_signatures(path: pathlib.Path, source: str) -> Iterator[str]:
         if not isinstance(node, ast.FunctionDef):
             continue
         # Gluon has no closures and takes no structures: a kernel's parts pass all that they share.
-        if any(ast.unparse(decorator) == "gluon.jit" for decorator in node.decorator_list):
+        if any(ast.unparse(decorator).startswith("gluon.jit") for decorator in node.decorator_list):
             continue
         every = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         arguments = [name for name in every if name not in ("self", "cls")]

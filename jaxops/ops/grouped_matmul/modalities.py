@@ -32,7 +32,7 @@ class Part:
 
 def shapes_of(rhs: tuple[jax.Array, ...], transpose: bool = False) -> Shapes:
     """transpose: of the transposes."""
-    return tuple((w.shape[0], *(w.shape[:0:-1] if transpose else w.shape[1:])) for w in rhs)
+    return tuple((w.shape[0], w.shape[1 + transpose], w.shape[2 - transpose]) for w in rhs)
 
 
 def first_groups(shapes: Shapes) -> list[int]:
@@ -83,7 +83,7 @@ def make_plans(
       TypeError, NotImplementedError: as `make_plan`.
     """
     count, rows = len(problems), tuple(rows)
-    given = list(plan) if isinstance(plan, (tuple, list)) else [plan] * count
+    given: Any = list(plan) if isinstance(plan, (tuple, list)) else [plan] * count
     if len(given) != count:
         raise ValueError(
             f"plan has {len(given)} plans; rhs has {count} modalities: write one Plan for each, or one for all."

@@ -63,7 +63,7 @@ def _multiply(spec: Spec, lhs: jax.Array, rhs: Arrays, bias: jax.Array | None, o
     M, N = lhs.shape[0], max(n for _, _, n in shapes_of(rhs, transposed))
     if 0 in (M, N, offsets.shape[0] - 1):
         return vary_together(jnp.zeros((M, N), spec.out_dtype), offsets)[0]
-    if len(rhs) > 1:
+    if len(rhs) != 1:
         return _multiply_modalities(spec, lhs, rhs, offsets, jax.ShapeDtypeStruct((M, N), spec.out_dtype))
     (w,), (plan,) = rhs, spec.plans
     how["out_dtype"] = spec.out_dtype
@@ -141,7 +141,7 @@ def _multiply_wgrad(
     """Of each modality [G, K, N] as `shapes`: its groups' rows of lhs's first K columns times dout's first N ones."""
     how: dict[str, Any] = {"out_dtype": spec.out_dtype}
     lhs, dout = lhs.astype(spec.compute_dtype), dout.astype(spec.compute_dtype)
-    if len(shapes) > 1:
+    if len(shapes) != 1:
         return _multiply_modalities_wgrad(spec, shapes, lhs, dout, offsets)
     (plan,) = spec.plans
     if 0 in (*shapes[0], lhs.shape[0]):

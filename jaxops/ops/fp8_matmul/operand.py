@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import BLOCK, Quantized
+from jaxops._lib.fp8 import Quantized
+from jaxops.ops.quantize import dequantize
 
 # A tensor and its transpose have the same scales: a missing layout is a transposed copy of the other one.
 TRANSPOSABLE = ("tensorwise", "block_128x128")
@@ -64,14 +65,4 @@ def _operand(q: Quantized, layout: tuple, other: tuple, name: str) -> Operand:
 
 def dequantize_operand(operand: Operand) -> jax.Array:
     """The matrix [rows, K], or the stack, in float32."""
-    values, scales = operand.values, operand.scales
-    if operand.scaling in ("tensorwise", "rowwise"):
-        scales = scales.reshape(scales.shape + (1,) * (values.ndim - scales.ndim))
-    else:
-        *_, rows, K = values.shape
-        if operand.scaling == "block_1x128":
-            scales = jnp.swapaxes(scales, -1, -2)
-        else:
-            scales = jnp.repeat(scales, BLOCK, axis=-2)[..., :rows, :]
-        scales = jnp.repeat(scales, BLOCK, axis=-1)[..., :K]
-    return values.astype(jnp.float32) * scales
+    return dequantize(Quantized(operand.values, operand.scales, scaling=operand.scaling, dtype="float32"))

@@ -25,8 +25,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
 
 class _Shared(nnx.Module):
-    """Experts that every token goes to: one gated linear unit with a down projection, and optionally a gate per
-    token."""
+    """Experts that every token goes to: a gated linear unit, a down projection, and optionally a gate per token."""
 
     def __init__(self, in_features: int, hidden_features: int, gated: bool, make_kernel: Callable[..., jax.Array]):
         self.gate = nnx.Param(make_kernel(1, in_features, hidden_features)[0])
@@ -55,15 +54,13 @@ class MoE(nnx.Module):
     ((2, 3, 8), Array(12, dtype=int32))
     >>> loss = jnp.mean(y.astype(jnp.float32) ** 2) + 0.01 * routing.aux_loss + 0.001 * routing.z_loss
 
-    On several devices: inside `jax.shard_map`, with the same tokens on all devices of the axis `expert_axis` and with
-    gate, up and down split along their first axis. Each device runs its own experts, and the results are summed over
-    the axis; router and shared experts are replicated.
+    On several devices: inside `jax.shard_map`, with the same tokens, router and shared experts on all devices of the
+    axis `expert_axis`, and gate, up and down split along their first axis. The results are summed over the axis.
 
     Attributes:
       router: the router.
-      gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share of the
-        experts, as for down.
-      down: [num_experts, hidden_features, in_features] in param_dtype.
+      gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share.
+      down: [num_experts, hidden_features, in_features], likewise.
       shared: None, or the shared experts: gate and up [in_features, shared_features], down [shared_features,
         in_features], and token_gate [in_features, 1] or None.
 
@@ -71,14 +68,14 @@ class MoE(nnx.Module):
       num_experts: experts E, of all devices together.
       in_features: columns of x and of the result.
       hidden_features: width of an expert.
-      router: from tokens [T, in_features] to a `jaxops.Routing` to E experts: a `jaxops.nn.Router`, or another module
-        or function. A class, or a `functools.partial` of one such as `functools.partial(Router, k=2)`, is called with
-        (in_features, num_experts, rngs=rngs), so that `flax.nnx.bridge.to_linen` makes a new router from each key.
+      router: a `jaxops.nn.Router`, or another module or function from tokens [T, in_features] to a `jaxops.Routing`. A
+        class, or a `functools.partial` of one, is called with (in_features, num_experts, rngs=rngs), so that
+        `flax.nnx.bridge.to_linen` makes a new router from each key.
       activation: of the gate, as in `jaxops.grouped_glu`.
       shared_features: width of the shared experts together; 0 for none.
-      gate_shared: whether the shared experts' output is multiplied by `sigmoid(x @ token_gate)`, one number per token
-        (Qwen2-MoE); that product is float32, not TF32.
-      expert_axis: None, or the name of the mesh axis over which the experts are split.
+      gate_shared: multiplies the shared experts' output by `sigmoid(x @ token_gate)`, a number per token (Qwen2-MoE);
+        that product is float32, not TF32.
+      expert_axis: None, or the mesh axis over which the experts are split.
       dtype: dtype of the products and of the result; promoted from x and the parameters by default. Gradients of
         parameters have param_dtype and are never rounded to dtype; the sum over a token's experts is float32.
       param_dtype: dtype of the parameters.

@@ -114,8 +114,7 @@ class Router(nnx.Module):
           A `jaxops.Routing`, with weights, load and losses.
 
         Raises:
-          ValueError: x of another shape; k, groups or capacity that do not fit, an unknown score or backend, as in
-            `jaxops.route`.
+          ValueError: x of another shape, or as `jaxops.route`.
         """
         check_matrix(x, f"[T, in_features={self.in_features}]", self.in_features)
         logits = checkpoint_name(router_logits(x, self.kernel[...]), "router.logits")
@@ -123,11 +122,10 @@ class Router(nnx.Module):
         return route(logits, selection_bias=bias, **self._options())
 
     def update_bias(self, load: jax.Array, rate: float) -> None:
-        """Moves selection_bias by `jaxops.update_router_bias`: call it once per training step, outside of the gradient;
-        on several devices with the load summed over them.
+        """Moves selection_bias once per training step, outside of the gradient, by `jaxops.update_router_bias`.
 
         Args:
-          load: [num_experts], the `load` of the returned Routing, or a sum of several.
+          load: [num_experts], the `load` of the returned Routing, or its sum over devices or microbatches.
           rate: the size of the step.
 
         Raises:

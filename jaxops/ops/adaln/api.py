@@ -55,8 +55,7 @@ def adaln(
 
     Args:
       x: [T, D], bfloat16, float16 or float32. Statistics are float32, the mean first.
-      scale, shift: [B, D], a vector a sequence; or [T, D], a vector a row, such as timesteps of single tokens. Any of
-        the dtypes of x.
+      scale, shift: [B, D], a vector a sequence, or [T, D], a vector a row; any of the dtypes of x.
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
         out of bounds. None: all rows are one sequence (scale [1, D]), or each has its own vector (scale [T, D]).
       norm: "layer", or "rms" (Zhang and Sennrich 2019, arXiv:1910.07467), which subtracts no mean.
@@ -65,10 +64,9 @@ def adaln(
       activation: "silu", "gelu" (with erf), "gelu_tanh", "relu", "sigmoid" or None, before the modulation.
       per: "sequence" if scale and shift are [B, D], "row" if they are [T, D]. None takes it from the shapes, and raises
         if both fit: with offsets and B = T.
-      out_dtype: dtype of y, x.dtype by default. float8_e4m3fn and float8_e5m2 give a `Quantized` with block_1x128
-        scales, as from `jaxops.quantize`, without gradient.
-      backend: "auto" is "pallas" on a GPU and "xla" on CPU and TPU; "pallas" (interpreted on a CPU) or "xla" runs or
-        raises.
+      out_dtype: of y, x.dtype by default. float8_e4m3fn and float8_e5m2 give a `Quantized` with block_1x128 scales, as
+        from `jaxops.quantize`, without gradient.
+      backend: "auto" is "pallas" on a GPU and "xla" elsewhere; "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -210,20 +208,18 @@ def _check(
 def _is_per_row(per: str | None, modulation: dict, T: int, first: str, offsets) -> bool:
     """Whether the modulation has a vector for each of the T rows of `first`, not for each sequence."""
     check_choice("per", per, (None, *PER))
-    counts = [value.shape[0] for value in modulation.values()]
-    if len(set(counts)) > 1:
+    count, *others = (value.shape[0] for value in modulation.values())
+    if set(others) - {count}:
         needed = f"all must have one for each sequence, or all one for each row of {first}."
-        raise ValueError(f"{', '.join(modulation)} have {', '.join(map(str, counts))} rows; {needed}")
-    count, B = counts[0], 1 if offsets is None else offsets.shape[0] - 1
-    got = f"{' and '.join(modulation)} have {count} rows"
-    sizes = {"sequence": B, "row": T}
-    allowed = PER if per is None else (per,)
-    if count not in [sizes[name] for name in allowed]:
-        one = "1 (one sequence)" if offsets is None else f"B={B} (one a sequence)"
-        needed = " or ".join({"sequence": one, "row": f"T={T} (one a row)"}[name] for name in allowed)
+        raise ValueError(f"{', '.join(modulation)} have {', '.join(map(str, (count, *others)))} rows; {needed}")
+    got, B = f"{' and '.join(modulation)} have {count} rows", 1 if offsets is None else offsets.shape[0] - 1
+    sequences = "1 (one sequence)" if offsets is None else f"B={B} (one a sequence)"
+    known = {"sequence": (B, sequences), "row": (T, f"T={T} (one a row)")}
+    allowed = [known[name] for name in (PER if per is None else (per,))]
+    if count not in [size for size, _ in allowed]:
         given = "without sequence_offsets" if offsets is None else f"with {B + 1} sequence_offsets"
         given += "" if per is None else f" and per={per!r}"
-        raise ValueError(f"{got}; {given} they must have {needed}.")
+        raise ValueError(f"{got}; {given} they must have {' or '.join(text for _, text in allowed)}.")
     if per is None and B == T > 1:
         raise ValueError(
             f"{got}, and there are as many sequences as rows of {first} (B = T = {T}): "
@@ -237,25 +233,19 @@ def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[A
     (T, D), B, device = arrays.x.shape, arrays.offsets.shape[0] - 1, device_of(arrays)
     problem = Problem(T, D, B, arrays.x.dtype.name, arrays.gate is not None, spec.out_dtype in FP8)
     plan = make_plan(problem, device, tuned_rows("adaln", device), backend=backend, plan=plan)
-    found: dict[str, Any] = _call(spec, plan, False, arrays)
+    if 0 in (T, D, B):  # no row is in a sequence
+        found = {"residual": arrays.x, "y": jnp.zeros((T, D), spec.out_dtype)}
+        found["y_scales"] = jnp.zeros((-(-D // BLOCK), T), jnp.float32)
+    else:
+        found: dict[str, Any] = _call(spec, plan, False, arrays)
     y = found.get("y")
-    if "y_scales" in found:
+    if spec.out_dtype in FP8:
         y = Quantized(y, found["y_scales"], scaling="block_1x128", dtype=arrays.x.dtype.name)
     return found.get("residual"), y
 
 
-def _is_empty(arrays: Arrays) -> bool:
-    """No row is in a sequence, whatever the offsets."""
-    return 0 in (*arrays.x.shape, arrays.offsets.shape[0] - 1)
-
-
 def _forward(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays) -> dict[str, jax.Array]:
     """By name: residual (with a gate), y (with norm), y_scales (FP8), mean and rstd (with save_stats, no gradient)."""
-    if _is_empty(arrays):
-        T, D = arrays.x.shape
-        found = {"residual": arrays.x} if arrays.gate is not None else {}
-        found |= {"y": jnp.zeros((T, D), spec.out_dtype)} if spec.norm is not None else {}
-        return found | ({"y_scales": jnp.zeros((-(-D // BLOCK), T), jnp.float32)} if spec.out_dtype in FP8 else {})
     if plan.backend == "xla":
         return forward_xla(spec, arrays)
     assert plan.fwd is not None  # make_plan fills it
@@ -283,15 +273,9 @@ def _call_bwd(spec: Spec, plan: Plan, save_stats: bool, saved, cotangents: dict)
     return (_gradients(spec, plan, arrays, cotangents.get("residual"), cotangents.get("y"), stats),)
 
 
-_call = differentiable(_forward, _call_fwd, _call_bwd, static=3)
-
-
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array]) -> Any:
     """Cotangents of `arrays`, None for none. dx_in, dy: of the new residual and of y, or None."""
-    if _is_empty(arrays):
-        found = {name: jnp.zeros_like(x) for name, x in arrays._asdict().items() if x is not None}
-        found |= {"x": found["x"] if dx_in is None else dx_in, "offsets": None}
-    elif plan.backend == "xla":
+    if plan.backend == "xla":
         found = backward_xla(spec, arrays, dx_in, dy)
     else:
         assert plan.bwd is not None  # make_plan fills it
@@ -303,4 +287,5 @@ def _plain_gradients(spec: Spec, plan: Plan, *operands) -> Any:
     return _find_gradients(spec, Plan("xla"), *operands)
 
 
+_call = differentiable(_forward, _call_fwd, _call_bwd, static=3)
 _gradients = differentiable_as(_find_gradients, _plain_gradients, static=2)

@@ -1,10 +1,13 @@
-"""The backward: the rows' gradients and their sums over each sequence, in one pass over x and dy (Pallas on Triton)."""
+"""The backward: a pass over x and dy for the rows' gradients and sums over each tile, and one that adds up the sums of
+sequences of several tiles in order of rows: deterministic, without atomics (Pallas on Triton)."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.activations import activate_and_slope
 from jaxops._lib.launch_pallas import launch_named
@@ -17,13 +20,18 @@ from jaxops.ops.adaln.rows_pallas import (
     Chunks,
     Columns,
     affine,
+    ceil_div,
     find_tile,
     fold_steps,
     load_shared,
+    run_bounds,
     tile_count,
     widen,
 )
-from jaxops.ops.adaln.sums_pallas import finish_sums
+
+# Few columns a program, so that one sequence of all rows has many programs, which add _MANY parts a step, the last ones
+# _FEW a step.
+_COLUMNS, _MANY, _FEW = 64, 64, 16
 
 
 def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles):
@@ -92,6 +100,66 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         store(ref["sequences"], (at,), tile.sequence, in_starts)
 
 
+def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int):
+    parts, offsets_ref, sequences_ref = [ref[f"parts_{name}"] for name in names], ref["offsets"], ref["sequences"]
+    B, D, starts = offsets_ref.shape[0] - 1, parts[0].shape[1], sequences_ref.shape[0]
+    program, columns = pl.program_id(0), pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)[None, :]
+    by_sequence = starts >= B
+    sequence = program if by_sequence else plgpu.load(sequences_ref.at[program])
+    inside = (sequence >= 0) & (sequence < B)
+    sequence = jnp.clip(sequence, 0, B - 1)
+    lo, hi = run_bounds(offsets_ref, sequence + 1, T)
+    first = ceil_div(lo, rows)
+    tiles = jnp.maximum(ceil_div(hi, rows) - first, 0)  # after the head
+    has_head = (first * rows > lo).astype(jnp.int32)
+    # With more sequences than multiples of `rows`, a program takes the sequence whose first multiple is its own.
+    mine = inside if by_sequence else inside & (first == program)
+
+    @pl.when(mine & (tiles + has_head > 1))
+    def _():
+        columns_in = columns < D
+
+        def add(begin, height, steps, sums):
+            def step(i, blocks):
+                row = begin + i * height + jnp.arange(height, dtype=jnp.int32)[:, None]
+                mask = (row < tiles) & columns_in
+                return [b + load(part, (first + row, columns), mask) for b, part in zip(blocks, parts, strict=True)]
+
+            blocks = lax.fori_loop(0, steps, step, [jnp.zeros((height, _COLUMNS), jnp.float32) for _ in parts])
+            return [s + jnp.sum(b, axis=0, keepdims=True) for s, b in zip(sums, blocks, strict=True)]
+
+        head, whole = jnp.broadcast_to(starts + sequence, (1, 1)), tiles // _MANY
+        sums = [load(part, (head, columns), jnp.broadcast_to(has_head > 0, (1, 1)) & columns_in) for part in parts]
+        sums = add(0, _MANY, whole, sums)
+        sums = add(whole * _MANY, _FEW, ceil_div(tiles - whole * _MANY, _FEW), sums)
+        for name, s in zip(names, sums, strict=True):
+            store(ref[f"d{name}"], (jnp.broadcast_to(sequence, (1, 1)), columns), s, columns_in)
+
+
+def _finish_sums(
+    offsets: jax.Array, results: dict[str, jax.Array], names: tuple[str, ...], *, T: int, rows: int, interpret: bool
+) -> dict[str, jax.Array]:
+    """d<name> [B, D] of each name, with the parts of sequences of several tiles added up.
+
+    Args:
+      results: of `_bwd_kernel`: d<name>, parts_<name> [tiles, D], and `sequences` int32 [cdiv(T, rows)], the sequence
+        of each row that is a multiple of `rows`.
+    """
+    done, starts = {name: results[f"d{name}"] for name in names}, results["sequences"]
+    parts = {f"parts_{name}": results[f"parts_{name}"] for name in names}
+    B, D = done[names[0]].shape
+    return launch_named(
+        functools.partial(_sums_kernel, names=names, T=T, rows=rows),
+        {"offsets": offsets, "sequences": starts, **parts, **done},
+        {f"d{name}": out_struct((B, D), x.dtype, like=x) for name, x in done.items()},
+        grid=(min(B, starts.shape[0]), pl.cdiv(D, _COLUMNS)),
+        warps=4,
+        interpret=interpret,
+        name="adaln_sums",
+        aliases={name: f"d{name}" for name in names},
+    )
+
+
 @traced_once("spec", "tiles", "interpret")
 def backward_pallas(
     spec: Spec, tiles: Tiles, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array], *, interpret: bool
@@ -132,7 +200,7 @@ def backward_pallas(
         name="adaln_bwd" if spec.norm is not None else "gated_residual_bwd",
     )
     if sums:
-        results |= finish_sums(offsets, results, tuple(sums), T=T, rows=tiles.rows, interpret=interpret)
+        results |= _finish_sums(offsets, results, tuple(sums), T=T, rows=tiles.rows, interpret=interpret)
     gradients = {name: results[f"d{name}"] for name in ("x", "h", *modulation) if f"d{name}" in results}
     gradients |= {name: jnp.sum(results[f"d{name}"], axis=0).astype(given[name].dtype) for name in affines}
     return gradients if spec.norm is not None else gradients | {"x": dx_in}

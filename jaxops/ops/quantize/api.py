@@ -21,8 +21,7 @@ from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.quantize.amax_pallas import line_amax_pallas, tensor_amax_pallas
-from jaxops.ops.quantize.cast_pallas import cast_pallas
+from jaxops.ops.quantize.cast_pallas import cast_pallas, line_amax_pallas, tensor_amax_pallas
 from jaxops.ops.quantize.plan import LAYOUTS, Arrays, Plan, Problem, Spec, make_plan
 from jaxops.ops.quantize.xla import cast_xla, dequantize_xla
 
@@ -95,14 +94,7 @@ def quantize(
 
 
 def quantize_measured(
-    x: jax.Array,
-    *,
-    dtype=jnp.float8_e4m3fn,
-    layouts: Literal["row", "col", "both"] = "row",
-    pow2_scales: bool = False,
-    amax: jax.Array | None = None,
-    backend: str = "auto",
-    plan: Plan | None = None,
+    x, *, dtype=jnp.float8_e4m3fn, layouts="row", pow2_scales=False, amax=None, backend="auto", plan: Plan | None = None
 ) -> tuple[Quantized, jax.Array]:
     """`quantize` with tensorwise scaling, and x's own largest finite magnitude: float32, [] or, of a stack, [G].
 

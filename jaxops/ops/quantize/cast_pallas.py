@@ -1,10 +1,12 @@
-"""The cast: one read of each tile, its scales, and its values in every layout (Pallas on Triton)."""
+"""The cast: one read of each tile, its scales, its values in every layout; and a pass before it for the largest
+magnitudes, where a scale spans several tiles (Pallas on Triton)."""
 
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -13,6 +15,7 @@ from jaxops._lib.fp8 import (
     cast_saturating,
     cast_stochastic,
     infinity_to_nan,
+    magnitudes,
     random_bits,
     scale_and_factor,
     without_nan,
@@ -27,9 +30,157 @@ from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS as SCHEDULED
 from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
-from jaxops.ops.quantize.tiles_pallas import COLUMNS, ROWS, Grid, index, largest, sizes_of
 
+# Axes of a tile's array: of rows, and of columns in the order in which a reduction is cheapest.
+ROWS, COLUMNS = (0, 1, 5), (4, 3)
 Mask = jax.Array | None  # None always holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A tile as a six-dimensional array: (patch, far, blocks, chunks, vector, near).
+
+    An element's row is (far * tiles.near + near) * tiles.patch + patch; its column is one of `vector` neighbours, 16
+    bytes, of a chunk of a block. Triton assigns the vector axis to registers, then near, chunks and far to threads and
+    warps, and patch to registers. So each thread loads 16 bytes of each of `patch` rows and holds `patch` consecutive
+    bytes of a transposed FP8 tile, and the threads along near write the bytes after them.
+    """
+
+    tiles: Tiles
+    vector: int
+    width: int  # of a block
+
+    @classmethod
+    def of(cls, tiles: Tiles, itemsize: int, by_blocks: bool) -> "Grid":
+        width = min(BLOCK, tiles.cols) if by_blocks else tiles.cols
+        return cls(tiles, min(16 // itemsize, width), width)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        t, chunks = self.tiles, self.width // self.vector
+        return t.patch, t.rows // (t.patch * t.near), t.cols // self.width, chunks, self.vector, t.near
+
+    def _along(self, axis: int) -> jax.Array:
+        size = self.shape[axis]
+        shape = [size if i == axis else 1 for i in range(6)]
+        return lax.broadcast_in_dim(jnp.arange(size, dtype=jnp.int32), shape, (axis,))
+
+    @property
+    def rows(self) -> jax.Array:
+        return (self._along(1) * self.tiles.near + self._along(5)) * self.tiles.patch + self._along(0)
+
+    @property
+    def blocks(self) -> jax.Array:
+        return self._along(2)
+
+    @property
+    def columns(self) -> jax.Array:
+        return self._along(2) * self.width + self._along(3) * self.vector + self._along(4)
+
+
+def sizes_of(x: jax.Array, interpret: bool) -> jax.Array:
+    """|x| of the result of `infinity_to_nan`, for a maximum, which ignores NaN on a GPU unless all are NaN."""
+    return magnitudes(x) if interpret else jnp.abs(x)
+
+
+def largest(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    for axis in axes:
+        if sizes.shape[axis] > 1:
+            sizes = jnp.max(sizes, axis=axis, keepdims=True)
+    return sizes
+
+
+def index(value: int | jax.Array) -> jax.Array:
+    """A scalar as an index array of six dimensions."""
+    return jnp.full((1,) * 6, value, jnp.int32)
+
+
+def _inside(offsets_ref, rows: jax.Array) -> jax.Array:
+    """Which rows are in a group."""
+    at = (jnp.full((1,) * rows.ndim, i, jnp.int32) for i in (0, offsets_ref.shape[0] - 1))
+    first, end = (plgpu.load(offsets_ref.at[i]) for i in at)
+    return (rows >= first) & (rows < end)
+
+
+def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, M: int, interpret: bool):
+    """Program p of a tensor's P takes tiles p, p + P, ...: at the end L2 holds the end of the tensor."""
+    x_ref, tiles, K = ref["x"], grid.tiles, ref["x"].shape[1]
+    pid = pl.program_id(0)
+    g, p = pid // programs, pid % programs
+    across = pl.cdiv(K, tiles.cols)
+    count = pl.cdiv(M, tiles.rows) * across
+
+    def step(n, most):
+        t = n * programs + p
+        rows, columns = t // across * tiles.rows + grid.rows, t % across * tiles.cols + grid.columns
+        inside = rows < M  # false past the last tile
+        if "offsets" in ref:
+            inside = inside & _inside(ref["offsets"], rows)
+        x = load(x_ref, (g * M + rows, columns), both(inside, None if K % tiles.cols == 0 else columns < K))
+        return jnp.maximum(most, sizes_of(infinity_to_nan(x), interpret))
+
+    most = lax.fori_loop(0, pl.cdiv(count, programs), step, jnp.zeros(grid.shape, jnp.float32))
+    store(ref["amax"], (index(pid),), without_nan(largest(most, (*COLUMNS, *ROWS, 2))))
+
+
+@traced_once("tiles", "interpret")
+def tensor_amax_pallas(tiles: Tiles, arrays: Arrays, *, interpret: bool) -> jax.Array:
+    """[G, programs] float32: parts of each tensor's largest magnitude, over the rows in groups if there are offsets."""
+    x = arrays.x
+    G, M, K = x.shape
+    programs = min(tiles.programs, pl.cdiv(M, tiles.rows) * pl.cdiv(K, tiles.cols))
+    grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=False)
+    return launch_named(
+        functools.partial(_tensor_kernel, grid=grid, programs=programs, M=M, interpret=interpret),
+        {"x": x.reshape(G * M, K), "offsets": arrays.offsets},
+        {"amax": out_struct((G * programs,), jnp.float32, like=x)},
+        grid=(G * programs,),
+        warps=tiles.warps,
+        interpret=interpret,
+        name="quantize_amax",
+    )["amax"].reshape(G, programs)
+
+
+def _lines_kernel(ref: dict, *, grid: Grid, M: int, interpret: bool):
+    tiles, K = grid.tiles, ref["x"].shape[1]
+    across, down = pl.cdiv(K, tiles.cols), pl.cdiv(M, tiles.rows)
+    pid = pl.program_id(0)
+    g, i, j = pid // (across * down), pid // across % down, pid % across
+    rows, columns = i * tiles.rows + grid.rows, j * tiles.cols + grid.columns
+    rows_in = None if M % tiles.rows == 0 else rows < M
+    columns_in = None if K % tiles.cols == 0 else columns < K
+    x = load(ref["x"], (g * M + rows, columns), both(rows_in, columns_in))
+    found = sizes_of(infinity_to_nan(x), interpret)
+    if "rows" in ref:
+        store(ref["rows"], (index(j), g * M + rows), without_nan(largest(found, (*COLUMNS, 2))), rows_in)
+    if "columns" in ref:
+        of_groups = jnp.where(_inside(ref["offsets"], rows), found, 0.0) if "offsets" in ref else found
+        store(ref["columns"], (index(i), g * K + columns), without_nan(largest(of_groups, ROWS)), columns_in)
+
+
+@traced_once("tiles", "row", "col", "interpret")
+def line_amax_pallas(
+    tiles: Tiles, arrays: Arrays, *, row: bool, col: bool, interpret: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The largest magnitudes of rows [G, M] and of columns [G, K] (over the rows in groups), float32; None unless
+    asked.
+    """
+    x = arrays.x
+    G, M, K = x.shape
+    across, down = pl.cdiv(K, tiles.cols), pl.cdiv(M, tiles.rows)
+    grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=False)
+    out = ({"rows": (across, G * M)} if row else {}) | ({"columns": (down, G * K)} if col else {})
+    parts = launch_named(
+        functools.partial(_lines_kernel, grid=grid, M=M, interpret=interpret),
+        {"x": x.reshape(G * M, K), "offsets": arrays.offsets if col else None},
+        {name: out_struct(shape, jnp.float32, like=x) for name, shape in out.items()},
+        grid=(G * across * down,),
+        warps=tiles.warps,
+        interpret=interpret,
+        name="quantize_amax",
+    )
+    found = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in parts.items()}
+    return found.get("rows"), found.get("columns")
 
 
 @dataclasses.dataclass(frozen=True)

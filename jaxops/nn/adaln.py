@@ -1,5 +1,4 @@
-"""`AdaLayerNorm` and `AdaRMSNorm`, adaptive norms over packed sequences, and the diffusion transformer's block made of
-them."""
+"""Adaptive norms over packed sequences, `AdaLayerNorm` and `AdaRMSNorm`, and the diffusion transformer's block."""
 
 import functools
 import inspect
@@ -113,16 +112,14 @@ class _AdaNorm(_Modulated):
 
         Args:
           x: [T, num_features], bfloat16, float16 or float32: the rows of all sequences, one after another.
-          cond: [B, cond_features], or [T, cond_features] for a condition of each row; see `per`. Without cond_features
-            it has 2 * num_features columns.
-          sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T; sequence s is the rows `sequence_offsets[s]`
-            to `sequence_offsets[s + 1] - 1`.
+          cond: [B, cond_features], or [T, cond_features]; without cond_features of 2 * num_features columns.
+          sequence_offsets: [B + 1] int32, as in `jaxops.adaln`.
 
         Returns:
           [T, num_features] in dtype; rows outside all sequences are zero.
 
         Raises:
-          ValueError: x, cond or sequence_offsets of another shape, an unknown backend or activation.
+          ValueError: x, cond or sequence_offsets of another shape.
           TypeError: dtypes that `jaxops.adaln` does not take, offsets that are not int32.
         """
         scale, shift = self._modulate(x, cond, sequence_offsets)
@@ -151,8 +148,8 @@ class AdaLayerNorm(_AdaNorm):
     (6, 8)
 
     Attributes:
-      modulation: the head, a `flax.nnx.Linear` from cond_features to 2 * num_features: scale, then shift. Without
-        cond_features a parameter [2, num_features], scale, then shift.
+      modulation: the head, a `flax.nnx.Linear` from cond_features to 2 * num_features, or without cond_features a
+        parameter [2, num_features]: scale, then shift.
       weight, bias: [num_features] in param_dtype, or None.
 
     Args:
@@ -162,17 +159,15 @@ class AdaLayerNorm(_AdaNorm):
       epsilon: added to the variance.
       use_weight, use_bias: a learned weight (ones at first) and bias (zeros) before the modulation.
       activation: None, "silu", "gelu", "gelu_tanh", "relu" or "sigmoid", between norm and modulation.
-      per: whether cond has a vector for each "sequence" or each "row"; None takes it from the shapes, as
-        `jaxops.adaln`.
-      dtype: of the head's product and of the result; promoted from x and the parameters by default. The norm is
-        float32.
+      per: whether cond has a vector for each "sequence" or each "row"; as in `jaxops.adaln`.
+      dtype: of the head's product and of the result; from x and the parameters by default. The norm is float32.
       param_dtype: dtype of the parameters.
       modulation_init: of the head's kernel, called with (key, [cond_features, 2 * num_features], param_dtype), or of
         the table, with [2, num_features]; zero by default.
       linear: makes the head, called as `flax.nnx.Linear`: `functools.partial(nnx.Linear, use_bias=False)`,
         `functools.partial(Fp8Linear, recipe="blockwise")`.
       backend, plan: as in `jaxops.adaln`.
-      rngs: its stream `params` makes the parameters.
+      rngs: the stream `params` is used.
     """
 
     norm = "layer"
@@ -222,10 +217,8 @@ class AdaLNZeroBlock(_Modulated):
     True
 
     Attributes:
-      modulation: the head, a `flax.nnx.Linear` from cond_features to 6 * num_features: scale, shift and gate of the
-        mixer, then scale, shift and gate of the mlp (diffusers and DiT: shift before scale). Without cond_features a
-        parameter
-        [6, num_features] in that order.
+      modulation: the head, a `flax.nnx.Linear` from cond_features to 6 * num_features, or without cond_features a
+        parameter [6, num_features]: scale, shift, gate of the mixer, then of the mlp (diffusers: shift before scale).
       mixer, mlp: the modules passed, or made.
 
     Args:
@@ -238,13 +231,12 @@ class AdaLNZeroBlock(_Modulated):
       mlp: as mixer, but called with y alone. It may return (y, aux), as `MoE` does: then the block returns (x, aux).
       norm: "layer" or "rms", without weight and bias.
       epsilon: added to the variance or the mean square; a pair is for the norms before the mixer and before the mlp.
-      per: whether cond has a vector for each "sequence" or each "row"; None takes it from the shapes, as
-        `jaxops.adaln`.
+      per: whether cond has a vector for each "sequence" or each "row"; as in `jaxops.adaln`.
       dtype: of the head's product and of the norms' results; promoted from x and the parameters by default.
       param_dtype: dtype of the head's parameters.
       modulation_init, linear: as in `AdaLayerNorm`, with 6 instead of 2.
       backend, plan: as in `jaxops.adaln`.
-      rngs: its stream `params` makes the parameters.
+      rngs: the stream `params` is used.
     """
 
     def __init__(
@@ -278,19 +270,15 @@ class AdaLNZeroBlock(_Modulated):
         """One block of the transformer.
 
         Args:
-          x: [T, num_features], bfloat16, float16 or float32: the rows of all sequences, one after another. Its dtype is
-            the residual stream's.
-          cond: [B, cond_features], or [T, cond_features] for a condition of each row; see `per`. Without cond_features
-            it has 6 * num_features columns.
-          sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T; sequence s is the rows `sequence_offsets[s]`
-            to `sequence_offsets[s + 1] - 1`.
+          x: [T, num_features], bfloat16, float16 or float32: the residual stream.
+          cond: [B, cond_features], or [T, cond_features]; without cond_features of 6 * num_features columns.
+          sequence_offsets: [B + 1] int32, as in `jaxops.adaln`.
 
         Returns:
           [T, num_features] in x's dtype; rows outside all sequences are x's. If the mlp returns (y, aux): (that, aux).
 
         Raises:
-          ValueError: x, cond, sequence_offsets or the results of mixer and mlp of another shape, an unknown norm or
-            backend.
+          ValueError: x, cond, sequence_offsets or the results of mixer and mlp of another shape.
           TypeError: dtypes that `jaxops.adaln` does not take, offsets that are not int32.
         """
         scale1, shift1, gate1, scale2, shift2, gate2 = self._modulate(x, cond, sequence_offsets)

@@ -31,7 +31,7 @@ ABSOLUTE = {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17}
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_a_division_that_is_some_ulp_off_changes_no_factor(dtype):
-    """Of all 128 mantissas that occur the quotient lies 8 ulp or more from where its rounding turns; GPUs' fast division is at most 2 ulp off."""
+    """For all 128 mantissas the quotient is at least 8 ulp from a rounding boundary; a GPU's division errs by 2 ulp."""
     mantissas = np.float32(1) + np.arange(128, dtype=np.float32) / 128
     quotient = (np.float32(LARGEST[dtype]) / mantissas).view(np.int32)
     drop = 24 - _FACTOR_BITS
@@ -48,7 +48,7 @@ def test_a_division_that_is_some_ulp_off_changes_no_factor(dtype):
 @pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize("dtype", FP8)
 def test_scale_and_factor(dtype, pow2):
-    """All bfloat16 mantissas at both ends and in the middle of the exponents, what lies between them, and what is no number."""
+    """All bfloat16 mantissas at both ends and in the middle of the exponents, numbers between them, and NaN."""
     mantissas = (1 + np.arange(128) / 128)[:, None] * (1 + np.array([0, 2.0**-23, 2.0**-8, 2.0**-7.01]))
     amax = (mantissas[..., None] * 2.0 ** np.array([-140, -93, -92, -91, -20, 0, 1, 90, 126, 127])).ravel()
     amax = np.minimum(amax, np.finfo(np.float32).max).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The adaptive norms and the adaLN-Zero block against the same written without fusion, and their manners as Flax modules."""
+"""The adaptive norms and the adaLN-Zero block against unfused code, and as Flax modules."""
 
 import functools
 import itertools

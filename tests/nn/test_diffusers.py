@@ -1,4 +1,4 @@
-"""AdaLN against what diffusers made (tests/parity_diffusers.py), by the code of docs/coming_from_diffusers.md: values and gradients."""
+"""AdaLN by the code of docs/coming_from_diffusers.md: diffusers' values and gradients (tests/parity_diffusers.py)."""
 
 import functools
 import pathlib
@@ -61,7 +61,7 @@ def compare(got: dict, want: dict) -> None:
 
 
 def run(module: nnx.Module, call, inputs: dict) -> tuple[dict, dict, nnx.State]:
-    """call(module, inputs)'s results, and the gradients of the sum of their sines: of the inputs, and of the parameters."""
+    """The results of call(module, inputs); inputs' and parameters' gradients of the sum of their sines."""
     graphdef, params = nnx.split(module)
 
     def loss(params, inputs):
@@ -138,7 +138,7 @@ class Head(nnx.Module):
         self.bias = nnx.data(None)
 
 
-# The names of what diffusers' modules give, as their columns lie; "shift" and "scale" go into y, "shift2" and "scale2" into y2.
+# Results of diffusers' modules in the order of their columns; "shift" and "scale" modulate y, "shift2" and "scale2" y2.
 ZERO = ("shift", "scale", "gate_msa", "shift_mlp", "scale_mlp", "gate_mlp")
 HEADS_ALONE = {
     "AdaLayerNormZero": ZERO,

@@ -24,8 +24,8 @@ OPERANDS = {
 }
 MODULATION = ("gate", "scale", "shift")
 
-# Tiles smaller than the tests' sizes, unlike from pass to pass, and each way to walk over them. A second register array a row doubles what XLA compiles
-# for the interpreter, so only "ahead" (forward) and "single" (backward) have one at the usual 37 columns.
+# Tiles smaller than the tests' sizes, different in each pass, with each loop over rows. A second register array a row
+# doubles the interpreter's compilation: at 37 columns only "ahead" (forward) and "single" (backward) have one.
 PLANS = {
     "ahead": Plan("pallas", Tiles(4, 1, 32, 4, ahead=True), Tiles(8, 1, 64, 4, ahead=True), save_stats=False),
     "steps": Plan("pallas", Tiles(8, 2, 64, 4), Tiles(4, 2, 64, 2), save_stats=True),
@@ -76,7 +76,7 @@ def make_case(
     after: int = 0,
     seed: int = 0,
 ) -> dict:
-    """x and h [T, D], gate, scale and shift [B, D] or [T, D], weight and bias [D], offsets, and cotangents dy and dresidual.
+    """x, h [T, D], gate, scale, shift [B, D] or [T, D], weight, bias [D], offsets, cotangents dy and dresidual.
 
     Rows outside the sequences hold NaN (and, in odd columns, numbers) in everything that has a row for each of them.
     """
@@ -116,7 +116,7 @@ def apply(variant: Variant, plan: Plan | None, given: dict, offsets) -> dict:
 
 
 def apply_reference(variant: Variant, given: dict, offsets, dtype) -> dict:
-    """As `apply`, by reference.py. The new residual is rounded to dtype before the norm, as the ops say; its gradient is that of no rounding."""
+    """As `apply`, by reference.py. The new residual is rounded to dtype before the norm, not so gradients."""
     found, x = {}, given["x"]
     if variant.op != "adaln":
         x = gated_residual_reference(x, given["h"], given["gate"], offsets, per_row=variant.per_row)
@@ -151,7 +151,7 @@ def compiled(run: str, variant: Variant):
 
 @functools.cache
 def compiled_forward(run: str, variant: Variant):
-    """As `compiled`, without gradients, with weight and bias where the case has them; of a case and its offsets, or None. "reference" is reference.py."""
+    """As `compiled`, without gradients, of a case and its offsets or None. "reference" is reference.py."""
     if run == "reference":
         return jax.jit(lambda case, offsets: apply_reference(variant, case, offsets, "float32"))
     return jax.jit(lambda case, offsets: apply(variant, variant.plan_for(run), case, offsets))
@@ -175,7 +175,7 @@ def reference_all(case: dict, variant: Variant) -> dict:
 
 
 def check(case: dict, variant: Variant, run: str, *, reference: Variant | None = None) -> None:
-    """Every result and gradient equals the reference's; empty sequences' gradients are exactly zero, outside rows zero or what passes straight through."""
+    """Results and gradients are the reference's; exact zeros for empty sequences; outside rows zero or passed on."""
     got, want = run_all(case, variant, run), reference_all(case, dataclasses.replace(reference or variant, plan=""))
     assert set(got) == set(want)
     outside = outside_of(case | {"offsets": np.asarray(case["offsets"])})[:, 0]

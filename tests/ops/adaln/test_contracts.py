@@ -91,7 +91,7 @@ def test_fp8_results_under_x64(run, dtype):
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.parametrize("variant", X64, ids=["layer", "rms", "gate"])
 def test_no_array_is_64_bits_wide_under_x64(backend, variant):
-    """Traced and lowered as on an H200. Scalars may be: a Python number comes as one, and is cast where it meets an array."""
+    """Traced and lowered as on an H200. Scalars may be float64: Python numbers, cast where they meet an array."""
     T, D, B = 300, 37, 200  # the search for a row's sequence takes two steps, the sums go by multiples of a tile's rows
     shapes = dict.fromkeys(MODULATION, (T if variant.per_row else B, D)) | dict.fromkeys(("weight", "bias"), (D,))
     shapes |= dict.fromkeys(("x", "h"), (T, D))

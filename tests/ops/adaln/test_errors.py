@@ -99,7 +99,7 @@ ADALN_ERRORS = {
     "per-sequence-of-rows": (
         dict.fromkeys(("scale", "shift"), shape(T, D)) | {"per": "sequence"},
         ValueError,
-        r"scale and shift have 8 rows; with 4 sequence_offsets and per='sequence' they must have B=3 \(one a sequence\)\.",
+        r"scale and shift have 8 rows; with 4 sequence_offsets and per='sequence' they must have B=3 \(one",
     ),
     "per-row-no-offsets": (
         dict.fromkeys(("scale", "shift"), shape(1, D)) | {"per": "row", "sequence_offsets": None},

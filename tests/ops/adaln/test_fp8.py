@@ -30,7 +30,7 @@ def dequantised(q: Quantized) -> np.ndarray:
 
 
 def check_quantised(q: Quantized, want, dtype: str, slack: float = 2e-5) -> None:
-    """q holds `want` to half an ulp of its format; slack, over the RMS: by how much the numbers that were cast may differ from want."""
+    """q is `want` to half an ulp of its format. slack, over the RMS: error of the numbers before the cast."""
     want = np.asarray(want)
     T, D = want.shape
     assert (q.values.shape, q.values.dtype) == ((T, D), jnp.dtype(dtype))
@@ -45,7 +45,7 @@ def check_quantised(q: Quantized, want, dtype: str, slack: float = 2e-5) -> None
     bound = np.maximum(RELATIVE[dtype] * np.abs(want), ABSOLUTE[dtype] * columns_of(q.scales, D)) + 2 * slack
     error = np.abs(dequantised(q) - want)
     assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
-    # A rounding of every number that is a little worse would stay under that bound: the mean error over an ulp is a quarter of it or less.
+    # The bound alone would let a slightly worse rounding pass: the mean error is at most a quarter of an ulp.
     assert np.mean(error) <= 0.5 * np.mean(bound)
 
 
@@ -61,7 +61,7 @@ def forward(op: str, variant: Variant, run: str, dtype: str):
     return jax.jit(lambda case: getattr(jaxops, op)(*(case[name] for name in names), case["offsets"], **options))
 
 
-# 300 columns are three blocks of 128, the last of 44; one array of 64 columns is made 128 wide, one of 512 holds four blocks.
+# 300 columns are blocks of 128, 128 and 44; an array of 64 columns is widened to 128, one of 512 holds four blocks.
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("D", "dtype", "variant"),
@@ -75,7 +75,7 @@ def forward(op: str, variant: Variant, run: str, dtype: str):
 )
 def test_adaln(run, D, dtype, variant):
     case = make_case([7, 0, 11, 3], D, before=2, after=3)
-    # One bad number in a shift: of the rows of its sequence that column is NaN, its block's scale is that of the others. A tiny and a huge row.
+    # One NaN in a shift: NaN in that column of its sequence's rows, and no effect on scales. A tiny and a huge row.
     case = {name: np.array(value) for name, value in case.items()}
     case["shift"][3, 2] = np.nan
     case["x"][4] *= 1e-12

@@ -1,4 +1,4 @@
-"""Results and gradients against the float32 reference: every option, dtype, way to walk over the rows, layout of sequences, NaN outside."""
+"""Results and gradients against the float32 reference: options, dtypes, loops over rows, layouts, NaN outside."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def test_variants(run, variant):
     check(make_case([9, 0, 31, 2, 1], 37, per_row=variant.per_row, before=5, after=13), variant, run)
 
 
-# One compiled shape each, T = 61 and D = 37. With five sequences the sums go sequence by sequence, with twelve by multiples of bwd's 8 rows.
+# One compiled shape each, T = 61, D = 37. Sums take a program a sequence with five, a multiple of 8 rows with twelve.
 FIVE, TWELVE = VARIANTS[0], VARIANTS[5]
 LAYOUTS = {
     "all-rows": ([17, 4, 27, 0, 13], 0),
@@ -143,7 +143,7 @@ def test_random_shapes(run, sizes, D, after, variant):
 
 @pytest.mark.parametrize("run", KERNELS)
 def test_sequences_of_many_tiles(run):
-    """With one row a tile, sequences take more tiles than the sums add at a time (64), whole steps of 16 of them, some more, and fewer."""
+    """One row a tile: more tiles a sequence than the sums add in a step (64), multiples of 16, and others."""
     variant = Variant("gated_residual_adaln", "rms", affine=True, plan="single")
     for sizes in ([150, 20, 1, 0, 32], [64, 65, 16, 17, 41], [203, 0, 0, 0, 0], [63, 80, 15, 2, 43]):
         check(make_case(sizes, 5, before=2, after=205 - sum(sizes)), dataclasses.replace(variant, epsilon=0.5), run)
@@ -152,7 +152,7 @@ def test_sequences_of_many_tiles(run):
 @pytest.mark.parametrize("run", KERNELS)
 @pytest.mark.parametrize("plan", ["single", "ahead"], ids=["more-tiles", "more-sequences"])
 def test_many_sequences(run, plan):
-    """More than the search for a row's sequence sees in one step (128); the sums go by sequence, or by multiples of a tile's rows."""
+    """More than one step (128) of the search for a row's sequence; sums by sequence or by multiples of a tile."""
     rng = np.random.default_rng(0)
     for sizes in (
         rng.multinomial(290, np.full(259, 1 / 259)),
@@ -247,7 +247,7 @@ def test_zero_epsilon(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_bad_row_stays_in_its_sequence(run):
-    """NaN in a row, and in the last sequence's scale: others' rows and sums are what they were, and rows outside are zero."""
+    """NaN in a row and in the last sequence's scale change no other row and sum; rows outside are zero."""
     case = make_case([9, 0, 31, 2, 1], 37, before=5, after=13)
     want = run_all(case, FIVE, run)
     bad = case | {name: np.array(case[name]) for name in ("x", "scale")}
@@ -270,7 +270,7 @@ def float64_norm(x, epsilon: float, norm: str = "layer") -> np.ndarray:
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("D", [129])
 def test_large_mean(run, D):
-    """Mean 1e4, variance 1: what is lost is the mean's own rounding, some ulps of 1e4 (1e-3); E[x^2] - E[x]^2 would keep nothing of the variance."""
+    """Mean 1e4, variance 1: off by some ulps of 1e4 (1e-3); E[x^2] - E[x]^2 would lose the variance."""
     x = np.asarray(1e4 + np.random.default_rng(0).normal(size=(5, D)), np.float32)
     zero = np.zeros((1, D), np.float32)
     got = compiled_forward(run, Variant(plan="whole"))({"x": x, "scale": zero, "shift": zero}, None)["y"]
@@ -279,7 +279,7 @@ def test_large_mean(run, D):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_constant_rows(run):
-    """Variance 0: epsilon alone is under the root. The number is small, for epsilon makes 1000 times as large what x - sum * (1 / 37) leaves of it in one fma."""
+    """Variance 0: epsilon alone is under the root, and makes rounding errors of x - sum * (1 / 37) 1000 times as large."""
     case = make_case([9, 0, 31, 2, 1], 37, before=5, after=13)
     x = np.array(case["x"])
     x[7], x[20] = 2.0**-5, 0.0
@@ -316,7 +316,7 @@ def test_heuristic_and_tuned_plans(dtype, D):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_offsets_that_break_the_contract(run):
-    """Below 0, past T, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
+    """Below 0, past T, decreasing: a result of the right shape, no access out of bounds (see tests/sanitize.py)."""
     for sizes, variant in (([9, 0, 31, 2, 1], FIVE), ([5] * 12, TWELVE)):
         case = make_case(sizes, 37, before=0, after=61 - sum(sizes))
         for bad in (

@@ -1,4 +1,4 @@
-"""FP8 quantisation once more, in numpy with float64 where a division or a rounding is: what every backend must give to the last bit."""
+"""FP8 quantisation in numpy, with float64 divisions and roundings: every backend must give the same bits."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import pytest
 import jaxops
 from jaxops.ops.quantize import Plan, Tiles
 
-# "interpret" runs the kernels in Pallas' interpreter on the CPU; "gpu" compiles the same kernels, "gpu-xla" the portable backend, for the GPU.
+# "interpret": the kernels in Pallas' interpreter, on the CPU; on the GPU, "gpu" the kernels and "gpu-xla" plain XLA.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("gpu-xla", marks=pytest.mark.gpu)]
 KERNELS = RUNS[1:3]
 SCALINGS = ["tensorwise", "rowwise", "block_1x128", "block_128x128"]
@@ -67,7 +67,7 @@ def compiled(run: str, variant: Variant):
 
 
 def make_x(shape, dtype="bfloat16", seed: int = 0) -> jax.Array:
-    """Normal numbers and, where there is room, rows of very large, very small and no magnitude and of NaN, and single NaN, infinities, zeros, subnormals."""
+    """Normal numbers; where they fit, huge, tiny, zero and NaN rows, and single NaN, infinities, zeros, subnormals."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape)
     M = shape[-2]
@@ -153,7 +153,7 @@ def np_rows(x: np.ndarray, v: Variant, random: np.ndarray | None, amax=None) -> 
 
 
 def np_quantize(x, v: Variant, offsets=None, amax=None) -> dict[str, np.ndarray]:
-    """By name: values, scales, values_t, scales_t of one matrix, both layouts. Ragged: with -1 scales and zero values behind the last group."""
+    """values, scales, values_t, scales_t of one matrix. Ragged: scales -1 and values 0 behind the last group."""
     x = np.asarray(x).astype(np.float32)
     M, K = x.shape
     random = np_random(np.arange(M), np.arange(K)) if v.stochastic else None

@@ -1,4 +1,4 @@
-"""Ragged groups: no scale of the column layout spans two of them, and their columns are padded to whole blocks of 128."""
+"""Ragged groups: no scale of the column layout spans two, and their columns are padded to multiples of 128."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ STARTS = jax.jit(padded_starts, static_argnums=1)
     ids=str,
 )
 def test_layouts(run, variant):
-    """Rows outside the groups hold NaN, infinities and the largest numbers: they reach no column and no scale but their own row's."""
+    """Rows outside the groups hold NaN, infinities, huge numbers: they affect no column, only their row's scale."""
     f = compiled(run, variant)
     compilations = []
     for offsets in OFFSETS.values():
@@ -61,7 +61,7 @@ def test_row_layout_is_that_without_groups(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_broken_offsets_stay_in_bounds(run):
-    """Wrong rows, but nothing is read or written past an end: XLA would show NaN, and the sanitizer sees the kernels (tests/sanitize.py)."""
+    """Wrong rows, but no access out of bounds: XLA would give NaN; tests/sanitize.py runs the kernels."""
     f = compiled(run, BLOCKS)
     for offsets in (
         [-9, 50, 90, 120, 400],

@@ -28,7 +28,7 @@ def test_both_layouts_round_an_element_alike():
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_neighbours_and_mean(dtype):
-    """Of every number the result is one of its two neighbours, the upper one as often as it is near to it: normal, subnormal, tiny and exact ones."""
+    """A number becomes one of its neighbours, with the right frequency: normal, subnormal, tiny and exact ones."""
     least = float(jnp.finfo(dtype).smallest_subnormal)
     numbers = np.array(
         [
@@ -80,7 +80,7 @@ def test_bits_are_random():
     ]
     for product in others:
         assert abs(product.mean()) < 5 / 12 / np.sqrt(product.size)
-    # Of four corners, the sum of two minus the sum of the others: rows and columns that only add up would make it vanish.
+    # Two corners minus the other two: zero if an element's hash were a sum of its row's and its column's.
     corners = u[1:, 1:] - u[1:, :-1] - u[:-1, 1:] + u[:-1, :-1]
     np.testing.assert_allclose(np.var(corners), 4 / 12, rtol=0.03)
 

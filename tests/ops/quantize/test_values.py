@@ -187,7 +187,7 @@ def test_ragged_columns_that_int32_does_not_reach(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_given_amax(run):
-    """Delayed scaling: x is cast by another's largest magnitude, what is beyond it saturates; the same pass measures x's own."""
+    """Delayed scaling: x is cast with a given amax, larger numbers saturate; the same pass measures x's own."""
     x = np.array(make_x(SHAPE, seed=5))
     x[9] = 3.0  # without that row's 1e38
     x[~np.isfinite(x) | (np.abs(x) >= 1e4)] = 0

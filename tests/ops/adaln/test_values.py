@@ -279,7 +279,7 @@ def test_large_mean(run, D):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_constant_rows(run):
-    """Variance 0: epsilon alone is under the root, and makes rounding errors of x - sum * (1 / 37) 1000 times as large."""
+    """Variance 0: epsilon alone is under the root, and makes rounding errors of the mean 1000 times as large."""
     case = make_case([9, 0, 31, 2, 1], 37, before=5, after=13)
     x = np.array(case["x"])
     x[7], x[20] = 2.0**-5, 0.0

@@ -52,6 +52,15 @@ class DiTConfig:
     unroll: bool = False
 
 
+def named_gelu(x: jax.Array) -> jax.Array:
+    # The backward computes the slope from x, which it keeps anyway: otherwise XLA keeps intermediates of that size too.
+    return jax.checkpoint(jax.nn.gelu)(checkpoint_name(x, "mlp"))
+
+
+def named_branch(x: jax.Array) -> jax.Array:
+    return checkpoint_name(x, "branch.mlp")
+
+
 def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
     """[N] -> [N, features] sines and cosines, with wavelengths from 2 pi to longest_period in geometric progression."""
     half = features // 2
@@ -98,19 +107,9 @@ class DiT(nnx.Module):
         inner = linear_layer(c.recipe, c.backend)
 
         def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
-            wide, narrow = (
-                inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs),
-                inner(4 * c.width, c.width, dtype=dtype, rngs=rngs),
-            )
-            # The backward computes the slope from the input, which it keeps anyway: otherwise XLA also keeps
-            # intermediates of that size.
-            activation = jax.checkpoint(jax.nn.gelu)
-            mlp = nnx.Sequential(
-                wide,
-                lambda wide: activation(checkpoint_name(wide, "mlp")),
-                narrow,
-                lambda y: checkpoint_name(y, "branch.mlp"),
-            )
+            wide = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs)
+            narrow = inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
+            mlp = nnx.Sequential(wide, named_gelu, narrow, named_branch)
             return AdaLNZeroBlock(
                 c.width,
                 c.width,

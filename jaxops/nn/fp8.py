@@ -128,8 +128,7 @@ class Fp8Linear(Fp8Product, LinearParameters):
       use_running_average: whether amax_history is only read; `train()` and `eval()` set it.
 
     Args:
-      in_features: last axis of x.
-      out_features: last axis of the result.
+      in_features, out_features: sizes of the last axis of x and of the result.
       recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise" or "blockwise_with_gw_hp", as in
         `jaxops.fp8_matmul`.
       dtype: dtype of the result; promoted from x and the parameters by default. x and kernel are quantized from their

@@ -43,8 +43,7 @@ class GroupedLinear(LinearParameters):
 
     Args:
       num_groups: groups G, such as experts.
-      in_features: columns of x.
-      out_features: columns of the result.
+      in_features, out_features: columns of x and of the result.
       recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`.
       use_bias, param_dtype, rngs: as in `flax.nnx.Linear`.
       dtype: dtype of the multiplication (without a recipe) and of the result; promoted from x and the parameters by

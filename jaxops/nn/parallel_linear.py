@@ -41,29 +41,28 @@ class _ParallelLinear(LinearParameters):
         self.precision = precision
         self.backend = backend
 
-    def _multiply(self, op: Any, x: jax.Array, rows: Any, shards: tuple[int, int]) -> jax.Array:
-        """op of x and this device's kernel. shards: 1 for an axis of the kernel that is sharded, else 0.
+    def _multiply(self, op: Any, x: jax.Array, rows: Any, sharded: int) -> jax.Array:
+        """op of x and this device's kernel. sharded: which axis of the kernel is.
 
         Raises:
-          ValueError: no such mesh axis, sizes that its devices do not divide, x with other columns, a whole kernel.
+          ValueError: no such mesh axis, a size that its devices do not divide, x with other columns, a whole kernel.
         """
-        devices, features = devices_on("axis_name", self.axis_name), (self.in_features, self.out_features)
-        for size, sharded in zip(features, shards, strict=True):
-            if sharded and size % devices:
-                raise ValueError(
-                    f"{size} features are no multiple of the {devices} devices of axis {self.axis_name!r}."
-                )
-        local = tuple(size // devices if sharded else size for size, sharded in zip(features, shards, strict=True))
+        axis_name, whole = self.axis_name, (self.in_features, self.out_features)
+        devices, local = devices_on("axis_name", axis_name), list(whole)
+        if whole[sharded] % devices:
+            raise ValueError(
+                f"{whole[sharded]} features are no multiple of the {devices} devices of axis {axis_name!r}."
+            )
+        local[sharded] //= devices
         check_matrix(x, f"[rows, {local[0]}]", local[0])
         kernel, bias, dtype = self.parameters(x)
-        if kernel.shape != local:
+        if kernel.shape != tuple(local):
             raise ValueError(
-                f"this device has a kernel of shape {kernel.shape}, and its part of {features} over axis "
-                f"{self.axis_name!r} is {local}: pass the layer's state through in_specs of jax.shard_map, as "
-                "docs/parallel.md does."
+                f"this device has a kernel of shape {kernel.shape}, and its part of {whole} over axis {axis_name!r} is "
+                f"{tuple(local)}: pass the layer's state through in_specs of jax.shard_map, as docs/parallel.md does."
             )
         how = {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend}
-        return op(x, kernel, self.axis_name, bias=bias, rows=rows, **how)
+        return op(x, kernel, axis_name, bias=bias, rows=rows, **how)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -83,8 +82,7 @@ class ColumnParallelLinear(_ParallelLinear):
       bias: [out_features] in param_dtype, or None; inside `jax.shard_map` [out_features / devices].
 
     Args:
-      in_features: columns of x, over all devices.
-      out_features: columns of the result, over all devices.
+      in_features, out_features: columns of x and of the result, those of all devices together.
       axis_name: the mesh axis.
       dtype: dtype of the multiplication and of the result; promoted from x and the parameters by default. The gradients
         of parameters are in param_dtype and never rounded to dtype.
@@ -106,7 +104,7 @@ class ColumnParallelLinear(_ParallelLinear):
         Returns:
           [devices * m, out_features / devices] in dtype.
         """
-        return self._multiply(all_gather_matmul, x, rows, (0, 1))
+        return self._multiply(all_gather_matmul, x, rows, sharded=1)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -145,4 +143,4 @@ class RowParallelLinear(_ParallelLinear):
         Returns:
           [M / devices, out_features] in dtype.
         """
-        return self._multiply(matmul_reduce_scatter, x, rows, (1, 0))
+        return self._multiply(matmul_reduce_scatter, x, rows, sharded=0)

@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.checks import check_choice, check_float, check_offsets, check_size, compute_dtype_of
 from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable
+from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
@@ -111,49 +111,29 @@ def grouped_glu(
     )
     plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
-    spec = Spec(activation, save, precision, compute, x_dtype, w_dtype, x_dtype)
-    result: Any = _glu(spec, plan, False, *_vary(x, (w_gate,) if w_up is None else (w_gate, w_up), group_offsets))
+    spec = Spec(plan, activation, save == "preactivations", precision, compute, x_dtype, w_dtype, x_dtype)
+    weights = (w_gate,) if w_up is None else (w_gate, w_up)
+    result: Any = _glu(spec, False, *vary_together(x, weights, group_offsets))
     return result[0]
 
 
 def glu_of_rows(
-    x: jax.Array,
-    weights: Halves,
-    group_offsets: jax.Array,
-    row_indices: jax.Array | None = None,
-    *,
-    activation: str,
-    precision,
-    plan: Plan,
-    save: bool,
-) -> tuple[jax.Array, Halves]:
+    x: jax.Array, weights: Halves, group_offsets: jax.Array, row_indices: jax.Array | None = None, *, activation: str,
+    precision, plan: Plan, save: bool,
+) -> tuple[jax.Array, Halves]:  # fmt: skip
     """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is
     checked, and plan is filled by `make_plan`. With row_indices [M] ("triton" only, no gradient) row m is
     `x[row_indices[m]]`."""
     if row_indices is not None:
         return _fused(plan, save, activation, x, weights, group_offsets, row_indices)
     dtype = jnp.dtype(x.dtype)
-    spec = Spec(activation, "preactivations", precision, dtype, dtype, dtype, dtype)
-    result: Any = _glu(spec, plan, save, *_vary(x, weights, group_offsets))
+    spec = Spec(plan, activation, True, precision, dtype, dtype, dtype, dtype)
+    result: Any = _glu(spec, save, *vary_together(x, weights, group_offsets))
     return result
 
 
-def _vary(x: jax.Array, weights: Halves, offsets: jax.Array) -> tuple[jax.Array, Halves, jax.Array]:
-    x, offsets, *weights_ = vary_together(x, offsets, *weights)
-    return x, tuple(weights_), offsets
-
-
-def _forward(
-    spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array
-) -> tuple[jax.Array, Halves]:
-    """h and, if they are kept, the pre-activations, from operands in the compute dtype."""
-    if plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
-        return _fused(plan, keep, spec.activation, x, weights, offsets)
-    pre = _preactivations(spec, plan, x, weights, offsets)
-    return _activated(spec, plan, pre, offsets), pre
-
-
 def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Array, Halves]:
+    """h and, with save, the pre-activations, by one kernel."""
     from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
 
     assert plan.fused is not None  # make_plan fills it
@@ -162,90 +142,65 @@ def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Arra
     return h, tuple(pre)
 
 
-def _preactivations(spec: Spec, plan: Plan, x: jax.Array, weights: Halves, offsets: jax.Array) -> Halves:
-    return tuple(grouped_matmul(x, w, offsets, precision=spec.precision, plan=plan.products) for w in weights)
+def _preactivations(spec: Spec, x: jax.Array, weights: Halves, offsets: jax.Array) -> Halves:
+    product = functools.partial(grouped_matmul, precision=spec.precision, plan=spec.plan.products)
+    return tuple(product(x, w, offsets) for w in weights)
 
 
-def _activated(spec: Spec, plan: Plan, pre: Halves, offsets: jax.Array) -> jax.Array:
-    M, F = pre[0].shape[0], pre[0].shape[1] * len(pre) // 2
-    if 0 in (M, F):
-        return jnp.zeros((M, F), spec.out_dtype)
-    if plan.backend == "xla":
-        return fwd_xla(spec, pre, offsets)
-    assert plan.fwd is not None  # make_plan fills it
-    return fwd_pallas(spec, plan.fwd, pre, offsets, interpret=plan.on.interpret)
-
-
-def _glu_forward(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
+def _glu_forward(spec: Spec, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
     """(h, the pre-activations if keep, else ())."""
-    h, pre = _forward(
-        spec, plan, keep, x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights), offsets
-    )
-    return h, pre if keep else ()
+    x, weights = x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights)
+    if spec.plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
+        return _fused(spec.plan, keep, spec.activation, x, weights, offsets)
+    pre = _preactivations(spec, x, weights, offsets)
+    return _unit(spec, pre, offsets), pre if keep else ()
 
 
-def _glu_fwd(spec: Spec, plan: Plan, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
+def _unit(spec: Spec, pre: Halves, offsets: jax.Array) -> jax.Array:
+    if spec.plan.fwd is None or 0 in pre[0].shape:
+        return fwd_xla(spec, pre, offsets)
+    return fwd_pallas(spec, spec.plan.fwd, pre, offsets, interpret=spec.plan.on.interpret)
+
+
+def _glu_fwd(spec: Spec, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
     # As in grouped_matmul: the casts are kept, and the call goes through the custom_vjp so that this rule has a
     # gradient.
     x = named_cast(x, spec.compute_dtype, "grouped_glu.x")
     weights = tuple(w.astype(spec.compute_dtype) for w in weights)
-    saves = spec.save == "preactivations"
-    result: Any = _glu(spec.inner(), plan, keep or saves, x, weights, offsets)
+    inner = dataclasses.replace(spec, x_dtype=spec.compute_dtype, w_dtype=spec.compute_dtype)
+    result: Any = _glu(inner, keep or spec.save, x, weights, offsets)
     h, pre = checkpoint_name(result[0], "grouped_glu.out"), result[1]
     names = ("gate_up",) if len(weights) == 1 else ("gate", "up")
     pre = tuple(checkpoint_name(half, f"grouped_glu.{name}") for half, name in zip(pre, names, strict=bool(pre)))
-    return (h, pre if keep else ()), (x, weights, pre if saves else (), offsets)
+    return (h, pre if keep else ()), (x, weights, pre if spec.save else (), offsets)
 
 
-def _glu_bwd(spec: Spec, plan: Plan, keep: bool, residuals, cotangents):
+def _glu_bwd(spec: Spec, keep: bool, residuals, cotangents):
     x, weights, pre, offsets = residuals
     dh, dkept = cotangents
     if not pre:
         # Only after dh exists: otherwise XLA may merge this product with the forward's and keep its result.
         x, dh = lax.optimization_barrier((x, dh))
-        pre = _preactivations(spec, plan, x, weights, offsets)
-    dpre: Halves = _gradients(spec, plan, pre, dh, offsets)
+        pre = _preactivations(spec, x, weights, offsets)
+    dpre: Any = _unit_gradients(spec, pre, dh, offsets)
     if dkept:  # a second derivative's
         dpre = tuple(a + b for a, b in zip(dpre, dkept, strict=True))
-    return _dx(spec, plan, dpre, weights, offsets), _dweights(spec, plan, x, dpre, offsets), None
+    products, precision = spec.plan.products, spec.precision
+    assert products is not None  # make_plan fills it
+    how: dict[str, Any] = {"transpose_rhs": True, "precision": precision, "out_dtype": spec.x_dtype}
+    dx = grouped_matmul_sum(dpre, weights, offsets, plan=products.swapped, **how)
+    wgrad = functools.partial(grouped_wgrad, precision=precision, out_dtype=spec.w_dtype, plan=products)
+    return dx, tuple(wgrad(x, d, offsets) for d in dpre), None
 
 
-_glu = differentiable(_glu_forward, _glu_fwd, _glu_bwd, static=3)
+_glu = differentiable(_glu_forward, _glu_fwd, _glu_bwd, static=2)
 
 
-def _dx(spec: Spec, plan: Plan, dpre: Halves, weights: Halves, offsets: jax.Array) -> jax.Array:
-    assert plan.products is not None  # make_plan fills it
-    products = dataclasses.replace(plan.products, fwd=plan.products.dgrad, dgrad=plan.products.fwd)
-    return grouped_matmul_sum(
-        dpre, weights, offsets, plan=products, transpose_rhs=True, precision=spec.precision, out_dtype=spec.x_dtype
-    )
-
-
-def _dweights(spec: Spec, plan: Plan, x: jax.Array, dpre: Halves, offsets: jax.Array) -> Halves:
-    return tuple(
-        grouped_wgrad(x, d, offsets, precision=spec.precision, out_dtype=spec.w_dtype, plan=plan.products) for d in dpre
-    )
-
-
-def _find_gradients(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:
+def _unit_backward(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:
     """The pre-activations' gradients."""
-    if 0 in dh.shape:
-        return tuple(map(jnp.zeros_like, pre))
-    if plan.backend == "xla":
+    if spec.plan.bwd is None or 0 in dh.shape:
         return bwd_xla(spec, pre, dh, offsets)
-    assert plan.bwd is not None  # make_plan fills it
-    return bwd_pallas(spec, plan.bwd, pre, dh, offsets, interpret=plan.on.interpret)
+    return bwd_pallas(spec, spec.plan.bwd, pre, dh, offsets, interpret=spec.plan.on.interpret)
 
 
-def _gradients_fwd(spec: Spec, plan: Plan, pre: Halves, dh: jax.Array, offsets: jax.Array):
-    return _gradients(spec, plan, pre, dh, offsets), (pre, dh, offsets)
-
-
-def _gradients_bwd(spec: Spec, plan: Plan, operands, cotangents):
-    """JAX's derivative of the portable backend."""
-    pre, dh, offsets = operands
-    _, vjp = jax.vjp(lambda pre, dh: _find_gradients(spec, Plan("xla"), pre, dh, offsets), pre, dh)
-    return (*vjp(cotangents), None)
-
-
-_gradients = differentiable(_find_gradients, _gradients_fwd, _gradients_bwd, static=2)
+_unit_gradients = differentiable_as(_unit_backward, bwd_xla, static=1)

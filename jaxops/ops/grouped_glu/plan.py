@@ -22,32 +22,6 @@ Halves = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """What is static in a call, beside shapes.
-
-    Attributes:
-      activation: of the gate.
-      save: what the forward keeps for the backward, beside x and the weights in the compute dtype.
-      precision: of float32 products.
-      compute_dtype: of the operands of the products, and of the pre-activations.
-      x_dtype, w_dtype: of the gradients.
-      out_dtype: of h.
-    """
-
-    activation: str
-    save: str
-    precision: lax.Precision
-    compute_dtype: jnp.dtype
-    x_dtype: jnp.dtype
-    w_dtype: jnp.dtype
-    out_dtype: jnp.dtype
-
-    def inner(self) -> "Spec":
-        """For a call inside a differentiation rule, whose operands are in the compute dtype already."""
-        return dataclasses.replace(self, x_dtype=self.compute_dtype, w_dtype=self.compute_dtype)
-
-
-@dataclasses.dataclass(frozen=True)
 class Tiles:
     """Rows, columns and warps of a program of an activation pass: powers of two, at most 32 warps."""
 
@@ -112,6 +86,27 @@ class Plan(BasePlan):
     bwd: Tiles | None = None
     products: grouped_matmul.Plan | None = None
     fused: FusedTiles | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static in a call.
+
+    Attributes:
+      save: whether gate and up are kept for the backward.
+      compute_dtype: of the operands of the products, and of the pre-activations.
+      x_dtype, w_dtype: of the gradients.
+      out_dtype: of h.
+    """
+
+    plan: Plan
+    activation: str
+    save: bool
+    precision: lax.PrecisionLike
+    compute_dtype: jnp.dtype
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype
+    out_dtype: jnp.dtype
 
 
 @dataclasses.dataclass(frozen=True)

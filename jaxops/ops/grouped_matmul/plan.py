@@ -103,6 +103,11 @@ class Plan(BasePlan):
     dgrad: Tiles | None = None
     wgrad: Tiles | None = None
 
+    @property
+    def swapped(self) -> "Plan":
+        """The plan of the gradient of lhs: the product that reads rhs the other way."""
+        return dataclasses.replace(self, fwd=self.dgrad, dgrad=self.fwd)
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:

@@ -52,7 +52,7 @@ class Spec:
         other way is this product's dgrad, and its own dgrad is this product's forward."""
         c, plans = jnp.dtype(self.compute_dtype), self.plans
         if transpose_rhs != self.transpose_rhs:
-            plans = tuple(dataclasses.replace(plan, fwd=plan.dgrad, dgrad=plan.fwd) for plan in plans)
+            plans = tuple(plan.swapped for plan in plans)
         return Spec(self.name, plans, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs)
 
 

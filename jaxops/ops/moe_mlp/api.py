@@ -179,9 +179,8 @@ def _backward(spec: Spec, x: jax.Array, experts: Experts, pre, routing: Routing,
     dgate, dup, h, dots = _down_and_unit_bwd(spec, dy, experts[2], gate, up, routing)
     wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=spec.w_dtype)
     dw_down = wgrad(h, dy, plan=down)
-    back = dataclasses.replace(unit.products, fwd=unit.products.dgrad, dgrad=unit.products.fwd)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
-    how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": back}
+    how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": unit.products.swapped}
     (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **how))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.
     _, _, x = lax.optimization_barrier((dw_down, dx, x))
@@ -203,8 +202,7 @@ def _down_and_unit_bwd(
         # A call through jax-triton has no batching rule.
         return sequential_vmap(kernel)(dy, w_down, gate, up, weights, offsets)
     assert down is not None  # make_plan fills it
-    back = dataclasses.replace(down, fwd=down.dgrad, dgrad=down.fwd)
-    dh = grouped_matmul(dy, w_down, offsets, transpose_rhs=True, precision=spec.precision, plan=back)
+    dh = grouped_matmul(dy, w_down, offsets, transpose_rhs=True, precision=spec.precision, plan=down.swapped)
     return unit_bwd_xla(spec.activation, dh, gate, up, weights)
 
 

@@ -14,7 +14,7 @@ import pytest
 import jaxops
 from jaxops._lib.activations import ACTIVATIONS, unit_gradients
 from jaxops._lib.device import current_device
-from jaxops.ops.grouped_glu.api import _activated, _gradients
+from jaxops.ops.grouped_glu.api import _unit, _unit_gradients
 from jaxops.ops.grouped_glu.plan import Spec
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
@@ -49,12 +49,11 @@ def test_random_routings(run, data):
 def test_what_stands_outside_is_not_read(run, joined):
     """By the activation passes themselves: products leave zeros there, but another kernel's gate and up need not."""
     case = make_case([9, 0, 31], 19, 37, before=11, after=19)
-    spec = Spec("silu", "nothing", jax.lax.Precision.HIGHEST, *4 * (jnp.dtype("float32"),))
     plan = dataclasses.replace(plan_of(run), device=current_device())
+    spec = Spec(plan, "silu", False, jax.lax.Precision.HIGHEST, *4 * (jnp.dtype("float32"),))
     pre = (jnp.concatenate([case.dh, case.dh], axis=1),) if joined else (case.dh, case.dh)
-    h, dpre = jax.jit(lambda *given: (_activated(spec, plan, *given[::2]), _gradients(spec, plan, *given)))(
-        pre, case.dh, case.offsets
-    )
+    both = jax.jit(lambda *given: (_unit(spec, *given[::2]), _unit_gradients(spec, *given)))
+    h, dpre = both(pre, case.dh, case.offsets)
     clean = jnp.where(case.outside, 0, case.dh)
     assert_close(h, jax.nn.silu(clean) * clean, "float32")
     for half in dpre:

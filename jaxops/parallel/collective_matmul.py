@@ -142,32 +142,19 @@ def matmul_reduce_scatter(
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """The static arguments.
-
-    Attributes:
-      axis_name: the mesh axis over which the rows are sharded.
-      dtype: of what is sent and of the results.
-      multiplied: dtype of the products' operands, if the precision asks for another one than dtype.
-      precision: of float32 products.
-      w_dtypes: of the gradients of the weights.
-    """
+    """The static arguments."""
 
     axis_name: str
-    dtype: jnp.dtype
-    multiplied: jnp.dtype
+    dtype: jnp.dtype  # of what is sent and of the results
+    multiplied: jnp.dtype  # of the products' operands: not dtype if the precision asks for another one
     precision: lax.Precision
-    w_dtypes: tuple[jnp.dtype, ...]
+    w_dtypes: tuple[jnp.dtype, ...]  # of the gradients of the weights
 
 
 def _prepare(
     name: str, shape: str, x: jax.Array, weights: Weights, biases: Biases, rows: Any, axis_name: str, options: tuple
 ) -> tuple[_Spec, jax.Array, Weights, Biases, Rows]:
-    """The arguments of the custom_vjp, after all checks.
-
-    Args:
-      name: the checkpoint name of x where it is cast.
-      options: compute_dtype, precision, backend.
-    """
+    """The arguments of the custom_vjp, after all checks. name: x's checkpoint name where it is cast."""
     compute_dtype, precision, backend = options
     x_name = name.split(".")[1]
     check_float(x_name, x, shape)

@@ -11,8 +11,8 @@ from jaxops._lib.checks import check_array, float_dtype
 BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (DeepSeek-V3, arXiv:2412.19437)
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 SCALINGS = ("tensorwise", "rowwise", "block_1x128", "block_128x128")
-LEAST = 2.0**-92  # smaller largest magnitudes count as this one: scales and factors are finite, zeros stay exact
-MOST = 2.0**128 - 2.0**120  # larger ones count as this one, the largest bfloat16
+AMAX_MIN = 2.0**-92  # smaller largest magnitudes count as this one: scales and factors are finite, zeros stay exact
+AMAX_MAX = 2.0**128 - 2.0**120  # larger ones count as this one, the largest bfloat16
 _FACTOR_BITS = 15  # of a factor's mantissa
 
 
@@ -107,7 +107,7 @@ def magnitudes(x: jax.Array) -> jax.Array:
     return jnp.where(size < jnp.inf, size, 0.0)
 
 
-def without_nan(amax: jax.Array) -> jax.Array:
+def nan_to_zero(amax: jax.Array) -> jax.Array:
     return jnp.where(amax == amax, amax, 0.0)
 
 
@@ -121,7 +121,7 @@ def scale_and_factor(amax: jax.Array, dtype, pow2: bool = False) -> tuple[jax.Ar
     """
     most = float(jnp.finfo(dtype).max)  # 1.75 times a power of two, in both formats
     exponent = most.as_integer_ratio()[0].bit_length() - 1
-    m = jnp.minimum(jnp.maximum(without_nan(amax), LEAST), MOST)
+    m = jnp.minimum(jnp.maximum(nan_to_zero(amax), AMAX_MIN), AMAX_MAX)
     bits = (_bits(m) + 0xFFFF) & ~0xFFFF
     biased, mantissa = bits >> 23, bits & 0x7FFFFF
     if pow2:

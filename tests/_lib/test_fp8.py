@@ -10,10 +10,10 @@ import pytest
 from jaxops import dequantize
 from jaxops._lib.fp8 import (
     _FACTOR_BITS,
+    AMAX_MAX,
+    AMAX_MIN,
     BLOCK,
     FP8,
-    LEAST,
-    MOST,
     Quantized,
     cast_saturating,
     infinity_to_nan,
@@ -53,7 +53,7 @@ def test_scale_and_factor(dtype, pow2):
     amax = (mantissas[..., None] * 2.0 ** np.array([-140, -93, -92, -91, -20, 0, 1, 90, 126, 127])).ravel()
     amax = np.minimum(amax, np.finfo(np.float32).max).astype(np.float32)
     amax = np.concatenate(
-        [amax, np.array([0, np.inf, 448, 57344, 1e-45, np.finfo(np.float32).max, LEAST, MOST], np.float32)]
+        [amax, np.array([0, np.inf, 448, 57344, 1e-45, np.finfo(np.float32).max, AMAX_MIN, AMAX_MAX], np.float32)]
     )
     scale, factor = (np.asarray(a) for a in jax.jit(functools.partial(scale_and_factor, dtype=dtype, pow2=pow2))(amax))
     want = np_scale(amax, dtype, pow2)
@@ -62,7 +62,7 @@ def test_scale_and_factor(dtype, pow2):
     if pow2:
         assert (np.frexp(scale)[0] == 0.5).all()
         np.testing.assert_array_equal(scale * factor, 1)
-        kept = np.clip(amax, LEAST, MOST)
+        kept = np.clip(amax, AMAX_MIN, AMAX_MAX)
         assert (kept.astype(np.float64) * factor <= LARGEST[dtype]).all()
         assert (kept.astype(np.float64) * factor > 0.49 * LARGEST[dtype]).all()
     else:

@@ -68,7 +68,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
             if spec.norm == "layer":
                 mean = columns.mean(dn)
                 back = [d - mean for d in back]
-            # Zero times a NaN in the modulation of an outside row (or of the sequence that tile.own clips to) is NaN.
+            # Zero times a NaN in the modulation of an outside row (or of the sequence it is clipped to) is NaN.
             back = [jnp.where(inside, d * stats["rstd"], 0.0) for d in back]
             dx = [jnp.where(inside, d + p, p) for d, p in zip(back, dx, strict=True)] if dx else back
             columns.store(ref["dx"], rows, rows_in, dx)
@@ -93,7 +93,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         for name, chunks in zip(summed, sums, strict=True):
             value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
             # The sum of a sequence of one tile is complete; a second kernel adds the parts of longer ones in order.
-            columns.store(ref[f"d{name}"], tile.own, is_whole, value)
+            columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
             columns.store(ref[f"parts_{name}"], at_tile, is_part, value)
         starts = ref["sequences"].shape[0]
         at, in_starts = (jnp.broadcast_to(value, (1,)) for value in (jnp.minimum(t, starts - 1), t < starts))

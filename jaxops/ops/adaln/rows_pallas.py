@@ -44,7 +44,7 @@ class Tile:
     lo: jax.Array
     hi: jax.Array
     inside: jax.Array  # whether the sequence is one of the B
-    own: jax.Array  # [1, 1]: the sequence, clipped to 0 to B - 1
+    clipped: jax.Array  # [1, 1]: the sequence, clipped to 0 to B - 1
 
 
 def find_tile(offsets_ref, t: jax.Array, T: int, rows: int) -> Tile:
@@ -141,7 +141,7 @@ def widen(values: Chunks) -> Chunks:
 def load_shared(ref: dict, spec: Spec, tile: Tile, columns: Columns) -> dict[str, Chunks]:
     """By name, in float32, the vectors of all of a tile's rows: its sequence's modulation, weight, bias."""
     names = [name for name in MODULATION if name in ref and not spec.per_row]
-    shared = {name: widen(columns.load(ref[name], tile.own)) for name in names}
+    shared = {name: widen(columns.load(ref[name], tile.clipped)) for name in names}
     return shared | {name: widen(columns.load_vector(ref[name])) for name in ("weight", "bias") if name in ref}
 
 

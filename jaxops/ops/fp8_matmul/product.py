@@ -12,7 +12,7 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import MOST, Quantized, magnitudes
+from jaxops._lib.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
@@ -107,7 +107,7 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     lhs_amax, rhs_amax = amax or (None, None)
     if 0 in (M, K, N, *shape_of(rhs)):  # empty sums; without residuals, the gradients are zeros
         measured = amax and tuple(
-            given if isinstance(x, Quantized) else jnp.minimum(jnp.max(magnitudes(x), initial=0.0), MOST)
+            given if isinstance(x, Quantized) else jnp.minimum(jnp.max(magnitudes(x), initial=0.0), AMAX_MAX)
             for x, given in zip((lhs, rhs), amax, strict=True)
         )
         return (jnp.zeros((M, N), spec.out_dtype), measured), _Residuals()

@@ -18,7 +18,7 @@ from jaxops._lib.checks import (
 )
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import FP8, MOST, SCALINGS, Quantized, scale_and_factor
+from jaxops._lib.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.quantize.cast_pallas import cast_pallas, line_amax_pallas, tensor_amax_pallas
@@ -206,7 +206,7 @@ def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
             found["scales_t"], factors["col_factors"] = scale_and_factor(col, spec.fp8, spec.pow2)
     found |= cast_pallas(spec, plan.cast, arrays, factors, interpret=interpret)
     if spec.measure:
-        found["amax"] = jnp.minimum(jnp.max(found.pop("now", factors["amax"]), axis=1), MOST)
+        found["amax"] = jnp.minimum(jnp.max(found.pop("measured", factors["amax"]), axis=1), AMAX_MAX)
     return found
 
 

@@ -16,9 +16,9 @@ from jaxops._lib.fp8 import (
     cast_stochastic,
     infinity_to_nan,
     magnitudes,
+    nan_to_zero,
     random_bits,
     scale_and_factor,
-    without_nan,
 )
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
@@ -78,12 +78,12 @@ class Grid:
         return self._along(2) * self.width + self._along(3) * self.vector + self._along(4)
 
 
-def sizes_of(x: jax.Array, interpret: bool) -> jax.Array:
+def abs_for_max(x: jax.Array, interpret: bool) -> jax.Array:
     """|x| of the result of `infinity_to_nan`, for a maximum, which ignores NaN on a GPU unless all are NaN."""
     return magnitudes(x) if interpret else jnp.abs(x)
 
 
-def largest(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def amax_over(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     for axis in axes:
         if sizes.shape[axis] > 1:
             sizes = jnp.max(sizes, axis=axis, keepdims=True)
@@ -117,10 +117,10 @@ def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, M: int, interpret: b
         if "offsets" in ref:
             inside = inside & _inside(ref["offsets"], rows)
         x = load(x_ref, (g * M + rows, columns), both(inside, None if K % tiles.cols == 0 else columns < K))
-        return jnp.maximum(most, sizes_of(infinity_to_nan(x), interpret))
+        return jnp.maximum(most, abs_for_max(infinity_to_nan(x), interpret))
 
     most = lax.fori_loop(0, pl.cdiv(count, programs), step, jnp.zeros(grid.shape, jnp.float32))
-    store(ref["amax"], (index(pid),), without_nan(largest(most, (*COLUMNS, *ROWS, 2))))
+    store(ref["amax"], (index(pid),), nan_to_zero(amax_over(most, (*COLUMNS, *ROWS, 2))))
 
 
 @traced_once("tiles", "interpret")
@@ -150,12 +150,12 @@ def _lines_kernel(ref: dict, *, grid: Grid, M: int, interpret: bool):
     rows_in = None if M % tiles.rows == 0 else rows < M
     columns_in = None if K % tiles.cols == 0 else columns < K
     x = load(ref["x"], (g * M + rows, columns), both(rows_in, columns_in))
-    found = sizes_of(infinity_to_nan(x), interpret)
+    found = abs_for_max(infinity_to_nan(x), interpret)
     if "rows" in ref:
-        store(ref["rows"], (index(j), g * M + rows), without_nan(largest(found, (*COLUMNS, 2))), rows_in)
+        store(ref["rows"], (index(j), g * M + rows), nan_to_zero(amax_over(found, (*COLUMNS, 2))), rows_in)
     if "columns" in ref:
         of_groups = jnp.where(_inside(ref["offsets"], rows), found, 0.0) if "offsets" in ref else found
-        store(ref["columns"], (index(i), g * K + columns), without_nan(largest(of_groups, ROWS)), columns_in)
+        store(ref["columns"], (index(i), g * K + columns), nan_to_zero(amax_over(of_groups, ROWS)), columns_in)
 
 
 @traced_once("tiles", "row", "col", "interpret")
@@ -184,7 +184,7 @@ def line_amax_pallas(
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """A program's tile in tensor g: index arrays of six dimensions, and their masks."""
 
     g: jax.Array
@@ -200,7 +200,7 @@ class Place:
     blocks_in: Mask
 
 
-def _find_place(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], down: int) -> Place:
+def _locate(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], down: int) -> Location:
     (_, M, K), tiles = size, grid.tiles
     across = pl.cdiv(K, tiles.cols)
     g, tile = pid // (down * across), pid % (down * across)
@@ -220,11 +220,11 @@ def _find_place(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int
     cut = K % tiles.cols != 0
     columns_in, blocks_in = (columns < K, blocks < pl.cdiv(K, BLOCK)) if cut else (None, None)
     is_first = index(tile) == 0
-    return Place(g, is_first, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in)
+    return Location(g, is_first, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in)
 
 
-def _find_factors(
-    ref: dict, spec: Spec, sizes: jax.Array, p: Place, size: tuple[int, int, int]
+def _scale(
+    ref: dict, spec: Spec, sizes: jax.Array, p: Location, size: tuple[int, int, int]
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The factors of the row layout's and the column layout's values; stores this tile's scales."""
     (G, M, K), g = size, p.g
@@ -244,12 +244,12 @@ def _find_factors(
         col = load(ref["col_factors"], (g * K + p.columns,), p.columns_in) if spec.col else None
         return row, col
     if spec.scaling == "rowwise":
-        scale, factor = scale_of(largest(sizes, COLUMNS))
+        scale, factor = scale_of(amax_over(sizes, COLUMNS))
         store(ref["scales"], (g * M + p.rows,), scale, p.rows_in)
         return factor, factor
     across, down = pl.cdiv(K, BLOCK), pl.cdiv(ref["values_t"].shape[1] if "tiles" in ref else M, BLOCK)
     if spec.scaling == "block_128x128":
-        scale, factor = scale_of(largest(sizes, (*COLUMNS, *ROWS)))
+        scale, factor = scale_of(amax_over(sizes, (*COLUMNS, *ROWS)))
         if spec.row:
             store(ref["scales"], (g * down + p.block, p.blocks), scale, p.blocks_in)
         if spec.col:
@@ -257,10 +257,10 @@ def _find_factors(
         return factor, factor
     row = col = None
     if spec.row:
-        scale, row = scale_of(largest(sizes, COLUMNS))
+        scale, row = scale_of(amax_over(sizes, COLUMNS))
         store(ref["scales"], (g * across + p.blocks, p.rows), scale, both(p.rows_in, p.blocks_in))
     if spec.col:
-        scale, col = scale_of(largest(sizes, ROWS))
+        scale, col = scale_of(amax_over(sizes, ROWS))
         block_in = p.rows_t_in if "tiles" in ref else None
         store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, block_in))
     return row, col
@@ -271,12 +271,12 @@ def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int
     pid = pl.program_id(0)
     if spec.scaling == "tensorwise":  # from the end, which the pass before has left in L2
         pid = G * down * pl.cdiv(K, grid.tiles.cols) - 1 - pid
-    p = _find_place(ref, pid, grid, size, down)
+    p = _locate(ref, pid, grid, size, down)
     x = infinity_to_nan(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
-    sizes = sizes_of(x, interpret)
-    if "now" in ref:
-        store(ref["now"], (jnp.zeros_like(p.block) + pid,), without_nan(largest(sizes, (*COLUMNS, *ROWS, 2))))
-    factors = _find_factors(ref, spec, sizes, p, size)
+    sizes = abs_for_max(x, interpret)
+    if "measured" in ref:
+        store(ref["measured"], (jnp.zeros_like(p.block) + pid,), nan_to_zero(amax_over(sizes, (*COLUMNS, *ROWS, 2))))
+    factors = _scale(ref, spec, sizes, p, size)
     random = None
     if "words" in ref:
         row_word, column_word = (plgpu.load(ref["words"].at[index(n)]) for n in range(2))
@@ -307,13 +307,13 @@ def cast_pallas(
     """
     x, offsets, _, words = arrays
     G, M, K = x.shape
-    across, heights = pl.cdiv(K, BLOCK), pl.cdiv(M, BLOCK)
+    col_blocks, row_blocks = pl.cdiv(K, BLOCK), pl.cdiv(M, BLOCK)
     down, M_t = pl.cdiv(M, tiles.rows), M
     operands = {"x": x.reshape(G * M, K)} | {name: value.reshape(-1) for name, value in factors.items()}
     if offsets is not None and spec.col:
         groups = offsets.shape[0] - 1
         down, M_t = tile_bound(M, groups, tiles.rows), padded_rows(M, groups)
-        heights = M_t // BLOCK
+        row_blocks = M_t // BLOCK
         operands["tiles"] = schedule_rows(offsets, M, tiles.rows, interpret)
     programs = G * down * pl.cdiv(K, tiles.cols)
 
@@ -323,12 +323,12 @@ def cast_pallas(
     shapes = {
         "tensorwise": {"scales": (G,)},
         "rowwise": {} if factors else {"scales": (G * M,)},
-        "block_1x128": {"scales": (G * across, M), "scales_t": (G * heights, K)},
-        "block_128x128": {"scales": (G * heights, across), "scales_t": (G * across, heights)},
+        "block_1x128": {"scales": (G * col_blocks, M), "scales_t": (G * row_blocks, K)},
+        "block_128x128": {"scales": (G * row_blocks, col_blocks), "scales_t": (G * col_blocks, row_blocks)},
     }[spec.scaling]
     wanted = {"scales": spec.row or spec.scaling == "tensorwise", "scales_t": spec.col}
     out |= {name: (shape, f32) for name, shape in shapes.items() if wanted[name]}
-    out |= {"now": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
+    out |= {"measured": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
     grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
     found = launch_named(
         functools.partial(_cast_kernel, spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret),

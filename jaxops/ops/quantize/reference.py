@@ -5,7 +5,7 @@ For tests.
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import BLOCK, LEAST, MOST
+from jaxops._lib.fp8 import AMAX_MAX, AMAX_MIN, BLOCK
 
 
 def quantize_reference(x: jax.Array, scaling: str, dtype) -> tuple[jax.Array, jax.Array]:
@@ -23,7 +23,7 @@ def quantize_reference(x: jax.Array, scaling: str, dtype) -> tuple[jax.Array, ja
     x, most = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
     amax = jnp.zeros((-(-M // height), -(-K // width))).at[i, j].max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
     # Few mantissas, so that the quotient below is the same number wherever division is only nearly right.
-    mantissa, exponent = jnp.frexp(jnp.clip(amax, LEAST, MOST))
+    mantissa, exponent = jnp.frexp(jnp.clip(amax, AMAX_MIN, AMAX_MAX))
     amax = jnp.ldexp(jnp.ceil(mantissa * 2**8) / 2**8, exponent)
     mantissa, exponent = jnp.frexp(most / amax)
     factor = jnp.ldexp(jnp.floor(mantissa * 2**15 + 0.5) / 2**15, exponent)

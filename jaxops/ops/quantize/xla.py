@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._lib.fp8 import (
+    AMAX_MAX,
     BLOCK,
-    MOST,
     Quantized,
     cast_saturating,
     cast_stochastic,
@@ -67,9 +67,9 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     if spec.scaling == "tensorwise" and (amax is None or spec.measure):
         row = jnp.arange(M, dtype=jnp.int32)
         inside = None if offsets is None else ((offsets[0] <= row) & (row < offsets[-1]))[None, :, None]
-        now = jnp.max(magnitudes(x if inside is None else jnp.where(inside, x, 0)), axis=(1, 2), initial=0.0)
-        found["amax"] = jnp.minimum(now, MOST)
-        amax = now if amax is None else amax
+        measured = jnp.max(magnitudes(x if inside is None else jnp.where(inside, x, 0)), axis=(1, 2), initial=0.0)
+        found["amax"] = jnp.minimum(measured, AMAX_MAX)
+        amax = measured if amax is None else amax
     rows = jnp.arange(G * M, dtype=jnp.int32).reshape(G, M)
     columns = jnp.arange(K, dtype=jnp.int32)[None, None, :]
 

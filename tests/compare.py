@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# dtype or float32 precision -> (largest error, RMS error), both over the RMS of what is wanted. The largest error of a bfloat16 or float16 result
-# is half an ulp of its largest element (about 5 RMS); the RMS limit catches a few wrong rows that one similarity score would hide. Where an element is
-# larger still (a product of normal numbers reaches 25 RMS), half an ulp of its own is allowed.
+# dtype or float32 precision -> (largest error, RMS error), both over the RMS of the reference. The largest error of a
+# bfloat16 or float16 result is half an ulp of its largest element (about 5 RMS); the RMS limit catches a few wrong rows
+# that one similarity score would hide. An element that is larger still (a product of normal numbers reaches 25 RMS) may
+# be wrong by half an ulp of its own.
 LIMITS = {
     "float32": (2e-5, 2e-6),
     "tf32": (1e-2, 1e-3),
-    # Hopper's tensor core adds FP8 products in about 14 bits: 128 of them (measured on an H200: 7e-3, 1.4e-4), or all of K (5e-2, 7e-4).
+    # Hopper's tensor core adds FP8 products in about 14 bits: 128 products (measured on an H200: 7e-3, 1.4e-4), or all
+    # of K (5e-2, 7e-4).
     "fp8_sum": (2e-2, 3e-4),
     "fp8_fast": (1.5e-1, 2e-3),
     "float16": (8e-3, 8e-4),
@@ -18,16 +20,16 @@ LIMITS = {
 }
 
 
-# For two programs that must give the same bits, or nearly so: without any optimisation, as the tests run on a CPU (conftest.py), XLA of JAX 0.12 rounds equal
-# expressions differently in different programs.
+# For two programs that must give (nearly) the same bits: without optimisation, as on a CPU (conftest.py), XLA of
+# JAX 0.12 rounds equal expressions differently in different programs.
 OPTIMISED = {"xla_backend_optimization_level": 1} if jax.__version_info__ >= (0, 12) else {}
 
 
 def assert_close(got, want, kind: str, name: str = "result", scale: float = 1.0, roundings: int = 1) -> None:
-    """got equals the float32 reference `want` within both limits of `kind` (times `scale`), and has its shape. roundings: how many an element went through
-    in bfloat16 or float16 that its sum does not average out: half an ulp of its own each.
+    """got equals the float32 reference `want` within both limits of `kind` (times `scale`), and has its shape.
 
-    Where the reference is exactly zero everywhere, got must be so too.
+    Where the reference is zero everywhere, got must be zero too. roundings: of an element to bfloat16 or float16, each
+    half an ulp of that element, which no sum averages out.
     """
     assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}"
     if want.size == 0:
@@ -46,6 +48,7 @@ def assert_close(got, want, kind: str, name: str = "result", scale: float = 1.0,
     where = np.argwhere(wrong)[:8]
     lines = [f"  {tuple(map(int, at))}: got {got[tuple(at)]:.6g}, wanted {want[tuple(at)]:.6g}" for at in where]
     raise AssertionError(
-        f"{name} ({kind}): max error {error.max():.3e} (limit {largest:.3e}), RMS error {rms_error:.3e} (limit {mean:.3e}), RMS {rms:.3e}; "
+        f"{name} ({kind}): max error {error.max():.3e} (limit {largest:.3e}), "
+        f"RMS error {rms_error:.3e} (limit {mean:.3e}), RMS {rms:.3e}; "
         f"{int(wrong.sum())} of {wrong.size} elements past the limit\n" + "\n".join(lines)
     )

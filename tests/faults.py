@@ -1,8 +1,9 @@
-"""Damages what a run has written and what it reads, kills writers, and looks at what comes of it: `python -m tests.faults --cases 2000 --seed 1`.
+"""Damages files of a run, kills writers, checks the result: `python -m tests.faults --cases 2000 --seed 1`.
 
-Each case is one fault, drawn from a seed: bits flipped, a file cut, removed, emptied or overwritten in part, a folder emptied,
-a writer killed at a random moment. It must end in the same bits as without the fault, in a checkpoint before it and a line that
-says so, or in an error of one line that names the file or its folder. Anything else is printed, with the seed that repeats it.
+Each case is one fault, drawn from a seed: bits flipped, a file cut, removed, emptied or overwritten in part, a folder
+emptied, a writer killed at a random moment. The run must end in the same bits as without the fault, in an earlier
+checkpoint and a line that says so, or in an error of one line that names the file or its folder. Any other end is
+printed, with the seed that repeats it.
 """
 
 import collections
@@ -59,7 +60,7 @@ def bits(tree) -> list[bytes]:
 
 
 def damage(root: Path, rng: np.random.Generator) -> Path:
-    """Does one thing to one of the files below a folder, large ones more often, or to one of the folders; gives its path."""
+    """Damages one file below a folder (large files more often) or one of the folders; returns its path."""
     paths = sorted(
         root.rglob("*"), key=lambda path: (path.is_file(), path.stat().st_size, path)
     )  # some names are random

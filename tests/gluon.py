@@ -1,5 +1,7 @@
-"""Compiles Gluon kernels for an H200 that is not there, through the ops' own launchers, and looks at what the compiler made of them. Needs jax-triton, and
-no CUDA plugin."""
+"""Compiles Gluon kernels for an H200 without one, through the ops' launchers, and checks the compiler's output.
+
+Needs jax-triton, and no CUDA plugin.
+"""
 
 import dataclasses
 import itertools
@@ -105,8 +107,8 @@ def wgmmas(kernel: Kernel) -> list[str]:
 
 
 def check_fences(ptx: str) -> None:
-    """A proxy fence stands between what threads write to shared memory and what TMA or the tensor core reads of it (PTX manual, "Async proxy"). Without one
-    the numbers are nearly always right: no run of the kernel would tell."""
+    """A proxy fence stands between writes of threads to shared memory and reads by TMA or wgmma (PTX manual, "Async
+    proxy"). Without one the results are nearly always right: no run would show it."""
     events = re.findall(
         r"stmatrix|st\.shared\.v4|fence\.proxy\.async|cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx
     )
@@ -134,7 +136,7 @@ def check_waits(ptx: str) -> None:
 def check(
     kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0
 ) -> None:
-    """The tensor core's instructions as expected, all warps launched, what is in shared memory no more than said, nothing spilled, nothing serialised."""
+    """The expected wgmma instructions, all warps launched, shared memory as planned, no spills, no serialised wgmma."""
     threads = 128 * (consumers + 1)  # four warps each, and the producer's, which come as four, too
     assert wgmmas(kernel) == instructions
     check_fences(kernel.ptx)

@@ -21,5 +21,5 @@ def kernel_arrays(jaxpr: Any) -> list[Any]:
 
 
 def overflow_int32(arrays: list[Any]) -> list[Any]:
-    """Those whose elements JAX's Pallas lowering counts in int32 (at most 2^32 bytes), and of which there are more than int32 counts."""
+    """Arrays of more than 2^31 elements that JAX's Pallas lowering indexes in int32 (those of at most 2^32 bytes)."""
     return [x for x in arrays if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32]

@@ -1,8 +1,9 @@
-"""Makes the small checkpoints that models.hf is compared with, by transformers itself: `pip install -r tests/parity.txt`, then `python tests/parity.py`.
+"""Makes the small checkpoints that models.hf is compared with, by transformers itself.
 
-Of each architecture some sizes, odd ones among them: tests/data/hf/<name>/ gets config.json and model.safetensors as transformers saves them, and
-expected.safetensors: tokens, their logits, the mean cross-entropy of the next tokens and its gradients by the checkpoint's names, and the likeliest 9 tokens
-after the first 7 of one row and the first 4 of the other.
+`pip install -r tests/parity.txt`, then `python tests/parity.py`. For each architecture and some sizes, odd ones among
+them, tests/data/hf/<name>/ gets config.json and model.safetensors as transformers saves them, and expected.safetensors:
+tokens, their logits, the mean cross-entropy of the next tokens and its gradients by the checkpoint's names, and the 9
+likeliest tokens after the first 7 of one row and the first 4 of the other.
 """
 
 import pathlib

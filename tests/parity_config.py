@@ -1,8 +1,8 @@
-"""What transformers makes of a checkpoint whose config.json lacks a key or has an odd one.
+"""What transformers does with a checkpoint whose config.json lacks a key or has an odd one.
 
-`pip install -r tests/parity.txt`, then `python tests/parity_config.py`. Writes tests/data/hf_configs.json: by checkpoint of
-tests/data/hf and by change, "same" where transformers computes the same logits as with the whole config.json, "refused"
-where it raises or misses tensors, or else the last logits of the first row.
+`pip install -r tests/parity.txt`, then `python tests/parity_config.py`. Writes tests/data/hf_configs.json: by
+checkpoint of tests/data/hf and by change, "same" where transformers computes the same logits as with the whole
+config.json, "refused" where it raises or misses tensors, else the last logits of the first row.
 """
 
 import json
@@ -18,7 +18,7 @@ import transformers
 
 HERE = pathlib.Path(__file__).parent / "data"
 FILE = HERE / "hf_configs.json"
-# Beside each key left out: keys that a checkpoint of this kind may have, by the beginning of its name. None leaves a key out.
+# Besides each key left out: keys of such a checkpoint, by the beginning of its name. None leaves a key out.
 ODD: dict[str, list[dict[str, Any]]] = {
     "": [
         {"head_dim": None, "hidden_size": None},

@@ -1,7 +1,9 @@
-"""Every kernel once, small, for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitize.py` (or racecheck; of some: `... fp8_products`).
-Needs an NVIDIA GPU.
+"""Every kernel once, small, for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitize.py`.
 
-Each array is an allocation of its own here, so that memcheck sees the first byte out of bounds; the offsets are good, then broken in every way.
+Or `--tool racecheck`; `... python tests/sanitize.py fp8_products` runs some. Needs an NVIDIA GPU.
+
+Each array is an allocation of its own, so that memcheck sees the first byte out of bounds. Offsets are valid, then
+broken in every way.
 """
 
 import dataclasses
@@ -75,8 +77,8 @@ def grouped_matmul() -> None:
 
 
 def modality_grouped_matmul() -> None:
-    """Three modalities (one group each, so that the offsets are grouped_matmul's) whose widths are no whole tiles, each with tiles of its own and all alike; on
-    Hopper on rows of whole 16 bytes."""
+    """Three modalities of one group each, with grouped_matmul's offsets. Widths are no whole tiles, on Hopper multiples
+    of 8. Tiles differ by modality, then are all equal."""
     rng = np.random.default_rng(0)
     plans = [(plans_from("pallas", TILES[:3], TILES[1:], (TILES[0],) * 3), 0)]
     if current_device().is_hopper:
@@ -97,7 +99,7 @@ def modality_grouped_matmul() -> None:
 
 
 def many_overlapping_groups() -> None:
-    """Offsets that break the contract, in so many groups that each row is in hundreds of them: more tiles than a work list has entries."""
+    """Broken offsets of so many groups that each row is in hundreds of them: more tiles than the work list has."""
     rng = np.random.default_rng(0)
     offsets = jnp.array([0, M] * 300, jnp.int32)
     lhs, dout = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, 64), (M, 136)))
@@ -116,7 +118,7 @@ def many_overlapping_groups() -> None:
 
 
 def row_kernels() -> None:
-    """All three ops, both passes, with a vector a sequence and one a row; then FP8. Three sequences, and 300 (two steps of the search)."""
+    """All three ops, both passes, vectors per sequence and per row; then FP8. 3 sequences, and 300: two searches."""
     rng = np.random.default_rng(0)
     x, h, dy, *vectors = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (*[(M, K)] * 3, (3, K), (300, K), (M + 1, K))
@@ -153,8 +155,8 @@ def row_kernels() -> None:
 
 
 def fp8_products() -> None:
-    """Both FP8 products and their gradients, with each kind of scales: by Pallas, and on Hopper by its own kernels, on rows of whole 16 bytes; as the heuristic
-    has them and with three consumers."""
+    """Both FP8 products and their gradients, with each kind of scales, by Pallas and by Gluon (rows of multiples of 16
+    bytes); with the heuristic's consumers and with three."""
     rng = np.random.default_rng(0)
     wide = fp8_matmul.Tiles("triton", 192, 128, stages=3)
     plans = [(fp8_matmul.Plan("pallas"), 200, 136)]
@@ -182,8 +184,8 @@ def fp8_products() -> None:
 
 
 def grouped_glu() -> None:
-    """Both activation kernels, with gate and up as two arrays and as one: blocks that are larger and smaller than what there is. On Hopper the forward in one
-    kernel, too."""
+    """Both activation kernels, with gate and up as two arrays and as one; blocks larger and smaller than the arrays. On
+    Hopper also the fused forward."""
     rng = np.random.default_rng(0)
     x, w_gate, w_up, dh = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N))
@@ -207,8 +209,7 @@ def grouped_glu() -> None:
 
 
 def moe_mlp() -> None:
-    """The experts from tokens to tokens: by Pallas, and on Hopper by its own kernels, of which the backward's is this op's alone; places that are good, then
-    broken in every way."""
+    """By Pallas and by Gluon, whose backward is this op's own; row positions valid, then broken in every way."""
     rng = np.random.default_rng(0)
     wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
     x, w_gate, w_up, w_down, dout = (
@@ -239,7 +240,7 @@ def moe_mlp() -> None:
 
 
 def routing() -> None:
-    """Each kernel of the router: experts that fill up nothing and that fill up powers of two, in groups and not, with and without what drops rows; NaN."""
+    """Each kernel of the router: numbers of experts that are powers of two or not, expert groups, capacity; NaN."""
     rng = np.random.default_rng(0)
     for E, k, options in (
         (64, 8, {}),
@@ -266,8 +267,8 @@ def routing() -> None:
 
 
 def permute() -> None:
-    """Both ways and their gradients, on rows that fill up powers of two and that do not, with as many choices at a time as there are and fewer; places that are
-    good, then broken in every way."""
+    """Permute, combine and their gradients: widths that are powers of two or not, all choices at a time or fewer; row
+    positions valid, then broken in every way."""
     rng = np.random.default_rng(0)
     wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
     for D, k in ((K, 3), (K + 1, 9), (64, 1)):
@@ -300,7 +301,7 @@ def permute() -> None:
 
 
 def quantize() -> None:
-    """Every scaling in both layouts, each dtype, ragged and not, stochastically rounded and not, a stack; tiles as the heuristic has them and others."""
+    """Every scaling in both layouts, each dtype, ragged, stochastic rounding, a stack; two kinds of tiles."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(M, K)), jnp.bfloat16)
     tiles = {

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-import importlib
 import pathlib
 import re
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,19 +32,6 @@ SEQUENCES = jnp.array([0, 5, 11], jnp.int32)
 X, KN, NK, EKN, EKN2, ENK, BK = (T, K), (K, N), (N, K), (E, K, N), (E, K, 2 * N), (E, N, K), (2, K)
 DOCUMENT = (pathlib.Path(__file__).parents[1] / "docs/residual_names.md").read_text()
 DOCUMENTED = re.findall(r"^\| `([a-z0-9_]+\.[a-z_]+)` \|", DOCUMENT, re.MULTILINE)
-# The portable backend's passes, where they are called.
-PASSES = (
-    ("adaln.api", "forward_xla"),
-    ("fp8_matmul.product", "multiply_xla"),
-    ("grouped_glu.api", "fwd_xla"),
-    ("grouped_matmul.product", "fwd_xla"),
-    ("grouped_matmul.product", "modality_fwd_xla"),
-    ("grouped_matmul.product", "wgrad_xla"),
-    ("permute.api", "combine_xla"),
-    ("permute.api", "permute_xla"),
-    ("quantize.api", "cast_xla"),
-    ("route.api", "forward_xla"),
-)
 
 
 class Case(NamedTuple):
@@ -170,7 +158,7 @@ CASES = {
     ),
 }
 
-# What is compiled several times: one of each kind of forward rule.
+# Compiled several times: one op for each kind of forward rule.
 COMPILED = ("gated_residual_adaln", "grouped_glu", "moe_mlp", "route", "fp8_matmul-blocks")
 
 
@@ -180,7 +168,7 @@ def arrays_of(case: Case, layers: tuple[int, ...] = ()) -> list[jax.Array]:
 
 
 def loss_of(f: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """What comes after the op reads its results in the backward."""
+    """The op's results are residuals of the sine."""
 
     def loss(*arrays):
         results = [leaf for leaf in jax.tree.leaves(f(*arrays)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -194,7 +182,7 @@ def stats_case(op: Callable[..., Any], shapes) -> Case:
     return Case(lambda *a: op(*a, SEQUENCES, plan=plan), shapes, CASES[op.__name__].names | {f"{op.__name__}.stats"})
 
 
-# Traced and not run: what only the kernels save.
+# Traced and not run: residuals that only the kernels have.
 KERNELS = {
     "adaln-stats": stats_case(jaxops.adaln, (X, BK, BK)),
     "gated_residual_adaln-stats": stats_case(jaxops.gated_residual_adaln, (X, X, BK, BK, BK)),
@@ -221,15 +209,26 @@ def test_docstrings_have_their_names(op):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_without_a_gradient_nothing_changes(name):
-    """Names are no instructions: what is compiled of a call is what it was."""
+    """Names add no instructions to a call that is not differentiated."""
     case = CASES[name]
     text = jax.jit(case.f).lower(*arrays_of(case)).as_text()
     assert "optimization_barrier" not in text
     assert "annotate_device_placement" not in text
 
 
+def passes() -> list[tuple[types.ModuleType, str]]:
+    """(module, name) of the portable backend's passes, where an op imports them."""
+    ops = [module for name, module in sys.modules.items() if name.startswith("jaxops.ops.")]
+    return [
+        (module, name)
+        for module in ops
+        for name, function in vars(module).items()
+        if name.endswith("_xla") and callable(function) and function.__module__ != module.__name__
+    ]
+
+
 def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """With a call around its results that is seen in what XLA has compiled, and that goes where nobody reads them."""
+    """With a callback around its results: one for each pass in the program."""
 
     def run(*args, **options):
         leaves, tree = jax.tree.flatten(forward(*args, **options))
@@ -259,9 +258,8 @@ def passes_in(case: Case, **how) -> int:
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_who_keeps_the_names_runs_no_forward_again(name, monkeypatch):
-    for module, function in PASSES:
-        module = importlib.import_module(f"jaxops.ops.{module}")
+def test_a_policy_that_saves_the_names_runs_no_pass_again(name, monkeypatch):
+    for module, function in passes():
         monkeypatch.setattr(module, function, marked(getattr(module, function)))
     case = CASES[name]
     with traced_anew():

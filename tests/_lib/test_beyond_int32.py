@@ -117,7 +117,7 @@ def make_x() -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def checksums(values: jax.Array, count: int) -> jax.Array:
-    """Of each chunk of rows, the sum of its bytes' products with numbers that differ from row to row and column to column; int32, which wraps."""
+    """For each chunk of rows, the sum of its bytes times weights that differ by row and column; int32, which wraps."""
 
     def one(i):
         part = jax.lax.dynamic_slice_in_dim(values, i * count, count)
@@ -129,7 +129,7 @@ def checksums(values: jax.Array, count: int) -> jax.Array:
 
 
 def check_rows(values, scales, make, expected_checksums) -> None:
-    """values [ROWS, COLUMNS] and scales [COLUMNS / 128, ROWS] against float32 rows, and all rows against the checksums of the portable backend."""
+    """values [ROWS, COLUMNS], scales [COLUMNS / 128, ROWS]: some rows by float32, all by the checksums of XLA's."""
     for rows in SAMPLES:
         want = np.asarray(make(rows.start, rows.stop - rows.start), np.float32)
         scale = np.repeat(np.asarray(scales[:, rows]).T, 128, axis=1)
@@ -141,7 +141,7 @@ def check_rows(values, scales, make, expected_checksums) -> None:
 
 @pytest.mark.gpu
 def test_quantize_on_a_gpu():
-    """One matrix, and a batch of three: the values are to the bit what the portable backend gives of each chunk of rows."""
+    """One matrix, and a batch of three: the same bits as the portable backend's for each chunk of rows."""
 
     def of_chunk(i):
         return checksums(jaxops.quantize(numbers(i * CHUNK, CHUNK), backend="xla").values, CHUNK)[0]
@@ -158,7 +158,7 @@ def test_quantize_on_a_gpu():
 
 @pytest.mark.gpu
 def test_adaln_on_a_gpu():
-    """A matrix of 2.46e9 numbers: sampled rows against float32, and the checksums of all rows against the same kernel's over chunks that int32 reaches."""
+    """2.46e9 elements: some rows by float32, all by the same kernel's checksums of chunks that int32 can index."""
     x, scale, shift = make_x(), jnp.full((1, COLUMNS), 0.5, jnp.bfloat16), jnp.full((1, COLUMNS), -0.25, jnp.bfloat16)
     plan = Plan("pallas", Tiles(4, 1, COLUMNS, 8))  # one for both sizes: other tiles may sum a row in another order
     f = jax.jit(functools.partial(jaxops.adaln, out_dtype=E4M3, plan=plan))

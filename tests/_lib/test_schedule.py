@@ -20,7 +20,7 @@ def test_one_group_is_known_without_a_launch(M):
 
 
 def test_rows():
-    """Before the groups, two groups and an empty one between them, behind them; then tiles that nobody needs, which have no rows."""
+    """Rows before the groups, two groups with an empty one between, rows behind; then unused tiles, without rows."""
     group, start, end, number, total, zeros = columns(
         schedule_rows(jnp.array([5, 75, 75, 90], jnp.int32), 100, 64, True)
     )
@@ -36,7 +36,7 @@ def test_rows():
 
 
 def test_rows_of_some_runs():
-    """Of four groups the second and the third one's, and what lies before all of them: no others' rows. The count says how many tiles end each span."""
+    """Of four groups, the second and the third, and the rows before all. The count: tiles up to each span's end."""
     offsets = jnp.array([5, 75, 90, 90, 100], jnp.int32)
     group, start, end, _, ends, _ = columns(schedule_rows(offsets, 120, 8, True, ((0, 1), (2, 4))))
     assert [x[:4].tolist() for x in (group, start, end)] == [[4, 1, 1, 4], [0, 75, 83, 0], [5, 83, 90, 0]]
@@ -63,7 +63,7 @@ def test_groups():
 
 
 def test_more_groups_than_a_program_sorts():
-    """Of 100 groups a program has 16: the last one's block is cut. All groups are there, largest first, and the tiles before each are counted."""
+    """A program has 16 of 100 groups, the last block fewer. All groups, largest first; the tiles before each group."""
     G = 100
     sizes = np.random.default_rng(0).integers(0, 90, G)
     offsets = np.concatenate([[3], 3 + np.cumsum(sizes)])

@@ -29,8 +29,10 @@ def collective(name: str, shapes) -> Op:
         return over(mesh_of(DEVICES), name, bias=True, rows=True, **how)(a["x"], a["w"], a["bias"], a["rows"])
 
     return Op(
-        name, call, lambda d: shapes(d) | {"rows": i32()}, {"M": 7, "K": 12, "N": 8}, WAYS, reference, wrt=("x", "w", "bias"), local=("x", "rows"),
-        integers=lambda rng, d: {"rows": np.int32(rng.integers(0, DEVICES * d["M"] + 1))}, outside=rows_past, multiplies=True, sharded=True,
+        name, call, lambda d: shapes(d) | {"rows": i32()}, {"M": 7, "K": 12, "N": 8}, WAYS, reference,
+        wrt=("x", "w", "bias"), local=("x", "rows"),
+        integers=lambda rng, d: {"rows": np.int32(rng.integers(0, DEVICES * d["M"] + 1))}, outside=rows_past,
+        multiplies=True, sharded=True,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/plans.md: which backend "auto" takes, by op and device. `python -m tests.contracts.devices` writes it."""
+"""The table of docs/plans.md, the backend of "auto" by op and device: `python -m tests.contracts.devices` writes it."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ from jaxops._lib.device import Device
 from tests.contracts.ops import OPS
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/plans.md"
-# As JAX names them, in columns by what is there: no GPU of NVIDIA's or an old one, compute capability 8.0, 8.9, 9.0 and 10.0.
+# By JAX's names: no NVIDIA GPU or an old one, then compute capability 8.0, 8.9, 9.0 and 10.0.
 DEVICES = {
     "CPU": Device("cpu", "cpu"),
     "TPU": Device("TPU v5e", "tpu"),

@@ -1,4 +1,4 @@
-"""What an entry of the list says of an op or a layer."""
+"""An entry of the list of ops and layers."""
 
 import dataclasses
 import types
@@ -14,7 +14,7 @@ Arguments = dict[str, Any]  # arrays by name, or trees of arrays
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A public op or layer, and what a rule must know of it.
+    """A public op or layer, with all that a rule needs.
 
     Attributes:
       name: the public name; of a layer with "nn." before it.
@@ -22,19 +22,21 @@ class Op:
       shapes: of sizes, the arguments' shapes and dtypes.
       sizes: small ones, by name; every one of them may be 0 and 1.
       reference: of the arguments, the results in float32 and plain jnp; its gradients are JAX's own.
-      ways: how it is run here, by name: "xla", "interpret" (the Pallas kernels in Pallas' interpreter), and on a GPU "gpu" (the same kernels, compiled) and
-        "triton".
+      ways: options of `call` by way to run it: "xla", "interpret" (Pallas kernels in Pallas' interpreter), and on a GPU
+        "gpu" (the same kernels, compiled) and "triton".
       wrt: the arguments that have gradients.
       local: the arguments of which each device has its own where tokens are sharded; the others are replicated.
       integers: of a random number generator and sizes, the arguments that say which row is whose.
-      outside: of the arguments, masks of what must not be read: by argument, and by number for the results (as None, where a result is all inside).
+      outside: of the arguments, masks of the values that must not be read: by argument, and a list for the results
+        (None for a result that is all inside).
       passes: rows outside are not zero in the results: they pass through.
-      expected: instead of `reference` and JAX's gradients of it, (results, gradients by argument) of arguments and cotangents.
+      expected: instead of `reference` and its gradients by JAX: (results, gradients by argument) of arguments and
+        cotangents.
       module: where its Plan, Problem and make_plan are; None without a plan.
       problem: what make_plan decides for a workload of a usual size; with its name where the op has several.
       multiplies: whether jax_default_matmul_precision changes what it computes.
       sharded: the call is a `jax.shard_map` of its own, which cannot stand inside of another one.
-      large: sizes with which an array of FP8, or the largest array, has more than 2**31 elements, and what `call` is given then.
+      large: sizes with which an FP8 array, or the largest array, has more than 2**31 elements, and options of `call`.
     """
 
     name: str
@@ -71,7 +73,7 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def offsets(rng: np.random.Generator, M: int, G: int) -> np.ndarray:
-    """[G + 1], unaligned; one group is empty where there are several, and rows before the first and behind the last one are in none."""
+    """[G + 1], unaligned. One of several groups is empty; rows before the first and behind the last are in none."""
     found = np.sort(rng.integers(M // 8, max(M // 8, M - M // 8) + 1, G + 1))
     found[G // 2] = found[(G + 1) // 2] = found[G // 2] if G < 2 else found[G // 2 - 1]
     return found.astype(np.int32)

@@ -179,8 +179,10 @@ def groups(d: Dims) -> Arguments:
     return tokens(d) | {"offsets": i32(EXPERTS + 1)}
 
 
+PACKED = {"T": 23, "B": 4}
 ADALN: dict[str, Any] = {
-    "wrt": ("x", "cond", "params"), "integers": lambda rng, d: {"offsets": offsets(rng, d["T"], d["B"])}, "multiplies": True,
+    "wrt": ("x", "cond", "params"), "integers": lambda rng, d: {"offsets": offsets(rng, d["T"], d["B"])},
+    "outside": rows_outside(("x",), (True,)), "multiplies": True,
 }  # fmt: skip
 IN_GROUPS: dict[str, Any] = {
     "integers": lambda rng, d: grouped_offsets(rng, d | {"G": EXPERTS}),
@@ -197,13 +199,14 @@ def linear_reference(p: dict, a: Arguments) -> jax.Array:
 
 
 LAYERS = [
-    layer("AdaLayerNorm", sequences, {"T": 23, "B": 4}, functools.partial(norm_reference, "layer"), outside=rows_outside(("x",), (True,)), **ADALN),
-    layer("AdaRMSNorm", sequences, {"T": 23, "B": 4}, functools.partial(norm_reference, "rms"), outside=rows_outside(("x",), (True,)), **ADALN),
-    layer("AdaLNZeroBlock", sequences, {"T": 23, "B": 4}, block_reference, outside=rows_outside(("x",), (True,)), passes=True, **ADALN),
+    layer("AdaLayerNorm", sequences, PACKED, functools.partial(norm_reference, "layer"), **ADALN),
+    layer("AdaRMSNorm", sequences, PACKED, functools.partial(norm_reference, "rms"), **ADALN),
+    layer("AdaLNZeroBlock", sequences, PACKED, block_reference, passes=True, **ADALN),
     layer("Fp8Linear", tokens, {"M": 21}, expected=fp8_linear_expected, multiplies=True),
     layer("GroupedLinear-fp8", groups, {"M": 40}, expected=fp8_linear_expected, multiplies=True, **IN_GROUPS),
     layer(
-        "GroupedLinear", groups, {"M": 40}, lambda p, a: grouped_matmul_reference(a["x"], p["kernel"], a["offsets"], bias=p["bias"]), multiplies=True,
+        "GroupedLinear", groups, {"M": 40},
+        lambda p, a: grouped_matmul_reference(a["x"], p["kernel"], a["offsets"], bias=p["bias"]), multiplies=True,
         **IN_GROUPS,
     ),
     layer("MoE", tokens, {"M": 13}, moe_reference, multiplies=True),
@@ -211,7 +214,8 @@ LAYERS = [
     layer("ColumnParallelLinear", tokens, {"M": 13}, linear_reference, multiplies=True, sharded=True),
     layer("RowParallelLinear", tokens, {"M": 13}, linear_reference, multiplies=True, sharded=True),
     Op(
-        "nn.Fp8DotGeneral", dot_general, lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])}, {"M": 21, "K": 32, "N": 48}, WAYS,
+        "nn.Fp8DotGeneral", dot_general, lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])},
+        {"M": 21, "K": 32, "N": 48}, WAYS,
         wrt=("x", "w"), local=("x",), expected=fp8_expected("x", "w"), multiplies=True,
     ),
 ]  # fmt: skip

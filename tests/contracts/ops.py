@@ -1,4 +1,4 @@
-"""The one list of the public ops and layers, over which every rule that all of them keep is tested. The layers stand in layers.py."""
+"""The list of public ops, over which the rules of all ops are tested. The layers are in layers.py."""
 
 import dataclasses
 import functools
@@ -11,7 +11,6 @@ import numpy as np
 
 import jaxops
 from jaxops.ops import (
-    adaln,
     fp8_matmul,
     grouped_glu,
     grouped_matmul,
@@ -20,7 +19,6 @@ from jaxops.ops import (
     quantize,
     route,
 )
-from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from jaxops.ops.grouped_matmul.reference import (
     grouped_matmul_reference,
@@ -33,7 +31,7 @@ from jaxops.ops.route.plan import Spec
 from jaxops.ops.route.reference import route_reference
 from tests.contracts.collectives import COLLECTIVES
 from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, outside_of, rows_outside, ways_of
-from tests.ops.adaln.cases import PLANS as ADALN_PLANS
+from tests.contracts.ops_adaln import ADALN_OPS
 from tests.ops.fp8_matmul import cases as fp8_cases
 from tests.ops.grouped_glu.cases import plan_of as glu_plan
 from tests.ops.grouped_matmul.cases import plan_of as grouped_plan
@@ -43,73 +41,6 @@ from tests.ops.permute.cases import TILE, Variant, make_routing
 from tests.ops.quantize.cases import Variant as QuantizeVariant
 from tests.ops.quantize.cases import np_quantize
 from tests.ops.route.cases import BWD, FWD
-
-# AdaLN
-
-ADALN = ("x", "scale", "shift", "weight", "bias")
-GATED = ("x", "h", "gate")
-
-
-def adaln_plan(run: str) -> adaln.Plan:
-    return adaln.Plan("xla") if run == "xla" else ADALN_PLANS["whole"]
-
-
-def adaln_shapes(names: tuple[str, ...]) -> Callable[[Dims], Arguments]:
-    def shapes(d: Dims) -> Arguments:
-        T, D, B = d["T"], d["D"], d["B"]
-        found = (
-            dict.fromkeys(("x", "h"), f32(T, D))
-            | dict.fromkeys(("gate", "scale", "shift"), f32(B, D))
-            | dict.fromkeys(("weight", "bias"), f32(D))
-        )
-        return {name: found[name] for name in names} | {"offsets": i32(B + 1)}
-
-    return shapes
-
-
-def adaln_op(name: str, names: tuple[str, ...], call, reference, outside, **more) -> Op:
-    gated = "gate" in names
-    return Op(
-        name, call, adaln_shapes(names), {"T": 23, "D": 10, "B": 4}, ways_of(adaln_plan), reference,
-        wrt=names, local=tuple(name for name in (*names, "offsets") if name in ("x", "h", "offsets")),
-        integers=lambda rng, d: {"offsets": offsets(rng, d["T"], d["B"])}, outside=outside,
-        module=adaln, problem=adaln.Problem(65536, 3072, 64, "bfloat16", gated), **more,
-    )  # fmt: skip
-
-
-def affine(a: Arguments) -> dict[str, Any]:
-    return {"weight": a["weight"], "bias": a["bias"], "epsilon": 0.1}
-
-
-def bent(a: Arguments) -> dict[str, Any]:
-    return affine(a) | {"activation": "gelu_tanh"}
-
-
-def both_reference(a: Arguments) -> tuple[jax.Array, jax.Array]:
-    x = gated_residual_reference(a["x"], a["h"], a["gate"], a["offsets"])
-    return x, adaln_reference(x, a["scale"], a["shift"], a["offsets"], **bent(a))
-
-
-FP8_RESULT = {"out_dtype": jnp.float8_e4m3fn}
-ADALN_OPS = [
-    adaln_op(
-        "adaln", ADALN, lambda a, **how: jaxops.adaln(a["x"], a["scale"], a["shift"], a["offsets"], **affine(a), **how),
-        lambda a: adaln_reference(a["x"], a["scale"], a["shift"], a["offsets"], **affine(a)), rows_outside(("x",), (True,)),
-        large=(({"T": 600_000, "D": 4096, "B": 64}, FP8_RESULT), ({"T": 1_200_000, "D": 4096, "B": 64}, {})),
-    ),
-    adaln_op(
-        "gated_residual", GATED, lambda a, **how: jaxops.gated_residual(a["x"], a["h"], a["gate"], a["offsets"], **how),
-        lambda a: gated_residual_reference(a["x"], a["h"], a["gate"], a["offsets"]), rows_outside(("x", "h"), (True,)), passes=True,
-        large=(({"T": 600_000, "D": 4096, "B": 64}, {}),),
-    ),
-    adaln_op(
-        "gated_residual_adaln", (*GATED, *ADALN[1:]),
-        lambda a, **how: jaxops.gated_residual_adaln(a["x"], a["h"], a["gate"], a["scale"], a["shift"], a["offsets"], **bent(a), **how),
-        both_reference, rows_outside(("x", "h"), (True, True)), passes=True,
-        large=(({"T": 600_000, "D": 4096, "B": 64}, FP8_RESULT), ({"T": 600_000, "D": 4096, "B": 64}, {})),
-    ),
-]  # fmt: skip
-
 
 # Grouped products
 
@@ -179,36 +110,49 @@ GROUPED = {
 }
 GROUPED_OPS = [
     Op(
-        "grouped_matmul", lambda a, **how: jaxops.grouped_matmul(a["lhs"], a["rhs"], a["offsets"], bias=a["bias"], **how), grouped_shapes, PRODUCT,
-        ways_of(grouped_plan, **EXACT), lambda a: grouped_matmul_reference(a["lhs"], a["rhs"], a["offsets"], bias=a["bias"]),
-        wrt=("lhs", "rhs", "bias"), local=("lhs", "offsets"), integers=grouped_offsets, outside=rows_outside(("lhs",), (True,)),
+        "grouped_matmul",
+        lambda a, **how: jaxops.grouped_matmul(a["lhs"], a["rhs"], a["offsets"], bias=a["bias"], **how), grouped_shapes,
+        PRODUCT,
+        ways_of(grouped_plan, **EXACT),
+        lambda a: grouped_matmul_reference(a["lhs"], a["rhs"], a["offsets"], bias=a["bias"]),
+        wrt=("lhs", "rhs", "bias"), local=("lhs", "offsets"), integers=grouped_offsets,
+        outside=rows_outside(("lhs",), (True,)),
         large=((LARGE_ROWS, {}),), **GROUPED,
     ),
     Op(
-        "grouped_wgrad", lambda a, **how: jaxops.grouped_wgrad(a["lhs"], a["dout"], a["offsets"], accumulate_into=a["sum"], **how), wgrad_shapes, PRODUCT,
-        ways_of(grouped_plan, **EXACT), lambda a: grouped_wgrad_reference(a["lhs"], a["dout"], a["offsets"], accumulate_into=a["sum"]),
-        wrt=("lhs", "dout", "sum"), local=("lhs", "dout", "offsets"), integers=grouped_offsets, outside=rows_outside(("lhs", "dout"), (False,)),
+        "grouped_wgrad",
+        lambda a, **how: jaxops.grouped_wgrad(a["lhs"], a["dout"], a["offsets"], accumulate_into=a["sum"], **how),
+        wgrad_shapes, PRODUCT,
+        ways_of(grouped_plan, **EXACT),
+        lambda a: grouped_wgrad_reference(a["lhs"], a["dout"], a["offsets"], accumulate_into=a["sum"]),
+        wrt=("lhs", "dout", "sum"), local=("lhs", "dout", "offsets"), integers=grouped_offsets,
+        outside=rows_outside(("lhs", "dout"), (False,)),
         large=((LARGE_ROWS, {}),), **GROUPED,
     ),
     Op(
         "ragged_dot", lambda a, **how: jaxops.ragged_dot(a["lhs"], a["rhs"], a["sizes"], **how),
-        lambda d: {name if name != "offsets" else "sizes": s if name != "offsets" else i32(d["G"]) for name, s in grouped_shapes(d, bias=False).items()},
+        lambda d: {name: grouped_shapes(d)[name] for name in ("lhs", "rhs")} | {"sizes": i32(d["G"])},
         PRODUCT, ways_of(grouped_plan, **EXACT), ragged_reference,
-        wrt=("lhs", "rhs"), local=("lhs", "sizes"), integers=ragged_sizes, outside=ragged_outside, large=((LARGE_ROWS, {}),), **GROUPED,
+        wrt=("lhs", "rhs"), local=("lhs", "sizes"), integers=ragged_sizes, outside=ragged_outside,
+        large=((LARGE_ROWS, {}),), **GROUPED,
     ),
     Op(
-        "modality_grouped_matmul", lambda a, **how: jaxops.modality_grouped_matmul(a["lhs"], a["rhs"], a["offsets"], **how), modality_shapes,
+        "modality_grouped_matmul",
+        lambda a, **how: jaxops.modality_grouped_matmul(a["lhs"], a["rhs"], a["offsets"], **how), modality_shapes,
         {"M": 38, "K": 16, "N": 8, "G": 2}, ways_of(modality_two, **EXACT)
         | {"triton": {"plan": modality_two("triton"), "compute_dtype": jnp.bfloat16}},
         lambda a: modality_grouped_matmul_reference(a["lhs"], a["rhs"], a["offsets"]),
-        wrt=("lhs", "rhs"), local=("lhs", "offsets"), integers=lambda rng, d: {"offsets": offsets(rng, d["M"], 2 * d["G"])}, outside=modality_outside,
+        wrt=("lhs", "rhs"), local=("lhs", "offsets"),
+        integers=lambda rng, d: {"offsets": offsets(rng, d["M"], 2 * d["G"])}, outside=modality_outside,
         module=grouped_matmul, problem=grouped_matmul.Problem(1, 4096, 4096, 4096, "bfloat16"), multiplies=True,
         large=(({"M": 2**20 + 128, "K": 1024, "N": 2048, "G": 8}, {}),),
     ),
     Op(
-        "grouped_glu", lambda a, **how: jaxops.grouped_glu(a["x"], a["gate"], a["up"], a["offsets"], **how), glu_shapes, {"M": 40, "K": 12, "F": 20, "G": 4},
+        "grouped_glu", lambda a, **how: jaxops.grouped_glu(a["x"], a["gate"], a["up"], a["offsets"], **how), glu_shapes,
+        {"M": 40, "K": 12, "F": 20, "G": 4},
         ways_of(glu_plan, **EXACT), lambda a: grouped_glu_reference(a["x"], a["gate"], a["up"], a["offsets"]),
-        wrt=("x", "gate", "up"), local=("x", "offsets"), integers=grouped_offsets, outside=rows_outside(("x",), (True,)),
+        wrt=("x", "gate", "up"), local=("x", "offsets"), integers=grouped_offsets,
+        outside=rows_outside(("x",), (True,)),
         module=grouped_glu, problem=grouped_glu.Problem(8, 32768, 4096, 14336, "bfloat16"), multiplies=True,
         large=(({"M": 2**20 + 128, "K": 2048, "F": 4096, "G": 8}, {}),),
     ),
@@ -284,22 +228,29 @@ TOKENS = {"T": 13, "D": 19, "k": 3, "E": 4}
 ROUTING_OPS = [
     Op(
         "permute", lambda a, **how: jaxops.permute(a["x"], a["routing"], **how),
-        lambda d: {"x": f32(d["T"], d["D"]), "routing": routing_shapes(d)["routing"]}, TOKENS, ways_of(Variant(tile=TILE).plan_for),
+        lambda d: {"x": f32(d["T"], d["D"]), "routing": routing_shapes(d)["routing"]}, TOKENS,
+        ways_of(Variant(tile=TILE).plan_for),
         lambda a: permute_reference(a["x"], a["routing"]), wrt=("x",), local=("x", "routing"),
         integers=lambda rng, d: {"routing": routing_integers(rng, d)["routing"]}, outside=permute_outside,
-        module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"), large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
+        module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"),
+        large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
     ),
     Op(
         "combine", lambda a, **how: jaxops.combine(a["rows"], routing_of(a), **how),
-        lambda d: {"rows": f32(d["T"] * d["k"], d["D"])} | routing_shapes(d), TOKENS, ways_of(Variant(tile=TILE).plan_for),
-        lambda a: combine_reference(a["rows"], routing_of(a)), wrt=("rows", "weights"), local=("rows", "weights", "routing"),
+        lambda d: {"rows": f32(d["T"] * d["k"], d["D"])} | routing_shapes(d), TOKENS,
+        ways_of(Variant(tile=TILE).plan_for),
+        lambda a: combine_reference(a["rows"], routing_of(a)), wrt=("rows", "weights"),
+        local=("rows", "weights", "routing"),
         integers=routing_integers, outside=combine_outside,
-        module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"), large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
+        module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"),
+        large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
     ),
     Op(
-        "moe_mlp", lambda a, **how: jaxops.moe_mlp(a["x"], a["gate"], a["up"], a["down"], routing_of(a), **how), mlp_shapes,
+        "moe_mlp", lambda a, **how: jaxops.moe_mlp(a["x"], a["gate"], a["up"], a["down"], routing_of(a), **how),
+        mlp_shapes,
         TOKENS | {"F": 37, "N": 11}, ways_of(mlp_plan, **EXACT), mlp_reference,
-        wrt=("x", "gate", "up", "down", "weights"), local=("x", "weights", "routing"), integers=routing_integers, outside=mlp_outside,
+        wrt=("x", "gate", "up", "down", "weights"), local=("x", "weights", "routing"), integers=routing_integers,
+        outside=mlp_outside,
         module=moe_mlp, problem=moe_mlp.Problem(16384, 2, 8, 4096, 14336, 4096, "bfloat16"), multiplies=True,
         large=(({"T": 600_000, "D": 4096, "k": 2, "E": 8, "F": 4096, "N": 4096}, {}),),
     ),
@@ -307,12 +258,16 @@ ROUTING_OPS = [
         "route", lambda a, **how: jaxops.route(a["logits"], 3, selection_bias=a["selection_bias"], **ROUTE, **how),
         lambda d: {"logits": f32(d["T"], 12), "selection_bias": f32(12)}, {"T": 17},
         ways_of(lambda run: route.Plan("xla") if run == "xla" else route.Plan("pallas", FWD, BWD)),
-        lambda a: without_tokens(route_reference(Spec(3, normalize=True, **ROUTE), a["logits"], a["selection_bias"])), wrt=("logits", "selection_bias"), local=("logits",),
+        lambda a: without_tokens(route_reference(Spec(3, normalize=True, **ROUTE), a["logits"], a["selection_bias"])),
+        wrt=("logits", "selection_bias"), local=("logits",),
         module=route, problem=route.Problem(16384, 64), large=(),
     ),
     Op(
-        "update_router_bias", lambda a: jaxops.update_router_bias(a["selection_bias"], a["load"], 0.25), lambda d: {"selection_bias": f32(d["E"]), "load": i32(d["E"])}, {"E": 8},
-        {"xla": {}}, lambda a: a["selection_bias"] + 0.25 * jnp.sign(jnp.mean(a["load"].astype(jnp.float32)) - a["load"]), local=("selection_bias", "load"),
+        "update_router_bias", lambda a: jaxops.update_router_bias(a["selection_bias"], a["load"], 0.25),
+        lambda d: {"selection_bias": f32(d["E"]), "load": i32(d["E"])}, {"E": 8},
+        {"xla": {}},
+        lambda a: a["selection_bias"] + 0.25 * jnp.sign(jnp.mean(a["load"].astype(jnp.float32)) - a["load"]),
+        local=("selection_bias", "load"),
         integers=lambda rng, d: {"load": rng.integers(0, 9, d["E"]).astype(np.int32)},
     ),
 ]  # fmt: skip
@@ -380,24 +335,34 @@ FP8 = {"module": fp8_matmul, "multiplies": True}
 TRITON_FP8 = {"triton": {"backend": "triton"}}
 FP8_OPS = [
     Op(
-        "fp8_matmul", lambda a, **how: jaxops.fp8_matmul(a["x"], a["w"], **how), lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])},
-        {"M": 21, "K": 32, "N": 48}, ways_of(fp8_ways) | TRITON_FP8, wrt=("x", "w"), local=("x",), expected=fp8_expected("x", "w"),
-        problem=fp8_matmul.Problem(8192, 4096, 14336, "blockwise", "bfloat16"), large=(({"M": 600_000, "K": 4096, "N": 4096}, {}),), **FP8,
+        "fp8_matmul", lambda a, **how: jaxops.fp8_matmul(a["x"], a["w"], **how),
+        lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])},
+        {"M": 21, "K": 32, "N": 48}, ways_of(fp8_ways) | TRITON_FP8, wrt=("x", "w"), local=("x",),
+        expected=fp8_expected("x", "w"),
+        problem=fp8_matmul.Problem(8192, 4096, 14336, "blockwise", "bfloat16"),
+        large=(({"M": 600_000, "K": 4096, "N": 4096}, {}),), **FP8,
     ),
     Op(
         "fp8_grouped_matmul", lambda a, **how: jaxops.fp8_grouped_matmul(a["lhs"], a["rhs"], a["offsets"], **how),
-        functools.partial(grouped_shapes, bias=False), {"M": 40, "K": 32, "N": 48, "G": 4}, ways_of(fp8_ways) | TRITON_FP8,
-        wrt=("lhs", "rhs"), local=("lhs", "offsets"), integers=grouped_offsets, outside=rows_outside(("lhs",), (True,)), expected=fp8_expected("lhs", "rhs"),
-        problem=fp8_matmul.Problem(8192, 4096, 14336, "blockwise", "bfloat16", 8), large=(({"M": 600_000, "K": 4096, "N": 4096, "G": 8}, {}),), **FP8,
+        functools.partial(grouped_shapes, bias=False), {"M": 40, "K": 32, "N": 48, "G": 4},
+        ways_of(fp8_ways) | TRITON_FP8,
+        wrt=("lhs", "rhs"), local=("lhs", "offsets"), integers=grouped_offsets, outside=rows_outside(("lhs",), (True,)),
+        expected=fp8_expected("lhs", "rhs"),
+        problem=fp8_matmul.Problem(8192, 4096, 14336, "blockwise", "bfloat16", 8),
+        large=(({"M": 600_000, "K": 4096, "N": 4096, "G": 8}, {}),), **FP8,
     ),
     Op(
-        "quantize", quantize_both, lambda d: {"x": f32(d["M"], d["K"]), "offsets": i32(d["G"] + 1)}, {"M": 40, "K": 133, "G": 3},
-        ways_of(lambda run: quantize.Plan("xla" if run == "xla" else "pallas")), local=("x", "offsets"), integers=grouped_offsets,
+        "quantize", quantize_both, lambda d: {"x": f32(d["M"], d["K"]), "offsets": i32(d["G"] + 1)},
+        {"M": 40, "K": 133, "G": 3},
+        ways_of(lambda run: quantize.Plan("xla" if run == "xla" else "pallas")), local=("x", "offsets"),
+        integers=grouped_offsets,
         outside=quantize_outside, expected=quantize_expected, passes=True,
-        module=quantize, problem=quantize.Problem(16384, 4096, "bfloat16"), large=(({"M": 600_000, "K": 4096, "G": 8}, {}),),
+        module=quantize, problem=quantize.Problem(16384, 4096, "bfloat16"),
+        large=(({"M": 600_000, "K": 4096, "G": 8}, {}),),
     ),
     Op(
-        "dequantize", lambda a: jaxops.dequantize(a["q"]), dequantize_shapes, {"M": 9, "K": 133}, {"xla": {}}, dequantize_reference, local=("q",),
+        "dequantize", lambda a: jaxops.dequantize(a["q"]), dequantize_shapes, {"M": 9, "K": 133}, {"xla": {}},
+        dequantize_reference, local=("q",),
         integers=dequantize_arguments, large=(({"M": 600_000, "K": 4096}, {}),),
     ),
 ]  # fmt: skip

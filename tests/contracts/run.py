@@ -1,4 +1,4 @@
-"""Runs what the list holds: arguments, results and gradients, and what they must be."""
+"""Runs the entries of the list: arguments, results and gradients, and the expected values."""
 
 import functools
 import zlib
@@ -41,7 +41,7 @@ def is_kernel_of_layer(op: Op, way: str) -> bool:
 
 
 def small(op: Op, seed: int = 0, **sizes: int) -> Arguments:
-    """Arguments in numpy: normal numbers, and what says which row is whose."""
+    """Arguments in numpy: normal numbers, and offsets or routings."""
     sizes = op.sizes | sizes
     rng = np.random.default_rng([seed, zlib.crc32(op.name.encode())])
     given = op.integers(rng, sizes)
@@ -71,7 +71,7 @@ def cotangents_of(op: Op, seed: int = 0, **sizes: int) -> list:
 
 
 def spoiled(op: Op, arguments: Arguments, cotangents: list) -> tuple[Arguments, list]:
-    """With NaN in all that must not be read."""
+    """With NaN in all values that must not be read."""
     if op.outside is None:
         return arguments, cotangents
     of_arguments, of_results = op.outside(arguments)
@@ -114,7 +114,7 @@ def _compiled(name: str, way: str):
 
 
 def run(op: Op, way: str, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:
-    """In numpy; ops not under jit. Layers and what stands in `jax.shard_map` are, or else JAX would compile each operation by itself."""
+    """In numpy. Ops are not under jit; layers and collectives are, or JAX would compile each operation by itself."""
     if way == "triton" and "backend" in op.ways[way]:
         options_of(way)  # skips elsewhere than on Hopper
     f = _compiled(op.name, way) if op in LAYERS or op.sharded else functools.partial(everything, op, way)

@@ -1,4 +1,4 @@
-"""Arguments that are no arrays, of every public function: nonsense is an error that names the argument, before anything is computed."""
+"""Options of every public function: a wrong value is an error that names the argument, before anything is computed."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ ARRAY = jnp.int32(3)
 
 
 class Rule(NamedTuple):
-    """What an argument takes and refuses: values that are right, of a wrong kind (TypeError), and out of range (ValueError)."""
+    """Values of an argument: right ones, of a wrong type (TypeError), and out of range (ValueError)."""
 
     right: tuple = ()
     kind: tuple = ()

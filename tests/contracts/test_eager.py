@@ -1,5 +1,4 @@
-"""Every op called with arrays of numpy and not under jit, layers under it: results and all gradients, what stands
-outside, what a second call compiles."""
+"""Ops with numpy arrays and without jit, layers under jit: results, all gradients, values outside, recompilation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 def check_outside(op: Op, arguments, results, gradients, spoilt) -> None:
-    """What stands outside reaches nothing, not one bit; it is zero in results and gradients, where it does not pass through."""
+    """Values outside change no bit; results and gradients outside are zero, unless the op passes them through."""
     of_arguments, of_results = op.outside(arguments) if op.outside else ({}, [])
     of_results = [*of_results, *[None] * (len(jax.tree.leaves(results)) - len(of_results))]
     leaves = list(zip(jax.tree.leaves(results), jax.tree.leaves(spoilt[0]), of_results, strict=True))
@@ -49,7 +48,7 @@ def check_outside(op: Op, arguments, results, gradients, spoilt) -> None:
 
 @pytest.mark.parametrize(("name", "way"), cases())
 def test_results_and_gradients(name, way):
-    """They are the reference's, twice the same bits, with NaN in everything that must not be read. Once an op has run, other values compile nothing."""
+    """As the reference, the same bits twice, with NaN in all that must not be read; new values compile nothing."""
     op = EVERYTHING[name]
     arguments, cotangents = small(op), cotangents_of(op)
     results, gradients = run(op, way, arguments, cotangents)

@@ -30,8 +30,8 @@ def half(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize(("name", "i", "mapped"), CASES)
 @pytest.mark.parametrize("backend", ["auto", "pallas"])
 def test_offsets_of_elements(name, i, mapped, backend):
-    """Pallas counts in 64 bits where an array has more than 2**32 bytes: of one byte an element, 2**31 to 2**32 elements are counted in 32 bits. The launch
-    gives a kernel more rows then (jaxops/_lib/launch_pallas.py)."""
+    """Pallas indexes arrays of more than 2**32 bytes in 64 bits: FP8 arrays of 2**31 to 2**32 elements would overflow.
+    The launch gives a kernel more rows then (jaxops/_lib/launch_pallas.py)."""
     op = EVERYTHING[name]
     sizes, how = op.large[i]
     how = dict(how) | ({"backend": backend} if op.module is not None else {})

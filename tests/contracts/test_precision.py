@@ -33,7 +33,7 @@ def error(got, want) -> float:
 
 
 def product_error(precision: str) -> float:
-    """Of x @ w under it. A CPU multiplies float32 as it is; on a GPU BF16_BF16_F32 is the product of what is rounded to bfloat16."""
+    """The error of x @ w. A CPU multiplies in float32; BF16_BF16_F32 is the product of operands rounded to bfloat16."""
     x, w = (np.random.default_rng(seed).normal(size=(64, 64)).astype(np.float32) for seed in (0, 1))
     kind = jnp.bfloat16 if precision == "BF16_BF16_F32" else jnp.float32
     return error(x.astype(kind).astype(np.float32) @ w.astype(kind).astype(np.float32), x.astype(np.float64) @ w)
@@ -54,8 +54,8 @@ CASES = {
     [pytest.param(how, *case.values, id=f"{how}-{case.id}") for how in CASES for case in CASES[how]],
 )
 def test_precision(precision, name, way, set_precision):
-    """It is as precise as x @ w is under it, but for the few products that one result goes through. What multiplies nothing is the same program. "highest" is
-    what the other tests pass as precision=: the same program as with that."""
+    """As precise as x @ w under it, times the few products in a chain. An op without products is the same program.
+    "highest" gives the same program as precision="highest", which the other tests pass."""
     op = EVERYTHING[name]
     set_precision(precision)
     how = {key: value for key, value in op.ways[way].items() if key != "precision"}

@@ -1,4 +1,4 @@
-"""Every op and layer under JAX's transformations: all of them in one program, which is compiled once; and on devices side by side."""
+"""Every op and layer under JAX's transformations: all in one program, compiled once; and over several devices."""
 
 import dataclasses
 import functools
@@ -30,7 +30,8 @@ from tests.hopper import H200
 DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
 # Their kernels' backward takes XLA a quarter of a minute to compile for Pallas' interpreter; on a GPU it is run.
 FORWARD_ALONE = {("fp8_matmul", "interpret"), ("fp8_grouped_matmul", "interpret")}
-# What the nested program's axes are over, from the outermost: devices, layers of a scan, a batch in which all is mapped, one in which a device's own rows are.
+# Axes of the nested program, from the outermost: devices, layers of a scan, a batch that maps all arguments, a batch
+# that maps `local` ones only.
 AXES = (DEVICES, LAYERS, BATCH, BATCH)
 
 
@@ -40,7 +41,7 @@ def entry(name: str, way: str) -> Op:
 
 
 def examples(op: Op) -> dict[tuple[int, ...], tuple]:
-    """(arguments, cotangents) of each place in AXES. What is not `local` is the same on all devices and in all of the innermost batch."""
+    """(arguments, cotangents) by index in AXES. Arguments that are not `local` are equal over its first and last."""
     found = {}
     for place in np.ndindex(*AXES):
         own = int(np.ravel_multi_index(place, AXES))
@@ -51,7 +52,7 @@ def examples(op: Op) -> dict[tuple[int, ...], tuple]:
 
 
 def nest(op: Op, found: dict, which, name: str | None = None):
-    """One tree with a leading axis for each of AXES, those of devices and of the innermost batch only where an argument is `local`, and of cotangents."""
+    """One tree with the leading axes AXES, the first and the last only for `local` arguments and cotangents."""
     local = name is None or name in op.local
 
     def at(*place):
@@ -99,7 +100,7 @@ def nested(op: Op, way: str, held: dict, others: dict, cotangents: list):
         total, results = jax.lax.scan(body, start, (local | replicated, cotangents))
         return total[None], jax.tree.map(lambda x: x[None], results)
 
-    # Pallas' interpreter cannot follow varying axes; the kernels' own types are checked by tracing, below.
+    # Pallas' interpreter does not support check_vma; the kernels' types are checked by tracing, below.
     sharded = jax.shard_map(device, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=P("d"), check_vma=way == "xla")
 
     def loss(held):
@@ -123,7 +124,7 @@ def program(name: str, way: str):
 
 
 def kernels_follow(op: Op, way: str) -> bool:
-    """Whether the portable backend is traced alone: it is plain jnp in the rules that the kernels run in, too, which take most of the time here."""
+    """Whether the portable backend is only traced: it is plain jnp, in the same rules as the kernels, which are run."""
     return way == "xla" and "interpret" in op.ways
 
 
@@ -148,8 +149,8 @@ def test_is_traced(name, way):
 
 @pytest.mark.parametrize(("name", "way"), cases(where=lambda op, way: not kernels_follow(op, way) and not op.sharded))
 def test_in_one_program(name, way):
-    """What each call gives by itself. The compiled program calls nothing on the host and copies nothing to it, runs where transfers are refused, writes
-    gradients where the donated arguments were, and gives the same bits twice. tests/parallel has such a test for calls that are a shard_map.
+    """The results of single calls. The compiled program has no host callback, copy or transfer, writes gradients into
+    donated arguments, and gives the same bits twice. tests/parallel has such a test for calls that are a shard_map.
     """
     op = entry(name, way)
     found = examples(op)
@@ -185,7 +186,7 @@ def test_in_one_program(name, way):
     "name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.module is not None]
 )
 def test_the_kernels_axes(name):
-    """Traced for an H200 with check_vma=True, tokens over devices and the rest replicated: the gradients' sums are JAX's own."""
+    """Traced for an H200 with check_vma=True, tokens sharded and weights replicated: JAX adds the gradients' psum."""
     op = EVERYTHING[name]
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small(op))
@@ -218,7 +219,7 @@ def test_the_kernels_axes(name):
 
 @pytest.mark.parametrize(("name", "way"), cases(("xla",), where=lambda op, way: bool(op.wrt)))
 def test_gradients_of_some_arguments(name, way):
-    """Whichever were asked before: what is cached of one choice must not serve another. Forward mode, asked then, is refused as JAX does."""
+    """In any order: a cache entry for some arguments must not serve others. Forward mode raises JAX's own error."""
     op = EVERYTHING[name]
     arguments, cotangents = small(op), cotangents_of(op)
 

@@ -20,7 +20,7 @@ KERNELS = RUNS[1:]
 
 
 def plan_of(run: str) -> Plan:
-    """Blocks that are smaller than the tests' sizes; interpreted, the activation alone is a kernel: grouped matmul's own tests interpret its kernels."""
+    """Blocks smaller than the tests' sizes. "interpret" runs the activation kernels only, with products by XLA."""
     if run == "xla":
         return Plan("xla")
     return Plan("pallas", Tiles(8, 32), Tiles(4, 16), product_plan_of("xla" if run == "interpret" else run))
@@ -85,7 +85,7 @@ def reference_all(arrays, activation: str = "silu"):
 
 
 def check(case: Case, run: str, *, kind: str = "float32", joined: bool = False, **options) -> None:
-    """The output and every gradient equal the reference's; empty groups' gradients and outside rows are exactly zero."""
+    """Output and gradients equal the reference's; gradients of empty groups and rows outside are exactly zero."""
     got = run_all(case.arrays, run, joined, tuple(options.items()))
     want = reference_all(case.arrays, options.get("activation", "silu"))
     for name, g, w, primal in zip(("h", "dx", "dw_gate", "dw_up"), got, want, (case.x, *case.arrays), strict=False):

@@ -1,4 +1,4 @@
-"""The contracts of every op: transformations, determinism, no host work, no recompilation; and what the forward keeps."""
+"""Transformations that tests/contracts does not have: experts over devices, residuals, loops."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def assert_same(got, want) -> None:
 
 @pytest.mark.parametrize("run", ["xla", "interpret"])
 def test_shard_map_over_experts(run):
-    """Every device holds a slice of the experts and takes its slice of the global offsets; replicated rows' gradient is summed over devices."""
+    """Each device holds a slice of the experts and of the offsets; the gradient of replicated rows is a psum."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("e",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
@@ -75,8 +75,8 @@ def test_what_the_forward_keeps(save, kept, dtype):
 
 @pytest.mark.parametrize(("save", "products"), [("preactivations", 6), ("nothing", 8)])
 def test_what_is_not_kept_is_multiplied_again(save, products):
-    """Two loops over tiles forward, two for the gradient of x, two for those of the weights; and the forward's once more, behind a barrier, as under
-    jax.checkpoint: XLA would find that it has multiplied the same already."""
+    """Two loops over tiles forward, two for dx, two for the weight gradients, and the forward's two again behind a
+    barrier, as under jax.checkpoint: XLA would merge them with the first ones."""
     step = jax.jit(jax.grad(lambda *operands: loss("xla", *operands, CASE.offsets, save=save), argnums=(0, 1, 2)))
     text = step.lower(*OPERANDS[:3]).as_text()
     assert (text.count("stablehlo.while"), text.count("stablehlo.optimization_barrier")) == (

@@ -1,4 +1,4 @@
-"""The Hopper kernel that multiplies and activates at once: compiled for an H200 that is not there, and run on one where there is one."""
+"""The fused Hopper kernel, product and activation: compiled for an H200 without one, and run on one (marked gpu)."""
 
 import dataclasses
 import functools
@@ -133,11 +133,11 @@ def results(x, w_gate, w_up, dh, offsets, activation, save, fused=None):
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 0, 70], [5, 3, 0, 1]], ids=["ragged", "last", "few"])
 def test_values(sizes, activation, save):
-    """NaN outside the groups; two tiles and more a program, a group of less than a consumer's rows, fewer rows than one has in all."""
+    """NaN outside the groups; two or more tiles a program, groups and whole problems smaller than a consumer's tile."""
     case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
     got = results(*case.arrays, activation, save)
     for name, g, w in zip(("h", "dx", "dw_gate", "dw_up"), got, reference_all(case.arrays, activation), strict=True):
-        # Gate, up, what is made of them and the result are rounded; where a group has a row or two, no sum averages that out.
+        # Gate, up, their activation and the result are rounded; in groups of one or two rows no sum averages that out.
         assert_close(g, w, "bfloat16", name, scale=2, roundings=4)
     for rows in got[:2]:
         assert not np.asarray(rows)[case.outside[:, 0]].any()

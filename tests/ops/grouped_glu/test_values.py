@@ -1,4 +1,4 @@
-"""Outputs and gradients against the float32 reference: every activation and dtype, odd sizes, empty groups, NaN outside."""
+"""Outputs and gradients by the float32 reference: every activation and dtype, odd sizes, empty groups, NaN outside."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def test_random_routings(run, data):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("joined", [False, True], ids=["two", "joined"])
 def test_what_stands_outside_is_not_read(run, joined):
-    """By the activation passes themselves: products leave zeros there, but another kernel's gate and up need not."""
+    """By the activation passes: products write zeros there, but gate and up of another kernel may hold anything."""
     case = make_case([9, 0, 31], 19, 37, before=11, after=19)
     plan = dataclasses.replace(plan_of(run), device=current_device())
     spec = Spec(plan, "silu", False, jax.lax.Precision.HIGHEST, *4 * (jnp.dtype("float32"),))
@@ -77,7 +77,10 @@ IN_FLOAT64 = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_far_out(name):
-    """Value and slope around zero, and where exponentials overflow and vanish. (JAX's own gradient of the approximate gelu is 8e-6 off at -7.)"""
+    """Value and slope around zero, and where exponentials overflow and vanish.
+
+    JAX's own gradient of the approximate gelu is 8e-6 off at -7.
+    """
     u = np.concatenate([np.linspace(-12, 12, 96), [-600.0, -200.0, 200.0, 600.0]]).astype(np.float32)
     value, slope = jax.jit(ACTIVATIONS[name])(u)
     wide = u.astype(np.float64)
@@ -109,7 +112,8 @@ def test_nothing_saved(run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_compute_dtype(run):
-    """Float32 weights under bfloat16 products: their gradients are float32 and were never rounded. The gradient of x is rounded once, after both products."""
+    """Float32 weights under bfloat16 products: their gradients are float32 and never rounded to bfloat16. The gradient
+    of x is rounded once, after both products."""
     case = make_case([20, 0, 25], 32, 48, after=3, dtype="bfloat16")
     wide = [w.astype(jnp.float32) for w in (case.w_gate, case.w_up)]
 
@@ -135,7 +139,8 @@ def test_compute_dtype(run):
         return sum(grouped_matmul_reference(d, w, case.offsets, transpose_rhs=True) for d, w in parts)
 
     want = gradient_of_x(case.x, wide, jnp.where(case.outside, 0, case.dh))
-    # A few of gate, up and their gradients round the other way than the reference's; results rounded before they are added would be 10 times as far off.
+    # A few elements of gate, up and their gradients are rounded to the other neighbour than in the reference; results
+    # rounded before they are added would be 10 times as far off.
     dx_wide, want = np.asarray(dx_wide), np.asarray(want)
     assert np.sqrt(np.mean((dx_wide - want) ** 2) / np.mean(want**2)) < 3e-4
     np.testing.assert_array_equal(np.asarray(dx), dx_wide.astype(jnp.bfloat16))
@@ -152,7 +157,7 @@ def test_no_groups():
 
 @pytest.mark.parametrize("run", RUNS)
 def test_offsets_that_break_the_contract(run):
-    """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays."""
+    """Below 0, past M, decreasing: some result of the right shape."""
     case = make_case([17, 40, 13], 19, 37)  # compiled already, for test_routings
     for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7]):
         got = jax.block_until_ready(run_all((*case.arrays[:-1], jnp.array(bad, jnp.int32)), run, False))

@@ -14,15 +14,15 @@ from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
 
-# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels, "triton" takes Hopper's own: numbers of 16 bits, widths that
-# are multiples of 8.
+# "interpret" runs the Pallas kernels in Pallas' interpreter, "gpu" compiles them, "triton" runs the Gluon kernels for
+# Hopper, which need 16-bit dtypes and widths that are multiples of 8.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 KERNELS = RUNS[1:]
 HALF_RUNS = [*RUNS, pytest.param("triton", marks=pytest.mark.gpu)]
 
 
 def plan_of(run: str) -> Plan:
-    """Tiles that differ from pass to pass, and are smaller than the tests' sizes; a tile is at least 64 wide on the GPU to take the wgmma path too."""
+    """Tiles that differ by pass and are smaller than the tests' sizes; on a GPU at least 64 wide, for wgmma."""
     if run == "xla":
         return Plan("xla")
     if run == "interpret":
@@ -114,7 +114,7 @@ def check(
 
 @functools.partial(jax.jit, static_argnames=("run", "transpose_rhs", "pairs"))
 def sum_and_gradients(lhs: tuple, rhs: tuple, dout, offsets, run: str, transpose_rhs: bool, pairs: int):
-    """(sum, dlhs, drhs) of `grouped_matmul_sum`, with rhs as they are where transpose_rhs is False; "reference" in float32."""
+    """(sum, dlhs, drhs) of `grouped_matmul_sum`; rhs is transposed first if transpose_rhs. "reference" in float32."""
 
     def f(lhs, rhs):
         if run == "reference":
@@ -138,7 +138,7 @@ def sum_and_gradients(lhs: tuple, rhs: tuple, dout, offsets, run: str, transpose
 
 
 def check_sum(run: str, sizes, K: int, N: int, *, dtype: str, transpose_rhs: bool, pairs: int = 2, **where) -> None:
-    """The sum was rounded once: where its terms cancel, terms that were rounded before would show. Nothing from outside the groups is in it."""
+    """The sum is rounded once: rounded terms would show where they cancel. No value outside the groups is in it."""
     case, other = (make_case(sizes, K, N, dtype=dtype, seed=seed, **where) for seed in (0, 1))
     given = (case.lhs, other.lhs), (case.rhs, other.rhs), case.dout, case.offsets
     got, want = (

@@ -1,4 +1,4 @@
-"""The contracts of every op: transformations, determinism, no host work, no recompilation."""
+"""Transformations that tests/contracts does not have: experts over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ reference_gradients = jax.jit(jax.value_and_grad(reference_loss, argnums=(0, 1))
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 def test_shard_map_over_experts(backend):
-    """Every device holds a slice of the experts and takes its slice of the global offsets; replicated tokens' gradient is summed over devices."""
+    """Each device holds a slice of the experts and of the offsets; the gradient of replicated rows is a psum."""
     devices = jax.device_count()
     if devices < 2:
         pytest.skip("needs several devices")

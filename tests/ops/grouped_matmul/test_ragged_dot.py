@@ -1,4 +1,4 @@
-"""ragged_dot against jax.lax.ragged_dot itself: what a user has who changes the module's name in the call."""
+"""ragged_dot against jax.lax.ragged_dot: the same call by another module's name."""
 
 import functools
 import inspect
@@ -205,7 +205,7 @@ def test_every_algorithm(preset, dtype):
 
 
 def test_operands_are_rounded_as_the_algorithm_says():
-    """BF16_BF16_F32 of float32 operands is the product of those in bfloat16, summed in float32, and so are its gradients."""
+    """BF16_BF16_F32 of float32 operands, as its gradients: products of operands in bfloat16, summed in float32."""
     lhs, rhs, dout = operands()
     out, vjp = jax.vjp(lambda lhs, rhs: jaxops.ragged_dot(lhs, rhs, jnp.array(SIZES), "BF16_BF16_F32"), lhs, rhs)
     round_ = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)

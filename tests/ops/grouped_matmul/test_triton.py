@@ -1,4 +1,4 @@
-"""The Hopper kernel: compiled for an H200 that is not there, through the op's own launchers, and run on one where there is one."""
+"""The Hopper kernels: compiled for an H200 without one, through the op's launchers, and run on one (marked gpu)."""
 
 import dataclasses
 
@@ -24,7 +24,8 @@ from tests.ops.grouped_matmul.cases import make_case, reference_all
 
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them
 H200 = Device("NVIDIA H200", "gpu")
-# Of each size the deepest pipeline, which may store half of a tile's columns at a time, and the deepest that leaves room for all of them.
+# Of each tile size, the deepest pipeline, which may store half of a tile's columns at a time, and the deepest with
+# shared memory for a whole output tile.
 TILES = {
     (tiles.bm, tiles.bn, tiles.ping_pong, tiles.stored): tiles
     for tiles in candidates("wgrad", Problem(256, 4096, 7168, 2048, "bfloat16"), H200, "triton")
@@ -117,7 +118,7 @@ def test_variant(name, out, options, tmp_path):
     ("size", "transposed"), [((128, 256, False, 128), True), ((128, 128, True, 64), False)], ids=["halves", "ping-pong"]
 )
 def test_kernel_of_two_products(size, transposed, tmp_path):
-    """The same instructions in the same loop: the second product is further steps of a tile, that the producer loads from elsewhere."""
+    """The same instructions in the same loop: the second product is more K steps of a tile, from other operands."""
     tiles, a, b = TILES[size], shape(M, K), shape(G, *((N, K) if transposed else (K, N)))
     how = {"transpose_rhs": transposed, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
     (kernel,) = compiled(
@@ -149,7 +150,7 @@ def test_a_users_call():
 
 
 def test_shard_map_checks_varying_axes():
-    """check_vma=True: what a kernel gives varies over the axis that its operands vary over, though jax-triton's primitive does not say so."""
+    """check_vma=True: results vary over the axes of the operands, though jax-triton's primitive does not say so."""
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
 
     def shard(lhs, rhs, offsets):
@@ -170,7 +171,7 @@ def test_shard_map_checks_varying_axes():
 @pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128]], ids=["ragged", "one"])
 @pytest.mark.parametrize(("bias", "dynamic"), [(False, True), (True, False)], ids=["dynamic", "bias"])
 def test_values(tiles, sizes, bias, dynamic):
-    """Two tiles and more a program, rings that are used again and again; NaN outside the groups, and in one row of the last group."""
+    """Two or more tiles a program, stages used repeatedly; NaN outside the groups and in a row of the last group."""
     case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
     tiles = dataclasses.replace(tiles, dynamic=dynamic)
     given = (case.lhs, case.rhs, case.bias if bias else jnp.zeros_like(case.bias))
@@ -203,7 +204,7 @@ def test_values(tiles, sizes, bias, dynamic):
 
 @pytest.mark.gpu
 def test_products_that_share_a_work_list():
-    """Programs that take tiles as they get free count in it; XLA makes one of equal ones, and every product must find zeros there."""
+    """Programs of a dynamic tile scheduler count in it. XLA merges equal arrays; each product must start from zeros."""
     case = make_case([300, 0, 1, 723], 200, 328, dtype="bfloat16", before=7, after=5)
     tiles = Tiles(128, 256, 64, 8, 3, kernel="triton", dynamic=True)
     plan = Plan("triton", tiles, tiles, tiles)
@@ -226,7 +227,7 @@ def test_products_that_share_a_work_list():
 @pytest.mark.parametrize("transposed", [True, False], ids=["transposed", "rhs"])
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 def test_two_products(tiles, transposed, dynamic):
-    """With every tile, and again to the bit: the sum of the products of pairs in either order, NaN outside the groups."""
+    """With every tile, the same bits twice: the sum of products of pairs in either order, NaN outside the groups."""
     case, other = (
         make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5, seed=seed)
         for seed in (0, 1)
@@ -276,7 +277,8 @@ def test_a_matrix_that_is_nan():
 
 @pytest.mark.gpu
 def test_stacked_layers():
-    """In a scan, weights are slices of a stack and results and weight gradients slices of another, at whole 256 bytes: XLA could read and write them there."""
+    """In a scan, weights, results and weight gradients are slices of stacks, aligned to 256 bytes: XLA can use them
+    in place."""
     cases = [make_case([100, 0, 412], 128, 256, dtype="bfloat16", seed=seed) for seed in range(3)]
     lhs, dout, offsets = cases[0].lhs, cases[0].dout, cases[0].offsets
     weights = jnp.stack([case.rhs for case in cases])

@@ -1,4 +1,4 @@
-"""Outputs and gradients against the float32 reference: every dtype, odd sizes, every pattern of empty groups, NaN outside."""
+"""Outputs and gradients by the float32 reference: every dtype, odd sizes, all patterns of empty groups, NaN outside."""
 
 import functools
 import itertools
@@ -263,7 +263,7 @@ def test_sum_on_hopper(dtype, sizes, K, N, transpose_rhs):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_offsets_that_break_the_contract(run):
-    """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
+    """Below 0, past M, decreasing: some result of the right shape, no access out of bounds (sanitize.py, on a GPU)."""
     case = make_case([17, 40, 13], 37, 53)  # compiled already, for test_float32
     for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7]):
         arrays = vars(case) | {"offsets": jnp.array(bad, jnp.int32)}

@@ -13,11 +13,12 @@ from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.reference import modality_grouped_matmul_reference
 from tests.compare import assert_close
 
-# As of grouped_matmul: "interpret" is Pallas' interpreter, "gpu" the same kernels compiled, "triton" Hopper's own: 16 bits, widths that are multiples of 8.
+# As in tests/ops/grouped_matmul/cases.py.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 HALF_RUNS = [*RUNS, pytest.param("triton", marks=pytest.mark.gpu)]
 
-# Of each modality's matrices: number, rows, columns. The widest in and the widest out are two modalities'; no width is whole tiles but the last one's.
+# (number, rows, columns) of each modality's matrices. One modality has the most rows, another the most columns; only
+# the last one's widths are whole tiles.
 SHAPES = ((2, 37, 20), (3, 21, 53), (1, 16, 32))
 EIGHTS = ((2, 72, 40), (3, 40, 104), (1, 16, 32))
 HOPPER = ((2, 328, 136), (3, 72, 712), (1, 64, 256))  # more columns than a tile has, and less
@@ -33,7 +34,7 @@ def plans(backend: str, fwd, dgrad, wgrad) -> tuple[Plan, ...]:
 
 
 def plan_of(run: str) -> Plans:
-    """Tiles that differ from pass to pass and from modality to modality; those of one pass are all alike: one launch and two."""
+    """Tiles that differ by pass and by modality; in one pass they are all equal: one launch there, two elsewhere."""
     if run == "xla":
         return Plan("xla")
     if run == "interpret":
@@ -50,7 +51,7 @@ def plan_of(run: str) -> Plans:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """lhs[M, K], a rhs[G, K, N] a modality, dout[M, N]; NaN in rows outside the groups, and in what lies past a row's own modality's columns."""
+    """lhs[M, K], a rhs[G, K, N] for each modality, dout[M, N]; NaN outside the groups and past a modality's columns."""
 
     lhs: jax.Array
     rhs: tuple[jax.Array, ...]
@@ -125,7 +126,7 @@ def check(
     transpose_rhs: bool = False,
     plan: Plans | None = None,
 ) -> None:
-    """The result and every gradient equal the reference's; empty groups' gradients, rows outside and columns that are no modality's are exactly zero."""
+    """The result and all gradients equal the reference's; empty groups' gradients and values outside are zero."""
     out, dlhs, drhs = run_all(case.arrays(), run, transpose_rhs=transpose_rhs, precision=precision, plan=plan)
     clean = (jnp.where(case.there(1), case.lhs, 0), case.rhs, jnp.where(case.there(2), case.dout, 0), case.offsets)
     want_out, want_dlhs, want_drhs = reference_all(*clean)

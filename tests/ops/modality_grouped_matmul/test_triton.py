@@ -1,4 +1,4 @@
-"""The Hopper kernel: compiled for an H200 that is not there, its order of the tiles run in Python, and (marked gpu) run on one where there is one."""
+"""The Hopper kernels: compiled for an H200 without one, their tile order run in Python, and run on one (marked gpu)."""
 
 import dataclasses
 import types
@@ -63,7 +63,7 @@ def wgrad_kernel_of(tiles: Tiles, shapes) -> Kernel:
 
 
 def check_kernel(kernel: Kernel, tiles: Tiles, folder, parts: int) -> None:
-    """It multiplies as grouped_matmul's does; in shared memory is, besides, what its partitions are told of each part."""
+    """The mainloop of grouped_matmul; shared memory also has the tile descriptor of each part."""
     instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
     assert kernel.name == "grouped_gemm_kernel"
     check(kernel, instructions, 2, tiles.shared_bytes("bfloat16") + 24 * parts, folder)
@@ -132,7 +132,7 @@ class Array:
 @pytest.mark.parametrize("high", [[3, 5, 2], [0, 5, 0], [4, 0, 1], [0, 0, 7], [1, 0, 0]], ids=str)
 @pytest.mark.parametrize("width", [512, 600])
 def test_every_tile_of_the_result_is_located_once(in_python, high, width):
-    """Row tiles one modality after the other; of each as many columns of tiles as it has are its own, the others are zeros, and those come last."""
+    """Row tiles modality by modality; column tiles past a modality's own are zeros, and come last."""
     sizes, BN, entries = ((0, 2, 64, 200), (2, 5, 64, 512), (5, 6, 64, 8)), 128, 30
     schedule = Array([*[0] * 4 * entries, *np.cumsum(high).tolist(), *[sum(high)] * (entries - 3)])
     across = -(-width // BN)
@@ -202,7 +202,7 @@ def test_float32_results_and_five_modalities():
 
 @pytest.mark.gpu
 def test_a_matrix_that_is_nan():
-    """One group's; the others', before and behind it in memory and in other modalities, are multiplied by zeros past K at the most."""
+    """Of one group only: other groups' values, next to it in memory, are multiplied by zeros past K at most."""
     case = make_case([100, 200, 300, 10, 20, 150], HOPPER, dtype="bfloat16")
     rhs = (case.rhs[0].at[1].set(jnp.nan), *case.rhs[1:])
     for transposed in (False, True):

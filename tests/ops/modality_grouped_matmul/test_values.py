@@ -1,4 +1,4 @@
-"""Results and gradients against the float32 reference: rows, columns and groups of every kind, and NaN in whatever is no modality's."""
+"""Results and gradients by the float32 reference: all kinds of groups, NaN outside of a modality's rows and columns."""
 
 import functools
 
@@ -71,7 +71,7 @@ def test_random_routings(run, data):
 
 @pytest.mark.parametrize("run", HALF_RUNS)
 def test_a_row_that_is_nan_stays_in_its_group_and_columns(run):
-    """In the columns that are its modality's: past them the result, and the gradient, are zero all the same, and nobody else's row or matrix is touched."""
+    """Result and gradient are NaN in the modality's columns of that row, zero past them, finite in all other rows."""
     shapes, kind = (HOPPER, "bfloat16") if run == "triton" else (SHAPES, "float32")
     case = make_case([17, 10, 13, 20, 5, 15], shapes, dtype=kind)
     (_, _, n), (_, k, _) = shapes[:2]
@@ -99,7 +99,7 @@ def test_modalities_of_size_zero(run):
 
 
 def test_a_chain_of_two_needs_nothing_in_between():
-    """What the first call leaves zero, the second one does not read: down after up, with the widths the other way round."""
+    """The second product does not read the first one's zeros: down after up, with swapped widths."""
     case = make_case([9, 8, 4, 5, 6, 7], before=2, after=3)
     down = tuple(jnp.swapaxes(w, 1, 2) for w in case.rhs)
 
@@ -147,7 +147,7 @@ def test_compute_dtype(run):
 
 @pytest.mark.parametrize("run", HALF_RUNS)
 def test_offsets_that_break_the_contract(run):
-    """Below 0, past M, decreasing: some answer, of the right shape, from inside the arrays (the sanitizer watches the same on the GPU)."""
+    """Below 0, past M, decreasing: some result of the right shape, no access out of bounds (sanitize.py, on a GPU)."""
     shapes, kind = (
         (HOPPER, "bfloat16") if run == "triton" else (SHAPES, "float32")
     )  # compiled already, for test_float32

@@ -67,15 +67,20 @@ def compile_all(cases: list[Case], packages: Packages, backend: str) -> Programs
         return dict(zip(wanted, pool.map(compiled, wanted), strict=True))
 
 
+def _mean(x: jax.Array) -> jax.Array:
+    """Row by row: the number of all elements may exceed int32."""
+    return jnp.mean(jnp.mean(jnp.atleast_1d(x), axis=-1))
+
+
 @jax.jit
 def _difference(got: Any, want: Any) -> tuple[jax.Array, jax.Array]:
     """(largest, RMS) difference over the RMS of each result, the worst of all."""
     found = []
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         g, w = g.astype(jnp.float32), w.astype(jnp.float32)
-        scale = jnp.sqrt(jnp.mean(w**2))
+        scale = jnp.sqrt(_mean(w**2))
         scale = jnp.where(scale > 0, scale, 1)
-        found.append(jnp.stack([jnp.max(jnp.abs(g - w)), jnp.sqrt(jnp.mean((g - w) ** 2))]) / scale)
+        found.append(jnp.stack([jnp.max(jnp.abs(g - w)), jnp.sqrt(_mean((g - w) ** 2))]) / scale)
     worst = jnp.max(jnp.stack(found), axis=0)  # max passes NaN on
     return worst[0], worst[1]
 

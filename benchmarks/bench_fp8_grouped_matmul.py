@@ -20,7 +20,7 @@ import numpy as np
 import typer
 
 import jaxops
-from benchmarks import checks, fp8_machine, fp8_products, harness, shapes
+from benchmarks import bench_grouped_matmul, checks, fp8_machine, fp8_products, harness, shapes
 from benchmarks.peers_torch import TorchProcess
 from benchmarks.shapes import GroupedShape
 from jaxops._lib.fp8 import Quantized
@@ -66,19 +66,7 @@ class Inputs:
         return self.lhs, self.rhs, self.quantized, self.dout, jnp.asarray(offsets)
 
 
-@dataclasses.dataclass
-class Case:
-    """One shape, pass and distribution."""
-
-    shape: GroupedShape
-    pass_name: str
-    dist: str
-    offsets: np.ndarray
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape.name} {self.dist} {self.pass_name}"
-
+class Case(bench_grouped_matmul.Case):
     @property
     def flops(self) -> int:
         return self.shape.flops * len(_PARTS[self.pass_name])

@@ -316,16 +316,15 @@ def _check_takes_offsets(mixer: Any) -> None:
     """The second argument must not be another option, as in a call of `nnx.Linear`."""
     if isinstance(mixer, nnx.Sequential) and len(mixer.layers):
         mixer = mixer.layers[0]  # it is given all arguments
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(mixer).parameters.values())
-    named = [p for p in parameters if p.kind in kinds]
+    signature = inspect.signature(mixer)
+    parameters = list(signature.parameters.values())
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(named) > 1:
         takes = named[1].default is inspect.Parameter.empty or "offsets" in named[1].name
     else:
-        takes = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+        takes = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if not takes:
         raise ValueError(
-            f"mixer is a {type(mixer).__name__} with arguments {inspect.signature(mixer)}; it is called with (y, "
-            "sequence_offsets). Wrap a layer that takes y alone in an nnx.Module whose "
-            "__call__(self, y, sequence_offsets) calls it."
+            f"mixer is a {type(mixer).__name__} with arguments {signature}; it is called with (y, sequence_offsets). "
+            "Wrap a layer that takes y alone in an nnx.Module whose __call__(self, y, sequence_offsets) calls it."
         )

@@ -283,9 +283,7 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: di
     return Arrays(**(dict.fromkeys(Arrays._fields) | found))  # pyright: ignore[reportArgumentType]
 
 
-def _plain_gradients(spec: Spec, plan: Plan, *operands) -> Any:
-    return _find_gradients(spec, Plan("xla"), *operands)
-
-
 _call = differentiable(_forward, _call_fwd, _call_bwd, static=3)
-_gradients = differentiable_as(_find_gradients, _plain_gradients, static=2)
+_gradients = differentiable_as(
+    _find_gradients, lambda spec, plan, *operands: _find_gradients(spec, Plan("xla"), *operands), static=2
+)

@@ -181,8 +181,8 @@ def xla_side(run: Run, pass_name: str, inputs: Inputs) -> Side:
     if len(forms) > 1:
         quick = {form: min(side.variant.times_us(3)) for form, side in found.items()}
         run.xla_forms[pass_name] = min(quick, key=lambda form: quick[form])
-        said = ", ".join(f"{form} {us:.0f} us ({found[form].facts['recipe']})" for form, us in quick.items())
-        print(f"  xla {pass_name}: {said}", flush=True)
+        times = ", ".join(f"{form} {us:.0f} us ({found[form].facts['recipe']})" for form, us in quick.items())
+        print(f"  xla {pass_name}: {times}", flush=True)
     return Side("", False, found[run.xla_forms.get(pass_name, next(iter(found)))])
 
 

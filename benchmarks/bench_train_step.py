@@ -39,7 +39,7 @@ SIDES = {  # side -> backend, precision; those that others are compared with com
     "jaxops_fp8_blockwise": ("auto", "fp8-blockwise"),
 }
 PEAK_TFLOPS = 989.4  # of an H200 in bfloat16, as its data sheet has it: what MFU is a share of
-APART = 0.02  # losses of the first step, of whatever side, in bfloat16 or FP8
+APART = 0.02  # losses of the first step, of any side, in bfloat16 or FP8
 SHOWN = 25  # kernels of a row
 WARMUP = 2  # steps
 

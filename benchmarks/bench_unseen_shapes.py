@@ -1,4 +1,4 @@
-"""grouped_matmul at shapes that nobody tuned: the plan that "auto" chooses beside the best plan of tuning that shape.
+"""grouped_matmul at untuned shapes: the plan that "auto" chooses beside the best plan of tuning that shape.
 
 python -m benchmarks.bench_unseen_shapes                              # 20 random shapes, three passes
 python -m benchmarks.bench_unseen_shapes --shapes 5 --passes fwd

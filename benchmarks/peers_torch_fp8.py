@@ -239,4 +239,4 @@ class Worker:
             library.m_grouped_fp8_gemm_nt_contiguous(cast(padded), weights, out, group_of_row)
             return out
 
-        return call, places.tolist(), f"{self._deepgemm_recipe()}, groups padded beforehand"
+        return call, places.tolist(), f"{self._deepgemm_recipe()}, groups padded before"

@@ -29,7 +29,7 @@ PEERS = (
     "deepgemm",
 )
 _CASE = ("op", "pass", "name", "dtype", "dist", "recipe")
-_VARIANT = ("scaling", "layouts", "cast")  # what tells rows of some ops apart, in jaxops' rows and in peers'
+_VARIANT = ("scaling", "layouts", "cast")  # entries that distinguish rows of some ops
 
 
 def read_rows(folder: pathlib.Path) -> list[dict]:

@@ -92,9 +92,9 @@ class Checkpoints:
             damaged[step] = wrong
         if not damaged:
             return state, 0
-        said = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
+        problems = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
         raise typer.BadParameter(
-            f"all checkpoints are damaged. {said}. Take another folder with --out, or remove them to begin again.",
+            f"all checkpoints are damaged. {problems}. Take another folder with --out, or remove them to begin again.",
             param_hint="--resume",
         )
 
@@ -183,12 +183,12 @@ class Checkpoints:
             return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
         ours = {name: _describe(array) for name, array in wanted.items()}
         if differing := [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]:
-            said = [
+            problems = [
                 f"{name} is {stored.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
                 for name in differing
             ]
             raise typer.BadParameter(
-                f"step {step} in {self.folder} is of another model or optimizer: {_some(said, '; ')}. "
+                f"step {step} in {self.folder} is of another model or optimizer: {_some(problems, '; ')}. "
                 "Resume with the configuration that it was trained with, or take another folder.",
                 param_hint="--resume",
             )

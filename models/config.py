@@ -140,8 +140,8 @@ def check_unchanged(config: Schedule, file: Path) -> None:
     Raises:
       ValueError: they differ, with all differences named, or the file was edited.
     """
-    text, _, said = file.read_text(errors="replace").rpartition(CHECKSUM)
-    if said.strip() != _crc(text):
+    text, _, checksum = file.read_text(errors="replace").rpartition(CHECKSUM)
+    if checksum.strip() != _crc(text):
         raise ValueError(
             f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with "
             "--out."

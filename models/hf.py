@@ -190,10 +190,10 @@ def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
     for name, (_, shape) in headers.items():
         if name in where:
             entry, index = where[name]
-            said = params[entry.path].shape[len(index) :]
-            said = said[::-1] if entry.transposed else said
-            if shape != said:
-                wrong.append(f"{name} is {list(shape)}, and config.json says {list(said)}")
+            expected = params[entry.path].shape[len(index) :]
+            expected = expected[::-1] if entry.transposed else expected
+            if shape != expected:
+                wrong.append(f"{name} is {list(shape)}, and config.json says {list(expected)}")
         elif not (tied_head and name == HEAD.name):
             wrong.append(f"{name} is not a part of the model")
     wrong += [f"{name} is missing" for name in sorted(where.keys() - headers.keys())]

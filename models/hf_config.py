@@ -254,10 +254,10 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
             raise ValueError(f"the decoder does not have this checkpoint's {', '.join(missing)}")
         return architecture, DecoderConfig(qk_norm=kind.qk_norm, **keys.sizes(), **options)
     except pydantic.ValidationError as error:
-        said = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors()
         )
-        raise ValueError(f"{file}: {said}.") from error
+        raise ValueError(f"{file}: {problems}.") from error
     except ValueError as error:
         raise ValueError(f"{file}: {str(error).rstrip('.')}.") from error
 

@@ -122,7 +122,7 @@ def make_learning_rate(schedule: Schedule) -> optax.Schedule:
 
 
 def is_decayed(path: tuple) -> bool:
-    """By a parameter's name: not norms' scales and biases. The rank does not tell, because layers are stacked."""
+    """By a parameter's name: not norms' scales and biases. Not by rank, because layers are stacked."""
     return re.search(r"\b(scale|bias)\b", name_of(path)) is None
 
 

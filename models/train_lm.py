@@ -113,10 +113,10 @@ def choose(options: LmOptions) -> Preset:
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
     sizes = [field.name for field in dataclasses.fields(stored) if field.name not in RUN_FIELDS]
     if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
-        said = ", ".join(
+        conflicts = ", ".join(
             f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
         )
-        raise ValueError(f"{said}: with init_from leave them out.")
+        raise ValueError(f"{conflicts}: with init_from leave them out.")
 
 
 def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:

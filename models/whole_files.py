@@ -53,15 +53,15 @@ def verify(folder: Path) -> None:
         return
     wrong = []
     for number, line in enumerate(sums.read_text(errors="replace").splitlines(), 1):
-        said = LINE.fullmatch(line)
-        if said is None:
+        entry = LINE.fullmatch(line)
+        if entry is None:
             raise ValueError(
                 f"{sums}, line {number}: {line[:80]!r} is no checksum and file name. Copy the folder again."
             )
-        file = folder / said[2]
+        file = folder / entry[2]
         if not file.exists():
             wrong.append(f"{file} is missing")
-        elif _sum(file) != said[1]:
+        elif _sum(file) != entry[1]:
             wrong.append(f"{file} is not what was written: its SHA-256 is another")
     if wrong:
         raise ValueError(

@@ -270,7 +270,7 @@ def test_a_policy_that_saves_the_names_runs_no_pass_again(name, monkeypatch):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_gradients_are_the_same(name):
-    """To the bit, whatever is kept. (On a CPU the host's memory is the device's.)"""
+    """Bit-equal for every policy. (On a CPU host memory is device memory.)"""
     case = CASES[name]
     # Some without XLA's fusions, which on a CPU contract products and sums: a value that both passes compute from a
     # kept input, such as a norm in the portable backward, would be rounded differently in each program.

@@ -160,7 +160,7 @@ def test_quantisation_that_is_off_by_a_bit_writes_no_row(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fp8_rate(monkeypatch):
-    """As if this machine had cuBLASLt's FP8, with 0.25 TFLOP/s."""
+    """Fakes a machine with cuBLASLt FP8 at 0.25 TFLOP/s."""
     measure = fp8_machine.measure_machine
     monkeypatch.setattr(fp8_machine, "measure_machine", lambda *args: (measure(*args)[0], 0.25))
     return 0.25

@@ -40,7 +40,7 @@ def test_smoke(tmp_path, monkeypatch):
 
 
 def test_without_jaxops():
-    """The layers' scan is JAX's own there: the same numbers, by no custom_vjp."""
+    """The layers are scanned by JAX: the same numbers, without custom_vjp."""
 
     def loss(w):
         return jnp.sum(layers.scan(lambda x, w: (jnp.sin(x @ w), None), jnp.eye(2), w, policy=Policy())[0])
@@ -103,7 +103,7 @@ def test_largest():
 
 
 def test_rows_of_a_batch():
-    """A decoder's row is a context, a diffusion transformer's as many tokens as its largest image has."""
+    """A decoder's row is a context, a DiT's the tokens of its largest image."""
     policy = Policy(offload=("carry",))
     decoder, dit = (CASES[name].resized(3, policy) for name in ("decoder_7b", "dit_7b"))
     assert (decoder.batch, decoder.model.policy, dit.tokens, dit.policy) == (3, policy, 3 * dit.longest, policy)

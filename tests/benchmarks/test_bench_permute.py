@@ -30,7 +30,7 @@ def test_bytes_are_those_of_every_input_and_output():
 
 @pytest.mark.parametrize(("case", "kernel"), KERNELS.values(), ids=KERNELS)
 def test_a_case_times_its_own_pass_alone(case, kernel):
-    """On a GPU nothing but that kernel is in the program."""
+    """On a GPU the program has only that kernel."""
     inputs, routing = (
         jax.eval_shape(lambda make=make: make(SMOKE))
         for make in (bench_permute.make_inputs, bench_permute.make_routing)

@@ -82,9 +82,9 @@ def test_moved_bytes_leave_out_the_weights_that_nobody_reads():
 )
 def test_preferences_fill_the_groups(dist, shape):
     """Each token has k experts. Groups have the sizes of `group_sizes`, except where a token would be in one twice."""
-    told = shapes_moe.preferences(dist, shape) > 0
-    np.testing.assert_array_equal(told.sum(axis=1), shape.k)
-    got, want = told.sum(axis=0), shapes.group_sizes(dist, shape.E, shape.T * shape.k)
+    chosen = shapes_moe.preferences(dist, shape) > 0
+    np.testing.assert_array_equal(chosen.sum(axis=1), shape.k)
+    got, want = chosen.sum(axis=0), shapes.group_sizes(dist, shape.E, shape.T * shape.k)
     if want.max() <= shape.T:
         np.testing.assert_array_equal(got, want)
     else:
@@ -93,5 +93,5 @@ def test_preferences_fill_the_groups(dist, shape):
         assert not got[want == 0].any()
 
 
-def test_the_router_is_told_nothing():
+def test_router_logits_are_unchanged():
     assert not shapes_moe.preferences("router", shapes_moe.MOES["mixtral_t16384"]).any()

@@ -33,7 +33,7 @@ def test_smoke_run_writes_a_row_a_side(tmp_path, monkeypatch):
 
 
 def test_flops_of_the_language_model():
-    """Six a parameter at work and token, but for embeddings, and the pairs that see each other."""
+    """Six for each active parameter, without embeddings, and pairs within documents."""
     preset = PRESETS["3b"]
     c = preset.model
     documents = np.zeros((1, 1, 2048), np.int32)

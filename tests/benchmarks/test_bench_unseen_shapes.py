@@ -1,4 +1,4 @@
-"""Shapes that nobody tuned: which they are, what is tried for them, and the benchmark's own path on a CPU."""
+"""Untuned shapes: which they are, their candidates, and a run on a CPU."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_shapes_are_random_and_always_the_same():
 
 
 def test_what_is_tried(monkeypatch):
-    """Every kind of tile that is a candidate, static and dynamic, of the plan's kernel and panel."""
+    """All candidate tiles, static and dynamic, of the plan's kernel and panel."""
     monkeypatch.setattr(device, "gluon_missing", lambda: "")  # on Python 3.11, too
     with on_h200():
         for name in shapes.PASSES:

@@ -32,7 +32,7 @@ TINY = Preset(
 
 
 def train(out: Path, backend: str = "xla", **options: Any) -> None:
-    """The command but for the report and the sample."""
+    """The command without the report and the sample."""
     PRESETS["tiny"] = TINY
     train_lm.plot_report = train_lm.write_sample = lambda *_: None
     train_lm.main(

@@ -26,7 +26,7 @@ def assert_same_bits(got, want):
 
 
 def test_histories_of_delayed_scaling(tmp_path):
-    """Compiles nothing: the state's shapes, filled with numbers."""
+    """The state's shapes, filled with numbers; nothing is compiled."""
     preset = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, recipe="delayed"))
     rng = np.random.default_rng(0)
     state = jax.tree.map(
@@ -87,7 +87,7 @@ def test_which_stay(tmp_path):
 
 
 def test_onto_other_devices(tmp_path):
-    """Saved from four devices, read onto two with another axis split, and onto one."""
+    """Saved from four devices, read onto two with another split axis, and onto one."""
     if jax.device_count() < 4:
         pytest.skip("needs four devices")
 
@@ -118,7 +118,7 @@ def saved(folder, *steps: int):
 
 
 def data_file(folder) -> Path:
-    """The largest: it holds the arrays."""
+    """The largest file, which holds the arrays."""
     return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 
 
@@ -171,7 +171,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(damage, tmp_path):
 
 
 def test_one_number_is_another(tmp_path):
-    """Of an array of random bits, which is stored as it is: nothing but the checksum sees that."""
+    """An array of random bits, stored uncompressed: only the checksum detects it."""
     kernel = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32)
     with Checkpoints(tmp_path) as checkpoints:
         for step in (2, 4):

@@ -158,6 +158,6 @@ def test_attention_is_this_machines(monkeypatch):
 
 
 def test_yaml_is_what_others_read(tmp_path):
-    """The writer's file is plain YAML, whoever loads it."""
+    """The written file is plain YAML for any loader."""
     config.write(PRESETS["demo"], tmp_path / "config.yaml")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]["norm_epsilon"] == 1e-6

@@ -41,7 +41,7 @@ def test_which_files_are_read(tmp_path):
 
 
 def test_documents(tmp_path):
-    """A file is one, and each line of a .jsonl file; empty ones are none."""
+    """A document is a file, or a line of a .jsonl file; empty ones are skipped."""
     (tmp_path / "a.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 3}\n\n{"text": ""}\n{"text": "é\\n"}')
     (tmp_path / "c.txt").write_bytes(b"")

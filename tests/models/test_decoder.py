@@ -77,7 +77,7 @@ def test_shapes_and_dtypes():
 
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
 def test_fp8(unroll):
-    """Near what bfloat16 gives, and not the same; delayed scaling writes each layer's histories, in evaluation none."""
+    """Close to bfloat16, and not equal; delayed scaling writes histories, except in evaluation."""
     plain = model_of(dataclasses.replace(SPARSE, dtype="bfloat16", qk_norm=True))
     delayed = model_of(dataclasses.replace(plain.config, recipe="delayed", unroll=unroll))
     graphdef, _, histories = nnx.split(delayed, nnx.Param, ...)
@@ -98,7 +98,7 @@ def test_fp8(unroll):
 
 @pytest.mark.parametrize("config", [DENSE, dataclasses.replace(SPARSE, policy=None)], ids=["dense", "sparse"])
 def test_blocks_keep_no_float32_copies_for_the_backward(config):
-    """Of anything that is a vector a token, or a head's."""
+    """No float32 residual has a vector a token, or a head."""
     config = dataclasses.replace(config, dtype="bfloat16", layers=3)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     backward = jax.eval_shape(
@@ -131,7 +131,7 @@ def test_documents_by_cudnn():
 
 
 def test_the_loss_of_long_batches_comes_in_pieces(monkeypatch):
-    """The same loss and gradients from pieces, the last one padded, as at once."""
+    """The same loss and gradients from pieces, with a padded last one."""
     documents = jnp.zeros(TOKENS.shape, jnp.int32).at[:, 9:].set(1).at[1, 15:].set(-1)
     batch = Batch(TOKENS, jnp.roll(TOKENS, -1, axis=1), documents)
     graphdef, params = nnx.split(model_of(DENSE))

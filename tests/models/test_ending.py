@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True, scope="module")
 def _tiny():
-    """What `train` changes is as before after these tests."""
+    """Restores what `train` patches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", TINY)
         patch.setattr(train_lm, "plot_report", None)
@@ -30,14 +30,14 @@ def _tiny():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nobody stops."""
+    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     train(out, save_every=EVERY)
     return out
 
 
 def at_step(number: int, do) -> object:
-    """A `make_step` whose step does something before it runs as that one of a run."""
+    """A `make_step` whose step calls a function before a given step of a run."""
     make_step, calls = train_lm.make_step, iter(range(1, 100))
 
     def watched(*arguments):
@@ -86,7 +86,7 @@ def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("second", [False, True], ids=["time is up", "a second signal"])
 def test_a_process_that_does_not_stop_is_ended(second):
-    """Not even Python's own handlers run while the main thread is in compiled code."""
+    """Python's own handlers do not run while the main thread is in compiled code."""
     code = f"""
 import os, signal, threading
 from models.ending import StopSignals
@@ -104,7 +104,7 @@ with StopSignals({60 if second else 0.1}, lambda number: f"last words of {{numbe
 
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys):
-    """From step 4 on the log is written to one that is always full."""
+    """From step 4 on the log is on a full disk."""
     add = MetricsLog.add
 
     def add_to_full(log, done, *given):

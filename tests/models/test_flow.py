@@ -97,7 +97,7 @@ def test_steps_are_heuns():
 
 
 def test_an_image_is_found_again():
-    """The velocity that the loss teaches for a single image leads the sampler from any noise to that image."""
+    """The optimal velocity for a single image leads the sampler from any noise to that image."""
     image = np.linspace(-1, 1, 14, dtype=np.float32).reshape(7, 2)
     towards = lambda tokens, time, labels: (
         (tokens - image) / jnp.maximum(time, 1e-3)

@@ -63,7 +63,7 @@ def test_draws_are_the_keys_and_a_row_ends():
 
 
 class Coin:
-    """A model whose next token is 0, 1 or 2 with the same logits after any prompt."""
+    """A model whose next token is 0, 1 or 2 with fixed logits."""
 
     logits = np.log([0.1, 0.3, 0.6]).astype(np.float32)
 
@@ -76,7 +76,7 @@ class Coin:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_draws_are_as_likely_as_the_temperature_says(temperature):
-    """A token's chance is exp(logit / temperature), in every place anew."""
+    """Probabilities are exp(logit / temperature), independently at every position."""
     prompts = generate.Prompts(jnp.zeros((5000, 2), jnp.int32), jnp.zeros(5000, jnp.int32))
     drawn = np.asarray(jax.jit(lambda: generate.generate(Coin(), prompts, jax.random.key(0), 4, temperature))())
     chances = np.array([0.1, 0.3, 0.6]) ** (1 / temperature)

@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_
 
 
 def test_bfloat16(tmp_path):
-    """Parameters are float32, from whatever dtype; and saved in the one that is asked for."""
+    """Parameters are float32 from any dtype; saved in the given one."""
     architecture, model = hf.load(DATA / "mixtral_odd")
     hf.save(tmp_path, architecture, model, dtype="bfloat16")
     assert {tensor.dtype for tensor in stored(tmp_path).values()} == {jnp.dtype("bfloat16")}
@@ -177,7 +177,7 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
 
 
 def test_defaults_are_of_the_model_type():
-    """Those that the small checkpoints' shapes do not let through."""
+    """Defaults that the small checkpoints' shapes do not allow."""
     assert (
         hf_config.Qwen3().head_dim,
         hf_config.Qwen3().vocab_size,
@@ -216,7 +216,7 @@ def test_saving_as_another_architecture(tmp_path):
 
 
 def lie(file: pathlib.Path) -> None:
-    """A header whose length says that it goes past the end of the file."""
+    """A header whose length exceeds the file."""
     content = file.read_bytes()
     file.write_bytes((len(content) * 2).to_bytes(8, "little") + content[8:])
 
@@ -284,7 +284,7 @@ def test_a_tensor_in_two_files(tmp_path):
 
 
 def test_what_transformers_reads_beside_the_parameters(tmp_path):
-    """Buffers of the rotary positions, and the head of a tied model, if it is the embedding."""
+    """Buffers of the rotary positions, and the head of a tied model if it equals the embedding."""
     wanted = nnx.state(hf.load(DATA / "llama_odd_tied")[1])
     frequencies = put("model.layers.0.self_attn.rotary_emb.inv_freq", jnp.ones(3))
     head = lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"]})
@@ -299,7 +299,7 @@ def test_what_transformers_reads_beside_the_parameters(tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "SHA256SUMS"])
 def test_what_we_wrote_is_verified(name, tmp_path):
-    """One bit, wherever it is."""
+    """One flipped bit, at any position."""
     architecture, model = hf.load(DATA / "llama")
     hf.save(tmp_path, architecture, model, beside={"tokenizer.json": "{}"})
     assert sorted(file.name for file in tmp_path.iterdir()) == [

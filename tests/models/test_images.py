@@ -174,7 +174,7 @@ def test_digits_are_held_out_whole(monkeypatch):
 
 
 def test_photos_are_held_out_by_their_right_hand_fifth(monkeypatch):
-    """Of two photographs that grow brighter from left to right, one of them a little."""
+    """From two photographs whose brightness grows from left to right, one of them slightly."""
     ramp = np.linspace(0, 250, 600).astype(np.uint8)
     photos = [np.broadcast_to(row[None, :, None], (300, 600, 3)) for row in (ramp, ramp // 5)]
     monkeypatch.setattr(sklearn.datasets, "load_sample_images", lambda: types.SimpleNamespace(images=photos))
@@ -240,7 +240,7 @@ def test_a_square_stays_one():
 
 
 def test_an_image_keeps_its_ratio(tmp_path):
-    """A circle stays one, where two sides are cut; turned as the camera says."""
+    """A circle stays one after cropping; EXIF orientation is applied."""
     image = Image.new("L", (200, 150))
     ImageDraw.Draw(image).ellipse((25, 0, 175, 150), fill=255)
     image.save(tmp_path / "circle.png")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True, scope="module")
 def _tiny():
-    """What `train` changes is as before after these tests."""
+    """Restores what `train` patches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", TINY)
         patch.setattr(train_lm, "plot_report", None)
@@ -41,7 +41,7 @@ def lines_of(out: Path) -> list[dict]:
 
 
 def state_of(out: Path, step: int) -> dict[str, jax.Array]:
-    """On one device, whatever it was saved from."""
+    """On one device, from any number."""
     folder, here = out.resolve() / "checkpoints" / str(step), SingleDeviceSharding(jax.devices()[0])
     with ocp.StandardCheckpointer() as reader:
         saved = reader.metadata(folder).item_metadata.tree
@@ -52,7 +52,7 @@ def state_of(out: Path, step: int) -> dict[str, jax.Array]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run on one device that nobody stops."""
+    """An uninterrupted run on one device."""
     out = tmp_path_factory.mktemp("whole")
     train(out, save_every=EVERY)
     return out
@@ -149,7 +149,7 @@ def test_what_does_not_go_together(options, says, whole):
 
 
 def test_other_data(whole, tmp_path):
-    """A run goes on with the data that it began with, or names what is not."""
+    """A run resumes with its original data, or names the differences."""
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     sums = json.loads((out / "data.json").read_text())
     (name,) = sums

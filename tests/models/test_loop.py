@@ -56,7 +56,7 @@ def first_step(preset: Preset, batch, state=None):
 
 
 def test_micro_batches_add_up_to_the_batch():
-    """Rows of unequal fill: each token counts alike, whichever micro-batch it is in."""
+    """Rows of unequal fill: every token has the same weight in any micro-batch."""
     rows = train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN)
     whole, parts = (
         train_lm.make_batches(dataclasses.replace(TINY, accumulate=count), UNEVEN, rows)(0) for count in (1, 4)
@@ -88,7 +88,7 @@ def test_micro_batches_add_up_to_the_batch():
     ids=["decoder", "experts", "dit"],
 )
 def test_matrices_are_decayed_and_nothing_else(model, kept):
-    """By what the optimizer does to parameters without a gradient."""
+    """By the update of parameters without a gradient."""
     params = jax.tree.map(lambda p: np.ones(p.shape, np.float32), nnx.state(nnx.eval_shape(model), nnx.Param))
     optimizer = make_optimizer(dataclasses.replace(TINY, warmup_steps=0))
     updates = jax.jit(
@@ -102,7 +102,7 @@ def test_matrices_are_decayed_and_nothing_else(model, kept):
 
 
 def test_padding_and_the_ends_of_documents_are_not_learned():
-    """What stands in padding reaches neither loss nor gradient."""
+    """Padding affects neither loss nor gradient."""
     batch = train_lm.make_batches(
         TINY, UNEVEN, train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN)
     )(0)
@@ -118,7 +118,7 @@ def test_padding_and_the_ends_of_documents_are_not_learned():
 
 
 def test_a_row_of_its_own_and_a_packed_one_give_the_same_loss():
-    """Over all data at once: without pack attention has no mask, and documents still see only themselves."""
+    """Over all data: without pack attention has no mask, and documents still attend only to themselves."""
     losses = []
     for pack in (True, False):
         preset = dataclasses.replace(TINY, pack=pack, buckets=1)
@@ -155,7 +155,7 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass
 class Toy:
-    """A model of one parameter, which is trained as any other."""
+    """A model of one parameter."""
 
     training: Training
     graphdef: Any
@@ -225,7 +225,7 @@ def test_a_new_run_begins_a_new_log(tmp_path):
 
 
 def test_a_damaged_log(toy, tmp_path):
-    """Half a line, one that is no JSON, one that lacks a number: the others stay, and the gap is said."""
+    """Half a line, invalid JSON, a missing number: other lines are kept, and the gap is reported."""
     row = {"step": 1, "loss": 1.0, "tokens": 4, "fill": 1.0, "learning_rate": 0.1, "gradient_norm": 1.0}
     lines = [json.dumps(row | {"step": step}) for step in range(1, 7)]
     lines[1], lines[3], lines[5] = "{\x00\xff", json.dumps({"step": 4}), lines[5][:9]

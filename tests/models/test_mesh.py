@@ -48,7 +48,7 @@ CORPUS = split(
 
 
 class Outcome(NamedTuple):
-    """What the steps gave, and the program that made them; `first` is the state after the first one."""
+    """Results of the steps, and their program; `first` is the state after the first step."""
 
     first: Any
     metrics: list[loop.Metrics]
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 def preset_of(config: DecoderConfig, accumulate: int = 1) -> Preset:
-    """With a document a row: the devices count unlike numbers of tokens."""
+    """With a document a row: the devices count different numbers of tokens."""
     return Preset(
         config,
         8,
@@ -97,7 +97,7 @@ def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1) 
 
 
 def fraction(x: jax.Array) -> float:
-    """How much of it lies on one device."""
+    """The fraction of an array on one device."""
     (share,) = {shard.data.size / x.size for shard in x.addressable_shards}
     return share
 
@@ -166,7 +166,7 @@ def on_kernels(mesh, **options):
 
 
 def test_kernels():
-    """Pallas' interpreter cannot follow varying axes; below the kernels' own types are checked."""
+    """In Pallas' interpreter, which does not support check_vma; the next test checks the kernels' types."""
     mesh, preset = make_mesh("data=2,expert=2"), preset_of(SPARSE)
     batch = shard_batch(jax.tree.map(lambda x: x[0], batches_of(preset)(0)), mesh)
     params = train_lm.start_state(preset, mesh)[1].params
@@ -204,7 +204,7 @@ def test_a_sum_over_devices_is_rounded_once():
 
 
 def test_kernels_say_over_which_axes_their_results_vary():
-    """The gradient traced for H200s that are not there: the kernels are in it, and shard_map has checked them."""
+    """The gradient traced for absent H200s: the kernels are in it, and shard_map has checked them."""
     mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3, abstract_device=H200)
     params = jax.eval_shape(lambda: train_lm.init_state(preset_of(SPARSE), 0)[1].params)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -217,7 +217,7 @@ def test_kernels_say_over_which_axes_their_results_vary():
 
 
 def test_parts_count_what_they_hold():
-    """A toy: parts of unlike weights, keys and histories."""
+    """A toy model with different weights, keys and histories in its parts."""
     mesh = make_mesh("data=2,fsdp=2")
     params, x = {"kernel": jnp.arange(12.0).reshape(4, 3)}, np.arange(32, dtype=np.float32).reshape(8, 4)
     counts = np.array([1, 0, 2, 2, 0, 0, 1, 0], np.float32)
@@ -243,7 +243,7 @@ def test_parts_count_what_they_hold():
 
 
 def test_dit():
-    """Each device has a packed batch of its own, and its own noise; the parameters are put together at once."""
+    """Each device has its own packed batch and noise; parameters are gathered at once."""
     mesh, config = make_mesh("fsdp=4"), DiTConfig(1, 8, 2, 4, 3, 6, backend="xla")
     graphdef, params = nnx.split(nnx.jit(lambda: DiT(config, rngs=nnx.Rngs(0)))(), nnx.Param)
     rng = np.random.default_rng(0)

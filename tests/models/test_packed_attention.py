@@ -100,7 +100,7 @@ def test_sequences_by_row(lengths, before):
     "offsets", [[0, 700, 700, 701, 1000], [3, 250, 250, 250, 990], [0, 1000]], ids=["whole", "outside", "one"]
 )
 def test_cudnn(offsets, causal):
-    """Values and gradients are the dense way's; NaN outside the sequences."""
+    """Values and gradients equal those of the dense way; NaN outside the sequences has no effect."""
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in normal(0, 1000, 64)]
     ends = jnp.asarray(offsets, jnp.int32)
     dense = packed_attention(*arrays, ends, causal=causal), *gradients(*arrays, ends, causal=causal)

@@ -16,12 +16,12 @@ many_lengths = st.lists(st.one_of(st.integers(0, 3), st.integers(1, 70)), min_si
 
 
 def documents_of(lengths) -> Documents:
-    """Tokens that are all different, so that each says which one it is."""
+    """All tokens differ, so that each one is identifiable."""
     return Documents(np.arange(sum(lengths), dtype=np.uint32), np.cumsum([0, *lengths]))
 
 
 def predictions_of(batch) -> list[tuple[int, int]]:
-    """(token, target) of all that a batch counts."""
+    """(token, target) of all counted predictions of a batch."""
     counted = batch.documents >= 0
     return list(zip(batch.tokens[counted].tolist(), batch.targets[counted].tolist(), strict=True))
 
@@ -32,7 +32,7 @@ def all_predictions(lengths) -> list[tuple[int, int]]:
 
 
 def check_rows(batch) -> None:
-    """In each row pieces one after another, numbered from 0, without gaps between tokens; and then padding."""
+    """Each row has pieces one after another, numbered from 0, then padding."""
     for tokens, documents in zip(
         batch.tokens.reshape(-1, batch.tokens.shape[-1]),
         batch.documents.reshape(-1, batch.tokens.shape[-1]),
@@ -81,7 +81,7 @@ def test_best_fit_never_overfills(lengths):
 
 
 def test_rows_are_full():
-    """Documents as texts have them: a few long ones, many short ones."""
+    """A typical mix: a few long documents, many short ones."""
     lengths = np.random.default_rng(0).lognormal(5, 1.2, 3_000).astype(int) + 2
     assert overall_fill((pack(documents_of(lengths), 256),)) > 0.99
 
@@ -131,7 +131,7 @@ def test_an_epoch_shows_every_prediction_and_each_in_its_own_order(unpacked):
 
 
 def test_a_batch_is_a_function_of_seed_and_step(unpacked):
-    """Whatever was asked for before."""
+    """Independent of earlier calls."""
     documents, rows = unpacked
     make = lambda seed: row_batches(documents.tokens, rows, 512, 1, seed)
     forward = [make(3)(step) for step in range(30)]
@@ -144,7 +144,7 @@ def test_a_batch_is_a_function_of_seed_and_step(unpacked):
 
 
 def test_an_evaluation_has_rows_from_everywhere():
-    """At even distances, the first and the last among them; what the last batch lacks is padding."""
+    """Evenly spaced, including the first and the last; the last batch is padded."""
     documents = documents_of([9] * 10)
     batch = even_rows(documents.tokens, pack(documents, 8), 4, 3)
     np.testing.assert_array_equal(batch.tokens[..., 0], [[0, 27, 54], [81, 0, 0]])

@@ -36,7 +36,7 @@ SCHEDULE = Schedule(
 
 
 class Points(NamedTuple):
-    """Micro-batches of x [A, N], of which those count that are there."""
+    """Micro-batches of x [A, N], of which some points are counted."""
 
     x: Any
     there: Any
@@ -50,14 +50,14 @@ class Points(NamedTuple):
 
 
 def line_objective(model: nnx.Linear, batch: Points, key: jax.Array) -> tuple[jax.Array, Measured]:
-    """Squared error from 3 x and a number that is drawn, and a penalty that is not part of the loss."""
+    """Squared error against 3 x plus a random number, and a penalty that is not in the measured loss."""
     error = model(batch.x[:, None])[:, 0] - (3 * batch.x + jax.random.normal(key))
     loss = jnp.sum(jnp.where(batch.there, error**2, 0)) / jnp.sum(batch.there)
     return loss + PENALTY * jnp.sum(model.kernel[...] ** 2), Measured(loss)
 
 
 def points(seed: int, parts: int = 2) -> Points:
-    """Of each micro-batch other numbers count."""
+    """Each micro-batch counts different points."""
     rng = np.random.default_rng(seed)
     return Points(
         rng.normal(size=(parts, 6)).astype(np.float32), np.arange(6)[None, :] < np.array([2, 6, 3])[:parts, None]
@@ -148,7 +148,7 @@ def test_evaluation():
 
 
 def test_an_evaluation_is_in_evaluation_mode():
-    """Half of what a dropout layer is given is zero in training, none in evaluation."""
+    """A dropout layer zeroes half of its input in training, nothing in evaluation."""
     graphdef, params, rest = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param, ...)
 
     def share_of_zeros(model, batch, key):
@@ -206,7 +206,7 @@ def test_the_objective_of_a_language_model():
 
 
 class Seen(NamedTuple):
-    """What a command's `train` would run, the state that it starts from, and the model that comes back."""
+    """The arguments of a command's `train`, its first state, and the returned model."""
 
     training: loop.Training
     state: loop.TrainState
@@ -214,7 +214,7 @@ class Seen(NamedTuple):
 
 
 def train_seen(module: Any, monkeypatch, out, *args) -> Seen:
-    """Compiles no step: as if the steps had led from the parameters to an average of others."""
+    """Without compiled steps: the average is set to other parameters."""
     seen = []
 
     def run_steps(training, state, run):
@@ -233,7 +233,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_the_averaged_language_model_is_evaluated_and_kept(monkeypatch, tmp_path):
-    """On the documents that are held out, packed into rows in which none sees another."""
+    """On the held-out documents, packed into rows, independent of each other."""
     seen = train_seen(train_lm, monkeypatch, tmp_path, TINY, CORPUS, "nats")
     params = nnx.state(seen.model, nnx.Param)
     assert same(params, seen.state.average)
@@ -272,7 +272,7 @@ DATA = DataSet(flat(0, 8), flat(255, 7), ("one", "other"), 2, 1, 9, ((4, 6),))
 
 
 def test_the_averaged_diffusion_transformer_is_evaluated_and_kept(monkeypatch, tmp_path):
-    """On the images that are held out, none of whose labels is dropped."""
+    """On the held-out images, without label dropout."""
     losses, real = [], train_dit.loss_fn
 
     def loss_fn(model, batch, key, label_dropout):
@@ -304,7 +304,7 @@ def test_the_averaged_diffusion_transformer_is_evaluated_and_kept(monkeypatch, t
     ids=["lm", "dit"],
 )
 def test_what_a_run_draws_from_its_seed(module, preset, args, monkeypatch, tmp_path):
-    """Parameters, batches and keys; and it learns from what is not held out."""
+    """Parameters, batches and keys; it trains on data that is not held out."""
     zero, again, one = (
         train_seen(module, monkeypatch, tmp_path, dataclasses.replace(preset, seed=seed), *args) for seed in (0, 0, 1)
     )

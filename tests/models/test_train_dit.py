@@ -135,7 +135,7 @@ def test_same_state_same_bits(command):
 
 @pytest.fixture(scope="module")
 def model():
-    """Every parameter random: at its start each block is the identity, and nothing would be seen of the attention."""
+    """With random parameters: initially each block is the identity, which would hide attention."""
     model = nnx.eval_shape(lambda: DiT(CONFIG, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     nnx.update(model, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
@@ -159,7 +159,7 @@ TIMES = np.linspace(0.1, 0.9, len(GRIDS), dtype=np.float32)
 
 
 def outputs(model, images: Images, chosen) -> list[np.ndarray]:
-    """What the model makes of the chosen images, packed together: one array an image."""
+    """The model's outputs for the chosen images packed together, an array an image."""
     batch = pack(images, chosen, PATCH, budget=64, count=len(GRIDS))
     time = np.zeros(len(GRIDS), np.float32)
     time[: len(chosen)] = TIMES[list(chosen)]
@@ -270,7 +270,7 @@ def test_a_run_from_its_own_configuration_and_images_of_a_folder(tmp_path, capsy
 
 
 def test_over_a_mesh_and_from_a_checkpoint(monkeypatch, tmp_path):
-    """Each device packs images of its own; a run that goes on from its first checkpoint is the same one."""
+    """Each device packs its own images; a run resumed from its first checkpoint is the same run."""
     monkeypatch.setitem(
         DIT_PRESETS, "tiny", dataclasses.replace(TINY, tokens=160, images=24, accumulate=2, steps=4, eval_every=4)
     )

@@ -130,7 +130,7 @@ def test_the_configuration_that_is_written_makes_the_same_run(command, tmp_path)
 
 
 def test_going_on_from_a_checkpoint(command, tmp_path, capsys):
-    """It starts where the checkpoint ended, on other text, and writes the same architecture."""
+    """It starts from the checkpoint, on other text, and writes the same architecture."""
     (tmp_path / "text.txt").write_text("all work and no play makes a dull model\n" * 200)
     start = str(command.out / "checkpoint-hf")
     settings = ["context=32", "batch=4", "eval_windows=8", "eval_every=10", "accumulate=2"]

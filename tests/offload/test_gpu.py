@@ -62,7 +62,7 @@ def compiled(policy):
 
 
 def kernels(program):
-    """Calls of kernels and of cuDNN in the program, and products, which are cuBLAS' or fusions, as XLA likes."""
+    """Calls of kernels and of cuDNN in the program, and products, by cuBLAS or in fusions."""
     text = program.as_text()
     calls = sum(
         text.count(f'custom_call_target="{name}')
@@ -102,7 +102,7 @@ def test_report():
 
 
 def test_copies_beside_what_is_kept():
-    """The stacks of what is kept are written in the same loop, at the same counter."""
+    """Kept values are written to stacks in the same loop, at the same counter."""
     found = report(
         compiled(Policy(keep=("middle", "router", "route", "moe_mlp"), offload=("carry", "attention")))[0], verify=True
     )
@@ -131,7 +131,7 @@ def test_propose():
 
 
 def test_streamed_optimizer():
-    """As optax's, and a state that lies on the host."""
+    """As optax's step, with the state on the host."""
     w = weights()
     tx = optax.adamw(2.0**-10, b1=0.5, b2=0.75, weight_decay=0.0)
     optimizer = streamed(tx, pieces=LAYERS)

@@ -110,13 +110,13 @@ def test_of_lists():
 
 
 def of_mine(x, w):
-    """A layer with names of its own, of which JAX drops one: no gradient needs it."""
+    """A layer with its own names, one of which JAX drops, because no gradient needs it."""
     hidden = checkpoint_name(x @ w, "mine.hidden")
     return checkpoint_name(x + jnp.tanh(hidden), "not_needed"), None
 
 
 def of_an_op(x, w):
-    """A layer whose names come with differentiation alone."""
+    """A layer whose names exist only under differentiation."""
     return x + jaxops.grouped_glu(x, w[None], w[None], jnp.array([0, 3], jnp.int32), backend="xla"), None
 
 
@@ -153,7 +153,7 @@ def test_known_names(body, names):
     (of_an_op, "mine", "no value of body"),
 ])  # fmt: skip
 def test_a_name_that_no_value_has(body, name, message):
-    """Where the names are known: when a loop is differentiated, or when a policy for JAX's own functions is checked."""
+    """The error is raised when a loop is differentiated, or by policy.check."""
     for by in (Policy(keep=(name,)), Policy(keep=("grouped_glu",), offload=("carry", name))):
         with pytest.raises(ValueError, match=message):
             gradient(body, by)
@@ -168,7 +168,7 @@ def test_a_policy_of_another_kind():
 
 
 def test_in_jax_checkpoint():
-    """It is a policy of JAX's own."""
+    """It works as a policy of jax.checkpoint."""
 
     def f(x):
         return jnp.sin(checkpoint_name(jnp.sin(checkpoint_name(jnp.sin(x), "first")), "second"))

@@ -69,7 +69,7 @@ def test_copies_that_are_waited_for():
 
 
 def fake(text, host_temp, platform="gpu"):
-    """A compiled function of a machine that is not there."""
+    """A fake compiled function of an absent machine."""
     used = {
         f"{where}{what}_size_in_bytes": 0 for where in ("", "host_") for what in ("argument", "output", "temp", "alias")
     }
@@ -105,7 +105,7 @@ def test_verify():
 
 
 def test_on_a_cpu():
-    """Nothing moves, it says so, and verify lets it pass."""
+    """Nothing moves, the report says so, and verify does not raise."""
     step = jax.jit(
         jax.grad(
             lambda x: jnp.sum(

@@ -30,7 +30,7 @@ def test_names_inside_of_ops():
 
 
 def softmax_of_products(x, w, number):
-    """With an integer, which has no gradient, and values between that nobody can name from outside."""
+    """With an integer, which has no gradient, and intermediates that cannot be named from outside."""
     return jax.nn.softmax(jnp.tanh(x @ w) @ w * number)
 
 

@@ -23,7 +23,7 @@ GRADS = {name: jnp.cos(3 * p) for name, p in PARAMS.items()}
 
 
 def of_each(f: Callable) -> optax.GradientTransformation:
-    """A transformation without a state, of each gradient that is stacked."""
+    """A stateless transformation of each stacked gradient."""
     return optax.stateless(lambda grads, params: jax.tree.map(lambda g: f(g) if g.ndim else g, grads))
 
 
@@ -32,7 +32,7 @@ def of_tree(f: Callable) -> optax.GradientTransformation:
 
 
 def by_leaf(f: Callable) -> Callable:
-    """f of every example's own row, in what comes beside the first axis."""
+    """f of each row, flattened."""
     return lambda g: f(g.reshape(g.shape[0], math.prod(g.shape[1:]))).reshape(g.shape)
 
 
@@ -154,7 +154,7 @@ def test_refused(name):
 
 
 def test_scalars_may_be_mixed():
-    """What is no stack is whole in every piece's update, as a schedule's own numbers are."""
+    """Scalars are whole in every piece's update, such as a schedule's numbers."""
     params, grads = {"a": jnp.ones((ROWS, 2)), "t": jnp.float32(2)}, {"a": jnp.ones((ROWS, 2)), "t": jnp.float32(3)}
     tx = of_tree(lambda grads: grads | {"t": jnp.cumsum(jnp.stack([grads["t"], jnp.float32(1)]))[-1]})
     got, _ = streamed(tx, pieces=3).apply(params, tx.init(params), grads)
@@ -162,7 +162,7 @@ def test_scalars_may_be_mixed():
 
 
 def test_of_many_parameters_the_one_is_named():
-    """Each has a symbol of its own, also the eleventh."""
+    """Each parameter has its own symbol, also the eleventh."""
     params = {f"p{i:02d}": jnp.zeros((4, 2)) for i in range(13)}
     tx = optax.chain(optax.adam(0.1), of_tree(lambda grads: grads | {"p11": jnp.cumsum(grads["p11"], 0)}))
     with pytest.raises(ValueError, match=r"cumsum of params\['p11'\] along"):

@@ -28,7 +28,7 @@ def inputs():
 
 
 def body(scale, offsets, carry, layer):
-    """Uses arrays from around it, of integers too; a carry and results of which some have no gradient."""
+    """Closes over float and integer arrays; some carries and results have no gradient."""
     x, seen = carry
     weights, number = layer
     hidden = jnp.tanh(checkpoint_name(x @ weights["in"], "mlp.hidden"))
@@ -70,7 +70,7 @@ def test_as_lax_scan(kept):
     ids="-".join,
 )
 def test_every_choice(choices, kept):
-    """The same bits, wherever the residuals lie: each choice of a name beside each of another."""
+    """The same bits for every pair of choices."""
     names = ("mlp", "mixed", "carry")
     policy = Policy(
         *(
@@ -120,7 +120,7 @@ def test_gradients_are_stacked_once_all_has_come():
 
 
 def test_products(count_dots):
-    """Keeping what the backward needs saves the products that lead to it; offloading it, too."""
+    """Keeping or offloading the residuals saves the products that compute them."""
     weights, x, scale = inputs()
 
     def dots(policy):
@@ -168,7 +168,7 @@ def test_bfloat16_carry():
 
 
 def stacks(jaxpr, shape):
-    """Types of what loops give of that shape, in whatever jaxpr inside."""
+    """Types of the loop results of that shape, in all inner jaxprs."""
     return [
         v.aval.dtype
         for eqn in equations(jaxpr)
@@ -184,7 +184,7 @@ def test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type(whole):
     half = lambda w: w.astype(jnp.bfloat16)
 
     def layer(c, w):
-        """Casts "in" once and uses it twice; casts "out" twice, or uses it as it is, too."""
+        """Casts "in" once and uses it twice; casts "out" twice, or also uses it uncast."""
         inward = half(w["in"])
         c = c + (jnp.tanh(c @ inward) + jnp.sin(c @ inward)) @ half(w["out"])
         return c, (inward[0], jnp.sum(w["out"] if whole else half(w["out"])))
@@ -208,7 +208,7 @@ def test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type(whole):
 
 
 def test_micro_batches_and_donation(kept):
-    """In a loop over micro-batches, which adds gradients up, with the weights donated."""
+    """In a loop over micro-batches that accumulates gradients, with donated weights."""
     weights, x, scale = inputs()
     run = functools.partial(scan, policy=Policy(offload=("carry", "mlp")))
 
@@ -227,7 +227,7 @@ def test_micro_batches_and_donation(kept):
 
 @pytest.mark.parametrize("manual", [False, True], ids=["by_sharding", "in_shard_map"])
 def test_devices(manual, kept):
-    """Over four devices: rows split, weights whole."""
+    """Over four devices: rows sharded, weights replicated."""
     weights, x, scale = inputs()
     x = jnp.concatenate([x] * 4)
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))

@@ -74,7 +74,7 @@ def assert_equal(got: Any, wanted: Any) -> None:
 
 @functools.cache
 def plain_step(tx):
-    """Optax's own; compiled once for all pieces."""
+    """optax's step, compiled once for all pieces."""
 
     @functools.partial(jax.jit, compiler_options=OPTIMISED)
     def plain(grads, state, params):
@@ -85,7 +85,7 @@ def plain_step(tx):
 
 
 def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, steps: int = 3) -> None:
-    """As plain optax, three steps. The state is drawn, not zero: what is fetched is seen from the first step on."""
+    """Equal to plain optax. The initial state is random, so that wrong fetches show in the first step."""
     plain = plain_step(tx)
     shapes = jax.tree.map(lambda p: p.shape, params)
     step = jax.jit(streamed(tx, pieces=pieces).apply, donate_argnums=(0, 1), compiler_options=OPTIMISED)
@@ -109,7 +109,7 @@ def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, s
     [("adamw", 1), ("adamw", 2), ("adamw", 3), ("adamw", 50), ("adamw", None), ("lion", 2), ("momentum", 3)],
 )
 def test_pieces(name, pieces):
-    """Rows that are left over: kernel has 0, 2 or 6 of its 6, embedding 1, 3 or 7 of its 7, bias 0 or 2."""
+    """Remaining rows: kernel has 0, 2 or 6 of its 6, embedding 1, 3 or 7 of its 7, bias 0 or 2."""
     assert_same_steps(OPTIMIZERS[name], draw(9), pieces)
 
 
@@ -184,7 +184,7 @@ def test_clip_outside():
 
 
 def test_init():
-    """Large arrays are on the host; what init makes of the parameters' values is theirs."""
+    """Large arrays are on the host, with the values of tx.init."""
     tx = optax.GradientTransformation(
         lambda params: (jnp.int32(3), params, jax.tree.map(jnp.cos, params)),
         lambda grads, state, params=None: (grads, state),
@@ -198,7 +198,7 @@ def test_init():
 
 
 def test_donation():
-    """What was donated is gone, on the host too: the new state is written over the old one."""
+    """Donated arrays are deleted, on the host too: the new state is written over the old one."""
     params = draw(0, {"kernel": (6, 8, 4)})
     state = offload_state(optax.adam(0.1).init(params), min_bytes=0)
     step = jax.jit(streamed(optax.adam(0.1), pieces=3).apply, donate_argnums=(0, 1))
@@ -233,7 +233,7 @@ def test_shardings_stay():
     ids=str,
 )
 def test_default_pieces(shapes, pieces):
-    """The layers where they are up to 64, else what divides them; arrays that are not stacked are cut anyway."""
+    """The number of layers up to 64, else a divisor; arrays that are not stacked are cut anyway."""
     assert _fewest_bytes([jnp.zeros(shape) for shape in shapes]) == pieces
 
 

@@ -74,8 +74,7 @@ class Streamed:
 
         def update(spans, params, fetched):
             """(params with the rows of spans updated, those rows of the moments, scalars)."""
-            trees = (layout.params.unflatten(_slice_each(x, spans)) for x in (grads, params))
-            grads_here, params_here = trees
+            grads_here, params_here = (layout.params.unflatten(_slice_each(x, spans)) for x in (grads, params))
             updates, after = self.tx.update(grads_here, layout.join(scalars, fetched), params_here)
             new = jax.tree.map(
                 lambda p, u: (p + u).astype(p.dtype), *map(layout.params.flatten_up_to, (params_here, updates))
@@ -96,11 +95,9 @@ class Streamed:
 def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
     """An optax optimizer with its state in pinned host memory.
 
-    AdamW's float32 state is twice as large as its parameters.
-
     A step streams the state in pieces along the arrays' first axis, along which models stack layers: while one is
-    copied to the host the next is fetched. Parameters and host arrays are updated in place; the device holds two
-    pieces.
+    copied to the host the next is fetched. Parameters and host arrays are updated in place; the device holds
+    about two pieces.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from jaxops.offload import streamed

@@ -95,13 +95,29 @@ def _fwd_kernel(
     pl.when(~multiplied)(lambda: store(jnp.zeros((bm, bn), out_ref.dtype)))
 
 
-def _launch(lhs, rhs, last, offsets, spans, out, name, *, tiles: Tiles, interpret: bool, **named) -> jax.Array:
+@traced_once("parts", "out", "transpose_rhs", "tiles", "precision", "interpret")
+def fwd_pallas(
+    lhs, rhs, bias, before, offsets, *, parts: tuple[Part, ...] | None, out: jax.ShapeDtypeStruct, transpose_rhs: bool,
+    tiles: Tiles, precision: lax.Precision, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """An array as `out`, [M, N]. No size is 0.
+
+    Args:
+      lhs: [M, K].
+      rhs: arrays [G, K, N] ([G, N, K] with transpose_rhs): one, or that of each part.
+      bias: [G, N] or None.
+      before: with parts, an array whose memory the result takes; rows of other modalities keep its values. Or None.
+      offsets: [G + 1], of all groups.
+      parts: modalities of this launch; None for one array of weights.
+    """
     (M, N), G = out.shape, offsets.shape[0] - 1
-    bound = tile_bound(M, G, tiles.bm)
-    name += "_dgrad" if named["transpose_rhs"] else "_fwd"
-    operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *([] if last is None else [last]))
+    bound, spans = tile_bound(M, G, tiles.bm), () if parts is None else tuple(part.runs for part in parts)
+    name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
+    last = [x for x in (bias, before) if x is not None]
+    operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *last)
+    how = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}
     return launch(
-        functools.partial(_fwd_kernel, count=len(rhs), bound=bound, tiles=tiles, **named),
+        functools.partial(_fwd_kernel, count=len(rhs), **how),
         *operands,
         out=out_struct(out.shape, out.dtype, like=lhs),
         grid=(bound * pl.cdiv(N, tiles.bn),),
@@ -109,29 +125,5 @@ def _launch(lhs, rhs, last, offsets, spans, out, name, *, tiles: Tiles, interpre
         stages=tiles.stages,
         interpret=interpret,
         name=name,
-        aliases={len(operands) - 1: 0} if named["parts"] is not None and last is not None else {},
+        aliases={} if before is None else {len(operands) - 1: 0},
     )
-
-
-@traced_once("tiles", "transpose_rhs", "precision", "out_dtype", "interpret")
-def fwd_pallas(
-    lhs, rhs, bias, offsets, *, tiles: Tiles, transpose_rhs: bool, precision: lax.Precision, out_dtype, interpret: bool
-) -> jax.Array:
-    """lhs[M, K], rhs[G, K, N] ([G, N, K] with transpose_rhs), bias[G, N] or None, offsets[G + 1] -> [M, N] in
-    out_dtype. No size is 0."""
-    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
-    how = {"tiles": tiles, "interpret": interpret, "transpose_rhs": transpose_rhs, "precision": precision}
-    return _launch(lhs, (rhs,), bias, offsets, (), out, "grouped_matmul", parts=None, **how)
-
-
-@traced_once("parts", "out", "tiles", "transpose_rhs", "precision", "interpret")
-def modality_fwd_pallas(
-    lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool,
-    precision: lax.Precision, interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """lhs[M, K], weights [G, K, N] ([G, N, K] with transpose_rhs) of each part, offsets of all groups -> an array as
-    `out`, of which the parts' rows are written; the others are those of `before`, whose memory it takes. No size is
-    0."""
-    how = {"tiles": tiles, "interpret": interpret, "transpose_rhs": transpose_rhs, "precision": precision}
-    spans = tuple(part.runs for part in parts)
-    return _launch(lhs, rhs, before, offsets, spans, out, "modality_grouped_matmul", parts=parts, **how)

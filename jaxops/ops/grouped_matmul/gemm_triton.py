@@ -11,7 +11,7 @@ from jaxops._lib.gemm_triton import ROWS, mainloop
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
 from jaxops._lib.stores_triton import pointers_to_tile, store_columns
-from jaxops.ops.grouped_matmul.modalities import Part, Shapes, first_groups
+from jaxops.ops.grouped_matmul.modalities import Part, Shapes, first_groups, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
@@ -56,67 +56,48 @@ def _gemm(name: str, tiles: Tiles, **named) -> Gemm:
 
 
 def fwd_triton(
-    lhs, rhs, bias, offsets, more=(), *, transpose_rhs: bool, tiles: Tiles, out_dtype, cores: int
-) -> jax.Array:
-    """As `fwd_pallas`; bfloat16 or float16, K and N multiples of 8. more: another (lhs, rhs) of the same shapes, whose
-    product is added before rounding."""
-    (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    gemm = _gemm(
-        "grouped_matmul_dgrad" if transpose_rhs else "grouped_matmul_fwd", tiles, transposed=transpose_rhs,
-        operands="sum" if more else "one", variant=False,
-    )  # fmt: skip
-    pairs = [(lhs, rhs), *([more] if more else [])]
-    a, b = tuple(gemm.rows(x) for x, _ in pairs), tuple(gemm.weights(w) for _, w in pairs)
-    result = Result(out_struct((M, N), out_dtype, like=lhs))
-    return ragged_gemm(
-        gemm, a, b, offsets, (G, M, N, K), [result], args=None if bias is None else (bias,), cores=cores
-    )[0]
-
-
-def wgrad_triton(lhs, dout, accumulator, offsets, *, tiles: Tiles, out_dtype, cores: int) -> jax.Array:
-    """As `wgrad_pallas`; bfloat16 or float16, K and N multiples of 8."""
-    (length, K), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
-    gemm = _gemm("grouped_matmul_wgrad", tiles, contraction=True, variant=accumulator is not None)
-    before = None if accumulator is None else accumulator.reshape(G * K, N)
-    result = Result(out_struct((G * K, N), out_dtype, like=lhs), before)
-    (out,) = ragged_gemm(
-        gemm, (gemm.rows(lhs),), (gemm.weights(dout),), offsets, (G, K, N, length), [result], cores=cores
-    )
-    return out.reshape(G, K, N)
-
-
-def modality_fwd_triton(
-    lhs, rhs, offsets, before, *, parts: tuple[Part, ...], out: jax.ShapeDtypeStruct, tiles: Tiles, transpose_rhs: bool,
-    cores: int,
+    lhs, rhs, bias, before, offsets, *, parts: tuple[Part, ...] | None, out: jax.ShapeDtypeStruct, transpose_rhs: bool,
+    tiles: Tiles, cores: int,
 ) -> jax.Array:  # fmt: skip
-    """As `modality_fwd_pallas`; bfloat16 or float16, all widths multiples of 8."""
-    (M, N), G = out.shape, offsets.shape[0] - 1
-    name = "modality_grouped_matmul_dgrad" if transpose_rhs else "modality_grouped_matmul_fwd"
-    gemm = _gemm(name, tiles, transposed=transpose_rhs, operands="modalities", variant=False)
-    widths = [w.shape[1:][::-1] if transpose_rhs else w.shape[1:] for w in rhs]
-    # Past a modality's K TMA fills in zeros, whatever the row holds there.
-    a = tuple(dataclasses.replace(gemm.rows(lhs), shape=(M, k)) for k, _ in widths)
-    sizes = tuple((*part.groups, k, n) for part, (k, n) in zip(parts, widths, strict=True))
-    result = Result(out_struct(out.shape, out.dtype, like=lhs), before)
-    modalities = tuple(part.runs for part in parts), sizes
+    """As `fwd_pallas`; bfloat16 or float16, all widths multiples of 8. lhs may be a pair of arrays, and rhs a pair of equal
+    shapes: the two products are added before rounding."""
+    pairs = isinstance(lhs, tuple)
+    (M, N), G, shapes = out.shape, offsets.shape[0] - 1, shapes_of(rhs, transpose_rhs)
+    name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
+    operands = "sum" if pairs else "one" if parts is None else "modalities"
+    gemm = _gemm(name, tiles, transposed=transpose_rhs, operands=operands, variant=False)
     b = tuple(gemm.weights(w) for w in rhs)
-    return ragged_gemm(gemm, a, b, offsets, (G, M, N, 0), [result], modalities=modalities, cores=cores)[0]
+    result = Result(out_struct(out.shape, out.dtype, like=lhs[0] if pairs else lhs), before)
+    how = {"args": None if bias is None else (bias,), "cores": cores}
+    if parts is None:
+        a = tuple(gemm.rows(x) for x in (lhs if pairs else (lhs,)))
+        return ragged_gemm(gemm, a, b, offsets, (G, M, N, shapes[0][1]), [result], **how)[0]
+    # Past a modality's K TMA fills in zeros, whatever the row holds there.
+    a = tuple(dataclasses.replace(gemm.rows(lhs), shape=(M, K)) for _, K, _ in shapes)
+    sizes = tuple((*part.groups, K, N) for part, (_, K, N) in zip(parts, shapes, strict=True))
+    spans = tuple(part.runs for part in parts)
+    return ragged_gemm(gemm, a, b, offsets, (G, M, N, 0), [result], modalities=(spans, sizes), **how)[0]
 
 
-def modality_wgrad_triton(
-    lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, out_dtype, cores: int
-) -> list[jax.Array]:
-    """As `modality_wgrad_pallas`; bfloat16 or float16, all widths multiples of 8."""
-    own = [shapes[part.number] for part in parts]
-    gemm = _gemm("modality_grouped_matmul_wgrad", tiles, contraction=True, operands="modalities", variant=False)
+def wgrad_triton(
+    lhs, dout, accumulator, offsets, *, parts: tuple[Part, ...] | None, shapes: Shapes, out_dtype, tiles: Tiles, cores: int
+) -> list[jax.Array]:  # fmt: skip
+    """As `wgrad_pallas`; bfloat16 or float16, all widths multiples of 8."""
+    name = f"{'' if parts is None else 'modality_'}grouped_matmul_wgrad"
+    operands = "one" if parts is None else "modalities"
+    gemm = _gemm(name, tiles, contraction=True, operands=operands, variant=accumulator is not None)
+    own = shapes if parts is None else [shapes[part.number] for part in parts]
+    before = None if accumulator is None else accumulator.reshape(-1, accumulator.shape[2])
+    results = [Result(out_struct((G * K, N), out_dtype, like=lhs), before) for G, K, N in own]
 
     def describe(windows, width: int):
         return dataclasses.replace(windows, shape=(*windows.shape[:2], width))
 
-    a = tuple(describe(gemm.rows(lhs), k) for _, k, _ in own)
-    b = tuple(describe(gemm.weights(dout), n) for _, _, n in own)
-    sizes = tuple((*part.groups, k, n) for part, (_, k, n) in zip(parts, own, strict=True))
-    results = [Result(out_struct((G * k, n), out_dtype, like=lhs)) for G, k, n in own]
-    modalities = tuple(first_groups(shapes)[1:-1]), sizes
-    found = ragged_gemm(gemm, a, b, offsets, (0, 0, 0, lhs.shape[0]), results, modalities=modalities, cores=cores)
+    a = tuple(describe(gemm.rows(lhs), K) for _, K, _ in own)
+    b = tuple(describe(gemm.weights(dout), N) for _, _, N in own)
+    modalities = None
+    if parts is not None:
+        sizes = tuple((*part.groups, K, N) for part, (_, K, N) in zip(parts, own, strict=True))
+        modalities = tuple(first_groups(shapes)[1:-1]), sizes
+    found = ragged_gemm(gemm, a, b, offsets, (*own[0], lhs.shape[0]), results, modalities=modalities, cores=cores)
     return [x.reshape(shape) for x, shape in zip(found, own, strict=True)]

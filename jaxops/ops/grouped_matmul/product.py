@@ -14,11 +14,11 @@ from jax.custom_batching import sequential_vmap
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
-from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas, modality_fwd_pallas
+from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_matmul.modalities import Shapes, launches, shapes_of
-from jaxops.ops.grouped_matmul.plan import Plan
-from jaxops.ops.grouped_matmul.wgrad_pallas import modality_wgrad_pallas, wgrad_pallas
-from jaxops.ops.grouped_matmul.xla import fwd_xla, modality_fwd_xla, modality_wgrad_xla, wgrad_xla
+from jaxops.ops.grouped_matmul.plan import Plan, Tiles
+from jaxops.ops.grouped_matmul.wgrad_pallas import wgrad_pallas
+from jaxops.ops.grouped_matmul.xla import fwd_xla, wgrad_xla
 
 Arrays = tuple[jax.Array, ...]
 
@@ -56,50 +56,44 @@ class Spec:
         return Spec(self.name, plans, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs)
 
 
+def _launch(name: str, spec: Spec, tiles: Tiles, *operands, **how) -> Any:
+    """One kernel launch of the forward ("fwd") or of the weight gradient ("wgrad")."""
+    device = spec.plans[0].on
+    if tiles.kernel == "triton":
+        from jaxops.ops.grouped_matmul import gemm_triton  # jax-triton is imported where it is called
+
+        kernel = functools.partial(getattr(gemm_triton, f"{name}_triton"), tiles=tiles, cores=device.cores, **how)
+        return sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
+    kernel = fwd_pallas if name == "fwd" else wgrad_pallas
+    return kernel(*operands, tiles=tiles, precision=spec.precision, interpret=device.interpret, **how)
+
+
+def _launches(spec: Spec, name: str, shapes: Shapes) -> list:
+    """(tiles, parts) of each launch; parts is None for one array of weights."""
+    tiles = [getattr(plan, name) for plan in spec.plans]
+    return [(tiles[0], None)] if len(shapes) == 1 else launches(shapes, tiles)
+
+
 def _multiply(spec: Spec, lhs: jax.Array, rhs: Arrays, bias: jax.Array | None, offsets: jax.Array) -> jax.Array:
     lhs, rhs = lhs.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in rhs)
-    transposed = spec.transpose_rhs
-    how: dict[str, Any] = {"transpose_rhs": transposed}
-    M, N = lhs.shape[0], max(n for _, _, n in shapes_of(rhs, transposed))
-    if 0 in (M, N, offsets.shape[0] - 1):
-        return vary_together(jnp.zeros((M, N), spec.out_dtype), offsets)[0]
-    if len(rhs) != 1:
-        return _multiply_modalities(spec, lhs, rhs, offsets, jax.ShapeDtypeStruct((M, N), spec.out_dtype))
-    (w,), (plan,) = rhs, spec.plans
-    how["out_dtype"] = spec.out_dtype
+    shapes = shapes_of(rhs, spec.transpose_rhs)
+    out = jax.ShapeDtypeStruct((lhs.shape[0], max(N for _, _, N in shapes)), spec.out_dtype)
+    zeros = vary_together(jnp.zeros(out.shape, out.dtype), offsets)[0]
+    if 0 in (*out.shape, offsets.shape[0] - 1):
+        return zeros
     if lhs.shape[1] == 0:  # an empty sum, to which the bias is added: the same as one column of zeros
-        shape = (w.shape[0], N, 1) if transposed else (w.shape[0], 1, N)
-        lhs, w, _ = vary_together(jnp.zeros((M, 1), lhs.dtype), jnp.zeros(shape, w.dtype), offsets)
-    if plan.backend == "xla":
-        return fwd_xla(lhs, w, bias, offsets, precision=spec.precision, **how)
-    assert plan.fwd is not None  # make_plan fills it
-    how["tiles"] = plan.fwd
-    if plan.fwd.kernel == "triton":
-        from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton  # jax-triton is imported where it is called
-
-        # A call through jax-triton has no batching rule.
-        return sequential_vmap(functools.partial(fwd_triton, **how, cores=plan.on.cores))(lhs, w, bias, offsets)
-    return fwd_pallas(lhs, w, bias, offsets, precision=spec.precision, interpret=plan.on.interpret, **how)
-
-
-def _multiply_modalities(
-    spec: Spec, lhs: jax.Array, rhs: Arrays, offsets: jax.Array, out: jax.ShapeDtypeStruct
-) -> jax.Array:
+        (G, _, N), *_ = shapes
+        lhs = jnp.zeros((lhs.shape[0], 1), lhs.dtype)
+        rhs = (jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), lhs.dtype),) if len(rhs) == 1 else rhs
+        lhs, rhs, _ = vary_together(lhs, rhs, offsets)
     how: dict[str, Any] = {"out": out, "transpose_rhs": spec.transpose_rhs}
-    if spec.backend == "xla" or lhs.shape[1] == 0:
-        return modality_fwd_xla(lhs, rhs, offsets, precision=spec.precision, **how)
-    device, result = spec.plans[0].on, None
-    tiles_of = [plan.fwd for plan in spec.plans if plan.fwd is not None]
-    for tiles, parts in launches(shapes_of(rhs), tiles_of):
-        operands = lhs, tuple(rhs[part.number] for part in parts), offsets, result
-        how |= {"parts": parts, "tiles": tiles}
-        if tiles.kernel == "triton":
-            from jaxops.ops.grouped_matmul.gemm_triton import modality_fwd_triton
-
-            result = sequential_vmap(functools.partial(modality_fwd_triton, **how, cores=device.cores))(*operands)
-        else:
-            result = modality_fwd_pallas(*operands, precision=spec.precision, interpret=device.interpret, **how)
-    return jnp.zeros(out.shape, out.dtype) if result is None else result
+    if spec.backend == "xla":
+        return fwd_xla(lhs, rhs, bias, offsets, precision=spec.precision, **how)
+    result = None
+    for tiles, parts in _launches(spec, "fwd", shapes):
+        weights = rhs if parts is None else tuple(rhs[part.number] for part in parts)
+        result = _launch("fwd", spec, tiles, lhs, weights, bias, result, offsets, parts=parts, **how)
+    return zeros if result is None else result
 
 
 def _matmul_fwd(spec: Spec, lhs, rhs, bias, offsets):
@@ -136,53 +130,20 @@ def _bias_gradient(spec: Spec, dout: jax.Array, dtype, offsets: jax.Array) -> ja
 
 
 def _multiply_wgrad(
-    spec: Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, accumulator, offsets: jax.Array
+    spec: Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, accumulator: jax.Array | None, offsets: jax.Array
 ) -> Any:
     """Of each modality [G, K, N] as `shapes`: its groups' rows of lhs's first K columns times dout's first N ones."""
-    how: dict[str, Any] = {"out_dtype": spec.out_dtype}
     lhs, dout = lhs.astype(spec.compute_dtype), dout.astype(spec.compute_dtype)
-    if len(shapes) != 1:
-        return _multiply_modalities_wgrad(spec, shapes, lhs, dout, offsets)
-    (plan,) = spec.plans
-    if 0 in (*shapes[0], lhs.shape[0]):
-        return (
-            vary_together(jnp.zeros(shapes[0], spec.out_dtype), offsets)[0] if accumulator is None else accumulator,
-        )
-    if plan.backend == "xla":
-        return (wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, **how),)
-    assert plan.wgrad is not None  # make_plan fills it
-    how["tiles"] = plan.wgrad
-    if plan.wgrad.kernel == "triton":
-        from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
-
-        kernel = sequential_vmap(functools.partial(wgrad_triton, **how, cores=plan.on.cores))
-        return (kernel(lhs, dout, accumulator, offsets),)
-    interpret = plan.on.interpret
-    return (wgrad_pallas(lhs, dout, accumulator, offsets, precision=spec.precision, interpret=interpret, **how),)
-
-
-def _multiply_modalities_wgrad(
-    spec: Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, offsets: jax.Array
-) -> Arrays:
+    how: dict[str, Any] = {"shapes": shapes, "out_dtype": spec.out_dtype}
+    found = [vary_together(jnp.zeros(shape, spec.out_dtype), offsets)[0] for shape in shapes]
+    if lhs.shape[0] == 0 or all(0 in shape for shape in shapes):
+        return tuple(found) if accumulator is None else (accumulator,)
     if spec.backend == "xla":
-        found = modality_wgrad_xla(
-            lhs, dout, offsets, shapes=shapes, precision=spec.precision, out_dtype=spec.out_dtype
-        )
-        return tuple(found)
-    device, found = spec.plans[0].on, [jnp.zeros(shape, spec.out_dtype) for shape in shapes]
-    tiles_of = [plan.wgrad for plan in spec.plans if plan.wgrad is not None]
-    for tiles, parts in launches(shapes, tiles_of) if lhs.shape[0] else ():
-        how: dict[str, Any] = {"parts": parts, "shapes": shapes, "tiles": tiles, "out_dtype": spec.out_dtype}
-        if tiles.kernel == "triton":
-            from jaxops.ops.grouped_matmul.gemm_triton import modality_wgrad_triton
-
-            kernel = sequential_vmap(functools.partial(modality_wgrad_triton, **how, cores=device.cores))
-            results = kernel(lhs, dout, offsets)
-        else:
-            interpret = device.interpret
-            results = modality_wgrad_pallas(lhs, dout, offsets, precision=spec.precision, interpret=interpret, **how)
-        for part, result in zip(parts, results, strict=True):
-            found[part.number] = result
+        return tuple(wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, **how))
+    for tiles, parts in _launches(spec, "wgrad", shapes):
+        results = _launch("wgrad", spec, tiles, lhs, dout, accumulator, offsets, parts=parts, **how)
+        for i, result in zip([0] if parts is None else [part.number for part in parts], results, strict=True):
+            found[i] = result
     return tuple(found)
 
 
@@ -235,14 +196,11 @@ def grouped_matmul_sum(
 
 
 def _sum_of_two_forward(spec: Spec, lhs, rhs, offsets):
-    from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton
-
-    (plan,) = spec.plans
+    (plan,), ((_, _, N), _) = spec.plans, shapes_of(tuple(rhs), spec.transpose_rhs)
+    out = jax.ShapeDtypeStruct((lhs[0].shape[0], N), spec.out_dtype)
     assert plan.fwd is not None
-    how: dict[str, Any] = {"transpose_rhs": spec.transpose_rhs, "tiles": plan.fwd, "out_dtype": spec.out_dtype}
-    both = functools.partial(fwd_triton, **how, cores=plan.on.cores)
-    call = sequential_vmap(lambda lhs, rhs, offsets: both(lhs[0], rhs[0], None, offsets, (lhs[1], rhs[1])))
-    return call(lhs, rhs, offsets)
+    how: dict[str, Any] = {"parts": None, "out": out, "transpose_rhs": spec.transpose_rhs}
+    return _launch("fwd", spec, plan.fwd, tuple(lhs), tuple(rhs), None, None, offsets, **how)
 
 
 def _sum_of_two_fwd(spec: Spec, lhs, rhs, offsets):

@@ -60,42 +60,31 @@ def _wgrad_kernel(
     return None
 
 
-def _launch(schedule, operands, shapes, firsts, name, *, tiles: Tiles, precision, out_dtype, interpret: bool):
+@traced_once("parts", "shapes", "out_dtype", "tiles", "precision", "interpret")
+def wgrad_pallas(
+    lhs, dout, accumulator, offsets, *, parts: tuple[Part, ...] | None, shapes: Shapes, out_dtype, tiles: Tiles,
+    precision: lax.Precision, interpret: bool,
+) -> list[jax.Array]:  # fmt: skip
+    """Weight gradients [G, K, N] in out_dtype: one, or that of each part. No size is 0.
+
+    Args:
+      lhs, dout: [M, K], [M, N].
+      accumulator: [G, K, N] that the gradient is added to and whose memory it takes, or None. Not with parts.
+      offsets: [G + 1], of all groups.
+      parts: modalities of this launch; None for one array of weights.
+      shapes: of the weights of all modalities.
+    """
+    own = shapes if parts is None else [shapes[part.number] for part in parts]
+    firsts = (0,) if parts is None else tuple(part.groups[0] for part in parts)
+    schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))
     return launch(
         functools.partial(_wgrad_kernel, firsts=firsts, tiles=tiles, precision=precision),
-        schedule,
-        *operands,
-        out=[out_struct(shape, out_dtype, like=operands[0]) for shape in shapes],
-        grid=(sum(_count(shape, tiles) for shape in shapes),),
+        *(schedule, lhs, dout, *([] if accumulator is None else [accumulator])),
+        out=[out_struct(shape, out_dtype, like=lhs) for shape in own],
+        grid=(sum(_count(shape, tiles) for shape in own),),
         warps=tiles.warps,
         stages=tiles.stages,
         interpret=interpret,
-        name=name,
-        aliases={3: 0} if len(operands) > 2 else {},
+        name=f"{'' if parts is None else 'modality_'}grouped_matmul_wgrad",
+        aliases={} if accumulator is None else {3: 0},
     )
-
-
-@traced_once("tiles", "precision", "out_dtype", "interpret")
-def wgrad_pallas(
-    lhs, dout, accumulator, offsets, *, tiles: Tiles, precision: lax.Precision, out_dtype, interpret: bool
-) -> jax.Array:
-    """lhs[M, K], dout[M, N], accumulator[G, K, N] or None (aliased with the result), offsets[G + 1] -> [G, K, N] in
-    out_dtype. No size is 0."""
-    (M, K), N, G = lhs.shape, dout.shape[1], offsets.shape[0] - 1
-    operands = (lhs, dout, *([] if accumulator is None else [accumulator]))
-    how = {"tiles": tiles, "precision": precision, "out_dtype": out_dtype, "interpret": interpret}
-    schedule = schedule_groups(offsets, M, interpret)
-    return _launch(schedule, operands, [(G, K, N)], (0,), "grouped_matmul_wgrad", **how)[0]
-
-
-@traced_once("parts", "shapes", "tiles", "precision", "out_dtype", "interpret")
-def modality_wgrad_pallas(
-    lhs, dout, offsets, *, parts: tuple[Part, ...], shapes: Shapes, tiles: Tiles, precision: lax.Precision, out_dtype,
-    interpret: bool,
-) -> list[jax.Array]:  # fmt: skip
-    """lhs[M, K], dout[M, N], offsets of all groups -> a [G, K, N] for each part, in out_dtype; shapes: of all
-    modalities. No size is 0."""
-    schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))
-    how = {"tiles": tiles, "precision": precision, "out_dtype": out_dtype, "interpret": interpret}
-    own, firsts = [shapes[part.number] for part in parts], tuple(part.groups[0] for part in parts)
-    return _launch(schedule, (lhs, dout), own, firsts, "modality_grouped_matmul_wgrad", **how)

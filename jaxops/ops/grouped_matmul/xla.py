@@ -10,7 +10,7 @@ from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import runs
 from jaxops._lib.tiling import row_tiles, tile_bound
-from jaxops.ops.grouped_matmul.modalities import Shapes, first_groups, parts_of, shapes_of
+from jaxops.ops.grouped_matmul.modalities import Shapes, parts_of, shapes_of
 
 _SYMBOLIC = 128  # rows of a tile if M is symbolic (jax.export); arrays are padded by as many, so that a tile fits
 
@@ -55,8 +55,8 @@ def _for_each_tile(offsets: jax.Array, M: int, body, init: jax.Array) -> jax.Arr
     return lax.fori_loop(count[0], jnp.minimum(jnp.sum(count[: G + 1], dtype=jnp.int32), group.shape[0]), step, init)
 
 
-def fwd_xla(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.PrecisionLike, out_dtype) -> jax.Array:
-    """As `fwd_pallas`."""
+def _fwd(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.PrecisionLike, out_dtype) -> jax.Array:
+    """Of one array of weights."""
     M, N = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
@@ -75,8 +75,8 @@ def fwd_xla(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.Prec
     return _for_each_tile(offsets, M, body, init)[:M]
 
 
-def wgrad_xla(lhs, dout, accumulator, offsets, *, precision: lax.PrecisionLike, out_dtype) -> jax.Array:
-    """As `wgrad_pallas`."""
+def _wgrad(lhs, dout, accumulator, offsets, *, precision: lax.PrecisionLike, out_dtype) -> jax.Array:
+    """Of one array of weights."""
     M, G, sums = lhs.shape[0], offsets.shape[0] - 1, _sum_dtype(lhs.dtype)
     lhs, dout = _padded(lhs, M), _padded(dout, M)
 
@@ -91,31 +91,29 @@ def wgrad_xla(lhs, dout, accumulator, offsets, *, precision: lax.PrecisionLike, 
     return _for_each_tile(offsets, M, body, init).astype(out_dtype)
 
 
-def modality_fwd_xla(
-    lhs, rhs, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool, precision: lax.PrecisionLike
+def fwd_xla(
+    lhs, rhs, bias, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool, precision: lax.PrecisionLike
 ) -> jax.Array:
-    """A product a modality, added to its own rows and columns of the result."""
+    """As `fwd_pallas` of all modalities: a product each, added to its own rows and columns of the result."""
+    how = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": out.dtype}
+    if len(rhs) == 1:
+        return _fwd(lhs, rhs[0], bias, offsets, **how)
+    shapes = shapes_of(rhs, transpose_rhs)
     result, _ = vary_together(jnp.zeros(out.shape, out.dtype), lhs)
-    for part in parts_of(shapes_of(rhs)):
-        w, (first, end) = rhs[part.number], part.groups
-        k, n = w.shape[1:][::-1] if transpose_rhs else w.shape[1:]
-        own = offsets[first : end + 1]
-        how = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": out.dtype}
-        product = fwd_xla(lhs[:, :k], w, None, own, **how)
-        result = lax.dynamic_update_slice_in_dim(result, result[:, :n] + product, 0, 1)
+    for part in parts_of(shapes):
+        (first, end), (_, K, N) = part.groups, shapes[part.number]
+        product = _fwd(lhs[:, :K], rhs[part.number], None, offsets[first : end + 1], **how)
+        result = lax.dynamic_update_slice_in_dim(result, result[:, :N] + product, 0, 1)
     return result
 
 
-def modality_wgrad_xla(
-    lhs, dout, offsets, *, shapes: Shapes, precision: lax.PrecisionLike, out_dtype
+def wgrad_xla(
+    lhs, dout, accumulator, offsets, *, shapes: Shapes, precision: lax.PrecisionLike, out_dtype
 ) -> list[jax.Array]:
-    """Each modality's weight gradients, [G, K, N] as `shapes`."""
-    found = []
-    for first, (G, k, n) in zip(first_groups(shapes)[:-1], shapes, strict=True):
-        own = offsets[first : first + G + 1]
-        if 0 in (G, k, n, lhs.shape[0]):
-            found.append(vary_together(jnp.zeros((G, k, n), out_dtype), offsets)[0])
-        else:
-            how = {"precision": precision, "out_dtype": out_dtype}
-            found.append(wgrad_xla(lhs[:, :k], dout[:, :n], None, own, **how))
+    """As `wgrad_pallas` of all modalities."""
+    found = [vary_together(jnp.zeros(shape, out_dtype), offsets)[0] for shape in shapes]
+    for part in parts_of(shapes):
+        (first, end), (_, K, N) = part.groups, shapes[part.number]
+        how = {"precision": precision, "out_dtype": out_dtype}
+        found[part.number] = _wgrad(lhs[:, :K], dout[:, :N], accumulator, offsets[first : end + 1], **how)
     return found

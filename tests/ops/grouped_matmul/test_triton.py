@@ -1,6 +1,7 @@
 """The Hopper kernels: compiled for an H200 without one, through the op's launchers, and run on one (marked gpu)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -38,21 +39,21 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def kernel_of(name: str, tiles: Tiles, out: str = "bfloat16", bias: bool = False, accumulate: bool = False) -> Kernel:
-    offsets, how = shape(G + 1, dtype="int32"), {"tiles": tiles, "out_dtype": jnp.dtype(out)}
+    offsets, how = shape(G + 1, dtype="int32"), {"parts": None, "tiles": tiles, "cores": 132}
     if name == "wgrad":
+        how |= {"shapes": ((G, K, N),), "out_dtype": jnp.dtype(out)}
         accumulator = shape(G, K, N, dtype=out) if accumulate else None
-        (kernel,) = compiled(
-            lambda *arrays: wgrad_triton(*arrays, **how, cores=132), shape(M, K), shape(M, N), accumulator, offsets
-        )
-    else:
-        rhs, how["transpose_rhs"] = shape(G, *((N, K) if name == "dgrad" else (K, N))), name == "dgrad"
-        (kernel,) = compiled(
-            lambda *arrays: fwd_triton(*arrays, **how, cores=132),
-            shape(M, K),
-            rhs,
-            shape(G, N) if bias else None,
-            offsets,
-        )
+        (kernel,) = compiled(functools.partial(wgrad_triton, **how), shape(M, K), shape(M, N), accumulator, offsets)
+        return kernel
+    return fwd_kernel_of(shape(M, K), name == "dgrad", tiles, out, bias)
+
+
+def fwd_kernel_of(lhs, transposed: bool, tiles: Tiles, out: str = "bfloat16", bias: bool = False) -> Kernel:
+    """lhs: an array, or a pair whose products with a pair of weights are added."""
+    rhs = (shape(G, *((N, K) if transposed else (K, N))),) * (2 if isinstance(lhs, tuple) else 1)
+    how = {"out": shape(M, N, dtype=out), "parts": None, "tiles": tiles, "cores": 132, "transpose_rhs": transposed}
+    operands = (lhs, rhs, shape(G, N) if bias else None, None, shape(G + 1, dtype="int32"))
+    (kernel,) = compiled(functools.partial(fwd_triton, **how), *operands)
     return kernel
 
 
@@ -118,17 +119,9 @@ def test_variant(name, out, options, tmp_path):
     ("size", "transposed"), [((128, 256, False, 128), True), ((128, 128, True, 64), False)], ids=["halves", "ping-pong"]
 )
 def test_kernel_of_two_products(size, transposed, tmp_path):
-    """The same instructions in the same loop: the second product is more K steps of a tile, from other operands."""
-    tiles, a, b = TILES[size], shape(M, K), shape(G, *((N, K) if transposed else (K, N)))
-    how = {"transpose_rhs": transposed, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
-    (kernel,) = compiled(
-        lambda a, b, c, d, offsets: fwd_triton(a, b, None, offsets, (c, d), **how, cores=132),
-        a,
-        b,
-        a,
-        b,
-        shape(G + 1, dtype="int32"),
-    )
+    """The same instructions in the same loop: the second product is further steps of a tile."""
+    tiles = TILES[size]
+    kernel = fwd_kernel_of((shape(M, K), shape(M, K)), transposed, tiles)
     check(
         kernel,
         [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64),

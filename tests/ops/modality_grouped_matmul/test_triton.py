@@ -13,7 +13,7 @@ pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 import jaxops
 from jaxops._lib import tile_scheduler_triton
 from jaxops.ops.grouped_matmul import Plan, Tiles
-from jaxops.ops.grouped_matmul.gemm_triton import modality_wgrad_triton
+from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
 from jaxops.ops.grouped_matmul.modalities import parts_of
 from tests.gluon import Kernel, check, compiled
 from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, plan_of, run_all
@@ -54,9 +54,10 @@ def wgrad_kernel_of(tiles: Tiles, shapes) -> Kernel:
     K, N, groups = max(s[1] for s in shapes), max(s[2] for s in shapes), sum(s[0] for s in shapes)
     how = {"parts": tuple(parts_of(shapes)), "shapes": shapes, "tiles": tiles, "out_dtype": jnp.dtype("bfloat16")}
     (kernel,) = compiled(
-        lambda *arrays: modality_wgrad_triton(*arrays, **how, cores=132),
+        lambda *arrays: wgrad_triton(*arrays, **how, cores=132),
         shape(M, K),
         shape(M, N),
+        None,
         shape(groups + 1, dtype="int32"),
     )
     return kernel

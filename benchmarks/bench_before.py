@@ -3,6 +3,7 @@
 python -m benchmarks.before 2b33942                           # first: the earlier package, in .before/
 python -m benchmarks.bench_before                             # everything
 python -m benchmarks.bench_before --ops grouped_matmul,moe    # some: each call compiles what it measures
+python -m benchmarks.bench_before --summary benchmarks/results/nvidia_h200/before.jsonl
 python -m benchmarks.bench_before --smoke --out /tmp/x        # tiny shapes, every code path, CPU too
 
 Rows are those of design.md with peer "before": `vs` above 1 means that this package is faster. Both packages run with
@@ -12,6 +13,7 @@ the tuned rows that ship with them. A row below --floor is measured a second tim
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 from types import ModuleType
@@ -149,15 +151,26 @@ def measure_case(run: Run, case: Case, programs: Programs, inputs: tuple) -> Non
     print(f"{case.label:70}{both}  {ratio:.3f}{' again' * (rounds > run.rounds)}", flush=True)
 
 
-def print_summary(run: Run) -> None:
-    for op, ratios in run.ratios.items():
-        mean = geometric_mean(list(ratios.values()))
-        print(f"{op:28}{len(ratios):4} rows, geometric mean {mean:.4f}, least {min(ratios.values()):.3f}")
-    every = {label: ratio for ratios in run.ratios.values() for label, ratio in ratios.items()}
+def read_ratios(file: pathlib.Path) -> dict[str, dict[str, float]]:
+    """As Run.ratios, from a file's rows; of each case the newest."""
+    found: dict[str, dict[str, float]] = {}
+    for row in map(json.loads, file.read_text().splitlines()):
+        if BEFORE in row["vs"]:
+            facts = (row.get(key) for key in ("recipe", "scaling", "layouts"))
+            label = " ".join(x for x in (row["op"], row["name"], *facts, row["dist"], row["pass"]) if x)
+            found.setdefault(row["op"], {})[label] = row["vs"][BEFORE]
+    return found
+
+
+def print_summary(ratios: dict[str, dict[str, float]], floor: float) -> None:
+    for op, of_op in ratios.items():
+        mean = geometric_mean(list(of_op.values()))
+        print(f"{op:28}{len(of_op):4} rows, geometric mean {mean:.4f}, least {min(of_op.values()):.3f}")
+    every = {label: ratio for of_op in ratios.values() for label, ratio in of_op.items()}
     if every:
         print(f"{'all':28}{len(every):4} rows, geometric mean {geometric_mean(list(every.values())):.4f}")
-    slow = {label: ratio for label, ratio in every.items() if ratio < run.floor}
-    print(f"{len(slow)} rows below {run.floor}")
+    slow = {label: ratio for label, ratio in every.items() if ratio < floor}
+    print(f"{len(slow)} rows below {floor}")
     for label, ratio in sorted(slow.items(), key=lambda item: item[1]):
         print(f"  {ratio:.3f}  {label}")
 
@@ -167,12 +180,16 @@ def main(
     names: str = typer.Option("", help="Only workloads with one of these in their labels; all by default."),
     folder: str = typer.Option(str(before.FOLDER), help="Where benchmarks.before put the earlier package."),
     backend: str = typer.Option("auto", help="Of both packages."),
-    out: str = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default."),
+    out: str = harness.OUT,
     rounds: int = typer.Option(6, help="Of both sides, in random order."),
     floor: float = typer.Option(0.97, help="A ratio below is measured again, and listed at the end."),
-    smoke: bool = typer.Option(False, help="Tiny shapes, every code path; needs --out."),
+    summary: str = typer.Option("", help="Measure nothing, print the summary of this file of rows."),
+    smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/before.jsonl; exits with 1 if a case has no ratio."""
+    if summary:
+        print_summary(read_ratios(pathlib.Path(summary)), floor)
+        return
     file = harness.begin("before", out, smoke)
     package, commit = before.load_before(pathlib.Path(folder))
     ceilings, _ = fp8_machine.measure_machine(file, smoke)
@@ -198,7 +215,7 @@ def main(
                 data, inputs = case.data, case.inputs()
             measure_case(run, case, programs, inputs)
         run.done(op)
-    print_summary(run)
+    print_summary(run.ratios, floor)
     harness.end(run.left_out)
 
 

@@ -15,7 +15,10 @@ from benchmarks.before_cases import OPS, cases_of
 from tests.command_line import run
 
 # Of each op one or two programs: each takes a second to compile.
-NAMES = "dgrad,wgrad,skewed fwd+bwd,tensorwise fwd+bwd,block_1x128 row,unequal fwd"
+NAMES = (
+    "skewed dgrad,wgrad smoke skewed,glu smoke skewed fwd+bwd,moe smoke skewed fwd+bwd,tensorwise fwd+bwd,"
+    "block_1x128 row,unequal fwd+bwd"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +52,16 @@ def test_smoke_run_writes_both_sides_of_every_case(folder, tmp_path):
         bench_before.main, "--smoke", "--out", str(tmp_path), "--folder", str(folder), "--rounds", "1", "--names", NAMES
     )
     assert result.exit_code == 0, result.output
-    assert "all " in result.output
+    summary = result.output[result.output.index("grouped_matmul  ") :]
+    assert "all " in summary
     rows = [json.loads(line) for line in (tmp_path / "before.jsonl").read_text().splitlines()]
     measured = [row for row in rows if row["op"] in (*OPS, "moe")]
     wanted = [case for op in OPS for case in cases_of(op, smoke=True) if any(n in case.label for n in NAMES.split(","))]
     assert len(measured) == 2 * len(wanted)
     assert {row["op"] for row in measured} == set(OPS)
+    again = run(bench_before.main, "--summary", str(tmp_path / "before.jsonl"))
+    assert again.output.splitlines()[0].split()[:3] == summary.splitlines()[0].split()[:3]
+    assert set(bench_before.read_ratios(tmp_path / "before.jsonl")["moe"]) == {"moe smoke skewed fwd+bwd"}
     for row in measured:
         assert set(harness.ROW_KEYS) <= set(row)
         assert list(row["vs"]) == (["before"] if row["backend"] == "jaxops" else [])

@@ -18,7 +18,7 @@ from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _locate
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 
-LEAST, MOST, PER_MOST = gl.constexpr(fp8.LEAST), gl.constexpr(fp8.MOST), gl.constexpr(1 / 448)
+LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
 
 
 @gluon.jit

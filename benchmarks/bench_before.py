@@ -6,7 +6,7 @@ python -m benchmarks.bench_before --ops grouped_matmul,moe    # some: each call 
 python -m benchmarks.bench_before --summary benchmarks/results/nvidia_h200/before.jsonl
 python -m benchmarks.bench_before --smoke --out /tmp/x        # tiny shapes, every code path, CPU too
 
-Rows are those of design.md with peer "before": `vs` above 1 means that this package is faster. Both packages run with
+Rows have the peer "before": `vs` above 1 means that this package is faster. Both packages run with
 the tuned rows that ship with them. A row below --floor is measured a second time, with twice the rounds, and says so.
 """
 

@@ -153,8 +153,8 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
     )
     if last > function.param_names.index(missing[0]):
         raise TypeError(
-            f"{function.name} takes {function.param_names[last]}, an array, after the pointer of a result, {missing[0]}: "
-            "it must come before."
+            f"{function.name} takes {function.param_names[last]}, an array, after the pointer of a result, "
+            f"{missing[0]}: it must come before."
         )
     constants = tuple(
         (parameter, values.pop(parameter)) for parameter in list(values) if parameter in function.constexpr_param_names

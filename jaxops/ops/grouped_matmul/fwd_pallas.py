@@ -31,8 +31,7 @@ def _fwd_kernel(
     transpose_rhs: bool,
     precision: lax.Precision,
 ):
-    """refs: `count` arrays of weights, then a bias or (with parts) what the result's memory holds before, or neither;
-    the result."""
+    """refs: `count` arrays of weights; `extra` of `fwd_pallas`, if there is one; the result."""
     rhs_refs, (*bias_ref, out_ref) = refs[:count], refs[count:]
     M, N = out_ref.shape
     bm, bn = tiles.bm, tiles.bn
@@ -97,7 +96,7 @@ def _fwd_kernel(
 
 @traced_once("parts", "out", "transpose_rhs", "tiles", "precision", "interpret")
 def fwd_pallas(
-    lhs, rhs, bias, before, offsets, *, parts: tuple[Part, ...] | None, out: jax.ShapeDtypeStruct, transpose_rhs: bool,
+    lhs, rhs, extra, offsets, *, parts: tuple[Part, ...] | None, out: jax.ShapeDtypeStruct, transpose_rhs: bool,
     tiles: Tiles, precision: lax.Precision, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """An array as `out`, [M, N]. No size is 0.
@@ -105,16 +104,15 @@ def fwd_pallas(
     Args:
       lhs: [M, K].
       rhs: arrays [G, K, N] ([G, N, K] with transpose_rhs): one, or that of each part.
-      bias: [G, N] or None.
-      before: with parts, an array whose memory the result takes; rows of other modalities keep its values. Or None.
+      extra: without parts the bias [G, N]; with parts an array whose memory the result takes, and whose values the rows
+        of other modalities keep; or None.
       offsets: [G + 1], of all groups.
       parts: modalities of this launch; None for one array of weights.
     """
     (M, N), G = out.shape, offsets.shape[0] - 1
     bound, spans = tile_bound(M, G, tiles.bm), () if parts is None else tuple(part.runs for part in parts)
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
-    last = [x for x in (bias, before) if x is not None]
-    operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *last)
+    operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *([] if extra is None else [extra]))
     how = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}
     return launch(
         functools.partial(_fwd_kernel, count=len(rhs), **how),
@@ -125,5 +123,5 @@ def fwd_pallas(
         stages=tiles.stages,
         interpret=interpret,
         name=name,
-        aliases={} if before is None else {len(operands) - 1: 0},
+        aliases={len(operands) - 1: 0} if parts and extra is not None else {},
     )

@@ -56,31 +56,32 @@ def _gemm(name: str, tiles: Tiles, **named) -> Gemm:
 
 
 def fwd_triton(
-    lhs, rhs, bias, before, offsets, *, parts: tuple[Part, ...] | None, out: jax.ShapeDtypeStruct, transpose_rhs: bool,
+    lhs, rhs, extra, offsets, *, parts: tuple[Part, ...] | None, out: jax.ShapeDtypeStruct, transpose_rhs: bool,
     tiles: Tiles, cores: int,
 ) -> jax.Array:  # fmt: skip
-    """As `fwd_pallas`; bfloat16 or float16, all widths multiples of 8. lhs may be a pair of arrays, and rhs a pair of equal
-    shapes: the two products are added before rounding."""
+    """As `fwd_pallas`; bfloat16 or float16, all widths multiples of 8. lhs may be a pair of arrays, and rhs a pair of
+    equal shapes: the two products are added before rounding."""
     pairs = isinstance(lhs, tuple)
     (M, N), G, shapes = out.shape, offsets.shape[0] - 1, shapes_of(rhs, transpose_rhs)
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
     operands = "sum" if pairs else "one" if parts is None else "modalities"
     gemm = _gemm(name, tiles, transposed=transpose_rhs, operands=operands, variant=False)
     b = tuple(gemm.weights(w) for w in rhs)
-    result = Result(out_struct(out.shape, out.dtype, like=lhs[0] if pairs else lhs), before)
-    how = {"args": None if bias is None else (bias,), "cores": cores}
+    result = Result(out_struct(out.shape, out.dtype, like=lhs[0] if pairs else lhs), None if parts is None else extra)
     if parts is None:
         a = tuple(gemm.rows(x) for x in (lhs if pairs else (lhs,)))
-        return ragged_gemm(gemm, a, b, offsets, (G, M, N, shapes[0][1]), [result], **how)[0]
+        args = None if extra is None else (extra,)
+        return ragged_gemm(gemm, a, b, offsets, (G, M, N, shapes[0][1]), [result], args=args, cores=cores)[0]
     # Past a modality's K TMA fills in zeros, whatever the row holds there.
     a = tuple(dataclasses.replace(gemm.rows(lhs), shape=(M, K)) for _, K, _ in shapes)
     sizes = tuple((*part.groups, K, N) for part, (_, K, N) in zip(parts, shapes, strict=True))
     spans = tuple(part.runs for part in parts)
-    return ragged_gemm(gemm, a, b, offsets, (G, M, N, 0), [result], modalities=(spans, sizes), **how)[0]
+    return ragged_gemm(gemm, a, b, offsets, (G, M, N, 0), [result], modalities=(spans, sizes), cores=cores)[0]
 
 
 def wgrad_triton(
-    lhs, dout, accumulator, offsets, *, parts: tuple[Part, ...] | None, shapes: Shapes, out_dtype, tiles: Tiles, cores: int
+    lhs, dout, accumulator, offsets, *, parts: tuple[Part, ...] | None, shapes: Shapes, out_dtype, tiles: Tiles,
+    cores: int,
 ) -> list[jax.Array]:  # fmt: skip
     """As `wgrad_pallas`; bfloat16 or float16, all widths multiples of 8."""
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_wgrad"

@@ -92,7 +92,8 @@ def _multiply(spec: Spec, lhs: jax.Array, rhs: Arrays, bias: jax.Array | None, o
     result = None
     for tiles, parts in _launches(spec, "fwd", shapes):
         weights = rhs if parts is None else tuple(rhs[part.number] for part in parts)
-        result = _launch("fwd", spec, tiles, lhs, weights, bias, result, offsets, parts=parts, **how)
+        extra = bias if parts is None else result
+        result = _launch("fwd", spec, tiles, lhs, weights, extra, offsets, parts=parts, **how)
     return zeros if result is None else result
 
 
@@ -200,7 +201,7 @@ def _sum_of_two_forward(spec: Spec, lhs, rhs, offsets):
     out = jax.ShapeDtypeStruct((lhs[0].shape[0], N), spec.out_dtype)
     assert plan.fwd is not None
     how: dict[str, Any] = {"parts": None, "out": out, "transpose_rhs": spec.transpose_rhs}
-    return _launch("fwd", spec, plan.fwd, tuple(lhs), tuple(rhs), None, None, offsets, **how)
+    return _launch("fwd", spec, plan.fwd, tuple(lhs), tuple(rhs), None, offsets, **how)
 
 
 def _sum_of_two_fwd(spec: Spec, lhs, rhs, offsets):

@@ -52,7 +52,7 @@ def fwd_kernel_of(lhs, transposed: bool, tiles: Tiles, out: str = "bfloat16", bi
     """lhs: an array, or a pair whose products with a pair of weights are added."""
     rhs = (shape(G, *((N, K) if transposed else (K, N))),) * (2 if isinstance(lhs, tuple) else 1)
     how = {"out": shape(M, N, dtype=out), "parts": None, "tiles": tiles, "cores": 132, "transpose_rhs": transposed}
-    operands = (lhs, rhs, shape(G, N) if bias else None, None, shape(G + 1, dtype="int32"))
+    operands = (lhs, rhs, shape(G, N) if bias else None, shape(G + 1, dtype="int32"))
     (kernel,) = compiled(functools.partial(fwd_triton, **how), *operands)
     return kernel
 

@@ -1,4 +1,4 @@
-"""Hopper's own kernels: the backward's compiled for an H200 that is not there, and all of them run on one where there is one."""
+"""Hopper's kernels: the backward's compiled for an H200 without one, and all of them run on one (marked gpu)."""
 
 import dataclasses
 import functools
@@ -56,8 +56,8 @@ def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = 
 def test_kernel(tmp_path):
     """A consumer multiplies its 128 rows, 64 at a time, by 128 columns, 64 of D in four instructions."""
     kernel = backward("silu", dynamic=True)
-    # A quarter of a tile is activated while the sums of the others wait in registers: a few that do not fit go out and come back once a tile, not in the loop
-    # that multiplies.
+    # A quarter of a tile is activated while the sums of the others wait in registers: a few that do not fit go out and
+    # come back once a tile, not in the loop that multiplies.
     check(kernel, ["m64n128k16.f32.bf16.bf16"] * 16, 2, SHARED_BYTES, tmp_path, spilled=160)
     assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole pieces leave by TMA,
     assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
@@ -85,7 +85,8 @@ FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in ("fwd", "dgrad", "wgra
 
 @pytest.mark.parametrize(("save", "kept"), [("preactivations", 3), ("nothing", 1)])
 def test_a_users_call(save, kept):
-    """ "auto" takes these kernels on an H200. The gradient of x is one product; gate and up are written where a backward reads them and nowhere else."""
+    """ "auto" takes these kernels on an H200. The gradient of x is one product; gate and up are written only if a
+    backward reads them."""
 
     def gradients(routing, dout, *operands):
         def forward(weights, *given):
@@ -158,7 +159,7 @@ def test_which_rows_are_gathered():
 
 
 def test_what_auto_leaves_to_the_others():
-    """Tiny groups (31 rows), other dtypes, rows that are not whole 16 bytes: the ops that it is made of choose by themselves."""
+    """Tiny groups (31 rows), other dtypes, rows not aligned to 16 bytes: the ops inside choose by themselves."""
     for change in ({"E": 265}, {"dtype": "float32"}, {"N": 1020}, {"F": 3580}, {"D": 1020}):
         plan = make_plan(dataclasses.replace(PROBLEM, **change), H200)
         assert (plan.backend, plan.fused) == ("pallas", None)
@@ -213,8 +214,8 @@ def test_shard_map_checks_the_kernels_varying_axes():
     assert "moe_mlp_bwd" in text
 
 
-# Groups of 1 to 70 rows; two tiles and more a program, some whole and some of a row; fewer rows than a consumer has in all. F that ends within a piece of 64
-# columns, and within a tile's first and second one.
+# Groups of 1 to 70 rows; two tiles and more a program, some whole and some of a row; fewer rows than a consumer has in
+# all. F that ends within a piece of 64 columns, and within a tile's first and second one.
 SIZES = {
     "few": Variant(T=90, D=712, F=136, N=712, k=2, E=12, first=1, last=11, capacity=14),
     "ragged": Variant(T=900, D=712, F=1032, N=264, k=2, E=5, capacity=500),
@@ -283,7 +284,8 @@ def test_groups_of_every_size(seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 def test_gathered(name):
-    """The same to the bit as from a copy of the rows: whole tiles and others, rows of no expert, wild indices for those; in each order and depth."""
+    """The same bits as from a copy of the rows: whole and partial tiles, rows of no expert with wild indices; in each
+    order and depth."""
     variant = dataclasses.replace(SIZES[name], dtype="bfloat16", D=192)
     case = make_case(variant)
     first, *_, end = np.asarray(case["routing"].group_offsets)
@@ -310,7 +312,8 @@ def test_gathered(name):
 
 @pytest.mark.gpu
 def test_gathered_rows_are_tokens_whatever_the_indices():
-    """An index past the last token, in a group, reads the last token; a negative one the first: never past the array."""
+    """An index past the last token, in a group, reads the last token, a negative one the first: no access out of
+    bounds."""
     variant = dataclasses.replace(SIZES["ragged"], dtype="bfloat16", D=192)
     case = make_case(variant)
     at = int(np.asarray(case["routing"].group_offsets)[0]) + np.arange(3)
@@ -348,7 +351,8 @@ def test_bad_tokens_stay_with_themselves():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["few", "narrow"])
 def test_a_bad_expert_stays_with_its_tokens(name):
-    """NaN in an expert's down projection, whose rows lie behind those of the expert before: tokens of the others stay as they were, to the bit."""
+    """NaN in one expert's down projection, next in memory to another one's: the other experts' tokens keep their
+    bits."""
     variant = dataclasses.replace(SIZES[name], dtype="bfloat16")
     case, _ = cases(name, "bfloat16")
     run = jitted("triton", variant, plan=None, backend="triton", precision=None)

@@ -281,7 +281,7 @@ def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int
     largest = tile(lambda x: x.astype(jnp.float32))
 
     @pl.when(jnp.max(largest.reshape(-1)) == jnp.inf)
-    def _():
+    def cast_again():
         tile(infinity_to_nan)
 
 

@@ -3,7 +3,6 @@ magnitudes, where a scale spans several tiles (Pallas on Triton)."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxops._lib.fp8 import (
     cast_saturating,
     cast_stochastic,
     infinity_to_nan,
+    magnitudes,
     nan_to_zero,
     random_bits,
     scale_and_factor,
@@ -79,8 +79,8 @@ class Grid:
 
 
 def abs_for_max(x: jax.Array, interpret: bool) -> jax.Array:
-    """|x| for a maximum, which ignores NaN on a GPU unless all are NaN."""
-    return nan_to_zero(jnp.abs(x)) if interpret else jnp.abs(x)
+    """|x| of the result of `infinity_to_nan`, for a maximum, which ignores NaN on a GPU unless all are NaN."""
+    return magnitudes(x) if interpret else jnp.abs(x)
 
 
 def amax_over(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -267,30 +267,12 @@ def _scale(
 
 
 def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int], down: int, interpret: bool):
-    G, _, K = size
+    G, M, K = size
     pid = pl.program_id(0)
     if spec.scaling == "tensorwise":  # from the end, which the pass before has left in L2
         pid = G * down * pl.cdiv(K, grid.tiles.cols) - 1 - pid
     p = _locate(ref, pid, grid, size, down)
-    tile = functools.partial(_cast_tile, ref, p, spec=spec, size=size, pid=pid, interpret=interpret)
-    if not spec.scaling.startswith("block"):
-        tile(infinity_to_nan)
-        return
-    # An infinity shows in its block's largest magnitude. Such a tile is cast again, without infinities: cleaning every
-    # tile's numbers cost casts to both layouts 5 to 10 % (H200, 2026-11-23).
-    largest = tile(lambda x: x.astype(jnp.float32))
-
-    @pl.when(jnp.max(largest.reshape(-1)) == jnp.inf)
-    def cast_again():
-        tile(infinity_to_nan)
-
-
-def _cast_tile(
-    ref: dict, p: Location, finite: Callable, *, spec: Spec, size: tuple[int, int, int], pid: jax.Array, interpret: bool
-) -> jax.Array:
-    """Casts and stores a tile after `finite`, which makes it float32; returns its largest magnitude, [1] * 6."""
-    _, M, K = size
-    x = finite(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
+    x = infinity_to_nan(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
     sizes = abs_for_max(x, interpret)
     if "measured" in ref:
         store(ref["measured"], (jnp.zeros_like(p.block) + pid,), nan_to_zero(amax_over(sizes, (*COLUMNS, *ROWS, 2))))
@@ -310,7 +292,6 @@ def _cast_tile(
         store(ref["values"], (p.g * M + p.rows, p.columns), cast(factors[0]), both(p.rows_in, p.columns_in))
     if spec.col:
         store(ref["values_t"], (p.g * K + p.columns, p.rows_t), cast(factors[1]), both(p.columns_in, p.rows_t_in))
-    return amax_over(sizes, (*COLUMNS, *ROWS, 2) if spec.row else (*ROWS, *COLUMNS, 2))
 
 
 @traced_once("spec", "tiles", "interpret")

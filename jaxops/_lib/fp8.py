@@ -96,8 +96,8 @@ def infinity_to_nan(x: jax.Array) -> jax.Array:
 
     Call it before multiplying by a factor: a finite number that overflows there (amax given and small) must saturate.
     Infinity times zero is NaN, so this is a multiply-add in x's dtype: casts to both layouts became up to 7 % slower;
-    with a comparison and a select in float32 up to 11 %. Casting only tiles that have an infinity again, behind a branch
-    on their largest magnitude, made those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
+    with a comparison and a select in float32 up to 11 %. Casting only tiles that have an infinity again, behind a
+    branch on their largest magnitude, made those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
     """
     return (x * 0.0 + x).astype(jnp.float32)
 

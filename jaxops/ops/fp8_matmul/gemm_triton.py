@@ -4,6 +4,9 @@ One kernel for every product of the op. A consumer warp group computes 64 rows o
 partial sums, the others keep the tensor core busy. Hopper's tensor core accumulates FP8 products with about 14 bits
 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), so unless FAST is set each K step of 128 is added to float32
 accumulators in registers. The scales of 1x128 and 128x128 blocks are loaded with the tiles of their K step.
+
+It has a mainloop of its own: in jaxops._lib.gemm_triton nothing promotes sums, loads scales or splits a tile between
+three consumers, and each of these would be a branch in most of its functions.
 """
 
 import jax
@@ -309,13 +312,12 @@ def fp8_gemm_kernel(
 
 
 def multiply_triton(
-    a: Operand, b: Operand, offsets=None, schedule=None, *, length: int | None = None, out_dtype, fast: bool,
+    a: Operand, b: Operand, offsets=None, *, length: int | None = None, out_dtype, fast: bool,
     tiles: Tiles, cores: int,
 ) -> jax.Array:  # fmt: skip
     """A @ B.T on Hopper; arguments as in `multiply_xla`.
 
     Args:
-      schedule: of ragged rows, `schedule_rows` of tiles.bm rows if it exists already.
       fast: the tensor core accumulates over all of K; ignored with block scales.
       cores: multiprocessors of the device, the largest persistent grid.
     """
@@ -324,10 +326,10 @@ def multiply_triton(
     if tiles.bn > 128 and not fast:
         raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
     G, bm, bn = 1 if offsets is None else offsets.shape[0] - 1, tiles.bm, tiles.bn
-    kind, num_i = DENSE, -(-M // bm)
+    kind, num_i, schedule = DENSE, -(-M // bm), None
     if offsets is not None and length is None:
         kind, num_i = ROWS, tile_bound(M, G, bm)
-        schedule = schedule_rows(offsets, M, bm) if schedule is None else schedule
+        schedule = schedule_rows(offsets, M, bm)
     elif offsets is not None:
         kind, schedule, num_i = CONTRACTION, schedule_groups(offsets, length), G * num_i
     tile_count, contraction = num_i * -(-N // bn), kind is CONTRACTION

@@ -14,7 +14,6 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of, shape_of
 from jaxops.ops.fp8_matmul.plan import Plan
@@ -90,13 +89,8 @@ def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dt
         return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=spec.plan.on.interpret)
     from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton  # jax-triton needs Python >= 3.12
 
-    schedule = None
-    if offsets is not None and length is None:
-        # quantize's Pallas casts need the same work list for tiles of 128 rows: XLA merges the two launches. A launch
-        # of its own costs 5 us (H200, 2026-11-23: 2 to 4 % at qwen3_30b and dsmoe16b).
-        schedule = schedule_rows(offsets, a.values.shape[0], tiles.bm, spec.plan.on.interpret)
     kernel = functools.partial(multiply_triton, **how, tiles=tiles, cores=spec.plan.on.cores)
-    return sequential_vmap(kernel)(a, b, offsets, schedule)  # a jax-triton call has no batching rule
+    return sequential_vmap(kernel)(a, b, offsets)  # a jax-triton call has no batching rule
 
 
 def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):

@@ -225,7 +225,7 @@ def test_one_row_and_one_sequence(offsets):
 
     for per in ("sequence", "row"):
         for got, want in zip(run(per), run(None), strict=True):
-            np.testing.assert_array_equal(got, want)
+            np.testing.assert_allclose(got, want, rtol=1e-6)  # two programs, one rounding apart
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -8,6 +8,7 @@ printed, with the seed that repeats it.
 
 import collections
 import dataclasses
+import functools
 import select
 import shutil
 import signal
@@ -51,6 +52,7 @@ def state_of(step: int) -> dict[str, jax.Array]:
     }
 
 
+@functools.cache
 def model_of(version: int) -> Decoder:
     return Decoder(DENSE, rngs=nnx.Rngs(version))
 

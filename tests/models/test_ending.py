@@ -11,29 +11,11 @@ import pytest
 import typer
 
 from models import ending, train_lm
-from models.presets import PRESETS
 from models.report import MetricsLog
-from tests.models.interrupted_run import EVERY, TINY, train
+from tests.models.interrupted_run import EVERY, train
 
+pytestmark = pytest.mark.usefixtures("tiny")
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tiny():
-    """Restores what `train` patches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", TINY)
-        patch.setattr(train_lm, "plot_report", None)
-        patch.setattr(train_lm, "write_sample", None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run."""
-    out = tmp_path_factory.mktemp("whole")
-    train(out, save_every=EVERY)
-    return out
 
 
 def at_step(number: int, do) -> object:

@@ -4,21 +4,15 @@ import shutil
 
 import pytest
 
-from models import checkpoints, train_lm
-from models.presets import PRESETS
+from models import checkpoints
 from tests import faults
-from tests.models.interrupted_run import TINY
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", TINY)
-        patch.setattr(train_lm, "plot_report", None)
-        patch.setattr(train_lm, "write_sample", None)
-        folder = tmp_path_factory.mktemp("faults")
-        faults.prepare(folder)
-        yield folder
+def whole(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    faults.prepare(folder)
+    return folder
 
 
 def test_a_hundred(whole):

@@ -22,9 +22,14 @@ BYTES = DecoderConfig(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def model():
+    return nnx.jit(lambda: Decoder(BYTES, rngs=nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
     made = tmp_path_factory.mktemp("checkpoint")
-    hf.save(made, "MixtralForCausalLM", Decoder(BYTES, rngs=nnx.Rngs(0)))
+    hf.save(made, "MixtralForCausalLM", model)
     return made
 
 
@@ -38,8 +43,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(name):
     np.testing.assert_array_equal(got, expected["greedy"])
 
 
-def test_what_is_kept_is_what_a_pass_over_all_would_see():
-    model = Decoder(BYTES, rngs=nnx.Rngs(1))
+def test_what_is_kept_is_what_a_pass_over_all_would_see(model):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9)), jnp.int32)
     whole, _ = nnx.jit(lambda model: model(tokens))(model)
     cache, none = model.empty_cache(2, 12), jnp.zeros(2, jnp.int32)
@@ -49,8 +53,7 @@ def test_what_is_kept_is_what_a_pass_over_all_would_see():
     np.testing.assert_allclose(jnp.stack([first, second], axis=1), whole[:, [3, 7]], atol=2e-5)
 
 
-def test_draws_are_the_keys_and_a_row_ends():
-    model = Decoder(BYTES, rngs=nnx.Rngs(2))
+def test_draws_are_the_keys_and_a_row_ends(model):
     prompts = generate.align([[1, 2, 3], [4]])
     draw = nnx.jit(lambda model, seed, end: generate.generate(model, prompts, jax.random.key(seed), 12, 1.0, end))
     drawn = np.asarray(draw(model, 0, -1))
@@ -74,11 +77,14 @@ class Coin:
         return jnp.broadcast_to(self.logits, (tokens.shape[0], 3)), jax.lax.dynamic_update_slice(cache, tokens, (0, at))
 
 
+draw_coins = jax.jit(lambda prompts, temperature: generate.generate(Coin(), prompts, jax.random.key(0), 4, temperature))
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_draws_are_as_likely_as_the_temperature_says(temperature):
     """Probabilities are exp(logit / temperature), independently at every position."""
     prompts = generate.Prompts(jnp.zeros((5000, 2), jnp.int32), jnp.zeros(5000, jnp.int32))
-    drawn = np.asarray(jax.jit(lambda: generate.generate(Coin(), prompts, jax.random.key(0), 4, temperature))())
+    drawn = np.asarray(draw_coins(prompts, temperature))
     chances = np.array([0.1, 0.3, 0.6]) ** (1 / temperature)
     for place in drawn.T:
         np.testing.assert_allclose(np.bincount(place, minlength=3) / 5000, chances / chances.sum(), atol=0.03)

@@ -17,20 +17,10 @@ import typer
 from jax.sharding import SingleDeviceSharding
 
 from models import launch, loop, train_lm
-from models.presets import PRESETS
-from tests.models.interrupted_run import EVERY, TINY, train
+from tests.models.interrupted_run import EVERY, train
 
+pytestmark = pytest.mark.usefixtures("tiny")
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tiny():
-    """Restores what `train` patches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", TINY)
-        patch.setattr(train_lm, "plot_report", None)
-        patch.setattr(train_lm, "write_sample", None)
-        yield
 
 
 def lines_of(out: Path) -> list[dict]:
@@ -48,14 +38,6 @@ def state_of(out: Path, step: int) -> dict[str, jax.Array]:
         return reader.restore(
             folder, {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in saved.items()}
         )
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run on one device."""
-    out = tmp_path_factory.mktemp("whole")
-    train(out, save_every=EVERY)
-    return out
 
 
 def test_what_stays(whole):

@@ -35,10 +35,18 @@ def test_a_cpu_has_one_memory():
     assert options_for(OFFLOADED) == {}
 
 
+CONFIG = DiTConfig(2, 16, 2, token=4, classes=3, longest=9, backend="xla")
+
+
+@functools.cache
+def parameters():
+    _, params, rest = nnx.split(nnx.jit(lambda: DiT(CONFIG, rngs=nnx.Rngs(0)))(), nnx.Param, ...)
+    return jax.tree.map(lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape), params), rest
+
+
 @functools.cache
 def gradients_by(**how):
     """(whether there is a loop over the layers, loss, gradients) of a DiT of two layers with nonzero gates."""
-    config = DiTConfig(2, 16, 2, token=4, classes=3, longest=9, backend="xla")
     grids = jnp.array([[2, 3], [3, 3], [0, 0]], jnp.int32)
     batch = Batch(
         jax.random.normal(jax.random.key(1), (18, 4)),
@@ -46,9 +54,8 @@ def gradients_by(**how):
         grids,
         jnp.array([0, 2, 1], jnp.int32),
     )
-    _, params, rest = nnx.split(nnx.jit(lambda: DiT(config, rngs=nnx.Rngs(0)))(), nnx.Param, ...)
-    params = jax.tree.map(lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
-    made = nnx.split(nnx.eval_shape(lambda: DiT(dataclasses.replace(config, **how), rngs=nnx.Rngs(0))))[0]
+    params, rest = parameters()
+    made = nnx.split(nnx.eval_shape(lambda: DiT(dataclasses.replace(CONFIG, **how), rngs=nnx.Rngs(0))))[0]
     traced = jax.jit(
         jax.value_and_grad(lambda params: loss_fn(nnx.merge(made, params, rest), batch, jax.random.key(2)))
     ).trace(params)

@@ -80,8 +80,9 @@ def batches_of(preset: Preset) -> Callable[[int], packing.Batch]:
 @functools.cache
 def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1) -> Outcome:
     mesh, preset = None if shape is None else make_mesh(shape), preset_of(config, accumulate)
-    graphdef, state = train_lm.start_state(preset, mesh)
-    graphdef = graphdef if mesh is None else train_lm.sharded_graphdef(preset)
+    graphdef, state = train_lm.init_state(preset_of(dataclasses.replace(config, policy=None)), 0)
+    if mesh is not None:
+        graphdef, state = train_lm.sharded_graphdef(preset), shard_state(state, mesh)
     key = replicate(jax.random.key(0), mesh)
     batches = [loop.place(batches_of(preset)(step), mesh) for step in range(3)]
     # Compiled before it is called, it takes no other shardings: each step's state is split as the one before.
@@ -169,7 +170,7 @@ def test_kernels():
     """In Pallas' interpreter, which does not support check_vma; the next test checks the kernels' types."""
     mesh, preset = make_mesh("data=2,expert=2"), preset_of(SPARSE)
     batch = shard_batch(jax.tree.map(lambda x: x[0], batches_of(preset)(0)), mesh)
-    params = train_lm.start_state(preset, mesh)[1].params
+    params = shard_state(train_lm.init_state(preset, 0)[1].params, mesh)
     grads, (measured, _) = jax.jit(on_kernels(mesh, check_vma=False))(params, (), batch, jax.random.key(0))
     want = train(SPARSE)
     np.testing.assert_allclose(measured.loss, want.metrics[0].loss, rtol=1e-5)

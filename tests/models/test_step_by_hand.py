@@ -14,7 +14,6 @@ from rich.console import Console
 
 from models import loop, train_dit, train_lm
 from models.data import Corpus
-from models.decoder import Decoder
 from models.images import DataSet, Images
 from models.loop import Measured, Run, Schedule, make_evaluate, make_step
 from models.packing import Documents
@@ -194,7 +193,8 @@ def test_the_objective_of_a_language_model():
     batch = jax.tree.map(lambda x: jnp.asarray(x[-1]), batch)
     inside = np.asarray(batch.documents) >= 0
     assert 0 < inside.sum() < inside.size
-    model = nnx.jit(lambda: Decoder(SPARSE, rngs=nnx.Rngs(0)))()
+    graphdef, state = train_lm.init_state(TINY, 0)
+    model = nnx.merge(graphdef, state.params, state.histories)
     logits, routed = nnx.jit(lambda model: model(batch.tokens, batch.documents))(model)
     wanted = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))[inside].mean()
     loss, measured = nnx.jit(lambda model: train_lm.objective(TINY, True, model, batch, jax.random.key(0)))(model)

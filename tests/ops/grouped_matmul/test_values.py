@@ -28,12 +28,12 @@ from tests.ops.grouped_matmul.cases import (
 
 WGRAD_REFERENCE = jax.jit(grouped_wgrad_reference)
 ROUTINGS = [
-    pytest.param([17, 40, 13], 0, 0, id="all-rows"),
-    pytest.param([9, 0, 31], 11, 19, id="rows-outside-both-ends"),
-    pytest.param([0, 70, 0], 0, 0, id="one-group"),
-    pytest.param([16, 32, 16], 3, 3, id="whole-tiles-unaligned"),
-    pytest.param([0, 0, 0], 30, 40, id="no-rows"),
-    pytest.param([1, 1, 1], 66, 1, id="single-rows-at-the-end"),
+    pytest.param([17, 30, 10, 13], 0, 0, id="all-rows"),
+    pytest.param([9, 0, 12, 19], 11, 19, id="rows-outside-both-ends"),
+    pytest.param([0, 70, 0, 0], 0, 0, id="one-group"),
+    pytest.param([16, 32, 16, 0], 3, 3, id="whole-tiles-unaligned"),
+    pytest.param([0, 0, 0, 0], 30, 40, id="no-rows"),
+    pytest.param([1, 1, 1, 1], 65, 1, id="single-rows-at-the-end"),
 ]
 
 
@@ -67,7 +67,7 @@ def test_half(run, dtype, sizes, before, after):
 )
 def test_every_pattern_of_empty_groups(run, empty):
     sizes = [0 if e else 5 + 7 * i for i, e in enumerate(empty)]
-    check(make_case(sizes, 19, 33, after=64 - sum(sizes)), run)
+    check(make_case(sizes, 37, 53, after=70 - sum(sizes)), run)  # compiled already, for test_float32
 
 
 @pytest.mark.gpu
@@ -101,7 +101,7 @@ def test_sizes(run, routings, K, N):
 @hypothesis.given(data=st.data())
 def test_random_routings(run, data):
     """The shape of the patterns above, or on Hopper a larger one: any sizes, anywhere."""
-    M, K, N, kind = (700, 24, 40, "bfloat16") if run == "triton" else (64, 19, 33, "float32")
+    M, K, N, kind = (700, 24, 40, "bfloat16") if run == "triton" else (70, 37, 53, "float32")
     ends = sorted(data.draw(st.lists(st.integers(0, M), min_size=5, max_size=5)))
     case = make_case(
         np.diff(ends), K, N, before=ends[0], after=M - ends[-1], seed=data.draw(st.integers(0, 9)), dtype=kind
@@ -264,8 +264,8 @@ def test_sum_on_hopper(dtype, sizes, K, N, transpose_rhs):
 @pytest.mark.parametrize("run", RUNS)
 def test_offsets_that_break_the_contract(run):
     """Below 0, past M, decreasing: some result of the right shape, no access out of bounds (sanitize.py, on a GPU)."""
-    case = make_case([17, 40, 13], 37, 53)  # compiled already, for test_float32
-    for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7]):
+    case = make_case([17, 30, 10, 13], 37, 53)  # compiled already, for test_float32
+    for bad in ([-5, 10, 30, 40, 50], [0, 10, 30, 40, 10_000], [0, 30, 10, 40, 70], [2**31 - 1, -(2**31), 0, 7, 9]):
         arrays = vars(case) | {"offsets": jnp.array(bad, jnp.int32)}
         got = jax.block_until_ready(run_all(tuple(arrays.values()), run, transpose_rhs=False, precision="highest"))
-        assert [x.shape for x in got] == [(70, 53), (70, 37), (3, 37, 53), (3, 53)]
+        assert [x.shape for x in got] == [(70, 53), (70, 37), (4, 37, 53), (4, 53)]

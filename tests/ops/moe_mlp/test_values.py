@@ -61,7 +61,6 @@ def test_the_cases_are_what_they_are_for():
     ("run", "activation"),
     [
         ("xla", "gelu"),
-        ("xla", "relu"),
         *(pytest.param("gpu", name, marks=pytest.mark.gpu) for name in sorted(set(ACTIVATIONS) - {"silu"})),
     ],
 )

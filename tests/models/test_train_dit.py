@@ -1,7 +1,6 @@
 """`python -m models.train dit` on a tiny model: it learns, compiles once, draws images, and images are independent."""
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -236,60 +235,54 @@ def test_samples(model):
             np.testing.assert_array_equal(image, same)
 
 
-def test_a_run_from_its_own_configuration_and_images_of_a_folder(tmp_path, capsys):
-    """Micro-batches, classes by folder, and new images in their sizes."""
+def test_over_a_mesh_from_its_own_configuration_and_images_of_a_folder_and_resumed(monkeypatch, tmp_path, capsys):
+    """Micro-batches, classes by folder, new images in their sizes; each device packs its own images.
+
+    A run resumed from its first checkpoint is the same run.
+    """
     rng = np.random.default_rng(0)
     for label in ("cats", "dogs"):
-        (tmp_path / label).mkdir()
+        (tmp_path / "images" / label).mkdir(parents=True)
         for i in range(10):
             Image.fromarray(rng.integers(0, 255, (*rng.integers(8, 20, 2), 3), np.uint8)).save(
-                tmp_path / label / f"{i}.png"
+                tmp_path / "images" / label / f"{i}.png"
             )
     settings = {
         "layers": 1,
         "width": 16,
         "heads": 2,
-        "tokens": 64,
-        "images": 12,
+        "tokens": 160,
+        "images": 24,
         "longest": 16,
         "accumulate": 2,
-        "eval_every": 2,
+        "eval_every": 4,
         "sample_steps": 1,
     }
-    (tmp_path / "given.yaml").write_text(yaml.safe_dump(settings))
-    main(config=tmp_path / "given.yaml", data=str(tmp_path), steps=2, out=tmp_path / "out")
-    assert "18 images to train on, 2 held out, 2 classes" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], 0.5 < row["fill"] <= 1, row["tokens"] == 64 * row["fill"]) for row in rows] == [
-        (1, True, True),
-        (2, True, True),
-    ]
-    assert choose(DitOptions(config=tmp_path / "out" / "config.yaml")).accumulate == 2
-    with pytest.raises(typer.BadParameter, match="a micro-batch has 32 tokens, and an image may have 64"):
-        main(config=tmp_path / "given.yaml")
-
-
-def test_over_a_mesh_and_from_a_checkpoint(monkeypatch, tmp_path):
-    """Each device packs its own images; a run resumed from its first checkpoint is the same run."""
-    monkeypatch.setitem(
-        DIT_PRESETS, "tiny", dataclasses.replace(TINY, tokens=160, images=24, accumulate=2, steps=4, eval_every=4)
+    given, out = tmp_path / "given.yaml", tmp_path / "out"
+    given.write_text(yaml.safe_dump(settings))
+    run = functools.partial(
+        main, config=given, data=str(tmp_path / "images"), steps=4, out=out, mesh="data=2,fsdp=2", save_every=2
     )
-    monkeypatch.setitem(DATA_SETS, "two-kinds", two_kinds_data)
-    for name in ("plot_report", "sample", "draw_grid"):
-        monkeypatch.setattr(train_dit, name, lambda *_: None)
-    run = functools.partial(main, data="two-kinds", preset="tiny", out=tmp_path, mesh="data=2,fsdp=2", save_every=2)
     logged = lambda: [
-        json.loads(line) | {"tokens_per_s": 0} for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        json.loads(line) | {"tokens_per_s": 0} for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
     run()
+    assert "18 images to train on, 2 held out, 2 classes" in capsys.readouterr().out
+    assert (out / "samples.png").exists()
     whole = logged()
-    assert all(100 < row["tokens"] <= 160 and row["fill"] == pytest.approx(row["tokens"] / 160) for row in whole)
-    assert whole[0]["heldout"] == pytest.approx(2, abs=0.2)
-    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    assert [row["step"] for row in whole] == [1, 2, 3, 4]
+    assert all(60 < row["tokens"] <= 160 and row["fill"] == pytest.approx(row["tokens"] / 160) for row in whole)
+    assert whole[0]["heldout"] == pytest.approx(4 / 3, abs=0.3), "noise of variance one, pixels of a third"
+    for name in ("plot_report", "sample", "draw_grid"):
+        monkeypatch.setattr(train_dit, name, lambda *_: None)
+    shutil.rmtree(out / "checkpoints" / "4")
     run(resume=True)
     assert logged() == whole
+    assert choose(DitOptions(config=out / "config.yaml")).accumulate == 2
     with pytest.raises(typer.BadParameter, match="with 4 devices and accumulate 2 both must be multiples of 8"):
         run(set=["images=20"])
+    with pytest.raises(typer.BadParameter, match="a micro-batch has 32 tokens, and an image may have 64"):
+        main(config=given, set=["tokens=64", "longest=64"])
 
 
 @pytest.mark.parametrize("preset", DIT_PRESETS.values(), ids=DIT_PRESETS)

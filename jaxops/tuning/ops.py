@@ -67,6 +67,11 @@ def _split(rows: int, shares: np.ndarray) -> np.ndarray:
     return np.diff(np.floor(ends * rows + 0.5).astype(int))
 
 
+def _transposed(problem: Any) -> bool:
+    """Whether rhs is [G, N, K]; a `Problem` of fp8_matmul has no such form."""
+    return getattr(problem, "transpose_rhs", False)
+
+
 class _GroupedMatmul(Tunable):
     planner, problem, shape, unit, values = GROUPED_MATMUL, grouped_matmul.Problem, ("G", "M", "K", "N"), "tflops", {}
 
@@ -81,12 +86,15 @@ class _GroupedMatmul(Tunable):
         return ("pallas", "triton") if grouped_matmul.runs_triton(problem, device) else ("pallas",)
 
     def tensors(self, problem):
-        p, rhs = problem, (problem.G, problem.K, problem.N)
+        p = problem
+        rhs = (p.G, p.N, p.K) if _transposed(p) else (p.G, p.K, p.N)
         shapes = {"lhs": (p.M, p.K), "rhs": rhs if p.G else rhs[1:], "dout": (p.M, p.N)}
         return {name: _random(seed, shape, p.dtype) for seed, (name, shape) in enumerate(shapes.items())}
 
     def operands(self, name, problem, tensors, offsets):
         a, b = {"fwd": ("lhs", "rhs"), "dgrad": ("dout", "rhs"), "wgrad": ("lhs", "dout")}[name]
+        if name == "wgrad" and _transposed(problem):  # the gradient has rhs' shape, [G, N, K]
+            a, b = b, a
         return tensors[a], tensors[b], offsets
 
     def run(self, name, problem, plan, a, b, offsets):
@@ -94,7 +102,8 @@ class _GroupedMatmul(Tunable):
             return grouped_matmul.grouped_wgrad(a, b, offsets, plan=plan)
         # dgrad alone: the forward pass of a transposed rhs runs the same kernel.
         plan = dataclasses.replace(plan, fwd=getattr(plan, name))
-        return grouped_matmul.grouped_matmul(a, b, offsets, transpose_rhs=name == "dgrad", plan=plan)
+        transpose_rhs = (name == "dgrad") != _transposed(problem)
+        return grouped_matmul.grouped_matmul(a, b, offsets, transpose_rhs=transpose_rhs, plan=plan)
 
     def work(self, name, problem, a, b, offsets):
         return 2 * (problem.M if offsets is None else int(offsets[-1])) * problem.K * problem.N

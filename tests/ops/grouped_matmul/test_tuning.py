@@ -1,6 +1,7 @@
 """Tuned rows in the user's cache directory, and the search that makes them, with faked times on a CPU."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -278,6 +279,17 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     chosen = [op.planner.tiles(**row["tiles"]) for row in rows]
     assert chosen == [getattr(plan, each) for each in passes]
     assert [tiles.warps for tiles in chosen] == [2] * len(passes)
+
+
+def test_a_transposed_problem_is_measured_transposed():
+    """Rows of a transposed problem are looked up as such: what is measured must read rhs the same way."""
+    problem, op = Problem(2, 32, 16, 24, "float32", transpose_rhs=True), OPS["grouped_matmul"]
+    tensors = op.tensors(problem)
+    assert tensors["rhs"].shape == (2, 24, 16)
+    for name, shape in {"fwd": (32, 24), "dgrad": (32, 16), "wgrad": (2, 24, 16)}.items():
+        operands = op.operands(name, problem, tensors, jnp.array([0, 20, 32], jnp.int32))
+        run = functools.partial(op.run, name, problem, PLANNER.plan("xla"))
+        assert jax.eval_shape(run, *operands).shape == shape
 
 
 def test_only_problems_of_ops_with_tuned_rows():

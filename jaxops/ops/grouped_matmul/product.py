@@ -156,7 +156,8 @@ def _wgrad_fwd(spec: Spec, shapes: Shapes, lhs, dout, accumulator, offsets):
 
 def _wgrad_bwd(spec: Spec, shapes: Shapes, residuals, cotangents):
     lhs, dout, accumulated, offsets = residuals
-    weights = tuple(ct.astype(spec.compute_dtype) for ct in cotangents)
+    lhs, dout, *weights = (x.astype(spec.compute_dtype) for x in (lhs, dout, *cotangents))
+    weights = tuple(weights)
     # Of a transposed call lhs and dout have changed places, and so have these two products.
     dlhs = matmul(spec.inner(spec.lhs_dtype, True), dout, weights, None, offsets)
     ddout = matmul(spec.inner(spec.rhs_dtype, False), lhs, weights, None, offsets)

@@ -396,3 +396,23 @@ def test_forward_mode():
         jax.jvp(lambda lhs: lax.ragged_dot(lhs, rhs, jnp.array(SIZES), "highest"), (lhs,), (2 * lhs,))[1],
         "float32",
     )
+
+
+def test_an_algorithm_of_grouped_wgrad():
+    """float32 operands are multiplied in bfloat16; derivatives of the second order keep the operands' dtype."""
+    lhs, dout = (jnp.asarray(np.random.default_rng(seed).normal(size=(6, 4)), jnp.float32) for seed in (0, 1))
+    offsets = jnp.array([0, 2, 6], jnp.int32)
+
+    def wgrad(lhs, dout):
+        return jaxops.grouped_wgrad(lhs, dout, offsets, precision="BF16_BF16_F32")
+
+    half = jaxops.grouped_wgrad(lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16), offsets, out_dtype=jnp.float32)
+    np.testing.assert_array_equal(wgrad(lhs, dout), half)
+
+    def norm_of_gradients(*operands):
+        gradients = jax.grad(lambda *x: jnp.sum(wgrad(*x) ** 2), (0, 1))(*operands)
+        return sum(jnp.sum(x**2) for x in gradients)
+
+    for gradient in jax.grad(norm_of_gradients, (0, 1))(lhs, dout):
+        assert gradient.dtype == jnp.float32
+        assert np.isfinite(gradient).all()

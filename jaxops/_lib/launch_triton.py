@@ -195,9 +195,10 @@ def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, const
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
     # XLA may let a call read a slice (of layers' stacked weights, say) or write its result into one in place
     # (dynamic-slice fusion). The fused call no longer says that results share memory with operands, and TMA stores are
-    # lost. Barriers prevent the fusion.
-    in_place = any(isinstance(argument, (OutTile, Scratch)) for argument in arguments)
-    if in_place:
+    # lost; and a slice may start at an address that TMA does not accept. Barriers prevent the fusion. Launches without
+    # TMA and aliases have none, so that XLA merges equal ones: those that make work lists.
+    apart = any(isinstance(x, (OutTile, Scratch, TensorDescriptor)) for each in arguments for x in _operands(each))
+    if apart:
         arguments = jax.lax.optimization_barrier(arguments)
     for i, argument in enumerate(arguments):
         number = len(_operands(arguments[:i]))
@@ -219,4 +220,4 @@ def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, const
         metaparams=triton_lib.FrozenDict(dict(constants)),
     )  # fmt: skip
     found = found[: len(results)]
-    return list(jax.lax.optimization_barrier(tuple(found)) if in_place else found)
+    return list(jax.lax.optimization_barrier(tuple(found)) if apart else found)

@@ -112,27 +112,33 @@ def nan_to_zero(amax: jax.Array) -> jax.Array:
     return jnp.where(amax == amax, amax, 0.0)
 
 
-def scale_and_factor(amax: jax.Array, dtype, pow2: bool = False) -> tuple[jax.Array, jax.Array]:
+def scale_and_factor(
+    amax: jax.Array, dtype, pow2: bool = False, is_bfloat16: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """(scale, factor) of a tensor with largest magnitude amax (float32): cast x * factor; values * scale is x again.
 
-    Every compiler gives the same bits, though a GPU's division is approximate. amax is rounded up to bfloat16 first (no
-    change for a bfloat16 tensor), which leaves 128 mantissas; the scale is one correctly rounded product; the quotient
-    is rounded to _FACTOR_BITS bits, and for each of the 128 it is at least 8 ulp away from a rounding boundary. With
-    pow2 both are powers of two, and the scale is the least one with which amax does not saturate.
+    Every compiler gives the same bits, though a GPU's square root is approximate. amax is rounded up to bfloat16 first,
+    which leaves 128 mantissas; the scale is one correctly rounded product; the quotient is rounded to _FACTOR_BITS
+    bits, and for each of the 128 it is at least 8 ulp away from a rounding boundary. With pow2 both are powers of two,
+    and the scale is the least one with which amax does not saturate.
+
+    Args:
+      is_bfloat16: amax is finite or NaN, and a bfloat16 tensor's: rounding it would change nothing, and is left out.
     """
     most = float(jnp.finfo(dtype).max)  # 1.75 times a power of two, in both formats
     exponent = most.as_integer_ratio()[0].bit_length() - 1
-    m = jnp.minimum(jnp.maximum(nan_to_zero(amax), AMAX_MIN), AMAX_MAX)
-    bits = (_bits(m) + 0xFFFF) & ~0xFFFF
-    biased, mantissa = bits >> 23, bits & 0x7FFFFF
+    m = jnp.where(amax >= AMAX_MIN, amax, AMAX_MIN)  # of NaN too
+    bits = _bits(m) if is_bfloat16 else (_bits(jnp.minimum(m, AMAX_MAX)) + 0xFFFF) & ~0xFFFF
+    mantissa = bits & 0x7FFFFF
     if pow2:
-        biased = biased - exponent + (mantissa > 0x600000).astype(jnp.int32)
+        biased = (bits >> 23) - exponent + (mantissa > 0x600000).astype(jnp.int32)
         return _float(biased << 23), _float((254 - biased) << 23)
     drop = 24 - _FACTOR_BITS
-    # The divisor is in [1, 2), where fast division is accurate.
-    quotient = _bits(most / _float(mantissa | 0x3F800000))
+    # A third of a division's instructions, which bound the cast to both layouts. The error is at most 3 ulp.
+    root = lax.rsqrt(_float(mantissa | 0x3F800000))
+    quotient = _bits(most * root * root)
     quotient = (quotient + (1 << (drop - 1))) & ~((1 << drop) - 1)
-    return _float(bits) * (1 / most), _float(quotient - ((biased - 127) << 23))
+    return _float(bits) * (1 / most), _float(quotient - (bits & 0x7F800000) + (127 << 23))
 
 
 def cast_saturating(values: jax.Array, dtype, saturates: bool = False) -> jax.Array:

@@ -96,11 +96,11 @@ def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescripto
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["before"], meta_fields=["block", "layout", "result"])
 @dataclasses.dataclass(frozen=True)
 class OutTile:
-    """An operand that becomes a `row_windows` descriptor of a result.
+    """An operand that becomes a TMA descriptor of a result.
 
     Attributes:
       block: rows and columns of one store.
-      layout: of the shared memory that is stored.
+      layout: of the shared memory that is stored: of three dimensions for `row_windows`, of two for a plain descriptor.
       before: an array that gives its memory and contents to the result; None: uninitialised memory.
       result: number of the result.
     """
@@ -205,7 +205,8 @@ def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, const
         if isinstance(argument, OutTile):
             aliases[number] = argument.result
             before = jax.lax.empty(*results[argument.result]) if argument.before is None else argument.before
-            arguments[i] = row_windows(before, argument.block, argument.layout)
+            describe = row_windows if argument.layout.rank == 3 else TensorDescriptor.from_array
+            arguments[i] = describe(before, argument.block, layout=argument.layout)
         elif isinstance(argument, Scratch):
             aliases[number] = len(types)
             arguments[i] = argument.array

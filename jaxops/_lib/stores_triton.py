@@ -28,8 +28,8 @@ def store_window(desc, buf, row, end, col):
 def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
     """Stores a consumer's rows of a tile of C that lie before `end`; at least one does.
 
-    desc: C as `row_windows`, or None. ALIGNED: C's rows start at multiples of 16 bytes (required by desc). PENDING: how
-    many TMA stores from other buffers may still be in flight.
+    desc: C as `row_windows`; or as a plain descriptor, which stores whole tiles only; or None. ALIGNED: C's rows start
+    at multiples of 16 bytes (required by desc). PENDING: how many TMA stores from other buffers may still be in flight.
     """
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
@@ -44,7 +44,10 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
         buf.store(acc.to(ptr.dtype.element_ty))
         if desc is None:
             store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
-        elif min(row + BM, end) >= BM:
+        elif len(desc.block_shape) == 2 and row + BM <= end:
+            fence_async_shared()
+            tma.async_store(desc, [row, col], buf)
+        elif len(desc.block_shape) == 3 and min(row + BM, end) >= BM:
             fence_async_shared()
             store_window(desc, buf, row, end, col)
         else:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxops import dequantize
 from jaxops._lib.fp8 import (
@@ -30,8 +31,8 @@ ABSOLUTE = {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17}
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_a_division_that_is_some_ulp_off_changes_no_factor(dtype):
-    """For all 128 mantissas the quotient is at least 8 ulp from a rounding boundary; a GPU's division errs by 2 ulp."""
+def test_a_quotient_that_is_some_ulp_off_changes_no_factor(dtype):
+    """For all 128 mantissas it is at least 8 ulp from a rounding boundary; by a GPU's square root it errs by 3 ulp."""
     mantissas = np.float32(1) + np.arange(128, dtype=np.float32) / 128
     quotient = (np.float32(LARGEST[dtype]) / mantissas).view(np.int32)
     drop = 24 - _FACTOR_BITS
@@ -69,6 +70,16 @@ def test_scale_and_factor(dtype, pow2):
         np.testing.assert_allclose(scale.astype(np.float64) * factor, 1, rtol=2.0**-15)
     nothing, zero = (scale_and_factor(jnp.float32(value), dtype, pow2) for value in (np.nan, 0))
     assert nothing == zero
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_scale_of_a_bfloat16_maximum(pow2):
+    amax = jnp.append(lax.bitcast_convert_type(jnp.arange(0x7F80, dtype=jnp.int16), jnp.bfloat16), jnp.nan)
+    amax = amax.astype(jnp.float32)
+    for got, want in zip(
+        scale_and_factor(amax, FP8[0], pow2, is_bfloat16=True), scale_and_factor(amax, FP8[0], pow2), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", FP8)

@@ -230,13 +230,13 @@ def _scale(
     (G, M, K), g = size, p.g
 
     def scale_of(amax):
-        return scale_and_factor(amax, spec.fp8, spec.pow2)
+        return scale_and_factor(amax, spec.fp8, spec.pow2, is_bfloat16=ref["x"].dtype == jnp.bfloat16)
 
     if spec.scaling == "tensorwise":
         n = ref["amax"].shape[0] // G
         part = jnp.arange(power_of_2(n), dtype=jnp.int32)
         amax = jnp.max(plgpu.load(ref["amax"].at[g * n + part], mask=part < n, other=0.0))
-        scale, factor = scale_of(jnp.broadcast_to(amax, (1,) * 6))
+        scale, factor = scale_and_factor(jnp.broadcast_to(amax, (1,) * 6), spec.fp8, spec.pow2)  # given: any float32
         store(ref["scales"], (jnp.zeros_like(p.block) + g,), scale, p.is_first)
         return factor, factor
     if "row_factors" in ref or "col_factors" in ref:

@@ -221,7 +221,7 @@ def test_how_a_result_is_stored():
         "unaligned": UNALIGNED,
     }.items():
         ptx = product.kernel.ptx
-        found[name] = "cp.async.bulk.tensor.3d.global.shared" in ptx, "st.global.v4" in ptx, "st.global" in ptx
+        found[name] = "cp.async.bulk.tensor.2d.global.shared" in ptx, "st.global.v4" in ptx, "st.global" in ptx
     assert found == {"dense": (True, True, True), "groups": (True, True, True), "unaligned": (False, False, True)}
 
 

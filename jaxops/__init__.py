@@ -12,8 +12,9 @@ Array([3., 0., 4., 1.], dtype=float32)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Its context is part of jax.jit's cache key. Created inside a trace (an op's first import), it would make jax.jit
+# Their contexts are part of jax.jit's cache key. Created inside a trace (an op's first import), they would make jax.jit
 # compile the function that called the op a second time.
+from jaxops._lib import recorded as _recorded  # noqa: F401
 from jaxops._lib import tuned as _tuned  # noqa: F401
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported on first use

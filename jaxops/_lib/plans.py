@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxops._lib.device import Capability, Device
+from jaxops._lib.recorded import note
 
 AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least of the Pallas kernels, and the least with FP8
 
@@ -99,7 +100,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         backend: str = "auto",
         plan: PlanT | None = None,
     ) -> PlanT:
-        """Decides how to run `problem` on `device`; a pure function of its arguments.
+        """Decides how to run `problem` on `device`; a pure function of its arguments, counted by `tuning.record`.
 
         Args:
           problem: static shapes and dtypes.
@@ -114,6 +115,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
           TypeError: the plan is not of this op.
           NotImplementedError: the backend cannot run this problem on this device.
         """
+        note(problem)
         free, asked = backend == "auto" and plan is None, backend
         device, backend = self.choose(problem, device, backend, plan)
         given: PlanT = self.plan(backend) if plan is None else plan

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 from importlib import resources
 from typing import Any
 
@@ -23,6 +24,16 @@ def user_folder() -> pathlib.Path:
 def user_file(op: str, device: Device) -> pathlib.Path:
     """Where rows measured on this machine for `op` are stored."""
     return _file(user_folder(), op, device)
+
+
+def user_rows(op: str, device: Device) -> list[dict]:
+    """The user's rows alone, read now."""
+    return _read(user_file(op, device))
+
+
+def user_files(op: str = "*") -> dict[pathlib.Path, list[dict]]:
+    """The files of rows measured on this machine, or copied to it, for one op or all; and their rows."""
+    return {file: _read(file) for file in sorted(user_folder().glob(f"{op}/*.jsonl"))}
 
 
 def _file(folder: pathlib.Path, op: str, device: Device) -> pathlib.Path:
@@ -106,3 +117,27 @@ def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
     part.replace(file)  # atomic: a killed run leaves the old file
     read_rows.cache_clear()
     return file
+
+
+def remove_rows(op: str = "*") -> list[pathlib.Path]:
+    """Deletes the user's files of one op, or of all."""
+    files = [*user_files(op)]
+    for file in files:
+        file.unlink()
+    read_rows.cache_clear()
+    return files
+
+
+def export_rows(folder: pathlib.Path, op: str = "*") -> list[pathlib.Path]:
+    """Copies the user's files of one op, or of all, to a folder that `use_rows` takes.
+
+    Raises:
+      FileExistsError: it has such a file; nothing is copied.
+    """
+    targets = {file: folder / file.relative_to(user_folder()) for file in user_files(op)}
+    if there := [str(target) for target in targets.values() if target.exists()]:
+        raise FileExistsError(f"{', '.join(there)} exists: name another folder.")
+    for file, target in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    return [*targets.values()]

@@ -1,4 +1,4 @@
-"""Measures plans on this machine's GPU and stores the fastest: `python -m jaxops.tuning OP --shape ...`."""
+"""Measures plans on this machine's GPU and stores the fastest: `python -m jaxops.tuning --help`."""
 
 import concurrent.futures
 import dataclasses
@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import current_device
+from jaxops._lib.device import Device, current_device
+from jaxops._lib.recorded import record
 from jaxops._lib.tuned import store_rows, tuned_rows, use_rows
 from jaxops.profiling import device_times_us
-from jaxops.tuning.ops import OPS
+from jaxops.tuning.ops import OPS, Tunable
 
-__all__ = ["TuningError", "current_device", "store", "tune", "tuned_rows", "use_rows"]
+__all__ = ["TuningError", "current_device", "record", "store", "tune", "tuned_rows", "use_rows"]
 
 _ALIVE_BYTES = 2e10  # of results that a timed burst may hold at once
 # See `_errors`; by operand bytes: some ulps of a bfloat16 result, TF32 products.
@@ -34,7 +35,8 @@ def tune(
     passes: Sequence[str] | None = None,
     group_sizes: Sequence[np.ndarray] | None = None,
     tiles: Sequence[Any] | None = None,
-    say: Callable = print,
+    say: Callable[[str], Any] = print,
+    advance: Callable[[], Any] = lambda: None,
 ) -> list[dict]:
     """Measures every candidate for `problem` on the default GPU. A candidate is compared with the xla backend before it
     is timed.
@@ -45,36 +47,33 @@ def tune(
     >>> tuning.store(rows)  # doctest: +SKIP
 
     Args:
-      problem: a Problem of grouped_matmul (transpose_rhs False: its rows serve both), adaln (layer norm; bwd is timed
-        with the forward), quantize (not ragged; a whole call is timed) or fp8_matmul (without its casts).
+      problem: a Problem of grouped_matmul, adaln (layer norm; bwd is timed with the forward), quantize (a whole call
+        without groups is timed) or fp8_matmul (without its casts).
       passes: of the op's plan, e.g. "fwd"; by default all that this problem has.
       group_sizes: rows a group (of adaln: lengths of the sequences), one array a routing, each summing to at most the
         rows; the fastest tiles have the least summed time. By default an even split and a Zipf split.
-      tiles: the candidates; by default the op's `candidates`, of each kernel that runs this problem on this device.
+      tiles: the candidates; by default the tiles that a call has now and the op's `candidates`, of each kernel that
+        runs this problem on this device.
       say: called with each line of progress.
+      advance: called once for each candidate that is done: timed, or left out.
 
     Returns:
-      One row a pass and kernel, as `store` takes them.
+      One row a pass and kernel, as `store` takes them. `gain_percent` is how much less time the best tiles take than
+      those that a call had, where these were a candidate.
 
     Raises:
       TypeError: the problem is of no op that has tuned rows.
       TuningError: every candidate of a pass failed to compile or was wrong, or the default device is no GPU.
     """
-    op = next((op for op in OPS.values() if isinstance(problem, op.problem)), None)
-    if op is None:
-        raise TypeError(f"problem is a {type(problem).__name__}; write a Problem of {', '.join(OPS)}.")
-    device = current_device()
-    if device.platform != "gpu":
-        raise TuningError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
+    _, op = op_of(problem)
+    device = gpu()
     splits = op.splits(problem) if group_sizes is None else group_sizes
     offsets = [s if s is None else jnp.asarray(np.concatenate([[0], np.cumsum(s)]), jnp.int32) for s in splits]
     plans = {kernel: op.planner.plan(kernel) for kernel in op.kernels(problem, device)}
     xla, tensors, rows = op.planner.plan("xla"), op.tensors(problem), []
     for name, kernel in itertools.product(op.passes(problem) if passes is None else passes, plans):
-        if tiles is None:
-            mine = op.planner.candidates(name, problem, device, kernel)
-        else:
-            mine = [t for t in tiles if getattr(t, "kernel", "pallas") == kernel]
+        known = candidates(problem, name, kernel, device)
+        mine = known if tiles is None else [t for t in tiles if getattr(t, "kernel", "pallas") == kernel]
         if not mine:
             continue
 
@@ -83,15 +82,52 @@ def tune(
             return op.run(name, problem, plan, *operands)
 
         calls = [op.operands(name, problem, tensors, each) for each in offsets]
-        best, us = _fastest(name, run, calls, mine, say)
+        now = known[0]
+        times = _times(name, run, calls, mine, now, say, advance)
+        best = min(times, key=times.__getitem__)
         plans[kernel] = dataclasses.replace(plans[kernel], **{name: best})
-        us /= len(calls)  # of a call, on average
+        us = times[best] / len(calls)  # of a call, on average
         work = sum(op.work(name, problem, *operands) for operands in calls) / len(calls)
         measured = {"us": round(us, 1), op.unit: round(work / us / {"tflops": 1e6, "gbps": 1e3}[op.unit], 1)}
+        gain = ""
+        if now in times:
+            measured["gain_percent"] = round(100 * (1 - times[best] / times[now]), 1)
+            gain = f", {measured['gain_percent']} % less time than now"
         made = {"device": device.kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
         rows.append({"pass": name, **vars(problem), "tiles": vars(best), **measured, **made})
-        say(f"{problem} {name}: {best} {measured[op.unit]} {op.unit}")
+        say(f"{problem} {name}: {best} {measured[op.unit]} {op.unit}{gain}")
     return rows
+
+
+def gpu() -> Device:
+    """The default device.
+
+    Raises:
+      TuningError: it is no GPU.
+    """
+    device = current_device()
+    if device.platform != "gpu":
+        raise TuningError(f"tuning measures GPU kernels, but the default device is {device.kind}.")
+    return device
+
+
+def op_of(problem: Any) -> tuple[str, Tunable]:
+    """The op of a problem, by name and as the tuner knows it.
+
+    Raises:
+      TypeError: no op with tuned rows.
+    """
+    for name, op in OPS.items():
+        if isinstance(problem, op.problem):
+            return name, op
+    raise TypeError(f"problem is a {type(problem).__name__}; write a Problem of {', '.join(OPS)}.")
+
+
+def candidates(problem: Any, pass_name: str, kernel: str, device: Device) -> list:
+    """The tiles that a call has now; then the op's candidates."""
+    name, op = op_of(problem)
+    now = getattr(op.planner.make_plan(problem, device, tuned_rows(name, device), backend=kernel), pass_name)
+    return list(dict.fromkeys([now, *op.planner.candidates(pass_name, problem, device, kernel)]))
 
 
 def store(rows: list[dict], op: str = "grouped_matmul"):
@@ -127,8 +163,10 @@ def _errors(got, want):
     return jnp.max(worst), jnp.sqrt(jnp.sum(square) / size) / rms
 
 
-def _fastest(name: str, run: Callable, calls: list[tuple], tiles: list, say: Callable) -> tuple[Any, float]:
-    """The tiles with the least summed time over all calls (the operands of each), and that time in microseconds.
+def _times(
+    name: str, run: Callable, calls: list[tuple], tiles: list, now: Any, say: Callable, advance: Callable
+) -> dict[Any, float]:
+    """Microseconds of the five fastest tiles and of `now`, summed over all calls (the operands of each).
 
     run: (tiles, or None for the xla backend, *operands) -> results.
     """
@@ -138,6 +176,7 @@ def _fastest(name: str, run: Callable, calls: list[tuple], tiles: list, say: Cal
             return jax.jit(lambda *operands: run(t, *operands)).lower(*calls[0]).compile()
         except jax.errors.JaxRuntimeError as error:  # this compiler or card rejects these tiles; the next may run
             say(f"  {t}: {str(error).splitlines()[0][:160]}")
+            advance()
             return None
 
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -153,6 +192,7 @@ def _fastest(name: str, run: Callable, calls: list[tuple], tiles: list, say: Cal
             if not (errors[0] < limits[0] and errors[1] < limits[1]):
                 say(f"  {t}: WRONG, max {errors[0]:.1e} RMS {errors[1]:.1e}")
                 del programs[t]
+                advance()
         del want
     if not programs:
         raise TuningError(f"no candidate for {name} compiled and was right.")
@@ -162,11 +202,14 @@ def _fastest(name: str, run: Callable, calls: list[tuple], tiles: list, say: Cal
             sum(np.median(device_times_us(programs[t], *operands, iterations=iterations)) for operands in calls)
         )
 
-    first = {t: total_us(t, 3) for t in programs}
+    first = {}
+    for t in programs:
+        first[t] = total_us(t, 3)
+        advance()
     leaders = sorted(first, key=first.__getitem__)[:5]
+    leaders += [now] if now in first and now not in leaders else []
     rounds = [{t: total_us(t, alive) for t in leaders} for _ in range(3)]  # interleaved: the card's clock drifts
     final = {t: float(np.median([r[t] for r in rounds])) for t in leaders}
     for t in sorted(first, key=first.__getitem__):
         say(f"  {t}: {final.get(t, first[t]):.1f} us")
-    best = min(leaders, key=final.__getitem__)
-    return best, final[best]
+    return final

@@ -1,17 +1,41 @@
-"""`python -m jaxops.tuning OP --shape ...`"""
+"""`python -m jaxops.tuning`: tunes shapes, or those of a whole program; lists, exports and deletes what it stored."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import Annotated
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from jaxops import tuning
-from jaxops.tuning.ops import OPS
+from jaxops._lib.tuned import export_rows, remove_rows, user_file, user_files, user_folder
+from jaxops.tuning.card import check_card
+from jaxops.tuning.ops import OPS, Tunable
+from jaxops.tuning.program import ProgramError, problems_of, run_recorded, tune_all, untuned
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_SHAPES = "; ".join(f"{name.replace('_', '-')}: {','.join(op.shape)}" for name, op in OPS.items())
-app = typer.Typer(add_completion=False)
+_ERRORS = (tuning.TuningError, ProgramError, NotImplementedError, ValueError, FileExistsError)
+app = typer.Typer(add_completion=False, invoke_without_command=True)
+
+Again = Annotated[bool, typer.Option(help="also passes that have rows of yours.")]
+DryRun = Annotated[bool, typer.Option(help="measure and print, store nothing.")]
+Force = Annotated[bool, typer.Option(help="also on a card that is shared or runs at lower clocks.")]
+OneOp = Annotated[str, typer.Argument(help=f"one of {', '.join(OPS).replace('_', '-')}; by default all.")]
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except _ERRORS as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _words(text: str, known: Sequence[str]) -> list[str]:
@@ -22,6 +46,10 @@ def _words(text: str, known: Sequence[str]) -> list[str]:
     return text.split(",")
 
 
+def _op(text: str) -> str:
+    return _words(text.replace("-", "_"), tuple(OPS))[0]
+
+
 def _sizes(text: str, names: tuple[str, ...]) -> dict[str, int]:
     words = text.split(",")
     if len(words) != len(names) or not all(word.strip().isdecimal() for word in words):
@@ -29,39 +57,147 @@ def _sizes(text: str, names: tuple[str, ...]) -> dict[str, int]:
     return dict(zip(names, map(int, words), strict=True))
 
 
-@app.command(no_args_is_help=True)
+def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
+    """Tunes the problems, with a bar of the candidates of the one at hand, and what each pass gained."""
+    with _one_line_errors():
+        tuning.gpu()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(soft_wrap=True)
+    with _one_line_errors(), Progress(*columns, console=console, transient=True) as bar:
+        number = itertools.count(1)
+        task = bar.add_task("", total=None)
+
+        def start(what: str, candidates: int) -> None:
+            console.print(what, highlight=False, markup=False)
+            bar.reset(task, total=candidates, description=f"problem {next(number)} of at most {len(problems)}")
+
+        rows = tune_all(
+            problems,
+            check=(lambda: None) if force else check_card,
+            start=start,
+            say=lambda line: console.print(line, highlight=False, markup=False),
+            advance=lambda: bar.advance(task),
+            **how,
+        )
+    if not rows:
+        print("Every pass has a row of yours: nothing to tune. --again measures them once more.")
+    elif not how["dry_run"]:
+        for name in dict.fromkeys(tuning.op_of(problem)[0] for problem in problems):
+            print(f"stored in {user_file(name, tuning.gpu())}")
+
+
+@app.callback()
 def main(
-    op: Annotated[str, typer.Argument(help=f"one of {', '.join(OPS).replace('_', '-')}.")],
-    shape: Annotated[
-        list[str], typer.Option(help=f"of the forward pass ({_SHAPES}, G = 0 for no groups); may be repeated.")
-    ],
-    dtype: Annotated[str, typer.Option(help=f"of the operands, one of {', '.join(_DTYPES)}.")] = "bfloat16",
-    passes: Annotated[str, typer.Option(help="comma-separated, e.g. fwd,wgrad; by default all.")] = "",
-    scaling: Annotated[str, typer.Option(help="of quantize, comma-separated; by default all.")] = "",
-    layouts: Annotated[str, typer.Option(help="of quantize, comma-separated; by default all.")] = "",
-    recipes: Annotated[str, typer.Option(help="of fp8-matmul, comma-separated.")] = "",
-    dry_run: Annotated[bool, typer.Option(help="measure and print, store nothing.")] = False,
+    context: typer.Context,
+    from_step: Annotated[
+        str, typer.Option(help='run this program, e.g. "python -m models.train lm --steps 2", and tune its shapes.')
+    ] = "",
+    again: Again = False,
+    dry_run: DryRun = False,
+    force: Force = False,
 ) -> None:
-    """Measures plans on this machine's GPU and stores the fastest in your cache directory."""
-    name = _words(op.replace("-", "_"), tuple(OPS))[0]
-    tunable, dtype = OPS[name], _words(dtype, _DTYPES)[0]
-    shapes = [_sizes(text, tunable.shape) for text in shape]
-    chosen = _words(passes, tunable.planner.passes) if passes else None
-    values = {field: default for field, (_, default) in tunable.values.items()}
-    for field, text in (("scaling", scaling), ("layouts", layouts), ("recipe", recipes)):
-        if text and field not in values:
-            raise typer.BadParameter(f"{op} has no {field}.")
-        if text:
-            values[field] = _words(text, tunable.values[field][0])
-    for sizes, each in itertools.product(shapes, itertools.product(*values.values())):
-        problem = tunable.problem(**sizes, dtype=dtype, **dict(zip(values, each, strict=True)))
-        try:
-            rows = tuning.tune(problem, chosen)
-        except (tuning.TuningError, NotImplementedError, ValueError) as error:
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(1) from error
-        if not dry_run:
-            print(f"stored in {tuning.store(rows, name)}")
+    """Measures plans on this machine's GPU and stores the fastest in your cache directory.
+
+    A run that is stopped goes on where it was: passes with rows of yours are left out.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if not from_step:
+        print(context.get_help())
+        raise typer.Exit(2)
+    with _one_line_errors():
+        problems = problems_of(shlex.split(from_step))
+    device = tuning.current_device()
+    table = Table("op", "problem", "traced", "passes without a row of yours")
+    for problem, count in problems:
+        table.add_row(tuning.op_of(problem)[0], str(problem), str(count), ", ".join(untuned(problem, device)) or "none")
+    Console().print(table)
+    _tune([problem for problem, _ in problems], force, again=again, dry_run=dry_run)
+
+
+def _add_command(name: str, op: Tunable) -> None:
+    """The command that tunes shapes of one op."""
+
+    @app.command(name.replace("_", "-"), help=f"Tune shapes of {name}.", no_args_is_help=True)
+    def command(
+        shape: Annotated[list[str], typer.Option(help=f"{','.join(op.shape)} of the forward; may be repeated.")],
+        dtype: Annotated[str, typer.Option(help=f"of the operands, one of {', '.join(_DTYPES)}.")] = "bfloat16",
+        passes: Annotated[str, typer.Option(help="comma-separated; by default all.")] = "",
+        scaling: Annotated[str, typer.Option(help="of quantize, comma-separated; by default all.")] = "",
+        layouts: Annotated[str, typer.Option(help="of quantize, comma-separated; by default all.")] = "",
+        recipes: Annotated[str, typer.Option(help="of fp8-matmul, comma-separated.")] = "",
+        dry_run: DryRun = False,
+        force: Force = False,
+    ) -> None:
+        kind = _words(dtype, _DTYPES)[0]
+        shapes = [_sizes(text, op.shape) for text in shape]
+        chosen = _words(passes, op.planner.passes) if passes else None
+        values = {field: default for field, (_, default) in op.values.items()}
+        for field, text in (("scaling", scaling), ("layouts", layouts), ("recipe", recipes)):
+            if text and field not in values:
+                raise typer.BadParameter(f"{name} has no {field}.")
+            if text:
+                values[field] = _words(text, op.values[field][0])
+        problems = [
+            op.problem(**sizes, dtype=kind, **dict(zip(values, each, strict=True)))
+            for sizes, each in itertools.product(shapes, itertools.product(*values.values()))
+        ]
+        _tune(problems, force, again=True, passes=chosen, dry_run=dry_run)
+
+
+for _name, _tunable in OPS.items():
+    _add_command(_name, _tunable)
+
+
+@app.command("list")
+def list_rows(op: OneOp = "") -> None:
+    """Show your rows."""
+    table = Table("op", "device", "pass", "for", "tiles", "us", "speed", "gain", "measured")
+    for file, rows in user_files(_op(op) if op else "*").items():
+        tunable = OPS.get(file.parent.name)
+        for row in rows:
+            fields = () if tunable is None else tunable.problem.__dataclass_fields__
+            problem = ", ".join(f"{name}={row[name]}" for name in fields if name in row)
+            tiles = ", ".join(f"{name}={value}" for name, value in row["tiles"].items())
+            speed = next((f"{row[unit]} {unit}" for unit in ("tflops", "gbps") if unit in row), "")
+            gain = f"{row['gain_percent']} %" if "gain_percent" in row else ""
+            made = f"{row.get('date', '')}, jax {row.get('jax', '')}"
+            table.add_row(
+                file.parent.name, file.stem, row["pass"], problem, tiles, str(row.get("us", "")), speed, gain, made
+            )
+    Console(soft_wrap=not sys.stdout.isatty()).print(table if table.row_count else f"No rows in {user_folder()}.")
+
+
+@app.command()
+def export(folder: pathlib.Path, op: OneOp = "") -> None:
+    """Copy your rows to a folder, for another machine and for jaxops.tuning.use_rows."""
+    with _one_line_errors():
+        _print_files("copied to", export_rows(folder, _op(op) if op else "*"))
+
+
+@app.command()
+def clear(op: OneOp = "", yes: Annotated[bool, typer.Option("--yes", help="do not ask.")] = False) -> None:
+    """Delete your rows."""
+    pattern = _op(op) if op else "*"
+    for file in user_files(pattern):
+        print(file)
+    if user_files(pattern) and not yes:
+        typer.confirm("Delete these files?", abort=True)
+    _print_files("deleted", remove_rows(pattern))
+
+
+def _print_files(done: str, files: Sequence[pathlib.Path]) -> None:
+    for file in files:
+        print(f"{done} {file}")
+    if not files:
+        print(f"No rows in {user_folder()}.")
+
+
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+def record(file: pathlib.Path, command: list[str]) -> None:
+    """Run a program and write the problems that it makes plans for."""
+    with _one_line_errors():
+        run_recorded(command, file)
 
 
 if __name__ == "__main__":

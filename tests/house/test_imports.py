@@ -60,7 +60,12 @@ def may_import(module: str, name: str) -> bool:
     if inside(module, "jaxops.parallel"):
         return inside(name, "jaxops.parallel", "jaxops._lib") or is_public_op(name)
     if module == "jaxops":
-        return is_public_op(name) or name in ("jaxops.lengths", "jaxops.parallel", "jaxops._lib.tuned")
+        return is_public_op(name) or name in (
+            "jaxops.lengths",
+            "jaxops.parallel",
+            "jaxops._lib.recorded",
+            "jaxops._lib.tuned",
+        )
     return not inside(name, "jaxops.nn")  # tuning, profiling, offload
 
 

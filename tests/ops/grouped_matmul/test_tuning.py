@@ -159,7 +159,7 @@ def test_a_command_on_a_cpu(words):
 def test_command_stores_unless_dry(monkeypatch):
     seen = []
 
-    def measured(problem, passes):
+    def measured(problem, passes, **_):
         seen.append((problem, passes))
         return [row(100)]
 
@@ -251,6 +251,22 @@ def test_tune_takes_the_fastest_that_is_right(faked_gpu):
     # What tune returns is what store takes and make_plan finds.
     jaxops.tuning.store([found])
     assert make_plan(TINY, H200, tuned_rows("grouped_matmul", H200)).fwd == FAST
+
+
+def test_gain_over_the_tiles_of_now(faked_gpu, monkeypatch):
+    """They are a candidate, if not one of the op's own; once stored, the best tiles are the ones of now."""
+    slow, done = Tiles(32, 16, 16, stages=1), []
+    monkeypatch.setattr(OPS["grouped_matmul"], "planner", dataclasses.replace(PLANNER, search=lambda *_: [FAST]))
+    jaxops.tuning.store([{**row(1), **vars(TINY), "tiles": vars(slow)}])
+    faked_gpu += [0.5, 0.2, 0.1, 0.1, 0.3]
+    (found,) = tune(TINY, ["fwd"], ROUTINGS, say=lambda line: None, advance=lambda: done.append(1))
+    assert len(done) == 3  # slow, the heuristic's, FAST
+    assert found["us"] == 0.1
+    assert found["gain_percent"] == 80.0
+    jaxops.tuning.store([found])
+    (found,) = tune(TINY, ["fwd"], ROUTINGS, say=lambda line: None)
+    assert Tiles(**found["tiles"]) == FAST
+    assert found["gain_percent"] == 0.0
 
 
 TUNED = {

@@ -1,0 +1,42 @@
+"""Whether the GPU is free and at full speed: times on another one would be of the moment, not of the card."""
+
+import os
+import shutil
+import subprocess
+
+import jax
+
+from jaxops.tuning import TuningError
+
+# What nvidia-smi calls the reasons for low clocks that are no part of normal work. The power cap is: large products
+# reach it.
+_SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+
+
+def check_card() -> None:
+    """Nothing is checked where nvidia-smi is missing, or does not answer.
+
+    Raises:
+      TuningError: other processes run on it, or it is slowed down by heat or its power supply.
+    """
+    if jax.default_backend() != "gpu" or shutil.which("nvidia-smi") is None:
+        return
+    number = jax.devices()[0].local_hardware_id
+    visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    card = visible[number] if len(visible) > number else str(number)
+    processes = _ask(card, "--query-compute-apps=pid")
+    if len(processes) > 1:  # this one; in a container its number is another one than here
+        raise TuningError(f"{len(processes)} processes run on GPU {card}: tune on a card of your own, or pass --force.")
+    reasons = ",".join(f"clocks_throttle_reasons.{name}" for name in _SLOWED)
+    states = [word.strip() for line in _ask(card, f"--query-gpu={reasons}") for word in line.split(",")]
+    slow = [name for name, state in zip(_SLOWED, states, strict=False) if state == "Active"]
+    if slow:
+        why = ", ".join(slow)
+        raise TuningError(f"GPU {card} runs at lower clocks ({why}): wait until it is cool, or pass --force.")
+
+
+def _ask(card: str, query: str) -> list[str]:
+    """nvidia-smi's lines; none where it fails."""
+    command = ["nvidia-smi", "-i", card, query, "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [line for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []

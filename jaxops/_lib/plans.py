@@ -105,7 +105,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         Args:
           problem: static shapes and dtypes.
           device: see `jaxops.tuning.current_device()`. A plan's own device comes first.
-          rows: tuned rows (`jaxops.tuning.tuned_rows`), best source first; of grouped_matmul for the ops made of it.
+          rows: tuned rows (`jaxops.tuning.tuned_rows`) of this op and of those that it is made of, best source first.
+            A row without the name of its op is this op's.
           backend: "auto" takes "triton" on Hopper, where the op has it and jax-triton is installed, "pallas" on other
             NVIDIA GPUs, "xla" elsewhere. Others are obeyed or raise. On a CPU, "pallas" runs in Pallas' interpreter.
           plan: kept; what it leaves None is filled by tuned rows, then by the heuristic.
@@ -131,6 +132,10 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         first = self.heuristic(pass_name, problem, device, kernel)
         return list(dict.fromkeys([first, *self.search(pass_name, problem, device, kernel)]))
 
+    @property
+    def op(self) -> str:
+        return self.plan.__module__.split(".")[-2]
+
     def row_key(self, row: dict) -> tuple:
         """What a tuned row is found by: the op's key, and the kernel that the tiles are for."""
         assert self.key is not None
@@ -140,7 +145,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         tiles, kernel = getattr(call.plan, name), self.kernel(name, call)
         if tiles is None and self.key is not None and self.tiles is not None:
             key = (*self.key(name, **vars(call.problem)), kernel)
-            tiles = next((self.tiles(**row["tiles"]) for row in call.rows if self.row_key(row) == key), None)
+            mine = (row for row in call.rows if row.get("op", self.op) == self.op and self.row_key(row) == key)
+            tiles = next((self.tiles(**row["tiles"]) for row in mine), None)
         if tiles is None:
             assert self.heuristic is not None
             tiles = self.heuristic(name, call.problem, call.device, kernel)

@@ -82,8 +82,9 @@ def use_rows(source: str | os.PathLike) -> Any:
     return _source(folder)
 
 
-def tuned_rows(op: str, device: Device) -> tuple[dict, ...]:
-    """All tuned rows of `op` for the device from the source that `use_rows` chose, best first; read once a process."""
+def tuned_rows(op: str, device: Device, *parts: str) -> tuple[dict, ...]:
+    """All tuned rows of `op`, and of the ops that it is made of, for the device from the source that `use_rows` chose,
+    best first; read once a process."""
     source: Any = _source.value
     if source is None:
         # In this order: jax.process_count() starts JAX's backend, which a process that only traces does not need.
@@ -95,16 +96,16 @@ def tuned_rows(op: str, device: Device) -> tuple[dict, ...]:
                 "which must all use the same rows. Write `with jaxops.tuning.use_rows(folder):` with a folder that "
                 "all of them read, or use_rows('shipped') for no warning."
             )
-    return read_rows(op, device, source)
+    return tuple(row for each in (op, *parts) for row in read_rows(each, device, source))
 
 
 @functools.cache
 def read_rows(op: str, device: Device, source: str | pathlib.Path) -> tuple[dict, ...]:
-    """The rows of a source: "shipped", "user", or a folder's before the shipped ones."""
-    shipped = _read(resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl")
-    if source == "shipped":
-        return tuple(shipped)
-    return (*_read(_file(user_folder() if isinstance(source, str) else source, op, device)), *shipped)
+    """The rows of a source, which name their op: "shipped", "user", or a folder's before the shipped ones."""
+    files = [resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl"]
+    if source != "shipped":
+        files.insert(0, _file(user_folder() if isinstance(source, str) else source, op, device))
+    return tuple({"op": op} | row for file in files for row in _read(file))
 
 
 def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:

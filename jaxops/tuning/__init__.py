@@ -48,7 +48,8 @@ def tune(
 
     Args:
       problem: a Problem of grouped_matmul, adaln (layer norm; bwd is timed with the forward), quantize (a whole call
-        without groups is timed) or fp8_matmul (without its casts).
+        without groups is timed), fp8_matmul (without its casts), grouped_glu (without its products), permute or route
+        (bwd is timed with the forward).
       passes: of the op's plan, e.g. "fwd"; by default all that this problem has.
       group_sizes: rows a group (of adaln: lengths of the sequences), one array a routing, each summing to at most the
         rows; the fastest tiles have the least summed time. By default an even split and a Zipf split.
@@ -65,7 +66,7 @@ def tune(
       TypeError: the problem is of no op that has tuned rows.
       TuningError: every candidate of a pass failed to compile or was wrong, or the default device is no GPU.
     """
-    _, op = op_of(problem)
+    name_of_op, op = op_of(problem)
     device = gpu()
     splits = op.splits(problem) if group_sizes is None else group_sizes
     offsets = [s if s is None else jnp.asarray(np.concatenate([[0], np.cumsum(s)]), jnp.int32) for s in splits]
@@ -94,7 +95,7 @@ def tune(
             measured["gain_percent"] = round(100 * (1 - times[best] / times[now]), 1)
             gain = f", {measured['gain_percent']} % less time than now"
         made = {"device": device.kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
-        rows.append({"pass": name, **vars(problem), "tiles": vars(best), **measured, **made})
+        rows.append({"op": name_of_op, "pass": name, **vars(problem), "tiles": vars(best), **measured, **made})
         say(f"{problem} {name}: {best} {measured[op.unit]} {op.unit}{gain}")
     return rows
 

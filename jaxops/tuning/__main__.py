@@ -138,8 +138,9 @@ def _add_command(name: str, op: Tunable) -> None:
                 raise typer.BadParameter(f"{name} has no {field}.")
             if text:
                 values[field] = _words(text, op.values[field][0])
+        with_dtype = {"dtype": kind} if "dtype" in op.problem.__dataclass_fields__ else {}
         problems = [
-            op.problem(**sizes, dtype=kind, **dict(zip(values, each, strict=True)))
+            op.problem(**sizes, **with_dtype, **dict(zip(values, each, strict=True)))
             for sizes, each in itertools.product(shapes, itertools.product(*values.values()))
         ]
         _tune(problems, force, again=True, passes=chosen, dry_run=dry_run)

@@ -11,13 +11,18 @@ import numpy as np
 from jaxops._lib.device import Device, current_device, runs_gluon
 from jaxops._lib.fp8 import SCALINGS
 from jaxops._lib.plans import Planner
-from jaxops.ops import adaln, fp8_matmul, grouped_matmul, quantize
+from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, permute, quantize, route
 from jaxops.ops.adaln.plan import PLANNER as ADALN
 from jaxops.ops.fp8_matmul import product as fp8_product
 from jaxops.ops.fp8_matmul.plan import PLANNER as FP8_MATMUL
+from jaxops.ops.grouped_glu.api import unit_backward, unit_forward
+from jaxops.ops.grouped_glu.plan import PLANNER as GROUPED_GLU
+from jaxops.ops.grouped_glu.plan import Spec as UnitSpec
 from jaxops.ops.grouped_matmul.plan import PLANNER as GROUPED_MATMUL
+from jaxops.ops.permute.plan import PLANNER as PERMUTE
 from jaxops.ops.quantize.plan import LAYOUTS
 from jaxops.ops.quantize.plan import PLANNER as QUANTIZE
+from jaxops.ops.route.plan import PLANNER as ROUTE
 
 
 class Tunable:
@@ -202,9 +207,101 @@ class _Quantize(Tunable):
         return x.size * (x.dtype.itemsize + (2 if problem.layouts == "both" else 1))
 
 
+class _GroupedGlu(Tunable):
+    """The gated unit and its gradients alone: the products have rows of grouped_matmul."""
+
+    planner, problem, shape, unit, values = GROUPED_GLU, grouped_glu.Problem, ("G", "M", "K", "F"), "gbps", {}
+
+    def splits(self, problem):
+        return [np.array([problem.M])]
+
+    def tensors(self, problem):
+        """The pre-activations (gate and up, or both in one array) and the cotangent of h."""
+        p, columns = problem, [problem.F] * 2 if not problem.joined else [2 * problem.F]
+        pre = tuple(_random(seed, (p.M, N), p.dtype) for seed, N in enumerate(columns))
+        return pre, _random(2, (p.M, p.F), p.dtype)
+
+    def operands(self, name, problem, tensors, offsets):
+        pre, dh = tensors
+        return (pre, offsets) if name == "fwd" else (pre, dh, offsets)
+
+    def run(self, name, problem, plan, *operands):
+        dtype = jnp.dtype(problem.dtype)
+        plan = grouped_glu.make_plan(problem, current_device(), plan=plan)
+        spec = UnitSpec(plan, "silu", True, None, dtype, dtype, dtype, dtype)
+        return (unit_forward if name == "fwd" else unit_backward)(spec, *operands)
+
+    def work(self, name, problem, *operands):
+        return problem.M * problem.F * jnp.dtype(problem.dtype).itemsize * {"fwd": 3, "bwd": 5}[name]
+
+
+class _Permute(Tunable):
+    planner, problem, shape, unit, values = PERMUTE, permute.Problem, ("T", "D", "k"), "gbps", {}
+
+    def tensors(self, problem):
+        """x, the rows of the choices, and a routing of random logits."""
+        p = problem
+        logits = _random(2, (p.T, max(8, 4 * p.k)), "float32")
+        return _random(0, (p.T, p.D), p.dtype), _random(1, (p.T * p.k, p.D), p.dtype), route.route(logits, p.k)
+
+    def operands(self, name, problem, tensors, offsets):
+        x, rows, routing = tensors
+        return {"permute": (x, routing), "combine": (rows, routing), "combine_bwd": (rows, routing, x)}[name]
+
+    def run(self, name, problem, plan, rows, routing, *dout):
+        if name == "permute":
+            return permute.permute(rows, routing, plan=plan)
+        if name == "combine":
+            return permute.combine(rows, routing, plan=plan)
+
+        def combine(rows, weights):
+            return permute.combine(rows, dataclasses.replace(routing, weights=weights), plan=plan)
+
+        return jax.vjp(combine, rows, routing.weights)[1](*dout)  # XLA drops the forward
+
+    def work(self, name, problem, *operands):
+        rows = {"permute": 1 + problem.k, "combine": 1 + problem.k, "combine_bwd": 1 + 2 * problem.k}[name]
+        return problem.T * problem.D * jnp.dtype(problem.dtype).itemsize * rows
+
+
+class _Route(Tunable):
+    """bwd is measured with the forward. Logits are float32; a token has up to 8 choices."""
+
+    planner, problem, shape, unit, values = ROUTE, route.Problem, ("T", "E"), "gbps", {}
+
+    def tensors(self, problem):
+        """Logits whose scores differ by more than rounding: each backend makes the same choices."""
+        steps = jnp.broadcast_to(jnp.arange(problem.E) * (8 / problem.E), (problem.T, problem.E))
+        return jax.random.permutation(jax.random.key(0), steps.astype(jnp.float32), axis=1, independent=True)
+
+    def operands(self, name, problem, tensors, offsets):
+        return (tensors,)
+
+    def run(self, name, problem, plan, logits):
+        def forward(logits):
+            return route.route(logits, min(8, problem.E), plan=plan)
+
+        if name == "fwd":
+            return [jnp.atleast_1d(leaf) for leaf in jax.tree.leaves(forward(logits))]
+
+        def floats(logits):
+            routing = forward(logits)
+            return routing.weights, routing.aux_loss, routing.z_loss
+
+        out, vjp = jax.vjp(floats, logits)
+        cotangents = jax.random.normal(jax.random.key(1), out[0].shape), jnp.float32(1), jnp.float32(1)
+        return vjp(cotangents)
+
+    def work(self, name, problem, *operands):
+        return problem.T * problem.E * 4 * {"fwd": 1, "bwd": 3}[name]
+
+
 OPS: dict[str, Tunable] = {
     "grouped_matmul": _GroupedMatmul(),
     "adaln": _Adaln(),
     "quantize": _Quantize(),
     "fp8_matmul": _Fp8Matmul(),
+    "grouped_glu": _GroupedGlu(),
+    "permute": _Permute(),
+    "route": _Route(),
 }

@@ -19,7 +19,7 @@ from jaxops.tuning import tuned_rows, use_rows
 
 H200 = Device("NVIDIA H200", "gpu")
 OP = "grouped_matmul"
-MINE, THEIRS = {"pass": "mine"}, {"pass": "theirs"}
+MINE, THEIRS = {"op": "grouped_matmul", "pass": "mine"}, {"op": "grouped_matmul", "pass": "theirs"}
 
 
 @pytest.fixture(autouse=True)

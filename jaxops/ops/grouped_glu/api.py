@@ -109,7 +109,7 @@ def grouped_glu(
     problem = Problem(
         G, x.shape[0], K, N if w_up is not None else N // 2, compute.name, w_up is None, x.dtype != compute
     )
-    plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
+    plan = make_plan(problem, device, tuned_rows("grouped_glu", device, "grouped_matmul"), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
     spec = Spec(plan, activation, save == "preactivations", precision, compute, x_dtype, w_dtype, x_dtype)
     weights = (w_gate,) if w_up is None else (w_gate, w_up)
@@ -153,10 +153,11 @@ def _glu_forward(spec: Spec, keep: bool, x: jax.Array, weights: Halves, offsets:
     if spec.plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
         return _fused(spec.plan, keep, spec.activation, x, weights, offsets)
     pre = _preactivations(spec, x, weights, offsets)
-    return _unit(spec, pre, offsets), pre if keep else ()
+    return unit_forward(spec, pre, offsets), pre if keep else ()
 
 
-def _unit(spec: Spec, pre: Halves, offsets: jax.Array) -> jax.Array:
+def unit_forward(spec: Spec, pre: Halves, offsets: jax.Array) -> jax.Array:
+    """h of the pre-activations."""
     if spec.plan.fwd is None or 0 in pre[0].shape:
         return fwd_xla(spec, pre, offsets)
     return fwd_pallas(spec, spec.plan.fwd, pre, offsets, interpret=spec.plan.on.interpret)
@@ -196,11 +197,11 @@ def _glu_bwd(spec: Spec, keep: bool, residuals, cotangents):
 _glu = differentiable(_glu_forward, _glu_fwd, _glu_bwd, static=2)
 
 
-def _unit_backward(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:
+def unit_backward(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:
     """The pre-activations' gradients."""
     if spec.plan.bwd is None or 0 in dh.shape:
         return bwd_xla(spec, pre, dh, offsets)
     return bwd_pallas(spec, spec.plan.bwd, pre, dh, offsets, interpret=spec.plan.on.interpret)
 
 
-_unit_gradients = differentiable_as(_unit_backward, bwd_xla, static=1)
+_unit_gradients = differentiable_as(unit_backward, bwd_xla, static=1)

@@ -166,6 +166,12 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
             yield Tiles(rows, columns, warps)
 
 
-# The activation passes have no tuned rows: there is little to choose.
-PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, triton=_triton, kernel=lambda *_: "pallas", others=_others)
+def _key(pass_name: str, *, F: int, dtype: str, **_: Any) -> tuple:
+    """Programs are independent: the number of rows changes nothing."""
+    return pass_name, F, dtype
+
+
+PLANNER = Planner(
+    Plan, Tiles, PASSES, heuristic, _search, key=_key, triton=_triton, kernel=lambda *_: "pallas", others=_others
+)
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -118,7 +118,8 @@ def moe_mlp(
     check_choice("save", save, SAVES)
     device = device_of(x, w_gate, routing)
     problem = Problem(T, k, E, D, F, w_down.shape[2], compute.name)
-    plan = make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
+    rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
+    plan = make_plan(problem, device, rows, backend=backend, plan=plan)
     spec = Spec(plan, activation, save, precision, compute, out, x.dtype, w_gate.dtype)
     return _mlp(spec, *vary_together(x, (w_gate, w_up, w_down), routing))
 

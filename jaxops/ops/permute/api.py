@@ -12,6 +12,7 @@ from jaxops._lib.checks import check_array, check_float, check_offsets, check_si
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.permute.kernels_pallas import combine_bwd_pallas, combine_pallas, permute_pallas
 from jaxops.ops.permute.plan import Plan, Problem, make_plan
 from jaxops.ops.permute.xla import combine_bwd_xla, combine_xla, permute_xla
@@ -38,7 +39,7 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
         access out of bounds.
       backend: "auto" takes the Pallas kernels on a GPU, XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla"
         runs or raises.
-      plan: a `Plan`, instead of the heuristic one.
+      plan: a `Plan` instead of the tuned or heuristic one.
 
     Returns:
       [T * k, D] in x's dtype, sorted by expert.
@@ -58,7 +59,8 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
     T, k = routing.row_positions.shape
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
     problem = Problem(T, x.shape[1], k, jnp.dtype(x.dtype).name)
-    plan = make_plan(problem, device_of(x, routing), backend=backend, plan=plan)
+    device = device_of(x, routing)
+    plan = make_plan(problem, device, tuned_rows("permute", device), backend=backend, plan=plan)
     return _permute(plan, *vary_together(x, routing))
 
 
@@ -100,7 +102,8 @@ def combine(
     check_size("the number of rows", rows.shape[0], "T * k of routing.row_positions", T * k)
     out = float_dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype).name
     problem = Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name)
-    plan = make_plan(problem, device_of(rows, routing), backend=backend, plan=plan)
+    device = device_of(rows, routing)
+    plan = make_plan(problem, device, tuned_rows("permute", device), backend=backend, plan=plan)
     return _combine(plan, out, *vary_together(rows, routing))
 
 

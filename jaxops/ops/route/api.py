@@ -11,6 +11,7 @@ from jaxops._lib.checks import check_array, check_choice, check_flag, check_floa
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.route.bwd_pallas import backward_pallas
 from jaxops.ops.route.fwd_pallas import forward_pallas
 from jaxops.ops.route.plan import SCORES, Plan, Problem, Spec, make_plan
@@ -58,7 +59,7 @@ def route(
         weight 0. The token's other weights are not normalized again. None drops nothing.
       backend: "auto" takes the Pallas kernels on a GPU, XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla"
         runs or raises.
-      plan: a `Plan`, instead of the heuristic one.
+      plan: a `Plan` instead of the tuned or heuristic one.
 
     Returns:
       A `Routing`. Its losses are means over the tokens of this call (of this device), without any factor; 0 for T = 0.
@@ -102,7 +103,8 @@ def route(
             needed = "selection_bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost"
             raise TypeError(f"selection_bias is {dtype}; write {needed}.")
         selection_bias = jax.lax.stop_gradient(selection_bias)
-    plan = make_plan(Problem(T, E), device_of(logits, selection_bias), backend=backend, plan=plan)
+    device = device_of(logits, selection_bias)
+    plan = make_plan(Problem(T, E), device, tuned_rows("route", device), backend=backend, plan=plan)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
     # An expert has at most T rows, since a token chooses it once. Choosing from all groups needs no groups.
     capacity = None if capacity is None or capacity >= T else int(capacity)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from jaxops._lib.device import Device
 from jaxops._lib.plans import BasePlan, Planner, check_fields
@@ -100,5 +100,10 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
             yield Tiles(rows, step, warps)
 
 
-PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search)  # no tuned rows: there is little to choose
+def _key(pass_name: str, *, T: int, E: int, **_: Any) -> tuple:
+    """The number of tokens counts up to the next power of two."""
+    return pass_name, power_of_2(T), E
+
+
+PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, key=_key)
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -48,6 +48,7 @@ def test_the_products_take_their_tuned_rows():
     """Of the width that is multiplied: gate and up together where they are one array."""
     tiles = grouped_matmul.Tiles(16, 16, 16)
     row = {
+        "op": "grouped_matmul",
         "pass": "fwd",
         "G": 8,
         "M": 4096,

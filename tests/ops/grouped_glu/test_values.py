@@ -14,7 +14,7 @@ import pytest
 import jaxops
 from jaxops._lib.activations import ACTIVATIONS, unit_gradients
 from jaxops._lib.device import current_device
-from jaxops.ops.grouped_glu.api import _unit, _unit_gradients
+from jaxops.ops.grouped_glu.api import _unit_gradients, unit_forward
 from jaxops.ops.grouped_glu.plan import Spec
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
@@ -52,7 +52,7 @@ def test_what_stands_outside_is_not_read(run, joined):
     plan = dataclasses.replace(plan_of(run), device=current_device())
     spec = Spec(plan, "silu", False, jax.lax.Precision.HIGHEST, *4 * (jnp.dtype("float32"),))
     pre = (jnp.concatenate([case.dh, case.dh], axis=1),) if joined else (case.dh, case.dh)
-    both = jax.jit(lambda *given: (_unit(spec, *given[::2]), _unit_gradients(spec, *given)))
+    both = jax.jit(lambda *given: (unit_forward(spec, *given[::2]), _unit_gradients(spec, *given)))
     h, dpre = both(pre, case.dh, case.offsets)
     clean = jnp.where(case.outside, 0, case.dh)
     assert_close(h, jax.nn.silu(clean) * clean, "float32")

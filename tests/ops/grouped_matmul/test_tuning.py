@@ -16,7 +16,7 @@ import jaxops.tuning
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
-from jaxops.ops import adaln, fp8_matmul, quantize, route
+from jaxops.ops import adaln, fp8_matmul, grouped_glu, moe_mlp, permute, quantize, route
 from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
@@ -41,6 +41,12 @@ def row(panel: int, pass_name: str = "fwd", **change) -> dict:
     return {"pass": pass_name, **sizes, "tiles": vars(Tiles(16, 16, 16, panel=panel)), **change}
 
 
+def untagged(rows) -> tuple[dict, ...]:
+    """Rows as they are stored: without the name of their op."""
+    assert all(row["op"] == "grouped_matmul" for row in rows)
+    return tuple({key: value for key, value in row.items() if key != "op"} for row in rows)
+
+
 def put(*rows: dict, device: Device = UNSHIPPED) -> pathlib.Path:
     return store_rows("grouped_matmul", device, list(rows), same=lambda a, b: PLANNER.row_key(a) == PLANNER.row_key(b))
 
@@ -52,14 +58,14 @@ def test_round_trip(tmp_path):
     assert tmp_path in file.parents
     assert file.name == "nvidia_test.jsonl"
     assert [json.loads(line) for line in file.read_text().splitlines()] == list(rows)
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == rows
+    assert untagged(tuned_rows("grouped_matmul", UNSHIPPED)) == rows
     assert tuned_rows("grouped_matmul", Device("NVIDIA Other", "gpu")) == ()
 
 
 def test_rows_of_the_same_key_are_replaced():
     put(row(100), row(101, "dgrad"))
     put(row(102, M=600))  # another length of the same bucket
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(101, "dgrad"), row(102, M=600))
+    assert untagged(tuned_rows("grouped_matmul", UNSHIPPED)) == (row(101, "dgrad"), row(102, M=600))
     put(row(103, M=2000))
     assert len(tuned_rows("grouped_matmul", UNSHIPPED)) == 3
 
@@ -80,9 +86,9 @@ def test_rows_are_read_once_and_again_after_a_store():
     file = put(row(100))
     read = tuned_rows("grouped_matmul", UNSHIPPED)
     file.write_text(json.dumps(row(101)) + "\n")
-    assert tuned_rows("grouped_matmul", UNSHIPPED) is read
+    assert tuned_rows("grouped_matmul", UNSHIPPED) == read
     put(row(102, "wgrad"))
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(101), row(102, "wgrad"))
+    assert untagged(tuned_rows("grouped_matmul", UNSHIPPED)) == (row(101), row(102, "wgrad"))
 
 
 def test_killed_write_leaves_the_old_file(monkeypatch):
@@ -99,9 +105,9 @@ def test_killed_write_leaves_the_old_file(monkeypatch):
             put(row(101), row(102, "wgrad"))
     assert file.with_suffix(".part").exists()
     read_rows.cache_clear()  # as a new process
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(100),)
+    assert untagged(tuned_rows("grouped_matmul", UNSHIPPED)) == (row(100),)
     put(row(103))  # what the killed run left is no obstacle
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(103),)
+    assert untagged(tuned_rows("grouped_matmul", UNSHIPPED)) == (row(103),)
     assert not file.with_suffix(".part").exists()
 
 
@@ -146,7 +152,16 @@ def test_a_command_with_a_wrong_option(words, says):
 
 
 @pytest.mark.parametrize(
-    "words", [("grouped-matmul", "8,64,32,16"), ("adaln", "8,64,2"), ("quantize", "8,64"), ("fp8-matmul", "0,64,64,64")]
+    "words",
+    [
+        ("grouped-matmul", "8,64,32,16"),
+        ("adaln", "8,64,2"),
+        ("quantize", "8,64"),
+        ("fp8-matmul", "0,64,64,64"),
+        ("grouped-glu", "8,64,32,16"),
+        ("permute", "64,32,2"),
+        ("route", "64,8"),
+    ],
 )
 def test_a_command_on_a_cpu(words):
     """One line, and no traceback."""
@@ -173,7 +188,7 @@ def test_command_stores_unless_dry(monkeypatch):
     assert code == 0
     assert [problem.G for problem, _ in seen[1:]] == [8, 4]
     assert str(user_file("grouped_matmul", UNSHIPPED)) in output.replace("\n", "")
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(100),)
+    assert untagged(tuned_rows("grouped_matmul", UNSHIPPED)) == (row(100),)
 
 
 def test_tune_on_a_cpu_names_the_device():
@@ -273,6 +288,9 @@ TUNED = {
     "adaln": (adaln.Problem(40, 16, 3, "float32", gated=True), ["fwd", "bwd"], "gbps"),
     "quantize": (quantize.Problem(32, 48, "float32", "tensorwise", "both"), ["amax", "cast"], "gbps"),
     "fp8_matmul": (fp8_matmul.Problem(24, 16, 32, "rowwise", "float32", 2), ["fwd", "dgrad", "wgrad"], "tflops"),
+    "grouped_glu": (grouped_glu.Problem(2, 24, 16, 40, "float32"), ["fwd", "bwd"], "gbps"),
+    "permute": (permute.Problem(24, 48, 2, "float32"), ["permute", "combine", "combine_bwd"], "gbps"),
+    "route": (route.Problem(40, 16), ["fwd", "bwd"], "gbps"),
 }
 
 
@@ -297,6 +315,20 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     assert [tiles.warps for tiles in chosen] == [2] * len(passes)
 
 
+def test_an_op_made_of_others_takes_their_rows():
+    problem = moe_mlp.Problem(64, 2, 4, 32, 48, 32, "float32")
+    parts = {
+        "grouped_glu": ("fwd", problem.unit, grouped_glu.Tiles(2, 64, 2)),
+        "grouped_matmul": ("fwd", problem.down, FAST),
+        "permute": ("combine", permute.Problem(64, 32, 2, "float32"), permute.Tiles(2, 32, 1, 2)),
+    }
+    for op, (name, part, tiles) in parts.items():
+        jaxops.tuning.store([{"pass": name, **vars(part), "tiles": vars(tiles)}], op)
+    device = jaxops.tuning.current_device()
+    plan = moe_mlp.make_plan(problem, device, tuned_rows("moe_mlp", device, *parts), backend="pallas")
+    assert (plan.unit.fwd, plan.down.fwd, plan.rows.combine) == tuple(tiles for _, _, tiles in parts.values())
+
+
 def test_a_transposed_problem_is_measured_transposed():
     """Rows of a transposed problem are looked up as such: what is measured must read rhs the same way."""
     problem, op = Problem(2, 32, 16, 24, "float32", transpose_rhs=True), OPS["grouped_matmul"]
@@ -309,8 +341,8 @@ def test_a_transposed_problem_is_measured_transposed():
 
 
 def test_only_problems_of_ops_with_tuned_rows():
-    with pytest.raises(TypeError, match="write a Problem of grouped_matmul, adaln, quantize, fp8_matmul"):
-        tune(route.Problem(8, 8))
+    with pytest.raises(TypeError, match=r"write a Problem of grouped_matmul, adaln, .*, route"):
+        tune(moe_mlp.Problem(8, 2, 4, 8, 8, 8, "float32"))
 
 
 def test_tune_with_nothing_right(faked_gpu):

@@ -84,10 +84,8 @@ def test_explicit_plans_are_obeyed():
 
 def test_the_products_take_their_tuned_rows():
     tiles = grouped_matmul.Tiles(16, 16, 16)
-    rows = [
-        {"pass": "fwd", "G": 8, "M": 8192, "K": K, "N": N, "dtype": "bfloat16", "tiles": vars(tiles), "us": 1.0}
-        for K, N in ((1024, 3584), (3584, 1024))
-    ]
+    both = {"op": "grouped_matmul", "pass": "fwd", "G": 8, "M": 8192, "dtype": "bfloat16", "tiles": vars(tiles)}
+    rows = [both | {"K": K, "N": N, "us": 1.0} for K, N in ((1024, 3584), (3584, 1024))]
     for row in rows:
         plan = make_plan(PROBLEM, L4, [row])
         assert plan.unit is not None

@@ -179,7 +179,7 @@ def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
     read_rows.cache_clear()
     device = Device("NVIDIA Test", "gpu")
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: device)
-    monkeypatch.setattr(jaxops.tuning, "_fastest", lambda name, run, calls, tiles, say: (tiles[1], 10.0))
+    monkeypatch.setattr(jaxops.tuning, "_times", lambda name, run, calls, tiles, *_: {tiles[1]: 10.0})
     code, output = command("--shape", "256,384", "--scaling", "tensorwise,block_1x128", "--layouts", "both")
     assert code == 0, output
     rows = tuned_rows("quantize", device)

@@ -33,6 +33,7 @@ class Tunable:
       shape: fields of the problem that the command's --shape gives, in this order.
       unit: of its speed, "tflops" or "gbps".
       values: field -> (what the command takes for it, its default): it tunes each of them.
+      may_be_0: fields of `shape` with a meaning of 0; a problem with another size of 0 runs no kernel.
       tensors: problem -> random arrays.
       operands: (pass, problem, tensors, offsets) -> the operands of one call; offsets [G + 1] of a split, or None.
       run: (pass, problem, plan, *operands) -> results.
@@ -44,6 +45,7 @@ class Tunable:
     shape: tuple[str, ...]
     unit: str
     values: dict[str, tuple[Sequence, Sequence]]
+    may_be_0: tuple[str, ...] = ()
     tensors: Callable[[Any], Any]
     operands: Callable[[str, Any, Any, Any], tuple]
     run: Callable[..., Any]
@@ -52,6 +54,9 @@ class Tunable:
     def splits(self, problem) -> Sequence[np.ndarray | None]:
         """The default group sizes, one array each; None where there are no groups."""
         return [None]
+
+    def is_empty(self, problem) -> bool:
+        return any(getattr(problem, name) == 0 for name in self.shape if name not in self.may_be_0)
 
     def passes(self, problem) -> tuple[str, ...]:
         """Passes to measure, in this order: each is measured beside the fastest tiles of those before it."""
@@ -117,7 +122,7 @@ class _GroupedMatmul(Tunable):
 class _Fp8Matmul(_GroupedMatmul):
     """The products alone, without their casts."""
 
-    planner, problem = FP8_MATMUL, fp8_matmul.Problem
+    planner, problem, may_be_0 = FP8_MATMUL, fp8_matmul.Problem, ("G",)
     values = {"recipe": (tuple(fp8_matmul.RECIPES), ("tensorwise", "rowwise", "blockwise"))}  # noqa: RUF012
     sides = {  # noqa: RUF012  # the operands of each pass, and their layouts
         "fwd": (("lhs", "row"), ("rhs", "col")),

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+
 from jaxops import tuning
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import user_rows
@@ -94,6 +96,7 @@ def tune_all(
     dry_run: bool = False,
     check: Callable[[], Any] = lambda: None,
     start: Callable[[str, int], Any] = lambda what, candidates: None,
+    say: Callable[[str], Any] = print,
     **how: Any,
 ) -> list[dict]:
     """Tunes one problem after another and stores its rows at once: a run that is stopped goes on where it was.
@@ -104,24 +107,34 @@ def tune_all(
       dry_run: store nothing.
       check: called before each problem; what it raises ends the run.
       start: called before each problem with its name and the number of its candidates.
-      how: of `tune`.
+      say, how: of `tune`.
 
     Returns:
       All rows.
+
+    Raises:
+      TuningError: at the end, if some problems could not be tuned; what `check` raises.
     """
-    device, found = tuning.gpu(), []
+    device, found, failed = tuning.gpu(), [], 0
     for problem in problems:
         name, op = tuning.op_of(problem)
         left = list(op.passes(problem) if passes is None else passes)
         if not again:
             left = [each for each in left if each in untuned(problem, device)]
-        if not left:
+        if not left or op.is_empty(problem):
             continue
         check()
         kernels = op.kernels(problem, device)
         start(f"{name} {problem}", sum(len(tuning.candidates(problem, p, k, device)) for p in left for k in kernels))
-        rows = tuning.tune(problem, left, **how)
+        try:
+            rows = tuning.tune(problem, left, say=say, **how)
+        except (tuning.TuningError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
+            failed += 1  # too large for the card's memory, say: the next problem may be tuned
+            say(f"  left out: {str(error).splitlines()[0][:160]}")
+            continue
         if not dry_run:
             tuning.store(rows, name)
         found += rows
+    if failed:
+        raise tuning.TuningError(f"{failed} problems could not be tuned; the reasons stand above.")
     return found

@@ -15,7 +15,7 @@ import jaxops
 import jaxops.tuning
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, tuned_rows, user_file
-from jaxops.ops import adaln, grouped_matmul
+from jaxops.ops import adaln, fp8_matmul, grouped_matmul
 from jaxops.tuning import TuningError, program, record, use_rows
 from jaxops.tuning import __main__ as command_line
 from jaxops.tuning.card import check_card
@@ -149,6 +149,26 @@ def test_a_session_measures_again_and_stores_nothing_if_dry(measured):
     program.tune_all([SMALL])
     program.tune_all([SMALL], again=True)
     assert [passes for _, passes in measured] == [["fwd", "bwd"], ["bwd"], ["fwd"], ["fwd", "bwd"]]
+
+
+def test_a_session_leaves_out_what_cannot_be_tuned(measured, monkeypatch, capsys):
+    """And what runs no kernel."""
+    tune, empty = jaxops.tuning.tune, grouped_matmul.Problem(2, 0, 16, 24, "float32")
+
+    def too_large(problem, passes, **how):
+        if problem == LARGE:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return tune(problem, passes, **how)
+
+    monkeypatch.setattr(jaxops.tuning, "tune", too_large)
+    with pytest.raises(TuningError, match="1 problems could not be tuned"):
+        program.tune_all([empty, LARGE, SMALL])
+    assert "left out: RESOURCE_EXHAUSTED" in capsys.readouterr().out
+    assert [problem for problem, _ in measured] == [SMALL]
+    assert tuned_rows("adaln", CARD)
+    dense = fp8_matmul.Problem(8, 16, 16, "rowwise", "float32")
+    program.tune_all([dense], passes=["fwd"])
+    assert measured[-1] == (dense, ["fwd"])
 
 
 def run(*words: str) -> tuple[int, str]:

@@ -116,8 +116,17 @@ def current_device() -> Device:
     mesh = jax.sharding.get_abstract_mesh().abstract_device
     if mesh is not None:
         return Device(mesh.device_kind, mesh.platform, cores=mesh.num_cores or 0)
+    return _of_jax(_default())
+
+
+def _default() -> Any:
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return _of_jax(jax.devices(default)[0] if default is None or isinstance(default, str) else default)
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+
+
+def default_number() -> int:
+    """The number of JAX's default device among this machine's that CUDA_VISIBLE_DEVICES shows."""
+    return _default().local_hardware_id or 0
 
 
 def _without_tracers(x: jax.Array) -> jax.Array:

@@ -106,13 +106,13 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
           problem: static shapes and dtypes.
           device: see `jaxops.tuning.current_device()`. A plan's own device comes first.
           rows: tuned rows (`jaxops.tuning.tuned_rows`) of this op and of those that it is made of, best source first.
-            A row without the name of its op is this op's.
           backend: "auto" takes "triton" on Hopper, where the op has it and jax-triton is installed, "pallas" on other
             NVIDIA GPUs, "xla" elsewhere. Others are obeyed or raise. On a CPU, "pallas" runs in Pallas' interpreter.
           plan: kept; what it leaves None is filled by tuned rows, then by the heuristic.
 
         Raises:
-          ValueError: an unknown backend, one that contradicts the plan, or tiles that the problem cannot have.
+          ValueError: an unknown backend, one that contradicts the plan, or tiles that the problem cannot have; a row
+            that does not name its op.
           TypeError: the plan is not of this op.
           NotImplementedError: the backend cannot run this problem on this device.
         """
@@ -120,7 +120,10 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         free, asked = backend == "auto" and plan is None, backend
         device, backend = self.choose(problem, device, backend, plan)
         given: PlanT = self.plan(backend) if plan is None else plan
-        call = Call(problem, device, tuple(rows), asked, backend, given, free)
+        rows = tuple(rows)
+        if not all("op" in row for row in rows):
+            raise ValueError("each of rows needs the name of its op: pass those of tuned_rows(op, device).")
+        call = Call(problem, device, rows, asked, backend, given, free)
         others = self.others(call)
         chosen = {name: self._tiles(name, call) for name in self.passes if backend != "xla"}
         return self.plan(backend, **chosen, **others, device=device)
@@ -145,7 +148,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         tiles, kernel = getattr(call.plan, name), self.kernel(name, call)
         if tiles is None and self.key is not None and self.tiles is not None:
             key = (*self.key(name, **vars(call.problem)), kernel)
-            mine = (row for row in call.rows if row.get("op", self.op) == self.op and self.row_key(row) == key)
+            mine = (row for row in call.rows if row["op"] == self.op and self.row_key(row) == key)
             tiles = next((self.tiles(**row["tiles"]) for row in mine), None)
         if tiles is None:
             assert self.heuristic is not None

@@ -36,7 +36,9 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
     if ptr.dtype.element_ty.primitive_bitwidth == 16:
         # Through shared memory: by TMA, which overlaps the next tile's products, or by 16-byte stores of each thread.
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
+        PLAIN: gl.constexpr = desc is not None and len(desc.block_shape) == 2
         # Stores by threads are not counted by store_wait: after one, PENDING would count stores of another buffer.
+        gl.static_assert(PENDING == 0 or not PLAIN, "a plain descriptor stores some tiles by threads")
         if PENDING > 0 and desc is not None and min(row + BM, end) >= BM:
             tma.store_wait(PENDING)
         else:
@@ -44,10 +46,10 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
         buf.store(acc.to(ptr.dtype.element_ty))
         if desc is None:
             store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
-        elif len(desc.block_shape) == 2 and row + BM <= end:
+        elif PLAIN and row + BM <= end:
             fence_async_shared()
             tma.async_store(desc, [row, col], buf)
-        elif len(desc.block_shape) == 3 and min(row + BM, end) >= BM:
+        elif not PLAIN and min(row + BM, end) >= BM:
             fence_async_shared()
             store_window(desc, buf, row, end, col)
         else:

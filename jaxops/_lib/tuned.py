@@ -28,20 +28,28 @@ def user_file(op: str, device: Device) -> pathlib.Path:
 
 def user_rows(op: str, device: Device) -> list[dict]:
     """The user's rows alone, read now."""
-    return _read(user_file(op, device))
+    return rows_in(user_file(op, device))
 
 
-def user_files(op: str = "*") -> dict[pathlib.Path, list[dict]]:
-    """The files of rows measured on this machine, or copied to it, for one op or all; and their rows."""
-    return {file: _read(file) for file in sorted(user_folder().glob(f"{op}/*.jsonl"))}
+def user_files(op: str = "*") -> list[pathlib.Path]:
+    """The files of rows measured on this machine, or copied to it, for one op or all."""
+    return sorted(user_folder().glob(f"{op}/*.jsonl"))
 
 
 def _file(folder: pathlib.Path, op: str, device: Device) -> pathlib.Path:
     return folder / op / f"{device.slug}.jsonl"
 
 
-def _read(file) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
+def rows_in(file) -> list[dict]:
+    """A file's rows; none if there is no such file.
+
+    Raises:
+      ValueError: a line is not JSON.
+    """
+    try:
+        return [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged ({error}): delete it; its rows must be measured again.") from error
 
 
 def use_rows(source: str | os.PathLike) -> Any:
@@ -90,7 +98,7 @@ def tuned_rows(op: str, device: Device, *parts: str) -> tuple[dict, ...]:
         # In this order: jax.process_count() starts JAX's backend, which a process that only traces does not need.
         several = jax.distributed.is_initialized() and jax.process_count() > 1
         source = "shipped" if several else "user"
-        if several and user_file(op, device).is_file():
+        if several and any(user_file(each, device).is_file() for each in (op, *parts)):
             warn_once(
                 f"jaxops ignores your own tuned rows ({user_folder()}): this job has {jax.process_count()} processes, "
                 "which must all use the same rows. Write `with jaxops.tuning.use_rows(folder):` with a folder that "
@@ -105,13 +113,13 @@ def read_rows(op: str, device: Device, source: str | pathlib.Path) -> tuple[dict
     files = [resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl"]
     if source != "shipped":
         files.insert(0, _file(user_folder() if isinstance(source, str) else source, op, device))
-    return tuple({"op": op} | row for file in files for row in _read(file))
+    return tuple({"op": op} | row for file in files for row in rows_in(file))
 
 
 def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
     """Writes rows into the user's file; each replaces the stored rows for which `same(row, stored)` holds."""
     file = user_file(op, device)
-    kept = [old for old in _read(file) if not any(same(row, old) for row in rows)]
+    kept = [old for old in rows_in(file) if not any(same(row, old) for row in rows)]
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]))
@@ -122,7 +130,7 @@ def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
 
 def remove_rows(op: str = "*") -> list[pathlib.Path]:
     """Deletes the user's files of one op, or of all."""
-    files = [*user_files(op)]
+    files = user_files(op)
     for file in files:
         file.unlink()
     read_rows.cache_clear()

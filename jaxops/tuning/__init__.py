@@ -6,6 +6,7 @@ import datetime
 import itertools
 import math
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def tune(
 
     Returns:
       One row a pass and kernel, as `store` takes them. `gain_percent` is how much less time the best tiles take than
-      those that a call had, where these were a candidate.
+      those that this kernel had, where these were a candidate.
 
     Raises:
       TypeError: the problem is of no op that has tuned rows.
@@ -131,11 +132,19 @@ def candidates(problem: Any, pass_name: str, kernel: str, device: Device) -> lis
     return list(dict.fromkeys([now, *op.planner.candidates(pass_name, problem, device, kernel)]))
 
 
-def store(rows: list[dict], op: str = "grouped_matmul"):
-    """Puts tuned rows of `op` into the user's cache directory, from where later processes (and later calls in this one)
-    read them. They replace stored rows of the same key and kernel."""
-    key = OPS[op].planner.row_key
-    return store_rows(op, current_device(), rows, same=lambda a, b: key(a) == key(b))
+def store(rows: Sequence[dict]) -> list[pathlib.Path]:
+    """Puts rows of `tune` into the user's cache directory, from where later processes (and later calls in this one)
+    read them. They replace stored rows of the same op, key and kernel.
+
+    Returns:
+      The files written, one an op.
+    """
+    files = []
+    for name in dict.fromkeys(row["op"] for row in rows):
+        key = OPS[name].planner.row_key
+        mine = [row for row in rows if row["op"] == name]
+        files.append(store_rows(name, current_device(), mine, same=lambda a, b, key=key: key(a) == key(b)))
+    return files
 
 
 def _worst_errors(got, want) -> tuple[float, float]:

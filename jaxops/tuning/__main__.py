@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxops import tuning
-from jaxops._lib.tuned import export_rows, remove_rows, user_file, user_files, user_folder
+from jaxops._lib.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
 from jaxops.tuning.card import check_card
 from jaxops.tuning.ops import OPS, Tunable
 from jaxops.tuning.program import ProgramError, problems_of, run_recorded, tune_all, untuned
@@ -40,14 +40,18 @@ def _one_line_errors() -> Iterator[None]:
 
 def _words(text: str, known: Sequence[str]) -> list[str]:
     """The comma-separated words of an option."""
-    for word in text.split(","):
-        if word not in known:
-            raise typer.BadParameter(f"{word!r} is not one of {', '.join(known)}.")
-    return text.split(",")
+    return [_word(word, known) for word in text.split(",")]
+
+
+def _word(text: str, known: Sequence[str]) -> str:
+    if text not in known:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}.")
+    return text
 
 
 def _op(text: str) -> str:
-    return _words(text.replace("-", "_"), tuple(OPS))[0]
+    """The op's name, or a pattern for all ops."""
+    return _word(text.replace("-", "_"), tuple(OPS)) if text else "*"
 
 
 def _sizes(text: str, names: tuple[str, ...]) -> dict[str, int]:
@@ -61,15 +65,17 @@ def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
     """Tunes the problems, with a bar of the candidates of the one at hand, and what each pass gained."""
     with _one_line_errors():
         tuning.gpu()
+        if not force:
+            check_card()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(soft_wrap=True)
     with _one_line_errors(), Progress(*columns, console=console, transient=True) as bar:
-        number = itertools.count(1)
+        number, most = itertools.count(1), sum(len(tuning.op_of(problem)[1].passes(problem)) for problem in problems)
         task = bar.add_task("", total=None)
 
         def start(what: str, candidates: int) -> None:
             console.print(what, highlight=False, markup=False)
-            bar.reset(task, total=candidates, description=f"problem {next(number)} of at most {len(problems)}")
+            bar.reset(task, total=candidates, description=f"pass {next(number)} of at most {most}")
 
         rows = tune_all(
             problems,
@@ -80,9 +86,11 @@ def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
             **how,
         )
     if not rows:
-        print("Every pass has a row of yours: nothing to tune. --again measures them once more.")
+        print(
+            "Nothing to tune." if how["again"] else "Nothing to tune; --again measures passes that have rows of yours."
+        )
     elif not how["dry_run"]:
-        for name in dict.fromkeys(tuning.op_of(problem)[0] for problem in problems):
+        for name in dict.fromkeys(row["op"] for row in rows):
             print(f"stored in {user_file(name, tuning.gpu())}")
 
 
@@ -98,9 +106,11 @@ def main(
 ) -> None:
     """Measures plans on this machine's GPU and stores the fastest in your cache directory.
 
-    A run that is stopped goes on where it was: passes with rows of yours are left out.
+    With --from-step passes that have rows of yours are left out: a run that is stopped goes on where it was.
     """
     if context.invoked_subcommand is not None:
+        if from_step or again or dry_run or force:
+            raise typer.BadParameter(f"write the options behind {context.invoked_subcommand}.")
         return
     if not from_step:
         print(context.get_help())
@@ -129,7 +139,7 @@ def _add_command(name: str, op: Tunable) -> None:
         dry_run: DryRun = False,
         force: Force = False,
     ) -> None:
-        kind = _words(dtype, _DTYPES)[0]
+        kind = _word(dtype, _DTYPES)
         shapes = [_sizes(text, op.shape) for text in shape]
         chosen = _words(passes, op.planner.passes) if passes else None
         values = {field: default for field, (_, default) in op.values.items()}
@@ -154,7 +164,9 @@ for _name, _tunable in OPS.items():
 def list_rows(op: OneOp = "") -> None:
     """Show your rows."""
     table = Table("op", "device", "pass", "for", "tiles", "us", "speed", "gain", "measured")
-    for file, rows in user_files(_op(op) if op else "*").items():
+    with _one_line_errors():
+        stored = {file: rows_in(file) for file in user_files(_op(op))}
+    for file, rows in stored.items():
         tunable = OPS.get(file.parent.name)
         for row in rows:
             fields = () if tunable is None else tunable.problem.__dataclass_fields__
@@ -173,13 +185,13 @@ def list_rows(op: OneOp = "") -> None:
 def export(folder: pathlib.Path, op: OneOp = "") -> None:
     """Copy your rows to a folder, for another machine and for jaxops.tuning.use_rows."""
     with _one_line_errors():
-        _print_files("copied to", export_rows(folder, _op(op) if op else "*"))
+        _print_files("copied to", export_rows(folder, _op(op)))
 
 
 @app.command()
 def clear(op: OneOp = "", yes: Annotated[bool, typer.Option("--yes", help="do not ask.")] = False) -> None:
     """Delete your rows."""
-    pattern = _op(op) if op else "*"
+    pattern = _op(op)
     for file in user_files(pattern):
         print(file)
     if user_files(pattern) and not yes:
@@ -194,11 +206,15 @@ def _print_files(done: str, files: Sequence[pathlib.Path]) -> None:
         print(f"No rows in {user_folder()}.")
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+# Every word after the file is the program's.
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def record(file: pathlib.Path, command: list[str]) -> None:
     """Run a program and write the problems that it makes plans for."""
-    with _one_line_errors():
+    try:
         run_recorded(command, file)
+    except ProgramError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ import os
 import shutil
 import subprocess
 
-import jax
-
+from jaxops._lib.device import current_device, default_number
 from jaxops.tuning import TuningError
 
 # What nvidia-smi calls the reasons for low clocks that are no part of normal work. The power cap is: large products
@@ -19,9 +18,9 @@ def check_card() -> None:
     Raises:
       TuningError: other processes run on it, or it is slowed down by heat or its power supply.
     """
-    if jax.default_backend() != "gpu" or shutil.which("nvidia-smi") is None:
+    if current_device().platform != "gpu" or shutil.which("nvidia-smi") is None:
         return
-    number = jax.devices()[0].local_hardware_id
+    number = default_number()
     visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     card = visible[number] if len(visible) > number else str(number)
     processes = _ask(card, "--query-compute-apps=pid")

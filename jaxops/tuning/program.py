@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
-
 from jaxops import tuning
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import user_rows
@@ -52,17 +50,21 @@ def run_recorded(words: Sequence[str], file: pathlib.Path) -> None:
 
 
 def _line(problem: Any, count: int) -> str:
+    """Nothing for an op without tuned rows, and for sizes that are symbols: no shape is known."""
     op = next((name for name, op in OPS.items() if isinstance(problem, op.problem)), None)
-    return json.dumps({"op": op, "traced": count, "problem": vars(problem)}) + "\n" if op else ""
+    fields = vars(problem)
+    if op is None or not all(isinstance(value, (int, str)) for value in fields.values()):
+        return ""
+    return json.dumps({"op": op, "traced": count, "problem": fields}) + "\n"
 
 
-def problems_of(words: Sequence[str]) -> list[tuple[Any, int]]:
+def problems_of(words: Sequence[str], say: Callable[[str], Any] = print) -> list[tuple[Any, int]]:
     """A program's problems, the largest first, and how often each is traced.
 
     The program runs in a process of its own, so that it leaves no memory of the GPU occupied.
 
     Raises:
-      ProgramError: it cannot be run, or ends with an error before it makes a plan.
+      ProgramError: it cannot be run, or makes no plan of an op with tuned rows.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "problems.jsonl"
@@ -70,9 +72,15 @@ def problems_of(words: Sequence[str]) -> list[tuple[Any, int]]:
         status = subprocess.run(command, check=False).returncode
         lines = file.read_text().splitlines() if file.exists() else []
     found = [(OPS[line["op"]].problem(**line["problem"]), line["traced"]) for line in map(json.loads, lines)]
-    if status and not found:
-        raise ProgramError(f"{' '.join(words)!r} ended with status {status} before it made a plan.")
-    return sorted(found, key=lambda each: -math.prod(size for size in vars(each[0]).values() if type(size) is int))
+    if not found:
+        raise ProgramError(f"{' '.join(words)!r} ended with status {status} and made no plan of {', '.join(OPS)}.")
+    if status:
+        say(f"The program ended with status {status}; these are the problems until then.")
+
+    def size(problem: Any) -> int:
+        return math.prod(max(value, 1) for value in vars(problem).values() if type(value) is int)
+
+    return sorted(found, key=lambda each: -size(each[0]))
 
 
 def untuned(problem: Any, device: Device) -> list[str]:
@@ -99,42 +107,45 @@ def tune_all(
     say: Callable[[str], Any] = print,
     **how: Any,
 ) -> list[dict]:
-    """Tunes one problem after another and stores its rows at once: a run that is stopped goes on where it was.
+    """Tunes pass after pass and stores its rows at once: a run that is stopped goes on where it was.
 
     Args:
       again: also passes for which the user has rows.
       passes: of all problems; by default each one's own.
       dry_run: store nothing.
-      check: called before each problem; what it raises ends the run.
-      start: called before each problem with its name and the number of its candidates.
+      check: called before each pass; what it raises ends the run.
+      start: called before each pass with its name and the number of its candidates.
       say, how: of `tune`.
 
     Returns:
       All rows.
 
     Raises:
-      TuningError: at the end, if some problems could not be tuned; what `check` raises.
+      TuningError: at the end, if some passes could not be tuned; what `check` raises.
     """
     device, found, failed = tuning.gpu(), [], 0
     for problem in problems:
         name, op = tuning.op_of(problem)
-        left = list(op.passes(problem) if passes is None else passes)
-        if not again:
-            left = [each for each in left if each in untuned(problem, device)]
-        if not left or op.is_empty(problem):
+        if op.is_empty(problem):
+            say(f"{name} {problem}: a size is 0, no kernel runs")
             continue
-        check()
-        kernels = op.kernels(problem, device)
-        start(f"{name} {problem}", sum(len(tuning.candidates(problem, p, k, device)) for p in left for k in kernels))
-        try:
-            rows = tuning.tune(problem, left, say=say, **how)
-        except (tuning.TuningError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
-            failed += 1  # too large for the card's memory, say: the next problem may be tuned
-            say(f"  left out: {str(error).splitlines()[0][:160]}")
-            continue
-        if not dry_run:
-            tuning.store(rows, name)
-        found += rows
+        for each in op.passes(problem) if passes is None else passes:
+            if not again and each not in untuned(problem, device):
+                continue
+            check()
+            try:
+                kernels = op.kernels(problem, device)
+                start(
+                    f"{name} {problem} {each}", sum(len(tuning.candidates(problem, each, k, device)) for k in kernels)
+                )
+                rows = tuning.tune(problem, [each], say=say, **how)
+            except (NotImplementedError, RuntimeError, ValueError) as error:
+                failed += 1  # too large for the card's memory, say: the next pass may be tuned
+                say(f"  left out: {(str(error).splitlines() or [type(error).__name__])[0][:160]}")
+                continue
+            if not dry_run:
+                tuning.store(rows)
+            found += rows
     if failed:
-        raise tuning.TuningError(f"{failed} problems could not be tuned; the reasons stand above.")
+        raise tuning.TuningError(f"{failed} passes could not be tuned; the reasons stand above.")
     return found

@@ -75,7 +75,7 @@ PROBLEM = Problem(32)
 
 
 def row(name: str, rows: int, kernel: str = "triton", **change) -> dict:
-    return {"pass": name, "size": 32, "tiles": {"rows": rows, "kernel": kernel}, "us": 1.0, **change}
+    return {"op": OP.op, "pass": name, "size": 32, "tiles": {"rows": rows, "kernel": kernel}, "us": 1.0, **change}
 
 
 def test_explicit_then_tuned_then_heuristic():

@@ -1,5 +1,6 @@
 """The problems of a program, one tuning session over them, the card's state, and the stored rows as files."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -14,9 +15,9 @@ from typer.testing import CliRunner
 import jaxops
 import jaxops.tuning
 from jaxops._lib.device import Device
-from jaxops._lib.tuned import read_rows, tuned_rows, user_file
-from jaxops.ops import adaln, fp8_matmul, grouped_matmul
-from jaxops.tuning import TuningError, program, record, use_rows
+from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
+from jaxops.ops import adaln, fp8_matmul, grouped_matmul, quantize
+from jaxops.tuning import TuningError, card, program, record, use_rows
 from jaxops.tuning import __main__ as command_line
 from jaxops.tuning.card import check_card
 from jaxops.tuning.ops import OPS
@@ -25,12 +26,15 @@ CARD = Device("NVIDIA Test", "gpu")
 LARGE = grouped_matmul.Problem(2, 32, 16, 24, "float32")
 SMALL = adaln.Problem(4, 8, 1, "float32")
 PROGRAM = """
-import jax, jax.numpy as jnp, jaxops, sys
+import jax, jax.export, jax.numpy as jnp, jaxops, sys
 ones = jnp.ones
 jax.jit(jaxops.adaln)(ones((4, 8)), ones((1, 8)), ones((1, 8)))
 for _ in range(2):
     jaxops.grouped_matmul(ones((32, 16)), ones((2, 16, 24)), jnp.array([0, 20, 32]))
-jaxops.permute
+T, = jax.export.symbolic_shape("T")
+shapes = [jax.ShapeDtypeStruct(*x) for x in (((T, 16), "float32"), ((2, 16, 24), "float32"), ((3,), "int32"))]
+jax.export.export(jax.jit(lambda *given: jaxops.grouped_matmul(*given, backend="xla")))(*shapes)
+assert sys.argv[2:] in ([], ["--", "--help"])
 sys.exit(int(sys.argv[1]))
 """
 
@@ -99,9 +103,12 @@ def test_a_program_in_its_own_process(script, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     root = str(pathlib.Path(jaxops.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    assert program.problems_of(["python", str(script), "1"]) == [(LARGE, 2), (SMALL, 1)]  # it fails after its plans
+    said = []
+    words = ["python", str(script), "1", "--", "--help"]  # the program's, every one
+    assert program.problems_of(words, said.append) == [(LARGE, 2), (SMALL, 1)]
+    assert said == ["The program ended with status 1; these are the problems until then."]
     script.write_text("raise SystemExit(2)")
-    with pytest.raises(program.ProgramError, match="ended with status 2 before it made a plan"):
+    with pytest.raises(program.ProgramError, match="ended with status 2 and made no plan of grouped_matmul, "):
         program.problems_of(["python", str(script)])
 
 
@@ -114,7 +121,8 @@ def measured(monkeypatch) -> list:
         calls.append((problem, passes))
         planner = jaxops.tuning.op_of(problem)[1].planner
         tiles = {name: planner.heuristic(name, problem, CARD, "pallas") for name in passes}
-        return [{"pass": name, **vars(problem), "tiles": vars(tiles[name]), "us": 1.0} for name in passes]
+        op, _ = jaxops.tuning.op_of(problem)
+        return [{"op": op, "pass": name, **vars(problem), "tiles": vars(tiles[name]), "us": 1.0} for name in passes]
 
     monkeypatch.setattr(jaxops.tuning, "tune", tune)
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: CARD)
@@ -122,7 +130,7 @@ def measured(monkeypatch) -> list:
 
 
 def test_a_session_goes_on_where_it_was_stopped(measured):
-    stops = iter([None, TuningError("the card is shared")])
+    stops = iter([None, None, TuningError("the card is shared")])
 
     def check():
         if error := next(stops):
@@ -130,15 +138,15 @@ def test_a_session_goes_on_where_it_was_stopped(measured):
 
     with pytest.raises(TuningError, match="shared"):
         program.tune_all([LARGE, SMALL], check=check)
-    assert measured == [(LARGE, ["fwd", "dgrad", "wgrad"])]
-    assert len(tuned_rows("grouped_matmul", CARD)) == 3
+    assert measured == [(LARGE, ["fwd"]), (LARGE, ["dgrad"])]
+    assert len(tuned_rows("grouped_matmul", CARD)) == 2
     same_bucket = grouped_matmul.Problem(2, 30, 16, 24, "float32")
     started = []
     rows = program.tune_all([LARGE, same_bucket, SMALL], start=lambda *what: started.append(what))
-    assert measured[1:] == [(SMALL, ["fwd", "bwd"])]
-    assert [what for what, _ in started] == [f"adaln {SMALL}"]
-    assert started[0][1] == sum(len(OPS["adaln"].planner.candidates(name, SMALL, CARD)) for name in ("fwd", "bwd"))
-    assert [row["pass"] for row in rows] == ["fwd", "bwd"]
+    assert measured[2:] == [(LARGE, ["wgrad"]), (SMALL, ["fwd"]), (SMALL, ["bwd"])]
+    assert [what for what, _ in started[1:]] == [f"adaln {SMALL} fwd", f"adaln {SMALL} bwd"]
+    assert started[1][1] == len(OPS["adaln"].planner.candidates("fwd", SMALL, CARD))
+    assert [row["pass"] for row in rows] == ["wgrad", "fwd", "bwd"]
     assert program.tune_all([LARGE, SMALL]) == []
 
 
@@ -148,12 +156,13 @@ def test_a_session_measures_again_and_stores_nothing_if_dry(measured):
     program.tune_all([SMALL], passes=["bwd"])
     program.tune_all([SMALL])
     program.tune_all([SMALL], again=True)
-    assert [passes for _, passes in measured] == [["fwd", "bwd"], ["bwd"], ["fwd"], ["fwd", "bwd"]]
+    assert [passes for _, passes in measured] == [["fwd"], ["bwd"], ["bwd"], ["fwd"], ["fwd"], ["bwd"]]
 
 
 def test_a_session_leaves_out_what_cannot_be_tuned(measured, monkeypatch, capsys):
-    """And what runs no kernel."""
+    """What does not fit the card, what it cannot run, and what runs no kernel."""
     tune, empty = jaxops.tuning.tune, grouped_matmul.Problem(2, 0, 16, 24, "float32")
+    fp8 = quantize.Problem(64, 64, "bfloat16")
 
     def too_large(problem, passes, **how):
         if problem == LARGE:
@@ -161,12 +170,16 @@ def test_a_session_leaves_out_what_cannot_be_tuned(measured, monkeypatch, capsys
         return tune(problem, passes, **how)
 
     monkeypatch.setattr(jaxops.tuning, "tune", too_large)
-    with pytest.raises(TuningError, match="1 problems could not be tuned"):
-        program.tune_all([empty, LARGE, SMALL])
-    assert "left out: RESOURCE_EXHAUSTED" in capsys.readouterr().out
-    assert [problem for problem, _ in measured] == [SMALL]
-    assert tuned_rows("adaln", CARD)
+    monkeypatch.setattr(jaxops.tuning, "current_device", lambda: Device("NVIDIA A100", "gpu", capability=(8, 0)))
+    with pytest.raises(TuningError, match="4 passes could not be tuned"):
+        program.tune_all([empty, LARGE, fp8, SMALL])
+    said = capsys.readouterr().out
+    assert said.count("left out: RESOURCE_EXHAUSTED") == 3
+    assert "needs an NVIDIA GPU of compute capability 8.9" in said
+    assert "a size is 0" in said
+    assert measured == [(SMALL, ["fwd"]), (SMALL, ["bwd"])]
     dense = fp8_matmul.Problem(8, 16, 16, "rowwise", "float32")
+    monkeypatch.setattr(jaxops.tuning, "current_device", lambda: CARD)
     program.tune_all([dense], passes=["fwd"])
     assert measured[-1] == (dense, ["fwd"])
 
@@ -210,12 +223,15 @@ def test_the_command_on_a_program(measured, monkeypatch):
     code, text = run("--from-step", "python -m a_program 0")
     assert code == 0
     assert "fwd, dgrad, wgrad" in text
-    assert [problem for problem, _ in measured] == [LARGE, SMALL]
+    assert [problem for problem, _ in measured] == [LARGE] * 3 + [SMALL] * 2
     assert all(f"stored in {user_file(name, CARD)}" in text for name in ("grouped_matmul", "adaln"))
     code, text = run("--from-step", "python -m a_program 0")
     assert code == 0
-    assert "nothing to tune" in text
-    assert len(measured) == 2
+    assert "Nothing to tune; --again" in text
+    assert len(measured) == 5
+    assert run("--again", "--dry-run", "--from-step", "python -m a_program 0")[0] == 0
+    assert len(measured) == 10
+    assert len(tuned_rows("adaln", CARD)) == 2
     code, text = run()
     assert code == 2
     assert "--from-step" in text
@@ -247,7 +263,7 @@ def test_the_card(tmp_path, monkeypatch, processes, states, visible, error):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(card, "current_device", lambda: CARD)
     if error is None:
         check_card()
     else:
@@ -256,9 +272,81 @@ def test_the_card(tmp_path, monkeypatch, processes, states, visible, error):
 
 
 def test_a_card_without_nvidia_smi(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(card, "current_device", lambda: CARD)
     monkeypatch.setenv("PATH", str(tmp_path))
     check_card()
     (tmp_path / "nvidia-smi").write_text("#!/bin/false\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     check_card()
+
+
+def test_a_command_asks_for_the_card(measured, monkeypatch):
+    def shared():
+        raise TuningError("2 processes run on GPU 0")
+
+    monkeypatch.setattr(command_line, "check_card", shared)
+    assert run("adaln", "--shape", "4,8,1", "--dry-run") == (1, "Error: 2 processes run on GPU 0\n")
+    assert run("adaln", "--shape", "4,8,1", "--dry-run", "--force")[0] == 0
+    assert not user_file("adaln", CARD).exists()
+
+
+def test_options_before_a_command():
+    code, text = run("--dry-run", "adaln", "--shape", "4,8,1")
+    assert code == 2
+    assert "write the options behind adaln" in text
+
+
+def test_one_op_and_one_dtype():
+    assert "'adaln,route' is not one of" in run("list", "adaln,route")[1]
+    assert "'bfloat16,float32' is not one of" in run("adaln", "--shape", "4,8,1", "--dtype", "bfloat16,float32")[1]
+
+
+def test_a_damaged_file(measured):
+    program.tune_all([SMALL])
+    file = user_file("adaln", CARD)
+    file.write_text(file.read_text()[:-20])
+    code, text = run("list")
+    assert code == 1
+    assert f"{file} is damaged" in text.replace("\n", "")
+    assert run("clear", "adaln", "--yes")[0] == 0
+    assert not file.exists()
+
+
+def test_rows_name_their_op():
+    row = {"pass": "fwd", **vars(SMALL), "tiles": {}}
+    with pytest.raises(ValueError, match="each of rows needs the name of its op"):
+        adaln.make_plan(SMALL, CARD, [row])
+
+
+@pytest.mark.parametrize(
+    ("op", "parts"),
+    [
+        ("permute", ["permute"]),
+        ("route", ["route"]),
+        ("grouped_glu", ["grouped_glu", "grouped_matmul"]),
+        ("moe_mlp", ["grouped_glu", "grouped_matmul", "permute"]),
+    ],
+)
+def test_a_call_reads_the_rows_of_its_op_and_of_its_parts(monkeypatch, op, parts):
+    device = jaxops.tuning.current_device()
+    for name in OPS:
+        store_rows(name, device, [{"pass": "none"}], same=lambda row, old: False)
+    ones, offsets = jnp.ones, jnp.array([0, 4, 8])
+    routing = jaxops.route(ones((4, 2)), 2)
+    calls = {
+        "permute": lambda: jaxops.combine(jaxops.permute(ones((4, 8)), routing), routing),
+        "route": lambda: jaxops.route(ones((4, 2)), 1),
+        "grouped_glu": lambda: jaxops.grouped_glu(ones((8, 8)), ones((2, 8, 8)), ones((2, 8, 8)), offsets),
+        "moe_mlp": lambda: jaxops.moe_mlp(ones((4, 8)), ones((2, 8, 8)), ones((2, 8, 8)), ones((2, 8, 8)), routing),
+    }
+    api = importlib.import_module(f"jaxops.ops.{op}.api")
+    make_plan, seen = api.make_plan, []
+
+    def recorded(problem, device, rows=(), **how):
+        seen.append({row["op"] for row in rows})
+        return make_plan(problem, device, [], **how)
+
+    monkeypatch.setattr(api, "make_plan", recorded)
+    calls[op]()
+    assert seen
+    assert all(names == set(parts) for names in seen)

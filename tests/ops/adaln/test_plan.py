@@ -33,7 +33,7 @@ def mark(rows: int) -> Tiles:
 
 def row(pass_name: str, rows: Tiles, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("T", "D", "B", "dtype", "gated")}
-    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(rows), **change}
+    return {"op": "adaln", "pass": pass_name, **sizes, "tiles": dataclasses.asdict(rows), **change}
 
 
 def test_explicit_then_tuned_then_heuristic():
@@ -116,7 +116,14 @@ def test_shipped_row(row):
 
 def test_few_rows_are_spread_over_the_card():
     """A tuned row, too, owns fewer rows where there would not be warps enough; an explicit one is obeyed."""
-    tuned = {"pass": "bwd", "D": 1024, "dtype": "bfloat16", "gated": False, "tiles": vars(Tiles(64, 2, 512, 4, True))}
+    tuned = {
+        "op": "adaln",
+        "pass": "bwd",
+        "D": 1024,
+        "dtype": "bfloat16",
+        "gated": False,
+        "tiles": vars(Tiles(64, 2, 512, 4, True)),
+    }
     found = {
         T: make_plan(Problem(T, 1024, 4, "bfloat16"), H200, [tuned]).bwd.rows for T in (65536, 32768, 16384, 4096, 1)
     }

@@ -49,7 +49,7 @@ def mark(panel: int, kernel: str = "triton") -> Tiles:
 
 def row(pass_name: str, tiles: Tiles, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("M", "K", "N", "G", "recipe")}
-    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), **change}
+    return {"op": "fp8_matmul", "pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), **change}
 
 
 def kernels(plan: Plan) -> set[str]:

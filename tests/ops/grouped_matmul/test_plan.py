@@ -48,7 +48,7 @@ def mark(panel: int) -> Tiles:
 
 def row(pass_name: str, tiles: Tiles, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("G", "M", "K", "N", "dtype")}
-    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), "us": 1.0, **change}
+    return {"op": "grouped_matmul", "pass": pass_name, **sizes, "tiles": dataclasses.asdict(tiles), "us": 1.0, **change}
 
 
 def problem_of(row: dict) -> Problem:

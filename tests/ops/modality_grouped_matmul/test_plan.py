@@ -73,7 +73,7 @@ def test_tiles_of_one_size_are_those_of_the_largest_weights():
 def test_explicit_then_tuned():
     """Rows are grouped_matmul's, found by each modality's own shape."""
     G, K, N = TEXT
-    row = {"pass": "fwd", "G": G, "M": 10923, "K": K, "N": N, "dtype": "bfloat16"}
+    row = {"op": "grouped_matmul", "pass": "fwd", "G": G, "M": 10923, "K": K, "N": N, "dtype": "bfloat16"}
     row["tiles"] = dataclasses.asdict(mark(100))
     plans = make_plans(PROBLEMS, A100, [row])
     assert plans[1].fwd == mark(100)

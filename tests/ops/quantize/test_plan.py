@@ -32,7 +32,7 @@ MARK = {"cast": Tiles(2, 2048, warps=1), "amax": Tiles(4, 1024, warps=1)}  # no 
 
 def row(pass_name: str, problem: Problem = PROBLEM, **change) -> dict:
     sizes = {name: getattr(problem, name) for name in ("M", "K", "dtype", "scaling", "layouts")}
-    return {"pass": pass_name, **sizes, "tiles": dataclasses.asdict(MARK[pass_name]), **change}
+    return {"op": "quantize", "pass": pass_name, **sizes, "tiles": dataclasses.asdict(MARK[pass_name]), **change}
 
 
 def test_explicit_then_tuned_then_heuristic():

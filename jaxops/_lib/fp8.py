@@ -123,11 +123,11 @@ def scale_and_factor(
     and the scale is the least one with which amax does not saturate.
 
     Args:
-      is_bfloat16: amax is finite or NaN, and a bfloat16 tensor's: rounding it would change nothing, and is left out.
+      is_bfloat16: amax is the largest magnitude of a bfloat16 tensor, finite or NaN. Then it needs no rounding.
     """
     most = float(jnp.finfo(dtype).max)  # 1.75 times a power of two, in both formats
     exponent = most.as_integer_ratio()[0].bit_length() - 1
-    m = jnp.where(amax >= AMAX_MIN, amax, AMAX_MIN)  # of NaN too
+    m = jnp.where(amax >= AMAX_MIN, amax, AMAX_MIN)  # NaN becomes AMAX_MIN, too
     bits = _bits(m) if is_bfloat16 else (_bits(jnp.minimum(m, AMAX_MAX)) + 0xFFFF) & ~0xFFFF
     mantissa = bits & 0x7FFFFF
     if pow2:

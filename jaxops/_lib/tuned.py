@@ -26,11 +26,6 @@ def user_file(op: str, device: Device) -> pathlib.Path:
     return _file(user_folder(), op, device)
 
 
-def user_rows(op: str, device: Device) -> list[dict]:
-    """The user's rows alone, read now."""
-    return rows_in(user_file(op, device))
-
-
 def user_files(op: str = "*") -> list[pathlib.Path]:
     """The files of rows measured on this machine, or copied to it, for one op or all."""
     return sorted(user_folder().glob(f"{op}/*.jsonl"))
@@ -104,16 +99,19 @@ def tuned_rows(op: str, device: Device, *parts: str) -> tuple[dict, ...]:
                 "which must all use the same rows. Write `with jaxops.tuning.use_rows(folder):` with a folder that "
                 "all of them read, or use_rows('shipped') for no warning."
             )
-    return tuple(row for each in (op, *parts) for row in read_rows(each, device, source))
+    return read_rows((op, *parts), device, source)
 
 
 @functools.cache
-def read_rows(op: str, device: Device, source: str | pathlib.Path) -> tuple[dict, ...]:
+def read_rows(ops: tuple[str, ...], device: Device, source: str | pathlib.Path) -> tuple[dict, ...]:
     """The rows of a source, which name their op: "shipped", "user", or a folder's before the shipped ones."""
-    files = [resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl"]
-    if source != "shipped":
-        files.insert(0, _file(user_folder() if isinstance(source, str) else source, op, device))
-    return tuple({"op": op} | row for file in files for row in rows_in(file))
+    found = []
+    for op in ops:
+        files = [resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl"]
+        if source != "shipped":
+            files.insert(0, _file(user_folder() if isinstance(source, str) else source, op, device))
+        found += [{"op": op} | row for file in files for row in rows_in(file)]
+    return tuple(found)
 
 
 def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:

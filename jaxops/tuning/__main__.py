@@ -63,17 +63,16 @@ def _sizes(text: str, names: tuple[str, ...]) -> dict[str, int]:
 
 def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
     """Tunes the problems, with a bar of the candidates of the one at hand, and what each pass gained."""
-    with _one_line_errors():
-        tuning.gpu()
-        if not force:
-            check_card()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(soft_wrap=True)
-    with _one_line_errors(), Progress(*columns, console=console, transient=True) as bar:
+    bar = Progress(*columns, console=console, transient=True)
+    with _one_line_errors(), contextlib.ExitStack() as stack:
         number, most = itertools.count(1), sum(len(tuning.op_of(problem)[1].passes(problem)) for problem in problems)
         task = bar.add_task("", total=None)
 
         def start(what: str, candidates: int) -> None:
+            if not bar.live.is_started:  # not before the card is checked: a bar that ends prints an empty line
+                stack.enter_context(bar)
             console.print(what, highlight=False, markup=False)
             bar.reset(task, total=candidates, description=f"pass {next(number)} of at most {most}")
 

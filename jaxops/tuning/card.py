@@ -1,4 +1,4 @@
-"""Whether the GPU is free and at full speed: times on another one would be of the moment, not of the card."""
+"""Checks that no other process uses the GPU and that its clocks are not lowered: both make measured times too long."""
 
 import os
 import shutil

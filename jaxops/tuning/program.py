@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxops import tuning
 from jaxops._lib.device import Device
-from jaxops._lib.tuned import user_rows
+from jaxops._lib.tuned import rows_in, user_file
 from jaxops.tuning.ops import OPS
 
 
@@ -86,7 +86,7 @@ def problems_of(words: Sequence[str], say: Callable[[str], Any] = print) -> list
 def untuned(problem: Any, device: Device) -> list[str]:
     """Passes for which the user has no row, of some kernel that runs the problem on the device."""
     name, op = tuning.op_of(problem)
-    stored = {op.planner.row_key(row) for row in user_rows(name, device)}
+    stored = {op.planner.row_key(row) for row in rows_in(user_file(name, device))}
     kernels = op.kernels(problem, device)
 
     def key(pass_name: str, kernel: str) -> tuple:

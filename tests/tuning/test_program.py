@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import jaxops
 import jaxops.tuning
 from jaxops._lib.device import Device
-from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
+from jaxops._lib.tuned import store_rows, tuned_rows, user_file
 from jaxops.ops import adaln, fp8_matmul, grouped_matmul, quantize
 from jaxops.tuning import TuningError, card, program, record, use_rows
 from jaxops.tuning import __main__ as command_line
@@ -37,14 +37,6 @@ jax.export.export(jax.jit(lambda *given: jaxops.grouped_matmul(*given, backend="
 assert sys.argv[2:] in ([], ["--", "--help"])
 sys.exit(int(sys.argv[1]))
 """
-
-
-@pytest.fixture(autouse=True)
-def _own_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    read_rows.cache_clear()
-    yield
-    read_rows.cache_clear()
 
 
 @pytest.fixture

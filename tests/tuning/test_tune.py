@@ -27,15 +27,6 @@ H200 = Device("NVIDIA H200", "gpu")
 UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
 
 
-@pytest.fixture(autouse=True)
-def _own_rows(tmp_path, monkeypatch):
-    """Each test starts without rows of its own, and leaves none behind in the process."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    read_rows.cache_clear()
-    yield
-    read_rows.cache_clear()
-
-
 def row(panel: int, pass_name: str = "fwd", **change) -> dict:
     sizes = {"G": 8, "M": 1000, "K": 512, "N": 256, "dtype": "bfloat16"}
     return {"op": "grouped_matmul", "pass": pass_name, **sizes, "tiles": vars(Tiles(16, 16, 16, panel=panel)), **change}

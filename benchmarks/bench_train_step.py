@@ -147,6 +147,7 @@ def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload
     )
 
 
+WorkloadMaker = Callable[..., Workload]
 WORKLOADS = {"moe_3b": (lm, PRESETS["3b"]), "dit_1b": (dit, DIT_PRESETS["1b"])}
 SMOKE = {
     "moe_smoke": (
@@ -220,7 +221,7 @@ def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 def measure_case(
     name: str,
-    make: Callable[..., Workload],
+    make: WorkloadMaker,
     preset: Any,
     sides: list[str],
     file: pathlib.Path,

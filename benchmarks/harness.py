@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.rows import (  # noqa: F401  (some for the benchmarks, which import this module only)
     ROOT,
@@ -25,7 +24,8 @@ from benchmarks.rows import (  # noqa: F401  (some for the benchmarks, which imp
     ratios,
     results_folder,
 )
-from jaxops.profiling import device_times_us
+from jaxops._lib.device import current_device
+from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall_times_us
 
 WORK_US = (
     30_000  # of measured work a variant and round: enough to average, and the card stays as warm as for the others
@@ -98,23 +98,12 @@ def leave_room_for_torch() -> None:
 
 def call_times_us(fn: Callable, *args, iterations: int) -> list[float]:
     """Device time of each call on a GPU; elsewhere wall time, which only tests the code path."""
-    if on_gpu():
-        return device_times_us(fn, *args, iterations=iterations)
-    jax.block_until_ready(fn(*args))
-    times = []
-    for _ in range(iterations):
-        start = time.perf_counter()
-        jax.block_until_ready(fn(*args))
-        times.append(1e6 * (time.perf_counter() - start))
-    return times
+    return (device_times_us if on_gpu() else wall_times_us)(fn, *args, iterations=iterations)
 
 
 def kernels(fn: Callable, *args) -> list[tuple[str, float]]:
     """(name, microseconds) of each kernel that one call launches; empty without a GPU."""
-    if not on_gpu():
-        return []
-    _, launched = profiler.measure(fn, aggregate=False, iterations=1)(*args)
-    return [(name, 1e3 * ms) for name, ms in launched or []]
+    return kernel_times_us(fn, *args)
 
 
 def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, float]:
@@ -366,11 +355,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def l2_bytes(kind: str) -> int:
-    """The L2 of H100 and H200; elsewhere the largest of any card (B200), so that no warm call counts as cold."""
-    return (50 if "H100" in kind or "H200" in kind else 126) << 20
-
-
 def cold(moved_bytes: int) -> bool:
-    """Whether a call moves so much that nothing of the previous call is left in L2."""
-    return moved_bytes >= 2 * l2_bytes(jax.devices()[0].device_kind)
+    """Whether a call moves so much that nothing of the previous call is left in L2. Where that is unknown, it counts as
+    the largest of any card (B200), so that no warm call counts as cold."""
+    return moved_bytes >= 2 * (current_device().l2_bytes or 126 << 20)

@@ -7,7 +7,6 @@ import gzip
 import json
 import pathlib
 import re
-import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 
 from benchmarks import harness
+from jaxops.profiling.trace import recorded
 
 KERNELS, ON_DEVICE, TO_HOST, TO_DEVICE = LANES = ("kernels", "copies on the device", "to the host", "to the device")
 WINDOW = (
@@ -41,26 +41,9 @@ def device_events(run: Callable[[], Any]) -> list[Event]:
     if not harness.on_gpu():
         jax.block_until_ready(run())
         return []
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        planes = [
-            plane
-            for file in pathlib.Path(folder).rglob("*.xplane.pb")
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
-        ]
-        lines = [
-            line
-            for plane in planes
-            if plane.name.startswith("/device:GPU")
-            for line in plane.lines
-            if line.name.startswith("Stream")
-        ]
-        return [
-            Event(re.sub(r"[._]\d+", "", event.name), event.start_ns / 1e3, event.duration_ns / 1e3)
-            for line in lines
-            for event in line.events
-        ]
+    with recorded() as events:
+        jax.block_until_ready(run())
+    return [Event(re.sub(r"[._]\d+", "", event.name), event.start_us, event.us) for event in events]
 
 
 def write_trace(events: list[Event], file: pathlib.Path) -> None:

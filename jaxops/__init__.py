@@ -18,6 +18,7 @@ from jaxops._lib import recorded as _recorded  # noqa: F401
 from jaxops._lib import tuned as _tuned  # noqa: F401
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported on first use
+    from jaxops.inspecting import inspect
     from jaxops.lengths import bucket_length
     from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
     from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
@@ -33,10 +34,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "combine", "dequantize",
     "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
-    "grouped_wgrad", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "permute", "quantize",
+    "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "permute", "quantize",
     "ragged_dot", "route", "update_router_bias",
 ]  # fmt: skip
 _MODULES = {
+    "jaxops.inspecting": ("inspect",),
     "jaxops.lengths": ("bucket_length",),
     "jaxops.ops.adaln": ("adaln", "gated_residual", "gated_residual_adaln"),
     "jaxops.ops.fp8_matmul": ("fp8_grouped_matmul", "fp8_matmul"),

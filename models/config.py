@@ -73,6 +73,12 @@ class Options:
             min=1, help="Seconds for saving, after SIGTERM or Ctrl-C. Clusters kill a job about 30 s after SIGTERM."
         ),
     ] = 25.0
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Profile some of the first steps: a table, a picture and a trace in OUT/profile."
+        ),
+    ] = False
     mesh: Annotated[
         str | None, typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2 or some of these. Default: on one.")
     ] = None

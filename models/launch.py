@@ -83,7 +83,7 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
       ValueError: the run to resume had other settings, or other data.
     """
     out = default if options.out is None else options.out
-    run = Run(out, make_console(), mesh, options.save_every, options.stop_within)
+    run = Run(out, make_console(), mesh, options.save_every, options.stop_within, options.profile)
     if options.resume and options.save_every is None:
         raise typer.BadParameter(
             "a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume"

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxops.nn import AmaxHistory
+from jaxops.profiling import Profiled
 from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
@@ -292,6 +293,7 @@ class Run:
       mesh: of devices; None for one.
       save_every: steps between checkpoints in OUT/checkpoints; None for none. The run starts from the newest one.
       stop_within: seconds for saving, after SIGTERM or Ctrl-C.
+      profile: whether some of the first steps are profiled, into OUT/profile.
     """
 
     out: Path
@@ -299,6 +301,7 @@ class Run:
     mesh: Mesh | None = None
     save_every: int | None = None
     stop_within: float = 25.0
+    profile: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -324,6 +327,9 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
     Raises:
       Stopped: after SIGTERM or Ctrl-C; the finished steps are saved.
     """
+    profiled = Profiled(training.step) if run.profile else None
+    if profiled is not None:
+        training = dataclasses.replace(training, step=profiled)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.finished())))
         checkpoints = None
@@ -334,7 +340,19 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
                 run.console.print(f"goes on from the checkpoint of step {done}")
         # The guard makes any implicit transfer, and so any hidden wait, an error.
         with jax.transfer_guard("disallow"):
-            return _run_steps(training, state, run, checkpoints, signals)
+            ended = _run_steps(training, state, run, checkpoints, signals)
+    if profiled is not None:
+        _write_profile(profiled, run)
+    return ended
+
+
+def _write_profile(profiled: Profiled, run: Run) -> None:
+    if not profiled.done:
+        run.say(f"no profile: it needs {profiled.calls_needed} steps.")
+    elif is_first():
+        files = profiled.report.save(run.out / "profile")
+        run.say(profiled.report.summary)
+        run.say(f"the profile is in {', '.join(map(str, files))}")
 
 
 def _run_steps(

@@ -31,6 +31,8 @@ _BY_NAME: tuple[tuple[str, Capability], ...] = (
 )
 # An NVIDIA GPU that is not in the table is newer than it, and can do at least what Ada can.
 _UNKNOWN = (8, 9)
+# L2 caches in MiB, by name: JAX does not say them.
+_L2_MIB = ((r"G?B200", 126), (r"H(100|200|800)", 50), (r"A100|A800", 40))
 HOPPER_SHARED_BYTES = 232_448  # that one block may use
 
 
@@ -86,6 +88,12 @@ class Device:
             return HOPPER_SHARED_BYTES
         return 166_912 if self.capability in ((8, 0), (8, 7)) else 101_376
 
+    @property
+    def l2_bytes(self) -> int | None:
+        """The L2 cache of the cards that the table knows; None for others."""
+        known = (mib << 20 for names, mib in _L2_MIB if re.search(rf"\b({names})\b", self.kind, re.IGNORECASE))
+        return next(known, None) if self.platform == "gpu" else None
+
 
 def _capability_of(kind: str) -> Capability | None:
     if re.search(r"AMD|Radeon|Instinct|\bMI\d{2,3}|\bgfx", kind):
@@ -116,17 +124,27 @@ def current_device() -> Device:
     mesh = jax.sharding.get_abstract_mesh().abstract_device
     if mesh is not None:
         return Device(mesh.device_kind, mesh.platform, cores=mesh.num_cores or 0)
-    return _of_jax(_default())
+    return _of_jax(default_device())
 
 
-def _default() -> Any:
+def default_device() -> Any:
+    """JAX's default device, as JAX's own object."""
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
 
+def host_device() -> Any:
+    """The machine's CPU, as JAX's own object.
+
+    Raises:
+      RuntimeError: JAX was started without it (JAX_PLATFORMS).
+    """
+    return jax.local_devices(backend="cpu")[0]
+
+
 def default_number() -> int:
     """The number of JAX's default device among this machine's that CUDA_VISIBLE_DEVICES shows."""
-    return _default().local_hardware_id or 0
+    return default_device().local_hardware_id or 0
 
 
 def _without_tracers(x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The launch of every Pallas kernel, lowered through Triton, with int64 offsets for the FP8 arrays that need them."""
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from jaxops._lib.costs import Cost
 
 if jax.__version_info__ >= (0, 11):
     # JAX imports this module when it lowers the first Pallas kernel. The import adds a value to the key of jit's
@@ -35,8 +38,8 @@ def _widened_shape(x) -> tuple[int, ...]:
 
 def launch(
     kernel: Callable, *operands: jax.Array, out: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...], warps: int, stages: int = 1, interpret: bool, name: str,
-    aliases: dict[int, int] | None = None,
+    grid: tuple[int, ...], warps: int, stages: int = 1, interpret: bool, name: str, flops: int,
+    bytes_accessed: int | None = None, aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
     """Calls a kernel whose refs are the whole operands, then the whole results.
 
@@ -52,24 +55,33 @@ def launch(
       warps, stages: warps per program, and software-pipeline stages of its loops.
       interpret: runs in Pallas' interpreter.
       name: shown by profilers.
+      flops: see `Cost`.
+      bytes_accessed: where each operand and each result once is not the least traffic: an operand that only gives its
+        memory to a result is not read.
       aliases: from an operand's number to the number of the result that is written to its memory.
     """
     outs = [out] if isinstance(out, jax.ShapeDtypeStruct) else list(out)
+    cost = Cost.of(flops, operands, outs, bytes_accessed)
+    estimate = pl.CostEstimate(flops=cost.flops, bytes_accessed=cost.bytes, transcendentals=0)
 
     def call(*operands):
         widened = [
             jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, _widened_shape(x), strict=True)]) if _overflows(x) else x
             for x in operands
         ]
-        found = pl.pallas_call(
+        kernel_call = pl.pallas_call(
             kernel,
             out_shape=[x.update(shape=_widened_shape(x)) for x in outs],
             grid=grid,
             input_output_aliases=aliases or {},
             compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+            cost_estimate=estimate,
             interpret=interpret,
             name=name,
-        )(*widened)
+        )
+        # The interpreter's call is many operations, of which each would carry the whole launch's cost.
+        with contextlib.nullcontext() if interpret else cost.attached():
+            found = kernel_call(*widened)
         return [x[: like.shape[0]] if _overflows(like) else x for x, like in zip(found, outs, strict=True)]
 
     if any(x.dtype.itemsize == 1 for x in (*operands, *outs)):
@@ -83,6 +95,7 @@ def launch_named(
     operands: Mapping[str, jax.Array | None],
     out: dict[str, jax.ShapeDtypeStruct],
     *,
+    flops: int,
     aliases: dict[str, str] | None = None,
     **how: Any,
 ) -> dict[str, jax.Array]:
@@ -93,7 +106,7 @@ def launch_named(
     def with_names(*refs):
         kernel(dict(zip((*given, *out), refs, strict=True)))
 
-    results = launch(with_names, *given.values(), out=[*out.values()], aliases=numbers, **how)
+    results = launch(with_names, *given.values(), out=[*out.values()], flops=flops, aliases=numbers, **how)
     return dict(zip(out, results, strict=True))
 
 

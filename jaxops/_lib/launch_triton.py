@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import jax_triton.triton_lib
 from jax.interpreters import partial_eval
 
+from jaxops._lib.costs import Cost
 from jaxops._lib.manual_axes import vary_as
 
 
@@ -119,7 +120,9 @@ class Scratch:
     array: jax.Array
 
 
-def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> Any:
+def triton_call(
+    *operands, kernel, out_type, grid: int, name: str, flops: int, bytes_accessed: int | None = None, **named
+) -> Any:
     """One launch on a Hopper GPU. The results' pointers are the kernel's parameters that are not given, in their order.
 
     `jax_triton.triton_call` makes TMA descriptors of operands only. One made by the kernel would allocate memory in the
@@ -132,6 +135,9 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
       out_type: `out_struct` of the result; a tuple of them for a tuple of results.
       grid: number of programs.
       name: of the call, in compiled programs' texts.
+      flops: see `Cost`.
+      bytes_accessed: where each operand and each result once is not the least traffic. By default an OutTile's `before`
+        counts as an operand that is read, an operand that several descriptors share once.
 
     Raises:
       TypeError: more or fewer parameters are given than all but the results'.
@@ -165,6 +171,8 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
         else jax.tree.map(triton_lib._StaticArg.maybe_wrap, values[parameter])
         for parameter in function.non_constexpr_param_names
     ]
+    # By identity, since several descriptors may share an array.
+    read = {id(array): array for value in values.values() for array in map(_array, _operands(value))}
     found = _launch(
         arguments,
         kernel,
@@ -172,6 +180,7 @@ def triton_call(*operands, kernel, out_type, grid: int, name: str, **named) -> A
         grid,
         name,
         constants,
+        Cost.of(flops, read.values(), results, bytes_accessed),
     )
     # The primitive's results vary over no mesh axis; check_vma needs the caller's type.
     found = tuple(vary_as(result, x) for result, x in zip(results, found, strict=True))
@@ -182,6 +191,17 @@ def _is_buffer(operand) -> bool:
     return isinstance(operand, (OutTile, Scratch, TensorDescriptor)) or hasattr(operand, "shape")
 
 
+def _array(operand) -> Any:
+    """The array that the kernel may read through this operand, or None."""
+    if isinstance(operand, OutTile):
+        return operand.before
+    if isinstance(operand, Scratch):
+        return operand.array
+    if isinstance(operand, TensorDescriptor):
+        return operand.base
+    return operand if hasattr(operand, "shape") else None
+
+
 def _operands(argument) -> list:
     """Leaves of one parameter, which may be a tuple; None has none."""
     return jax.tree.leaves(
@@ -190,8 +210,10 @@ def _operands(argument) -> list:
 
 
 # Under jit, since outside of it the uninitialised array would be another program's result, and copied.
-@functools.partial(jax.jit, static_argnums=range(1, 6), inline=True)
-def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=range(1, 7), inline=True)
+def _launch(
+    arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple, cost: Cost
+) -> list[jax.Array]:
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
     # XLA may let a call read a slice (of layers' stacked weights, say) or write its result into one in place
     # (dynamic-slice fusion). The fused call no longer says that results share memory with operands, and TMA stores are
@@ -214,11 +236,12 @@ def _launch(arguments: list, kernel, results: tuple, grid: int, name: str, const
     arrays, tree = jax.tree.flatten(arguments)
     # enable_fp_fusion is explicit: Triton 3.9 warns without it, 3.10 will change the default.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}
-    found = triton_lib.triton_kernel_call_p.bind(
-        *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(types), grid=(grid,), compute_capability=90,
-        backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases),
-        zeroed_outputs=(), serialized_metadata=b"", cost_estimate=None, has_side_effect=False,
-        metaparams=triton_lib.FrozenDict(dict(constants)),
-    )  # fmt: skip
+    with cost.attached(), jax.named_scope(name):
+        found = triton_lib.triton_kernel_call_p.bind(
+            *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(types), grid=(grid,), compute_capability=90,
+            backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases),
+            zeroed_outputs=(), serialized_metadata=b"", cost_estimate=None, has_side_effect=False,
+            metaparams=triton_lib.FrozenDict(dict(constants)),
+        )  # fmt: skip
     found = found[: len(results)]
     return list(jax.lax.optimization_barrier(tuple(found)) if apart else found)

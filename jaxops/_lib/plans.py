@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxops._lib.device import Capability, Device
-from jaxops._lib.recorded import note
+from jaxops._lib.recorded import Decision, Source, note, watched
 
 AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least of the Pallas kernels, and the least with FP8
 
@@ -117,6 +117,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
           NotImplementedError: the backend cannot run this problem on this device.
         """
         note(problem)
+        decisions = watched()
+        before = len(decisions or ())
         free, asked = backend == "auto" and plan is None, backend
         device, backend = self.choose(problem, device, backend, plan)
         given: PlanT = self.plan(backend) if plan is None else plan
@@ -125,8 +127,14 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
             raise ValueError("each of rows needs the name of its op: pass those of tuned_rows(op, device).")
         call = Call(problem, device, rows, asked, backend, given, free)
         others = self.others(call)
-        chosen = {name: self._tiles(name, call) for name in self.passes if backend != "xla"}
-        return self.plan(backend, **chosen, **others, device=device)
+        found = {name: self._tiles(name, call) for name in self.passes if backend != "xla"}
+        chosen = {name: tiles for name, (tiles, _) in found.items()}
+        made = self.plan(backend, **chosen, **others, device=device)
+        if decisions is not None:
+            sources = {name: source for name, (_, source) in found.items()}
+            # What `others` has decided is a part of this decision.
+            decisions[before:] = [Decision(self.op, problem, given, made, sources, tuple(decisions[before:]))]
+        return made
 
     def candidates(self, pass_name: str, problem: ProblemT, device: Device, kernel: str = "pallas") -> list[TilesT]:
         """Tiles worth measuring for one pass, without repeats: the heuristic's first."""
@@ -144,16 +152,19 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         assert self.key is not None
         return *self.key(row["pass"], **row), row["tiles"].get("kernel", "pallas")
 
-    def _tiles(self, name: str, call: Call[ProblemT, PlanT]) -> TilesT:
+    def _tiles(self, name: str, call: Call[ProblemT, PlanT]) -> tuple[TilesT, Source]:
         tiles, kernel = getattr(call.plan, name), self.kernel(name, call)
-        if tiles is None and self.key is not None and self.tiles is not None:
+        if tiles is not None:
+            return self.fit(name, tiles, call), Source("explicit")
+        key = row = None
+        if self.key is not None and self.tiles is not None:
             key = (*self.key(name, **vars(call.problem)), kernel)
-            mine = (row for row in call.rows if row["op"] == self.op and self.row_key(row) == key)
-            tiles = next((self.tiles(**row["tiles"]) for row in mine), None)
+            row = next((row for row in call.rows if row["op"] == self.op and self.row_key(row) == key), None)
+            tiles = None if row is None else self.tiles(**row["tiles"])
         if tiles is None:
             assert self.heuristic is not None
             tiles = self.heuristic(name, call.problem, call.device, kernel)
-        return self.fit(name, tiles, call)
+        return self.fit(name, tiles, call), Source("heuristic" if row is None else "tuned", key, row)
 
     def choose(self, problem: ProblemT, device: Device, backend: str, plan: PlanT | None) -> tuple[Device, str]:
         """Device and backend of a call with these arguments; see `make_plan` for its errors."""

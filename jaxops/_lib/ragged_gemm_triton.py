@@ -59,6 +59,8 @@ class Gemm:
       stages: of the pipeline.
       panel: tile rows of a panel, see `swizzle`.
       stored: rows and columns of a store.
+      flops: see `jaxops._lib.costs.Cost`.
+      bytes_accessed: where each operand and each result once is not the least traffic: see `triton_call`.
       ping_pong: each consumer has a tile of its own, not half of one's rows.
       dynamic: programs take tiles as they get free.
       contraction: the groups divide the rows that are summed over (a weight gradient), not A's and C's rows.
@@ -76,6 +78,9 @@ class Gemm:
     stages: int
     panel: int
     stored: tuple[int, int]
+    _: dataclasses.KW_ONLY
+    flops: int
+    bytes_accessed: int | None = None
     ping_pong: bool = False
     dynamic: bool = False
     contraction: bool = False
@@ -159,6 +164,7 @@ def ragged_gemm(
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
     return triton_call(
         kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores, count), name=gemm.name,
+        flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
         a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic else schedule, args=args,
         **named, entries=schedule.shape[0] // COLUMNS, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
         STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,

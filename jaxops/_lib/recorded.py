@@ -1,9 +1,10 @@
-"""Which problems plans are made for, while functions are traced."""
+"""Which problems plans are made for, and why each plan is as it is, while functions are traced."""
 
 import collections
 import contextlib
 import dataclasses
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import jax
 
@@ -42,3 +43,60 @@ def note(problem: Hashable) -> None:
     """Counts a problem, inside `record`."""
     if (made := _record.value) is not None:
         made.problems[problem] += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the tiles of one pass are from.
+
+    Attributes:
+      kind: "explicit" (in the plan that was passed), "tuned" (a row) or "heuristic".
+      key: what rows are looked up by; None for "explicit", and where the op has no rows.
+      row: the tuned row.
+    """
+
+    kind: str
+    key: tuple | None = None
+    row: dict | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A call of `make_plan`.
+
+    Attributes:
+      op, problem: which op's, and of what.
+      given: the plan that was passed; without one a plan of the backend alone.
+      plan: the result.
+      sources: of each pass that has tiles.
+      parts: the decisions made inside this one, of ops that this op is made of.
+    """
+
+    op: str
+    problem: Any
+    given: Any
+    plan: Any
+    sources: dict[str, Source]
+    parts: tuple["Decision", ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Watch:
+    decisions: list[Decision] = dataclasses.field(default_factory=list)
+
+
+# Of the innermost `watch`; None outside. As with `_record`, functions that were traced before are traced again.
+_watch = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[Decision]]:
+    """Collects what `make_plan` decides inside, in this thread, in the order of the calls."""
+    made = _Watch()
+    with _watch(made):
+        yield made.decisions
+
+
+def watched() -> list[Decision] | None:
+    """The list of the innermost `watch`; None outside."""
+    return None if (made := _watch.value) is None else made.decisions

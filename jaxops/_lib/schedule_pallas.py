@@ -76,6 +76,7 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, interpret: bool, 
         warps=4,
         interpret=interpret,
         name=name,
+        flops=0,
     )
 
 

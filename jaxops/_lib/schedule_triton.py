@@ -101,6 +101,7 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, **named) -> jax.A
         out_type=out_struct((COLUMNS * programs * block,), jnp.int32, like=offsets),
         grid=programs,
         name=kernel.fn.__name__.removesuffix("_kernel"),
+        flops=0,
         entries=programs * block,
         G=offsets.shape[0] - 1,
         BLOCK=block,

@@ -9,8 +9,8 @@ from importlib import resources
 from typing import Any
 
 import jax
-import platformdirs
 
+from jaxops._lib.cache_files import cache_folder, write_whole
 from jaxops._lib.device import Device, warn_once
 
 # What `use_rows` says; None where nothing does. JAX keys its caches of traced and compiled functions with it.
@@ -18,7 +18,7 @@ _source = jax.make_user_context(default_value=None)
 
 
 def user_folder() -> pathlib.Path:
-    return platformdirs.user_cache_path("jaxops") / "tuned"
+    return cache_folder("tuned")
 
 
 def user_file(op: str, device: Device) -> pathlib.Path:
@@ -118,10 +118,7 @@ def store_rows(op: str, device: Device, rows: list[dict], same) -> pathlib.Path:
     """Writes rows into the user's file; each replaces the stored rows for which `same(row, stored)` holds."""
     file = user_file(op, device)
     kept = [old for old in rows_in(file) if not any(same(row, old) for row in rows)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]))
-    part.replace(file)  # atomic: a killed run leaves the old file
+    write_whole(file, "".join(json.dumps(row) + "\n" for row in [*kept, *rows]))
     read_rows.cache_clear()
     return file
 

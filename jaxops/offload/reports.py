@@ -87,15 +87,19 @@ def report(compiled: Any, *, verify: bool = False) -> Report:
 
 def needed_bytes(compiled: Any) -> tuple[int, int]:
     """`Report.device_bytes` and `Report.host_bytes`, without reading the program."""
+    return sum(sizes(compiled)), sum(sizes(compiled, "host_"))
+
+
+def sizes(compiled: Any, memory: Literal["", "host_"] = "") -> tuple[int, int, int]:
+    """Bytes of arguments, of results without those in donated arguments, and of temporaries at their peak.
+
+    On the device, or with "host_" in host memory.
+    """
     used = compiled.memory_analysis()
-
-    def peak(memory: str) -> int:
-        arguments, results, temporaries, shared = (
-            getattr(used, f"{memory}{what}_size_in_bytes") for what in ("argument", "output", "temp", "alias")
-        )
-        return arguments + results + temporaries - shared
-
-    return peak(""), peak("host_")
+    arguments, results, temporaries, shared = (
+        getattr(used, f"{memory}{what}_size_in_bytes") for what in ("argument", "output", "temp", "alias")
+    )
+    return arguments, results - shared, temporaries
 
 
 def copies_of(text: str) -> list[Copy]:

@@ -14,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxops import tuning
+from jaxops._lib.python_program import ProgramError
 from jaxops._lib.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
 from jaxops.tuning.card import check_card
 from jaxops.tuning.ops import OPS, Tunable
-from jaxops.tuning.program import ProgramError, problems_of, run_recorded, tune_all, untuned
+from jaxops.tuning.program import problems_of, run_recorded, tune_all, untuned
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _ERRORS = (tuning.TuningError, ProgramError, NotImplementedError, ValueError, FileExistsError)

@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -12,40 +11,17 @@ from typing import Any
 
 from jaxops import tuning
 from jaxops._lib.device import Device
+from jaxops._lib.python_program import ProgramError, run_program
 from jaxops._lib.tuned import rows_in, user_file
 from jaxops.tuning.ops import OPS
 
 
-class ProgramError(RuntimeError):
-    """The program could not be run, or failed."""
-
-
 def run_recorded(words: Sequence[str], file: pathlib.Path) -> None:
-    """Runs `[python] -m MODULE ...` or `[python] FILE.py ...` in this process, and writes its problems as JSON lines,
-    also those of a program that fails.
-
-    Raises:
-      ProgramError: other words.
-    """
-    words = list(words)
-    if words and pathlib.Path(words[0]).name.startswith("python"):
-        del words[0]
-    is_module = words[:1] == ["-m"] and len(words) > 1
-    if not is_module and not (words and words[0].endswith(".py")):
-        raise ProgramError(
-            f"{' '.join(words)!r} is no Python program: write 'python -m MODULE ...' or 'python FILE.py'."
-        )
-    before = sys.argv
-    sys.argv = words[1:] if is_module else words
+    """`run_program`; writes the program's problems as JSON lines, also those of a program that fails."""
     with tuning.record() as problems:
         try:
-            if is_module:
-                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(pathlib.Path(words[0]).resolve().parent))
-                runpy.run_path(words[0], run_name="__main__")
+            run_program(words)
         finally:
-            sys.argv = before
             file.write_text("".join(_line(problem, count) for problem, count in problems.items()))
 
 

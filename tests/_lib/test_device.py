@@ -142,3 +142,19 @@ def test_what_gluon_kernels_need(monkeypatch, python, platform, installed, said)
     missing = device_facts.gluon_missing.__wrapped__()
     assert said in missing
     assert bool(missing) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "mib"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", 50),
+        ("NVIDIA H200", "gpu", 50),
+        ("NVIDIA A100-SXM4-80GB", "gpu", 40),
+        ("NVIDIA B200", "gpu", 126),
+        ("NVIDIA H20", "gpu", None),
+        ("NVIDIA L4", "gpu", None),
+        ("NVIDIA H200", "cpu", None),
+    ],
+)
+def test_l2(kind, platform, mib):
+    assert Device(kind, platform).l2_bytes == (mib and mib << 20)

@@ -40,7 +40,8 @@ def double(x, bias, dtype=FP8, interpret=True):
     """2 * x + bias in one launch."""
     rows, out = x.shape[0], out_struct(x.shape, dtype, like=x)
     kernel = functools.partial(_double_kernel, rows=rows)
-    return launch(kernel, x, bias, out=out, grid=(pl.cdiv(rows, 8),), warps=1, interpret=interpret, name="double")
+    how = {"grid": (pl.cdiv(rows, 8),), "warps": 1, "interpret": interpret, "name": "double", "flops": 2 * x.size}
+    return launch(kernel, x, bias, out=out, **how)
 
 
 def x_of(*shape: int, dtype=FP8) -> jax.Array:

@@ -368,5 +368,5 @@ FP8_OPS = [
 ]  # fmt: skip
 
 OPS = [*ADALN_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *COLLECTIVES]
-# Public, and no op: what an op gives, and what counts on the host.
-NO_OPS = {"Quantized", "Routing", "bucket_length"}
+# Public, and no op: what an op gives, what counts on the host, and what examines an op.
+NO_OPS = {"Quantized", "Routing", "bucket_length", "inspect"}

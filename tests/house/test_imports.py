@@ -61,6 +61,7 @@ def may_import(module: str, name: str) -> bool:
         return inside(name, "jaxops.parallel", "jaxops._lib") or is_public_op(name)
     if module == "jaxops":
         return is_public_op(name) or name in (
+            "jaxops.inspecting",
             "jaxops.lengths",
             "jaxops.parallel",
             "jaxops._lib.recorded",

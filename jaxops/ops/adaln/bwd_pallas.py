@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.activations import activate_and_slope
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.masked_pallas import load, store
@@ -32,6 +33,21 @@ from jaxops.ops.adaln.rows_pallas import (
 # Few columns a program, so that one sequence of all rows has many programs, which add _MANY parts a step, the last ones
 # _FEW a step.
 _COLUMNS, _MANY, _FEW = 64, 64, 16
+
+
+def _operations(spec: Spec, given: dict, stats: dict, sums: int) -> int:
+    """For an element of x, beside an addition to each of the sums over rows."""
+    gated = 2 * ("gate" in given)  # the residual's cotangent times h, and times the gate
+    if spec.norm is None:
+        return sums + gated
+    # As the forward: the norm (with its statistics known a difference and a product), weight and bias. The activation
+    # and its slope, and their product.
+    normalised = ({"layer": 2, "rms": 1} if stats else {"layer": 5, "rms": 3})[spec.norm]
+    again = normalised + ("weight" in given) + ("bias" in given) + 3 * (spec.activation is not None)
+    # dy times the row and times the scale; times n and times the weight; the norm's gradient (times n, a sum,
+    # difference of a product, times rstd; for layer a sum and a difference more); the residual's cotangent is added.
+    gradient = 2 + 2 * ("weight" in given) + {"layer": 7, "rms": 5}[spec.norm] + ("gate" in given)
+    return sums + gated + again + gradient
 
 
 def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles):
@@ -156,6 +172,9 @@ def _finish_sums(
         warps=4,
         interpret=interpret,
         name="adaln_sums",
+        flops=sum(part.size for part in parts.values()),
+        # What the backward has written to the results' memory is not read.
+        bytes_accessed=bytes_of(offsets, starts, *parts.values(), *done.values()),
         aliases={name: f"d{name}" for name in names},
     )
 
@@ -198,6 +217,7 @@ def backward_pallas(
         warps=tiles.warps,
         interpret=interpret,
         name="adaln_bwd" if spec.norm is not None else "gated_residual_bwd",
+        flops=T * D * _operations(spec, given, stats, len(sums)),
     )
     if sums:
         results |= _finish_sums(offsets, results, tuple(sums), T=T, rows=tiles.rows, interpret=interpret)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
@@ -21,7 +22,7 @@ from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS, schedule_one
-from jaxops.ops.fp8_matmul.operand import Operand
+from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 
 
@@ -134,17 +135,17 @@ def multiply_pallas(
     G = offsets.shape[0] - 1
     if length is not None:
         schedule = schedule_groups(offsets, length, interpret)
-        return _launch(schedule, a, b, shape=(G, M, N), programs=G * num_i * num_j, **how)
+        return _launch(schedule, a, b, length=length, shape=(G, M, N), programs=G * num_i * num_j, **how)
     schedule, programs = schedule_rows(offsets, M, tiles.bm, interpret), tile_bound(M, G, tiles.bm) * num_j
     return _launch(schedule, a, b, shape=(M, N), programs=programs, **how)
 
 
-@traced_once("shape", "programs", "out_dtype", "tiles", "interpret")
+@traced_once("length", "shape", "programs", "out_dtype", "tiles", "interpret")
 def _launch(
-    schedule: jax.Array, a: Operand, b: Operand, *, shape: tuple[int, ...], programs: int, out_dtype, tiles: Tiles,
-    interpret: bool,
+    schedule: jax.Array, a: Operand, b: Operand, *, length: int | None = None, shape: tuple[int, ...], programs: int,
+    out_dtype, tiles: Tiles, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """shape: of the result, [M, N], or [G, M, N] of a ragged contraction."""
+    """shape: of the result, [M, N], or [G, M, N] of a ragged contraction, over `length` rows."""
     scales = [x.scales[..., None] if x.scaling == "tensorwise" else x.scales for x in (a, b)]
     how: dict[str, Any] = {"tiles": tiles, "scalings": (a.scaling, b.scaling)}
     if len(shape) == 3:
@@ -152,7 +153,10 @@ def _launch(
     else:
         num_i = programs // pl.cdiv(shape[1], tiles.bn)
         kernel, name = functools.partial(_rows_kernel, G=b.values.shape[0], num_i=num_i, **how), "fp8_matmul_rows"
+    out = out_struct(shape, out_dtype, like=a.values)
     return launch(
-        kernel, schedule, a.values, scales[0], b.values, scales[1], out=out_struct(shape, out_dtype, like=a.values),
+        kernel, schedule, a.values, scales[0], b.values, scales[1], out=out,
         grid=(programs,), warps=tiles.warps, stages=tiles.stages, interpret=interpret, name=name,
+        flops=2 * shape[-2] * shape[-1] * (length or a.values.shape[1]),
+        bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out) if length else None,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.gemm_triton import advance
 from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -23,7 +24,7 @@ from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, ti
 from jaxops._lib.tile_scheduler_triton import swizzle
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
-from jaxops.ops.fp8_matmul.operand import Operand
+from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 
 # One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
@@ -345,13 +346,15 @@ def multiply_triton(
     if scales >= BLOCK.value:
         sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
     sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
+    out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
     by_tma = N % 8 == 0 and jnp.dtype(out_dtype).itemsize == 2
     # A plain descriptor: with row windows this kernel was 3 to 4 % slower (H200, 2026-11-23, dsmoe16b and qwen3_30b).
     out = triton_call(
         *values, sa, sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
         kernel=fp8_gemm_kernel, grid=min(cores, tile_count),
         name=f"fp8_gemm_{('dense', 'rows', 'contraction')[kind.value]}",
-        out_type=out_struct((G * M if contraction else M, N), out_dtype, like=a.values), tiles=tile_count,
+        out_type=out_type, flops=2 * M * N * (length or K), tiles=tile_count,
+        bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out_type) if length else None,
         entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind.value, SCALES=scales, FAST=fast,
         ROUND=ROUNDS[bm // 64], ALIGNED=N % 8 == 0,

@@ -192,6 +192,7 @@ def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, 
     ]
     return triton_call(
         x_desc, *b_descs, b.scales.reshape(-1), kernel=fp8_gemm_inside_kernel, grid=min(cores, count),
-        name="fp8_gemm_inside", out_type=out_struct((M, N), out_dtype, like=x), tiles=count, M=M, N=N, K=K,
+        name="fp8_gemm_inside", out_type=out_struct((M, N), out_dtype, like=x), flops=2 * M * N * K,
+        tiles=count, M=M, N=N, K=K,
         STAGES=3, PANEL=tiles.panel, POW2=pow2, ALIGNED=N % 8 == 0,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.fp8 import Quantized
 from jaxops.ops.quantize import dequantize
 
@@ -61,6 +62,12 @@ def _operand(q: Quantized, layout: tuple, other: tuple, name: str) -> Operand:
         values, scales = jnp.swapaxes(other[0], -1, -2), other[1]
         scales = jnp.swapaxes(scales, -1, -2) if q.scaling == "block_128x128" else scales
     return Operand(values, scales, q.scaling)
+
+
+def bytes_of_columns(a: Operand, b: Operand, columns: int) -> int:
+    """Bytes of so many columns of both operands, and of their scales: a ragged contraction reads no more of the columns
+    that the operands have for groups' padding."""
+    return bytes_of(a.values, a.scales, b.values, b.scales) * columns // a.values.shape[1]
 
 
 def dequantize_operand(operand: Operand) -> jax.Array:

@@ -56,7 +56,7 @@ def fwd_triton(
     M = T if indices is None else indices.shape[0]
     gemm = Gemm(
         "grouped_glu_fwd", grouped_glu, BM, 2 * BF, stages, panel, (BM // 2, BF), dynamic=dynamic, operands="beside",
-        buffers=5 - stages, variant=activation,
+        buffers=5 - stages, variant=activation, flops=2 * 2 * M * K * F,
     )  # fmt: skip
     h = Result(out_struct((M, F), x.dtype, like=x))
     gathered = {} if indices is None else {"gather": (x, indices, T)}

@@ -3,6 +3,7 @@ through Triton."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,8 @@ def _bwd_kernel(offsets_ref, dh_ref, *refs, activation: str, tiles: Tiles):
         window.store(ref, gradient, first)
 
 
-def _launch(kernel, name: str, shape: tuple[int, ...], tiles: Tiles, *operands, out, interpret: bool):
-    """shape: M, F."""
+def _launch(kernel, name: str, shape: tuple[int, ...], tiles: Tiles, *operands, each: int, out, interpret: bool):
+    """shape: M, F. each: operations an element of the unit."""
     return launch(
         kernel,
         *operands,
@@ -80,6 +81,7 @@ def _launch(kernel, name: str, shape: tuple[int, ...], tiles: Tiles, *operands, 
         warps=tiles.warps,
         interpret=interpret,
         name=name,
+        flops=each * shape[0] * shape[1],
     )
 
 
@@ -89,7 +91,8 @@ def fwd_pallas(spec: Spec, tiles: Tiles, pre: Halves, offsets: jax.Array, *, int
     shape = (pre[0].shape[0], pre[0].shape[1] * len(pre) // 2)
     out = out_struct(shape, spec.out_dtype, like=pre[0])
     kernel = functools.partial(_fwd_kernel, activation=spec.activation, tiles=tiles)
-    return _launch(kernel, "grouped_glu_fwd", shape, tiles, offsets, *pre, out=out, interpret=interpret)
+    # The activation, times up.
+    return _launch(kernel, "grouped_glu_fwd", shape, tiles, offsets, *pre, each=2, out=out, interpret=interpret)
 
 
 @traced_once("spec", "tiles", "interpret")
@@ -97,4 +100,6 @@ def bwd_pallas(spec: Spec, tiles: Tiles, pre: Halves, dh: jax.Array, offsets: ja
     """The gradients of pre, in its shapes and dtype; rows outside the groups are zero. No size is 0."""
     out = [out_struct(half.shape, half.dtype, like=half) for half in pre]
     kernel = functools.partial(_bwd_kernel, activation=spec.activation, tiles=tiles)
-    return tuple(_launch(kernel, "grouped_glu_bwd", dh.shape, tiles, offsets, dh, *pre, out=out, interpret=interpret))
+    # The activation and its slope, dh times each, and gate's gradient times up.
+    how: dict[str, Any] = {"each": 5, "out": out, "interpret": interpret}
+    return tuple(_launch(kernel, "grouped_glu_bwd", dh.shape, tiles, offsets, dh, *pre, **how))

@@ -16,7 +16,7 @@ from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS
-from jaxops.ops.grouped_matmul.modalities import Part
+from jaxops.ops.grouped_matmul.modalities import Part, cost_of, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
@@ -124,4 +124,5 @@ def fwd_pallas(
         interpret=interpret,
         name=name,
         aliases={len(operands) - 1: 0} if parts and extra is not None else {},
+        **cost_of(parts, shapes_of(rhs, transpose_rhs), G, (lhs, out), rhs),
     )

@@ -11,7 +11,7 @@ from jaxops._lib.gemm_triton import ROWS, mainloop
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
 from jaxops._lib.stores_triton import pointers_to_tile, store_columns
-from jaxops.ops.grouped_matmul.modalities import Part, Shapes, first_groups, shapes_of
+from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
@@ -65,7 +65,10 @@ def fwd_triton(
     (M, N), G, shapes = out.shape, offsets.shape[0] - 1, shapes_of(rhs, transpose_rhs)
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
     operands = "sum" if pairs else "one" if parts is None else "modalities"
-    gemm = _gemm(name, tiles, transposed=transpose_rhs, operands=operands, variant=False)
+    cost = cost_of(parts, shapes, G, (lhs[0] if pairs else lhs, out), rhs)
+    if pairs:
+        cost["flops"] *= 2
+    gemm = _gemm(name, tiles, transposed=transpose_rhs, operands=operands, variant=False, **cost)
     b = tuple(gemm.weights(w) for w in rhs)
     result = Result(out_struct(out.shape, out.dtype, like=lhs[0] if pairs else lhs), None if parts is None else extra)
     if parts is None:
@@ -86,10 +89,11 @@ def wgrad_triton(
     """As `wgrad_pallas`; bfloat16 or float16, all widths multiples of 8."""
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_wgrad"
     operands = "one" if parts is None else "modalities"
-    gemm = _gemm(name, tiles, contraction=True, operands=operands, variant=accumulator is not None)
     own = shapes if parts is None else [shapes[part.number] for part in parts]
     before = None if accumulator is None else accumulator.reshape(-1, accumulator.shape[2])
     results = [Result(out_struct((G * K, N), out_dtype, like=lhs), before) for G, K, N in own]
+    cost = cost_of(parts, own, offsets.shape[0] - 1, (lhs, dout), [x.type for x in results])
+    gemm = _gemm(name, tiles, contraction=True, operands=operands, variant=accumulator is not None, **cost)
 
     def describe(windows, width: int):
         return dataclasses.replace(windows, shape=(*windows.shape[:2], width))

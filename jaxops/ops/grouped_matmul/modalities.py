@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.device import Device
 from jaxops.ops.grouped_matmul.plan import PASSES, PLANNER, Plan, Problem, Tiles, make_plan
 
 Shapes = tuple[tuple[int, int, int], ...]  # of each modality's weights: groups, rows, columns
+Arrays = Sequence[jax.Array | jax.ShapeDtypeStruct]
 MOST = 4  # modalities of a triton launch, whose kernel has as many results
 
 
@@ -62,6 +64,31 @@ def launches(shapes: Shapes, tiles: Sequence[Tiles]) -> list[tuple[Tiles, tuple[
         for tiles, parts in found.items()
         for i in range(0, len(parts), MOST if tiles.kernel == "triton" else len(parts))
     ]
+
+
+def cost_of(
+    parts: Sequence[Part] | None, own: Sequence[tuple[int, int, int]], G: int, rows: Arrays, weights: Arrays
+) -> dict[str, int]:
+    """`flops`, and with parts `bytes_accessed`, of a launch, as its keyword arguments.
+
+    How many rows each modality has is known on the device only. Modalities of several launches share the rows as they
+    share the runs, so that launches of one product count each row once. Inside a launch every row counts as one of the
+    largest weights.
+
+    Args:
+      own: shapes of the launch's own weights.
+      G: number of all groups.
+      rows: the arrays of M rows: lhs, and the result or dout.
+      weights: the launch's own, or their gradients.
+    """
+    M, largest = rows[0].shape[0], max(K * N for _, K, N in own)
+    if parts is None:
+        return {"flops": 2 * M * largest}
+    runs = sum(part.runs[1] - part.runs[0] for part in parts)
+    return {
+        "flops": 2 * M * largest * runs // (G + 2),
+        "bytes_accessed": bytes_of(*rows) * runs // (G + 2) + bytes_of(*weights),
+    }
 
 
 def make_plans(

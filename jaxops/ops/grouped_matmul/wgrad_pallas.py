@@ -16,7 +16,7 @@ from jaxops._lib.schedule_pallas import schedule_groups
 from jaxops._lib.tiling import panel_order
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS
-from jaxops.ops.grouped_matmul.modalities import Part, Shapes, first_groups
+from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
@@ -77,14 +77,16 @@ def wgrad_pallas(
     own = shapes if parts is None else [shapes[part.number] for part in parts]
     firsts = (0,) if parts is None else tuple(part.groups[0] for part in parts)
     schedule = schedule_groups(offsets, lhs.shape[0], interpret, parts=tuple(first_groups(shapes)[1:-1]))
+    out = [out_struct(shape, out_dtype, like=lhs) for shape in own]
     return launch(
         functools.partial(_wgrad_kernel, firsts=firsts, tiles=tiles, precision=precision),
         *(schedule, lhs, dout, *([] if accumulator is None else [accumulator])),
-        out=[out_struct(shape, out_dtype, like=lhs) for shape in own],
+        out=out,
         grid=(sum(_count(shape, tiles) for shape in own),),
         warps=tiles.warps,
         stages=tiles.stages,
         interpret=interpret,
         name=f"{'' if parts is None else 'modality_'}grouped_matmul_wgrad",
         aliases={} if accumulator is None else {3: 0},
+        **cost_of(parts, own, offsets.shape[0] - 1, (lhs, dout), out),
     )

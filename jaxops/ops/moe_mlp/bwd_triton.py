@@ -137,7 +137,7 @@ def bwd_triton(
     (R, D), (E, F, _) = dy.shape, w_down.shape
     gemm = Gemm(
         "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True,
-        dynamic=dynamic, transposed=True, buffers=3, variant=activation,
+        dynamic=dynamic, transposed=True, buffers=3, variant=activation, flops=2 * R * F * D,
     )  # fmt: skip
     rows = out_struct((R, F), dy.dtype, like=dy)
     dots = Result(out_struct((-(-F // PIECE.value), R), jnp.float32, like=dy), tma=False)

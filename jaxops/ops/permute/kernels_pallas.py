@@ -171,7 +171,9 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles)
 def permute_pallas(tile: Tiles, x: jax.Array, routing: Routing, *, interpret: bool) -> jax.Array:
     """[R, D] in x's dtype. No size is 0."""
     chunks, out = pl.cdiv(x.shape[1], tile.block), out_struct((routing.row_positions.size, x.shape[1]), x.dtype, like=x)
-    return _launch(_permute_kernel, tile, routing, x, chunks=chunks, out=out, interpret=interpret, name="permute")
+    return _launch(
+        _permute_kernel, tile, routing, x, chunks=chunks, out=out, interpret=interpret, name="permute", flops=0
+    )
 
 
 def _combine_kernel(positions_ref, offsets_ref, *refs, tile: Tiles):
@@ -191,10 +193,14 @@ def _combine_kernel(positions_ref, offsets_ref, *refs, tile: Tiles):
 @traced_once("tile", "out_dtype", "interpret")
 def combine_pallas(tile: Tiles, rows: jax.Array, routing: Routing, out_dtype, *, interpret: bool) -> jax.Array:
     """[T, D]; without weights they are ones. No size is 0."""
-    operands, name = ((rows,), "permute_bwd") if routing.weights is None else ((routing.weights, rows), "combine")
+    # An element of a row is added, and before that multiplied if there are weights.
+    operands, name, each = (
+        ((rows,), "permute_bwd", 1) if routing.weights is None else ((routing.weights, rows), "combine", 2)
+    )
+    how: dict[str, Any] = {"flops": each * rows.size, "interpret": interpret, "name": name}
     chunks = pl.cdiv(rows.shape[1], tile.block)
     out = out_struct((routing.row_positions.shape[0], rows.shape[1]), out_dtype, like=rows)
-    return _launch(_combine_kernel, tile, routing, *operands, chunks=chunks, out=out, interpret=interpret, name=name)
+    return _launch(_combine_kernel, tile, routing, *operands, chunks=chunks, out=out, **how)
 
 
 def _combine_bwd_kernel(
@@ -230,6 +236,8 @@ def combine_bwd_pallas(
     tile: Tiles, rows: jax.Array, routing: Routing, dout: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
     """(drows [R, D] in rows' dtype, dweights [T, k]). No size is 0."""
-    operands, name = (routing.weights, dout, rows), "combine_bwd"
+    operands = routing.weights, dout, rows
     out = [out_struct(x.shape, x.dtype, like=rows) for x in (rows, routing.weights)]
-    return _launch(_combine_bwd_kernel, tile, routing, *operands, chunks=1, out=out, interpret=interpret, name=name)
+    # An element of a row: 2 for the dot product that is its weight's gradient, 1 for its own gradient.
+    how: dict[str, Any] = {"flops": 3 * rows.size, "interpret": interpret, "name": "combine_bwd"}
+    return _launch(_combine_bwd_kernel, tile, routing, *operands, chunks=1, out=out, **how)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.fp8 import (
     BLOCK,
     cast_saturating,
@@ -138,6 +139,7 @@ def tensor_amax_pallas(tiles: Tiles, arrays: Arrays, *, interpret: bool) -> jax.
         warps=tiles.warps,
         interpret=interpret,
         name="quantize_amax",
+        flops=2 * x.size,  # a magnitude, and its comparison with the largest one
     )["amax"].reshape(G, programs)
 
 
@@ -178,6 +180,7 @@ def line_amax_pallas(
         warps=tiles.warps,
         interpret=interpret,
         name="quantize_amax",
+        flops=(1 + row + col) * x.size,  # a magnitude, and its comparison with its row's and its column's largest one
     )
     found = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in parts.items()}
     return found.get("rows"), found.get("columns")
@@ -309,12 +312,14 @@ def cast_pallas(
     G, M, K = x.shape
     col_blocks, row_blocks = pl.cdiv(K, BLOCK), pl.cdiv(M, BLOCK)
     down, M_t = pl.cdiv(M, tiles.rows), M
+    unused = 0  # bytes of the columns and scales that are not written unless every group ends in a partial block
     operands = {"x": x.reshape(G * M, K)} | {name: value.reshape(-1) for name, value in factors.items()}
     if offsets is not None and spec.col:
         groups = offsets.shape[0] - 1
         down, M_t = tile_bound(M, groups, tiles.rows), padded_rows(M, groups)
         row_blocks = M_t // BLOCK
         operands["tiles"] = schedule_rows(offsets, M, tiles.rows, interpret)
+        unused = groups * K * (BLOCK + 4 * (spec.scaling == "block_1x128"))
     programs = G * down * pl.cdiv(K, tiles.cols)
 
     fp8, f32 = jnp.dtype(spec.fp8), jnp.dtype("float32")
@@ -330,14 +335,19 @@ def cast_pallas(
     out |= {name: (shape, f32) for name, shape in shapes.items() if wanted[name]}
     out |= {"measured": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
     grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
+    results = {name: out_struct(*shape_and_dtype, like=x) for name, shape_and_dtype in out.items()}
+    # An element: its magnitude and a comparison unless its scale is known, and in each layout times the factor.
+    flops = (2 * (not factors) + spec.row + spec.col) * x.size
     found = launch_named(
         functools.partial(_cast_kernel, spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret),
         operands | {"words": words},
-        {name: out_struct(*shape_and_dtype, like=x) for name, shape_and_dtype in out.items()},
+        results,
         grid=(programs,),
         warps=tiles.warps,
         interpret=interpret,
         name="quantize_cast",
+        flops=flops,
+        bytes_accessed=bytes_of(*operands.values(), words, *results.values()) - unused,
     )
     results = {name: value.reshape(G, -1, *value.shape[1:]) for name, value in found.items()}
     return results | ({"scales": results["scales"][:, 0]} if spec.scaling == "tensorwise" else {})

@@ -67,4 +67,6 @@ def backward_pallas(
         operands["row_positions"] = routing.row_positions
     kernel, out = functools.partial(_bwd_kernel, spec=spec, tile=tile), out_struct(logits.shape, logits.dtype, logits)
     how: dict = {"grid": (pl.cdiv(logits.shape[0], tile.rows),), "warps": tile.warps, "interpret": interpret}
-    return launch_named(kernel, operands, {"dlogits": out}, **how, name="route_bwd")["dlogits"]
+    # A logit: about 8 for its scores, a comparison with each choice, 6 for its gradient.
+    flops = logits.size * (8 + spec.k + 6)
+    return launch_named(kernel, operands, {"dlogits": out}, **how, name="route_bwd", flops=flops)["dlogits"]

@@ -1,6 +1,7 @@
 """Routing forward in three Pallas kernels lowered through Triton: choose experts, count over tiles, assign rows."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
@@ -181,8 +183,8 @@ def forward_pallas(
     def array(*shape: int, dtype="int32") -> jax.ShapeDtypeStruct:
         return out_struct(shape, jnp.dtype(dtype), like=logits)
 
-    def run(name: str, kernel, operands: dict, out: dict, *, programs=tiles, warps=tile.warps, **how) -> dict:
-        how |= {"grid": (programs,), "warps": warps, "interpret": interpret, "name": f"route_{name}"}
+    def run(name: str, kernel, operands: dict, out: dict, *, flops, programs=tiles, warps=tile.warps, **how) -> dict:
+        how |= {"grid": (programs,), "warps": warps, "interpret": interpret, "name": f"route_{name}", "flops": flops}
         return launch_named(kernel, operands, out, **how)
 
     static = {"spec": spec, "tile": tile}
@@ -190,19 +192,25 @@ def forward_pallas(
     out = {"experts": array(T, k), "weights": weights, "counts": array(tiles, E)}
     out["sums"] = array(tiles, E + 1, dtype="float32")
     operands: dict = {"logits": logits, "selection_bias": selection_bias}
-    chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out)
+    # A logit: about 8 for its scores and the losses' sums; in each choice it is compared twice, by key and by number.
+    chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out, flops=T * E * (8 + 2 * k))
 
     out = {"before": array(tiles, E), "load": array(E), "totals": array(E + 1, dtype="float32")}
     operands = {"counts": chosen["counts"], "sums": chosen["sums"]}
     programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
-    counted = run("count", kernel, operands, out, programs=programs, warps=max(1, step // 128))
+    # A tile's count is added to the running one and to the total, its sums to the total ones.
+    warps, flops = max(1, step // 128), 3 * tiles * E
+    counted = run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
 
     out = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
     out |= {"aux_loss": scalar, "z_loss": scalar}
     operands, aliases = {"experts": chosen["experts"], **counted}, {}
     if spec.capacity is not None:  # dropped choices' weights become 0, in place
         operands["chosen_weights"], out["weights"], aliases = chosen["weights"], weights, {"chosen_weights": "weights"}
-    assigned = run("place", functools.partial(_assign_kernel, **static), operands, out, aliases=aliases)
+    # A token and expert: compared with each choice, counted, summed, and placed. chosen_weights are not read.
+    how: dict[str, Any] = {"flops": T * E * (k + 3), "aliases": aliases}
+    how["bytes_accessed"] = bytes_of(chosen["experts"], *counted.values(), *out.values())
+    assigned = run("place", functools.partial(_assign_kernel, **static), operands, out, **how)
 
     losses = {name: assigned[name].reshape(()) for name in ("aux_loss", "z_loss")}
     parts = {"weights": chosen["weights"], "experts": chosen["experts"], "load": counted["load"]}

@@ -244,7 +244,8 @@ def test_only_gluon_keeps_its_layouts(function, vectors):
     shape = jax.ShapeDtypeStruct((512,), "float32")
 
     def call(x):
-        return launch_triton.triton_call(x, kernel=function, out_type=shape, grid=1, name="double", BLOCK=512)
+        how = {"kernel": function, "out_type": shape, "grid": 1, "name": "double", "flops": 512}
+        return launch_triton.triton_call(x, BLOCK=512, **how)
 
     (kernel,) = compiled(call, shape)
     assert len(re.findall(r"(?:ld|st)\.global\S*\.v4", kernel.ptx)) == vectors
@@ -255,7 +256,7 @@ def test_only_gluon_keeps_its_layouts(function, vectors):
 def test_what_a_kernel_is_not_given():
     """All but the result's pointer is given: a forgotten operand is no second result."""
     x = jax.ShapeDtypeStruct((512,), "float32")
-    how = {"kernel": _double_gluon, "out_type": x, "grid": 1, "name": "double"}
+    how = {"kernel": _double_gluon, "out_type": x, "grid": 1, "name": "double", "flops": 512}
     with pytest.raises(TypeError, match=r"_double_gluon needs all .* not given: x, y"):
         compiled(lambda: launch_triton.triton_call(BLOCK=512, **how))
     with pytest.raises(TypeError, match="not given: y, BLOCK"):
@@ -276,7 +277,7 @@ def test_results_come_behind_operands():
     with pytest.raises(TypeError, match="_late_operand takes z, an array, after the pointer of a result, y"):
         compiled(
             lambda x: launch_triton.triton_call(
-                x, kernel=_late_operand, out_type=x, grid=1, name="late", z=x, BLOCK=512
+                x, kernel=_late_operand, out_type=x, grid=1, name="late", flops=512, z=x, BLOCK=512
             ),
             x,
         )

@@ -1,0 +1,112 @@
+"""`python -m jaxops.profiling`: profiles a step of any Python program; compares profiles; measures the card."""
+
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jaxops._lib.python_program import ProgramError
+from jaxops.profiling import Report, bandwidth, ceilings, compare
+from jaxops.profiling.program import profile_program
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+Out = Annotated[pathlib.Path, typer.Option(help="folder of the files that are written.")]
+_DEFAULT_OUT = pathlib.Path("profile")
+
+
+def _console() -> Console:
+    """Wide enough for the tables where the output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ProgramError, ValueError, OSError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+# Every word behind the options is the program's.
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="python -m MODULE ..., or python FILE.py ...")],
+    function: Annotated[str, typer.Option(help="name of the jitted step; by default the slowest of the first.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="steps timed, and recorded.")] = 3,
+    stop: Annotated[bool, typer.Option("--stop", help="end the program when its step is profiled.")] = False,
+    out: Out = _DEFAULT_OUT,
+) -> None:
+    """Profile a step of a program: `python -m jaxops.profiling -- python -m models.train lm`."""
+    with _one_line_errors():
+        report = profile_program(command, function=function, steps=steps, stop=stop)
+        files = report.save(out)
+    _console().print(report)
+    for file in files:
+        print(f"wrote {file}")
+    sys.stdout.flush()
+    if stop:
+        os._exit(0)  # threads of a program that was ended in the middle may never end
+
+
+@app.command("compare")
+def compare_files(
+    before: pathlib.Path,
+    after: pathlib.Path,
+    fail_above: Annotated[
+        str, typer.Option(help="exit with status 1 if the step is slower by more than this, e.g. 5%.")
+    ] = "",
+) -> None:
+    """Compare two reports (profile.json), kernel by kernel."""
+    share = None if not fail_above else _percent(fail_above)
+    with _one_line_errors():
+        found = compare(Report.load(before), Report.load(after))
+    _console().print(found)
+    if share is not None and found.slower_by(share):
+        typer.echo(f"the step is {found.ratio - 1:.1%} slower, more than {share:.1%}.", err=True)
+        raise typer.Exit(1)
+
+
+def _percent(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf"):
+        raise typer.BadParameter(f"{text!r}: write a percentage, e.g. 5%.", param_hint="--fail-above")
+    return share
+
+
+@app.command("bandwidth")
+def show_bandwidth(out: Out = _DEFAULT_OUT) -> None:
+    """Measure copies, reads and writes of several sizes, between devices and to the host."""
+    found = bandwidth()
+    _console().print(found)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bandwidth.json").write_text(found.to_json())
+    print(f"wrote {out / 'bandwidth.json'}")
+    with contextlib.suppress(ImportError):
+        print(f"wrote {found.draw(out / 'bandwidth.png')}")
+
+
+@app.command("ceilings")
+def show_ceilings(again: Annotated[bool, typer.Option("--again", help="measure once more.")] = False) -> None:
+    """Show what this card can do, measured once."""
+    _console().print(ceilings(again=again))
+
+
+def main() -> None:
+    """Words behind a -- are a program's: without a command before them they are `run`'s."""
+    words = sys.argv[1:]
+    if "--" in words and words[0] not in ("run", "compare", "bandwidth", "ceilings"):
+        sys.argv.insert(1, "run")
+    app()
+
+
+if __name__ == "__main__":
+    main()

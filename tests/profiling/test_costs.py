@@ -1,0 +1,106 @@
+# ruff: noqa: E501
+"""FLOPs and bytes of instructions, against XLA's for whole programs and against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxops.profiling.costs import cost_of
+from jaxops.profiling.hlo import parse
+
+x, w, rows = jnp.ones((64, 128)), jnp.ones((128, 256)), jnp.arange(16)
+image, kernel = jnp.ones((2, 8, 16, 16)), jnp.ones((4, 8, 3, 3))
+convolve = lambda k, x: jax.lax.conv(x, k, (1, 1), "VALID")
+PROGRAMS = {
+    "dot": (lambda x, w: x @ w, x, w),
+    "batched dot": (lambda a: jnp.einsum("bij,bkj->bik", a, a), jnp.ones((3, 8, 16))),
+    "mlp gradient": (jax.grad(lambda w, x: jnp.sum(jax.nn.gelu(x @ w))), w, x),
+    "softmax": (jax.nn.softmax, x),
+    "scatter": (lambda x, rows: x.at[rows].add(2.0), x, rows),
+    "convolution": (convolve, kernel, image),
+    "convolution gradient": (jax.grad(lambda k, x: convolve(k, x).sum()), kernel, image),
+    "cumulative sum": (lambda x: jnp.cumsum(x, 1), x),
+    "layer norm": (lambda x: (x - x.mean(1, keepdims=True)) * jax.lax.rsqrt(x.var(1, keepdims=True) + 1e-6), x),
+}
+
+
+def costs(function, *args):
+    compiled = jax.jit(function).lower(*args).compile()
+    module = parse(compiled.as_text())
+    return compiled.cost_analysis(), {name: cost_of(name, module) for name in module.launched}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_sum_is_xlas(name):
+    whole, each = costs(*PROGRAMS[name])
+    assert sum(cost.flops or 0 for cost in each.values()) == whole.get("flops", 0)
+    assert sum(cost.bytes or 0 for cost in each.values()) == whole["bytes accessed"]
+
+
+def test_products_by_hand():
+    _, each = costs(lambda x, w: x @ w, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+    product = max(each.values(), key=lambda cost: cost.flops or 0)
+    assert product.flops is not None
+    assert 2 * 64 * 128 * 256 <= product.flops <= 2 * 64 * 128 * 256 + 64 * 256  # XLA may fuse a cast
+
+
+def test_a_gather_reads_its_rows_only():
+    """XLA counts the whole table where it fuses the gather."""
+    _, each = costs(lambda x, rows: x[rows] * 2, jnp.ones((4096, 128)), rows)
+    assert sum(cost.bytes or 0 for cost in each.values()) < 4 * 16 * 128 * 4
+
+
+def test_an_update_in_place_writes_its_slice_only():
+    def layers(stack, x):
+        return jax.lax.scan(lambda x, row: (x + 1, x + row), x, stack)
+
+    _, each = costs(layers, jnp.ones((64, 1024)), jnp.ones(1024))
+    stacked = 64 * 1024 * 4
+    assert all((cost.bytes or 0) <= stacked + 4 * 1024 * 4 for cost in each.values())
+
+
+HLO = """HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: bf16[32,64], q: bf16[4,64,16], offsets: s32[5]) -> bf16[32,16] {
+  %p = bf16[32,64]{1,0} parameter(0), metadata={op_name="x"}
+  %q = bf16[4,64,16]{2,1,0} parameter(1)
+  %offsets = s32[5]{0} parameter(2)
+  %stated = bf16[32,16]{1,0} custom-call(%p, %q, %offsets), custom_call_target="__gpu$xla.gpu.triton", frontend_attributes={jaxops_bytes="77",jaxops_flops="65536"}, metadata={op_name="jit(step)/jvp(Net)/moe/grouped_matmul_fwd/pallas_call"}, backend_config={name = "x", ir = "M(L\\22"}
+  %unstated = bf16[32,16]{1,0} custom-call(%p, %q), custom_call_target="somebody", metadata={op_name="jit(step)/a"}
+  %gemm = (bf16[32,16]{1,0}, s8[1024]{0}) custom-call(%p, %q), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}
+  %zero = bf16[] constant(0)
+  %total = bf16[32]{0} reduce(%p, %zero), dimensions={1}, to_apply=%add
+  %room = bf16[32,16]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %attention = (bf16[2,4,128,64]{3,2,1,0}, u8[999]{0}) custom-call(%query, %key, %key), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["2","4","128","128"]},"mask_type":"PADDING_CAUSAL"}}
+  %query = bf16[2,4,128,64]{3,2,1,0} parameter(3)
+  %key = bf16[2,4,128,64]{3,2,1,0} parameter(4)
+  ROOT %out = bf16[32,16]{1,0} bitcast(%stated)
+}
+"""
+
+
+def test_custom_calls():
+    module = parse(HLO)
+    assert (module.name, module.entry) == ("jit_step", "main")
+    stated = cost_of("stated", module)
+    assert (stated.flops, stated.bytes, stated.dtype) == (65536, 77, "bfloat16")
+    unstated = cost_of("unstated", module)
+    assert unstated.flops is None
+    assert unstated.bytes == 2 * (32 * 16 + 32 * 64 + 4 * 64 * 16)
+    gemm = cost_of("gemm", module)
+    assert (gemm.flops, gemm.dtype) == (2 * 32 * 16 * 64, "bfloat16")
+    assert gemm.bytes == unstated.bytes, "its workspace is not counted"
+    assert cost_of("room", module).bytes == 0
+    assert cost_of("attention", module).flops == 2 * 2 * (2 * 4) * 128 * 128 * 64 // 2
+    assert module.instructions["stated"][0].op_name.endswith("grouped_matmul_fwd/pallas_call")
+    assert cost_of("attention", module).bytes == 4 * 2 * (2 * 4 * 128 * 64), "without its workspace"
+    assert cost_of("total", module).flops == 32 * 64 - 32
+    assert "sum" not in module.launched
+    with pytest.raises(KeyError):
+        cost_of("missing", module)

@@ -64,13 +64,17 @@ def launch(
     cost = Cost.of(flops, operands, outs, bytes_accessed)
     estimate = pl.CostEstimate(flops=cost.flops, bytes_accessed=cost.bytes, transcendentals=0)
 
+    def body(*refs):
+        with Cost.detached():
+            kernel(*refs)
+
     def call(*operands):
         widened = [
             jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, _widened_shape(x), strict=True)]) if _overflows(x) else x
             for x in operands
         ]
         kernel_call = pl.pallas_call(
-            kernel,
+            body,
             out_shape=[x.update(shape=_widened_shape(x)) for x in outs],
             grid=grid,
             input_output_aliases=aliases or {},

@@ -1,13 +1,12 @@
 """XLA's own record of a program's temporaries: the heap simulator's trace in its `BufferAssignmentProto`.
 
-Field numbers are those of xla/service/hlo.proto. A CPU's record has no trace. A GPU's record does not pass through
-PJRT's C interface, but XLA writes it into every profile.
+Field numbers are those of xla/service/hlo.proto. `memory_analysis()` has a CPU's record, which has no trace. Through
+PJRT's C interface, as on GPUs, it may have none, but XLA writes it into every profile.
 """
 
 import dataclasses
 import pathlib
 import tempfile
-from typing import Any
 
 import jax
 
@@ -73,12 +72,6 @@ def _peak(trace: Fields, values: dict[int, Fields]) -> list[Held]:
 
 def _device_bytes(value: Fields) -> int:
     return 0 if number(value, 4) == _HOST else number(value, 2)
-
-
-def recorded(compiled: Any, module: Module) -> bytes:
-    """The program's record, empty if there is none: from JAX or, except on a CPU, from an empty profile."""
-    found = getattr(compiled.memory_analysis(), "serialized_buffer_assignment_proto", b"") or b""
-    return found if found or jax.default_backend() == "cpu" else from_profile(module)
 
 
 def from_profile(module: Module) -> bytes:

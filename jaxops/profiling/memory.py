@@ -1,10 +1,13 @@
 """The peak of device memory that a compiled program needs, and what holds it."""
 
 import collections
+import contextlib
 import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+
+import jax
 
 from jaxops.offload.reports import sizes
 from jaxops.profiling import assignment, liveness
@@ -14,6 +17,7 @@ from jaxops.profiling.protobuf_wire import WireError
 from jaxops.profiling.scopes import Stage, module_scopes, scope_of
 
 _ROWS = 15
+_FAR = 0.01
 _UNSEEN = ("parameter", "while", "tuple", "broadcast", "constant", "copy", "bitcast", "get-tuple-element", "iota")
 
 
@@ -138,8 +142,8 @@ def memory(step: Any, *args: Any, **kwargs: Any) -> Memory:
     `jax.ShapeDtypeStruct`s. `memory(compiled)` takes a compiled program, whose names are unknown.
 
     XLA reserves temporaries as one block, so the peak is the sum of arguments, outputs and that block: all figures are
-    XLA's. Which temporaries are live at the peak is exact where XLA's heap trace is available, else it follows from the
-    order of the schedule; `notes` says which. `Memory.unexplained_bytes` compares the sum with XLA's figures.
+    XLA's. Which temporaries are live at the peak follows from the schedule, or from XLA's heap trace where that is
+    available; `notes` says which. `Memory.unexplained_bytes` compares the sum with XLA's figures.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxops
@@ -160,12 +164,24 @@ def memory(step: Any, *args: Any, **kwargs: Any) -> Memory:
         if args or kwargs:
             raise TypeError("memory takes a compiled program alone; pass arguments with the jitted function instead.")
     elif hasattr(step, "trace"):
-        with module_scopes():
+        with module_scopes(), _own_metadata():
             traced = step.trace(*args, **kwargs)
             jaxpr, compiled = traced.jaxpr, traced.lower().compile()
     else:
         raise TypeError(f"memory needs a function from jax.jit or a compiled program, not {type(step).__name__}.")
     return memory_of(compiled, jaxpr)
+
+
+@contextlib.contextmanager
+def _own_metadata() -> Iterator[None]:
+    """Programs compiled inside do not come from JAX's cache with the line numbers of an older source."""
+    key = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, key)
+    jax.config.update(key, True)
+    try:
+        yield
+    finally:
+        jax.config.update(key, before)
 
 
 def memory_of(compiled: Any, jaxpr: Any) -> Memory:
@@ -201,24 +217,34 @@ class _Piece:
 def _pieces(compiled: Any, module: Module, text: str) -> tuple[list[_Piece], str]:
     """What lives at the peak, and how that is known."""
     buffers = liveness.buffers(module, text)
-    found = [
+    fixed = [
         _Piece(each.bytes, each.kind, each.places)
         for each in buffers
         if each.kind in ("argument", "output") and each.bytes and not each.on_host
     ]
-    held, note = None, "temporaries at the peak follow from the schedule: XLA hands out no heap trace here."
+    live = [_Piece(each.bytes, "temporary", each.places) for each in liveness.live_at_peak(buffers)]
+    note = "temporaries at the peak follow from the schedule: XLA hands out no heap trace here."
     try:
-        held = assignment.live_at_peak(assignment.recorded(compiled, module))
+        record = getattr(compiled.memory_analysis(), "serialized_buffer_assignment_proto", b"")
+        held = assignment.live_at_peak(record or b"")
+        rest = sum(sizes(compiled)) - sum(each.bytes for each in fixed + live)
+        # A profile takes longer, so only where the schedule does not explain XLA's figures.
+        if held is None and abs(rest) > _FAR * sum(sizes(compiled)) and jax.default_backend() != "cpu":
+            held = assignment.live_at_peak(assignment.from_profile(module))
     except WireError as error:
-        note = f"temporaries at the peak follow from the schedule: XLA's heap trace is unreadable ({error})"
+        return (
+            fixed + live,
+            f"temporaries at the peak follow from the schedule: XLA's heap trace is unreadable ({error})",
+        )
     if held is None:
-        return found + [_Piece(each.bytes, "temporary", each.places) for each in liveness.live_at_peak(buffers)], note
+        return fixed + live, note
     # The trace does not say what passes a buffer on.
     known = {place: each.places for each in buffers for place in each.places}
+    live = []
     for each in held:
         places = dict.fromkeys((*each.places, *(place for held in each.places for place in known.get(held, ()))))
-        found.append(_Piece(each.bytes, "temporary", tuple(places)))
-    return found, "temporaries at the peak are those of XLA's heap trace."
+        live.append(_Piece(each.bytes, "temporary", tuple(places)))
+    return fixed + live, "temporaries at the peak are those of XLA's heap trace."
 
 
 def _about_names(values: NamedValues | None) -> list[str]:
@@ -278,8 +304,6 @@ def _devices(compiled: Any) -> int:
 
 
 def _shardings(compiled: Any) -> Sequence[Any]:
-    import jax
-
     return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
 
 

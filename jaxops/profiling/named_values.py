@@ -32,12 +32,24 @@ _HLO_PASSES_ON = ("bitcast", "copy", "reshape", "transpose", "reduce-precision",
 _WORDS = {"bfloat16": "bf16", "bool": "pred", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """The equations around a jaxpr: their scopes, and where they stand in the source."""
+
+    stack: str = ""
+    frames: tuple[Frame, ...] = ()
+
+
 @dataclasses.dataclass(eq=False)
 class _Value:
-    """A result of an equation, and the names that it gets. `before`: what it has its elements from."""
+    """A result of an equation, and the names that it gets.
+
+    `frames` are the equation's own, `around` those of the calls around it. `before`: what it has its elements from.
+    """
 
     primitive: str
     frames: tuple[Frame, ...]
+    around: tuple[Frame, ...]
     stage: str
     index: int
     results: int
@@ -72,7 +84,7 @@ class NamedValues:
         self._frames = stack_frames(text)
         self._files = {file for frames in self._frames.values() for file, _, _ in frames}
         self._by_primitive: dict[str, list[_Value]] = {}
-        self._walk(jaxpr.jaxpr, [None] * len(jaxpr.jaxpr.invars), "")
+        self._walk(jaxpr.jaxpr, [None] * len(jaxpr.jaxpr.invars), _Around())
         # Without line numbers in the program, as after a load from some caches, nothing can be matched.
         self.readable = bool(self._files)
         self.names = {name for values in self._by_primitive.values() for value in values for name in value.names}
@@ -103,15 +115,17 @@ class NamedValues:
             and (instruction.opcode != "custom-call" or value.results == 1 or value.index == leaf)
             and self._same(value, instruction.arrays[leaf])
             and frames
-            and all(a == b for a, b in zip(value.frames, frames, strict=False))
+            and _agree(value.frames, frames)
         ]
+        # A function that is traced once, such as jnp.sort, has its first call's frames; XLA appends those of each call.
+        values = [value for value in values if _agree(value.frames + value.around, frames)] or values
         return {name for value in values for name in (value.names or {None})}
 
     def _same(self, value: _Value, array: Array) -> bool:
         parts = [1] if self._devices == 1 else [n for n in range(1, self._devices + 1) if self._devices % n == 0]
         return array.dtype in value.dtypes and value.size in {array.size * n for n in parts}
 
-    def _walk(self, jaxpr: Any, given: Sequence["_Value | None"], stack: str) -> "list[_Value | None]":
+    def _walk(self, jaxpr: Any, given: Sequence["_Value | None"], around: _Around) -> "list[_Value | None]":
         """Visits all equations; results are those of the jaxpr's outputs."""
         values: dict[Any, _Value | None] = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -119,7 +133,9 @@ class NamedValues:
             return values.get(var) if isinstance(var, core.Var) else None
 
         for eqn in jaxpr.eqns:
-            inside = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
+            frames = _frames_of(eqn.source_info.traceback, self._files)
+            stack = "/".join(filter(None, (around.stack, str(eqn.source_info.name_stack))))
+            inside = _Around(stack, frames + around.frames)
             if eqn.primitive.name == "name":
                 _give_name(of(eqn.invars[0]), eqn.params["name"], _dtype(eqn.outvars[0].aval))
                 values[eqn.outvars[0]] = of(eqn.invars[0])
@@ -131,30 +147,30 @@ class NamedValues:
                 for each in core.jaxprs_in_params(eqn.params):
                     self._walk(each, [None] * len(each.invars), inside)
                 before = of(eqn.invars[0]) if eqn.primitive.name in _PASSES_ON else None
-                for value in (made := self._made(eqn, inside, before)):
+                for value in (made := self._made(eqn, frames, _Around(stack, around.frames), before)):
                     self._by_primitive.setdefault(value.primitive, []).append(value)
                 values |= zip(eqn.outvars, made, strict=True)
         return [of(var) for var in jaxpr.outvars]
 
-    def _call(self, eqn: Any, given: "Sequence[_Value | None]", stack: str) -> "list[_Value | None] | None":
+    def _call(self, eqn: Any, given: "Sequence[_Value | None]", around: _Around) -> "list[_Value | None] | None":
         """The results of an equation that only calls a jaxpr; None for others."""
         inner = list(core.jaxprs_in_params(eqn.params))
         if eqn.primitive.name in ("while", "cond", "shard_map", "pallas_call") or len(inner) != 1:
             return None
         if (len(inner[0].invars), len(inner[0].outvars)) != (len(eqn.invars), len(eqn.outvars)):
             return None
-        return self._walk(inner[0], given, stack)
+        return self._walk(inner[0], given, around)
 
-    def _scan(self, eqn: Any, given: "Sequence[_Value | None]", stack: str) -> "list[_Value | None]":
+    def _scan(self, eqn: Any, given: "Sequence[_Value | None]", around: _Around) -> "list[_Value | None]":
         body: Any = next(iter(core.jaxprs_in_params(eqn.params)))
         # Each JAX states their numbers in its own way. Slices and stacks have one axis less inside.
         sliced = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
         carries = sum(a.aval.ndim == b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
         consts = len(eqn.invars) - sliced - carries
         # Names that the body gives its carry are names of what the iteration before computes.
-        carry = [_Value("", (), "", 0, 1, set(), 0) for _ in range(carries)]
+        carry = [_Value("", (), (), "", 0, 1, set(), 0) for _ in range(carries)]
         slices = [None] * (len(given) - consts - carries)
-        results = self._walk(body, [*given[:consts], *carry, *slices], stack)
+        results = self._walk(body, [*given[:consts], *carry, *slices], around)
         for start, of, after in zip(carry, given[consts:], results, strict=False):
             for name in start.names:
                 for value in (of, after):
@@ -163,16 +179,21 @@ class NamedValues:
                             _give_name(value, name, dtype)
         return [None if value is not None and not value.primitive else value for value in results]
 
-    def _made(self, eqn: Any, stack: str, before: "_Value | None") -> list[_Value]:
-        name = eqn.primitive.name
-        scope = scope_of(f"{stack}/{name}")
+    def _made(self, eqn: Any, frames: tuple[Frame, ...], around: _Around, before: "_Value | None") -> list[_Value]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        stage = scope_of(f"{around.stack}/{name}").stage
         return [
             _Value(
-                name, _frames_of(eqn.source_info.traceback, self._files), scope.stage, i, len(eqn.outvars),
-                {_dtype(var.aval)}, getattr(var.aval, "size", 0), before=(before,) if before is not None else (),
+                name, frames, around.frames, stage, i, count, {_dtype(var.aval)}, getattr(var.aval, "size", 0),
+                before=(before,) if before is not None else (),
             )
             for i, var in enumerate(eqn.outvars)
         ]  # fmt: skip
+
+
+def _agree(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
+    """Whether both call stacks are equal as far as both reach."""
+    return all(a == b for a, b in zip(one, other, strict=False))
 
 
 def _give_name(value: _Value | None, name: str, dtype: str) -> None:

@@ -139,8 +139,8 @@ def profile(step: Callable[..., Any], *args, steps: int = 3, warmup: int = 2, **
     >>> import jax, jax.numpy as jnp
     >>> from jaxops.profiling import profile
     >>> report = profile(jax.jit(lambda x: jnp.tanh(x @ x)), jnp.ones((256, 256)))
-    >>> report.kernels[0].primitive, round(report.accounted, 2)
-    ('dot_general', 1.0)
+    >>> round(report.accounted, 2)
+    1.0
 
     Arguments that the step donates are copied first, so yours stay valid. After each call the result's part of the same
     structure, shapes and dtypes takes their place: a step `(state, batch) -> (state, metrics)` trains on. Where no

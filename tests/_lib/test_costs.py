@@ -181,7 +181,7 @@ def test_modalities():
 def test_grouped_glu():
     """Two products and the unit over 96 * 24 elements, of 2 bytes: 4,608 an array."""
     operands = shape(96, 40), shape(3, 40, 24), shape(3, 40, 24), i32(4)
-    plan = grouped_glu.Plan("pallas", *[grouped_glu.Tiles(8, 32)] * 2, PRODUCT)
+    plan = grouped_glu.Plan("pallas", tiles := grouped_glu.Tiles(8, 32), tiles, PRODUCT)
     call = functools.partial(jaxops.grouped_glu, plan=plan)
     fwd, bwd = without_lists(pallas_costs(call, *operands)), pallas_costs(gradients(call), *operands)
     # The activation, times up; gate, up, h, and 4 offsets.

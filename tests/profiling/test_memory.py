@@ -87,7 +87,7 @@ def test_kept_residuals_are_named_and_others_are_not_there(kept):
         assert (stack.stage, stack.kind, stack.shape[:6]) == ("forward", "temporary", f"f32[{LAYERS},")
     assert not any(each.maybe for each in found.holders)
     assert sum(found.by_name().values()) == found.peak_bytes - found.unexplained_bytes
-    assert abs(found.unexplained_bytes) < 0.05 * found.peak_bytes
+    assert abs(found.unexplained_bytes) < 0.01 * found.peak_bytes
 
 
 def test_nothing_saveable_keeps_no_name():
@@ -110,6 +110,40 @@ def test_values_of_one_line_are_not_told_apart():
     assert "are uncertain" in str(found)
 
 
+def test_a_program_from_a_cache_has_no_names_of_an_older_source(tmp_path):
+    """A line further down, `one` stands where `two` stood."""
+    source = [
+        "def loss(x, y):",
+        "    a = jnp.sort(checkpoint_name(jnp.sort(x, 0), 'one'), 1)",
+        "    b = jnp.sort(checkpoint_name(jnp.sort(y, 0), 'two'), 1)",
+        "    return jnp.sum(a * b) + jnp.sum(b)",
+    ]
+    key = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, key)
+    jax.config.update(key, 0)
+    try:
+        found = []
+        for lines in (source, ["", *source]):
+            scope = {"jnp": jnp, "checkpoint_name": checkpoint_name}
+            exec(compile("\n".join(lines), str(tmp_path / "of_a_user.py"), "exec"), scope)
+            found.append(memory(jax.jit(scope["loss"]), *matrices(2)))
+    finally:
+        jax.config.update(key, before)
+    assert found[0] == found[1]
+    assert {"one", "two"} <= set(found[0].by_name())
+
+
+@pytest.mark.gpu
+def test_xlas_heap_trace_agrees_with_the_schedule():
+    policy = jax.checkpoint_policies.save_only_these_names("gate")
+    compiled = scanned(policy).lower(*scan_arguments()).compile()
+    text = compiled.as_text() or ""
+    held = assignment.live_at_peak(assignment.from_profile(parse(text)))
+    live = liveness.live_at_peak(liveness.buffers(parse(text), text))
+    assert held is not None
+    assert abs(sum(each.bytes for each in held) - sum(each.bytes for each in live)) < 0.01 * needed_bytes(compiled)[0]
+
+
 def test_residuals_of_jaxops():
     x, router = jnp.ones((64, 16)), jnp.ones((16, 4))
     gate, up, down = jnp.ones((4, 16, 32)), jnp.ones((4, 16, 32)), jnp.ones((4, 32, 16))
@@ -119,7 +153,7 @@ def test_residuals_of_jaxops():
 
     def names(policy):
         found = memory(jax.jit(jax.grad(lambda x: jnp.sum(jax.checkpoint(layer, policy=policy)(x) ** 2))), x)
-        assert abs(found.unexplained_bytes) < 0.05 * found.peak_bytes
+        assert abs(found.unexplained_bytes) < 0.01 * found.peak_bytes
         return {name for each in found.holders for name in (each.name, *each.maybe)}
 
     # On a CPU both products are alike: only their sum is certain.
@@ -216,7 +250,7 @@ def test_the_heap_trace_decides():
             event(ALLOC, 3, "c"), event(FREE, 2, "b"), event(FREE, 3, "c"), event(ALLOC, 5, "d"), event(FREE, 5, "d"),
         )),
     )  # fmt: skip
-    held = assignment.live_at_peak(record)
+    held = assignment.live_at_peak(record) or []
     assert sorted((each.bytes, each.places) for each in held) == [(300, (("a", 0), ("b", 1))), (500, (("c", 0),))]
 
     compiled = jax.jit(three_sorts).lower(*matrices(3)).compile()

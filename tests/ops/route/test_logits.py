@@ -41,6 +41,12 @@ def error(got, want) -> float:
     return float(np.sqrt(np.mean((np.asarray(got, np.float64) - want) ** 2) / np.mean(want**2)))
 
 
+def allowed(lhs: np.ndarray, rhs: np.ndarray) -> float:
+    """1e-6, or the error of adding float32 products one after another: on some CPUs XLA does."""
+    products = (lhs[:, :, None] * rhs[None, :, :]).astype(np.float32)
+    return max(1e-6, error(np.cumsum(products, axis=1, dtype=np.float32)[:, -1], lhs @ rhs))
+
+
 @pytest.mark.parametrize(("T", "D", "E"), [(37, 65, 5), (64, 1000, 8), (1, 3, 1), (8194, 6, 2), (5, 8209, 3)])
 def test_as_float32(product, T, D, E):
     """TF32 would be 2e-4 off, two parts of the kernel 4e-6. Two shapes have sums in two pieces and of a prime
@@ -50,8 +56,8 @@ def test_as_float32(product, T, D, E):
     dx, dkernel = vjp(d)
     x64, kernel64, d64 = (np.asarray(a, np.float64) for a in (x, kernel, d))
     assert (y.dtype, dx.dtype, dkernel.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    assert error(y, x64 @ kernel64) < 1e-6
-    assert error(dkernel, x64.T @ d64) < 1e-6
+    assert error(y, x64 @ kernel64) <= allowed(x64, kernel64)
+    assert error(dkernel, x64.T @ d64) <= allowed(x64.T, d64)
     # The gradient of x rounds where the unrounded one does, but for what lies next to a tie.
     want = jnp.asarray((d64 @ kernel64.T).astype(np.float32), jnp.bfloat16)
     assert np.mean(np.asarray(dx) != np.asarray(want)) < 0.01

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.cache_files import cache_folder, write_whole
+from jaxops._lib.card import disturbance
 from jaxops._lib.checks import check_dtype, check_flag, check_number
 from jaxops._lib.device import Device
 from jaxops.profiling import measuring
@@ -106,7 +107,9 @@ def ceilings(device: Any = None, *, again: bool = False) -> Ceilings:
     """What this card can do. Measured once, which takes some seconds, and kept in jaxops' cache directory.
 
     Measured again by another version of JAX, whose cuBLAS may be faster or slower. Measure while nothing else runs on
-    the card, best in a process of its own: `again=True` replaces numbers that are too low.
+    the card, best in a process of its own: `again=True` replaces numbers that are too low. While other processes run on
+    the card, or heat or its power supply lowers its clocks, the numbers are returned with a RuntimeWarning and not
+    kept.
 
     On a GPU these are times of kernels (CUPTI): of `-x` for the memory, since a plain copy may have no kernel, and of
     `x @ w` by cuBLAS on random normal data, square and wide, for bfloat16, float16, float32 (as JAX multiplies it by
@@ -141,6 +144,11 @@ def ceilings(device: Any = None, *, again: bool = False) -> Ceilings:
             f"them from {file}."
         )
     found = measure(device, GPU_SIZES if measuring.is_gpu(device) else CPU_SIZES)
+    with jax.default_device(device):
+        disturbed = disturbance()  # now, since a card at rest runs at its full clocks
+    if disturbed:
+        warnings.warn(f"{disturbed}: its ceilings may be too low and are not kept.", RuntimeWarning, stacklevel=2)
+        return found
     try:
         write_whole(file, json.dumps(found.to_dict(), indent=1) + "\n")
     except OSError as error:

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxops import tuning
+from jaxops._lib.card import disturbance
 from jaxops._lib.python_program import ProgramError
 from jaxops._lib.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
-from jaxops.tuning.card import check_card
 from jaxops.tuning.ops import OPS, Tunable
 from jaxops.tuning.program import problems_of, run_recorded, tune_all, untuned
 
@@ -62,6 +62,11 @@ def _sizes(text: str, names: tuple[str, ...]) -> dict[str, int]:
     return dict(zip(names, map(int, words), strict=True))
 
 
+def _check_card() -> None:
+    if found := disturbance():
+        raise tuning.TuningError(f"{found}: tune on a cool card of your own, or pass --force.")
+
+
 def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
     """Tunes the problems, with a bar of the candidates of the one at hand, and what each pass gained."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -79,7 +84,7 @@ def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
 
         rows = tune_all(
             problems,
-            check=(lambda: None) if force else check_card,
+            check=(lambda: None) if force else _check_card,
             start=start,
             say=lambda line: console.print(line, highlight=False, markup=False),
             advance=lambda: bar.advance(task),

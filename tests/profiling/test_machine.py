@@ -96,6 +96,13 @@ def test_ceilings_are_kept(measured):
     assert the_file().parent.name == "ceilings"
 
 
+def test_a_shared_card_is_measured_and_not_kept(measured, monkeypatch):
+    monkeypatch.setattr(machine, "disturbance", lambda: "2 processes run on GPU 0")
+    with pytest.warns(RuntimeWarning, match="2 processes run on GPU 0: its ceilings may be too low and are not kept"):
+        assert ceilings().copy_gbps == 1.0
+    assert not the_file().exists()
+
+
 def test_another_version_of_jax_measures_again(measured):
     ceilings()
     the_file().write_text(json.dumps(dataclasses.replace(CARD, jax="0.1").to_dict()))

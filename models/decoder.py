@@ -6,7 +6,7 @@ models/hf.py reads and writes their checkpoints.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import jaxops
 from jaxops.nn import MoE, Router
 from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
-from models.mesh import AXES, gather
+from models.mesh import AXES, gather, gathered
 from models.packed_attention import attend, packed_attention
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
@@ -50,6 +50,7 @@ class DecoderConfig:
         (of a dense block), and those of jaxops' ops. None keeps everything.
       unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
         policy.
+      sums: dtype in which gradients are summed over the devices of a mesh, at least dtype.
     """
 
     vocab: PositiveInt
@@ -73,6 +74,7 @@ class DecoderConfig:
     backend: Backend = "auto"
     policy: Policy | None = None
     unroll: bool = False
+    sums: Dtype = "float32"
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -88,7 +90,6 @@ class DecoderConfig:
             )
 
 
-AnyLayer = TypeVar("AnyLayer", nnx.Embed, nnx.Linear)
 KeysValues = tuple[jax.Array, jax.Array]
 Attend = Callable[
     [jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues | None]
@@ -217,19 +218,18 @@ class Experts(nnx.Module):
             c.hidden,
             router=router,
             expert_axis=axis,
+            gather_tokens=sharded and c.recipe is None,
             dtype=jnp.dtype(c.dtype),
             backend=c.backend,
             rngs=rngs,
         )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
+        y, routing = self.moe(x) if self.config.recipe is None else self._in_fp8(x)
         if not self.sharded:
-            y, routing = self._mixed(x)
             return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
-        y, routing = self._mixed(lax.all_gather(x, "expert", tiled=True))
-        own = lax.dynamic_slice_in_dim(y, lax.axis_index("expert") * x.shape[0], x.shape[0])
         load = lax.psum(routing.load, AXES) // lax.axis_size("expert")  # each device of that axis has counted the same
-        return own, Routed(self._balance(x, load), lax.pmean(routing.z_loss, AXES), load)
+        return y, Routed(self._balance(x, load), lax.pmean(routing.z_loss, AXES), load)
 
     def _balance(self, x: jax.Array, load: jax.Array) -> jax.Array:
         """aux_loss of all devices' tokens. Not a mean over devices: it multiplies two means over tokens."""
@@ -240,12 +240,11 @@ class Experts(nnx.Module):
         scores = jax.nn.softmax(logits)
         return self.config.experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(scores, axis=0), AXES))
 
-    def _mixed(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
-        return self.moe(x) if self.config.recipe is None else self._in_fp8(x)
-
     def _in_fp8(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
         """Recipe "delayed" becomes tensorwise: groups have no history."""
         c, moe, tokens = self.config, self.moe, x.reshape(-1, x.shape[-1])
+        if self.sharded:
+            tokens = lax.all_gather(tokens, "expert", tiled=True)
         routing = moe.router(tokens)
         offsets, own = routing.group_offsets, moe.gate.shape[0]
         if self.sharded:
@@ -256,12 +255,11 @@ class Experts(nnx.Module):
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, moe.gate[...]), multiply(rows, moe.up[...])
         down = multiply(jax.nn.silu(gate) * up, moe.down[...])
+        if not self.sharded:
+            return jaxops.combine(down, routing).reshape(x.shape), routing
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
-        y = (
-            lax.psum(jaxops.combine(down, routing, out_dtype=jnp.float32), "expert").astype(down.dtype)
-            if self.sharded
-            else jaxops.combine(down, routing)
-        )
+        y = jaxops.combine(down, routing, out_dtype=jnp.float32)
+        y = lax.psum_scatter(y, "expert", tiled=True).astype(down.dtype)
         return y.reshape(x.shape), routing
 
 
@@ -327,11 +325,11 @@ class Decoder(nnx.Module):
         x, routed = apply_layers(
             self.blocks,
             lambda block, x: block(x, positions, attend)[:2],
-            self._whole(self.embed)(tokens),
+            self._whole("embed")(tokens),
             policy=self.config.policy,
             unroll=self.config.unroll,
             training=not self.use_running_average,
-            whole=gather if self.sharded else lambda params: params,
+            whole=functools.partial(gather, dtype=self.config.dtype, sums=self.config.sums) if self.sharded else None,
         )
         return x, routed
 
@@ -395,12 +393,8 @@ class Decoder(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., vocab] float32."""
         x = self.norm(x)
-        return (self._whole(self.embed).attend(x) if self.head is None else self._whole(self.head)(x)).astype(
-            jnp.float32
-        )
+        logits = self._whole("embed").attend(x) if self.head is None else self._whole("head")(x)
+        return logits.astype(jnp.float32)
 
-    def _whole(self, layer: AnyLayer) -> AnyLayer:
-        if not self.sharded:
-            return layer
-        graphdef, params = nnx.split(layer)
-        return nnx.merge(graphdef, gather(params))
+    def _whole(self, name: str) -> Any:
+        return gathered(self, name, self.config.dtype, self.config.sums) if self.sharded else getattr(self, name)

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
 from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
+from models.mesh import gather, gathered
 from models.packed_attention import Way, packed_attention, segments
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
@@ -35,6 +36,7 @@ class DiTConfig:
         everything.
       unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
         policy.
+      sums: dtype in which gradients are summed over the devices of a mesh, at least dtype.
     """
 
     layers: int
@@ -50,6 +52,7 @@ class DiTConfig:
     backend: Backend = "auto"
     policy: Policy | None = None
     unroll: bool = False
+    sums: Dtype = "float32"
 
 
 def named_gelu(x: jax.Array) -> jax.Array:
@@ -98,10 +101,15 @@ class Attention(nnx.Module):
 
 
 class DiT(nnx.Module):
-    """Noisy tokens in, the velocity from image to noise out (Peebles & Xie 2022, arXiv:2212.09748)."""
+    """Noisy tokens in, the velocity from image to noise out (Peebles & Xie 2022, arXiv:2212.09748).
 
-    def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
+    Args:
+      sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of the parameters.
+    """
+
+    def __init__(self, config: DiTConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
+        self.sharded = sharded
         dtype = jnp.dtype(c.dtype)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         inner = linear_layer(c.recipe, c.backend)
@@ -144,18 +152,22 @@ class DiT(nnx.Module):
           sequence_offsets: [B + 1] int32.
           grids: [B, 2] int32, rows and columns of patches.
         """
-        width = self.config.width
-        cond = self.time(waves(1000 * time, width, 60_000.0)) + self.label(labels)
-        x = self.enter(tokens).astype(jnp.float32) + position_embedding(sequence_offsets, grids, tokens.shape[0], width)
+        c, width = self.config, self.config.width
+        part = lambda name: gathered(self, name, c.dtype, c.sums) if self.sharded else getattr(self, name)
+        cond = part("time")(waves(1000 * time, width, 60_000.0)) + part("label")(labels)
+        x = part("enter")(tokens).astype(jnp.float32) + position_embedding(
+            sequence_offsets, grids, tokens.shape[0], width
+        )
         x, _ = apply_layers(
             self.blocks,
             lambda block, x: (block(x, cond, sequence_offsets), None),
             x,
-            policy=self.config.policy,
-            unroll=self.config.unroll,
+            policy=c.policy,
+            unroll=c.unroll,
             training=not self.use_running_average,
+            whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
         )
-        return self.leave(self.norm(x, cond, sequence_offsets)).astype(jnp.float32)
+        return part("leave")(part("norm")(x, cond, sequence_offsets)).astype(jnp.float32)
 
 
 def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> jax.Array:

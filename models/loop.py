@@ -24,7 +24,7 @@ from jaxops.profiling import Profiled
 from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
-from models.mesh import name_of, own_rows, shard_batch, split_objective
+from models.mesh import constrained, name_of, own_rows, shard_batch, split_objective
 from models.report import History, MetricsLog
 
 READ_EVERY = 10
@@ -223,7 +223,7 @@ def make_step(
             learning_rate=jnp.asarray(learning_rate(state.step)),
             gradient_norm=optax.tree.norm(grads),
         )
-        return TrainState(params, histories, average, opt_state, state.step + 1), metrics
+        return constrained(TrainState(params, histories, average, opt_state, state.step + 1), mesh), metrics
 
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
 

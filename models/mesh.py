@@ -2,11 +2,13 @@
 
 The batch is split over all devices. The axes differ in what each device stores:
 
-- `data`: everything, replicated over the axis.
-- `fsdp`: a shard of each large parameter and of its optimizer state. Parameters are all-gathered where they are used,
-  and gradients reduce-scattered.
-- `expert`: its own experts. It gathers the tokens of all devices of the axis, runs its experts over them, and scatters
-  the sums back to the tokens' devices.
+- `data`: all parameters, and a shard of the optimizer's state and of the averaged weights (ZeRO stage 1, Rajbhandari et
+  al. 2019, arXiv:1910.02054). Gradients are summed block by block beside the backward, and after the update the new
+  parameters are all-gathered.
+- `fsdp`: a shard of each large parameter and of its optimizer state. A block's parameters are all-gathered where they
+  are used, in the compute dtype, and its gradients reduce-scattered.
+- `expert`: its own experts. It gathers the tokens of all devices of the axis, runs its experts over them, and
+  reduce-scatters the sums to the tokens' devices.
 
 XLA does not split a custom kernel: over sharded arrays it would gather all rows on each device. So the whole loss is in
 `jax.shard_map` over all three axes, and each device's kernels see ordinary arrays: a part of the batch, and parameters
@@ -24,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -42,6 +45,8 @@ RULES = (
     ),  # of tokens, labels or an image's patch: of these there may be any number, so by the width
     (r"\bkernel\b", P("fsdp", None)),  # [in, out]
 )
+_WIDE = re.compile(r"\brouter\b")  # split parameters that are float32 in the computation, too
+_UPDATED = re.compile(r"^(opt_state|average)\b")  # parts of a training state that only the update reads
 
 
 def make_mesh(shape: str) -> Mesh:
@@ -83,8 +88,21 @@ def split_of(path: tuple, rank: int) -> P:
     return P(*[None] * (rank - len(split)), *split)
 
 
+def _over_data(path: tuple, shape: tuple[int, ...], split: P, mesh: Mesh) -> P:
+    """With the axis `data` too, for what only the update reads, where it divides the leading axis (layers, if there are
+    any). XLA would transpose arrays that it gathers along another axis.
+    """
+    if not any(split) or not _UPDATED.search(name_of(path)):
+        return split
+    axes = () if split[0] is None else (split[0],)
+    divides = shape[0] % math.prod(mesh.shape[axis] for axis in (*axes, "data")) == 0
+    return P((*axes, "data"), *split[1:]) if divides else split
+
+
 def shardings(state: Tree, mesh: Mesh) -> Tree:
     """A `NamedSharding` for each array (or shape) of a training state.
+
+    Of the optimizer's state and the averaged weights, each device along `data` has a part, too.
 
     Raises:
       typer.BadParameter: an axis of the mesh does not divide the axis that it splits.
@@ -101,12 +119,23 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
                 )
         # In XLA's form of a step's result shardings: otherwise the second step, which gets the first one's results,
         # would compile again.
-        used = [axis if axis is not None and mesh.shape[axis] > 1 else None for axis in split]
+        used = [_used(axis, mesh) for axis in _over_data(path, x.shape, split, mesh)]
         while used and used[-1] is None:
             used.pop()
         return NamedSharding(mesh, P(*used))
 
     return jax.tree.map_with_path(sharding, state)
+
+
+def _used(axis: Any, mesh: Mesh) -> Any:
+    """An axis' entry of a specification without mesh axes of one device."""
+    names = [name for name in ((axis,) if isinstance(axis, str) else axis or ()) if mesh.shape[name] > 1]
+    return tuple(names) if len(names) > 1 else next(iter(names), None)
+
+
+def constrained(state: Tree, mesh: Mesh | None) -> Tree:
+    """Inside a step: its new state, sharded as `shardings` says and not as XLA would choose. None for no mesh."""
+    return state if mesh is None else jax.lax.with_sharding_constraint(state, shardings(state, mesh))
 
 
 def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh | None) -> tuple[Any, Tree]:
@@ -169,20 +198,49 @@ def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
 
 
-def gather(params: Tree) -> Tree:
-    """Inside `split_objective`: all-gathers a device's parameter shards along `fsdp`; experts stay sharded.
+def gather(params: Tree, dtype: Any = jnp.float32, sums: Any = jnp.float32) -> Tree:
+    """Inside `split_objective`: from a device's parts of the parameters to those it computes with.
 
-    The transpose reduce-scatters the gradients. `Decoder` with `sharded` gathers block by block: with a `policy` a
-    block's parameters are gathered again in the backward, so that one block's at most are whole; without it all
-    gathered blocks are kept until the backward. Another model gathers everything: `nnx.update(model,
-    gather(nnx.state(model, nnx.Param)))`.
+    Shards along `fsdp` are all-gathered; experts stay split. The transpose sums the devices' gradients as soon as the
+    backward has computed them: so call it block by block. With a `policy` a block's parameters are gathered again in
+    the backward, so that one block's at most are whole; without it all gathered blocks are kept until the backward.
+
+    Args:
+      dtype: of the computation. Large parameters are gathered in it, except those of routers.
+      sums: dtype in which the gradients of large parameters are summed over devices; dtype if that is wider. Below
+        float32 the parameters are rounded to it, too.
     """
+    sums = jnp.promote_types(sums, dtype)
 
     def whole(path: tuple, x: jax.Array) -> jax.Array:
         split = split_of(path, x.ndim)
-        return lax.all_gather(x, "fsdp", axis=split.index("fsdp"), tiled=True) if "fsdp" in split else x
+        large = any(split) and _WIDE.search(name_of(path)) is None
+        x = lax.pcast(x.astype(sums) if large else x, tuple(axis for axis in AXES if axis not in split), to="varying")
+        return _all_gather(x, split.index("fsdp"), dtype if large else x.dtype) if "fsdp" in split else x
 
     return jax.tree.map_with_path(whole, params)
+
+
+def gathered(model: nnx.Module, name: str, dtype: Any, sums: Any) -> Any:
+    """The model's part of this name, with `gather`ed parameters: `RULES` look at names from the model on."""
+    graphdef, params = nnx.split(getattr(model, name))
+    return nnx.merge(graphdef, gather({name: params}, dtype, sums)[name])
+
+
+def _all_gather(x: jax.Array, axis: int, dtype: Any) -> jax.Array:
+    """Along `fsdp`, in dtype; the devices' gradients are summed in x's dtype."""
+    if lax.axis_size("fsdp") == 1:
+        return x
+
+    @jax.custom_vjp
+    def gathered(x: jax.Array) -> jax.Array:
+        return lax.all_gather(x.astype(dtype), "fsdp", axis=axis, tiled=True)
+
+    def bwd(_: None, d: jax.Array) -> tuple[jax.Array]:
+        return (lax.psum_scatter(d.astype(x.dtype), "fsdp", scatter_dimension=axis, tiled=True),)
+
+    gathered.defvjp(lambda x: (gathered(x), None), bwd)
+    return gathered(x)
 
 
 Objective = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]

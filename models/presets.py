@@ -55,7 +55,7 @@ class DiTPreset(Schedule):
     Attributes:
       tokens: token budget of a step, over all micro-batches.
       images: images of a step, at most; with more than fit, the budget is the limit.
-      dtype, recipe, attention, backend, policy, unroll: as of `models.dit.DiTConfig`.
+      dtype, recipe, attention, backend, policy, unroll, sums: as of `models.dit.DiTConfig`.
       data: a data set's name, or a folder of images.
       patch: side of a patch of a folder's images.
       longest: tokens of the largest of a folder's images.
@@ -74,6 +74,7 @@ class DiTPreset(Schedule):
     backend: Backend = "auto"
     policy: Policy | None = None
     unroll: bool = False
+    sums: Dtype = "float32"
     data: str = "digits"
     patch: PositiveInt = 4
     longest: PositiveInt = 64

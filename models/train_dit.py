@@ -33,7 +33,7 @@ from models.images import (
 )
 from models.layers import options_for, remark
 from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import collect, create_sharded, gather, replicate
+from models.mesh import collect, create_sharded, replicate
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
@@ -104,9 +104,14 @@ def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd
     """The preset's model, for data of these sizes."""
     named = {
         name: getattr(preset, name)
-        for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll")
+        for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll", "sums")
     }
     return DiTConfig(token=token, classes=classes, longest=longest, crowd=crowd, **named)
+
+
+def sharded_graphdef(sizes: DiTConfig) -> nnx.GraphDef:
+    """Of the model as it is called over a mesh."""
+    return nnx.split(nnx.eval_shape(lambda: DiT(sizes, sharded=True, rngs=nnx.Rngs(0))))[0]
 
 
 def init_state(sizes: DiTConfig, preset: DiTPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
@@ -121,10 +126,9 @@ def objective(model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0
 
 
 def placed(objective: Objective, mesh: Mesh | None) -> Objective:
-    """Over a mesh: the objective of a device's own packed batch [1, ...], with all parameters gathered at once."""
+    """Over a mesh: the objective of a device's own packed batch [1, ...]."""
 
     def own(model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        nnx.update(model, gather(nnx.state(model, nnx.Param)))
         return objective(model, jax.tree.map(lambda x: x[0], batch), key)
 
     return objective if mesh is None else own
@@ -179,10 +183,11 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
     graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
     run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
-    evaluate, heldout = make_evaluate(graphdef, mesh), loop.place(heldout_batches(preset, data, mesh), mesh)
+    stepped = graphdef if mesh is None else sharded_graphdef(sizes)
+    evaluate, heldout = make_evaluate(stepped, mesh), loop.place(heldout_batches(preset, data, mesh), mesh)
     training = Training(
         preset,
-        make_step(graphdef, preset, mesh),
+        make_step(stepped, preset, mesh),
         lambda state: evaluate(loop.kept(state), state.histories, heldout, heldout_key),
         make_batches(preset, data, mesh),
         key,

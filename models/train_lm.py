@@ -40,6 +40,7 @@ RUN_FIELDS = (
     "backend",
     "policy",
     "unroll",
+    "sums",
 )  # of a DecoderConfig: what a checkpoint does not say
 
 

@@ -13,6 +13,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxops._lib.checks import check_flag
 from jaxops.nn.arguments import check_backend, check_sizes, devices_on, make_part
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
@@ -54,8 +55,9 @@ class MoE(nnx.Module):
     ((2, 3, 8), Array(12, dtype=int32))
     >>> loss = jnp.mean(y.astype(jnp.float32) ** 2) + 0.01 * routing.aux_loss + 0.001 * routing.z_loss
 
-    On several devices: inside `jax.shard_map`, with the same tokens, router and shared experts on all devices of the
-    axis `expert_axis`, and gate, up and down split along their first axis. The results are summed over the axis.
+    On several devices: inside `jax.shard_map`, with the same router and shared experts on all devices of the axis
+    `expert_axis`, and gate, up and down split along their first axis. With gather_tokens each device passes its own
+    tokens, equally many, and gets their results; otherwise all pass the same tokens and get the same results.
 
     Attributes:
       router: the router.
@@ -76,6 +78,9 @@ class MoE(nnx.Module):
       gate_shared: multiplies the shared experts' output by `sigmoid(x @ token_gate)`, a number per token (Qwen2-MoE);
         that product is float32, not TF32.
       expert_axis: None, or the mesh axis over which the experts are split.
+      gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
+        sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
+        is that of all devices' tokens, in the devices' order.
       dtype: dtype of the products and of the result; promoted from x and the parameters by default. Gradients of
         parameters have param_dtype and are never rounded to dtype; the sum over a token's experts is float32.
       param_dtype: dtype of the parameters.
@@ -92,7 +97,7 @@ class MoE(nnx.Module):
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
         activation: Activation = "silu", shared_features: int = 0, gate_shared: bool = False,
-        expert_axis: str | None = None, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
+        expert_axis: str | None = None, gather_tokens: bool = False, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init, backend: str = "auto",
         rngs: nnx.Rngs,
     ):  # fmt: skip
@@ -100,6 +105,8 @@ class MoE(nnx.Module):
         if shared_features != 0:
             check_sizes(shared_features=shared_features)
         check_backend(backend, "triton", "pallas")
+        if check_flag("gather_tokens", gather_tokens) and expert_axis is None:
+            raise ValueError("gather_tokens=True needs expert_axis, the mesh axis over which the tokens are split.")
         array = jax.ShapeDtypeStruct
         x, w, offsets = array((1, 1), jnp.float32), array((1, 1, 1), jnp.float32), array((2,), jnp.int32)
         check_op = functools.partial(grouped_glu, activation=activation, backend="xla")
@@ -121,7 +128,8 @@ class MoE(nnx.Module):
             self.shared = _Shared(in_features, shared_features, gate_shared, make_kernel)
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
         self.activation: Activation = activation
-        self.shared_features, self.gate_shared, self.expert_axis = shared_features, gate_shared, expert_axis
+        self.shared_features, self.gate_shared = shared_features, gate_shared
+        self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
@@ -146,17 +154,23 @@ class MoE(nnx.Module):
         if self.expert_axis is not None:
             devices = devices_on("expert_axis", self.expert_axis, ", or make it without expert_axis")
         dtype = canonicalize_dtype(x, gate, up, down, dtype=self.dtype)
-        tokens = x.reshape(-1, self.in_features)
+        tokens = own = x.reshape(-1, self.in_features)
+        if self.gather_tokens:
+            tokens = lax.all_gather(tokens.astype(dtype), self.expert_axis, tiled=True)
         routing = self.router(tokens)
         if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
             raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
-        tokens, out_dtype = tokens.astype(dtype), dtype if self.expert_axis is None else jnp.float32
+        whole = self.expert_axis is None or self.gather_tokens
+        tokens, out_dtype = tokens.astype(dtype), dtype if whole else jnp.float32
         options = {"activation": self.activation, "out_dtype": out_dtype, **self._options(dtype)}
         y = moe_mlp(tokens, gate, up, down, self._own_experts(routing, gate.shape[0], devices), **options)
-        if self.expert_axis is not None:
+        if self.gather_tokens:
+            parts = lax.all_to_all(y.reshape(devices, *own.shape), self.expert_axis, 0, 0)
+            y = jnp.sum(parts.astype(jnp.float32), axis=0).astype(dtype)
+        elif self.expert_axis is not None:
             y = lax.psum(y, self.expert_axis).astype(dtype)
         if self.shared is not None:
-            y = y + self._shared(self.shared, tokens)
+            y = y + self._shared(self.shared, own.astype(dtype))
         return y.reshape(x.shape), routing
 
     def _options(self, dtype: Dtype) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_what_is_written_is_read_back(chosen, tmp_path):
     ("text", "says"),
     [
         ("learning_rat: 1", r"^learning_rat is no setting: write one of steps, learning_rate, .*, buckets$"),
-        ("model: {widht: 1}", r"^model\.widht is no setting: write one of vocab, width, .*, unroll$"),
+        ("model: {widht: 1}", r"^model\.widht is no setting: write one of vocab, width, .*, sums$"),
         ("model: 3", r"^model is 3: "),
         ("batch: 2.5", r"^batch is 2.5: .*integer"),
         ("batch: true", r"^batch is True: .*integer"),

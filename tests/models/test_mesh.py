@@ -134,16 +134,23 @@ def assert_as_alone(config, got):
         np.testing.assert_allclose(ours, wanted, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(("shape", "config", "share"), [("fsdp=4", DENSE, 1 / 4), ("fsdp=2,expert=2", SPARSE, 1 / 2)])
-def test_as_on_one_device(shape, config, share):
-    """share: how much of each matrix a device stores, of parameters and moments, without the experts.
+@pytest.mark.parametrize(
+    ("shape", "config", "shares"),
+    [
+        ("fsdp=4", DENSE, (1 / 4, 1 / 4)),
+        ("fsdp=2,expert=2", SPARSE, (1 / 2, 1 / 2)),
+        ("data=2,fsdp=2", DENSE, (1 / 2, 1 / 4)),
+    ],
+)
+def test_as_on_one_device(shape, config, shares):
+    """shares: how much of each matrix a device stores, of parameters and of moments, without the experts.
 
     FSDP gathers its matrices layer by layer.
     """
     remat = shape == "fsdp=4"
     got = train(dataclasses.replace(config, policy=Policy() if remat else None), shape, accumulate=2 if remat else 1)
     assert_as_alone(config, got)
-    for part in (got.first.params, got.first.opt_state):
+    for part, share in zip((got.first.params, got.first.opt_state), shares, strict=True):
         assert {fraction(x) for x in matrices(part)} == {share}
         assert {fraction(x) for x in experts(part)} == ({share / 2} if config.experts else set())
     if config.experts:
@@ -244,7 +251,7 @@ def test_parts_count_what_they_hold():
 
 
 def test_dit():
-    """Each device has its own packed batch and noise; parameters are gathered at once."""
+    """Each device has its own packed batch and noise."""
     mesh, config = make_mesh("fsdp=4"), DiTConfig(1, 8, 2, 4, 3, 6, backend="xla")
     graphdef, params = nnx.split(nnx.jit(lambda: DiT(config, rngs=nnx.Rngs(0)))(), nnx.Param)
     rng = np.random.default_rng(0)
@@ -258,8 +265,9 @@ def test_dit():
     tokens, labels = rng.normal(size=(4, 10, 4)).astype(np.float32), np.arange(8, dtype=np.int32).reshape(4, 2) % 3
     batch = Batch(tokens=tokens, labels=labels, sequence_offsets=offsets, grids=grids)
 
+    sharded = train_dit.sharded_graphdef(config)
     value = loop.make_value(
-        graphdef, train_dit.placed(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
+        sharded, train_dit.placed(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
     )
 
     def wanted(params, key):
@@ -287,6 +295,40 @@ def test_what_is_whole_on_each_device():
     assert names["blocks/mlp/moe/down/value"] == P(None, "expert", "fsdp")
     assert names["blocks/mlp/moe/router/kernel/value"] == P(None, "fsdp")
     assert names["head/kernel/value"] == P("fsdp")
+
+
+def test_what_only_the_update_reads_is_split_over_data():
+    """By layers, or beside fsdp on the leading axis; not where data does not divide it."""
+    mesh = make_mesh("data=2,fsdp=2")
+    arrays = [{"kernel": jnp.zeros(shape)} for shape in ((2, 8, 4), (3, 8, 4), (8, 4), (6, 4))]
+    state = loop.TrainState(arrays, (), arrays, (arrays, {"scale": jnp.zeros((2, 8))}), jnp.zeros(()))
+    found = jax.tree.map(lambda sharding: sharding.spec, shardings(state, mesh))
+    layers, one = P(None, "fsdp"), P("fsdp")
+    assert [x["kernel"] for x in found.params] == [layers, layers, one, one]
+    for part in (found.average, found.opt_state[0]):
+        assert [x["kernel"] for x in part] == [P("data", "fsdp"), layers, P(("fsdp", "data")), one]
+    assert found.opt_state[1]["scale"] == P()
+
+
+@pytest.mark.parametrize("devices", [[256, 1, 0, 0], [256, 0, 1, 0]], ids=["over fsdp", "over data"])
+@pytest.mark.parametrize(("sums", "large"), [("float32", 257), ("bfloat16", 256)])
+def test_gradients_are_summed_in_the_chosen_dtype(sums, large, devices):
+    """256 + 1 is 256 in bfloat16. Routers and norms are float32 in any case."""
+    mesh = make_mesh("data=2,fsdp=2")
+    params = {"kernel": jnp.ones((4, 2)), "router": {"kernel": jnp.ones((4, 2))}, "scale": jnp.ones((1, 4))}
+
+    def objective(params, histories, batch, key):
+        whole = gather(params, "bfloat16", sums)
+        kernel, router, scale = whole["kernel"], whole["router"]["kernel"], whole["scale"]
+        assert [x.dtype for x in (kernel, router, scale)] == [jnp.bfloat16, jnp.float32, jnp.float32]
+        loss = jnp.sum(batch.astype(jnp.bfloat16) @ kernel) + jnp.sum(batch @ router) + jnp.sum(batch * scale)
+        return 4 * loss, ((), ())  # each device counts for a quarter
+
+    x = jnp.array(devices, jnp.float32)[:, None] * jnp.ones((1, 4))
+    grad = jax.jit(jax.grad(split_objective(objective, mesh), has_aux=True))
+    grads, _ = grad(shard_state(params, mesh), (), shard_batch(x, mesh), jax.random.key(0))
+    want = {"kernel": large, "router": {"kernel": 257}, "scale": 257}
+    jax.tree.map(lambda g, p, each: np.testing.assert_array_equal(g, jnp.full_like(p, each)), grads, params, want)
 
 
 @pytest.mark.parametrize("shape", ["data", "model=4", "data=0", "data=4,", "data=two", ""])

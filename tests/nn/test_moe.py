@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -170,33 +171,72 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
         assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
 
 
-def test_shard_map_over_experts():
-    """Each device has a share of the experts; results and gradients equal those of one device with all of them."""
+@pytest.mark.parametrize("gather_tokens", [False, True])
+def test_shard_map_over_experts(gather_tokens):
+    """Each device has a share of the experts, and of the tokens; results and gradients equal those of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    split = {"expert_axis": "expert", "gather_tokens": gather_tokens}
     (alone, params), (graphdef, _) = (
-        nnx.split(make(expert_axis=axis, shared_features=8, gate_shared=True)) for axis in (None, "expert")
+        nnx.split(make(shared_features=8, gate_shared=True, **how)) for how in ({}, split)
     )
-    x = tokens()
+    x, rows = tokens(), P("expert") if gather_tokens else P()
     specs = jax.tree.map_with_path(
         lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
     )
-    shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), P()))
+
+    def shard(params, x):
+        y, routing = nnx.merge(graphdef, params)(x)
+        return y, lax.pmean(routing.aux_loss, "expert")
+
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows), out_specs=(rows, P()))
 
     def loss(layer, params, x):
-        y, routing = layer(params, x)
-        return jnp.sum(jnp.sin(y)) + routing.aux_loss, y
+        y, aux_loss = layer(params, x)
+        return jnp.sum(jnp.sin(y)) + aux_loss, y
+
+    def all_experts(params, x):
+        y, routing = nnx.merge(alone, params)(x)
+        return y, routing.aux_loss
 
     def gradients(layer):
         return jax.jit(jax.value_and_grad(functools.partial(loss, layer), argnums=(0, 1), has_aux=True))(params, x)
 
-    got, want = (
-        gradients(shard(lambda params, x: nnx.merge(graphdef, params)(x))),
-        gradients(lambda params, x: nnx.merge(alone, params)(x)),
-    )
+    got, want = gradients(sharded), gradients(all_experts)
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
+
+
+def test_gathered_tokens_in_bfloat16():
+    """Two devices' results are rounded and then added: within the error of one rounding each."""
+    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    (alone, params), (graphdef, _) = (
+        nnx.split(make(dtype=jnp.bfloat16, **how)) for how in ({}, {"expert_axis": "expert", "gather_tokens": True})
+    )
+    x, wide = tokens(), nnx.split(make(dtype=jnp.float32))[0]
+    specs = jax.tree.map_with_path(
+        lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
+    )
+    split = jax.shard_map(
+        lambda params, x: nnx.merge(graphdef, params)(x)[0],
+        mesh=mesh,
+        in_specs=(specs, P("expert")),
+        out_specs=P("expert"),
+    )
+    got, once, want = (
+        np.asarray(jax.jit(f)(params, x), np.float32)
+        for f in (split, *(lambda params, x, g=g: nnx.merge(g, params)(x)[0] for g in (alone, wide)))
+    )
+    assert_close(got, want, "bfloat16", scale=2)
+    assert np.mean((got - want) ** 2) < 2 * np.mean((once - want) ** 2)
+
+
+def test_gather_tokens_needs_an_axis():
+    with pytest.raises(ValueError, match="gather_tokens=True needs expert_axis"):
+        make(gather_tokens=True)
+    with pytest.raises(TypeError, match="gather_tokens"):
+        make(gather_tokens=1, expert_axis="expert")
 
 
 def test_a_sum_over_devices_is_rounded_once():

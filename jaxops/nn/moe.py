@@ -13,7 +13,6 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import check_flag
 from jaxops.nn.arguments import check_backend, check_sizes, devices_on, make_part
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
@@ -97,15 +96,15 @@ class MoE(nnx.Module):
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
         activation: Activation = "silu", shared_features: int = 0, gate_shared: bool = False,
-        expert_axis: str | None = None, gather_tokens: bool = False, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init, backend: str = "auto",
-        rngs: nnx.Rngs,
+        expert_axis: str | None = None, gather_tokens: bool = False, dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32, precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init, backend: str = "auto", rngs: nnx.Rngs,
     ):  # fmt: skip
         check_sizes(num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
         if shared_features != 0:
             check_sizes(shared_features=shared_features)
         check_backend(backend, "triton", "pallas")
-        if check_flag("gather_tokens", gather_tokens) and expert_axis is None:
+        if gather_tokens and expert_axis is None:
             raise ValueError("gather_tokens=True needs expert_axis, the mesh axis over which the tokens are split.")
         array = jax.ShapeDtypeStruct
         x, w, offsets = array((1, 1), jnp.float32), array((1, 1, 1), jnp.float32), array((2,), jnp.int32)

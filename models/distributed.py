@@ -8,7 +8,8 @@ from rich.console import Console
 def initialize(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
     """Connects the processes of a run. Call it in each of them before anything asks JAX for its devices.
 
-    None is taken from the environment, which SLURM, Open MPI, Kubernetes and Cloud TPU set.
+    None is taken from the environment of SLURM or Open MPI, or asked from Kubernetes (with `pip install jax[k8s]`) or
+    Cloud TPU.
 
     Args:
       coordinator: HOST:PORT of process 0; also $JAX_COORDINATOR_ADDRESS.

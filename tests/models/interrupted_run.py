@@ -41,10 +41,11 @@ def train(out: Path, backend: str = "xla", **options: Any) -> None:
     )
 
 
-def main(process_id: str, coordinator: str, folder: str) -> None:
+def main(folder: str, coordinator: str = "") -> None:
     """The first process delays its write until later steps have overwritten the state.
 
-    The second one leaves it half written, until it is killed.
+    The second one, without `coordinator`, reads it and its own number from SLURM's variables. It leaves the next write
+    half written, until it is killed.
     """
     overwritten, make_step, calls = threading.Event(), train_lm.make_step, itertools.count(1)
 
@@ -66,12 +67,11 @@ def main(process_id: str, coordinator: str, folder: str) -> None:
 
         return run
 
-    if process_id == "0":
+    if coordinator:
         sys.addaudithook(hold)
     train_lm.make_step = watched
-    train(
-        Path(folder), mesh="fsdp=2", save_every=EVERY, coordinator=coordinator, processes=2, process_id=int(process_id)
-    )
+    how = {"coordinator": coordinator, "processes": 2, "process_id": 0} if coordinator else {"distributed": True}
+    train(Path(folder), mesh="fsdp=2", save_every=EVERY, **how)
 
 
 if __name__ == "__main__":

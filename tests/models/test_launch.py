@@ -1,6 +1,8 @@
 """A stopped training resumes to the same bits, on other devices, and after two processes were killed in a write."""
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -69,19 +71,28 @@ def test_a_run_that_has_ended_and_is_not_the_first_process_writes_nothing(whole,
     assert contents() == before
 
 
+def slurm() -> tuple[int, dict[str, str]]:
+    """A free port, and the variables of the second of two tasks, from which JAX derives the same port."""
+    for job in range(4096):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", 61440 + job))
+            tasks = {"SLURM_JOB_ID": job, "SLURM_NTASKS": 2, "SLURM_PROCID": 1, "SLURM_LOCALID": 0}
+            variables = {name: str(value) for name, value in tasks.items()}
+            return 61440 + job, variables | {"SLURM_STEP_NODELIST": "localhost,other[01-02]"}
+    raise OSError("no port is free")
+
+
 def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
     """Their second checkpoint is half written; the first was written while later steps overwrote the state.
 
-    The saved state is that of a run on one device.
+    The saved state is that of a run on one device. One process gets its options, the other SLURM's variables.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        command = [sys.executable, "-m", "tests.models.interrupted_run"]
-        address = f"localhost:{free.getsockname()[1]}"
-    start = lambda i: subprocess.Popen(
-        [*command, str(i), address, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    port, variables = slurm()
+    command = [sys.executable, "-m", "tests.models.interrupted_run", str(tmp_path)]
+    start = lambda more, environment: subprocess.Popen(
+        [*command, *more], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | environment
     )
-    with start(0) as first, start(1) as second:
+    with start([f"localhost:{port}"], {}) as first, start([], variables) as second:
         assert first.stdout is not None
         assert second.stdout is not None
         writing = any(line == "writing\n" for line in first.stdout)

@@ -122,6 +122,9 @@ CASES = {
     "grouped_glu-nothing": Case(functools.partial(glu, save="nothing"), (X, EKN, EKN), {"grouped_glu.out"}),
     "moe_mlp": Case(mlp, MLP, named("moe_mlp", "gate up out")),
     "moe_mlp-cast": Case(functools.partial(mlp, **HALF), MLP, named("moe_mlp", "x gate up out")),
+    "moe_mlp-fp8": Case(
+        functools.partial(mlp, recipe="rowwise"), MLP, named("moe_mlp", "rows w_gate w_up w_down gate up out")
+    ),
     "moe_mlp-nothing": Case(functools.partial(mlp, save="nothing"), MLP, {"moe_mlp.out"}),
     "permute": Case(lambda x: jaxops.permute(x, ROUTING), (X,), {"permute.rows"}),
     "combine": Case(

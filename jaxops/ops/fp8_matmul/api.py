@@ -95,7 +95,7 @@ def fp8_matmul(
         *leading, K = lhs.shape
         lhs = lhs.reshape(math.prod(leading), K)
     operands = Operands(lhs, rhs, rhs_quantized, amax)
-    out, measured = _run(operands, recipe, tuple(RECIPES), out_dtype, pow2_scales, backend, plan)
+    out, measured = _run(operands, recipe, out_dtype, pow2_scales, backend, plan)
     out = out if leading is None else out.reshape(*leading, out.shape[-1])
     return (out, measured) if RECIPES[recipe].delayed else out
 
@@ -148,17 +148,28 @@ def fp8_grouped_matmul(
     """
     check_offsets(group_offsets)
     operands = Operands(lhs, rhs, rhs_quantized, offsets=group_offsets)
-    recipes = tuple(name for name, known in RECIPES.items() if not known.delayed)
-    return _run(operands, recipe, recipes, out_dtype, pow2_scales, backend, plan)[0]
+    check_grouped_recipe(recipe)
+    return _run(operands, recipe, out_dtype, pow2_scales, backend, plan)[0]
 
 
-def _run(
-    operands: Operands, name: str, recipes: tuple[str, ...], out_dtype, pow2_scales, backend: str, plan: Plan | None
-) -> Any:
-    """(result [M, N], measured magnitudes or None), after all checks."""
-    if name not in recipes:
+def check_grouped_recipe(name: Any) -> Recipe:
+    """The recipe of products over groups.
+
+    Raises:
+      ValueError: an unknown one, or "delayed": groups have no history.
+    """
+    return _recipe(name, tuple(name for name, known in RECIPES.items() if not known.delayed))
+
+
+def _recipe(name: Any, recipes: tuple[str, ...]) -> Recipe:
+    if not isinstance(name, str) or name not in recipes:
         raise ValueError(f"recipe={name!r}: write {', '.join(map(repr, recipes[:-1]))} or {recipes[-1]!r}.")
-    recipe, (lhs, rhs, rhs_quantized, amax, offsets) = RECIPES[name], operands
+    return RECIPES[name]
+
+
+def _run(operands: Operands, name: str, out_dtype, pow2_scales, backend: str, plan: Plan | None) -> Any:
+    """(result [M, N], measured magnitudes or None), after all checks."""
+    recipe, (lhs, rhs, rhs_quantized, amax, offsets) = _recipe(name, tuple(RECIPES)), operands
     rhs_shape = "[K, N]" if offsets is None else "[G, K, N]"
     M, K = _check_tensor("lhs", lhs, "[M, K]", recipe, recipe.lhs)
     *groups, k, N = _check_tensor("rhs", rhs, rhs_shape, recipe, recipe.rhs)

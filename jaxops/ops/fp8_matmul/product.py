@@ -68,7 +68,7 @@ class _Residuals(NamedTuple):
     offsets: jax.Array | None = None
 
 
-def _cast(spec: Spec, x, form: Format, layouts: str, offsets=None, amax=None) -> tuple[Quantized, jax.Array | None]:
+def cast(spec: Spec, x, form: Format, layouts: str, offsets=None, amax=None) -> tuple[Quantized, jax.Array | None]:
     """(x quantized, its largest magnitude now where it is scaled by an earlier amax). A Quantized x is not cast."""
     if isinstance(x, Quantized):
         return x, amax
@@ -105,7 +105,7 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
             for x, given in zip((lhs, rhs), amax, strict=True)
         )
         return (jnp.zeros((M, N), spec.out_dtype), measured), _Residuals()
-    rhs_q, rhs_amax = _cast(spec, rhs, recipe.rhs, "both" if dlhs else "col", None, rhs_amax)
+    rhs_q, rhs_amax = cast(spec, rhs, recipe.rhs, "both" if dlhs else "col", None, rhs_amax)
     saved_rhs = None
     if dlhs:
         saved_rhs = rhs_q if rhs_q.values is None else dataclasses.replace(rhs_q, values_t=None, scales_t=None)
@@ -116,7 +116,7 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
         kernel = functools.partial(multiply_inside, **how, pow2=spec.pow2_scales)
         out = sequential_vmap(kernel)(lhs, cols_of(rhs_q))
         return (out, None), _Residuals(lhs if drhs else None, saved_rhs)  # the backward casts lhs's column layout
-    lhs_q, lhs_amax = _cast(spec, lhs, recipe.lhs, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)
+    lhs_q, lhs_amax = cast(spec, lhs, recipe.lhs, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)
     out = multiply(spec, "fwd", rows_of(lhs_q), cols_of(rhs_q), offsets, spec.out_dtype)
     saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
     return (out, amax and (lhs_amax, rhs_amax)), _Residuals(saved_lhs, saved_rhs, offsets)
@@ -126,7 +126,7 @@ def _saved_lhs(spec: Spec, lhs, lhs_q: Quantized, offsets):
     if spec.recipe.gw_hp:
         if isinstance(lhs, Quantized):
             raise NotImplementedError(f"{spec.recipe.name!r} multiplies the unquantized lhs for drhs: pass the array.")
-        return lhs.astype("bfloat16" if spec.lhs_dtype == "float32" else spec.lhs_dtype)
+        return lhs.astype(_half_precision(spec))
     if lhs_q.values_t is None or (lhs_q.group_offsets is None) != (offsets is None):
         ragged = "" if offsets is None else " and group_offsets"
         needed = f"pass the array, or lhs quantized with layouts='both'{ragged}"
@@ -161,8 +161,13 @@ def _named(name: str, saved, given):
     """saved, with a checkpoint name where this op made it: what the caller passed has its maker's name."""
     if isinstance(given, Quantized) or not isinstance(saved, Quantized):
         return saved if saved is None or saved.dtype == given.dtype else checkpoint_name(saved, name)
-    made = checkpoint_name(dataclasses.replace(saved, group_offsets=None), name)
-    return dataclasses.replace(made, group_offsets=saved.group_offsets)
+    return name_quantized(saved, name)
+
+
+def name_quantized(q: Quantized, name: str) -> Quantized:
+    """q with a checkpoint name; not its offsets, which are the caller's."""
+    named = checkpoint_name(dataclasses.replace(q, group_offsets=None), name)
+    return dataclasses.replace(named, group_offsets=q.group_offsets)
 
 
 def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
@@ -174,19 +179,24 @@ def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
     columns = needs_drhs and not recipe.gw_hp
     if needs_dlhs or columns:
         layouts = "both" if needs_dlhs and columns else "row" if needs_dlhs else "col"
-        dout_q: Any = _cast(spec, dout, recipe.dout, layouts, offsets)[0]
+        dout_q: Any = cast(spec, dout, recipe.dout, layouts, offsets)[0]
     if needs_dlhs:
         dlhs = multiply(spec, "dgrad", rows_of(dout_q), rows_of(saved.rhs), offsets, spec.lhs_dtype)
     if columns:
-        lhs_q, _ = _cast(spec, saved.lhs, recipe.lhs, "col", offsets)
+        lhs_q, _ = cast(spec, saved.lhs, recipe.lhs, "col", offsets)
         drhs = multiply(spec, "wgrad", cols_of(lhs_q), cols_of(dout_q), offsets, spec.rhs_dtype, dout.shape[0])
     elif needs_drhs:
-        drhs = _half_precision_wgrad(spec, saved.lhs, dout.astype(saved.lhs.dtype), offsets)
+        drhs = half_precision_wgrad(spec, saved.lhs, dout, offsets)
     return (Operands(dlhs, drhs),)
 
 
-def _half_precision_wgrad(spec: Spec, lhs: jax.Array, dout: jax.Array, offsets) -> jax.Array:
-    out = jnp.dtype(spec.rhs_dtype)
+def _half_precision(spec: Spec) -> str:
+    return "bfloat16" if spec.lhs_dtype == "float32" else spec.lhs_dtype
+
+
+def half_precision_wgrad(spec: Spec, lhs: jax.Array, dout: jax.Array, offsets) -> jax.Array:
+    """The gradient of rhs by the recipes with gw_hp: in bfloat16, or in lhs's half precision."""
+    lhs, dout, out = lhs.astype(_half_precision(spec)), dout.astype(_half_precision(spec)), jnp.dtype(spec.rhs_dtype)
     if offsets is not None:
         # On Hopper "auto" takes grouped_wgrad's Gluon kernel where it has the shape.
         backend = "auto" if spec.plan.backend == "triton" else spec.plan.backend

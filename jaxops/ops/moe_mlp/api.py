@@ -11,14 +11,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import check_choice, check_float, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import check_choice, check_flag, check_float, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.fp8_matmul import check_grouped_recipe
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
+from jaxops.ops.moe_mlp import fp8
 from jaxops.ops.moe_mlp.plan import Plan, Problem, make_plan
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
 from jaxops.ops.permute import check_routing, combine, permute
@@ -45,7 +47,7 @@ def moe_mlp(
     x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, routing: Routing, *,
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu", compute_dtype=None, out_dtype=None,
     precision: lax.PrecisionLike = None, save: Literal["preactivations", "nothing"] = "preactivations",
-    backend: str = "auto", plan: Plan | None = None,
+    recipe: str | None = None, pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
 ) -> jax.Array:  # fmt: skip
     """The experts of a mixture-of-experts layer, from tokens to tokens: with e the expert of token t's choice j,
     `out[t] = sum_j weights[t, j] * (act(x[t] @ w_gate[e]) * (x[t] @ w_up[e])) @ w_down[e]`.
@@ -56,6 +58,10 @@ def moe_mlp(
     rows. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, all weights
     and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that holds
     some of the experts passes a Routing with its slice of the offsets, and the results are summed over the devices.
+
+    With an FP8 `recipe` all products are those of `jaxops.fp8_grouped_matmul`, and each tensor is cast once: the rows
+    for the products of gate and up and their weight gradients, the cotangents for both gradients that read them.
+    Differentiable once.
 
     >>> import jax.numpy as jnp, jaxops
     >>> routing = jaxops.route(jnp.array([[9., 0.], [0., 9.], [0., 0.]]), 1)  # to experts 0, 1 and 0
@@ -73,7 +79,11 @@ def moe_mlp(
         never rounded to compute_dtype.
       out_dtype: bfloat16, float16 or float32; dtype of x by default.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
-      save: "preactivations" keeps gate and up [T * k, F] for the backward; "nothing" recomputes them there.
+      save: "preactivations" keeps gate and up [T * k, F] for the backward, with a recipe also the rows and the weights
+        in FP8; "nothing" recomputes them there.
+      recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`. x and the weights may then differ in dtype, and
+        compute_dtype (x's by default) is that of the values between the products.
+      pow2_scales: whether FP8 scales are rounded up to powers of two.
       backend: "auto" takes the kernels on a GPU, XLA on CPU and TPU; "triton" (on Hopper), "pallas" (interpreted on a
         CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the one made of the ops' own plans.
@@ -82,12 +92,14 @@ def moe_mlp(
       [T, N] in out_dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, an unknown activation, save or backend.
+      ValueError: shapes that do not fit together, an unknown activation, save, recipe or backend; precision with a
+        recipe, pow2_scales without one.
       TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, a routing that is
         not a `Routing`; forward-mode differentiation (JAX's own error).
-      NotImplementedError: a precision algorithm that the kernels do not have.
+      NotImplementedError: a precision algorithm that the kernels do not have; with a recipe a GPU without FP8.
 
-    Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out" (checkpoint names).
+    Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out", with a recipe also "moe_mlp.rows",
+    "moe_mlp.w_gate", "moe_mlp.w_up", "moe_mlp.w_down" (checkpoint names).
 
     Source: the experts of Mixtral (Jiang et al. 2024, arXiv:2401.04088) over MegaBlocks' grouped products (Gale et al.
     2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).
@@ -111,15 +123,27 @@ def moe_mlp(
     offsets = routing.group_offsets.shape[0]
     check_size("len(routing.group_offsets)", offsets, "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
-    compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
-    precision, compute = resolve_precision(precision, compute)
     out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
-    device = device_of(x, w_gate, routing)
-    problem = Problem(T, k, E, D, F, w_down.shape[2], compute.name)
+    sizes, device = (T, k, E, D, F, w_down.shape[2]), device_of(x, w_gate, routing)
+    if check_flag("pow2_scales", pow2_scales) and recipe is None:
+        raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
+    if recipe is not None:
+        if precision is not None:
+            raise ValueError(f"precision is {precision!r}; it must be None: recipe={recipe!r} sets the precision.")
+        how = check_grouped_recipe(recipe)
+        compute = float_dtype("compute_dtype", x.dtype if compute_dtype is None else compute_dtype)
+        rows = tuned_rows("fp8_matmul", device, "permute")
+        plan = make_plan(Problem(*sizes, compute.name, recipe), device, rows, backend=backend, plan=plan)
+        if 0 in sizes:
+            return jnp.zeros((T, sizes[-1]), out)
+        spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, x.dtype, w_gate.dtype)
+        return fp8.mlp_fp8(spec, *vary_together(x, (w_gate, w_up, w_down), routing))
+    compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
+    precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
-    plan = make_plan(problem, device, rows, backend=backend, plan=plan)
+    plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
     spec = Spec(plan, activation, save, precision, compute, out, x.dtype, w_gate.dtype)
     return _mlp(spec, *vary_together(x, (w_gate, w_up, w_down), routing))
 

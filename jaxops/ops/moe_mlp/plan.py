@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import BasePlan, Call, Planner
-from jaxops.ops import grouped_glu, grouped_matmul, permute
+from jaxops._lib.device import Device, runs_gluon
+from jaxops._lib.plans import ADA, AMPERE, BasePlan, Call, Planner
+from jaxops.ops import fp8_matmul, grouped_glu, grouped_matmul, permute
 
 TileOrder = grouped_glu.TileOrder
 _WIDEST_GATHERED = 2048  # F of an expert
@@ -16,21 +16,23 @@ class Plan(BasePlan):
     """Plans of the ops that `moe_mlp` is made of.
 
     With backend="triton" (Hopper) the backward through the down projection and the activation is one kernel; otherwise
-    it is a product, and a pass that XLA compiles.
+    it is a product, and a pass that XLA compiles. With an FP8 recipe all is products, casts, and passes that XLA
+    compiles.
 
     Attributes:
-      unit: plan of the gated unit, as of `jaxops.grouped_glu`.
-      down: plan of the down projection, as of `jaxops.grouped_matmul`.
+      unit: plan of the gated unit, as of `jaxops.grouped_glu`; with a recipe of its products, as of
+        `jaxops.fp8_grouped_matmul`.
+      down: plan of the down projection, as of `jaxops.grouped_matmul`, or of `jaxops.fp8_grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.
-      fused: order of the tiles of the "triton" backend's backward kernel.
-      gather: "triton" only, D a multiple of 64: the forward's first kernel gathers tokens' rows itself, instead of
-        reading a copy in the order of experts. H200, 2026-11-22: at qwen3_30b (F = 768) that costs it 2 to 4 %, and the
-        copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %.
+      fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe.
+      gather: "triton" only, not with a recipe, D a multiple of 64: the forward's first kernel gathers tokens' rows
+        itself, instead of reading a copy in the order of experts. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
+        it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %.
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
-    unit: grouped_glu.Plan | None = None
-    down: grouped_matmul.Plan | None = None
+    unit: grouped_glu.Plan | fp8_matmul.Plan | None = None
+    down: grouped_matmul.Plan | fp8_matmul.Plan | None = None
     rows: permute.Plan | None = None
     fused: TileOrder | None = None
     gather: bool | None = None
@@ -38,8 +40,8 @@ class Plan(BasePlan):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a plan depends on: T tokens [T, D] with k choices each, E experts' weights [E, D, F] and [E, F, N], and the
-    dtype of the products."""
+    """What a plan depends on: T tokens [T, D] with k choices each, E experts' weights [E, D, F] and [E, F, N], the
+    dtype of the products, and the FP8 recipe or None."""
 
     T: int
     k: int
@@ -48,6 +50,7 @@ class Problem:
     F: int
     N: int
     dtype: str
+    recipe: str | None = None
 
     @property
     def R(self) -> int:
@@ -61,14 +64,31 @@ class Problem:
     def down(self) -> grouped_matmul.Problem:
         return grouped_matmul.Problem(self.E, self.R, self.F, self.N, self.dtype)
 
+    @property
+    def fp8(self) -> tuple[fp8_matmul.Problem, fp8_matmul.Problem]:
+        """Of the unit's products and of the down projection."""
+        assert self.recipe is not None
+        sizes = ((self.D, self.F), (self.F, self.N))
+        unit, down = (fp8_matmul.Problem(self.R, K, N, self.recipe, self.dtype, self.E) for K, N in sizes)
+        return unit, down
+
 
 def _triton(problem: Problem, device: Device) -> bool:
+    if problem.recipe is not None:
+        return runs_gluon(device)
     products = (("fwd", problem.unit.product), ("dgrad", problem.down))
     return all(grouped_matmul.takes_triton(name, product, device) for name, product in products)
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p, plan, triton = call.problem, call.plan, call.backend == "triton"
+    copies = permute.Problem(p.T, p.D, p.k, p.dtype), plan.rows, "pallas" if triton else call.backend
+    if p.recipe is not None:
+        if plan.fused is not None or plan.gather:
+            raise ValueError(f"recipe={p.recipe!r} has no kernels for the plan's fused and gather: leave them out.")
+        parts = zip(("unit", "down"), p.fp8, (plan.unit, plan.down), strict=True)
+        products = {name: call.part(fp8_matmul.make_plan, *part) for name, *part in parts}
+        return products | {"rows": call.part(permute.make_plan, *copies)}
     fused = gather = None
     if triton:
         for product in (p.unit.product, p.down):
@@ -78,14 +98,15 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         if gather and p.D % 64:
             raise NotImplementedError(f"rows are gathered 64 columns at a time, and x has D = {p.D}: leave out gather.")
         fused = plan.fused or TileOrder(4 if p.R < 1024 * p.E else 8, dynamic=short)
-    rows = permute.Problem(p.T, p.D, p.k, p.dtype)
     return {
         "unit": call.part(grouped_glu.make_plan, p.unit, plan.unit),
         "down": call.part(grouped_matmul.make_plan, p.down, plan.down),
-        "rows": call.part(permute.make_plan, rows, plan.rows, "pallas" if triton else call.backend),
+        "rows": call.part(permute.make_plan, *copies),
         "fused": fused,
         "gather": gather,
     }
 
 
-make_plan = Planner(Plan, triton=_triton, others=_others).make_plan
+make_plan = Planner(
+    Plan, needs=lambda problem: ADA if problem.recipe else AMPERE, triton=_triton, others=_others
+).make_plan

@@ -1,0 +1,183 @@
+"""The experts in FP8 beside the same ops one after another in jnp, with the same casts, and beside float32."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxops
+from jaxops._lib.activations import activate
+from jaxops.ops import fp8_matmul, moe_mlp, permute
+from jaxops.ops.moe_mlp.xla import weights_of_rows
+from tests.compare import assert_close
+from tests.ops.moe_mlp.cases import NAMES, SHARD, Variant, check_zeros, clean, make_case, want_of
+from tests.ops.permute.cases import TILE
+
+RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.delayed]
+WIDE = Variant(T=40, D=136, F=150, N=72, k=2, E=4)
+TILES = fp8_matmul.Tiles("pallas", 16, 16)
+PALLAS = moe_mlp.Plan(
+    "pallas", *(2 * [fp8_matmul.Plan("pallas", "before", *(3 * [TILES]))]), permute.Plan("pallas", *(3 * [TILE]))
+)
+# What is interpreted: the kernels of one recipe of each scaling.
+RUNS = [*((recipe, "xla") for recipe in RECIPES), ("blockwise", "interpret"), ("rowwise_with_gw_hp", "interpret")]
+RUNS += [pytest.param(recipe, "gpu", marks=pytest.mark.gpu) for recipe in RECIPES]
+
+
+def plan_of(run: str) -> moe_mlp.Plan | None:
+    return {"xla": moe_mlp.Plan("xla"), "interpret": PALLAS}.get(run)
+
+
+@functools.cache
+def compiled(variant: Variant, recipe: str, run: str, **options):
+    """As cases.compiled."""
+
+    def everything(case: dict) -> dict:
+        routing = case["routing"]
+
+        def mlp(x, weights, *experts):
+            how = {"activation": variant.activation, "save": variant.save, "out_dtype": variant.out_dtype}
+            how |= {"recipe": recipe, "plan": plan_of(run)} | options
+            return jaxops.moe_mlp(x, *experts, dataclasses.replace(routing, weights=weights), **how)
+
+        operands = [case[name] for name in ("x", "w_gate", "w_up", "w_down")]
+        out, vjp = jax.vjp(mlp, operands[0], routing.weights, *operands[1:])
+        return dict(zip(NAMES, (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
+
+    return jax.jit(everything)
+
+
+def one_after_another(case: dict, variant: Variant, recipe: str) -> dict:
+    """Written out: every product on its own, with the casts of `jaxops.quantize`, and JAX's gradient of the rest."""
+    routing, how = case["routing"], {"recipe": recipe, "backend": "xla"}
+    offsets, weights = routing.group_offsets, weights_of_rows(routing)
+    multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, **how)
+    rows = jaxops.permute(case["x"], routing)
+
+    def unit(gate, up):
+        wide = activate(gate.astype(jnp.float32), variant.activation) * up.astype(jnp.float32)
+        return wide.astype(gate.dtype)
+
+    gate, rows_to_gate = jax.vjp(multiply, rows, case["w_gate"])
+    up, rows_to_up = jax.vjp(multiply, rows, case["w_up"])
+    h, unit_bwd = jax.vjp(unit, gate, up)
+    y, h_to_y = jax.vjp(multiply, h, case["w_down"])
+    out = jaxops.combine(y, routing, out_dtype=variant.out_dtype)
+    dy = jaxops.permute(case["dout"].astype(gate.dtype), routing)  # before the router's weights
+    dh, _ = h_to_y(dy)
+    dots = jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), axis=1)
+    _, down_wgrad = jax.vjp(multiply, (weights[:, None] * h.astype(jnp.float32)).astype(h.dtype), case["w_down"])
+    dgate, dup = unit_bwd((weights[:, None] * dh.astype(jnp.float32)).astype(h.dtype))
+    (rows_gate, dw_gate), (rows_up, dw_up) = rows_to_gate(dgate), rows_to_up(dup)
+    _, to_x = jax.vjp(lambda x: jaxops.permute(x, routing), case["x"])
+    (dx,) = to_x(rows_gate + rows_up)
+    position = routing.row_positions
+    kept = (position >= offsets[0]) & (position < offsets[-1])
+    dweights = jnp.where(kept, dots[jnp.clip(position, 0, len(dots) - 1)], 0)
+    return dict(zip(NAMES, (out, dx, dweights, dw_gate, dw_up, down_wgrad(dy)[1]), strict=True))
+
+
+@pytest.mark.parametrize(("recipe", "run"), RUNS)
+def test_values(recipe, run):
+    """Experts without rows, dropped choices, rows outside the groups, NaN in tokens without a row. The products differ
+    from those one by one by the order of sums, which may move a value to the next FP8 number."""
+    case = make_case(SHARD)
+    got = compiled(SHARD, recipe, run)(case)
+    check_zeros(got, case["routing"])
+    want = jax.jit(functools.partial(one_after_another, variant=SHARD, recipe=recipe))(clean(case))
+    for name in NAMES:
+        assert got[name].dtype == want[name].dtype, name
+        error = np.asarray(got[name], np.float64) - np.asarray(want[name], np.float64)
+        size = np.sqrt(np.mean(np.asarray(want[name], np.float64) ** 2))
+        assert np.sqrt(np.mean(error**2)) < 2e-3 * size, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_beside_float32(recipe):
+    """Within the error of FP8 with blocks of several groups and sums of several blocks."""
+    case = make_case(WIDE)
+    got, want = compiled(WIDE, recipe, "xla")(case), want_of(case, WIDE)
+    for name in NAMES:
+        error = np.asarray(got[name], np.float64) - np.asarray(want[name], np.float64)
+        relative = np.sqrt(np.mean(error**2) / np.mean(np.asarray(want[name], np.float64) ** 2))
+        assert 0.005 < relative < 0.12, (name, relative)  # in float32 it would be 1e-6
+
+
+def test_mixed_dtypes_and_what_is_saved():
+    """bfloat16 tokens, float32 experts. What is recomputed has the same bits as what was kept."""
+    variant = dataclasses.replace(SHARD, dtype="bfloat16", out_dtype="float32")
+    case = make_case(variant)
+    case |= {name: case[name].astype(jnp.float32) for name in ("w_gate", "w_up", "w_down")}
+    kept = compiled(variant, "blockwise", "xla")(case)
+    assert [kept[name].dtype.name for name in NAMES] == ["float32", "bfloat16", *(4 * ["float32"])]
+    again = compiled(dataclasses.replace(variant, save="nothing"), "blockwise", "xla")(case)
+    jax.tree.map(np.testing.assert_array_equal, kept, again)
+
+
+@pytest.mark.parametrize(("save", "casts"), [("preactivations", 5), ("nothing", 5)])
+def test_each_tensor_is_cast_once(save, casts):
+    """Without a gradient the rows, h and three weights, in one layout each; with one also the cotangents."""
+    case = clean(make_case(SHARD))
+    how = functools.partial(
+        jaxops.moe_mlp, case["x"], recipe="blockwise", save=save, backend="xla", routing=case["routing"]
+    )
+    forward = lambda *experts: how(*experts)
+    experts = [case[name] for name in ("w_gate", "w_up", "w_down")]
+    saved = jax.eval_shape(lambda *experts: jax.vjp(forward, *experts)[1], *experts)
+    in_fp8 = [leaf for leaf in jax.tree.leaves(saved) if leaf.dtype == jnp.float8_e4m3fn]
+    assert len(in_fp8) == (4 if save == "preactivations" else 0)  # rows and three weights
+    text = jax.jit(forward).lower(*experts).as_text()
+    assert (
+        len([line for line in text.splitlines() if "stablehlo.convert" in line and line.rstrip().endswith("f8E4M3FN>")])
+        == casts
+    )
+
+
+def test_empty():
+    for sizes in ({"T": 0}, {"D": 0}, {"F": 0}, {"N": 0}):
+        case = clean(make_case(dataclasses.replace(SHARD, **sizes, capacity=None)))
+        got = compiled(dataclasses.replace(SHARD, **sizes), "rowwise", "xla")(case)
+        assert not any(np.asarray(x, np.float32).any() for x in jax.tree.leaves(got))
+
+
+def test_wrong_arguments():
+    case = clean(make_case(SHARD))
+    call = functools.partial(jaxops.moe_mlp, *(case[name] for name in ("x", "w_gate", "w_up", "w_down", "routing")))
+    with pytest.raises(ValueError, match=r"recipe='delayed': write 'tensorwise', "):
+        call(recipe="delayed")
+    with pytest.raises(ValueError, match="precision is 'highest'; it must be None: recipe='blockwise' sets"):
+        call(recipe="blockwise", precision="highest")
+    with pytest.raises(ValueError, match="pow2_scales=True needs an FP8 recipe"):
+        call(pow2_scales=True)
+    with pytest.raises(ValueError, match="recipe='rowwise' has no kernels for the plan's fused and gather"):
+        call(recipe="rowwise", plan=moe_mlp.Plan("xla", gather=True))
+    with pytest.raises(TypeError, match=r"plan is a jaxops\.ops\.grouped_matmul\.Plan"):
+        call(recipe="rowwise", plan=moe_mlp.Plan("xla", down=jaxops.ops.grouped_matmul.Plan("xla")))
+
+
+def test_in_one_program():
+    """Under scan, checkpoint and vmap: the same as alone."""
+    case = clean(make_case(SHARD))
+    x, experts = case["x"], [case[name] for name in ("w_gate", "w_up", "w_down")]
+
+    def loss(x, *experts):
+        return jnp.sum(jnp.sin(jaxops.moe_mlp(x, *experts, case["routing"], recipe="rowwise", backend="xla")))
+
+    want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(x, *experts)
+
+    def looped(x, *experts):
+        return lax.scan(lambda sum, x: (sum + jax.checkpoint(loss)(x, *experts), None), 0.0, x)[0]
+
+    def batched(x, *experts):
+        return jnp.sum(jax.vmap(lambda x: loss(x, *experts))(x))
+
+    for twice in (looped, batched):
+        got = jax.jit(jax.value_and_grad(twice, argnums=(0, 1, 2, 3)))(jnp.stack([x, x]), *experts)
+        assert_close(got[0], 2 * want[0], "float32", scale=5)
+        assert_close(got[1][0][1], want[1][0], "float32", scale=5)
+        for g, w in zip(got[1][1:], want[1][1:], strict=True):
+            assert_close(g, 2 * w, "float32", scale=5)

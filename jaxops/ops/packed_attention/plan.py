@@ -154,18 +154,25 @@ def _can_band(problem: Problem) -> bool:
     return problem.longest is not None and not problem.cross
 
 
+_WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
+
+
 def _auto(problem: Problem, device: Device) -> str:
     if not _cudnn_cannot(problem, device):
         return "cudnn"
     # The kernels have not been timed: only for masks that cuDNN has not, without a `longest` that bounds the blocks.
-    kernels = (problem.mask == "rows" or problem.cross) and problem.longest is None
-    return "pallas" if kernels and device.has(AMPERE) else "xla"
+    unlike = (problem.mask == "rows" or problem.cross) and problem.longest is None
+    return "pallas" if unlike and device.has(AMPERE) and problem.head_dim <= _WIDEST else "xla"
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     problem, way = call.problem, call.plan.way
     if call.backend == "cudnn" and (why := _cudnn_cannot(problem, call.device)):
         raise NotImplementedError(f"backend='cudnn' cannot run this: {why}. Use backend='auto' or 'xla'.")
+    if call.backend == "pallas" and problem.head_dim > _WIDEST:
+        raise NotImplementedError(
+            f"the kernels have a head_dim of at most {_WIDEST}, not {problem.head_dim}. Use 'xla'."
+        )
     if way == "banded" and not _can_band(problem):
         needed = "longest, the rows of the longest sequence" if not problem.cross else "queries and keys in one packing"
         raise ValueError(f"Plan.way='banded' needs {needed}. Pass it, or take way='blocks'.")

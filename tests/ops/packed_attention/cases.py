@@ -47,16 +47,16 @@ def cudnn_stand_in() -> types.SimpleNamespace:
         rows, width, heads, dim = q.shape
         assert (qkv_layout, q_offsets.shape) == ("BTNH", (rows, q_seqlen.shape[1] + 1))
         assert q_seqlen.dtype == q_offsets.dtype == jnp.int32
-        at = jnp.arange(rows * width)
+        at = jnp.arange(rows * width)[None, None, :]
         start = jnp.arange(rows)[:, None] * width + q_offsets[:, :-1]
         inside = (start[..., None] <= at) & (at < (start + q_seqlen)[..., None]) & (q_seqlen > 0)[..., None]
         of = inside.reshape(-1, rows * width)
         mask = jnp.any(of[:, :, None] & of[:, None, :], axis=0)
         if mask_type == "causal":
-            mask &= at[:, None] >= at[None, :]
+            mask &= at[0, 0, :, None] >= at[0, 0, None, :]
         q, k, v = (x.reshape(rows * width, -1, dim).astype(jnp.float32) for x in (q, k, v))
         k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
-        scores = jnp.where(mask, scale * jnp.einsum("tnh,snh->nts", q, k), -1e30)
+        scores = jnp.where(mask[None], scale * jnp.einsum("tnh,snh->nts", q, k), -1e30)
         out = jnp.einsum("nts,snh->tnh", jax.nn.softmax(scores, axis=-1), v)
         return out.reshape(rows, width, heads, dim).astype(jnp.bfloat16)
 

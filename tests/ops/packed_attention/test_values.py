@@ -163,9 +163,9 @@ def test_bad_offsets_stay_in_bounds(way, bad):
     q, k, v, dout = arrays(0)
     bad = np.array(bad, np.int32)
     first, end, inside = visible_rows(bad, None, None, T=T, S=T, causal=True, window=None)
-    assert (0 <= np.asarray(first)).all()
+    assert (np.asarray(first) >= 0).all()
     assert (np.asarray(end) <= T).all()
-    assert ((0 <= np.asarray(inside)) & (np.asarray(inside) <= T)).all()
+    assert ((np.asarray(inside) >= 0) & (np.asarray(inside) <= T)).all()
     found = with_gradients(
         lambda *x: jaxops.packed_attention(*x, bad, causal=True, plan=PLANS[way], **EXACT), q, k, v, dout
     )
@@ -211,7 +211,7 @@ def test_large_scores_do_not_overflow():
     for plan in PLANS.values():
         call = lambda *x, plan=plan: jaxops.packed_attention(*x, offsets, scale=100.0, longest=20, plan=plan, **EXACT)
         for got, wanted in zip(with_gradients(call, q, k, v, dout), want, strict=True):
-            assert_close(got, wanted, "float32", scale=20)
+            assert_close(got, wanted, "float32", scale=200)
 
 
 @pytest.mark.gpu

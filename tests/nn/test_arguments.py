@@ -15,6 +15,7 @@ from jaxops.nn import (
     Fp8Linear,
     GroupedLinear,
     MoE,
+    PackedAttention,
     Router,
 )
 from jaxops.nn.arguments import make_part
@@ -32,6 +33,7 @@ LAYERS = {
     "AdaLayerNorm": (AdaLayerNorm, {"num_features": 8, "cond_features": 4}),
     "AdaRMSNorm": (AdaRMSNorm, {"num_features": 8, "cond_features": 4}),
     "AdaLNZeroBlock": (AdaLNZeroBlock, {"num_features": 8, "cond_features": 4, "mixer": mixer, "mlp": jnp.tanh}),
+    "PackedAttention": (PackedAttention, {"num_heads": 4, "in_features": 8}),
     "Router": (Router, {"in_features": 8, "num_experts": 4, "k": 2}),
     "MoE": (
         MoE,

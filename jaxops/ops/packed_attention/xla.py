@@ -10,7 +10,7 @@ from jax import lax
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Way
 
-_LOW = -1e30  # instead of a score that is masked: finite, so that a row without keys is no NaN
+_LOW = -1e30  # instead of a score that is masked: finite, so that a row without keys and its gradients are no NaN
 
 
 class Rows(NamedTuple):
@@ -96,7 +96,7 @@ def _step(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array |
     scores, mask = _scores(spec, rows, k, start)
     top = jnp.max(jnp.where(mask, scores, _LOW), axis=3)
     top = top if carry is None else jnp.maximum(top, carry[0])
-    p = jnp.where(mask, jnp.exp(scores - top[..., None]), 0)
+    p = jnp.exp(jnp.where(mask, scores - top[..., None], _LOW))
     total, mixed = jnp.sum(p, axis=3), _products(spec, "kgts,skh->kgth", p.astype(v.dtype), v)
     if carry is not None:
         before = jnp.exp(carry[0] - top)
@@ -124,7 +124,7 @@ def _gradients(
     assert dout is not None
     assert lse is not None
     scores, mask = _scores(spec, rows, k, start)
-    p = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0)
+    p = jnp.exp(jnp.where(mask, scores - lse[..., None], _LOW))
     along = jnp.einsum("tkgh,tkgh->kgt", out.astype(jnp.float32), dout.astype(jnp.float32))
     ds = (spec.scale * p * (_products(spec, "tkgh,skh->kgts", dout, v) - along[..., None])).astype(k.dtype)
     return (

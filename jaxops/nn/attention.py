@@ -132,9 +132,8 @@ class PackedAttention(nnx.Module):
         limits: dict[str, Any] = {"longest": self.longest, "crowd": self.crowd, "scale": self.scale}
         how: dict[str, Any] = {"causal": self.causal, "backend": self.backend, "plan": self.plan}
         mixed = packed_attention(q, k, v, sequence_offsets, **masks, **limits, **how)
-        return _inside(
-            self.out(mixed.reshape(x.shape[0], self.num_heads * self.head_dim)), sequence_offsets
-        )  # a bias is nothing outside
+        y = self.out(mixed.reshape(x.shape[0], self.num_heads * self.head_dim))
+        return _inside(y, sequence_offsets)  # where a bias would stand
 
 
 class PackedMask(NamedTuple):

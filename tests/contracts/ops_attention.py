@@ -12,7 +12,8 @@ NAMES = ("queries", "keys", "values")
 
 
 def attention_plan(run: str) -> Plan:
-    return Plan("xla", way="blocks", block=8) if run == "xla" else Plan("pallas", None, None, *[Tiles(16, 16)] * 3)
+    tiles = Tiles(16, 16)
+    return Plan("xla", way="blocks", block=8) if run == "xla" else Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles)
 
 
 def attention_shapes(d: Dims) -> Arguments:
@@ -47,7 +48,7 @@ def attention_outside(a: Arguments) -> tuple[Arguments, list]:
 
 ATTENTION_OPS = [
     Op(
-        "packed_attention", attention(jaxops.packed_attention), attention_shapes,
+        "packed_attention", attention(lambda *a, **how: jaxops.packed_attention(*a, **how)), attention_shapes,
         {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "B": 4}, ways_of(attention_plan, **EXACT),
         attention(packed_attention_reference), wrt=NAMES, local=(*NAMES, "until", "offsets", "kv_offsets"),
         integers=attention_integers, outside=attention_outside, module=packed_attention,

@@ -1,7 +1,8 @@
 """`PackedAttention`, and packed attention for `flax.nnx.MultiHeadAttention`."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ class PackedAttention(nnx.Module):
 
     Attributes:
       query, key, value, out: the linear layers: in_features to num_heads * head_dim, in_kv_features to num_kv_heads *
-        head_dim (twice), num_heads * head_dim to out_features.
+        head_dim (twice), num_heads * head_dim to in_features.
 
     Args:
       num_heads: heads of the queries.
@@ -35,8 +36,7 @@ class PackedAttention(nnx.Module):
       num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads queries; num_heads by default.
       head_dim: columns of a head; in_features / num_heads by default.
       in_kv_features: columns of kv, for cross attention; in_features by default.
-      out_features: columns of the result; in_features by default.
-      causal, window, scale, longest, crowd: as in `jaxops.packed_attention`.
+      causal, window, longest, crowd: as in `jaxops.packed_attention`.
       dtype: of products, attention and result; from x and the parameters by default.
       param_dtype: dtype of the parameters.
       linear: makes the layers, called as `flax.nnx.Linear`: `functools.partial(nnx.Linear, use_bias=False)`,
@@ -56,10 +56,8 @@ class PackedAttention(nnx.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         in_kv_features: int | None = None,
-        out_features: int | None = None,
         causal: bool = False,
         window: int | None = None,
-        scale: float | None = None,
         longest: int | None = None,
         crowd: int | None = None,
         dtype: Dtype | None = None,
@@ -77,19 +75,18 @@ class PackedAttention(nnx.Module):
             raise ValueError(f"in_features={in_features} is no multiple of num_heads={num_heads}: pass head_dim.")
         head_dim = in_features // num_heads if head_dim is None else head_dim
         in_kv_features = in_features if in_kv_features is None else in_kv_features
-        out_features = in_features if out_features is None else out_features
-        check_sizes(head_dim=head_dim, in_kv_features=in_kv_features, out_features=out_features)
+        check_sizes(head_dim=head_dim, in_kv_features=in_kv_features)
         check_backend(backend, "cudnn", "pallas")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.in_features, self.in_kv_features, self.out_features = in_features, in_kv_features, out_features
+        self.in_features, self.in_kv_features = in_features, in_kv_features
         self.dtype, self.param_dtype = dtype, param_dtype
-        self.causal, self.window, self.scale, self.longest, self.crowd = causal, window, scale, longest, crowd
+        self.causal, self.window, self.longest, self.crowd = causal, window, longest, crowd
         self.backend, self.plan = backend, plan
         how = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.query = linear(in_features, num_heads * head_dim, **how)
         self.key = linear(in_kv_features, num_kv_heads * head_dim, **how)
         self.value = linear(in_kv_features, num_kv_heads * head_dim, **how)
-        self.out = linear(num_heads * head_dim, out_features, **how)
+        self.out = linear(num_heads * head_dim, in_features, **how)
 
     def __call__(
         self,
@@ -112,7 +109,7 @@ class PackedAttention(nnx.Module):
             their place: rotary positions, norms.
 
         Returns:
-          [T, out_features] in dtype. Rows outside all sequences are zero, and what they hold affects nothing.
+          [T, in_features] in dtype. Rows outside all sequences are zero, and what they hold affects nothing.
 
         Raises:
           ValueError, TypeError: as `jaxops.packed_attention`; x or kv of another shape, one of kv and kv_offsets alone.
@@ -129,19 +126,29 @@ class PackedAttention(nnx.Module):
         if qk_transform is not None:
             q, k = qk_transform(q, k)
         masks: dict[str, Any] = {"kv_offsets": kv_offsets, "visible_until": visible_until, "window": self.window}
-        limits: dict[str, Any] = {"longest": self.longest, "crowd": self.crowd, "scale": self.scale}
+        limits: dict[str, Any] = {"longest": self.longest, "crowd": self.crowd}
         how: dict[str, Any] = {"causal": self.causal, "backend": self.backend, "plan": self.plan}
         mixed = packed_attention(q, k, v, sequence_offsets, **masks, **limits, **how)
         y = self.out(mixed.reshape(x.shape[0], self.num_heads * self.head_dim))
         return _inside(y, sequence_offsets)  # where a bias would stand
 
 
-class PackedMask(NamedTuple):
-    """Who sees whom, where `flax.nnx.MultiHeadAttention` takes a mask; as in `jaxops.packed_attention`."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedMask:
+    """Which rows see each other, where `flax.nnx.MultiHeadAttention` takes a mask.
+
+    Attributes:
+      sequence_offsets, kv_offsets: [B + 1] int32, as in `jaxops.packed_attention`.
+      visible_until: [T] int32, as there.
+    """
 
     sequence_offsets: jax.Array
     kv_offsets: jax.Array | None = None
     visible_until: jax.Array | None = None
+
+
+_OF_DROPOUT = ("dropout_rate", "broadcast_dropout", "deterministic")
 
 
 def packed_attention_fn(
@@ -151,12 +158,9 @@ def packed_attention_fn(
     *,
     mask: jax.Array | PackedMask | None = None,
     is_causal: bool = False,
-    dropout_rate: float = 0.0,
-    deterministic: bool = True,
+    dropout_rng: Any = None,
     dtype: Dtype | None = None,
     module: nnx.Module | None = None,
-    dropout_rng: Any = None,
-    broadcast_dropout: bool = True,
     **how: Any,
 ) -> jax.Array:
     """`jaxops.packed_attention` as the `attention_fn` of `flax.nnx.MultiHeadAttention`.
@@ -179,8 +183,9 @@ def packed_attention_fn(
       mask: sequence_offsets, int32 [B + 1], or a `PackedMask`.
       is_causal: `causal` of the op.
       dtype: the operands are cast to it.
-      how: window, scale, longest, crowd, precision, backend and plan of the op.
-      dropout_rate, deterministic, module, dropout_rng, broadcast_dropout: of the layer; no dropout, no sown weights.
+      dropout_rng, module: what the layer passes for dropout and for sown weights, which must both be None.
+      how: window, scale, longest, crowd, precision, backend and plan of the op; the layer's other options of dropout
+        have no effect.
 
     Returns:
       [T, heads, head_dim]. The layer's rows outside all sequences are its bias.
@@ -194,8 +199,8 @@ def packed_attention_fn(
         raise ValueError(f"query has shape {tuple(query.shape)}; it must be [T, heads, head_dim]: {hint}")
     if mask is None:
         raise ValueError("mask is None; pass mask=sequence_offsets, int32 [B + 1], or a PackedMask.")
-    if dropout_rate and not deterministic:
-        raise NotImplementedError(f"dropout_rate={dropout_rate}: attention over packed sequences has no dropout.")
+    if dropout_rng is not None:
+        raise NotImplementedError("dropout_rng: packed attention has no dropout; make the layer with dropout_rate=0.")
     if module is not None:
         raise NotImplementedError("sow_weights=True: the weights of all pairs never are in memory.")
     if not isinstance(mask, PackedMask):
@@ -203,10 +208,9 @@ def packed_attention_fn(
             raise ValueError(f"mask has shape {tuple(mask.shape)}; pass sequence_offsets, int32 [B + 1].")
         mask = PackedMask(mask)
     q, k, v = (x if dtype is None else x.astype(dtype) for x in (query, key, value))
-    offsets, kv_offsets, visible_until = mask
-    return packed_attention(
-        q, k, v, offsets, kv_offsets=kv_offsets, visible_until=visible_until, causal=is_causal, **how
-    )
+    masks: dict[str, Any] = {"kv_offsets": mask.kv_offsets, "visible_until": mask.visible_until, "causal": is_causal}
+    how = {name: value for name, value in how.items() if name not in _OF_DROPOUT}
+    return packed_attention(q, k, v, mask.sequence_offsets, **masks, **how)
 
 
 def _inside(x: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ models/hf.py reads and writes their checkpoints.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ def within_documents(starts: jax.Array, max_documents: int, backend: str) -> Att
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        limits = {"longest": starts.shape[1], "crowd": max_documents}
+        limits: dict[str, Any] = {"longest": starts.shape[1], "crowd": max_documents}
         out = jaxops.packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, backend=backend, **limits)
         return jnp.where(all_there, out.reshape(q.shape), jnp.nan), None
 

@@ -118,7 +118,7 @@ def packed_attention(
     (T, N, H), (S, K, _) = q.shape, k.shape
     if visible_until is not None:
         _check_visible_until(visible_until, T, causal)
-    scale = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
+    factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else check_integer("window", window, 0)
     longest = None if longest is None else check_integer("longest", longest, 1)
     crowd = None if crowd is None else check_integer("crowd", crowd, 1)
@@ -136,10 +136,10 @@ def packed_attention(
     limits = {"T": T, "S": S, "causal": causal, "window": window}
     arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits))
     if plan.backend == "cudnn":
-        how = {"causal": causal, "scale": scale, "longest": min(longest or T, T), "crowd": crowd or B}
+        how = {"causal": causal, "scale": factor, "longest": min(longest or T, T), "crowd": crowd or B}
         return _cudnn(arrays, sequence_offsets, **how)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
-    spec = Spec(scale, precision, longest, pairs)
+    spec = Spec(factor, precision, longest, pairs)
     out = _call(spec, plan, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
     return out.astype(q.dtype)
 

@@ -142,7 +142,9 @@ def _in_blocks(x: jax.Array, axis: int, rows: int) -> jax.Array:
 
 
 def _blocks_of(rows: Rows, size: int) -> Rows:
-    return Rows(*(None if x is None else _in_blocks(x, x.ndim - 1 if i == 5 else 0, size) for i, x in enumerate(rows)))
+    last = {"lse": 2}  # the axis of rows, elsewhere the first one
+    of = {name: _in_blocks(x, last.get(name, 0), size) for name, x in rows._asdict().items() if x is not None}
+    return Rows(**of)
 
 
 def _steps(rows: Rows, block: int) -> tuple[jax.Array, jax.Array]:
@@ -200,7 +202,8 @@ def _band(rows: Rows, k: jax.Array, v: jax.Array, longest: int) -> tuple[Rows, j
     blocks = _blocks_of(rows, longest)
     start = longest * (jnp.arange(blocks.q.shape[0], dtype=jnp.int32) - 1)[:, None]
     first, end = (jnp.clip(x - start, 0, 3 * longest) for x in (blocks.first, blocks.end))
-    return blocks._replace(first=first, end=end), *(_neighbours(_in_blocks(x, 0, longest)) for x in (k, v))
+    k, v = (_neighbours(_in_blocks(x, 0, longest)) for x in (k, v))
+    return blocks._replace(first=first, end=end), k, v
 
 
 def _neighbours(blocks: jax.Array) -> jax.Array:

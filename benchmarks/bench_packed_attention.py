@@ -1,63 +1,120 @@
-"""Attention within packed sequences: the ways that JAX offers (jaxops has none), so that a model can choose.
+"""Attention within packed sequences: every way of `jaxops.packed_attention`, those that JAX has, and torch's flash
+attention.
 
 python -m benchmarks.bench_packed_attention                        # everything
 python -m benchmarks.bench_packed_attention --smoke --out /tmp/x   # a tiny shape; on a CPU without cuDNN's ways
 """
 
+import dataclasses
 import functools
-import os
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 import typer
 
 from benchmarks import checks, harness, peers_attention, shapes
 from benchmarks.packing import Sequences
+from benchmarks.peers_torch import TorchProcess
 from benchmarks.shapes import AttentionShape
 
-DTYPE = jnp.bfloat16
-SMOKE = AttentionShape("smoke", 128, 2, 16, 4)
+DTYPE, LIMITS = jnp.bfloat16, "bfloat16 attention"
+SMOKE = AttentionShape("smoke", 128, 4, 16, 2, 4)
+OWN = "jaxops"
 
 
-def measure_case(run: harness.Run, shape: AttentionShape, dist: str, passes: list[str]) -> None:
+@dataclasses.dataclass(kw_only=True)
+class Run(harness.Run):
+    torch: TorchProcess | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape with lengths and a mask."""
+
+    shape: AttentionShape
+    dist: str
+    mask: str
+
+    @property
+    def offsets(self):
+        return shapes.group_offsets(shapes.sequence_lengths(self.dist, self.shape.B, self.shape.T))
+
+
+def ready_jax(name: str, pass_name: str, args: tuple, want: dict[str, jax.Array]) -> harness.Ready:
+    check = lambda results: checks.demand_right(*checks.attention_errors(results, want), LIMITS)
+    program = peers_attention.PASSES[pass_name](peers_attention.SIDES[name])
+    return harness.checked(name, harness.compile_fits(program, *args), args, check)
+
+
+def ready_torch(torch: TorchProcess, case: Case, pass_name: str) -> harness.Ready:
+    request = {"op": "packed_attention", "pass": pass_name, "dist": case.dist, "mask": case.mask}
+    request |= {"sequences": case.shape.B, "limits": checks.LIMITS[LIMITS], **case.shape.dims}
+    answer = torch.ask(do="prepare", **request)
+    for refusal in answer["refusals"]:
+        print(f"  {peers_attention.TORCH} at {case.shape.name}: refused: {refusal}", flush=True)
+    return harness.torch_ready(peers_attention.TORCH, torch, answer)
+
+
+def measure_case(run: Run, case: Case, passes: list[str]) -> None:
     """Checks, times and writes every way that works."""
-    offsets = shapes.group_offsets(shapes.sequence_lengths(dist, shape.B, shape.T))
-    qkv_dout = [harness.normal(seed, (shape.T, shape.N, shape.H), DTYPE) for seed in range(4)]
-    sequences = Sequences.of(offsets)
+    shape, offsets = case.shape, case.offsets
+    heads = (shape.N, shape.K, shape.K, shape.N)
+    qkv_dout = [harness.normal(seed, (shape.T, n, shape.H), DTYPE) for seed, n in enumerate(heads)]
+    sequences = Sequences.of(offsets, case.mask)
     args = (*qkv_dout, sequences)
     want = checks.attention_reference(*qkv_dout, sequences)
-    check = lambda results: checks.demand_right(*checks.attention_errors(results, want), "bfloat16 attention")
-
     for pass_name in passes:
-
-        def ready_side(name: str, pass_name: str = pass_name) -> harness.Ready:
-            program = peers_attention.PASSES[pass_name](peers_attention.SIDES[name])
-            return harness.checked(name, harness.compile_fits(program, *args), args, check)
-
-        row = harness.case_of("packed_attention", pass_name, shape, DTYPE, dist)
+        row = harness.case_of("packed_attention", pass_name, shape, DTYPE, case.dist)
         row["shape"] |= {"B": len(offsets) - 1}
-        makers = {name: functools.partial(ready_side, name) for name in run.peers}
-        flops, label = shape.flops(pass_name, np.diff(offsets)), f"{shape.name} {dist} {pass_name}"
-        run.measure("", label, row, makers, "tflops", flops, longest=sequences.longest)
+        makers = run.sides(OWN, ready_jax, pass_name, args, want)
+        if run.torch is not None:
+            makers[peers_attention.TORCH] = functools.partial(ready_torch, run.torch, case, pass_name)
+        flops = shape.flops(pass_name, shapes.visible_pairs(case.mask, offsets))
+        label = f"{shape.name} {case.dist} {case.mask} {pass_name}"
+        run.measure(OWN, label, row, makers, "tflops", flops, longest=sequences.longest, mask=case.mask)
+
+
+def start_torch() -> TorchProcess | None:
+    """None, with the reason printed once, on a machine without torch or without any of its flash attentions."""
+    torch = TorchProcess(root=str(harness.ROOT))
+    try:
+        ready_torch(torch, Case(SMOKE, "unequal", "whole"), "fwd")
+    except RuntimeError as error:
+        harness.print_left_out(peers_attention.TORCH, error)
+        torch.close()
+        return None
+    return torch
 
 
 def main(
     shape_names: str = harness.shapes_option(shapes.ATTENTION),
-    dists: str = typer.Option("unequal", help=f"Of {', '.join(shapes.PACKED_DISTS)}."),
+    dists: str = typer.Option("unequal,single", help=f"Of {', '.join(shapes.PACKED_DISTS)}."),
+    masks: str = typer.Option(",".join(shapes.ATTENTION_MASKS)),
     passes: str = typer.Option(",".join(peers_attention.PASSES)),
-    ways: str = typer.Option(",".join(peers_attention.SIDES)),
+    ways: str = typer.Option(
+        ",".join([*peers_attention.SIDES, peers_attention.TORCH]), help=f"What {OWN} is measured beside."
+    ),
     out: str = harness.OUT,
     rounds: int = typer.Option(3),
     smoke: bool = harness.SMOKE,
 ) -> None:
-    """Appends to <out>/packed_attention.jsonl. TFLOP/s count the pairs within sequences only."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # a masked T * T of 24 heads in float32 is 26 GB
+    """Appends to <out>/packed_attention.jsonl; exits with 1 if jaxops itself failed somewhere. TFLOP/s count the pairs
+    that see each other only. One sequence of all rows is measured up to 16,384 rows."""
+    harness.leave_room_for_torch()
     file = harness.begin("packed_attention", out, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=None, peers=ways.split(","))
-    for shape in [SMOKE] if smoke else [shapes.ATTENTION[name] for name in shape_names.split(",")]:
-        for dist in dists.split(","):
-            measure_case(run, shape, dist, passes.split(","))
+    sides = [name for name in harness.names(ways) if name != OWN]
+    torch = start_torch() if peers_attention.TORCH in sides else None
+    peers = [name for name in sides if name != peers_attention.TORCH]
+    run = Run(file=file, rounds=rounds, ceiling=None, peers=peers, torch=torch)
+    for shape in [SMOKE] if smoke else [shapes.ATTENTION[name] for name in harness.names(shape_names)]:
+        for dist in harness.names(dists):
+            for mask in harness.names(masks):
+                if dist != "single" or shape.T <= 16_384:  # the check holds a whole sequence's scores of a head
+                    measure_case(run, Case(shape, dist, mask), harness.names(passes))
         run.done(shape.name)
+    if torch is not None:
+        torch.close()
+    harness.end(run.left_out)
 
 
 if __name__ == "__main__":

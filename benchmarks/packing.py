@@ -7,25 +7,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.shapes import visible_until
+
 _LONGEST_MULTIPLE = 128
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("offsets", "ids"), meta_fields=("longest",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("offsets", "ids", "until"), meta_fields=("longest", "mask")
+)
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Offsets [B + 1] of the sequences, the sequence ids [T] of rows, and a static bound of the lengths."""
+    """How rows are packed, and which see each other.
+
+    Attributes:
+      offsets: [B + 1], of the sequences.
+      ids: [T], each row's sequence.
+      until: [T], the first row that each row sees no more.
+      longest: a static bound of the lengths.
+      mask: of `shapes.ATTENTION_MASKS`.
+    """
 
     offsets: jax.Array
     ids: jax.Array
+    until: jax.Array
     longest: int
+    mask: str
 
     @classmethod
-    def of(cls, offsets: np.ndarray) -> "Sequences":
+    def of(cls, offsets: np.ndarray, mask: str = "whole") -> "Sequences":
         lengths = np.diff(offsets)
         longest = -(-int(lengths.max()) // _LONGEST_MULTIPLE) * _LONGEST_MULTIPLE
-        return cls(
-            jnp.asarray(offsets), jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)), longest
-        )
+        ids = jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+        return cls(jnp.asarray(offsets), ids, jnp.asarray(visible_until(mask, offsets)), longest, mask)
 
     def rows(self) -> tuple[jax.Array, jax.Array]:
         """For each position in [B, longest] blocks: the packed row, and whether the sequence reaches it."""

@@ -1,4 +1,4 @@
-"""Ways to attend within packed sequences, each a function of packed q, k, v [T, N, H].
+"""Ways to attend within packed sequences, each a function of packed q [T, N, H] and k, v [T, K, H].
 
 What they need to know about the lengths is made before the measurement.
 """
@@ -6,22 +6,37 @@ What they need to know about the lengths is made before the measurement.
 import importlib
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+import jaxops
 from benchmarks.packing import Sequences, to_blocks, to_packed
+from jaxops.ops.packed_attention import Plan
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Sequences], jax.Array]
+
+
+def own(plan: Plan | None = None, hints: bool = False) -> Attend:
+    """`jaxops.packed_attention`: as a user calls it, or by a plan; hints: with the longest sequence's length."""
+
+    def attend(q, k, v, sequences):
+        how: dict[str, Any] = {"plan": plan} | ({"longest": sequences.longest} if hints else {})
+        how |= {"visible_until": sequences.until} if sequences.mask == "text_and_images" else {}
+        return jaxops.packed_attention(q, k, v, sequences.offsets, causal=sequences.mask == "causal", **how)
+
+    return attend
 
 
 def masked(implementation: Literal["xla", "cudnn"]) -> Attend:
     """jax.nn.dot_product_attention with a boolean [T, T] mask. cuDNN takes it as a bias."""
 
     def attend(q, k, v, sequences):
-        mask = (sequences.ids[:, None] == sequences.ids[None, :])[None, None]
-        return jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask, implementation=implementation)[0]
+        row = jnp.arange(q.shape[0], dtype=jnp.int32)
+        mask = (sequences.ids[:, None] == sequences.ids[None, :]) & (row[None, :] < sequences.until[:, None])
+        how: dict[str, Any] = {"mask": mask[None, None], "implementation": implementation}
+        return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0]
 
     return attend
 
@@ -32,25 +47,13 @@ def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
     def attend(q, k, v, sequences):
         lengths = jnp.diff(sequences.offsets)
         q, k, v = (to_blocks(x, sequences) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(
-            q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths, implementation=implementation
-        )
+        how: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        if sequences.mask == "text_and_images":
+            rows, _ = sequences.rows()
+            how = {"mask": (rows[:, None, :] < sequences.until[rows][:, :, None])[:, None]} | how
+        causal = sequences.mask == "causal"
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation, **how)
         return to_packed(out, sequences)
-
-    return attend
-
-
-def ragged(mask_type: str) -> Attend:
-    """cuDNN's ragged layout: one batch of T rows with B segments, B > 1. JAX has no public name for it."""
-
-    def attend(q, k, v, sequences):
-        cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-        offsets, lengths = sequences.offsets[None], jnp.diff(sequences.offsets)[None]
-        where = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets}
-        scale = q.shape[-1] ** -0.5
-        return cudnn.dot_product_attention(
-            q[None], k[None], v[None], **where, scale=scale, mask_type=cudnn.MaskType[mask_type], qkv_layout="BTNH"
-        )[0]
 
     return attend
 
@@ -59,35 +62,39 @@ def pallas_mha(backward_block: int) -> Attend:
     """JAX's Pallas kernel with segment_ids: it computes all T * T pairs, masked."""
 
     def attend(q, k, v, sequences):
+        if sequences.mask == "text_and_images":
+            raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention has no mask by row")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             attention = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
         back = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), backward_block)
-        sizes = attention.BlockSizes(block_q=128, block_k=128, **back)
-        interpret = jax.default_backend() != "gpu"
-        return attention.mha(
-            q[None],
-            k[None],
-            v[None],
-            sequences.ids[None],
-            sm_scale=q.shape[-1] ** -0.5,
-            block_sizes=sizes,
-            interpret=interpret,
-        )[0]
+        how = {
+            "sm_scale": q.shape[-1] ** -0.5,
+            "causal": sequences.mask == "causal",
+            "block_sizes": attention.BlockSizes(block_q=128, block_k=128, **back),
+            "interpret": jax.default_backend() != "gpu",
+        }
+        return attention.mha(q[None], k[None], v[None], sequences.ids[None], **how)[0]
 
     return attend
 
 
 SIDES: dict[str, Attend] = {
+    "jaxops": own(),
+    "jaxops_longest": own(hints=True),
+    "jaxops_cudnn": own(Plan("cudnn")),
+    "jaxops_pallas": own(Plan("pallas")),
+    "jaxops_blocks": own(Plan("xla", way="blocks")),
+    "jaxops_banded": own(Plan("xla", way="banded"), hints=True),
     "xla_mask": masked("xla"),
     "xla_padded": padded("xla"),
     "cudnn_mask": masked("cudnn"),
     "cudnn_padded": padded("cudnn"),
-    "cudnn_ragged": ragged("PADDING"),
-    "cudnn_ragged_no_mask": ragged("NO_MASK"),
     "pallas_mha_32": pallas_mha(32),
     "pallas_mha_64": pallas_mha(64),
 }
+TORCH = "torch_flash"  # in a process of its own: peers_torch_attention.py
 
 
 def fwd(attend: Attend) -> Callable:

@@ -22,6 +22,7 @@ WORKERS = {
     "grouped_matmul": "grouped_matmul",
     "adaln": "adaln",
     "gated_residual_adaln": "adaln",
+    "packed_attention": "attention",
     "quantize": "fp8",
     "fp8_matmul": "fp8",
     "fp8_grouped_matmul": "fp8",

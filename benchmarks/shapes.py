@@ -240,31 +240,58 @@ PACKED = {
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """B sequences packed one after another, T rows in all, with N heads of H."""
+    """B sequences packed one after another, T rows in all, with N heads of H and K heads of keys and values."""
 
     name: str
     T: int
     N: int
     H: int
+    K: int
     B: int = 16
 
     @property
     def dims(self) -> dict[str, int]:
-        return {"T": self.T, "N": self.N, "H": self.H}
+        return {"T": self.T, "N": self.N, "H": self.H, "K": self.K}
 
-    def flops(self, pass_name: str, lengths: np.ndarray) -> int:
-        """Of pairs within sequences: two products forward, five backward, one of them the recomputed forward."""
-        products = {"fwd": 2, "fwd+bwd": 7}[pass_name]
-        return products * 2 * self.N * self.H * int(np.sum(lengths.astype(np.int64) ** 2))
+    def flops(self, pass_name: str, pairs: int) -> int:
+        """Of pairs of a query and a key that it sees: two products forward, five backward, one of them the recomputed
+        forward."""
+        return {"fwd": 2, "fwd+bwd": 7}[pass_name] * 2 * self.N * self.H * pairs
+
+
+ATTENTION_MASKS = ("whole", "causal", "text_and_images")
+_PART = 256  # rows of a part of text, or of an image
+
+
+def visible_until(mask: str, offsets: np.ndarray) -> np.ndarray:
+    """int32 [T]: the first row that each row sees no more. text_and_images: in turn parts of text, which are causal,
+    and images, which see all of themselves."""
+    lengths = np.diff(offsets)
+    row = np.arange(offsets[-1], dtype=np.int32)
+    start, end = (np.repeat(x, lengths).astype(np.int32) for x in (offsets[:-1], offsets[1:]))
+    if mask == "whole":
+        return end
+    part = (row - start) // _PART
+    of_image = np.minimum(start + (part + 1) * _PART, end)
+    return np.where((part % 2 == 1) & (mask == "text_and_images"), of_image, row + 1).astype(np.int32)
+
+
+def visible_pairs(mask: str, offsets: np.ndarray) -> int:
+    """Pairs of a query and a key that it sees."""
+    start = np.repeat(offsets[:-1].astype(np.int64), np.diff(offsets))
+    return int(np.sum(visible_until(mask, offsets) - start))
 
 
 ATTENTION = {
     shape.name: shape
     for shape in (
-        AttentionShape("t4096_16x64", 4096, 16, 64),
-        AttentionShape("t4096_24x128", 4096, 24, 128),
-        AttentionShape("t16384_16x64", 16384, 16, 64),
-        AttentionShape("t16384_24x128", 16384, 24, 128),
+        AttentionShape("t4096_16x64", 4096, 16, 64, 16),
+        AttentionShape("t4096_24x128", 4096, 24, 128, 24),
+        AttentionShape("t16384_16x64", 16384, 16, 64, 16),
+        AttentionShape("t16384_24x128", 16384, 24, 128, 24),
+        AttentionShape("t16384_32x128_kv8", 16384, 32, 128, 8),
+        AttentionShape("t65536_16x64", 65536, 16, 64, 16),
+        AttentionShape("t65536_32x128_kv8", 65536, 32, 128, 8),
     )
 }
 

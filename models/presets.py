@@ -7,8 +7,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.loop import Schedule, Share
-from models.packed_attention import Way
-from models.precision import Backend, Dtype, Recipe
+from models.precision import Attends, Backend, Dtype, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ class DiTPreset(Schedule):
     images: PositiveInt
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
-    attention: Way = "banded"
+    attention: Attends = "auto"
     backend: Backend = "auto"
     policy: Policy | None = None
     unroll: bool = False

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ import jaxops
 import jaxops.nn
 from jaxops.offload import residual_bytes
 from jaxops.offload.residuals import OF_JAXOPS
+from jaxops.ops import packed_attention
 from jaxops.ops.adaln import Plan
 from tests.anew import traced_anew
 from tests.hopper import inlined
+from tests.ops.packed_attention.cases import H200, cudnn_stand_in
 from tests.parallel.cases import mesh_of, over
 
 policies = jax.checkpoint_policies
@@ -130,6 +133,11 @@ CASES = {
     "combine": Case(
         lambda rows, weights: jaxops.combine(rows, with_weights(weights)), ((2 * T, K), (T, 2)), {"combine.out"}
     ),
+    "packed_attention": Case(
+        lambda q, k, v: jaxops.packed_attention(q, k, v, SEQUENCES),
+        ((T, 2, 8), (T, 1, 8), (T, 1, 8)),
+        named("attention", "q k v out lse"),
+    ),
     "route": Case(lambda logits: jaxops.route(logits, 2), ((T, E),), {"route.routing"}),
     "fp8_matmul": Case(functools.partial(fp8, recipe="tensorwise"), (X, KN), named("fp8_matmul", "lhs rhs out")),
     "fp8_matmul-blocks": Case(fp8, (X, KN), named("fp8_matmul", "lhs rhs out")),
@@ -162,7 +170,7 @@ CASES = {
 }
 
 # Compiled several times: one op for each kind of forward rule.
-COMPILED = ("gated_residual_adaln", "grouped_glu", "moe_mlp", "route", "fp8_matmul-blocks")
+COMPILED = ("gated_residual_adaln", "grouped_glu", "moe_mlp", "packed_attention", "route", "fp8_matmul-blocks")
 
 
 def arrays_of(case: Case, layers: tuple[int, ...] = ()) -> list[jax.Array]:
@@ -185,8 +193,20 @@ def stats_case(op: Callable[..., Any], shapes) -> Case:
     return Case(lambda *a: op(*a, SEQUENCES, plan=plan), shapes, CASES[op.__name__].names | {f"{op.__name__}.stats"})
 
 
+def cudnn_case() -> Case:
+    """Of bfloat16, as on an H200, with a stand-in for JAX's private names."""
+
+    def attend(*operands):
+        with mock.patch.object(packed_attention.cudnn, "_private", cudnn_stand_in):
+            halves = (x.astype(jnp.bfloat16) for x in operands)
+            return jaxops.packed_attention(*halves, SEQUENCES, plan=packed_attention.Plan("cudnn", device=H200))
+
+    return Case(attend, CASES["packed_attention"].shapes, {"attention.cudnn"})
+
+
 # Traced and not run: residuals that only the kernels have.
 KERNELS = {
+    "packed_attention-cudnn": cudnn_case(),
     "adaln-stats": stats_case(jaxops.adaln, (X, BK, BK)),
     "gated_residual_adaln-stats": stats_case(jaxops.gated_residual_adaln, (X, X, BK, BK, BK)),
 }

@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, moe_mlp, permute, quantize, route
+from jaxops.ops import (
+    adaln,
+    fp8_matmul,
+    grouped_glu,
+    grouped_matmul,
+    moe_mlp,
+    packed_attention,
+    permute,
+    quantize,
+    route,
+)
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from jaxops.ops.grouped_matmul.reference import (
@@ -20,6 +30,7 @@ from jaxops.ops.grouped_matmul.reference import (
     modality_grouped_matmul_reference,
 )
 from jaxops.ops.moe_mlp.reference import moe_mlp_reference
+from jaxops.ops.packed_attention.reference import packed_attention_reference
 from jaxops.ops.permute.reference import combine_reference, permute_reference
 from jaxops.ops.quantize import Quantized
 from jaxops.ops.route.plan import Spec
@@ -157,6 +168,11 @@ def _mlp_bytes(a: Given) -> int:
     return 4 * T * k * sum(math.prod(a[name].shape[1:]) for name in ("w_gate", "w_up", "w_down"))
 
 
+def _attention(a: Given) -> jax.Array:
+    masks = {name: a[name] for name in ("causal", "kv_offsets", "scale", "window", "visible_until")}
+    return packed_attention_reference(a["q"], a["k"], a["v"], a["sequence_offsets"], **masks)
+
+
 def _whole(x: Any) -> jax.Array:
     """In float32, from an array or a `Quantized`."""
     return quantize.dequantize(x, jnp.float32) if isinstance(x, Quantized) else x
@@ -250,6 +266,9 @@ ENTRIES: dict[Any, Entry] = {
         _product_bytes("x", "w_gate"),
     ),
     moe_mlp.moe_mlp: Entry(("x", "w_gate", "w_up", "w_down", "routing.weights"), _mlp, _mlp_bytes),
+    packed_attention.packed_attention: Entry(
+        ("q", "k", "v"), _attention, lambda a: 8 * a["q"].shape[0] * a["k"].shape[0] * a["q"].shape[1]
+    ),
     permute.permute: Entry(("x",), lambda a: permute_reference(a["x"], a["routing"])),
     permute.combine: Entry(("rows", "routing.weights"), lambda a: combine_reference(a["rows"], a["routing"])),
     route.route: Entry(

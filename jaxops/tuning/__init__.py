@@ -49,11 +49,12 @@ def tune(
 
     Args:
       problem: a Problem of grouped_matmul, adaln (layer norm; bwd is timed with the forward), quantize (a whole call
-        without groups is timed), fp8_matmul (without its casts), grouped_glu (without its products), permute or route
-        (bwd is timed with the forward).
+        without groups is timed), fp8_matmul (without its casts), grouped_glu (without its products), packed_attention
+        (dq and dkv are timed with the forward), permute or route (bwd is timed with the forward).
       passes: of the op's plan, e.g. "fwd"; by default all that this problem has.
-      group_sizes: rows a group (of adaln: lengths of the sequences), one array a routing, each summing to at most the
-        rows; the fastest tiles have the least summed time. By default an even split and a Zipf split.
+      group_sizes: rows a group (of adaln, packed_attention: lengths of the sequences), one array a routing, each
+        summing to at most the rows; the fastest tiles have the least summed time. By default an even split and a Zipf
+        split.
       tiles: the candidates; by default the tiles that a call has now and the op's `candidates`, of each kernel that
         runs this problem on this device.
       say: called with each line of progress.

@@ -11,7 +11,7 @@ import numpy as np
 from jaxops._lib.device import Device, current_device, runs_gluon
 from jaxops._lib.fp8 import SCALINGS
 from jaxops._lib.plans import Planner
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, permute, quantize, route
+from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, packed_attention, permute, quantize, route
 from jaxops.ops.adaln.plan import PLANNER as ADALN
 from jaxops.ops.fp8_matmul import product as fp8_product
 from jaxops.ops.fp8_matmul.plan import PLANNER as FP8_MATMUL
@@ -19,6 +19,7 @@ from jaxops.ops.grouped_glu.api import unit_backward, unit_forward
 from jaxops.ops.grouped_glu.plan import PLANNER as GROUPED_GLU
 from jaxops.ops.grouped_glu.plan import Spec as UnitSpec
 from jaxops.ops.grouped_matmul.plan import PLANNER as GROUPED_MATMUL
+from jaxops.ops.packed_attention.plan import PLANNER as PACKED_ATTENTION
 from jaxops.ops.permute.plan import PLANNER as PERMUTE
 from jaxops.ops.quantize.plan import LAYOUTS
 from jaxops.ops.quantize.plan import PLANNER as QUANTIZE
@@ -240,6 +241,49 @@ class _GroupedGlu(Tunable):
         return problem.M * problem.F * jnp.dtype(problem.dtype).itemsize * {"fwd": 3, "bwd": 5}[name]
 
 
+class _PackedAttention(Tunable):
+    """Sixteen sequences of up to seven times the shortest; mask "rows" is causal by visible_until. dq and dkv are
+    measured with the forward."""
+
+    planner, problem, unit = PACKED_ATTENTION, packed_attention.Problem, "tflops"
+    shape = ("T", "S", "heads", "kv_heads", "head_dim")
+    values = {"mask": (("whole", "causal", "rows"), ("whole", "causal", "rows"))}  # noqa: RUF012
+
+    def splits(self, problem):
+        return [_split(problem.T, 0.25 + 1.5 * np.random.default_rng(0).permutation(16) / 15)]
+
+    def tensors(self, problem):
+        """q, k, v and the cotangent of the result."""
+        p = problem
+        heads = (p.T, p.heads), (p.S, p.kv_heads), (p.S, p.kv_heads), (p.T, p.heads)
+        return [_random(seed, (*shape, p.head_dim), p.dtype) for seed, shape in enumerate(heads)]
+
+    def operands(self, name, problem, tensors, offsets):
+        return *tensors, offsets
+
+    def run(self, name, problem, plan, q, k, v, dout, offsets):
+        how: dict[str, Any] = {"causal": problem.mask == "causal", "plan": plan}
+        in_keys = lambda rows: (rows.astype(jnp.float32) * (problem.S / problem.T)).astype(jnp.int32)
+        if problem.cross or problem.S != problem.T:
+            how["kv_offsets"] = in_keys(offsets)
+        if problem.mask == "rows":
+            how["visible_until"] = in_keys(jnp.arange(1, problem.T + 1))
+
+        def forward(q, k, v):
+            return packed_attention.packed_attention(q, k, v, offsets, **how)
+
+        if name == "fwd":
+            return forward(q, k, v)
+        out, vjp = jax.vjp(forward, q, k, v)
+        return out, vjp(dout)
+
+    def work(self, name, problem, q, k, v, dout, offsets):
+        """Of two products forward and seven with a backward."""
+        pairs = float(np.sum(np.diff(np.asarray(offsets)).astype(np.float64) ** 2)) * problem.S / max(problem.T, 1)
+        half = 1 if problem.mask == "whole" else 2
+        return (2 if name == "fwd" else 7) * 2 * problem.heads * problem.head_dim * pairs / half
+
+
 class _Permute(Tunable):
     planner, problem, shape, unit, values = PERMUTE, permute.Problem, ("T", "D", "k"), "gbps", {}
 
@@ -307,6 +351,7 @@ OPS: dict[str, Tunable] = {
     "quantize": _Quantize(),
     "fp8_matmul": _Fp8Matmul(),
     "grouped_glu": _GroupedGlu(),
+    "packed_attention": _PackedAttention(),
     "permute": _Permute(),
     "route": _Route(),
 }

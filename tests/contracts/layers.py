@@ -15,6 +15,7 @@ import jaxops.nn
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from jaxops.ops.moe_mlp.reference import moe_mlp_reference
+from jaxops.ops.packed_attention.reference import packed_attention_reference
 from jaxops.ops.route.plan import Spec
 from jaxops.ops.route.reference import route_reference
 from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, rows_outside
@@ -67,7 +68,14 @@ def parallel(kind: type, rngs: nnx.Rngs, **how) -> nnx.Module:
     return OnOneDevice(kind(IN, OUT, "tensor", rngs=rngs, **how))
 
 
+def attention(rngs: nnx.Rngs, **how) -> nnx.Module:
+    # Without biases: the gradient of the keys' is zero but for rounding.
+    linear = functools.partial(nnx.Linear, use_bias=False)
+    return jaxops.nn.PackedAttention(4, IN, num_kv_heads=2, causal=True, linear=linear, rngs=rngs, **how)
+
+
 MAKERS = {
+    "PackedAttention": attention,
     "AdaLayerNorm": functools.partial(norm, jaxops.nn.AdaLayerNorm),
     "AdaRMSNorm": functools.partial(norm, jaxops.nn.AdaRMSNorm),
     "AdaLNZeroBlock": block,
@@ -130,6 +138,18 @@ def block_reference(p: dict, a: Arguments) -> jax.Array:
     )
 
 
+def attention_reference(p: dict, a: Arguments) -> jax.Array:
+    row = jnp.arange(a["x"].shape[0])
+    x = jnp.where(((a["offsets"][0] <= row) & (row < a["offsets"][-1]))[:, None], a["x"], 0)
+
+    def product(name: str, x: jax.Array) -> jax.Array:
+        return jnp.matmul(x, p[name]["kernel"], precision="highest")
+
+    heads = (("query", 4), ("key", 2), ("value", 2))
+    q, k, v = (product(name, x).reshape(x.shape[0], N, IN // 4) for name, N in heads)
+    return product("out", packed_attention_reference(q, k, v, a["offsets"], causal=True).reshape(x.shape))
+
+
 def router_reference(p: dict, x: jax.Array) -> jaxops.Routing:
     return without_tokens(
         route_reference(
@@ -171,6 +191,10 @@ def sequences(d: Dims) -> Arguments:
     return {"x": f32(d["T"], IN), "cond": f32(d["B"], COND), "offsets": i32(d["B"] + 1)}
 
 
+def packed(d: Dims) -> Arguments:
+    return {"x": f32(d["T"], IN), "offsets": i32(d["B"] + 1)}
+
+
 def tokens(d: Dims) -> Arguments:
     return {"x": f32(d["M"], IN)}
 
@@ -202,6 +226,10 @@ LAYERS = [
     layer("AdaLayerNorm", sequences, PACKED, functools.partial(norm_reference, "layer"), **ADALN),
     layer("AdaRMSNorm", sequences, PACKED, functools.partial(norm_reference, "rms"), **ADALN),
     layer("AdaLNZeroBlock", sequences, PACKED, block_reference, passes=True, **ADALN),
+    layer(
+        "PackedAttention", packed, PACKED, attention_reference,
+        **ADALN | {"wrt": ("x", "params")},
+    ),
     layer("Fp8Linear", tokens, {"M": 21}, expected=fp8_linear_expected, multiplies=True),
     layer("GroupedLinear-fp8", groups, {"M": 40}, expected=fp8_linear_expected, multiplies=True, **IN_GROUPS),
     layer(
@@ -220,5 +248,5 @@ LAYERS = [
     ),
 ]  # fmt: skip
 
-# Public, and no layer: variables that layers keep.
-NO_LAYERS = {"AmaxHistory", "RouterBias"}
+# Public, and no layer: variables that layers keep, and what another layer is given.
+NO_LAYERS = {"AmaxHistory", "PackedMask", "RouterBias", "packed_attention_fn"}

@@ -15,6 +15,7 @@ from jaxops.nn import (
     Fp8Linear,
     GroupedLinear,
     MoE,
+    PackedAttention,
     Router,
 )
 from jaxops.nn.arguments import make_part
@@ -32,6 +33,7 @@ LAYERS = {
     "AdaLayerNorm": (AdaLayerNorm, {"num_features": 8, "cond_features": 4}),
     "AdaRMSNorm": (AdaRMSNorm, {"num_features": 8, "cond_features": 4}),
     "AdaLNZeroBlock": (AdaLNZeroBlock, {"num_features": 8, "cond_features": 4, "mixer": mixer, "mlp": jnp.tanh}),
+    "PackedAttention": (PackedAttention, {"num_heads": 4, "in_features": 8}),
     "Router": (Router, {"in_features": 8, "num_experts": 4, "k": 2}),
     "MoE": (
         MoE,
@@ -77,11 +79,12 @@ def test_sizes_may_be_of_numpy():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_backend(name):
-    takes_triton = name not in ("AdaLayerNorm", "AdaRMSNorm", "AdaLNZeroBlock", "Router")
-    for backend in ("auto", "pallas", "xla", *(("triton",) if takes_triton else ())):
+    own = dict.fromkeys(("AdaLayerNorm", "AdaRMSNorm", "AdaLNZeroBlock", "Router"), "") | {"PackedAttention": "cudnn"}
+    other = own.get(name, "triton")
+    for backend in ("auto", "pallas", "xla", *([other] if other else [])):
         make(name, backend=backend)
-    known = "'auto', 'triton', 'pallas' or 'xla'" if takes_triton else "'auto', 'pallas' or 'xla'"
-    for wrong in ("cublas", None, *(() if takes_triton else ("triton",))):
+    known = f"'auto', '{other}', 'pallas' or 'xla'" if other else "'auto', 'pallas' or 'xla'"
+    for wrong in ("cublas", None, *([] if other == "triton" else ["triton"])):
         with pytest.raises(ValueError, match=f"backend={wrong!r}: write {known}"):
             make(name, backend=wrong)
 

@@ -16,7 +16,7 @@ import jaxops.tuning
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, moe_mlp, permute, quantize, route
+from jaxops.ops import adaln, fp8_matmul, grouped_glu, moe_mlp, packed_attention, permute, quantize, route
 from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
@@ -276,6 +276,11 @@ TUNED = {
     "quantize": (quantize.Problem(32, 48, "float32", "tensorwise", "both"), ["amax", "cast"], "gbps"),
     "fp8_matmul": (fp8_matmul.Problem(24, 16, 32, "rowwise", "float32", 2), ["fwd", "dgrad", "wgrad"], "tflops"),
     "grouped_glu": (grouped_glu.Problem(2, 24, 16, 40, "float32"), ["fwd", "bwd"], "gbps"),
+    "packed_attention": (
+        packed_attention.Problem(40, 48, 4, 2, 16, "float32", "rows"),
+        ["fwd", "dq", "dkv"],
+        "tflops",
+    ),
     "permute": (permute.Problem(24, 48, 2, "float32"), ["permute", "combine", "combine_bwd"], "gbps"),
     "route": (route.Problem(40, 16), ["fwd", "bwd"], "gbps"),
 }

@@ -95,7 +95,7 @@ class Options:
     ] = False
 
 
-AnyOptions = TypeVar("AnyOptions", bound=Options)
+AnyOptions = TypeVar("AnyOptions")
 
 
 def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Callable[..., None]:

@@ -18,6 +18,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 import jaxops
 from jaxops.nn import MoE, Router
 from jaxops.offload import Policy
+from models import cached_attention
+from models.cached_attention import KeysValues, Places
 from models.layers import apply_layers, stacked
 from models.mesh import AXES, gather
 from models.packed_attention import attend, packed_attention
@@ -89,7 +91,6 @@ class DecoderConfig:
 
 
 AnyLayer = TypeVar("AnyLayer", nnx.Embed, nnx.Linear)
-KeysValues = tuple[jax.Array, jax.Array]
 Attend = Callable[
     [jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues | None]
 ]  # of queries, keys and values: what they mix to, and what is kept
@@ -352,45 +353,46 @@ class Decoder(nnx.Module):
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
         return lambda q, k, v: (attend(q, k, v, mask, True, c.attention), None)
 
-    def empty_cache(self, batch: int, length: int) -> KeysValues:
-        """For `extend`: keys and values, [layers, batch, length, kv_heads, head_dim] in dtype."""
+    def layers(self) -> list[Block]:
+        """The blocks, one by one."""
+        if isinstance(self.blocks, nnx.List):
+            return list(self.blocks)
+        graphdef, state = nnx.split(self.blocks)
+        return [nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(self.config.layers)]
+
+    def empty_cache(self, batch: int, length: int) -> tuple[KeysValues, ...]:
+        """For `extend`: for each layer `models.cached_attention.empty` keys and values, in dtype."""
         c = self.config
-        none = jnp.zeros((c.layers, batch, length, c.kv_heads, c.head_dim), c.dtype)
-        return none, none
+        return tuple(cached_attention.empty(batch, length, c.kv_heads, c.head_dim, c.dtype) for _ in range(c.layers))
 
     def extend(
-        self, tokens: jax.Array, cache: KeysValues, at: jax.Array, first: jax.Array
-    ) -> tuple[jax.Array, KeysValues]:
-        """tokens [B, T] after the cached ones -> (logits [B, vocab] float32 after the last token, the new cache).
+        self, tokens: jax.Array, cache: tuple[KeysValues, ...], at: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, tuple[KeysValues, ...]]:
+        """tokens [B, T] after the cached ones -> (logits [B, vocab] after each row's last token, the new cache).
 
-        For inference.
+        For inference. Logits are float32. Layers are unrolled: a scan would copy each one's weights and cache out of
+        the stacks.
 
         Args:
-          cache: as of `empty_cache`; [B, first[b]:at] of row b are valid.
-          at: int32, position of the first token, the same for all rows.
-          first: [B] int32, start of each row; tokens before it pad a shorter prompt and are masked.
+          cache: as of `empty_cache`; the first at[b] positions of row b are valid.
+          at: [B] int32, the position of each row's first token.
+          count: [B] int32, how many tokens of each row are valid, from its first; the others are padding and leave no
+            trace. A row of none has meaningless logits.
         """
-        now = at + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        seen = jnp.arange(cache[0].shape[2], dtype=jnp.int32)
-        mask = (seen[None, None, :] <= now[None, :, None]) & (seen[None, None, :] >= first[:, None, None])
-        graphdef, state = nnx.split(self.blocks)
+        places = Places.after(at, count, tokens.shape[1])
+        # All padding is the same vector in all layers, and so chooses the same experts: few more are read.
+        x = jnp.where(places.valid[:, :, None], self.embed(tokens), 0)
+        new = []
+        for block, kept in zip(self.layers(), cache, strict=True):
 
-        def block(x: jax.Array, layer: tuple[nnx.State, KeysValues]) -> tuple[jax.Array, KeysValues]:
-            state, (keys, values) = layer
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array, kept=kept) -> tuple[jax.Array, KeysValues]:
+                kept = cached_attention.write(kept, k, v, places)
+                return cached_attention.attend(q, kept, places), kept
 
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KeysValues]:
-                kept = (
-                    jax.lax.dynamic_update_slice(keys, k, (0, at, 0, 0)),
-                    jax.lax.dynamic_update_slice(values, v, (0, at, 0, 0)),
-                )
-                return jax.nn.dot_product_attention(q, *kept, mask=mask[:, None]), kept
-
-            x, _, kept = nnx.merge(graphdef, state, copy=True)(x, now[None, :] - first[:, None], attend)
-            assert kept is not None
-            return x, kept
-
-        x, cache = jax.lax.scan(block, self.embed(tokens), (state, cache))
-        return self.logits(x[:, -1:])[:, 0], cache
+            x, _, kept = block(x, places.positions, attend)
+            new.append(kept)
+        last = jnp.maximum(count - 1, 0)[:, None, None]
+        return self.logits(jnp.take_along_axis(x, last, axis=1))[:, 0], tuple(new)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., vocab] float32."""

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from jaxops.nn import AmaxHistory
 from models import config, hf, launch, loop
+from models.chat import Conversation, template_of
 from models.config import Options, check_option
-from models.data import Corpus, bigram_nats, files_read, read_texts, split, standard_library, tokenize
+from models.data import Corpus, bigram_nats, files_read, read_texts, split, standard_library, tokenize, tokenize_all
 from models.decoder import Decoder, DecoderConfig
 from models.decoder_loss import loss_fn
 from models.distributed import is_first
-from models.generate import Bytes, HuggingFace, Tokenizer, align, sample, tokenizer_of
 from models.hf_config import end_token, fitting, read_config
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
@@ -31,6 +31,9 @@ from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
+from models.sampling import Sampling
+from models.slots import generate
+from models.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of
 
 RUN_FIELDS = (
     "dtype",
@@ -41,6 +44,7 @@ RUN_FIELDS = (
     "policy",
     "unroll",
 )  # of a DecoderConfig: what a checkpoint does not say
+CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,8 @@ class LmOptions(Options):
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text file, or folder of .txt, .md, .py, .jsonl files; repeatable. Default: Python's standard library."
+            help="Text file, or folder of .txt, .md, .py, .jsonl files of texts or conversations; repeatable. "
+            "Default: Python's standard library."
         ),
     ] = None
     raw_bytes: Annotated[
@@ -137,18 +142,45 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
     ), tokenizer
 
 
+def checkpoint_folder(preset: Preset) -> Path | None:
+    """Where the tokenizer and the chat template are."""
+    folder = preset.init_from if preset.tokenizer is None else Path(preset.tokenizer).parent
+    return None if folder is None else Path(folder)
+
+
 def tokenizer_files(preset: Preset) -> list[Path]:
-    """The file that `choose_tokenizer` reads; none for bytes."""
-    if preset.tokenizer is not None:
-        return [Path(preset.tokenizer)]
-    beside = [] if preset.init_from is None else [Path(preset.init_from, "tokenizer.json")]
-    return [file for file in beside if file.exists()]
+    """The files that make tokens of text and conversations; none for bytes."""
+    folder = checkpoint_folder(preset)
+    named = [] if preset.tokenizer is None else [Path(preset.tokenizer)]
+    beside = [] if folder is None else [folder / name for name in ("tokenizer.json", *CHAT_FILES)]
+    return list(dict.fromkeys([*named, *(file for file in beside if file.exists())]))
 
 
-def read_corpus(data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False) -> Corpus:
-    """The data of `Preset.data`."""
-    texts = read_texts(data, raw=raw) if data else standard_library()
-    return split(tokenize(texts, tokenizer), f"the data of {', '.join(data)}" if data else "the data")
+def read_corpus(
+    data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False, folder: Path | None = None, context: int = 0
+) -> Corpus:
+    """The data of `Preset.data`.
+
+    Args:
+      folder: has the chat template, if conversations are among the data.
+      context: of the preset; longer conversations are cut.
+
+    Raises:
+      ValueError: as of `read_texts`, `tokenize_all` and `split`; conversations without a chat template.
+    """
+    if not data:
+        return split(tokenize(standard_library(), tokenizer))
+    texts, source = read_texts(data, raw=raw), f"the data of {', '.join(data)}"
+    first = next((text for text in texts if isinstance(text, Conversation)), None)
+    if first is None:
+        return split(tokenize([text for text in texts if isinstance(text, bytes)], tokenizer), source)
+    if folder is None:
+        raise ValueError(
+            f"{first.source} is a conversation, which needs a chat template: pass --init-from with a checkpoint that "
+            "has one, or --tokenizer with one beside it."
+        )
+    found = tokenize_all(texts, tokenizer, template_of(folder), context)
+    return split(found.documents, source)._replace(remark=found.remark)
 
 
 def make_model(preset: Preset, seed: int) -> Decoder:
@@ -207,13 +239,11 @@ def make_rows(preset: Preset, documents: Documents) -> tuple[Rows, ...]:
 
 
 def make_batches(preset: Preset, documents: Documents, rows: Sequence[Rows]) -> Callable[[int], Batch]:
-    return row_batches(documents.tokens, rows, preset.batch * preset.context, preset.accumulate, preset.seed)
+    return row_batches(documents, rows, preset.batch * preset.context, preset.accumulate, preset.seed)
 
 
 def heldout_batches(preset: Preset, documents: Documents) -> Batch:
-    return even_rows(
-        documents.tokens, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate
-    )
+    return even_rows(documents, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate)
 
 
 def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
@@ -258,9 +288,11 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
     """
     architecture = fitting(model.config) if preset.init_from is None else read_config(preset.init_from)[0]
     if architecture is not None:
-        beside = (
-            {"tokenizer.json": tokenizer.tokenizer.to_str(pretty=True)} if isinstance(tokenizer, HuggingFace) else {}
-        )
+        start = checkpoint_folder(preset)
+        files = [] if start is None else [start / name for name in CHAT_FILES]
+        beside = {file.name: file.read_text() for file in files if file.exists()}
+        if isinstance(tokenizer, HuggingFace):
+            beside["tokenizer.json"] = tokenizer.tokenizer.to_str(pretty=True)
         hf.save(folder, architecture, model, end=tokenizer.end, beside=beside)
     return architecture
 
@@ -268,12 +300,16 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
 def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
     """A continuation of the first held-out tokens, up to the context length."""
     prompt = heldout[: max(1, preset.context // 4)].tolist()
-    (written,) = sample(
-        model, align([prompt]), jax.random.key(preset.seed), max(1, preset.context - len(prompt)), temperature=0.8
+    (written,) = generate(
+        model,
+        [prompt],
+        max(1, preset.context - len(prompt)),
+        sampling=Sampling(temperature=0.8),
+        key=jax.random.key(preset.seed),
     )
     console.print("\nHeld-out text, and how the model goes on:")
     console.print(tokenizer.decode(prompt), style="dim", markup=False, end="")
-    console.print(tokenizer.decode(written.tolist()), style="bold", markup=False)
+    console.print(tokenizer.decode(written.tokens), style="bold", markup=False)
 
 
 def run(options: LmOptions) -> None:
@@ -285,7 +321,8 @@ def run(options: LmOptions) -> None:
         mesh = launch.choose_mesh(options, preset.model.backend)
         if mesh is not None:
             own_rows(preset.batch // preset.accumulate, mesh)
-        corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes)
+        folder = checkpoint_folder(preset)
+        corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes, folder=folder, context=preset.context)
         files = files_read(preset.data) | {str(file): file for file in tokenizer_files(preset)}
         run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"), files)
 
@@ -299,6 +336,7 @@ def _train_and_report(
     byte, console = isinstance(tokenizer, Bytes), run.console
     token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
     console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
+    console.print(corpus.remark, end="")
     baseline = None
     if byte:
         bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxops.nn import AmaxHistory
-from models import config, hf, launch, loop
+from models import config, frozen, hf, launch, loop
 from models.chat import Conversation, template_of
 from models.config import Options, check_option
 from models.data import Corpus, bigram_nats, files_read, read_texts, split, standard_library, tokenize, tokenize_all
@@ -262,6 +262,7 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
     graphdef, state = start_state(preset, mesh)
     run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    run.console.print(frozen.remark(state.params, preset.freeze), end="")
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
     stepped, key = graphdef if mesh is None else sharded_graphdef(preset), replicate(jax.random.key(preset.seed), mesh)
@@ -318,6 +319,9 @@ def run(options: LmOptions) -> None:
     launch.start_processes(options)
     with config.errors_of_options():
         preset, tokenizer = choose_tokenizer(choose(options))
+        frozen.check(
+            nnx.state(nnx.eval_shape(lambda: Decoder(preset.model, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze
+        )
         mesh = launch.choose_mesh(options, preset.model.backend)
         if mesh is not None:
             own_rows(preset.batch // preset.accumulate, mesh)

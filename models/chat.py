@@ -72,6 +72,19 @@ def _short(value: Any) -> str:
     return repr(value)[:80]
 
 
+class Rendered(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+      spans: the characters [start, end) of the assistant's words.
+      by_marks: whether the template says where they are. Otherwise a span may end with white space between two turns.
+    """
+
+    text: str
+    spans: list[Span]
+    by_marks: bool
+
+
 class _Generation(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %}: the assistant's words, marked if `environment.marks`."""
 
@@ -168,8 +181,8 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: anything can fail in it
             raise ValueError(f"{self._file}: the chat template says: {error}") from error
 
-    def mark(self, given: Conversation) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the characters [start, end) of the assistant's words.
+    def mark(self, given: Conversation) -> Rendered:
+        """A conversation with the assistant's words.
 
         These are what the template puts between {% generation %} and {% endgeneration %}. Without such marks each
         message of the assistant is what its rendering adds to the messages before it and the beginning of an answer.
@@ -185,7 +198,7 @@ class ChatTemplate:
         except ValueError as error:
             raise ValueError(f"{given.source}: {error}") from error
 
-    def _by_marks(self, given: Conversation) -> tuple[str, list[Span]]:
+    def _by_marks(self, given: Conversation) -> Rendered:
         vars(self._environment)["marks"] = True
         try:
             parts = self.render(given.messages, tools=given.tools).replace(END, BEGIN).split(BEGIN)
@@ -194,9 +207,10 @@ class ChatTemplate:
         text, edges = "".join(parts), np.cumsum([len(part) for part in parts]).tolist()
         if text != self.render(given.messages, tools=given.tools):
             raise ValueError(f"{self._file} changes the text between {{% generation %}} and {{% endgeneration %}}.")
-        return text, [(start, end) for start, end in zip(edges[:-1:2], edges[1::2], strict=False) if start < end]
+        spans = [(start, end) for start, end in zip(edges[:-1:2], edges[1::2], strict=False) if start < end]
+        return Rendered(text, spans, True)
 
-    def _by_prefixes(self, given: Conversation) -> tuple[str, list[Span]]:
+    def _by_prefixes(self, given: Conversation) -> Rendered:
         messages, spans = given.messages, list[Span]()
         text = self.render(messages, tools=given.tools)
         for number, message in enumerate(messages):
@@ -214,7 +228,7 @@ class ChatTemplate:
                     "{% endgeneration %} around them in the template."
                 )
             spans.append((len(before), end))
-        return text, spans
+        return Rendered(text, spans, False)
 
 
 def _common(one: str, other: str) -> int:
@@ -258,12 +272,14 @@ class Marked(NamedTuple):
     scored: np.ndarray
 
 
-def encode(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Marked:
-    """The tokens of a rendered text, and which of them lie in the spans.
+def encode(tokenizer: Tokenizer, rendered: Rendered) -> Marked:
+    """The tokens of a conversation, and which of them lie in its spans.
 
     A span begins with a token, as it does after a prompt: where a token would cover its edge, the text before it is
-    encoded by itself. White space after a span's last special token is not scored: the turn has ended.
+    encoded by itself. White space after a span's last special token is not scored, unless the template marks it: the
+    turn has ended.
     """
+    text, spans, by_marks = rendered
     tokens, covers = tokenizer.encode_rendered(text)
     edges = [start for start, _ in spans if np.any((covers[:, 0] < start) & (start < covers[:, 1]))]
     if edges:
@@ -275,7 +291,7 @@ def encode(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Marked:
     for start, end in spans:
         (inside,) = np.nonzero((start <= covers[:, 0]) & (covers[:, 1] <= end) & (covers[:, 0] < covers[:, 1]))
         last = max((place for place in inside if tokens[place] in tokenizer.special), default=None)
-        if last is not None and not text[covers[last, 1] : end].strip():
+        if not by_marks and last is not None and not text[covers[last, 1] : end].strip():
             inside = inside[inside <= last]
         scored[inside] = True
     return Marked(np.array(tokens, np.int64), scored)

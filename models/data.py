@@ -171,7 +171,7 @@ def tokenize_all(
         if not isinstance(text, Conversation):
             kept += [Marked(tokens, np.ones(len(tokens), bool)) for tokens in itertools.islice(plain, bool(text))]
             continue
-        whole = encode(tokenizer, *template.mark(text))
+        whole = encode(tokenizer, template.mark(text))
         short = Marked(whole.tokens[: context + 1], whole.scored[: context + 1])
         cut += len(whole.tokens) > context + 1
         if short.scored[1:].any():

@@ -72,7 +72,9 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
             continue
         refused = refused or refusal(hf.load, folder)
         if refused is not None:
-            assert expected == "refused" or any(key in refused for key in re.findall(r"\w+", said)), f"{said}: {refused}"
+            assert expected == "refused" or any(key in refused for key in re.findall(r"\w+", said)), (
+                f"{said}: {refused}"
+            )
             assert str(folder) in refused
             assert len(refused.splitlines()) == 1
         elif expected == "same":

@@ -148,9 +148,11 @@ class DiT(nnx.Module):
         cond = self.time(waves(1000 * time, width, 60_000.0)) + self.label(labels)
         x = self.enter(tokens).astype(jnp.float32) + position_embedding(sequence_offsets, grids, tokens.shape[0], width)
         x, _ = apply_layers(
-            self.blocks,
-            lambda block, x: (block(x, cond, sequence_offsets), None),
+            (self.blocks,),
+            lambda block, x, _: (block(x, cond, sequence_offsets), None),
             x,
+            layers=(range(self.config.layers),),
+            each=(None,),
             policy=self.config.policy,
             unroll=self.config.unroll,
             training=not self.use_running_average,

@@ -19,7 +19,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxops.nn import AmaxHistory
 from jaxops.profiling import Profiled
 from models import frozen
 from models.checkpoints import Checkpoints, saved_steps
@@ -127,8 +126,8 @@ def make_learning_rate(schedule: Schedule) -> optax.Schedule:
 
 
 def is_decayed(path: tuple) -> bool:
-    """By a parameter's name: not norms' scales and biases. Not by rank, because layers are stacked."""
-    return re.search(r"\b(scale|bias)\b", name_of(path)) is None
+    """By a parameter's name: not norms' scales, biases and sinks. Not by rank, because layers are stacked."""
+    return re.search(r"\b(scale|bias|sinks)\b", name_of(path)) is None
 
 
 def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
@@ -170,7 +169,7 @@ def make_value(
         if not training:
             model.eval()
         loss, measured = objective(model, batch, key)
-        return loss, (measured, nnx.state(model, AmaxHistory))
+        return loss, (measured, nnx.state(model, nnx.Not(nnx.Param)))
 
     return value if mesh is None else split_objective(value, mesh, counted=lambda batch: batch.counted())
 

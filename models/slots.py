@@ -112,14 +112,14 @@ def _prefill(
     """A piece of a prompt, [1, P], into a row.
 
     Args:
-      where: int32: the position of its first token, its tokens without padding, and how many are to be drawn after it;
-        0 if it is not the prompt's last piece.
+      where: int32: the position of its first token, its tokens without padding, the prompt's tokens, and how many are
+        to be drawn after it; 0 if it is not the prompt's last piece.
     """
-    at, count, length = where
+    at, count, whole, length = where
     model = nnx.merge(fixed.graphdef, params)
     own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows.cache)
     own = jax.tree.map(lambda x: jnp.where(at == 0, 0, x), own)  # 0 times a NaN of the row before would be NaN
-    logits, own = model.extend(piece, own, at[None], count[None])
+    logits, own = model.extend(piece, own, at[None], count[None], whole[None])
     (token,) = _draw(logits, key[None], at[None] + count, fixed.sampling)
     left = jnp.where(_is_end(token, fixed.ends), 0, length - 1)
     return Rows(
@@ -254,10 +254,11 @@ def completions(
     while True:
         for slot, number in zip([slot for slot in range(slots) if slot not in active], waiting, strict=False):
             own = jax.random.fold_in(key, number)
-            for at, count, padded in pieces(len(prompts[number]), batching.piece):
+            whole = len(prompts[number])
+            for at, count, padded in pieces(whole, batching.piece):
                 piece = np.zeros((1, padded), np.int32)
                 piece[0, :count] = prompts[number][at : at + count]
-                where = np.array([at, count, length * (at + count == len(prompts[number]))], np.int32)
+                where = np.array([at, count, whole, length * (at + count == whole)], np.int32)
                 rows = _prefill(fixed, params, rows, np.int32(slot), piece, where, own)
             active[slot] = _Row(number)
         if not active:

@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxops.nn import AmaxHistory
 from models import config, frozen, hf, launch, loop
 from models.chat import Conversation, template_of
 from models.config import Options, check_option
@@ -23,10 +22,10 @@ from models.data import Corpus, bigram_nats, files_read, read_texts, split, stan
 from models.decoder import Decoder, DecoderConfig
 from models.decoder_loss import loss_fn
 from models.distributed import is_first
-from models.hf_config import end_token, fitting, read_config
+from models.hf_config import OF_A_RUN, end_token, fitting, read_config
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import collect, create_sharded, own_rows, replicate, shard_state
+from models.mesh import collect, create_sharded, own_rows, replicate, shard_state, shardings
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
@@ -35,15 +34,6 @@ from models.sampling import Sampling
 from models.slots import generate
 from models.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of
 
-RUN_FIELDS = (
-    "dtype",
-    "recipe",
-    "attention",
-    "max_documents",
-    "backend",
-    "policy",
-    "unroll",
-)  # of a DecoderConfig: what a checkpoint does not say
 CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -72,13 +62,13 @@ class LmOptions(Options):
     ] = False
 
 
-def attention_for(dtype: Any) -> str:
-    return "cudnn" if cudnn_attends(dtype) else "xla"
+def attention_for(dtype: Any, model: DecoderConfig) -> str:
+    return "cudnn" if cudnn_attends(dtype) and model.plain_attention and model.window is None else "xla"
 
 
 def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
     """The preset with the given number of steps and precision, and this machine's attention."""
-    attention = attention_for(precision.dtype)
+    attention = attention_for(precision.dtype, preset.model)
     model = dataclasses.replace(
         preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention
     )
@@ -104,8 +94,9 @@ def choose(options: LmOptions) -> Preset:
     dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
     start = PRESETS[options.preset]
     stored = read_config(given["init_from"])[1] if isinstance(given.get("init_from"), str) else None
+    base = stored or start.model
     start = dataclasses.replace(
-        start, model=dataclasses.replace(stored or start.model, dtype=dtype, attention=attention_for(dtype))
+        start, model=dataclasses.replace(base, dtype=dtype, attention=attention_for(dtype, base))
     )
     chosen = config.resolve(start, given)
     if chosen.model.attention == "cudnn" and jax.default_backend() != "gpu":
@@ -116,7 +107,7 @@ def choose(options: LmOptions) -> Preset:
 
 
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
-    sizes = [field.name for field in dataclasses.fields(stored) if field.name not in RUN_FIELDS]
+    sizes = [field.name for field in dataclasses.fields(stored) if field.name not in OF_A_RUN]
     if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
         conflicts = ", ".join(
             f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
@@ -183,11 +174,12 @@ def read_corpus(
     return split(found.documents, source)._replace(remark=found.remark)
 
 
-def make_model(preset: Preset, seed: int) -> Decoder:
+def make_model(preset: Preset, seed: int, mesh: Mesh | None = None) -> Decoder:
+    """Read from a checkpoint, its parameters are split over the mesh from the start."""
     if preset.init_from is None:
         return nnx.jit(lambda: Decoder(preset.model, rngs=nnx.Rngs(seed)))()
     with config.errors_of_options():
-        return hf.load(preset.init_from, **{name: getattr(preset.model, name) for name in RUN_FIELDS})[1]
+        return hf.load(preset.init_from, mesh=mesh, **{name: getattr(preset.model, name) for name in OF_A_RUN})[1]
 
 
 def sharded_graphdef(preset: Preset) -> nnx.GraphDef:
@@ -196,18 +188,25 @@ def sharded_graphdef(preset: Preset) -> nnx.GraphDef:
 
 
 def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
-    graphdef, params, histories = nnx.split(make_model(preset, seed), nnx.Param, AmaxHistory)
-    histories = jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories)  # a loaded model has only their shapes
-    return graphdef, loop.init_state(preset, params, histories)
+    graphdef, params, others = nnx.split(make_model(preset, seed), nnx.Param, ...)
+    return graphdef, loop.init_state(preset, params, with_histories(others))
+
+
+def with_histories(others: nnx.State) -> nnx.State:
+    """Zeros for the histories, of which a loaded model has only the shapes."""
+    zeros = lambda h: jnp.zeros(h.shape, h.dtype) if isinstance(h, jax.ShapeDtypeStruct) else h
+    return jax.tree.map(zeros, others)
 
 
 def start_state(preset: Preset, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
-    """Over a mesh sharded from the start, or when a checkpoint is read."""
-    create = lambda: init_state(preset, preset.seed)
-    if preset.init_from is None:
-        return create_sharded(create, mesh)
-    graphdef, state = create()
-    return graphdef, shard_state(state, mesh)
+    """Over a mesh sharded from the start: neither a device nor the host ever holds all of it."""
+    if preset.init_from is None or mesh is None:
+        return create_sharded(lambda: init_state(preset, preset.seed), mesh)
+    graphdef, params, others = nnx.split(make_model(preset, preset.seed, mesh), nnx.Param, ...)
+    others = shard_state(with_histories(others), mesh)
+    begin = functools.partial(loop.init_state, preset)
+    split = shardings(jax.eval_shape(begin, params, others), mesh)
+    return graphdef, jax.jit(begin, out_shardings=split, donate_argnums=(0, 1))(params, others)
 
 
 def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
@@ -294,7 +293,7 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
         beside = {file.name: file.read_text() for file in files if file.exists()}
         if isinstance(tokenizer, HuggingFace):
             beside["tokenizer.json"] = tokenizer.tokenizer.to_str(pretty=True)
-        hf.save(folder, architecture, model, end=tokenizer.end, beside=beside)
+        hf.save(folder, architecture, model, like=preset.init_from, end=tokenizer.end, beside=beside)
     return architecture
 
 

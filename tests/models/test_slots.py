@@ -18,7 +18,7 @@ from models.sampling import Sampling
 from models.slots import Batching, Completion, generate
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
-NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")
+NAMES = sorted(folder.name for folder in DATA.iterdir() if (folder / "expected.safetensors").exists())
 CONFIG = DecoderConfig(
     vocab=61, width=24, layers=2, heads=6, kv_heads=2, head_dim=6, hidden=20, experts=5, top_k=2, qk_norm=True
 )
@@ -164,10 +164,11 @@ def test_weights_are_read_and_caches_written_where_they_are(model):
     rows = slots.empty_rows(dense, 3, 128)
     given = slots.Fixed(graphdef, Sampling(), (3,)), params, rows, np.zeros(3, bool), 4
     text = slots._advance.lower(*given).compile().as_text()
-    large = min(x.size for x in (*jax.tree.leaves(rows.cache), *jax.tree.leaves(params)) if x.ndim > 1)
-    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (copy|slice|dynamic-slice|transpose|convert)\(", text)
-    assert len(moved) > 5
-    assert not [shape for shape, _ in moved if np.prod([int(n) for n in shape.split(",")]) >= large]
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|slice|dynamic-slice|transpose|convert)\(", text)
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
+    assert 0 < len(sizes)
+    assert max(sizes) < min(x.size for x in jax.tree.leaves(rows.cache))
+    assert not {*sizes} & {x.size for x in jax.tree.leaves(params) if x.ndim > 1}
     aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
     assert aliases.count("-alias)") >= len(jax.tree.leaves(rows.cache))
 

@@ -107,10 +107,14 @@ def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any
     paths = {entry.path for entry in entries}
     placed = {path: Placed(shapes[path].shape, shapes[path].dtype, splits.get(path)) for path in paths}
     for name, found in stored.items():
-        for at, array in _read(found, uses.get(name, ())):
+        own = uses.get(name, [])
+        for at in _reads(found, own):
+            if own and not any(placed[entry.path].wants((*index, *at)) for entry, index in own):
+                continue
+            array = found.read(*at)
             if not is_finite(array):
                 wrong.append(f"{name} in {found.tensors[0].file.name} has a NaN or an infinity")
-            for entry, index in uses.get(name, ()):
+            for entry, index in own:
                 placed[entry.path].put((*index, *at), entry.from_tensor(array))
     params: Params = {path: placed.pop(path).whole() if path in paths else shapes[path] for path in shapes}
     if tied_head and not _equal(stored[HEAD.name], params[EMBEDDING.path]):
@@ -120,17 +124,15 @@ def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any
     return architecture, nnx.merge(graphdef, abstract)
 
 
-def _read(stored: Stored, uses: Any) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """(place in the first axis, array): one by one of experts in one tensor."""
-    if any(entry.by_expert for entry, _ in uses):
-        for expert in range(stored.shape[0]):
-            yield (expert,), stored.read(expert)
-    else:
-        yield (), stored.read()
+def _reads(stored: Stored, uses: list[Use]) -> list[tuple[int, ...]]:
+    """The places in its first axis at which a tensor is read: one by one of experts in one tensor, else whole."""
+    by_expert = any(entry.by_expert for entry, _ in uses)
+    return [(expert,) for expert in range(stored.shape[0])] if by_expert else [()]
 
 
 def _equal(head: Stored, embedding: jax.Array) -> bool:
-    return np.array_equal(head.read().astype(np.float32), np.asarray(embedding))
+    whole = head.read().astype(np.float32)
+    return all(np.array_equal(whole[shard.index], shard.data) for shard in embedding.addressable_shards)
 
 
 def save(

@@ -9,7 +9,7 @@ import pydantic
 
 from models import hf_keys
 from models.decoder import DecoderConfig, RopeScaling
-from models.hf_keys import MEANINGLESS, Keys
+from models.hf_keys import MEANINGLESS, NEUTRAL, Keys
 from models.hf_quantized import check_quantization
 
 NAME = "config.json"
@@ -105,10 +105,11 @@ def _settings(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
     if found:
         read["num_experts"] = next(iter(found.values()))
     unknown = [key for key in read if key not in kind.model_fields]
-    if refused := [f"{key} = {json.dumps(read[key])}" for key in unknown if read[key] is not None]:
+    harmless = [key for key in unknown if read[key] is None or read[key] is NEUTRAL.get(key)]
+    if refused := [f"{key} = {json.dumps(read[key])}" for key in unknown if key not in harmless]:
         raise ValueError(
-            f"{', '.join(refused)}: the decoder does not have this checkpoint's {', '.join(unknown)}, for "
-            f"{architecture} does not read it"
+            f"{', '.join(refused)}: the decoder does not have this checkpoint's "
+            f"{', '.join(key for key in unknown if key not in harmless)}: no {architecture} known here has it"
         )
     keys = kind.model_validate({key: value for key, value in read.items() if key not in unknown})
     if missing := [name for name, lacks in keys.foreign().items() if lacks]:

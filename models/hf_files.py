@@ -5,6 +5,7 @@ The format is a header's length (8 bytes, little-endian), the header in JSON, an
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -60,7 +61,7 @@ class Tensor:
         data = np.empty(size, np.uint8)
         with self.file.open("rb", buffering=0) as stored:
             stored.seek(start)
-            view, done = memoryview(data), 0
+            view, done = data.data, 0
             while done < size:
                 if not (got := stored.readinto(view[done:])):
                     raise ValueError(f"{self.file} cannot be read: it ends within {self.name}. Copy the file again.")
@@ -115,7 +116,7 @@ def header_of(file: pathlib.Path) -> tuple[bytes, list[Tensor]]:
             numbers = [*shape, start, end]
             if not all(isinstance(number, int) and number >= 0 for number in numbers) or end > size - begin:
                 raise ValueError(f"{name} is at bytes {start} to {end} of {size - begin}")
-            if known is not None and end - start != np.dtype(known).itemsize * int(np.prod(shape, dtype=np.int64)):
+            if known is not None and end - start != np.dtype(known).itemsize * math.prod(shape):
                 raise ValueError(f"{name} has {end - start} bytes for {dtype} {list(shape)}")
             tensors.append(Tensor(file, name, dtype, shape, begin + start, begin + end))
         tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
@@ -132,7 +133,7 @@ def new_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
-        start, end = end, end + np.dtype(DTYPES[dtype]).itemsize * int(np.prod(shape, dtype=np.int64))
+        start, end = end, end + np.dtype(DTYPES[dtype]).itemsize * math.prod(shape)
         said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(said, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

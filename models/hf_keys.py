@@ -33,6 +33,19 @@ MEANINGLESS = {
 }
 
 
+# Values of keys that another architecture has, at which it computes what one without the key does.
+NEUTRAL = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "qkv_bias": False,
+    "use_sliding_window": False,
+    "use_mrope": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+}
+
+
 class Keys(pydantic.BaseModel):
     """The keys that decide what a model computes, with transformers' defaults for the model type."""
 
@@ -256,6 +269,7 @@ class Qwen3Moe(Mixed, Biased):
     num_key_value_heads: PositiveInt | None = 4
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = 4096
+    max_window_layers: int = 28  # all layers slide, whatever it says
 
     def window(self) -> tuple[int | None, tuple[int, ...] | None]:
         return self.sliding_window if self.use_sliding_window else None, None

@@ -105,9 +105,9 @@ def _experts(architecture: str, c: DecoderConfig) -> list[Entry]:
             Entry((*moe, "router", "bias"), "mlp.router.bias"),
         ]
         for ours, theirs, part, parts in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
-            name, how = f"mlp.experts.{theirs}_proj", {"part": part, "parts": parts}
-            found.append(Entry((*moe, ours), name, by_expert=True, **how))
-            found.append(Entry(("mlp", "bias", ours), f"{name}_bias", **how))
+            name = f"mlp.experts.{theirs}_proj"
+            found.append(Entry((*moe, ours), name, part=part, parts=parts, by_expert=True))
+            found.append(Entry(("mlp", "bias", ours), f"{name}_bias", part=part, parts=parts))
         return found
     folder, names = _EXPERTS.get(architecture, ("mlp", ("gate_proj", "up_proj", "down_proj")))
     found = [Entry((*moe, "router", "kernel"), f"{folder}.gate.weight", True)]

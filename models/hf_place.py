@@ -20,6 +20,13 @@ def _update(part: jax.Array, piece: jax.Array, at: jax.Array, transposed: bool) 
     return lax.dynamic_update_slice(part, piece.reshape((1,) * leading + piece.shape), start)
 
 
+Bounds = tuple[tuple[int, int], ...]  # start and end along each axis
+
+
+def _within(index: tuple[int, ...], bounds: Bounds) -> bool:
+    return all(start <= i < end for i, (start, end) in zip(index, bounds, strict=False))
+
+
 class Placed:
     """A parameter that is put together piece by piece.
 
@@ -32,24 +39,28 @@ class Placed:
         self.shape, self.dtype = shape, dtype
         self.sharding = sharding or SingleDeviceSharding(jax.devices()[0])
         whole = self.sharding.addressable_devices_indices_map(shape)
-        self.parts: dict[tuple[tuple[int, int], ...], Any] = {}
-        self.devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        self.parts: dict[Bounds, Any] = {}
+        self.devices: dict[Bounds, list[Any]] = {}
         for device, slices in whole.items():
             assert slices is not None
             bounds = tuple(s.indices(size)[:2] for s, size in zip(slices, shape, strict=True))
             self.devices.setdefault(bounds, []).append(device)
 
-    def _empty(self, bounds: tuple[tuple[int, int], ...]) -> Any:
+    def _empty(self, bounds: Bounds) -> Any:
         shape = tuple(end - start for start, end in bounds)
         if int(np.prod(shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize <= SMALL:
             return np.empty(shape, self.dtype)
         return [jax.device_put(jnp.zeros(shape, self.dtype), device) for device in self.devices[bounds]]
 
+    def wants(self, index: tuple[int, ...]) -> bool:
+        """Whether one of this process's devices holds a part of parameter[index]."""
+        return any(_within(index, bounds) for bounds in self.devices)
+
     def put(self, index: tuple[int, ...], piece: np.ndarray) -> None:
         """Sets parameter[index]."""
         for bounds, devices in self.devices.items():
             own, others = bounds[: len(index)], bounds[len(index) :]
-            if not all(start <= i < end for i, (start, end) in zip(index, own, strict=True)):
+            if not _within(index, bounds):
                 continue
             at = tuple(i - start for i, (start, _) in zip(index, own, strict=True))
             found = piece[tuple(slice(*bound) for bound in others)]

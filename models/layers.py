@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy, compiler_options, scan
 
 # Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
@@ -45,7 +46,7 @@ def apply_layers(
       unroll: whether the layers are unrolled instead of scanned. Residuals then stay where they are computed; a loop
         copies them into stacks and out again. A step of the 1b DiT preset takes 155 ms and 49 GB unrolled, in a loop,
         whose stacks were zero-filled, 208 ms and 64 GB (H200, 2026-11-22). Compilation takes longer.
-      training: whether state that the layers write besides parameters, such as histories, is kept.
+      training: whether the histories that the layers write are kept.
       whole: from a layer's stored parameters to those it computes with.
 
     Raises:
@@ -67,10 +68,10 @@ def apply_layers(
     for number, _ in runs:
         x, out = _run(split[number][0], call, x, next(parts[number]), policy, unroll, whole)
         outs[number].append(out)
-    joined = [jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *of) for of in outs]
+    joined: list[Any] = [jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *of) for of in outs]
     if training:
-        for stack, (_, others) in zip(stacks, joined, strict=True):
-            nnx.update(stack, others)
+        for stack, (_, histories) in zip(stacks, joined, strict=True):
+            nnx.update(stack, histories)
     return x, tuple(out for out, _ in joined)
 
 
@@ -101,7 +102,7 @@ def _run(
         params, others, own = state
         module = nnx.merge(graphdef, whole(params), others, copy=True)
         x, out = call(module, x, own)
-        return x, (out, nnx.state(module, nnx.Not(nnx.Param)))
+        return x, (out, nnx.state(module, AmaxHistory))
 
     if unroll:
         if policy is not None:

@@ -49,6 +49,7 @@ ODD: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 3.0}, "max_position_embeddings": 5},
         {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 9}},
         {"rope_parameters": YARN, "max_position_embeddings": 24},
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 40, "beta_fast": 1.2, "beta_slow": 0.1}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
         {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
         {"a_new_key": 3},

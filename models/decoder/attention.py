@@ -145,14 +145,14 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
+        assert c.latent is not None
         latent = self.latent = c.latent
-        assert latent is not None
         linear = functools.partial(linear_of(c), rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, epsilon=1e-6, dtype=jnp.dtype(c.dtype), rngs=rngs)
-        ranked = latent.query_rank is not None
-        self.q_down = linear(c.width, latent.query_rank, use_bias=c.qkv_bias) if ranked else nnx.data(None)
-        self.q_norm = norm(latent.query_rank) if ranked else nnx.data(None)
-        self.q = linear(latent.query_rank if ranked else c.width, c.heads * c.head_dim, use_bias=False)
+        rank = latent.query_rank
+        self.q_down = nnx.data(None) if rank is None else linear(c.width, rank, use_bias=c.qkv_bias)
+        self.q_norm = nnx.data(None) if rank is None else norm(rank)
+        self.q = linear(rank or c.width, c.heads * c.head_dim, use_bias=False)
         self.kv_down = linear(c.width, latent.rank + c.rotary, use_bias=c.qkv_bias)
         self.kv_norm = norm(latent.rank)
         self.kv = linear(latent.rank, c.heads * (c.head_dim - c.rotary + latent.value_dim), use_bias=False)

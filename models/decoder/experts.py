@@ -38,8 +38,17 @@ class BiasedRouter(Router):
 
     def __call__(self, x: jax.Array) -> jaxops.Routing:
         logits = jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=lax.Precision.HIGHEST)
-        options = {"score": self.score, "normalize": self.normalize, "weight_scale": self.weight_scale}
-        return jaxops.route(logits + self.bias[...][None, :], self.k, backend=self.backend, **options)
+        return jaxops.route(
+            logits + self.bias[...][None, :],
+            self.k,
+            score=self.score,
+            normalize=self.normalize,
+            weight_scale=self.weight_scale,
+            selection_bias=None if self.selection_bias is None else self.selection_bias[...],
+            expert_groups=self.expert_groups,
+            top_expert_groups=self.top_expert_groups,
+            backend=self.backend,
+        )
 
 
 class StoredExperts(nnx.Module):

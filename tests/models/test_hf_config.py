@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import re
 from unittest import mock
@@ -17,6 +18,7 @@ from models import hf, hf_config, hf_keys
 from models.decoder import Decoder, DecoderConfig, model
 from models.decoder.rope import turns
 from tests.models.hf_checkpoints import DATA, NAMES, changed
+from tests.models.hf_table import table
 
 CONFIGS: dict[str, dict] = json.loads((DATA.parent / "hf_configs.json").read_text())
 
@@ -129,7 +131,7 @@ def test_defaults_are_of_the_model_type():
     [
         ("llama", {"a_new_key": 3}, "a_new_key = 3: the decoder does not have this checkpoint's a_new_key"),
         ("llama", {"a_new_key": False}, "a_new_key = false"),
-        ("llama", {"sliding_window": 4}, "LlamaForCausalLM does not read it"),
+        ("llama", {"sliding_window": 4}, "no LlamaForCausalLM known here has it"),
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         (
             "llama",
@@ -156,3 +158,19 @@ def test_defaults_are_of_the_model_type():
 def test_refusals(name, keys, says, tmp_path):
     folder = changed(tmp_path, name, **keys)
     assert says in str(refusal(hf.read_config, folder))
+
+
+KNOWN = json.loads((DATA.parent / "hf_known.json").read_text())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_checkpoints_that_people_have(name, tmp_path):
+    """Every key is accepted, and there are as many parameters as the checkpoint's page says."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN[name]["config"]))
+    _, config = hf.read_config(tmp_path)
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) == KNOWN[name]["parameters"]
+
+
+def test_the_table_in_the_docs_is_that_of_the_tests():
+    assert f"\n\n{table()}\n\n" in (DATA.parents[2] / "docs" / "checkpoints.md").read_text()

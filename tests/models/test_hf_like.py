@@ -123,6 +123,12 @@ def test_every_code_of_mxfp4():
     again, same = hf_quantized.to_mxfp4(read, scales)
     assert (again.tobytes(), same.tobytes()) == (blocks.tobytes(), scales.tobytes())
 
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 4, np.float32)[:, None]  # to even codes
+    made, exponents = hf_quantized.to_mxfp4(np.concatenate([middles, -middles]), np.full((1, 2), 127, np.uint8))
+    rounded = hf_quantized.from_mxfp4(made, exponents)[:, 0]
+    np.testing.assert_array_equal(rounded[:8], [0, 1, 1, 2, 2, 4, 4, 6])
+    np.testing.assert_array_equal(rounded[32:40], [-0.0, -1, -1, -2, -2, -4, -4, -6])
+
     matrix = rng.normal(size=(96, 5)).astype(np.float32)
     made, exponents = hf_quantized.to_mxfp4(matrix, np.zeros((5, 3), np.uint8))
     error = np.abs(hf_quantized.from_mxfp4(made, exponents) - matrix).T.reshape(5, 3, 32)

@@ -225,7 +225,7 @@ def split(documents: Documents, source: str = "the data") -> Corpus:
             f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and "
             "to hold a tenth out of."
         )
-    return Corpus(*parts)
+    return Corpus(parts[0], parts[1])
 
 
 def bigram_nats(train: np.ndarray, batch: Batch) -> float:

@@ -92,8 +92,8 @@ class Fixed(NamedTuple):
 
 
 def empty_rows(model: Decoder, slots: int, length: int) -> Rows:
-    zeros = [jnp.zeros(slots, jnp.int32) for _ in range(3)]
-    return Rows(model.empty_cache(slots, length), *zeros, jax.random.split(jax.random.key(0), slots))
+    token, at, left = (jnp.zeros(slots, jnp.int32) for _ in range(3))
+    return Rows(model.empty_cache(slots, length), token, at, left, jax.random.split(jax.random.key(0), slots))
 
 
 def _is_end(token: jax.Array, ends: tuple[int, ...]) -> jax.Array:
@@ -137,13 +137,13 @@ class Drawn(NamedTuple):
     Attributes:
       first: [S], each row's last token of before.
       tokens: [steps, S], those drawn after it.
-      count: [S], how many of them there are.
+      made: [S], how many of them there are.
       left: [S], as of `Rows`.
     """
 
     first: jax.Array
     tokens: jax.Array
-    count: jax.Array
+    made: jax.Array
     left: jax.Array
 
 
@@ -207,7 +207,7 @@ class _Row:
         """Adds its new tokens. Its completion, if it has ended."""
         new = [int(drawn.first[slot])] if self.is_new else []
         self.is_new = False
-        for token in new + drawn.tokens[: drawn.count[slot], slot].tolist():
+        for token in new + drawn.tokens[: drawn.made[slot], slot].tolist():
             if token in ends:
                 return Completion(self.tokens, "end")
             self.tokens.append(token)

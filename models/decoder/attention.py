@@ -16,6 +16,7 @@ from models.decoder.weights import linear_of
 from models.packed_attention import NAME
 
 KeysValues = tuple[jax.Array, jax.Array]
+Window = jax.Array | int | None  # how many tokens a token sees; None for all
 
 
 class Seen(NamedTuple):
@@ -29,7 +30,7 @@ class Seen(NamedTuple):
 
     turns: Turns
     remember: Callable[[jax.Array, jax.Array], KeysValues]
-    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Window, jax.Array | None], jax.Array]
 
 
 def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
@@ -116,7 +117,7 @@ class Attention(nnx.Module):
         self.k_norm = norm(c.head_dim * (c.kv_heads if whole else 1)) if c.qk_norm else nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(c.heads, jnp.float32)) if c.sinks else nnx.data(None)
 
-    def __call__(self, x: jax.Array, seen: Seen, window: jax.Array | None) -> tuple[jax.Array, KeysValues]:
+    def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
         """Also what `seen.remember` returns."""
         c = self.config
         q, k, v = self._project(x)
@@ -158,7 +159,7 @@ class LatentAttention(nnx.Module):
         self.kv = linear(latent.rank, c.heads * (c.head_dim - c.rotary + latent.value_dim), use_bias=False)
         self.out = linear(c.heads * latent.value_dim, c.width, use_bias=c.out_bias)
 
-    def __call__(self, x: jax.Array, seen: Seen, window: jax.Array | None) -> tuple[jax.Array, KeysValues]:
+    def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
         """Also what `seen.remember` returns."""
         c, (B, T, _) = self.config, x.shape
         fixed = c.head_dim - c.rotary

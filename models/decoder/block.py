@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from models.decoder.attention import Attention, KeysValues, LatentAttention, Seen, normalized
+from models.decoder.attention import Attention, KeysValues, LatentAttention, Seen, Window, normalized
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Experts, Routed
 from models.decoder.mlp import GatedUnit
@@ -31,13 +31,11 @@ class Block(nnx.Module):
         else:
             self.mlp = GatedUnit(c, c.dense_hidden if dense and c.dense_hidden else c.hidden, rngs=rngs)
 
-    def __call__(
-        self, x: jax.Array, seen: Seen, window: jax.Array | None
-    ) -> tuple[jax.Array, Routed | None, KeysValues]:
+    def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, Routed | None, KeysValues]:
         """Also what the router gave, and what `seen.remember` returned.
 
         Args:
-          window: int32 scalar, how many tokens a token sees; None for all.
+          window: int32 scalar or a number, how many tokens a token sees; None for all.
         """
         mixed, kept = self.attention(normalized(self.attention_norm, x), seen, window)
         x = checkpoint_name(x + mixed, "middle")

@@ -1,13 +1,13 @@
 """The decoder: embedding, stacked blocks, and the logits of the next token."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.decoder.attention import KeysValues, Seen, soft_attention
+from models.decoder.attention import KeysValues, Seen, Window, soft_attention
 from models.decoder.block import Block
 from models.decoder.cache import Places, write
 from models.decoder.config import DecoderConfig
@@ -58,7 +58,8 @@ class Decoder(nnx.Module):
     """Tokens in, logits of the next token out. The blocks' parameters are stacked.
 
     Attributes:
-      blocks: all blocks; of a model with experts those that have them.
+      blocks: all blocks; of a model with experts those that have them. By `models.inference` a list of all, one by
+        one.
       dense_blocks: the blocks of dense_layers, or None.
 
     Args:
@@ -75,7 +76,7 @@ class Decoder(nnx.Module):
             c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs
         )
         layers = c.stacks()
-        self.blocks = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), len(layers[0]), rngs)
+        self.blocks: Any = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), len(layers[0]), rngs)
         self.dense_blocks = (
             stacked(lambda rngs: Block(c, dense=True, rngs=rngs), len(layers[1]), rngs)
             if len(layers) == 2
@@ -155,9 +156,7 @@ class Decoder(nnx.Module):
         """Causal attention of tokens at `now` [1, T] over those at `then` [S], within mask [B, T, S]."""
         c = self.config
 
-        def attention(
-            q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | None, sinks: jax.Array | None
-        ) -> jax.Array:
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: Window, sinks: jax.Array | None) -> jax.Array:
             if c.plain_attention and window is None and q.shape[1] == k.shape[1]:
                 return attend(q, k, v, None if mask is None else mask[:, None], True, c.attention)
             before = now[:, :, None] - then[None, None, :]
@@ -226,9 +225,7 @@ class Decoder(nnx.Module):
         """Attention over what is cached up to a token's own position. The result of padding is zero."""
         c, heads_first = self.config, self.config.latent is None
 
-        def attention(
-            q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, sinks: jax.Array | None
-        ) -> jax.Array:
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: Window, sinks: jax.Array | None) -> jax.Array:
             then = jnp.arange(k.shape[2 if heads_first else 1], dtype=jnp.int32)
             before = places.positions[:, :, None] - then[None, None, :]
             sees = before >= 0 if window is None else (before >= 0) & (before < window)

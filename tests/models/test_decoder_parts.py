@@ -91,16 +91,18 @@ def test_packed_documents_are_as_if_each_came_alone(config):
 
 @each_config
 def test_a_token_at_a_time_is_as_all_at_once(config):
-    """With a row that starts later; dynamic positions are those of the text so far."""
+    """With a row that ends sooner, and padding after it; dynamic positions are those of the text so far."""
     config = dataclasses.replace(config, rope_scaling=None)
-    model, first = model_of(config), jnp.array([0, 3], jnp.int32)
-    documents = (jnp.arange(13)[None, :] >= first[:, None]).astype(jnp.int32)
-    whole = logits_of(model, TOKENS, documents)
-    extend = nnx.jit(lambda model, tokens, cache, at: model.extend(tokens, cache, at, first))
+    model, lengths = model_of(config), np.array([13, 10])
+    whole = logits_of(model, TOKENS, jnp.zeros((2, 13), jnp.int32))
+    extend = nnx.jit(lambda model, *given: model.extend(*given))
     cache = model.empty_cache(2, 16)
-    for at, count in ((0, 5), (5, 5), (10, 1), (11, 1), (12, 1)):
-        logits, cache = extend(model, TOKENS[:, at : at + count], cache, jnp.int32(at))
-        np.testing.assert_allclose(logits, whole[:, at + count - 1], atol=2e-5)
+    for start, size in ((0, 4), (4, 4), (8, 4), (12, 1)):
+        count = np.clip(lengths - start, 0, size).astype(np.int32)
+        at = np.minimum(lengths, start).astype(np.int32)
+        logits, cache = extend(model, TOKENS[:, start : start + size], cache, at, count)
+        for row in np.flatnonzero(count):
+            np.testing.assert_allclose(logits[row], whole[row, at[row] + count[row] - 1], atol=2e-5)
 
 
 @each_config
@@ -126,12 +128,9 @@ def test_layers_of_two_kinds_are_in_two_stacks():
     assert params["blocks"]["mlp"]["shared"]["up"]["kernel"][...].shape == (2, 12, 8)
     _, routed = nnx.eval_shape(lambda model: model(TOKENS), model_of(MUCH))
     assert routed.load.shape == (2, 4)
-    (keys, values), (dense_keys, _) = model_of(MUCH).empty_cache(3, 7)
-    assert keys.shape == values.shape == dense_keys.shape == (2, 3, 7, 2, 6)
-    assert [tuple(a.shape for a in part) for part in model_of(LATENT).empty_cache(3, 7)] == [
-        ((3, 3, 7, 5), (3, 3, 7, 4)),
-        ((1, 3, 7, 5), (1, 3, 7, 4)),
-    ]
+    shapes = lambda config: [tuple(a.shape for a in part) for part in model_of(config).empty_cache(3, 7)]
+    assert shapes(MUCH) == [((3, 2, 7, 6),) * 2] * MUCH.layers
+    assert shapes(LATENT) == [((3, 7, 5), (3, 7, 4))] * LATENT.layers
     assert nnx.state(model_of(LATENT), RouterBias)["blocks"]["mlp"]["moe"]["router"]["selection_bias"].shape == (3, 4)
 
 

@@ -9,24 +9,26 @@ import pytest
 import safetensors.flax
 from flax import nnx
 
-from models import generate, hf, train_lm
+from models import hf, train_lm
 from models.data import split
 from models.packing import Documents
 from models.presets import Preset
+from models.slots import Batching, generate
+from models.tokenizer import Bytes
 from tests.models.hf_checkpoints import DATA, NAMES, stored
 
-ELSEWHERE = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # test_generate.py
+ELSEWHERE = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # test_slots.py
 ALIKE = ("llama", "mixtral", "qwen3_moe_weights_as_they_are", "gpt_oss_mxfp4")  # with another that is here or there
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE + ALIKE])
 def test_the_likeliest_tokens_are_those_of_transformers(name):
-    """Of two prompts of 7 and 4 tokens at once, beyond windows and the texts of the first training."""
+    """Of two prompts of 7 and 4 tokens at once, in pieces of 3, beyond windows and the texts of the first training."""
     expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
     _, model = hf.load(DATA / name, backend="xla")
     tokens = np.asarray(expected["tokens"])
-    prompts = generate.align([tokens[0, :7].tolist(), tokens[1, :4].tolist()])
-    np.testing.assert_array_equal(generate.sample(model, prompts, jax.random.key(0), 9), expected["greedy"])
+    got = generate(model, [tokens[0, :7].tolist(), tokens[1, :4].tolist()], 9, batching=Batching(piece=3))
+    np.testing.assert_array_equal([completion.tokens for completion in got], expected["greedy"])
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_fp8", "gpt_oss_mxfp4"])
@@ -58,7 +60,7 @@ def test_a_quantized_checkpoint_is_trained_and_saved(name, tmp_path):
         assert 0 < moved < 1.1 * rate
     jax.tree.map(np.testing.assert_array_equal, state.histories, before[1])
     trained = nnx.merge(graphdef, state.params, state.histories)
-    architecture = train_lm.save_checkpoint(tmp_path, preset, trained, generate.Bytes())
+    architecture = train_lm.save_checkpoint(tmp_path, preset, trained, Bytes())
     again, loaded = hf.load(tmp_path, backend="xla")
     assert architecture == again == hf.read_config(DATA / name)[0]
     assert {key: x.dtype for key, x in stored(tmp_path).items()} == {

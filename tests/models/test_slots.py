@@ -18,7 +18,7 @@ from models.sampling import Sampling
 from models.slots import Batching, Completion, generate
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
-NAMES = sorted(folder.name for folder in DATA.iterdir() if (folder / "expected.safetensors").exists())
+NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # the others are in test_hf_use.py
 CONFIG = DecoderConfig(
     vocab=61, width=24, layers=2, heads=6, kv_heads=2, head_dim=6, hidden=20, experts=5, top_k=2, qk_norm=True
 )
@@ -166,7 +166,7 @@ def test_weights_are_read_and_caches_written_where_they_are(model):
     text = slots._advance.lower(*given).compile().as_text()
     moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|slice|dynamic-slice|transpose|convert)\(", text)
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
-    assert 0 < len(sizes)
+    assert len(sizes) > 0
     assert max(sizes) < min(x.size for x in jax.tree.leaves(rows.cache))
     assert not {*sizes} & {x.size for x in jax.tree.leaves(params) if x.ndim > 1}
     aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]

@@ -25,10 +25,10 @@ from jaxops.offload.reports import needed_bytes
 from models import loop, train_dit, train_lm
 from models.data import Corpus
 from models.dit import DiTConfig
-from models.generate import Bytes
 from models.images import Batch as Images
 from models.precision import PRECISIONS
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
+from models.tokenizer import Bytes
 
 OURS, XLA = "jaxops", "xla"
 SIDES = {  # side -> backend, precision; those that others are compared with come first

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from benchmarks import harness
 from models import train_lm
-from models.generate import Bytes
 from models.loop import Run, with_steps
 from models.precision import PRECISIONS, for_this_machine
 from models.presets import PRESETS
+from models.tokenizer import Bytes
 
 SIDES = {"jaxops": "auto", "xla": "xla"}
 

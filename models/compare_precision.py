@@ -30,12 +30,12 @@ from models import train_dit, train_lm
 from models.config import check_option
 from models.decoder import Decoder
 from models.dit import DiT
-from models.generate import Bytes
 from models.images import DATA_SETS
 from models.loop import place, with_steps
 from models.precision import PRECISIONS, Precision
 from models.presets import DIT_PRESETS, PRESETS
 from models.report import plot_precisions
+from models.tokenizer import Bytes
 
 BASELINE, BATCH_SEED = "bfloat16", 0
 RECIPES = tuple(name.removeprefix("fp8-") for name in PRECISIONS if name.startswith("fp8-"))

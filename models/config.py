@@ -61,6 +61,10 @@ class Options:
             help="Offload layers' inputs and attention to the host, on a GPU; recompute the rest. Or set policy.",
         ),
     ] = False
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(help="Do not train parameters with this regular expression in their name; repeatable."),
+    ] = None
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")
     ] = None
@@ -95,7 +99,7 @@ class Options:
     ] = False
 
 
-AnyOptions = TypeVar("AnyOptions", bound=Options)
+AnyOptions = TypeVar("AnyOptions")
 
 
 def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Callable[..., None]:
@@ -218,7 +222,7 @@ def given_by(options: Options, own: Given, nested: bool) -> Given:
         model |= PRECISIONS[options.precision]._asdict()
     if options.offload:
         model |= {"policy": dataclasses.asdict(OFFLOADED), "unroll": False}
-    named = {"steps": options.steps, "seed": options.seed, **own}
+    named = {"steps": options.steps, "seed": options.seed, "freeze": options.freeze, **own}
     named = {key: value for key, value in named.items() if value is not None} | (
         {"model": model} if nested and model else model
     )

@@ -1,5 +1,9 @@
-"""Text for a language model: the user's files and folders, or the sources of the Python standard library."""
+"""Text for a language model: the user's files and folders, or the sources of the Python standard library.
 
+A line of a .jsonl file is a text, or a conversation of which the assistant's words are learned.
+"""
+
+import itertools
 import json
 import os
 import sysconfig
@@ -9,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.generate import Tokenizer
+from models.chat import ChatTemplate, Conversation, Marked, conversation, encode
 from models.packing import Batch, Documents
+from models.tokenizer import Tokenizer
 
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -18,10 +23,11 @@ HELDOUT_EVERY = 10
 
 
 class Corpus(NamedTuple):
-    """Documents to train on, and others to evaluate on."""
+    """Documents to train on, and others to evaluate on; remark: a line about conversations that were cut, or ""."""
 
     train: Documents
     heldout: Documents
+    remark: str = ""
 
 
 def source_files(root: Path) -> list[Path]:
@@ -80,17 +86,17 @@ def files_read(paths: Sequence[str | Path]) -> dict[str, Path]:
     return {f"Python's {file.relative_to(root)}": file for file in source_files(root)}
 
 
-def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes]:
-    """All documents of `text_files`: a file each, or of a .jsonl file the "text" of each line.
+def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes | Conversation]:
+    """All documents of `text_files`: a file each, or of a .jsonl file the "text" or the "messages" of each line.
 
     Args:
       raw: read files as bytes. Otherwise they must be UTF-8 without zero bytes, because a zero ends a document.
 
     Raises:
       FileNotFoundError: as of `text_files`.
-      ValueError: a file that is no text, or a line of a .jsonl file without one.
+      ValueError: a file that is no text, or a line of a .jsonl file without one, or with unusable messages.
     """
-    texts = []
+    texts: list[bytes | Conversation] = []
     for file in text_files(paths):
         if file.suffix == ".jsonl":
             texts += _json_lines(file)
@@ -113,21 +119,30 @@ def _not_text(content: bytes) -> str | None:
     return None
 
 
-def _json_lines(file: Path) -> list[bytes]:
-    texts = []
+def _json_lines(file: Path) -> list[bytes | Conversation]:
+    texts: list[bytes | Conversation] = []
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
+        source = f"{file}, line {number}"
         try:
-            text = json.loads(line)["text"]
-            texts.append(text.encode())
+            given = json.loads(line)
+            text = None if "messages" in given else given["text"].encode()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f'{file}, line {number}: {line[:80]!r} is no JSON object with a "text" that is a string.'
+                f'{source}: {line[:80]!r} is no JSON object with a "text" that is a string, or with "messages".'
             ) from error
-        if 0 in texts[-1]:
-            raise ValueError(f"{file}, line {number}: the text has a zero byte, which ends a document.")
+        if text is not None and 0 in text:
+            raise ValueError(f"{source}: the text has a zero byte, which ends a document.")
+        texts.append(conversation(given, source) if text is None else text)
     return texts
+
+
+class Tokenized(NamedTuple):
+    """Documents; remark: a line about conversations that were cut, with its line break, or ""."""
+
+    documents: Documents
+    remark: str
 
 
 def tokenize(texts: Sequence[bytes], tokenizer: Tokenizer) -> Documents:
@@ -136,16 +151,53 @@ def tokenize(texts: Sequence[bytes], tokenizer: Tokenizer) -> Documents:
     Raises:
       ValueError: a text that is not UTF-8, for a tokenizer that needs it.
     """
-    dtype, end = np.min_scalar_type(tokenizer.vocab - 1), tokenizer.end
-    parts = [np.empty(0, dtype)]
-    for tokens in tokenizer.encode_all([text for text in texts if text]):
-        ended = end is None or (len(tokens) and tokens[-1] == end)
-        parts.append(tokens.astype(dtype) if ended else np.append(tokens.astype(dtype), dtype.type(end)))
-    return Documents(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+    return _joined(_ended(tokenizer.encode_all([text for text in texts if text]), tokenizer), tokenizer)
+
+
+def tokenize_all(
+    texts: Sequence[bytes | Conversation], tokenizer: Tokenizer, template: ChatTemplate, context: int
+) -> Tokenized:
+    """Texts as of `tokenize`, and conversations as the template writes them, the assistant's words scored.
+
+    Args:
+      context: predictions of a document: a conversation with more is cut, and left out if none is scored before.
+
+    Raises:
+      ValueError: as of `tokenize`; of the template, with the conversation's source.
+    """
+    plain = iter(_ended(tokenizer.encode_all([text for text in texts if isinstance(text, bytes) and text]), tokenizer))
+    kept, cut, left_out = list[Marked](), 0, 0
+    for text in texts:
+        if not isinstance(text, Conversation):
+            kept += [Marked(tokens, np.ones(len(tokens), bool)) for tokens in itertools.islice(plain, bool(text))]
+            continue
+        whole = encode(tokenizer, template.mark(text))
+        short = Marked(whole.tokens[: context + 1], whole.scored[: context + 1])
+        cut += len(whole.tokens) > context + 1
+        if short.scored[1:].any():
+            kept.append(short)
+        else:
+            left_out += 1
+    documents = _joined([one.tokens for one in kept], tokenizer)
+    documents = documents._replace(scored=np.concatenate([np.empty(0, bool), *(one.scored for one in kept)]))
+    remark = f"{cut:,} conversations have more than context={context:,} tokens and are cut there"
+    remark += f"; {left_out:,} have no words of the assistant before and are left out\n" if left_out else "\n"
+    return Tokenized(documents, remark if cut or left_out else "")
+
+
+def _ended(texts: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[np.ndarray]:
+    end = tokenizer.end
+    return [text if end is None or (len(text) and text[-1] == end) else np.append(text, end) for text in texts]
+
+
+def _joined(texts: Sequence[np.ndarray], tokenizer: Tokenizer) -> Documents:
+    dtype = np.min_scalar_type(tokenizer.vocab - 1)
+    tokens = np.concatenate([np.empty(0, dtype), *(text.astype(dtype) for text in texts)])
+    return Documents(tokens, np.cumsum([0, *(len(text) for text in texts)]))
 
 
 def split(documents: Documents, source: str = "the data") -> Corpus:
-    """Holds out each tenth document, or with fewer than ten the last tenth of each.
+    """Holds out each tenth document, or with fewer than ten the last tenth of each; of conversations the last one.
 
     Args:
       source: its name in errors.
@@ -155,11 +207,17 @@ def split(documents: Documents, source: str = "the data") -> Corpus:
     """
     lengths = np.diff(documents.offsets)
     tenth = np.arange(len(lengths)) % HELDOUT_EVERY == HELDOUT_EVERY - 1
+    if documents.scored is not None and not tenth.any():
+        tenth = np.arange(len(lengths)) == len(lengths) - 1  # a part of a conversation is none
     held = np.where(tenth, lengths, 0) if tenth.any() else lengths // HELDOUT_EVERY
     trained = lengths - held
     is_held = np.repeat(np.tile([False, True], len(lengths)), np.stack([trained, held], axis=1).ravel())
     parts = [
-        Documents(documents.tokens[which], np.cumsum([0, *some[some > 0]]))
+        Documents(
+            documents.tokens[which],
+            np.cumsum([0, *some[some > 0]]),
+            None if documents.scored is None else documents.scored[which],
+        )
         for which, some in ((~is_held, trained), (is_held, held))
     ]
     if not all((np.diff(part.offsets) > 1).any() for part in parts):
@@ -167,11 +225,11 @@ def split(documents: Documents, source: str = "the data") -> Corpus:
             f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and "
             "to hold a tenth out of."
         )
-    return Corpus(*parts)
+    return Corpus(parts[0], parts[1])
 
 
 def bigram_nats(train: np.ndarray, batch: Batch) -> float:
     """Mean nats a byte of a bigram table of train with add-one smoothing, over a batch's predictions."""
     pairs = np.bincount(train[:-1].astype(np.int64) * 256 + train[1:], minlength=256 * 256).reshape(256, 256) + 1
     log_probs = np.log(pairs / pairs.sum(axis=1, keepdims=True))
-    return float(-np.mean(log_probs[batch.tokens, batch.targets][batch.documents >= 0]))
+    return float(-np.mean(log_probs[batch.tokens, batch.targets][batch.counts()]))

@@ -12,7 +12,7 @@ LOGITS = 1 << 28  # 1 GB, of 8,192 tokens with 32,768 logits each
 def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Array, Routed | None]:
     """Mean cross-entropy, in nats a token, of the counted predictions of rows [B, T].
 
-    Not counted: padding, and predictions across the end of a document.
+    Not counted: padding, predictions across the end of a document, and those that `Batch.scored` leaves out.
 
     Args:
       packed: whether a row may hold several documents, which then do not attend to each other. Otherwise attention
@@ -20,7 +20,7 @@ def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Arra
     """
     x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
     losses = cross_entropies(model, x.reshape(-1, x.shape[-1]), batch.targets.astype(jnp.int32).ravel())
-    return jnp.sum(jnp.where(batch.documents.ravel() >= 0, losses, 0.0)) / jnp.maximum(batch.counted(), 1), routed
+    return jnp.sum(jnp.where(batch.counts().ravel(), losses, 0.0)) / jnp.maximum(batch.counted(), 1), routed
 
 
 def cross_entropies(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:

@@ -169,9 +169,11 @@ class DiT(nnx.Module):
             sequence_offsets, grids, tokens.shape[0], width
         )
         x, _ = apply_layers(
-            self.blocks,
-            lambda block, x: (block(x, cond, sequence_offsets), None),
+            (self.blocks,),
+            lambda block, x, _: (block(x, cond, sequence_offsets), None),
             x,
+            layers=(range(c.layers),),
+            each=(None,),
             policy=c.policy,
             unroll=c.unroll,
             training=not self.use_running_average,

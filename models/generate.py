@@ -1,240 +1,251 @@
 """Text from a checkpoint: `python -m models.generate FOLDER "once upon a time" "another prompt"`."""
 
+import dataclasses
+import json
 import pathlib
+import sys
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import typer
 from flax import nnx
 
 from models import hf
-from models.decoder import Decoder
-from models.hf_config import end_token, read_config
+from models.chat import ChatTemplate, conversation, template_of
+from models.config import command, errors_of_options
+from models.decoder import Decoder, DecoderConfig
+from models.hf_config import read_config
+from models.inference import for_inference
 from models.precision import DTYPES
+from models.sampling import Sampling
+from models.slots import Batching, Completion, cache_length, check_prompts, completions
+from models.streaming import TextStream
+from models.tokenizer import Tokenizer, end_tokens, tokenizer_of
 
-TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
-# Names of the token that ends a text.
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    folder: Annotated[
+        pathlib.Path,
+        typer.Argument(help="A checkpoint: config.json, safetensors, and tokenizer.json unless its tokens are bytes."),
+    ]
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="One or more. With --chat and without any: a conversation.")
+    ] = None
+    prompts: Annotated[
+        pathlib.Path | None,
+        typer.Option(help='More prompts: a line each, or .jsonl lines with "prompt" or "messages". Writes JSON lines.'),
+    ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are a user's messages, for the checkpoint's chat template.")
+    ] = False
+    length: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt, at the most.")] = 64
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens. 0: from all.")] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens that have this probability together. 1: from all.")
+    ] = 1.0
+    stop: Annotated[list[str] | None, typer.Option(help="Text before which an output ends; repeatable.")] = None
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0
+    dtype: Annotated[str, typer.Option(help=f"Of the computation: {', '.join(DTYPES)}.")] = "float32"
+    limit: Annotated[int, typer.Option(min=1, help="The most tokens of a prompt and what is added to it.")] = 8192
+    slots: Annotated[int, typer.Option(min=1, help="Prompts that are continued together.")] = Batching.slots
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back.
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt.
 
     Attributes:
-      vocab: tokens there are.
-      end: the token that ends a document of training data, or None.
+      given: its text or its messages, for what is written about it.
+      text: what the model reads.
+      tokens: of the text.
     """
 
-    vocab: int
-    end: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]: ...
+    given: Any
+    text: str
+    tokens: list[int]
 
 
-class Bytes:
-    """Each byte of UTF-8 is a token; zero, which no text has, ends a text."""
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """A checkpoint and how text is drawn from it."""
 
-    vocab: int = 256
-    end: int | None = 0
+    model: Decoder
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]
+    options: GenerateOptions
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def write(self, prompts: Sequence[Prompt]) -> list[tuple[str, Completion]]:
+        """The text and completion of each prompt, written as they come and in the prompts' order.
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(
-            errors="replace"
-        )  # a model may have more than it was trained on
+        Of prompts from a file each is a JSON line; the others are written to the terminal while they are drawn.
+        """
+        options, done = self.options, dict[int, Completion]()
+        streams = [TextStream(self.tokenizer, prompt.tokens, options.stop or ()) for prompt in prompts]
+        self._begin(prompts, 0)
+        shown = 0
 
-    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.frombuffer(text, np.uint8) for text in texts]
+        def watch(number: int, token: int) -> bool:
+            new = streams[number].add(token)
+            if number == shown:
+                self._show(new)
+            return streams[number].stopped
+
+        found = completions(
+            self.model,
+            [prompt.tokens for prompt in prompts],
+            options.length,
+            sampling=sampling_of(options),
+            key=jax.random.key(options.seed),
+            ends=self.ends,
+            batching=Batching(slots=options.slots),
+            watch=watch,
+        )
+        for number, completion in found:
+            rest, done[number] = streams[number].finish(), completion
+            if number == shown:
+                self._show(rest)
+            while shown in done:
+                self._finish(prompts[shown], streams[shown], done[shown])
+                shown += 1
+                self._begin(prompts, shown)
+                if shown < len(prompts):
+                    self._show(streams[shown].text)
+        return [(stream.text, done[number]) for number, stream in enumerate(streams)]
+
+    def _show(self, text: str) -> None:
+        if self.options.prompts is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _begin(self, prompts: Sequence[Prompt], number: int) -> None:
+        if number < len(prompts) and not self.options.chat:
+            self._show(prompts[number].text)
+
+    def _finish(self, prompt: Prompt, stream: TextStream, completion: Completion) -> None:
+        self._show("\n")
+        if self.options.prompts is not None:
+            ended = "stop" if stream.stopped else completion.ended
+            line = {"prompt": prompt.given, "text": stream.text, "tokens": len(completion.tokens), "ended": ended}
+            typer.echo(json.dumps(line, ensure_ascii=False))
 
 
-class HuggingFace:
-    """The tokenizer of a tokenizer.json; texts end with `end`, by default the first of `ENDS` in its vocabulary.
+def sampling_of(options: GenerateOptions) -> Sampling:
+    return Sampling(options.temperature, options.top_k, options.top_p)
 
-    Raises:
-      ValueError: a file that cannot be read, or is no tokenizer.json.
+
+def check_length(prompts: Sequence[Sequence[int]], options: GenerateOptions, config: DecoderConfig) -> None:
     """
-
-    def __init__(self, file: pathlib.Path, end: int | None = None):
-        import tokenizers  # only where there is one
-
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{file} is no tokenizer.json: {error}") from error
-        self.vocab = 1 + max(self.tokenizer.get_vocab().values())
-        known = (self.tokenizer.token_to_id(name) for name in ENDS)
-        self.end: int | None = next((token for token in known if token is not None), None) if end is None else end
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens))
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """
-        Raises:
-          ValueError: a text that is not UTF-8.
-        """
-        found = []
-        for some in (texts[at : at + TOGETHER] for at in range(0, len(texts), TOGETHER)):
-            found += [
-                np.array(encoded.ids, np.int64)
-                for encoded in self.tokenizer.encode_batch_fast([_decode(text) for text in some])
-            ]
-        return found
-
-
-def _decode(text: bytes) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"the document that begins with {text[:60]!r} is not UTF-8, and --tokenizer needs text: {error}."
-        ) from error
-
-
-def check_length(prompts: Sequence[Sequence[int]], length: int, heads: int, limit: int) -> None:
-    """Attention over a prompt needs a number for each head and each pair of a prompt token and a token of the row.
-
     Raises:
       ValueError: rows of more than `limit` tokens.
     """
     longest = max(map(len, prompts), default=0)
-    if longest + length > limit:
-        gigabytes = 4 * len(prompts) * heads * longest * (longest + length) / 1e9
+    if longest + options.length > options.limit:
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        length = cache_length(prompts, options.length)
+        cache = jax.eval_shape(lambda: model.empty_cache(min(options.slots, len(prompts)), length))
+        gigabytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) / 1e9
         raise ValueError(
-            f"the longest prompt has {longest:,} tokens and --length is {length:,}: more than the limit of {limit:,} "
-            "together. "
-            f"Shorten it, or pass --limit {longest + length}: attention would take {gigabytes:,.1f} GB and more."
+            f"the longest prompt has {longest:,} tokens and --length is {options.length:,}: more than the limit of "
+            f"{options.limit:,} together. Shorten it, or pass --limit {longest + options.length}: keys and values "
+            f"would take {gigabytes:,.1f} GB."
         )
 
 
-def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
-    """The tokenizer of a checkpoint.
+def read_prompts(options: GenerateOptions, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[Prompt]:
+    """All prompts.
 
     Raises:
-      ValueError: no tokenizer.json, and fewer tokens than bytes.
+      ValueError: a line without one; messages without --chat.
     """
-    file = folder / "tokenizer.json"
-    if file.exists():
-        return HuggingFace(file, end_token(folder))
-    if vocab < 256:
-        raise ValueError(f"{folder} has no tokenizer.json, and with {vocab} tokens the model knows no bytes.")
-    return Bytes()
+    given: list[Any] = list(options.prompt or [])
+    if options.prompts is not None:
+        given += prompts_of(options.prompts)
+    return [prompt_of(one, tokenizer, template) for one in given]
 
 
-class Prompts(NamedTuple):
-    """tokens [B, T], right-aligned; first [B], where they start."""
-
-    tokens: jax.Array
-    first: jax.Array
-
-
-def align(prompts: Sequence[Sequence[int]]) -> Prompts:
-    """Right-aligned prompts.
+def prompts_of(file: pathlib.Path) -> list[Any]:
+    """The text of each line, or of a .jsonl file also its messages.
 
     Raises:
-      ValueError: an empty prompt.
+      ValueError: a line of a .jsonl file that is no object with "prompt" or "messages"; bad messages.
     """
-    if not prompts or not all(prompts):
-        raise ValueError("a prompt has no tokens: write one at least.")
-    longest = max(map(len, prompts))
-    tokens = np.zeros((len(prompts), longest), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[longest - len(prompt) :] = prompt
-    return Prompts(jnp.asarray(tokens), jnp.asarray([longest - len(prompt) for prompt in prompts], jnp.int32))
+    lines = [(f"{file}, line {number}", line) for number, line in enumerate(file.read_text().splitlines(), 1)]
+    lines = [(source, line) for source, line in lines if line.strip()]
+    if file.suffix != ".jsonl":
+        return [line for _, line in lines]
+    found = []
+    for source, line in lines:
+        try:
+            given = json.loads(line)
+            text = given["prompt"] if "messages" not in given else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'{source}: {line[:80]!r} is no JSON object with "prompt" or "messages".') from error
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f'{source}: the "prompt" is {text!r}; it must be text.')
+        found.append(conversation(given, source).messages if text is None else text)
+    return found
 
 
-def generate(
-    model: Decoder,
-    prompts: Prompts,
-    key: jax.Array,
-    length: int,
-    temperature: float | jax.Array = 0.0,
-    end: int | jax.Array = -1,
-) -> jax.Array:
-    """Continuations [B, length] of the prompts: one pass over the prompts, then a token of each row at a time.
-
-    Keys and values are cached. Call it under jit, with `length` static.
-
+def prompt_of(given: Any, tokenizer: Tokenizer, template: ChatTemplate | None) -> Prompt:
+    """
     Args:
-      temperature: 0 for the likeliest token.
-      end: the token after which a row is filled with it; -1 for none.
+      given: text, or messages.
+      template: writes text as a user's message, and messages; None for text as it is.
     """
-    B, T = prompts.tokens.shape
-    logits, cache = model.extend(prompts.tokens, model.empty_cache(B, T + length), jnp.int32(0), prompts.first)
-
-    def pick(logits: jax.Array, key: jax.Array) -> jax.Array:
-        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
-
-    def step(carry, key):
-        token, at, cache = carry
-        logits, cache = model.extend(token[:, None], cache, at, prompts.first)
-        token = jnp.where(token == end, end, pick(logits, key))
-        return (token, at + 1, cache), token
-
-    keys = jax.random.split(key, length)
-    first = pick(logits, keys[0])
-    _, others = jax.lax.scan(step, (first, jnp.int32(T), cache), keys[1:])
-    return jnp.concatenate([first[None], others]).T
+    if template is None:
+        if not isinstance(given, str):
+            raise ValueError("a prompt has messages, which need the checkpoint's chat template: pass --chat.")
+        return Prompt(given, given, tokenizer.encode(given))
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    text = template.render(messages, prompt=True)
+    return Prompt(given, text, tokenizer.encode_rendered(text)[0])
 
 
-def sample(
-    model: Decoder, prompts: Prompts, key: jax.Array, length: int, temperature: float = 0.0, end: int = -1
-) -> np.ndarray:
-    """`generate`, compiled."""
-    graphdef, state = nnx.split(model)
-    run = jax.jit(
-        lambda state, *given: generate(nnx.merge(graphdef, state), Prompts(*given[:2]), given[2], length, given[3], end)
-    )
-    return np.asarray(run(state, *prompts, key, jnp.float32(temperature)))
+def converse(writer: Writer, template: ChatTemplate) -> None:
+    """Answers each line of the standard input, as one conversation."""
+    messages = []
+    while (line := _next_line()) is not None:
+        messages.append({"role": "user", "content": line})
+        prompt = prompt_of(messages, writer.tokenizer, template)
+        check_length([prompt.tokens], writer.options, writer.model.config)
+        ((text, _),) = writer.write([prompt])
+        messages.append({"role": "assistant", "content": text})
 
 
-def main(
-    folder: Annotated[
-        pathlib.Path,
-        typer.Argument(help="A checkpoint: config.json, safetensors, and tokenizer.json unless its tokens are bytes."),
-    ],
-    prompt: Annotated[list[str], typer.Argument(help="One or more.")],
-    length: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"Of the computation: {', '.join(DTYPES)}.")] = "float32",
-    limit: Annotated[int, typer.Option(min=1, help="The most tokens of a prompt and what is added to it.")] = 8192,
-) -> None:
-    """Continues each prompt."""
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
+def _next_line() -> str | None:
     try:
-        _, config = read_config(folder)
-        tokenizer = tokenizer_of(folder, config.vocab)
-        encoded = [tokenizer.encode(text) for text in prompt]
-        check_length(encoded, length, config.heads, limit)
-        prompts = align(encoded)
-        if (highest := int(prompts.tokens.max())) >= config.vocab:
-            raise ValueError(f"{folder}: the tokenizer's token {highest:,} is none of the model's {config.vocab:,}.")
-        _, model = hf.load(folder, dtype=dtype)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    model.eval()
-    end = -1 if tokenizer.end is None or isinstance(tokenizer, Bytes) else tokenizer.end
-    for text, tokens in zip(
-        prompt, sample(model, prompts, jax.random.key(seed), length, temperature, end), strict=True
-    ):
-        stop = tokens.tolist().index(end) if end in tokens else len(tokens)
-        typer.echo(text + tokenizer.decode(tokens[:stop].tolist()))
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
 
+
+def run(options: GenerateOptions) -> None:
+    """Continues each prompt."""
+    if options.dtype not in DTYPES:
+        raise typer.BadParameter(f"{options.dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
+    with errors_of_options():
+        _, config = read_config(options.folder)
+        tokenizer = tokenizer_of(options.folder, config.vocab)
+        template = template_of(options.folder) if options.chat else None
+        sampling_of(options)
+        prompts = read_prompts(options, tokenizer, template)
+        if not prompts and template is None:
+            raise ValueError("there is no prompt: write one, or pass --prompts FILE, or --chat for a conversation.")
+        check_length([prompt.tokens for prompt in prompts], options, config)
+        check_prompts([prompt.tokens for prompt in prompts], config.vocab)
+        model = for_inference(hf.load(options.folder, dtype=options.dtype)[1], consume=True)
+        writer = Writer(model, tokenizer, end_tokens(options.folder, tokenizer), options)
+    if prompts:
+        writer.write(prompts)
+    elif template is not None:
+        with errors_of_options():
+            converse(writer, template)
+
+
+main = command(GenerateOptions, run)
 
 if __name__ == "__main__":
     typer.run(main)

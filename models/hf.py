@@ -1,157 +1,34 @@
 """Checkpoints of Hugging Face's transformers (safetensors), to and from `models.decoder.Decoder`.
 
-Llama, Qwen3, Mixtral and Qwen3-MoE.
+docs/checkpoints.md lists architectures and features.
 """
 
-import contextlib
-import dataclasses
-import itertools
 import json
-import math
 import pathlib
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.flax
 from flax import nnx, traverse_util
+from jax.sharding import Mesh
 
 from models.decoder import Decoder, DecoderConfig
-from models.hf_config import MODELS, read_config, read_json, write_config
+from models.hf_config import MODELS, OF_A_RUN, read_config, write_config
+from models.hf_files import INDEX, Tensor, new_header, write_file
+from models.hf_names import EMBEDDING, HEAD, Entry, Path, table
+from models.hf_place import Placed
+from models.hf_tensors import Stored, is_finite, read_headers, stored_in
+from models.mesh import shardings
 from models.whole_files import verify, written_whole
 
-INDEX = "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16")
 NAMED = 20  # things that are wrong, in one error
 NOT_LOADED = re.compile(r"\brotary_emb\.inv_freq$")  # older checkpoints hold them; transformers computes them, too
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A decoder parameter's tensors in a checkpoint.
-
-    Attributes:
-      path: of the parameter.
-      name: of its tensors; {layer} numbers the first axis, {expert} the second.
-      transposed: whether they are [out, in], as torch's linear layers.
-    """
-
-    path: tuple[str, ...]
-    name: str
-    transposed: bool = False
-
-    def sizes(self, shape: tuple[int, ...]) -> list[int]:
-        """Sizes of the axes of a parameter of `shape` that are split into tensors."""
-        return [shape[i] for i, axis in enumerate(("{layer}", "{expert}")) if axis in self.name]
-
-
-_LAYER = "model.layers.{layer}."
-COMMON = (
-    Entry(("embed", "embedding"), "model.embed_tokens.weight"),
-    Entry(("norm", "scale"), "model.norm.weight"),
-    Entry(("blocks", "attention_norm", "scale"), _LAYER + "input_layernorm.weight"),
-    Entry(("blocks", "mlp_norm", "scale"), _LAYER + "post_attention_layernorm.weight"),
-    *(
-        Entry(("blocks", "attention", ours, "kernel"), f"{_LAYER}self_attn.{theirs}_proj.weight", True)
-        for ours, theirs in zip(("q", "k", "v", "out"), "qkvo", strict=True)
-    ),
-)
-HEAD = Entry(("head", "kernel"), "lm_head.weight", True)
-QK_NORM = tuple(
-    Entry(("blocks", "attention", f"{x}_norm", "scale"), f"{_LAYER}self_attn.{x}_norm.weight") for x in "qk"
-)
-DENSE = tuple(
-    Entry(("blocks", "mlp", part, "kernel"), f"{_LAYER}mlp.{part}_proj.weight", True) for part in ("gate", "up", "down")
-)
-
-
-def _experts(folder: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
-    router = Entry(("blocks", "mlp", "moe", "router", "kernel"), f"{_LAYER}{folder}.gate.weight", True)
-    named = (("gate", gate), ("up", up), ("down", down))
-    return (
-        router,
-        *(
-            Entry(("blocks", "mlp", "moe", ours), f"{_LAYER}{folder}.experts.{{expert}}.{theirs}.weight", True)
-            for ours, theirs in named
-        ),
-    )
-
-
-# Block parameters beside those of `COMMON`.
-BLOCKS = {
-    "LlamaForCausalLM": DENSE,
-    "Qwen3ForCausalLM": QK_NORM + DENSE,
-    "MixtralForCausalLM": _experts("block_sparse_moe", "w1", "w3", "w2"),
-    "Qwen3MoeForCausalLM": QK_NORM + _experts("mlp", "gate_proj", "up_proj", "down_proj"),
-}
-
-
-def table(architecture: str, config: DecoderConfig) -> tuple[Entry, ...]:
-    """The entries of all parameters."""
-    return COMMON + BLOCKS[architecture] + (() if config.tie_embeddings else (HEAD,))
-
-
-def tensors(entry: Entry, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, index into the parameter) of each tensor of a parameter of `shape`."""
-    for index in itertools.product(*map(range, entry.sizes(shape))):
-        yield entry.name.format(**dict(zip(("layer", "expert"), index, strict=False))), index
-
-
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """
-    Raises:
-      FileNotFoundError: there is no checkpoint, or it lacks a file that its index names.
-      ValueError: an index that says no files.
-    """
-    index, names = folder / INDEX, ["model.safetensors"]
-    if index.exists():
-        named = read_json(index).get("weight_map")
-        names = (
-            sorted(set(named.values()))
-            if isinstance(named, dict) and all(isinstance(name, str) for name in named.values())
-            else []
-        )
-        if not names or any(pathlib.Path(name).name != name for name in names):
-            raise ValueError(
-                f'{index}: "weight_map" must give a file in this folder for each tensor. Copy the file again.'
-            )
-    if missing := [name for name in names if not (folder / name).exists()]:
-        raise FileNotFoundError(f"{folder} has no {', '.join(missing)}. Copy what is missing.")
-    return [folder / name for name in names]
-
-
-@contextlib.contextmanager
-def _opened(file: pathlib.Path) -> Iterator[Any]:
-    """
-    Raises:
-      ValueError: no safetensors file.
-    """
-    try:
-        with safetensors.safe_open(file, framework="flax") as stored:
-            yield stored
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read: {error}. Copy the file again.") from error
-
-
-def _headers(files: list[pathlib.Path], wrong: list[str]) -> dict[str, tuple[pathlib.Path, tuple[int, ...]]]:
-    """The file and shape of each tensor to load; `wrong` collects those that cannot be loaded."""
-    found = {}
-    for file in files:
-        with _opened(file) as stored:
-            for name in stored.keys():  # noqa: SIM118 - it is no mapping
-                header = stored.get_slice(name)
-                if NOT_LOADED.search(name):
-                    continue
-                if name in found:
-                    wrong.append(f"{name} is in {found[name][0].name} and in {file.name}")
-                if header.get_dtype() not in DTYPES:
-                    wrong.append(f"{name} in {file.name} is {header.get_dtype()}; only {', '.join(DTYPES)} are read")
-                found[name] = file, tuple(header.get_shape())
-    return found
+BESIDE = (".json", ".jinja", ".txt", ".model")  # of files that are saved as they came
+Params = dict[Path, Any]
 
 
 def _raise(folder: pathlib.Path, wrong: list[str]) -> None:
@@ -160,13 +37,37 @@ def _raise(folder: pathlib.Path, wrong: list[str]) -> None:
         raise ValueError(f"{folder}: {'; '.join(wrong[:NAMED])}{more}.")
 
 
-def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
-    """(architecture, model) of a checkpoint, read tensor by tensor into float32 parameters.
+def _is_loaded(name: str, architecture: str, config: DecoderConfig) -> bool:
+    """Not layers after the last one, DeepSeek's for predicting several tokens: transformers skips them, too."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    after = architecture == "DeepseekV3ForCausalLM" and layer is not None and int(layer[1]) >= config.layers
+    return not after and NOT_LOADED.search(name) is None
+
+
+Use = tuple[Entry, tuple[int, ...]]
+
+
+def uses_of(entries: Iterable[Entry], shapes: dict[Path, Any]) -> dict[str, list[Use]]:
+    """The parameters that a tensor holds, by its name."""
+    found: dict[str, list[Use]] = {}
+    for entry in entries:
+        for name, index in entry.tensors(shapes[entry.path].shape):
+            found.setdefault(name, []).append((entry, index))
+    return found
+
+
+def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any) -> tuple[str, Decoder]:
+    """(architecture, model) of a checkpoint, read tensor by tensor into float32 parameters on their devices.
+
+    The host holds one tensor at a time, of experts in one tensor one expert, and parameters of less than 16 MB a device
+    until they are whole.
 
     Args:
       folder: has config.json and model.safetensors, or the files of model.safetensors.index.json. A SHA256SUMS, as
         `save` writes it, is verified first.
-      options: settings that a checkpoint does not have, such as dtype, attention or backend of `DecoderConfig`.
+      mesh: devices that the parameters are split over, as `models.mesh.shardings` says; None for one device.
+      options: settings that a checkpoint does not have, such as dtype, attention or backend of `DecoderConfig`. With
+        stored_fp8=True the matrices of an FP8 checkpoint stay in FP8, for inference.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -176,46 +77,62 @@ def load(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decoder]:
     folder = pathlib.Path(folder)
     verify(folder)
     architecture, config = read_config(folder, **options)
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    params: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nnx.to_pure_dict(abstract))
     wrong: list[str] = []
-    headers = _headers(_files(folder), wrong)
-    entries = table(architecture, config)
-    if (count := sum(math.prod(entry.sizes(params[entry.path].shape)) for entry in entries)) > 2 * len(headers) + NAMED:
-        wrong.append(f"it has {len(headers)} tensors, and with config.json there would be {count}")
+    tensors = [tensor for _, _, some in read_headers(folder) for tensor in some]
+    tensors = [tensor for tensor in tensors if _is_loaded(tensor.name, architecture, config)]
+    stored = stored_in(tensors, config.stored_fp8, wrong)
+    # Before the names are made: config.json may say any number of them.
+    if config.layers * max(1, config.experts if architecture != "GptOssForCausalLM" else 1) > 2 * len(tensors) + NAMED:
+        wrong.append(f"it has {len(tensors)} tensors, too few for config.json's {config.layers} layers")
         _raise(folder, wrong)
-    where = {name: (entry, index) for entry in entries for name, index in tensors(entry, params[entry.path].shape)}
-    second_head: np.ndarray | None = None
-    tied_head = config.tie_embeddings and HEAD.name in headers
-    for name, (_, shape) in headers.items():
-        if name in where:
-            entry, index = where[name]
-            expected = params[entry.path].shape[len(index) :]
-            expected = expected[::-1] if entry.transposed else expected
-            if shape != expected:
-                wrong.append(f"{name} is {list(shape)}, and config.json says {list(expected)}")
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    shapes: Params = traverse_util.flatten_dict(nnx.to_pure_dict(abstract))
+    splits: Params = {} if mesh is None else traverse_util.flatten_dict(nnx.to_pure_dict(shardings(abstract, mesh)))
+    entries = table(architecture, config)
+    uses = uses_of(entries, shapes)
+    tied_head = config.tie_embeddings and HEAD.name in stored
+    for name, found in stored.items():
+        if name in uses:
+            entry, _ = uses[name][0]
+            expected = entry.tensor_shape(shapes[entry.path].shape)
+            if found.shape != expected:
+                wrong.append(f"{name} is {list(found.shape)}, and config.json says {list(expected)}")
+            if (found.kind == "raw") != (entry.path[-1] == "weight"):
+                wrong.append(f"{name} is {found.tensors[0].dtype}, and stored_fp8 needs float8 with weight_scale_inv")
         elif not (tied_head and name == HEAD.name):
             wrong.append(f"{name} is not a part of the model")
-    wrong += [f"{name} is missing" for name in sorted(where.keys() - headers.keys())]
+    wrong += [f"{name} is missing" for name in sorted(uses.keys() - stored.keys())]
     _raise(folder, wrong)
 
-    params |= {entry.path: np.empty(params[entry.path].shape, np.float32) for entry in entries}
-    for file in sorted({file for file, _ in headers.values()}):
-        with _opened(file) as stored:
-            for name in (name for name, (found_in, _) in headers.items() if found_in == file):
-                tensor = np.asarray(stored.get_tensor(name).astype(jnp.float32))
-                if not np.isfinite(tensor).all():
-                    wrong.append(f"{name} in {file.name} has a NaN or an infinity")
-                if name in where:
-                    entry, index = where[name]
-                    params[entry.path][index] = tensor.T if entry.transposed else tensor
-                else:
-                    second_head = tensor
-    if second_head is not None and not np.array_equal(second_head, params[COMMON[0].path]):
-        wrong.append(f"{HEAD.name} is not {COMMON[0].name}, and config.json ties them")
+    paths = {entry.path for entry in entries}
+    placed = {path: Placed(shapes[path].shape, shapes[path].dtype, splits.get(path)) for path in paths}
+    for name, found in stored.items():
+        own = uses.get(name, [])
+        for at in _reads(found, own):
+            if own and not any(placed[entry.path].wants((*index, *at)) for entry, index in own):
+                continue
+            array = found.read(*at)
+            if not is_finite(array):
+                wrong.append(f"{name} in {found.tensors[0].file.name} has a NaN or an infinity")
+            for entry, index in own:
+                placed[entry.path].put((*index, *at), entry.from_tensor(array))
+    params: Params = {path: placed.pop(path).whole() if path in paths else shapes[path] for path in shapes}
+    if tied_head and not _equal(stored[HEAD.name], params[EMBEDDING.path]):
+        wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them")
     _raise(folder, wrong)
-    nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(jax.tree.map(jnp.asarray, params)))
+    nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(params))
     return architecture, nnx.merge(graphdef, abstract)
+
+
+def _reads(stored: Stored, uses: list[Use]) -> list[tuple[int, ...]]:
+    """The places in its first axis at which a tensor is read: one by one of experts in one tensor, else whole."""
+    by_expert = any(entry.by_expert for entry, _ in uses)
+    return [(expert,) for expert in range(stored.shape[0])] if by_expert else [()]
+
+
+def _equal(head: Stored, embedding: jax.Array) -> bool:
+    whole = head.read().astype(np.float32)
+    return all(np.array_equal(whole[shard.index], shard.data) for shard in embedding.addressable_shards)
 
 
 def save(
@@ -223,6 +140,7 @@ def save(
     architecture: str,
     model: Decoder,
     *,
+    like: str | pathlib.Path | None = None,
     dtype: str = "float32",
     max_bytes: int = 5 * 10**9,
     end: int | None = None,
@@ -230,58 +148,119 @@ def save(
 ) -> None:
     """Writes a checkpoint that transformers loads, as one file or several with an index, and SHA256SUMS.
 
-    The files get their names when all are complete.
+    The files get their names when all are complete. The host holds one tensor at a time.
 
     Args:
       folder: created if missing.
       architecture: one of `MODELS`.
+      like: the checkpoint that the model was loaded from. Then files, names, dtypes, quantization and config.json are
+        as there, with the small files beside them: weights that did not change are saved as the same bytes. dtype,
+        max_bytes and end do not count.
       dtype: of the tensors.
       max_bytes: approximate size limit of a file.
       end: the token that ends a text, for config.json.
       beside: further text files by name, such as tokenizer.json.
 
     Raises:
-      ValueError: an architecture that is not in `MODELS`, or not this model's.
+      ValueError: an architecture that is not in `MODELS`, or not this model's or like's.
     """
     if architecture not in MODELS:
         raise ValueError(f"architecture={architecture!r}: write one of {', '.join(MODELS)}.")
-    params: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    entries = table(architecture, model.config)
-    if differ := sorted(".".join(path) for path in {entry.path for entry in entries} ^ set(params)):
-        raise ValueError(f"this model is no {architecture}: they differ in {', '.join(differ)}.")
+    params: Params = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)))
     with written_whole(pathlib.Path(folder)) as new:
-        write_config(new, architecture, model.config, end)
-        _save_tensors(new, entries, params, dtype, max_bytes)
+        if like is None:
+            write_config(new, architecture, model.config, end)
+        else:
+            _copy_beside(new, pathlib.Path(like), architecture, model.config)
+        entries = table(architecture, model.config)
+        params = {path: array for path, array in params.items() if path[-1] != "amax_history"}
+        if differ := sorted(".".join(path) for path in {entry.path for entry in entries} ^ set(params)):
+            raise ValueError(f"this model is no {architecture}: they differ in {', '.join(differ)}.")
+        uses = uses_of(entries, params)
+        if like is None:
+            if model.config.stored_fp8:
+                raise ValueError("a model with stored_fp8 is saved like the checkpoint that it came from: give like.")
+            _save_new(new, uses, params, dtype, max_bytes)
+        else:
+            _save_like(new, pathlib.Path(like), uses, params, architecture, model.config)
         for name, text in (beside or {}).items():
             (new / name).write_text(text)
 
 
-def _save_tensors(
-    folder: pathlib.Path, entries: tuple[Entry, ...], params: dict[tuple[str, ...], Any], dtype: str, max_bytes: int
-) -> None:
-    shards: list[list[tuple[Entry, str, tuple[int, ...]]]] = [[]]
-    held = 0
-    for entry in entries:
-        whole = params[entry.path]
-        found = list(tensors(entry, whole.shape))
-        each = whole.size // len(found) * jnp.dtype(dtype).itemsize
-        for name, index in found:
-            if shards[-1] and held + each > max_bytes:
-                shards.append([])
-                held = 0
-            shards[-1].append((entry, name, index))
-            held += each
-    weight_map, total = {}, 0
+def checkpoint_tensor(uses: list[Use], params: Params) -> np.ndarray:
+    """The tensor that these parameters are parts of, float32 or raw float8."""
+    arrays = []
+    for entry, index in uses:
+        array = np.asarray(params[entry.path][index] if index else params[entry.path])
+        arrays.append(array.T if entry.transposed else array)
+    return arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
+
+
+def _save_new(folder: pathlib.Path, uses: dict[str, list[Use]], params: Params, dtype: str, max_bytes: int) -> None:
+    kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
+    shards: list[list[str]] = [[]]
+    held = total = 0
+    shapes = {name: some[0][0].tensor_shape(params[some[0][0].path].shape) for name, some in uses.items()}
+    for name, shape in shapes.items():
+        each = int(np.prod(shape, dtype=np.int64)) * jnp.dtype(dtype).itemsize
+        if shards[-1] and held + each > max_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held, total = held + each, total + each
+    weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        written = {}
-        for entry, name, index in shard:
-            tensor = params[entry.path][index].astype(dtype)
-            written[name] = tensor.T if entry.transposed else tensor
-            total += tensor.nbytes
-        safetensors.flax.save_file(written, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(written, file)
+        header = new_header((name, kind, shapes[name]) for name in shard)
+        makes = (lambda name=name: checkpoint_tensor(uses[name], params).astype(jnp.dtype(dtype)) for name in shard)
+        write_file(folder / file, header, makes)
+        weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         (folder / INDEX).write_text(
             json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
         )
+
+
+def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, config: DecoderConfig) -> None:
+    """
+    Raises:
+      ValueError: a checkpoint of another architecture or with other settings.
+    """
+    named, settings = read_config(like, **{name: getattr(config, name) for name in OF_A_RUN})
+    if named != architecture or settings != config:
+        raise ValueError(f"{like} is a {named} of other settings than this {architecture}: save it without like.")
+    for file in sorted(like.iterdir()):
+        if file.suffix in BESIDE and file.is_file():
+            shutil.copyfile(file, new / file.name)
+
+
+def _save_like(
+    new: pathlib.Path,
+    like: pathlib.Path,
+    uses: dict[str, list[Use]],
+    params: Params,
+    architecture: str,
+    config: DecoderConfig,
+) -> None:
+    wrong: list[str] = []
+    files = list(read_headers(like))
+    loaded = [tensor for _, _, some in files for tensor in some if _is_loaded(tensor.name, architecture, config)]
+    stored = stored_in(loaded, config.stored_fp8, wrong)
+    _raise(like, wrong + [f"{name} is missing" for name in sorted(uses.keys() - stored.keys())])
+    owner = {tensor.name: found for found in stored.values() for tensor in found.tensors}
+    made: dict[str, np.ndarray] = {}  # of the quantized tensor that is being written
+
+    def make(tensor: Tensor) -> np.ndarray:
+        found = owner.get(tensor.name)
+        if found is None or (found.name not in uses and found.name != HEAD.name):
+            return tensor.read()
+        if tensor.name not in made:
+            made.clear()
+            own = uses[found.name if found.name in uses else EMBEDDING.name]  # the head of a tied model
+            parts = found.write(checkpoint_tensor(own, params))
+            made.update(zip((part.name for part in found.tensors), parts, strict=True))
+        return made.pop(tensor.name)
+
+    for file, header, tensors in files:
+        makes: Iterator[Callable[[], np.ndarray]] = (lambda tensor=tensor: make(tensor) for tensor in tensors)
+        write_file(new / file.name, header, makes)

@@ -1,7 +1,4 @@
-"""config.json of Hugging Face's transformers, to and from `models.decoder.DecoderConfig`.
-
-Llama, Qwen3, Mixtral and Qwen3-MoE.
-"""
+"""config.json of Hugging Face's transformers, to and from `models.decoder.DecoderConfig`."""
 
 import dataclasses
 import json
@@ -9,189 +6,59 @@ import pathlib
 from typing import Any
 
 import pydantic
-from pydantic import PositiveFloat, PositiveInt
 
-from models.decoder import DecoderConfig
+from models import hf_keys
+from models.decoder import DecoderConfig, RopeScaling
+from models.hf_keys import MEANINGLESS, NEUTRAL, Keys
+from models.hf_quantized import check_quantization
 
 NAME = "config.json"
-
-
-class Keys(pydantic.BaseModel):
-    """The keys that decide what a model computes, with transformers' defaults for the model type.
-
-    All other keys are ignored: transformers ignores them too, or computes the same for any value.
-    """
-
-    model_config = pydantic.ConfigDict(strict=True, extra="ignore", frozen=True)
-
-    vocab_size: PositiveInt = 32_000
-    hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 11_008
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 32
-    num_key_value_heads: PositiveInt | None = None  # as many as there are heads
-    head_dim: PositiveInt | None = None  # hidden_size / num_attention_heads
-    hidden_act: str = "silu"
-    rms_norm_eps: PositiveFloat = 1e-6
-    tie_word_embeddings: bool = False
-    rope_theta: PositiveFloat = 10_000.0
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    quantization_config: dict[str, Any] | None = None
-
-    @property
-    def rope(self) -> dict[str, Any]:
-        return self.rope_scaling or self.rope_parameters or {}
-
-    def foreign(self) -> dict[str, bool]:
-        """For each unsupported feature, whether the checkpoint uses it."""
-        return {
-            "rope type": self.rope.get("rope_type", self.rope.get("type", "default")) != "default",
-            "hidden_act": self.hidden_act not in ("silu", "swish"),
-            "quantization_config": self.quantization_config is not None,
-        }
-
-    def sizes(self) -> dict[str, Any]:
-        """Settings of a `DecoderConfig`."""
-        theta = self.rope.get("rope_theta", self.rope_theta)
-        if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < float("inf"):
-            raise ValueError(f"rope_theta is {theta!r}; it must be a positive number")
-        if self.head_dim is None and self.hidden_size < self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}, without a "
-                "head_dim"
-            )
-        return {
-            "vocab": self.vocab_size,
-            "width": self.hidden_size,
-            "layers": self.num_hidden_layers,
-            "heads": self.num_attention_heads,
-            "kv_heads": self.num_key_value_heads or self.num_attention_heads,
-            "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
-            "hidden": self.intermediate_size,
-            "rope_base": float(theta),
-            "norm_epsilon": self.rms_norm_eps,
-            "tie_embeddings": self.tie_word_embeddings,
-        }
-
-
-class Llama(Keys):
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-    def foreign(self) -> dict[str, bool]:
-        return super().foreign() | {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
-
-
-class Qwen3(Keys):
-    vocab_size: PositiveInt = 151_936
-    intermediate_size: PositiveInt = 22_016
-    num_key_value_heads: PositiveInt | None = 32
-    head_dim: PositiveInt | None = 128
-    attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: PositiveInt | None = 4096
-    max_window_layers: int = 28
-    layer_types: list[str] | None = None
-
-    def foreign(self) -> dict[str, bool]:
-        slides = self.use_sliding_window and self.sliding_window is not None
-        window = slides and self.max_window_layers < self.num_hidden_layers
-        if self.layer_types is not None:
-            window = set(self.layer_types) != {"full_attention"} or len(self.layer_types) != self.num_hidden_layers
-        return super().foreign() | {"attention_bias": self.attention_bias, "sliding window": window}
-
-
-class Experts(Keys):
-    """transformers 5 reads the number of experts by either key, for all model types."""
-
-    num_experts: PositiveInt = pydantic.Field(
-        128, validation_alias=pydantic.AliasChoices("num_local_experts", "num_experts")
-    )
-    num_experts_per_tok: PositiveInt = 8
-
-    def sizes(self) -> dict[str, Any]:
-        return super().sizes() | {"experts": self.num_experts, "top_k": self.num_experts_per_tok}
-
-
-class Mixtral(Experts):
-    intermediate_size: PositiveInt = 14_336
-    num_key_value_heads: PositiveInt | None = 8
-    rms_norm_eps: PositiveFloat = 1e-5
-    rope_theta: PositiveFloat = 1_000_000.0
-    num_experts: PositiveInt = pydantic.Field(
-        8, validation_alias=pydantic.AliasChoices("num_local_experts", "num_experts")
-    )
-    num_experts_per_tok: PositiveInt = 2
-    sliding_window: PositiveInt | None = None
-
-    def foreign(self) -> dict[str, bool]:
-        return super().foreign() | {"sliding window": self.sliding_window is not None}
-
-
-class Qwen3Moe(Experts):
-    vocab_size: PositiveInt = 151_936
-    hidden_size: PositiveInt = 2048
-    num_hidden_layers: PositiveInt = 24
-    num_key_value_heads: PositiveInt | None = 4
-    moe_intermediate_size: PositiveInt = 768
-    norm_topk_prob: bool = False
-    attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: PositiveInt | None = 4096
-    mlp_only_layers: list[int] | None = None
-    decoder_sparse_step: PositiveInt = 1
-
-    def foreign(self) -> dict[str, bool]:
-        dense = any(0 <= layer < self.num_hidden_layers for layer in self.mlp_only_layers or [])
-        return super().foreign() | {
-            "attention_bias": self.attention_bias,
-            "sliding window": self.use_sliding_window and self.sliding_window is not None,
-            "dense layers among experts": dense or self.decoder_sparse_step != 1,
-        }
-
-    def sizes(self) -> dict[str, Any]:
-        return super().sizes() | {"hidden": self.moe_intermediate_size, "normalize": self.norm_topk_prob}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """An architecture's differences.
-
+    """
     Attributes:
       model_type: its name in config.json.
       keys: what is read.
-      qk_norm: whether queries and keys are normalized.
-      hidden: the key of the width inside a gated unit or an expert.
-      experts: the key of their number; None for a dense model.
-      normalize: the key of whether a token's expert weights are divided by their sum; None if they always are.
+      experts: the key of their number.
     """
 
     model_type: str
     keys: type[Keys]
-    qk_norm: bool = False
-    hidden: str = "intermediate_size"
-    experts: str | None = None
-    normalize: str | None = None
+    experts: str = "num_experts"
 
 
 MODELS = {
-    "LlamaForCausalLM": Architecture("llama", Llama),
-    "Qwen3ForCausalLM": Architecture("qwen3", Qwen3, qk_norm=True),
-    "MixtralForCausalLM": Architecture("mixtral", Mixtral, experts="num_local_experts"),
-    "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe", Qwen3Moe, True, "moe_intermediate_size", "num_experts", "norm_topk_prob"
-    ),
+    "LlamaForCausalLM": Architecture("llama", hf_keys.Llama),
+    "MistralForCausalLM": Architecture("mistral", hf_keys.Mistral),
+    "Qwen2ForCausalLM": Architecture("qwen2", hf_keys.Qwen2),
+    "Qwen3ForCausalLM": Architecture("qwen3", hf_keys.Qwen3),
+    "MixtralForCausalLM": Architecture("mixtral", hf_keys.Mixtral, "num_local_experts"),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", hf_keys.Qwen3Moe),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", hf_keys.Qwen2Moe),
+    "OlmoeForCausalLM": Architecture("olmoe", hf_keys.Olmoe),
+    "GptOssForCausalLM": Architecture("gpt_oss", hf_keys.GptOss, "num_local_experts"),
+    "DeepseekV3ForCausalLM": Architecture("deepseek_v3", hf_keys.DeepseekV3, "n_routed_experts"),
 }
+# Settings of a `DecoderConfig` that no checkpoint has.
+OF_A_RUN = (
+    "dtype",
+    "recipe",
+    "attention",
+    "max_documents",
+    "backend",
+    "policy",
+    "unroll",
+    "sums",
+    "stored_fp8",
+)
 
 
 def fitting(config: DecoderConfig) -> str | None:
     """The architecture that a model of this configuration is saved as; None if none fits."""
-    for name, kind in MODELS.items():
-        normalizes = config.normalize or kind.normalize or not kind.experts
-        if (kind.qk_norm, bool(kind.experts)) == (config.qk_norm, bool(config.experts)) and normalizes:
-            return name
-    return None
+    return next((name for name in MODELS if not _differing(name, config, keys_of(name, config))), None)
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -225,6 +92,33 @@ def _architecture(given: dict[str, Any]) -> str:
     return named[0]
 
 
+def _settings(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What `given`, the keys of a config.json, say of a `DecoderConfig`.
+
+    Raises:
+      ValueError: unknown or contradicting keys, values that are invalid, or features that the decoder does not have.
+    """
+    kind = MODELS[architecture].keys
+    found = {key: given[key] for key in EXPERTS if key in given}
+    if len({json.dumps(value) for value in found.values()}) > 1:
+        raise ValueError(f"{' and '.join(f'{key} is {value}' for key, value in found.items())}; they mean the same")
+    read = {key: value for key, value in given.items() if key not in MEANINGLESS and key not in EXPERTS}
+    if found:
+        read["num_experts"] = next(iter(found.values()))
+    unknown = [key for key in read if key not in kind.model_fields]
+    harmless = [key for key in unknown if read[key] is None or read[key] is NEUTRAL.get(key)]
+    if refused := [f"{key} = {json.dumps(read[key])}" for key in unknown if key not in harmless]:
+        raise ValueError(
+            f"{', '.join(refused)}: the decoder does not have this checkpoint's "
+            f"{', '.join(key for key in unknown if key not in harmless)}: no {architecture} known here has it"
+        )
+    keys = kind.model_validate({key: value for key, value in read.items() if key not in unknown})
+    if missing := [name for name, lacks in keys.foreign().items() if lacks]:
+        raise ValueError(f"the decoder does not have this checkpoint's {', '.join(missing)}")
+    check_quantization(architecture, keys.quantization_config)
+    return keys.sizes()
+
+
 def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, DecoderConfig]:
     """(architecture, configuration) of a checkpoint's config.json; missing keys have transformers' defaults.
 
@@ -233,26 +127,14 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
 
     Raises:
       FileNotFoundError: no config.json.
-      ValueError: an architecture that is not in `MODELS`, an unsupported feature, or an invalid value; named with the
-        file.
+      ValueError: an architecture that is not in `MODELS`, an unsupported feature, an unknown key, or an invalid value;
+        named with the file.
     """
     file = pathlib.Path(folder) / NAME
     given = read_json(file)
     try:
         architecture = _architecture(given)
-        kind = MODELS[architecture]
-        if (
-            len({json.dumps(given[key]) for key in ("num_experts", "num_local_experts") if key in given}) == 2
-            and kind.experts
-        ):
-            raise ValueError(
-                f"num_experts is {given['num_experts']} and num_local_experts {given['num_local_experts']}; both mean "
-                "the same"
-            )
-        keys = kind.keys.model_validate(given)
-        if missing := [name for name, lacks in keys.foreign().items() if lacks]:
-            raise ValueError(f"the decoder does not have this checkpoint's {', '.join(missing)}")
-        return architecture, DecoderConfig(qk_norm=kind.qk_norm, **keys.sizes(), **options)
+        return architecture, DecoderConfig(**_settings(architecture, given), **options)
     except pydantic.ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors()
@@ -262,33 +144,106 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
         raise ValueError(f"{file}: {str(error).rstrip('.')}.") from error
 
 
-def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig, end: int | None) -> None:
-    """
-    Args:
-      end: the token that ends a text, or None.
-    """
+def _rope_keys(config: DecoderConfig, rope: RopeScaling | None) -> dict[str, Any]:
+    theta = {"rope_theta": config.rope_base}
+    if rope is None:
+        return {"rope_type": "default"} | theta
+    found = {"rope_type": rope.kind, "factor": rope.factor} | theta
+    if rope.kind in ("llama3", "yarn"):
+        found |= {"original_max_position_embeddings": rope.original_length}
+    if rope.kind == "llama3":
+        found |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
+    if rope.kind == "yarn":
+        found |= {"beta_fast": rope.fast, "beta_slow": rope.slow, "attention_factor": rope.magnitude}
+        found |= {"truncate": rope.whole}
+    if rope.sharpness:
+        found |= {"mscale_all_dim": rope.sharpness}
+    return found
+
+
+def keys_of(architecture: str, config: DecoderConfig) -> dict[str, Any]:
+    """The keys of an architecture's config.json, as this configuration has them."""
     c, kind = config, MODELS[architecture]
+    layers = range(c.layers)
+    slides = set() if c.window is None else set(layers if c.sliding is None else c.sliding)
+    hidden = {"intermediate_size": c.hidden}
+    if "moe_intermediate_size" in kind.keys.model_fields:
+        hidden = {"intermediate_size": c.dense_hidden or c.hidden, "moe_intermediate_size": c.hidden}
     found = {
-        "architectures": [architecture],
-        "model_type": kind.model_type,
         "vocab_size": c.vocab,
         "hidden_size": c.width,
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,
-        kind.hidden: c.hidden,
+        **hidden,
         "rms_norm_eps": c.norm_epsilon,
         "rope_theta": c.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base},
+        "rope_parameters": _rope_keys(c, c.rope_scaling),
         "tie_word_embeddings": c.tie_embeddings,
         "hidden_act": "silu",
-        "sliding_window": None,
+        "attention_bias": c.out_bias,
+        "qkv_bias": c.qkv_bias,
+        "mlp_bias": c.mlp_bias,
+        "clip_qkv": c.qkv_clip,
+        "sliding_window": c.window,
+        "use_sliding_window": c.window is not None,
+        "max_window_layers": 0,
+        "layer_types": ["sliding_attention" if layer in slides else "full_attention" for layer in layers],
+        "num_experts": c.experts,
+        "num_experts_per_tok": c.top_k,
+        "norm_topk_prob": c.normalize,
+        "mlp_only_layers": list(c.dense_layers),
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": c.shared_hidden,
+        "swiglu_limit": c.clamp,
+        "n_shared_experts": c.shared_hidden // c.hidden,
+        "n_group": c.expert_groups,
+        "topk_group": c.top_expert_groups,
+        "routed_scaling_factor": c.weight_scale,
+        "first_k_dense_replace": len(c.dense_layers),
+        "rope_interleave": c.rope_pairs,
     }
-    if kind.experts:
-        found |= {kind.experts: c.experts, "num_experts_per_tok": c.top_k}
-    if kind.normalize:
-        found |= {kind.normalize: c.normalize}
+    if c.rope_scaling is not None and c.rope_scaling.kind in ("linear", "dynamic"):
+        found |= {"max_position_embeddings": c.rope_scaling.original_length}
+    if c.latent is not None:
+        found |= {
+            "head_dim": c.rotary,
+            "qk_rope_head_dim": c.rotary,
+            "qk_nope_head_dim": c.head_dim - c.rotary,
+            "v_head_dim": c.latent.value_dim,
+            "kv_lora_rank": c.latent.rank,
+            "q_lora_rank": c.latent.query_rank,
+        }
+    return {key: value for key, value in found.items() if key in kind.keys.model_fields}
+
+
+def _differing(architecture: str, config: DecoderConfig, keys: dict[str, Any]) -> list[str]:
+    """Settings that a config.json of these keys would not give back."""
+    try:
+        settings = _settings(architecture, keys)
+    except ValueError as error:  # pydantic's, too
+        return [str(error).splitlines()[0]]
+    again = dataclasses.replace(DecoderConfig(**settings), **{name: getattr(config, name) for name in OF_A_RUN})
+    names = [field.name for field in dataclasses.fields(config)]
+    return [name for name in names if getattr(again, name) != getattr(config, name)]
+
+
+def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig, end: int | None) -> None:
+    """
+    Args:
+      end: the token that ends a text, or None.
+
+    Raises:
+      ValueError: a model that the architecture's config.json cannot describe.
+    """
+    kind, keys = MODELS[architecture], keys_of(architecture, config)
+    if differing := _differing(architecture, config, keys):
+        raise ValueError(f"this model is no {architecture}: they differ in {', '.join(differing)}.")
+    named = {kind.experts if key == "num_experts" else key: value for key, value in keys.items()}
+    found = {"architectures": [architecture], "model_type": kind.model_type, **named}
+    if "sliding_window" not in found:
+        found |= {"sliding_window": None}
     if end is not None:
         found |= {"eos_token_id": end}
     (folder / NAME).write_text(json.dumps(found, indent=2) + "\n")

@@ -1,12 +1,14 @@
-"""Equal layers, one after another, with stacked parameters."""
+"""Stacks of equal layers, one layer after another."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy, compiler_options, scan
 
 # Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
@@ -22,23 +24,29 @@ def stacked(make: Callable[[nnx.Rngs], Layer], layers: int, rngs: nnx.Rngs) -> L
 
 
 def apply_layers(
-    stack: Layer,
-    call: Callable[[Layer, jax.Array], tuple[jax.Array, Any]],
+    stacks: Sequence[Layer],
+    call: Callable[[Layer, jax.Array, Any], tuple[jax.Array, Any]],
     x: jax.Array,
     *,
+    layers: Sequence[Sequence[int]],
+    each: Sequence[Any],
     policy: Policy | None,
     unroll: bool,
     training: bool,
     whole: Callable[[nnx.State], nnx.State] | None = None,
-) -> tuple[jax.Array, Any]:
-    """x through all layers, and each layer's other results, stacked.
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """x through all layers, and the layers' other results, stacked for each stack.
 
     Args:
+      call: of a layer, its input and its part of `each`.
+      layers: the numbers of each stack's layers. Runs of layers of one stack are scanned; layers of two stacks that
+        alternate are as good as unrolled.
+      each: for each stack arrays with one leading axis, the layers, or None.
       policy: what a layer's backward reads from the device or the host, and what it recomputes; None keeps everything.
       unroll: whether the layers are unrolled instead of scanned. Residuals then stay where they are computed; a loop
         copies them into stacks and out again. A step of the 1b DiT preset takes 155 ms and 49 GB unrolled, in a loop,
         whose stacks were zero-filled, 208 ms and 64 GB (H200, 2026-11-22). Compilation takes longer.
-      training: whether state that the layers write besides parameters, such as histories, is kept.
+      training: whether the histories that the layers write are kept.
       whole: from a layer's stored parameters to those it computes with; None for the same.
 
     Raises:
@@ -49,29 +57,59 @@ def apply_layers(
             f"unroll with a policy that offloads {names}: only a loop has moved a layer's before it makes the next "
             "one's. Set unroll to false."
         )
-    graphdef, params, others = nnx.split(stack, nnx.Param, ...)
-
-    def layer(x: jax.Array, state: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, tuple[Any, nnx.State]]:
-        params, others = state
-        module = nnx.merge(graphdef, params if whole is None else whole(params), others, copy=True)
-        x, out = call(module, x)
-        return x, (out, nnx.state(module, nnx.Not(nnx.Param)))
-
-    if unroll and policy is not None:
-        policy.check(layer, x, jax.tree.map(lambda leaf: leaf[0], (params, others)))
-        layer = jax.checkpoint(layer, policy=policy)
-    if unroll:
-        run = _one_after_another(layer, x, (params, others))
-    else:
-        run = (
-            jax.lax.scan(layer, x, (params, others))
-            if policy is None
-            else scan(layer, x, (params, others), policy=policy)
-        )
-    x, (outs, others) = run
+    split = [nnx.split(stack, nnx.Param, ...) for stack in stacks]
+    runs = _runs(layers)
+    # One split into runs, whose gradient is one concatenation.
+    parts = [
+        iter(_cut((params, others, own), [len(run) for of, run in runs if of == number]))
+        for number, ((_, params, others), own) in enumerate(zip(split, each, strict=True))
+    ]
+    outs: list[list[Any]] = [[] for _ in stacks]
+    for number, _ in runs:
+        x, out = _run(split[number][0], call, x, next(parts[number]), policy, unroll, whole)
+        outs[number].append(out)
+    joined: list[Any] = [jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *of) for of in outs]
     if training:
-        nnx.update(stack, others)
-    return x, outs
+        for stack, (_, histories) in zip(stacks, joined, strict=True):
+            nnx.update(stack, histories)
+    return x, tuple(out for out, _ in joined)
+
+
+def _runs(layers: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
+    """(number of the stack, its layers) for each run of layers of one stack, in order."""
+    of = {layer: number for number, some in enumerate(layers) for layer in some}
+    return [(number, list(run)) for number, run in itertools.groupby(sorted(of), of.__getitem__)]
+
+
+def _cut(tree: Any, sizes: list[int]) -> list[Any]:
+    """The parts of all arrays along the first axis."""
+    if len(sizes) == 1:
+        return [tree]
+    leaves, treedef = jax.tree.flatten(tree)
+    return [treedef.unflatten(part) for part in zip(*(jax.lax.split(leaf, sizes) for leaf in leaves), strict=True)]
+
+
+def _run(
+    graphdef: nnx.GraphDef,
+    call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
+    x: jax.Array,
+    stack: Any,
+    policy: Policy | None,
+    unroll: bool,
+    whole: Callable[[nnx.State], nnx.State] | None,
+) -> tuple[jax.Array, tuple[Any, nnx.State]]:
+    def layer(x: jax.Array, state: tuple[nnx.State, nnx.State, Any]) -> tuple[jax.Array, tuple[Any, nnx.State]]:
+        params, others, own = state
+        module = nnx.merge(graphdef, params if whole is None else whole(params), others, copy=True)
+        x, out = call(module, x, own)
+        return x, (out, nnx.state(module, AmaxHistory))
+
+    if unroll:
+        if policy is not None:
+            policy.check(layer, x, jax.tree.map(lambda leaf: leaf[0], stack))
+            layer = jax.checkpoint(layer, policy=policy)
+        return _one_after_another(layer, x, stack)
+    return jax.lax.scan(layer, x, stack) if policy is None else scan(layer, x, stack, policy=policy)
 
 
 def _one_after_another(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, stacks: Any) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxops.nn import AmaxHistory
 from jaxops.profiling import Profiled
+from models import frozen
 from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
@@ -41,6 +41,8 @@ class Schedule:
       eval_every: steps between evaluations.
       accumulate: micro-batches of a step, one after another: the gradient is the batch's, the memory one micro-batch's.
       ema: decay of the averaged weights, after many steps; they are evaluated and saved. None for no average.
+      freeze: regular expressions. Parameters with a match in their name, such as "blocks/attention/q/kernel", are not
+        trained: no gradient, update, decay, optimizer state or average of them is computed.
       seed: of parameters, batches and random draws.
     """
 
@@ -52,6 +54,7 @@ class Schedule:
     clip_norm: PositiveFloat = 1.0
     accumulate: PositiveInt = 1
     ema: Share | None = None
+    freeze: tuple[str, ...] = ()
     seed: NonNegativeInt = 0
 
 
@@ -63,7 +66,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       histories: of delayed scaling, else empty.
-      average: of the parameters, or None.
+      average: of the trained parameters, or None.
       step: steps done, int32.
     """
 
@@ -92,7 +95,7 @@ class Metrics(NamedTuple):
       loss, balance, load: as of `Measured`, over the whole batch.
       tokens: counted ones, int32.
       fill: their share of the batch's rows.
-      gradient_norm: before clipping.
+      gradient_norm: of the trained parameters, before clipping.
     """
 
     loss: jax.Array
@@ -123,8 +126,8 @@ def make_learning_rate(schedule: Schedule) -> optax.Schedule:
 
 
 def is_decayed(path: tuple) -> bool:
-    """By a parameter's name: not norms' scales and biases. Not by rank, because layers are stacked."""
-    return re.search(r"\b(scale|bias)\b", name_of(path)) is None
+    """By a parameter's name: not norms' scales, biases and sinks. Not by rank, because layers are stacked."""
+    return re.search(r"\b(scale|bias|sinks)\b", name_of(path)) is None
 
 
 def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
@@ -141,10 +144,16 @@ def place(arrays: Any, mesh: Mesh | None = None) -> Any:
 
 
 def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
-    """The state before the first step."""
-    average = None if schedule.ema is None else jax.tree.map(jnp.copy, params)
+    """The state before the first step.
+
+    Raises:
+      ValueError: as of `models.frozen.check`.
+    """
+    frozen.check(params, schedule.freeze)
+    trained, _ = frozen.split(params, schedule.freeze)
+    average = None if schedule.ema is None else jax.tree.map(jnp.copy, trained)
     return TrainState(
-        params, histories, average, jax.jit(make_optimizer(schedule).init)(params), jnp.zeros((), jnp.int32)
+        params, histories, average, jax.jit(make_optimizer(schedule).init)(trained), jnp.zeros((), jnp.int32)
     )
 
 
@@ -160,7 +169,7 @@ def make_value(
         if not training:
             model.eval()
         loss, measured = objective(model, batch, key)
-        return loss, (measured, nnx.state(model, AmaxHistory))
+        return loss, (measured, nnx.state(model, nnx.Not(nnx.Param)))
 
     return value if mesh is None else split_objective(value, mesh, counted=lambda batch: batch.counted())
 
@@ -184,7 +193,9 @@ def make_step(
 
     def scaled_gradient(params: nnx.State, histories: nnx.State, micro: tuple[Any, jax.Array, jax.Array]):
         batch, share, key = micro
-        grads, (measured, histories) = jax.grad(value, has_aux=True)(params, histories, batch, key)
+        of_trained = lambda trained, *given: value(frozen.joined(params, trained), *given)
+        trained, _ = frozen.split(params, schedule.freeze)
+        grads, (measured, histories) = jax.grad(of_trained, has_aux=True)(trained, histories, batch, key)
         return jax.tree.map(lambda x: share * x, (grads, measured)), histories
 
     def gradient(params: nnx.State, histories: nnx.State, micros: tuple[Any, jax.Array, jax.Array]):
@@ -207,13 +218,14 @@ def make_step(
         keys = jax.random.split(jax.random.fold_in(key, state.step), schedule.accumulate)
         micros = (batch, counted / jnp.maximum(tokens, 1), keys)
         (grads, measured), histories = gradient(state.params, state.histories, micros)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = cast(nnx.State, optax.apply_updates(state.params, updates))
+        trained, _ = frozen.split(state.params, schedule.freeze)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        trained = cast(nnx.State, optax.apply_updates(trained, updates))
         average = None
         if schedule.ema is not None:
             # A shorter average at first: it would still contain the initial random weights.
             keep = jnp.minimum(schedule.ema, (1 + state.step) / (10 + state.step))
-            average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, params)
+            average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, trained)
         metrics = Metrics(
             loss=measured.loss,
             balance=measured.balance,
@@ -223,6 +235,7 @@ def make_step(
             learning_rate=jnp.asarray(learning_rate(state.step)),
             gradient_norm=optax.tree.norm(grads),
         )
+        params = frozen.joined(state.params, trained)
         return constrained(TrainState(params, histories, average, opt_state, state.step + 1), mesh), metrics
 
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
@@ -230,7 +243,7 @@ def make_step(
 
 def kept(state: TrainState) -> nnx.State:
     """The parameters that are evaluated and saved."""
-    return state.params if state.average is None else state.average
+    return state.params if state.average is None else frozen.joined(state.params, state.average)
 
 
 def make_evaluate(

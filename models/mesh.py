@@ -39,6 +39,7 @@ AXES = ("data", "fsdp", "expert")
 # of the average end like their parameter's.
 RULES = (
     (r"\bmoe/(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
+    (r"\bmlp/bias/(gate|up|down)\b", P("expert", None)),  # [experts, out]
     (
         r"\b(embedding|enter/kernel)\b",
         P(None, "fsdp"),

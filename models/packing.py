@@ -12,10 +12,14 @@ SHORTEST_BUCKET = 8
 
 
 class Documents(NamedTuple):
-    """tokens: unsigned integers, document after document; offsets: [D + 1] int64, each start, then the last end."""
+    """tokens: unsigned integers, document after document; offsets: [D + 1] int64, each start, then the last end.
+
+    scored: bool of each token, whether its prediction counts; None if all do.
+    """
 
     tokens: np.ndarray
     offsets: np.ndarray
+    scored: np.ndarray | None = None
 
 
 class Rows(NamedTuple):
@@ -44,15 +48,22 @@ class Batch(NamedTuple):
     Attributes:
       tokens, targets: unsigned integers; a target is the next token of the same document. Zero in padding.
       documents: int32, from 0 in each row; -1 for padding, which is at the end.
+      scored: bool, the targets whose predictions count; None if all but padding do.
     """
 
     tokens: Any
     targets: Any
     documents: Any
+    scored: Any = None
+
+    def counts(self) -> Any:
+        """Which predictions count, bool."""
+        there = self.documents >= 0
+        return there if self.scored is None else there & self.scored
 
     def counted(self) -> Any:
-        """The predictions that are not padding, int32."""
-        return (self.documents >= 0).sum(dtype=np.int32)
+        """How many predictions count, int32."""
+        return self.counts().sum(dtype=np.int32)
 
     @property
     def size(self) -> int:
@@ -144,7 +155,7 @@ def one_a_row(documents: Documents, longest: int, buckets: int) -> tuple[Rows, .
     return tuple(found)
 
 
-def build(tokens: np.ndarray, rows: Rows, chosen: np.ndarray) -> Batch:
+def build(given: Documents, rows: Rows, chosen: np.ndarray) -> Batch:
     """The rows of the given numbers [...] as a batch [..., rows.length]; -1 for a row of padding. Vectorized."""
     numbers, shape = chosen.ravel(), (*chosen.shape, rows.length)
     counts = np.where(numbers >= 0, rows.first[numbers + 1] - rows.first[numbers], 0)
@@ -154,10 +165,18 @@ def build(tokens: np.ndarray, rows: Rows, chosen: np.ndarray) -> Batch:
     into = _ranges(rows.length * np.arange(len(numbers)), filled)
     source = _ranges(rows.starts[pieces], lengths)
     size = chosen.size * rows.length
-    batch = Batch(np.zeros(size, tokens.dtype), np.zeros(size, tokens.dtype), np.full(size, -1, np.int32))
-    batch.tokens[into], batch.targets[into] = tokens[source], tokens[source + 1]
-    batch.documents[into] = np.repeat(_ranges(np.zeros_like(counts), counts), lengths)
-    return Batch(*(part.reshape(shape) for part in batch))
+
+    def filled_with(values: np.ndarray, padding: int = 0) -> np.ndarray:
+        found = np.full(size, padding, values.dtype)
+        found[into] = values
+        return found.reshape(shape)
+
+    return Batch(
+        filled_with(given.tokens[source]),
+        filled_with(given.tokens[source + 1]),
+        filled_with(np.repeat(_ranges(np.zeros_like(counts), counts), lengths).astype(np.int32), -1),
+        None if given.scored is None else filled_with(given.scored[source + 1]),
+    )
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -166,7 +185,7 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def row_batches(
-    tokens: np.ndarray, rows: Sequence[Rows], budget: int, accumulate: int, seed: int
+    documents: Documents, rows: Sequence[Rows], budget: int, accumulate: int, seed: int
 ) -> Callable[[int], Batch]:
     """The batch of each step, [accumulate, B, length] with accumulate * B * length = budget, by seed and step.
 
@@ -192,13 +211,13 @@ def row_batches(
         number = int(places[place])
         bucket = int(np.searchsorted(ends, number, side="right"))
         chosen = shuffled[bucket][number - ends[bucket]]  # from the end of the bucket's steps
-        return build(tokens, rows[bucket], chosen.reshape(accumulate, -1))
+        return build(documents, rows[bucket], chosen.reshape(accumulate, -1))
 
     return batch
 
 
-def even_rows(tokens: np.ndarray, rows: Rows, count: int, size: int) -> Batch:
+def even_rows(documents: Documents, rows: Rows, count: int, size: int) -> Batch:
     """At most `count` evenly spaced rows, [N, size, length], the same for every run; the last batch is padded."""
     have = rows.row_count
     chosen = np.linspace(0, have - 1, min(count, have)).astype(np.int64)
-    return build(tokens, rows, np.pad(chosen, (0, -len(chosen) % size), constant_values=-1).reshape(-1, size))
+    return build(documents, rows, np.pad(chosen, (0, -len(chosen) % size), constant_values=-1).reshape(-1, size))

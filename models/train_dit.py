@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxops.nn import AmaxHistory
-from models import config, launch, loop
+from models import config, frozen, launch, loop
 from models.config import Options, check_option
 from models.distributed import is_first
 from models.dit import DiT, DiTConfig, generate, loss_fn
@@ -180,6 +180,7 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
     mesh = run.mesh
     graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
     run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    run.console.print(frozen.remark(state.params, preset.freeze), end="")
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
     stepped = graphdef if mesh is None else sharded_graphdef(sizes)
     evaluate, heldout = make_evaluate(stepped, mesh), loop.place(heldout_batches(preset, data, mesh), mesh)
@@ -230,6 +231,7 @@ def run(options: DitOptions) -> None:
         mesh = launch.choose_mesh(options, preset.backend)
         images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
         sizes = configure(preset, images, mesh)
+        frozen.check(nnx.state(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze)
         out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}")
         run = launch.begin(options, preset, mesh, out, files_read(preset.data))
     with launch.ended_in_one_line(run):

@@ -15,33 +15,26 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxops.nn import AmaxHistory
-from models import config, hf, launch, loop
+from models import config, frozen, hf, launch, loop
+from models.chat import Conversation, template_of
 from models.config import Options, check_option
-from models.data import Corpus, bigram_nats, files_read, read_texts, split, standard_library, tokenize
+from models.data import Corpus, bigram_nats, files_read, read_texts, split, standard_library, tokenize, tokenize_all
 from models.decoder import Decoder, DecoderConfig
 from models.decoder_loss import loss_fn
 from models.distributed import is_first
-from models.generate import Bytes, HuggingFace, Tokenizer, align, sample, tokenizer_of
-from models.hf_config import end_token, fitting, read_config
+from models.hf_config import OF_A_RUN, end_token, fitting, read_config
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import collect, create_sharded, own_rows, replicate, shard_state
+from models.mesh import collect, create_sharded, own_rows, replicate, shard_state, shardings
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
+from models.sampling import Sampling
+from models.slots import generate
+from models.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of
 
-RUN_FIELDS = (
-    "dtype",
-    "recipe",
-    "attention",
-    "max_documents",
-    "backend",
-    "policy",
-    "unroll",
-    "sums",
-)  # of a DecoderConfig: what a checkpoint does not say
+CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +42,8 @@ class LmOptions(Options):
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text file, or folder of .txt, .md, .py, .jsonl files; repeatable. Default: Python's standard library."
+            help="Text file, or folder of .txt, .md, .py, .jsonl files of texts or conversations; repeatable. "
+            "Default: Python's standard library."
         ),
     ] = None
     raw_bytes: Annotated[
@@ -68,13 +62,13 @@ class LmOptions(Options):
     ] = False
 
 
-def attention_for(dtype: Any) -> str:
-    return "cudnn" if cudnn_attends(dtype) else "xla"
+def attention_for(dtype: Any, model: DecoderConfig) -> str:
+    return "cudnn" if cudnn_attends(dtype) and model.plain_attention and model.window is None else "xla"
 
 
 def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
     """The preset with the given number of steps and precision, and this machine's attention."""
-    attention = attention_for(precision.dtype)
+    attention = attention_for(precision.dtype, preset.model)
     model = dataclasses.replace(
         preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention
     )
@@ -100,8 +94,9 @@ def choose(options: LmOptions) -> Preset:
     dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
     start = PRESETS[options.preset]
     stored = read_config(given["init_from"])[1] if isinstance(given.get("init_from"), str) else None
+    base = stored or start.model
     start = dataclasses.replace(
-        start, model=dataclasses.replace(stored or start.model, dtype=dtype, attention=attention_for(dtype))
+        start, model=dataclasses.replace(base, dtype=dtype, attention=attention_for(dtype, base))
     )
     chosen = config.resolve(start, given)
     if chosen.model.attention == "cudnn" and jax.default_backend() != "gpu":
@@ -112,7 +107,7 @@ def choose(options: LmOptions) -> Preset:
 
 
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
-    sizes = [field.name for field in dataclasses.fields(stored) if field.name not in RUN_FIELDS]
+    sizes = [field.name for field in dataclasses.fields(stored) if field.name not in OF_A_RUN]
     if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
         conflicts = ", ".join(
             f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
@@ -138,25 +133,53 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
     ), tokenizer
 
 
+def checkpoint_folder(preset: Preset) -> Path | None:
+    """Where the tokenizer and the chat template are."""
+    folder = preset.init_from if preset.tokenizer is None else Path(preset.tokenizer).parent
+    return None if folder is None else Path(folder)
+
+
 def tokenizer_files(preset: Preset) -> list[Path]:
-    """The file that `choose_tokenizer` reads; none for bytes."""
-    if preset.tokenizer is not None:
-        return [Path(preset.tokenizer)]
-    beside = [] if preset.init_from is None else [Path(preset.init_from, "tokenizer.json")]
-    return [file for file in beside if file.exists()]
+    """The files that make tokens of text and conversations; none for bytes."""
+    folder = checkpoint_folder(preset)
+    named = [] if preset.tokenizer is None else [Path(preset.tokenizer)]
+    beside = [] if folder is None else [folder / name for name in ("tokenizer.json", *CHAT_FILES)]
+    return list(dict.fromkeys([*named, *(file for file in beside if file.exists())]))
 
 
-def read_corpus(data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False) -> Corpus:
-    """The data of `Preset.data`."""
-    texts = read_texts(data, raw=raw) if data else standard_library()
-    return split(tokenize(texts, tokenizer), f"the data of {', '.join(data)}" if data else "the data")
+def read_corpus(
+    data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False, folder: Path | None = None, context: int = 0
+) -> Corpus:
+    """The data of `Preset.data`.
+
+    Args:
+      folder: has the chat template, if conversations are among the data.
+      context: of the preset; longer conversations are cut.
+
+    Raises:
+      ValueError: as of `read_texts`, `tokenize_all` and `split`; conversations without a chat template.
+    """
+    if not data:
+        return split(tokenize(standard_library(), tokenizer))
+    texts, source = read_texts(data, raw=raw), f"the data of {', '.join(data)}"
+    first = next((text for text in texts if isinstance(text, Conversation)), None)
+    if first is None:
+        return split(tokenize([text for text in texts if isinstance(text, bytes)], tokenizer), source)
+    if folder is None:
+        raise ValueError(
+            f"{first.source} is a conversation, which needs a chat template: pass --init-from with a checkpoint that "
+            "has one, or --tokenizer with one beside it."
+        )
+    found = tokenize_all(texts, tokenizer, template_of(folder), context)
+    return split(found.documents, source)._replace(remark=found.remark)
 
 
-def make_model(preset: Preset, seed: int) -> Decoder:
+def make_model(preset: Preset, seed: int, mesh: Mesh | None = None) -> Decoder:
+    """Read from a checkpoint, its parameters are split over the mesh from the start."""
     if preset.init_from is None:
         return nnx.jit(lambda: Decoder(preset.model, rngs=nnx.Rngs(seed)))()
     with config.errors_of_options():
-        return hf.load(preset.init_from, **{name: getattr(preset.model, name) for name in RUN_FIELDS})[1]
+        return hf.load(preset.init_from, mesh=mesh, **{name: getattr(preset.model, name) for name in OF_A_RUN})[1]
 
 
 def sharded_graphdef(preset: Preset) -> nnx.GraphDef:
@@ -165,18 +188,25 @@ def sharded_graphdef(preset: Preset) -> nnx.GraphDef:
 
 
 def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
-    graphdef, params, histories = nnx.split(make_model(preset, seed), nnx.Param, AmaxHistory)
-    histories = jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories)  # a loaded model has only their shapes
-    return graphdef, loop.init_state(preset, params, histories)
+    graphdef, params, others = nnx.split(make_model(preset, seed), nnx.Param, ...)
+    return graphdef, loop.init_state(preset, params, with_histories(others))
+
+
+def with_histories(others: nnx.State) -> nnx.State:
+    """Zeros for the histories, of which a loaded model has only the shapes."""
+    zeros = lambda h: jnp.zeros(h.shape, h.dtype) if isinstance(h, jax.ShapeDtypeStruct) else h
+    return jax.tree.map(zeros, others)
 
 
 def start_state(preset: Preset, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
-    """Over a mesh sharded from the start, or when a checkpoint is read."""
-    create = lambda: init_state(preset, preset.seed)
-    if preset.init_from is None:
-        return create_sharded(create, mesh)
-    graphdef, state = create()
-    return graphdef, shard_state(state, mesh)
+    """Over a mesh sharded from the start: neither a device nor the host ever holds all of it."""
+    if preset.init_from is None or mesh is None:
+        return create_sharded(lambda: init_state(preset, preset.seed), mesh)
+    graphdef, params, others = nnx.split(make_model(preset, preset.seed, mesh), nnx.Param, ...)
+    others = shard_state(with_histories(others), mesh)
+    begin = functools.partial(loop.init_state, preset)
+    split = shardings(jax.eval_shape(begin, params, others), mesh)
+    return graphdef, jax.jit(begin, out_shardings=split, donate_argnums=(0, 1))(params, others)
 
 
 def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
@@ -208,13 +238,11 @@ def make_rows(preset: Preset, documents: Documents) -> tuple[Rows, ...]:
 
 
 def make_batches(preset: Preset, documents: Documents, rows: Sequence[Rows]) -> Callable[[int], Batch]:
-    return row_batches(documents.tokens, rows, preset.batch * preset.context, preset.accumulate, preset.seed)
+    return row_batches(documents, rows, preset.batch * preset.context, preset.accumulate, preset.seed)
 
 
 def heldout_batches(preset: Preset, documents: Documents) -> Batch:
-    return even_rows(
-        documents.tokens, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate
-    )
+    return even_rows(documents, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate)
 
 
 def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
@@ -233,6 +261,7 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
     graphdef, state = start_state(preset, mesh)
     run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    run.console.print(frozen.remark(state.params, preset.freeze), end="")
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
     stepped, key = graphdef if mesh is None else sharded_graphdef(preset), replicate(jax.random.key(preset.seed), mesh)
@@ -259,22 +288,28 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
     """
     architecture = fitting(model.config) if preset.init_from is None else read_config(preset.init_from)[0]
     if architecture is not None:
-        beside = (
-            {"tokenizer.json": tokenizer.tokenizer.to_str(pretty=True)} if isinstance(tokenizer, HuggingFace) else {}
-        )
-        hf.save(folder, architecture, model, end=tokenizer.end, beside=beside)
+        start = checkpoint_folder(preset)
+        files = [] if start is None else [start / name for name in CHAT_FILES]
+        beside = {file.name: file.read_text() for file in files if file.exists()}
+        if isinstance(tokenizer, HuggingFace):
+            beside["tokenizer.json"] = tokenizer.tokenizer.to_str(pretty=True)
+        hf.save(folder, architecture, model, like=preset.init_from, end=tokenizer.end, beside=beside)
     return architecture
 
 
 def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
     """A continuation of the first held-out tokens, up to the context length."""
     prompt = heldout[: max(1, preset.context // 4)].tolist()
-    (written,) = sample(
-        model, align([prompt]), jax.random.key(preset.seed), max(1, preset.context - len(prompt)), temperature=0.8
+    (written,) = generate(
+        model,
+        [prompt],
+        max(1, preset.context - len(prompt)),
+        sampling=Sampling(temperature=0.8),
+        key=jax.random.key(preset.seed),
     )
     console.print("\nHeld-out text, and how the model goes on:")
     console.print(tokenizer.decode(prompt), style="dim", markup=False, end="")
-    console.print(tokenizer.decode(written.tolist()), style="bold", markup=False)
+    console.print(tokenizer.decode(written.tokens), style="bold", markup=False)
 
 
 def run(options: LmOptions) -> None:
@@ -283,10 +318,14 @@ def run(options: LmOptions) -> None:
     launch.start_processes(options)
     with config.errors_of_options():
         preset, tokenizer = choose_tokenizer(choose(options))
+        frozen.check(
+            nnx.state(nnx.eval_shape(lambda: Decoder(preset.model, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze
+        )
         mesh = launch.choose_mesh(options, preset.model.backend)
         if mesh is not None:
             own_rows(preset.batch // preset.accumulate, mesh)
-        corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes)
+        folder = checkpoint_folder(preset)
+        corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes, folder=folder, context=preset.context)
         files = files_read(preset.data) | {str(file): file for file in tokenizer_files(preset)}
         run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"), files)
 
@@ -300,6 +339,7 @@ def _train_and_report(
     byte, console = isinstance(tokenizer, Bytes), run.console
     token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
     console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
+    console.print(corpus.remark, end="")
     baseline = None
     if byte:
         bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))

@@ -24,7 +24,7 @@ def _share_first_states(module):
             return init_state(*given)
         (model,) = sizes or [preset.model]
         same = {name: value for name, value in SAME_STATE.items() if hasattr(model, name)}
-        key = dataclasses.replace(model, **same), preset.ema is None, seed
+        key = dataclasses.replace(model, **same), preset.ema is None, preset.freeze, seed
         if key not in programs:
             programs[key] = jax.jit(lambda: init_state(*given)[1])
         return jax.eval_shape(lambda: init_state(*given))[0], programs[key]()

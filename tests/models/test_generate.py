@@ -1,23 +1,28 @@
-"""Text from checkpoints: transformers' likeliest tokens, prompts of unequal length in one batch, and the command."""
+"""`python -m models.generate`: prompts, chats and files of them, what is written and when, and errors."""
 
+import io
+import itertools
+import json
 import pathlib
+import shutil
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import safetensors.flax
 import tokenizers
 import typer
 from flax import nnx
 
 from models import generate, hf
 from models.decoder import Decoder, DecoderConfig
+from models.generate import main
+from models.sampling import Sampling
+from models.slots import generate as complete
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
-NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")
-BYTES = DecoderConfig(
-    vocab=256, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=16, experts=3, top_k=2, tie_embeddings=True
+BYTES = DecoderConfig(vocab=256, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16, tie_embeddings=True)
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -29,125 +34,140 @@ def model():
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     made = tmp_path_factory.mktemp("checkpoint")
-    hf.save(made, "MixtralForCausalLM", model)
+    hf.save(made, "LlamaForCausalLM", model, beside={"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})})
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_likeliest_tokens_are_those_of_transformers(name):
-    """Of two prompts of 7 and 4 tokens at once."""
-    expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
-    _, model = hf.load(DATA / name, backend="xla")
-    tokens = np.asarray(expected["tokens"])
-    got = generate.sample(model, generate.align([tokens[0, :7].tolist(), tokens[1, :4].tolist()]), jax.random.key(0), 9)
-    np.testing.assert_array_equal(got, expected["greedy"])
+def words_of(model, prompts, length, **options) -> list[str]:
+    found = complete(model, [list(prompt.encode()) for prompt in prompts], length, **options)
+    return [bytes(completion.tokens).decode(errors="replace") for completion in found]
 
 
-def test_what_is_kept_is_what_a_pass_over_all_would_see(model):
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9)), jnp.int32)
-    whole, _ = nnx.jit(lambda model: model(tokens))(model)
-    cache, none = model.empty_cache(2, 12), jnp.zeros(2, jnp.int32)
-    extend = nnx.jit(lambda model, tokens, cache, at: model.extend(tokens, cache, at, none))
-    first, cache = extend(model, tokens[:, :4], cache, jnp.int32(0))
-    second, cache = extend(model, tokens[:, 4:8], cache, jnp.int32(4))
-    np.testing.assert_allclose(jnp.stack([first, second], axis=1), whole[:, [3, 7]], atol=2e-5)
+def test_prompts_are_continued_in_their_order(model, folder, capsys):
+    prompts = ["once upon", "a", "\u20ac"]
+    main(folder=folder, prompt=prompts, length=5)
+    wanted = words_of(model, prompts, 5)
+    assert capsys.readouterr().out == "".join(f"{one}{more}\n" for one, more in zip(prompts, wanted, strict=True))
 
 
-def test_draws_are_the_keys_and_a_row_ends(model):
-    prompts = generate.align([[1, 2, 3], [4]])
-    draw = nnx.jit(lambda model, seed, end: generate.generate(model, prompts, jax.random.key(seed), 12, 1.0, end))
-    drawn = np.asarray(draw(model, 0, -1))
-    np.testing.assert_array_equal(draw(model, 0, -1), drawn)
-    assert (np.asarray(draw(model, 1, -1)) != drawn).any()
-    end = int(drawn[1, 5])
-    ended = np.asarray(draw(model, 0, end))
-    np.testing.assert_array_equal(ended[1, :6], drawn[1, :6])
-    assert set(ended[1, 5:].tolist()) == {end}
+def test_text_is_written_while_it_is_drawn(model, folder, monkeypatch):
+    """Every sixteen tokens, and what comes of a prompt before is not written twice."""
+    written = []
+
+    class Terminal(io.StringIO):
+        def flush(self):
+            written.append(self.getvalue())
+
+    monkeypatch.setattr(generate.sys, "stdout", Terminal())
+    main(folder=folder, prompt=["ab", "c"], length=40, temperature=1.0, seed=3)
+    (one, other) = words_of(model, ["ab", "c"], 40, sampling=Sampling(1.0), key=jax.random.key(3))
+    assert written[0] == "ab"
+    assert written[-1] == f"ab{one}\nc{other}\n"
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(written))
+    assert len(set(written)) > 20
 
 
-class Coin:
-    """A model whose next token is 0, 1 or 2 with fixed logits."""
-
-    logits = np.log([0.1, 0.3, 0.6]).astype(np.float32)
-
-    def empty_cache(self, batch, length):
-        return jnp.zeros((batch, length), jnp.int32)
-
-    def extend(self, tokens, cache, at, first):
-        return jnp.broadcast_to(self.logits, (tokens.shape[0], 3)), jax.lax.dynamic_update_slice(cache, tokens, (0, at))
+def test_how_it_is_drawn(model, folder, capsys):
+    main(folder=folder, prompt=["x"], length=9, temperature=0.8, top_k=30, top_p=0.9, seed=5)
+    (wanted,) = words_of(model, ["x"], 9, sampling=Sampling(0.8, 30, 0.9), key=jax.random.key(5))
+    assert capsys.readouterr().out == f"x{wanted}\n"
 
 
-draw_coins = jax.jit(lambda prompts, temperature: generate.generate(Coin(), prompts, jax.random.key(0), 4, temperature))
+def test_stop_words(model, folder, capsys):
+    (text,) = words_of(model, ["x"], 9)
+    stop = text[4:6]
+    main(folder=folder, prompt=["x"], length=9, stop=[stop, "not in it at all"])
+    assert capsys.readouterr().out == f"x{text[: text.index(stop)]}\n"
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_draws_are_as_likely_as_the_temperature_says(temperature):
-    """Probabilities are exp(logit / temperature), independently at every position."""
-    prompts = generate.Prompts(jnp.zeros((5000, 2), jnp.int32), jnp.zeros(5000, jnp.int32))
-    drawn = np.asarray(draw_coins(prompts, temperature))
-    chances = np.array([0.1, 0.3, 0.6]) ** (1 / temperature)
-    for place in drawn.T:
-        np.testing.assert_allclose(np.bincount(place, minlength=3) / 5000, chances / chances.sum(), atol=0.03)
-    assert np.abs(np.corrcoef(drawn.T)[np.triu_indices(4, 1)]).max() < 0.05
+def test_a_file_of_prompts(model, folder, tmp_path, capsys):
+    """Each becomes a JSON line, in their order."""
+    (tmp_path / "p.txt").write_text("one prompt\n\nanother\n")
+    (text,) = words_of(model, ["one prompt"], 9)
+    main(folder=folder, prompts=tmp_path / "p.txt", prompt=["third"], length=9, slots=2, stop=[text[3:5]])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["third", "one prompt", "another"]
+    assert (lines[1]["text"], lines[1]["ended"]) == (text[: text.index(text[3:5])], "stop")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one prompt"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(typer.BadParameter, match=r"a prompt has messages, .*: pass --chat"):
+        main(folder=folder, prompts=tmp_path / "p.jsonl")
+    main(folder=folder, prompts=tmp_path / "p.jsonl", chat=True, length=4)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1]["prompt"] == [{"role": "user", "content": "hi"}]
+    wanted = words_of(model, ["<user>one prompt\n<assistant>", "<user>hi\n<assistant>"], 4)
+    assert [line["text"] for line in lines] == wanted
+    assert [(line["tokens"], line["ended"]) for line in lines] == [(4, "length")] * 2
+    for line in ("7", '{"text": "a"}', '{"prompt": 3}', "{"):
+        (tmp_path / "p.jsonl").write_text(f'{{"prompt": "fine"}}\n{line}\n')
+        with pytest.raises(typer.BadParameter, match=r"p\.jsonl, line 2"):
+            main(folder=folder, prompts=tmp_path / "p.jsonl")
 
 
-def test_prompts_without_tokens():
-    for prompts in ([], [[1], []]):
-        with pytest.raises(ValueError, match="write one at least"):
-            generate.align(prompts)
+def test_a_conversation(model, folder, monkeypatch, capsys):
+    """Each answer continues all that was said."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand then?\n"))
+    main(folder=folder, chat=True, length=6)
+    (first,) = words_of(model, ["<user>hello\n<assistant>"], 6)
+    (second,) = words_of(model, [f"<user>hello\n<assistant>{first}\n<user>and then?\n<assistant>"], 6)
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    main(folder=folder, chat=True, prompt=["hello"], length=6)
+    assert capsys.readouterr().out == f"{first}\n"
 
 
-def test_the_command(folder, capsys):
-    generate.main(folder, ["once upon", "a"], length=5)
-    lines = capsys.readouterr().out
-    assert lines.startswith("once upon")
-    _, model = hf.load(folder)
-    wanted = generate.sample(model, generate.align([list(b"once upon"), list(b"a")]), jax.random.key(0), 5)
-    assert bytes(wanted[0].tolist()).decode(errors="replace") in lines
-
-
-def test_a_tokenizer_beside_the_checkpoint(folder, tmp_path, capsys):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+@pytest.fixture
+def with_words(folder, tmp_path):
+    """The checkpoint with a tokenizer of words."""
+    copied = shutil.copytree(folder, tmp_path / "with_words")
     words = {f"word{i}": i for i in range(256)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))  # no password
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    generate.main(tmp_path, ["word7 word9"], length=3)
-    assert len([word for word in capsys.readouterr().out.split() if "word" in word]) >= 4
+    made.save(str(copied / "tokenizer.json"))
+    (copied / "SHA256SUMS").unlink()
+    return copied
 
 
-def test_bytes_of_a_model_with_more_tokens():
-    assert generate.Bytes().decode([97, 300, 98]) == "ab"
+def test_a_tokenizer_beside_the_checkpoint(model, with_words, capsys):
+    """Any of generation_config.json's tokens ends a text."""
+    (found,) = complete(model, [[7, 9]], 5)
+    main(folder=with_words, prompt=["word7 word9"], length=5)
+    assert capsys.readouterr().out.split() == ["word7", "word9", *(f"word{token}" for token in found.tokens)]
+    end = next(token for token in found.tokens if token != found.tokens[0])
+    (with_words / "generation_config.json").write_text(json.dumps({"eos_token_id": [255, end]}))
+    main(folder=with_words, prompt=["word7 word9"], length=5)
+    before = found.tokens[: found.tokens.index(end)]
+    assert capsys.readouterr().out.split() == ["word7", "word9", *(f"word{token}" for token in before)]
+    (with_words / "generation_config.json").write_text(json.dumps({"eos_token_id": ["end"]}))
+    with pytest.raises(typer.BadParameter, match=r"generation_config\.json: eos_token_id is \['end'\]"):
+        main(folder=with_words, prompt=["word7"])
 
 
-def test_what_cannot_be_read(tmp_path):
+def test_what_cannot_be_read(tmp_path, with_words):
     with pytest.raises(typer.BadParameter, match=r"config\.json"):
-        generate.main(tmp_path, ["a"])
+        main(folder=tmp_path, prompt=["a"])
     with pytest.raises(typer.BadParameter, match=r"no tokenizer\.json, and with 29 tokens"):
-        generate.main(DATA / "llama", ["a"])
+        main(folder=DATA / "llama", prompt=["a"])
     (tmp_path / "file").write_text("{}")
     with pytest.raises(typer.BadParameter, match=r"file/config\.json"):
-        generate.main(tmp_path / "file", ["a"])
+        main(folder=tmp_path / "file", prompt=["a"])
+    (with_words / "tokenizer_config.json").unlink()
+    with pytest.raises(typer.BadParameter, match="with_words has no chat template"):
+        main(folder=with_words, prompt=["a"], chat=True)
 
 
-def test_what_is_said_before_anything_is_loaded(folder, monkeypatch):
+def test_what_is_said_before_anything_is_loaded(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(generate.hf, "load", lambda *_, **__: pytest.fail("it is loaded"))
-    with pytest.raises(typer.BadParameter, match="'foo' is not one of float32, bfloat16, float16"):
-        generate.main(folder, ["a"], dtype="foo")
-    with pytest.raises(
-        typer.BadParameter,
-        match=r"20,000 tokens and --length is 64: more than the limit of 8,192.*pass --limit 20064: .* \d+\.\d GB",
-    ):
-        generate.main(folder, ["a", "a" * 20_000])
-    with pytest.raises(typer.BadParameter, match="a prompt has no tokens"):
-        generate.main(folder, [""])
-
-
-def test_a_tokenizer_with_tokens_that_the_model_has_not(folder, tmp_path):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for options, says in (
+        ({"dtype": "foo"}, "'foo' is not one of float32, bfloat16, float16"),
+        ({"prompt": ["a", "a" * 20_000]}, r"20,000 tokens and --length is 64: more than the limit of 8,192.*"
+         r"--limit 20064: keys and values would take \d+\.\d GB"),
+        ({"prompt": [""]}, "prompt 0 has no tokens"),
+        ({"prompt": None}, "there is no prompt"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ):  # fmt: skip
+        with pytest.raises(typer.BadParameter, match=says):
+            main(**{"folder": folder, "prompt": ["a"]} | options)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"high": 300, "?": 0}, unk_token="?"))
-    made.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(typer.BadParameter, match="the tokenizer's token 300 is none of the model's"):
-        generate.main(tmp_path, ["high"])
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    made.save(str(copied / "tokenizer.json"))
+    with pytest.raises(typer.BadParameter, match="prompt 0 has the token 300, and the model's are 0 to 255"):
+        main(folder=copied, prompt=["high"])

@@ -133,7 +133,7 @@ def test_a_row_of_its_own_and_a_packed_one_give_the_same_loss():
     for pack in (True, False):
         preset = dataclasses.replace(TINY, pack=pack, buckets=1)
         (rows,) = train_lm.make_rows(preset, UNEVEN)
-        everything = train_lm.even_rows(UNEVEN.tokens, rows, rows.row_count, rows.row_count)
+        everything = train_lm.even_rows(UNEVEN, rows, rows.row_count, rows.row_count)
         losses.append(loss_of(preset, everything))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -51,7 +51,7 @@ def check_rows(batch) -> None:
 def test_every_prediction_lies_in_one_row(lengths):
     documents = documents_of(lengths)
     rows = pack(documents, LENGTH)
-    batch = even_rows(documents.tokens, rows, rows.row_count, 3)
+    batch = even_rows(documents, rows, rows.row_count, 3)
     assert batch.tokens.shape[1:] == (3, LENGTH)
     check_rows(batch)
     assert sorted(predictions_of(batch)) == all_predictions(lengths)
@@ -65,7 +65,7 @@ def test_a_document_a_row(lengths, most):
     assert 1 <= len(found) <= most
     seen = []
     for rows in found:
-        batch = even_rows(documents.tokens, rows, rows.row_count, 1)
+        batch = even_rows(documents, rows, rows.row_count, 1)
         assert batch.documents.max() == 0
         assert rows.length in (16, 8)
         check_rows(batch)
@@ -105,7 +105,7 @@ def unpacked():
 
 def test_a_step_has_rows_of_one_length_and_always_as_many_tokens(unpacked):
     documents, rows = unpacked
-    batches = row_batches(documents.tokens, rows, 512, 2, seed=0)
+    batches = row_batches(documents, rows, 512, 2, seed=0)
     shapes = [batches(step).tokens.shape for step in range(40)]
     assert {shape[2] for shape in shapes} == {some.length for some in rows}
     assert {shape[0] for shape in shapes} == {2}
@@ -114,7 +114,7 @@ def test_a_step_has_rows_of_one_length_and_always_as_many_tokens(unpacked):
 
 def test_an_epoch_shows_every_prediction_and_each_in_its_own_order(unpacked):
     documents, rows = unpacked
-    batches = row_batches(documents.tokens, rows, 512, 2, seed=0)
+    batches = row_batches(documents, rows, 512, 2, seed=0)
     steps = sum(-(-some.row_count // (512 // some.length)) for some in rows)
     for epoch in range(2):
         seen = [
@@ -133,7 +133,7 @@ def test_an_epoch_shows_every_prediction_and_each_in_its_own_order(unpacked):
 def test_a_batch_is_a_function_of_seed_and_step(unpacked):
     """Independent of earlier calls."""
     documents, rows = unpacked
-    make = lambda seed: row_batches(documents.tokens, rows, 512, 1, seed)
+    make = lambda seed: row_batches(documents, rows, 512, 1, seed)
     forward = [make(3)(step) for step in range(30)]
     again = make(3)
     for step in reversed(range(30)):
@@ -146,14 +146,14 @@ def test_a_batch_is_a_function_of_seed_and_step(unpacked):
 def test_an_evaluation_has_rows_from_everywhere():
     """Evenly spaced, including the first and the last; the last batch is padded."""
     documents = documents_of([9] * 10)
-    batch = even_rows(documents.tokens, pack(documents, 8), 4, 3)
+    batch = even_rows(documents, pack(documents, 8), 4, 3)
     np.testing.assert_array_equal(batch.tokens[..., 0], [[0, 27, 54], [81, 0, 0]])
     np.testing.assert_array_equal(batch.documents[..., 0], [[0, 0, 0], [0, -1, -1]])
 
 
 def test_less_data_than_a_step():
     documents = documents_of([5, 4])
-    batches = row_batches(documents.tokens, (pack(documents, 8),), 64, 2, seed=0)
+    batches = row_batches(documents, (pack(documents, 8),), 64, 2, seed=0)
     for step in range(3):
         assert batches(step).tokens.shape == (2, 4, 8)
         assert set(predictions_of(batches(step))) == set(all_predictions([5, 4]))

@@ -21,9 +21,9 @@ from PIL import Image
 from models import hf, train_lm
 from models.config import read
 from models.decoder import Decoder
-from models.generate import Bytes, HuggingFace, tokenizer_of
 from models.hf_config import fitting
 from models.presets import PRESETS, Preset, of_bytes
+from models.tokenizer import Bytes, HuggingFace, tokenizer_of
 from models.train_lm import LmOptions, choose, choose_tokenizer, main, make_step, read_corpus, save_checkpoint
 
 TINY = Preset(

@@ -1,0 +1,177 @@
+"""A block's attention: its projections, and the product of queries with keys and values."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxops.offload import named
+from models.decoder.config import DecoderConfig
+from models.decoder.rope import Turns, rotate
+from models.decoder.weights import linear_of
+
+KeysValues = tuple[jax.Array, jax.Array]
+NAME = "attention"  # of what its backward needs (`jaxops.offload`)
+Window = jax.Array | int | None  # how many tokens a token sees; None for all
+
+
+class Seen(NamedTuple):
+    """What the tokens of a call see of each other and of those before.
+
+    Attributes:
+      turns: the tokens' rotary angles.
+      remember: from what a layer keeps of these tokens, two arrays [B, T, ...], to the same of all tokens so far.
+      attend: (queries, keys, values, window or None, sinks or None) -> what each token attends to, [B, T, heads, ...].
+    """
+
+    turns: Turns
+    remember: Callable[[jax.Array, jax.Array], KeysValues]
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Window, jax.Array | None], jax.Array]
+
+
+def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """norm(x), whose backward keeps only x: recomputing the float32 intermediates costs less than storing them."""
+    graphdef, params = nnx.split(norm)
+    return jax.checkpoint(lambda params, x: nnx.merge(graphdef, params)(x), prevent_cse=False)(params, x)
+
+
+def soft_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    cap: float | None,
+    heads_first: bool = False,
+) -> jax.Array:
+    """Softmax attention with what `jax.nn.dot_product_attention` lacks. Residuals are named "attention".
+
+    Args:
+      q: [B, T, heads, head_dim].
+      k, v: [B, S, kv_heads, head_dim] and [B, S, kv_heads, value_dim]; if heads_first, [B, kv_heads, S, ...], of which
+        the products need no transposed copy.
+      mask: bool, [B or 1, T, S].
+      sinks: [heads], a logit beside those of the keys, without a value; or None.
+      scale, cap: logits are cap * tanh(scale * q @ k / cap), without a cap scale * q @ k.
+    """
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        B, T, heads, _ = q.shape
+        logits = scale * _scores(q, k, heads_first)
+        if cap is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        logits = jnp.where(mask[:, None, None], logits, -0.7 * float(jnp.finfo(jnp.float32).max))
+        most = jnp.max(logits, axis=-1, keepdims=True)
+        if sinks is not None:
+            sinks = sinks.astype(jnp.float32).reshape(1, logits.shape[1], -1, 1, 1)
+            most = jnp.maximum(most, sinks)
+        most = lax.stop_gradient(most)
+        shares = jnp.exp(logits - most)
+        total = jnp.sum(shares, axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(sinks - most)
+        return _mixed((shares / total).astype(v.dtype), v, heads_first).reshape(B, T, heads, -1)
+
+    return named(attention, NAME)(q, k, v, mask, sinks)
+
+
+def _scores(q: jax.Array, k: jax.Array, heads_first: bool) -> jax.Array:
+    """Products of queries and keys, float32 [B, kv_heads, heads / kv_heads, T, S]."""
+    (B, T, heads, D), kv_heads = q.shape, k.shape[1 if heads_first else 2]
+    grouped = q.reshape(B, T, kv_heads, heads // kv_heads, D)
+    if not heads_first:
+        return jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    rows = grouped.transpose(0, 2, 3, 1, 4).reshape(B, kv_heads, -1, D)
+    products = jnp.einsum("bkrd,bksd->bkrs", rows, k, preferred_element_type=jnp.float32)
+    return products.reshape(B, kv_heads, -1, T, products.shape[-1])
+
+
+def _mixed(shares: jax.Array, v: jax.Array, heads_first: bool) -> jax.Array:
+    """Sums of values, [B, T, kv_heads, heads / kv_heads, value_dim]."""
+    if not heads_first:
+        return jnp.einsum("bkgts,bskd->btkgd", shares, v)
+    B, kv_heads, groups, T, S = shares.shape
+    mixed = jnp.einsum("bkrs,bksd->bkrd", shares.reshape(B, kv_heads, -1, S), v)
+    return mixed.reshape(B, kv_heads, groups, T, -1).transpose(0, 3, 1, 2, 4)
+
+
+class Attention(nnx.Module):
+    """Self-attention with rotary positions and grouped queries."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        linear = functools.partial(linear_of(c), use_bias=c.qkv_bias, rngs=rngs)
+        self.q = linear(c.width, c.heads * c.head_dim)
+        self.k = linear(c.width, c.kv_heads * c.head_dim)
+        self.v = linear(c.width, c.kv_heads * c.head_dim)
+        self.out = linear_of(c)(c.heads * c.head_dim, c.width, use_bias=c.out_bias, rngs=rngs)
+        norm = functools.partial(nnx.RMSNorm, epsilon=c.norm_epsilon, dtype=jnp.dtype(c.dtype), rngs=rngs)
+        whole = c.qk_norm == "all_heads"
+        self.q_norm = norm(c.head_dim * (c.heads if whole else 1)) if c.qk_norm else nnx.data(None)
+        self.k_norm = norm(c.head_dim * (c.kv_heads if whole else 1)) if c.qk_norm else nnx.data(None)
+        self.sinks = nnx.Param(jnp.zeros(c.heads, jnp.float32)) if c.sinks else nnx.data(None)
+
+    def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
+        """Also what `seen.remember` returns."""
+        c = self.config
+        q, k, v = self._project(x)
+        q, k = (rotate(part, seen.turns, pairs=c.rope_pairs) for part in (q, k))
+        kept = k, v = seen.remember(k, v)
+        mixed = seen.attend(q, k, v, window, None if self.sinks is None else self.sinks[...])
+        return self.out(mixed.reshape(*x.shape[:2], -1)), kept
+
+    def _project(self, x: jax.Array) -> list[jax.Array]:
+        c = self.config
+        parts = [self.q(x), self.k(x), self.v(x)]
+        norms = (self.q_norm, self.k_norm, None)
+        heads = lambda part: part.reshape(*x.shape[:2], -1, c.head_dim)
+        if c.qk_norm == "all_heads":
+            parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
+        if c.qkv_clip is not None:
+            parts = [jnp.clip(part, -c.qkv_clip, c.qkv_clip) for part in parts]
+        parts = [heads(part) for part in parts]
+        if c.qk_norm is True:
+            parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
+        return parts
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention; see `Latent`. A cache holds the latents and the common rotary keys."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        assert c.latent is not None
+        latent = self.latent = c.latent
+        linear = functools.partial(linear_of(c), rngs=rngs)
+        norm = functools.partial(nnx.RMSNorm, epsilon=1e-6, dtype=jnp.dtype(c.dtype), rngs=rngs)
+        rank = latent.query_rank
+        self.q_down = nnx.data(None) if rank is None else linear(c.width, rank, use_bias=c.qkv_bias)
+        self.q_norm = nnx.data(None) if rank is None else norm(rank)
+        self.q = linear(rank or c.width, c.heads * c.head_dim, use_bias=False)
+        self.kv_down = linear(c.width, latent.rank + c.rotary, use_bias=c.qkv_bias)
+        self.kv_norm = norm(latent.rank)
+        self.kv = linear(latent.rank, c.heads * (c.head_dim - c.rotary + latent.value_dim), use_bias=False)
+        self.out = linear(c.heads * latent.value_dim, c.width, use_bias=c.out_bias)
+
+    def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
+        """Also what `seen.remember` returns."""
+        c, (B, T, _) = self.config, x.shape
+        fixed = c.head_dim - c.rotary
+        turned = functools.partial(rotate, turns=seen.turns, pairs=c.rope_pairs)
+        q = x if self.q_down is None or self.q_norm is None else normalized(self.q_norm, self.q_down(x))
+        q_fixed, q_turned = jnp.split(self.q(q).reshape(B, T, c.heads, -1), [fixed], axis=-1)
+        q = jnp.concatenate([turned(q_turned), q_fixed], axis=-1)
+        latents, k_turned = jnp.split(self.kv_down(x), [self.latent.rank], axis=-1)
+        kept = latents, k_turned = seen.remember(
+            normalized(self.kv_norm, latents), turned(k_turned[:, :, None, :])[:, :, 0]
+        )
+        k_fixed, v = jnp.split(self.kv(latents).reshape(*latents.shape[:2], c.heads, -1), [fixed], axis=-1)
+        k_turned = jnp.broadcast_to(k_turned[:, :, None, :], (*k_fixed.shape[:3], c.rotary))
+        mixed = seen.attend(q, jnp.concatenate([k_turned, k_fixed], axis=-1), v, window, None)
+        return self.out(mixed.reshape(B, T, -1)), kept

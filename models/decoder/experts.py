@@ -1,0 +1,191 @@
+"""A block's mixture of experts."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jaxops
+from jaxops.nn import MoE, Router
+from models.decoder.config import DecoderConfig
+from models.decoder.mlp import GatedUnit
+from models.decoder.weights import StoredFp8
+from models.mesh import AXES
+
+GPT_OSS_SLOPE = 1.702
+
+
+class Routed(NamedTuple):
+    """Results of the routers, stacked over [layers]; None for a model without experts.
+
+    aux_loss and z_loss as in `jaxops.Routing`; load: assignments of each expert.
+    """
+
+    aux_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+
+
+class BiasedRouter(Router):
+    """A `Router` whose logits have a bias."""
+
+    def __init__(self, *sizes: int, rngs: nnx.Rngs, **options: Any):
+        super().__init__(*sizes, rngs=rngs, **options)
+        self.bias = nnx.Param(jnp.zeros(self.num_experts, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jaxops.Routing:
+        logits = jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=lax.Precision.HIGHEST)
+        return jaxops.route(
+            logits + self.bias[...][None, :],
+            self.k,
+            score=self.score,
+            normalize=self.normalize,
+            weight_scale=self.weight_scale,
+            selection_bias=None if self.selection_bias is None else self.selection_bias[...],
+            expert_groups=self.expert_groups,
+            top_expert_groups=self.top_expert_groups,
+            backend=self.backend,
+        )
+
+
+class StoredExperts(nnx.Module):
+    """The parameters of a `MoE` with stored float8 experts."""
+
+    def __init__(self, config: DecoderConfig, router: Router):
+        c = config
+        self.router = router
+        self.gate = StoredFp8(c.experts, c.width, c.hidden)
+        self.up = StoredFp8(c.experts, c.width, c.hidden)
+        self.down = StoredFp8(c.experts, c.hidden, c.width)
+
+
+class Biases(nnx.Module):
+    """Those of the experts: gate and up [experts, hidden], down [experts, width]."""
+
+    def __init__(self, config: DecoderConfig):
+        for name, size in (("gate", config.hidden), ("up", config.hidden), ("down", config.width)):
+            setattr(self, name, nnx.Param(jnp.zeros((config.experts, size), jnp.float32)))
+
+
+class Experts(nnx.Module):
+    """A mixture of experts without token drops, padding or host synchronization.
+
+    Sharded, each device has some of the experts: its tokens are exchanged over the mesh axis "expert".
+    """
+
+    def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
+        c = self.config = config
+        self.sharded = sharded
+        router = (BiasedRouter if c.expert_bias else Router)(
+            c.width,
+            c.experts,
+            c.top_k,
+            score=c.score,
+            normalize=c.normalize,
+            weight_scale=c.weight_scale,
+            expert_groups=c.expert_groups,
+            top_expert_groups=c.top_expert_groups,
+            use_bias=c.selection_bias,
+            backend=c.backend,
+            rngs=rngs,
+        )
+        self.moe: Any
+        if c.stored_fp8:
+            self.moe = StoredExperts(c, router)
+        else:
+            self.moe = MoE(
+                c.experts,
+                c.width,
+                c.hidden,
+                router=router,
+                expert_axis="expert" if sharded else None,
+                gather_tokens=sharded and self._fused,
+                dtype=jnp.dtype(c.dtype),
+                backend=c.backend,
+                rngs=rngs,
+            )
+        self.bias: Any = Biases(c) if c.expert_bias else nnx.data(None)
+        self.shared = GatedUnit(c, c.shared_hidden, rngs=rngs) if c.shared_hidden else nnx.data(None)
+        self.shared_gate = (
+            nnx.Linear(c.width, 1, use_bias=False, precision=lax.Precision.HIGHEST, rngs=rngs)
+            if c.shared_gate
+            else nnx.data(None)
+        )
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
+        y, routing = self.moe(x) if self._fused else self._product_by_product(x)
+        y = self._with_shared(x, y)
+        if not self.sharded:
+            return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
+        load = lax.psum(routing.load, AXES) // lax.axis_size("expert")  # each device of that axis has counted the same
+        routed = Routed(self._balance(x, load), lax.pmean(routing.z_loss, AXES), load)
+        return y, routed
+
+    def _with_shared(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        if self.shared is None:
+            return y
+        shared, _ = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32))).astype(shared.dtype)
+        return y + shared
+
+    def _balance(self, x: jax.Array, load: jax.Array) -> jax.Array:
+        """aux_loss of all devices' tokens. Not a mean over devices: it multiplies two means over tokens."""
+        router = self.moe.router
+        tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        # In the precision of the router.
+        logits = jnp.matmul(tokens, router.kernel[...], precision=lax.Precision.HIGHEST)
+        if isinstance(router, BiasedRouter):
+            logits = logits + router.bias[...][None, :]
+        shares = jax.nn.softmax(logits)
+        if self.config.score == "sigmoid":
+            shares = jax.nn.sigmoid(logits)
+            shares = shares / jnp.sum(shares, axis=1, keepdims=True)
+        return self.config.experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(shares, axis=0), AXES))
+
+    @property
+    def _fused(self) -> bool:
+        c = self.config
+        return c.recipe is None and not c.stored_fp8 and not c.expert_bias and c.clamp is None
+
+    def _product_by_product(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
+        """With FP8, biases or clamped units, which the fused layer lacks."""
+        c, tokens = self.config, x.reshape(-1, x.shape[-1])
+        if self.sharded:
+            tokens = lax.all_gather(tokens, "expert", tiled=True)
+        routing = self.moe.router(tokens)
+        offsets = routing.group_offsets
+        if self.sharded:
+            own = c.experts // lax.axis_size("expert")
+            offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index("expert") * own, own + 1)
+        multiply = functools.partial(self._multiply, offsets=offsets)
+        rows = jaxops.permute(tokens, routing)
+        gate, up = multiply(rows, "gate"), multiply(rows, "up")
+        if c.clamp is None:
+            hidden = jax.nn.silu(gate) * up
+        else:
+            gate, up = jnp.minimum(gate, c.clamp), jnp.clip(up, -c.clamp, c.clamp)
+            hidden = (up + 1) * gate * jax.nn.sigmoid(GPT_OSS_SLOPE * gate)
+        down = multiply(hidden, "down")
+        if not self.sharded:
+            return jaxops.combine(down, routing).reshape(x.shape), routing
+        # Partial sums of the devices are added in float32 and rounded once, as on one device.
+        y = jaxops.combine(down, routing, out_dtype=jnp.float32)
+        y = lax.psum_scatter(y, "expert", tiled=True).astype(down.dtype)
+        return y.reshape(x.shape), routing
+
+    def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array) -> jax.Array:
+        """Recipe "delayed" becomes tensorwise: groups have no history."""
+        c, weights = self.config, getattr(self.moe, name)
+        if c.stored_fp8 or c.recipe is not None:
+            weights = weights.quantized(c.dtype) if c.stored_fp8 else weights[...]
+            recipe = "blockwise" if c.recipe is None else "tensorwise" if c.recipe == "delayed" else c.recipe
+            return jaxops.fp8_grouped_matmul(rows, weights, offsets, recipe=recipe, backend=c.backend)
+        bias = None if self.bias is None else getattr(self.bias, name)[...]
+        dtype = jnp.dtype(c.dtype)
+        return jaxops.grouped_matmul(
+            rows, weights[...], offsets, bias=bias, compute_dtype=dtype, out_dtype=dtype, backend=c.backend
+        )

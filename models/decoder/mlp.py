@@ -1,0 +1,24 @@
+"""A block's gated unit."""
+
+import functools
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from models.decoder.config import DecoderConfig
+from models.decoder.weights import linear_of
+
+
+class GatedUnit(nnx.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, hidden: int, *, rngs: nnx.Rngs):
+        linear = functools.partial(linear_of(config), use_bias=config.mlp_bias, rngs=rngs)
+        self.gate = linear(config.width, hidden)
+        self.up = linear(config.width, hidden)
+        self.down = linear(hidden, config.width)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        gate, up = checkpoint_name(self.gate(x), "mlp.gate"), checkpoint_name(self.up(x), "mlp.up")
+        return self.down(jax.nn.silu(gate) * up), None

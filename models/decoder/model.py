@@ -1,0 +1,253 @@
+"""The decoder: embedding, stacked blocks, and the logits of the next token."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxops
+from jaxops.offload import named
+from models.decoder.attention import NAME, KeysValues, Seen, Window, soft_attention
+from models.decoder.block import Block
+from models.decoder.cache import Places, write
+from models.decoder.config import DecoderConfig
+from models.decoder.experts import Routed
+from models.decoder.rope import turns
+from models.layers import apply_layers, stacked
+from models.mesh import gather, gathered
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
+Cache = tuple[KeysValues, ...]  # of each layer
+
+
+def document_starts(documents: jax.Array) -> jax.Array:
+    """documents [B, T], which change where a document starts -> bool [B, T], True at document and row starts."""
+    return jnp.concatenate([jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1)
+
+
+def positions_in(starts: jax.Array) -> jax.Array:
+    """Each token's place in its own document, int32 [B, T]."""
+    at = jnp.arange(starts.shape[1], dtype=jnp.int32)[None, :]
+    return at - jax.lax.cummax(jnp.where(starts, at, 0), axis=1)
+
+
+def lengths_of(starts: jax.Array) -> jax.Array:
+    """The length of each token's own document, int32 [B, T]."""
+    T = starts.shape[1]
+    at = jnp.arange(T, dtype=jnp.int32)[None, :]
+    next_start = jnp.where(starts, at, T)[:, 1:]
+    next_start = jnp.concatenate([next_start, jnp.full_like(at[:, :1], T, shape=(starts.shape[0], 1))], axis=1)
+    end = jax.lax.cummin(next_start, axis=1, reverse=True)
+    return end - at + positions_in(starts)
+
+
+def within_documents(starts: jax.Array, max_documents: int, backend: str) -> Attend:
+    """Causal attention within documents: all rows are one packing of them. NaN if there are more."""
+    size = starts.shape[0] * max_documents + 1
+    offsets = jnp.nonzero(starts.ravel(), size=size, fill_value=starts.size)[0].astype(jnp.int32)
+    limits: dict[str, Any] = {"longest": starts.shape[1], "crowd": max_documents}
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+        out = jaxops.packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, backend=backend, **limits)
+        return jnp.where(offsets[-1] == starts.size, out.reshape(q.shape), jnp.nan)
+
+    return attend
+
+
+def cudnn_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention within rows of one document each: cuDNN's dense layout."""
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    return named(attend, NAME)(q, k, v)
+
+
+class Decoder(nnx.Module):
+    """Tokens in, logits of the next token out. The blocks' parameters are stacked.
+
+    Attributes:
+      blocks: all blocks; of a model with experts those that have them. By `models.inference` a list of all, one by
+        one.
+      dense_blocks: the blocks of dense_layers, or None.
+
+    Args:
+      sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch.
+        Model and parameters are the same; `Routed` covers all devices' tokens.
+    """
+
+    def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
+        c = self.config = config
+        self.sharded = sharded
+        dtype = jnp.dtype(c.dtype)
+
+        self.embed = nnx.Embed(
+            c.vocab, c.width, embedding_init=nnx.initializers.normal(c.width**-0.5), dtype=dtype, rngs=rngs
+        )
+        layers = c.stacks()
+        self.blocks: Any = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), len(layers[0]), rngs)
+        self.dense_blocks = (
+            stacked(lambda rngs: Block(c, dense=True, rngs=rngs), len(layers[1]), rngs)
+            if len(layers) == 2
+            else nnx.data(None)
+        )
+        self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
+        self.head = (
+            nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
+        )
+        self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
+
+    def __call__(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
+        """tokens [B, T], document numbers [B, T] if rows are shared -> logits [B, T, vocab] float32, and `Routed`.
+
+        Documents do not attend to each other, and each one's positions start at 0.
+        """
+        x, routed = self.hidden(tokens, documents)
+        return self.logits(x), routed
+
+    def hidden(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
+        """The input of `logits`, [B, T, width], from the model's inputs.
+
+        Raises:
+          ValueError: cuDNN's attention of documents without max_documents, or of a model that it does not compute.
+        """
+        c, T = self.config, tokens.shape[1]
+        starts = document_starts(jnp.zeros_like(tokens) if documents is None else documents)
+        angles = turns(c, positions_in(starts), lengths_of(starts))
+        seen = Seen(angles, lambda k, v: (k, v), self._attend(starts, documents))
+        windows = self._windows(T)
+        x, outs = apply_layers(
+            self._stacks(),
+            lambda block, x, window: block(x, seen, window)[:2],
+            self._whole("embed")(tokens),
+            layers=c.stacks(),
+            each=windows,
+            policy=c.policy,
+            unroll=c.unroll,
+            training=not self.use_running_average,
+            whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
+        )
+        return x, outs[0]
+
+    def _stacks(self) -> tuple[Block, ...]:
+        return (self.blocks,) if self.dense_blocks is None else (self.blocks, self.dense_blocks)
+
+    def _windows(self, longest: int) -> tuple[jax.Array | None, ...]:
+        """For each stack how many tokens a token sees, int32 [layers]; None where no layer slides in `longest`."""
+        c = self.config
+        slides = set(range(c.layers) if c.sliding is None else c.sliding)
+        if c.window is None or c.window >= longest:
+            return (None,) * len(c.stacks())
+        sizes = [[c.window if layer in slides else longest for layer in layers] for layers in c.stacks()]
+        return tuple(jnp.asarray(np.array(size, np.int32)) for size in sizes)
+
+    def _attend(self, starts: jax.Array, documents: jax.Array | None):
+        """Causal attention within documents [B, T] that start there; within rows without documents."""
+        c, T = self.config, starts.shape[1]
+        slides = c.window is not None and c.window < T
+        if c.attention == "cudnn" and (slides or not c.plain_attention):
+            raise ValueError("attention is 'cudnn', and the model has windows, sinks, caps or latents: write xla.")
+        plain = self._plain(starts, shared=documents is not None)
+        at = jnp.arange(T, dtype=jnp.int32)
+
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: Window, sinks: jax.Array | None) -> jax.Array:
+            if c.plain_attention and window is None:
+                return plain(q, k, v)
+            before = (at[:, None] - at[None, :])[None]
+            sees = before >= 0 if window is None else (before >= 0) & (before < window)
+            sees = sees if documents is None else sees & (documents[:, :, None] == documents[:, None, :])
+            return soft_attention(q, k, v, sees, sinks, scale=c.scale, cap=c.attention_cap)
+
+        return attention
+
+    def _plain(self, starts: jax.Array, shared: bool) -> Attend:
+        """Attention without windows, sinks, caps and latents. shared: whether several documents share a row."""
+        c = self.config
+        if c.attention == "xla":
+            return within_documents(starts, starts.shape[1] if shared else 1, "xla")
+        if not shared:
+            return cudnn_rows
+        if c.max_documents is None:
+            raise ValueError(
+                "attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the "
+                "most."
+            )
+        return within_documents(starts, c.max_documents, "cudnn")
+
+    def layers(self) -> list[Block]:
+        """All blocks in order, one by one."""
+        if isinstance(self.blocks, nnx.List):
+            return list(self.blocks)
+        found: dict[int, Block] = {}
+        for stack, numbers in zip(self._stacks(), self.config.stacks(), strict=True):
+            graphdef, state = nnx.split(stack)
+            for i, number in enumerate(numbers):
+                found[number] = nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state))
+        return [found[number] for number in sorted(found)]
+
+    def empty_cache(self, batch: int, length: int) -> Cache:
+        """For `extend`: of each layer keys and values, [batch, kv_heads, length, head_dim] in dtype; with latent
+        attention the latents and the rotary keys, [batch, length, ...]."""
+        c = self.config
+        sizes = ((batch, c.kv_heads, length, c.head_dim),) * 2
+        if c.latent is not None:
+            sizes = ((batch, length, c.latent.rank), (batch, length, c.rotary))
+        return tuple((jnp.zeros(sizes[0], c.dtype), jnp.zeros(sizes[1], c.dtype)) for _ in range(c.layers))
+
+    def extend(
+        self, tokens: jax.Array, cache: Cache, at: jax.Array, count: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """tokens [B, T] after the cached ones -> (logits [B, vocab] after each row's last token, the new cache).
+
+        For inference. Logits are float32. Layers are unrolled: a scan would copy each one's weights and cache out of
+        the stacks.
+
+        Args:
+          cache: as of `empty_cache`; the first at[b] positions of row b are valid.
+          at: [B] int32, the position of each row's first token.
+          count: [B] int32, how many tokens of each row are valid, from its first; the others are padding and leave no
+            trace. A row of none has meaningless logits.
+          lengths: [B] int32, tokens of each row's text as far as they are known, for rope_scaling of kind "dynamic": a
+            prompt that comes in pieces has all of its own. By default at + count.
+        """
+        c, (B, T) = self.config, tokens.shape
+        places = Places.after(at, count, T)
+        positions, valid = places
+        lengths = at + count if lengths is None else lengths
+        angles = turns(c, positions, jnp.broadcast_to(lengths[:, None], (B, T)))
+        # All padding is the same vector in all layers, and so chooses the same experts: few more are read.
+        x = jnp.where(valid[:, :, None], self.embed(tokens), 0)
+        slides = () if c.window is None else set(range(c.layers) if c.sliding is None else c.sliding)
+        new = []
+        for number, (block, past) in enumerate(zip(self.layers(), cache, strict=True)):
+            window = c.window if number in slides else None
+            seen = Seen(angles, lambda *own, past=past: write(past, own, places), self._cached_attention(places))
+            x, _, kept = block(x, seen, window)
+            new.append(kept)
+        last = jnp.maximum(count - 1, 0)[:, None, None]
+        return self.logits(jnp.take_along_axis(x, last, axis=1))[:, 0], tuple(new)
+
+    def _cached_attention(self, places: Places):
+        """Attention over what is cached up to a token's own position. The result of padding is zero."""
+        c, heads_first = self.config, self.config.latent is None
+
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: Window, sinks: jax.Array | None) -> jax.Array:
+            then = jnp.arange(k.shape[2 if heads_first else 1], dtype=jnp.int32)
+            before = places.positions[:, :, None] - then[None, None, :]
+            sees = before >= 0 if window is None else (before >= 0) & (before < window)
+            out = soft_attention(q, k, v, sees, sinks, scale=c.scale, cap=c.attention_cap, heads_first=heads_first)
+            return jnp.where(places.valid[:, :, None, None], out, 0)
+
+        return attention
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> [..., vocab] float32."""
+        x = self.norm(x)
+        logits = self._whole("embed").attend(x) if self.head is None else self._whole("head")(x)
+        logits, cap = logits.astype(jnp.float32), self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _whole(self, name: str) -> Any:
+        return gathered(self, name, self.config.dtype, self.config.sums) if self.sharded else getattr(self, name)

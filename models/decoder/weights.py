@@ -1,0 +1,56 @@
+"""The linear layers of a decoder: with float32 parameters, or float8 ones as a checkpoint has them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxops
+from models.decoder.config import DecoderConfig
+from models.precision import linear_layer
+
+BLOCK = 128
+
+
+class StoredFp8(nnx.Module):
+    """Matrices [*leading, in, out] in DeepSeek-V3's layout: float8 with a float32 scale for each 128 x 128.
+
+    Attributes:
+      weight: [*leading, out, in] float8_e4m3fn.
+      scale: [*leading, ceil(out / 128), ceil(in / 128)], the factor of each block.
+    """
+
+    def __init__(self, *sizes: int):
+        *leading, ins, outs = sizes
+        blocks = (*leading, -(-outs // BLOCK), -(-ins // BLOCK))
+        self.weight = nnx.Param(jnp.zeros((*leading, outs, ins), jnp.float8_e4m3fn))
+        self.scale = nnx.Param(jnp.ones(blocks, jnp.float32))
+
+    def quantized(self, dtype: str) -> jaxops.Quantized:
+        return jaxops.Quantized.from_deepseek(self.weight[...], self.scale[...], dtype)
+
+
+class StoredFp8Linear(StoredFp8):
+    """A linear layer of a stored matrix; its input is quantized in blocks of 128."""
+
+    def __init__(self, ins: int, outs: int, *, config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs):
+        super().__init__(ins, outs)
+        self.config = config
+        self.bias = nnx.Param(jnp.zeros(outs, jnp.float32)) if use_bias else nnx.data(None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype = self.config.dtype
+        y: Any = jaxops.fp8_matmul(
+            x.astype(dtype), self.quantized(dtype), recipe="blockwise", backend=self.config.backend
+        )
+        return y if self.bias is None else y + self.bias[...].astype(dtype)
+
+
+def linear_of(config: DecoderConfig) -> Callable[..., Any]:
+    """The class of linear layers, called with sizes, use_bias and rngs."""
+    if config.stored_fp8:
+        return functools.partial(StoredFp8Linear, config=config)
+    return functools.partial(linear_layer(config.recipe, config.backend), dtype=jnp.dtype(config.dtype))

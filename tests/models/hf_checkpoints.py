@@ -1,0 +1,49 @@
+"""The small checkpoints in tests/data/hf, and changed copies of them."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from models.hf_files import DTYPES, new_header, write_file
+
+DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
+NAMES = sorted(folder.name for folder in DATA.iterdir())
+
+
+def read(file: pathlib.Path) -> dict[str, jax.Array]:
+    """By the library's own parser, which knows float8, as its functions for arrays do not."""
+    return {
+        name: jnp.asarray(np.frombuffer(said["data"], DTYPES[said["dtype"]]).reshape(said["shape"]))
+        for name, said in safetensors.deserialize(file.read_bytes())
+    }
+
+
+def write(file: pathlib.Path, tensors: dict[str, jax.Array]) -> None:
+    kinds = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    found = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    header = new_header((name, kinds[x.dtype], x.shape) for name, x in found.items())
+    write_file(file, header, (lambda x=x: x for x in found.values()))
+
+
+def stored(folder: pathlib.Path) -> dict[str, jax.Array]:
+    return {name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in read(file).items()}
+
+
+def changed(tmp_path: pathlib.Path, name: str = "mixtral", tensors=None, **config) -> pathlib.Path:
+    """A copy with other tensors, or other keys of config.json: None leaves one out."""
+    folder = tmp_path / name
+    shutil.copytree(DATA / name, folder, ignore=lambda *_: ["expected.safetensors"])
+    if tensors is not None:
+        found = stored(folder)
+        tensors(found)
+        write(folder / "model.safetensors", found)
+    said = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in said.items() if key not in config or value is not None})
+    )
+    return folder

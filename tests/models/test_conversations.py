@@ -1,0 +1,202 @@
+"""Fine-tuning on conversations: what is read, what counts, in every way of adding it up, and the command."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+
+from models import generate, hf, loop, train_lm
+from models.chat import ChatTemplate, Conversation
+from models.data import read_texts, split, tokenize_all
+from models.decoder import Decoder, DecoderConfig
+from models.decoder_loss import loss_fn
+from models.mesh import make_mesh, replicate, shard_state
+from models.packing import Batch, Documents
+from models.presets import Preset
+from models.tokenizer import Bytes
+from models.train_lm import main
+
+SOURCE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ 'a:' if add_generation_prompt }}"
+TEMPLATE = ChatTemplate(SOURCE, {}, "mine")
+CONFIG = DecoderConfig(256, 16, 1, 2, 2, 8, 24, tie_embeddings=True, backend="xla")
+
+
+def chat(*texts: str) -> dict:
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
+
+
+def lines_in(file, *lines: dict) -> str:
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    return str(file)
+
+
+def learned(documents: Documents) -> list[str]:
+    """The scored bytes of each document."""
+    parts = np.split(np.arange(len(documents.tokens)), documents.offsets[1:-1])
+    return [bytes(documents.tokens[part][documents.scored[part]].tolist()).decode() for part in parts]
+
+
+def test_what_is_read(tmp_path):
+    """Texts and conversations, in one file or several."""
+    file = lines_in(tmp_path / "a.jsonl", {"text": "one"}, chat("two", "three") | {"id": 3}, {"text": "four"})
+    (tmp_path / "b.txt").write_text("five")
+    one, two, four, five = read_texts([file, tmp_path / "b.txt"])
+    assert (one, four, five) == (b"one", b"four", b"five")
+    assert isinstance(two, Conversation)
+    assert two.source == f"{file}, line 2"
+    found = tokenize_all([one, b"", two, four], Bytes(), TEMPLATE, 100)
+    assert learned(found.documents) == ["one\0", "three\n", "four\0"]
+    assert bytes(found.documents.tokens.tolist()) == b"one\0u:two\na:three\nfour\0"
+    assert found.remark == ""
+    for line, says in (
+        (chat(), '"messages" is'),
+        ({"messages": [{"role": "x", "content": ""}]}, "the role is 'x'"),
+        ({}, '"text"'),
+    ):
+        with pytest.raises(ValueError, match=rf"c\.jsonl, line 2.*{says}"):
+            read_texts([lines_in(tmp_path / "c.jsonl", {"text": "a"}, line)])
+
+
+def test_what_is_too_long_is_cut():
+    """At the context, and left out where nothing of the assistant comes before."""
+    chats = [
+        Conversation(chat(*texts)["messages"], None, "x")
+        for texts in (("ab", "cd"), ("ab", "cdefgh"), ("abcdefgh", "i"))
+    ]
+    found = tokenize_all(chats, Bytes(), TEMPLATE, 9)
+    assert learned(found.documents) == ["cd\n", "cde"]
+    assert found.remark == (
+        "2 conversations have more than context=9 tokens and are cut there; 1 have no words of the assistant before "
+        "and are left out\n"
+    )
+    assert tokenize_all(chats[:1], Bytes(), TEMPLATE, 9).remark == ""
+    assert tokenize_all(chats[:2], Bytes(), TEMPLATE, 9).remark.endswith("are cut there\n")
+
+
+def test_whole_conversations_are_held_out():
+    chats = [Conversation(chat(f"question {i}", f"answer {i}")["messages"], None, "x") for i in range(12)]
+    documents = lambda count: tokenize_all(chats[:count], Bytes(), TEMPLATE, 100).documents
+    train, heldout, _ = split(documents(12))
+    assert learned(heldout) == ["answer 9\n"]
+    assert learned(train) == [f"answer {i}\n" for i in range(12) if i != 9]
+    train, heldout, _ = split(documents(3))
+    assert (learned(train), learned(heldout)) == (["answer 0\n", "answer 1\n"], ["answer 2\n"])
+    with pytest.raises(ValueError, match="too little to train on"):
+        split(documents(1))
+
+
+def documents_of(lengths: np.ndarray, seed: int = 0) -> Documents:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 256, lengths.sum(), dtype=np.uint8)
+    return Documents(tokens, np.cumsum([0, *lengths]), rng.random(lengths.sum()) < 0.3)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_scored_token_is_a_counted_target_once(pack):
+    """A document's first token is no target."""
+    lengths = np.random.default_rng(2).integers(1, 40, 30)
+    documents = documents_of(lengths)._replace(tokens=np.arange(lengths.sum(), dtype=np.uint32))
+    preset = Preset(CONFIG, 16, 8, steps=1, learning_rate=1, warmup_steps=1, eval_every=1, pack=pack)
+    seen = []
+    for rows in train_lm.make_rows(preset, documents):
+        batch = train_lm.even_rows(documents, rows, rows.row_count, 1)
+        assert batch.scored.dtype == bool
+        assert batch.counted() == batch.counts().sum()
+        assert not (batch.counts() & (batch.documents < 0)).any()
+        seen += batch.targets[batch.counts()].tolist()
+    wanted = np.setdiff1d(np.flatnonzero(documents.scored), documents.offsets)
+    np.testing.assert_array_equal(sorted(seen), wanted)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+
+
+def test_the_loss_is_of_the_counted_targets(model):
+    """Against float64 cross-entropies of the logits; with NaN-free zero when nothing counts."""
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 256, (2, 2, 7))
+    documents = np.array([[0, 0, 0, 1, 1, 1, -1], [0] * 7])
+    scored = np.array([[1, 0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 0]], bool)
+    batch = Batch(*(jnp.asarray(x, jnp.int32) for x in (tokens, targets, documents)), jnp.asarray(scored))
+    loss = nnx.jit(lambda model, batch: loss_fn(model, batch)[0])
+    logits = np.asarray(nnx.jit(lambda model: model(batch.tokens, batch.documents)[0])(model), np.float64)
+    each = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    counted = scored & (documents >= 0)
+    assert int(batch.counted()) == counted.sum() == 4
+    np.testing.assert_allclose(loss(model, batch), each[counted].mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss(model, batch._replace(scored=None)), each[documents >= 0].mean(), rtol=1e-5)
+    assert loss(model, batch._replace(scored=jnp.zeros_like(batch.scored))) == 0
+
+
+@functools.cache
+def first_step(accumulate: int, mesh_shape: str | None = None):
+    """The metrics of a step, and of an evaluation, and the parameters after it."""
+    preset = Preset(
+        CONFIG, 16, 8, steps=4, learning_rate=1e-2, warmup_steps=0, eval_every=4, accumulate=accumulate, eval_windows=16
+    )  # fmt: skip
+    documents, mesh = documents_of(np.random.default_rng(3).integers(2, 30, 40)), mesh_shape and make_mesh(mesh_shape)
+    batch = train_lm.make_batches(preset, documents, train_lm.make_rows(preset, documents))(0)
+    batch = jax.tree.map(lambda x: x.reshape(accumulate, 8 // accumulate, 16), batch)
+    graphdef, state = train_lm.init_state(preset, 0)
+    if mesh is not None:
+        graphdef, state = train_lm.sharded_graphdef(preset), shard_state(state, mesh)
+    key, heldout = replicate(jax.random.key(0), mesh), loop.place(train_lm.heldout_batches(preset, documents), mesh)
+    loss = train_lm.make_evaluate(graphdef, preset, mesh)(state.params, state.histories, heldout, key)
+    state, metrics = train_lm.make_step(graphdef, preset, mesh)(state, loop.place(batch, mesh), key)
+    counts = [int(jax.tree.map(lambda x, i=i: x[i], batch).counted()) for i in range(accumulate)]
+    return metrics, float(loss), jax.tree.map(np.asarray, state.params), counts
+
+
+@pytest.mark.parametrize("shape", [None, "fsdp=4"])
+def test_unequal_parts_count_by_their_tokens(shape):
+    """Micro-batches and devices with unequal numbers of counted targets add up to the whole batch."""
+    if shape is not None and jax.device_count() != 4:
+        pytest.skip("needs four devices")
+    want, wanted_loss, params, (total,) = first_step(1)
+    got, loss, moved, counts = first_step(2, shape)
+    assert sum(counts) == total == int(got.tokens)
+    assert counts[0] != counts[1]
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
+    np.testing.assert_allclose(got.gradient_norm, want.gradient_norm, rtol=1e-4)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), moved, params)
+
+
+def test_the_command(tmp_path, capsys):
+    """It learns one answer to all questions, which a chat with the new checkpoint then gives."""
+    config = dataclasses.replace(CONFIG, width=32, hidden=48, layers=2)
+    start, beside = tmp_path / "start", {"tokenizer_config.json": json.dumps({"chat_template": SOURCE})}
+    hf.save(start, "LlamaForCausalLM", nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))(), beside=beside)
+    rng, words = np.random.default_rng(0), ("who", "is", "it", "now", "here")
+    asked = [" ".join(rng.choice(words, 3)) for _ in range(40)]
+    data = lines_in(tmp_path / "chats.jsonl", *(chat(f"{one}?", "me!") for one in asked), chat("x" * 50, "me!"))
+    settings = ["context=32", "batch=8", "eval_every=60", "learning_rate=2e-2", "warmup_steps=4"]
+    options = {"init_from": str(start), "steps": 60, "set": settings, "freeze": ["attention_norm"]}
+    main(**options, data=[data], out=tmp_path / "out")
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"step \d+: held-out ([0-9.]+)", printed)]
+    assert losses[-1] < 0.1 < losses[0]
+    assert "1 conversations have more than context=32 tokens and are cut there; 1 have no words" in " ".join(
+        printed.split()
+    )
+    trained = tmp_path / "out" / "checkpoint-hf"
+    generate.main(folder=trained, prompt=["now is who?"], chat=True, length=9, stop=["\n"])
+    assert capsys.readouterr().out == "me!\n"
+    (one, other) = (nnx.to_pure_dict(nnx.state(hf.load(folder)[1], nnx.Param)) for folder in (start, trained))
+    np.testing.assert_array_equal(one["blocks"]["attention_norm"]["scale"], other["blocks"]["attention_norm"]["scale"])
+    assert np.any(one["blocks"]["mlp_norm"]["scale"] != other["blocks"]["mlp_norm"]["scale"])
+    with pytest.raises(typer.BadParameter, match=r"chats\.jsonl, line 1 is a conversation, .* pass --init-from"):
+        main(data=[data], out=tmp_path / "no")
+    (start / "tokenizer_config.json").write_text("{}")
+    (start / "SHA256SUMS").unlink()
+    with pytest.raises(typer.BadParameter, match="start has no chat template"):
+        main(**options, data=[data], out=tmp_path / "no")

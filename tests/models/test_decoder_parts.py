@@ -1,0 +1,239 @@
+"""The decoder's parts by themselves, and models with most of them at once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxops.nn import RouterBias
+from jaxops.offload import Policy
+from models.decoder import Decoder, DecoderConfig, Latent, RopeScaling
+from models.decoder.attention import soft_attention
+from models.decoder.model import lengths_of
+from models.decoder.rope import rotate, turns
+
+SMALL = DecoderConfig(31, 12, 4, 4, 2, 6, 10, experts=4, top_k=2, backend="xla")
+MUCH = dataclasses.replace(
+    SMALL,
+    rope_scaling=RopeScaling("dynamic", 3.0, 4),
+    rotary_dim=4,
+    rope_pairs=True,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    qkv_clip=2.0,
+    window=5,
+    sliding=(0, 3),
+    sinks=True,
+    attention_cap=2.0,
+    logit_cap=3.0,
+    dense_layers=(0, 2),
+    dense_hidden=14,
+    shared_hidden=8,
+    shared_gate=True,
+    expert_bias=True,
+    clamp=1.0,
+    tie_embeddings=True,
+)
+LATENT = dataclasses.replace(
+    SMALL,
+    kv_heads=4,
+    latent=Latent(5, 7, 3),
+    rotary_dim=4,
+    window=6,
+    dense_layers=(0,),
+    dense_hidden=14,
+    score="sigmoid",
+    selection_bias=True,
+    expert_groups=2,
+    top_expert_groups=1,
+    weight_scale=1.7,
+    shared_hidden=8,
+)
+CONFIGS = {"much": MUCH, "latent": LATENT}
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 13)), jnp.int32)
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+@functools.cache
+def model_of(config: DecoderConfig) -> Decoder:
+    """With random biases and sinks, which start at zero."""
+    model = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    rng = np.random.default_rng(1)
+    zeros = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype) if not jnp.any(x) else x
+    nnx.update(model, jax.tree.map(zeros, nnx.state(model)))
+    return model
+
+
+@nnx.jit
+def logits_of(model: Decoder, tokens: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    return model(tokens, documents)[0]
+
+
+@each_config
+def test_packed_documents_are_as_if_each_came_alone(config):
+    """Windows, and rotary positions by the length of a document, too."""
+    lengths = [5, 1, 7]
+    documents = jnp.asarray(np.repeat([3, 0, 9], lengths), jnp.int32)[None]
+    packed = logits_of(model_of(config), TOKENS[:1], documents)[0]
+    for start, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
+        # With another document behind: one compilation for all lengths.
+        alone = jnp.zeros((1, 13), jnp.int32).at[0, :length].set(TOKENS[0, start : start + length])
+        others = (jnp.arange(13) >= length).astype(jnp.int32)[None]
+        np.testing.assert_allclose(
+            packed[start : start + length], logits_of(model_of(config), alone, others)[0, :length], atol=2e-5
+        )
+
+
+@each_config
+def test_a_token_at_a_time_is_as_all_at_once(config):
+    """With a row that ends sooner, and padding after it; dynamic positions are those of the text so far."""
+    config = dataclasses.replace(config, rope_scaling=None)
+    model, lengths = model_of(config), np.array([13, 10])
+    whole = logits_of(model, TOKENS, jnp.zeros((2, 13), jnp.int32))
+    extend = nnx.jit(lambda model, *given: model.extend(*given))
+    cache = model.empty_cache(2, 16)
+    for start, size in ((0, 4), (4, 4), (8, 4), (12, 1)):
+        count = np.clip(lengths - start, 0, size).astype(np.int32)
+        at = np.minimum(lengths, start).astype(np.int32)
+        logits, cache = extend(model, TOKENS[:, start : start + size], cache, at, count)
+        for row in np.flatnonzero(count):
+            np.testing.assert_allclose(logits[row], whole[row, at[row] + count[row] - 1], atol=2e-5)
+
+
+@each_config
+def test_recomputed_and_unrolled_layers_give_the_same_gradients(config):
+    _, params, others = nnx.split(model_of(config), nnx.Param, ...)
+
+    def gradients(**how):
+        made = nnx.split(nnx.eval_shape(lambda: Decoder(dataclasses.replace(config, **how), rngs=nnx.Rngs(0))))[0]
+        loss = lambda params: jnp.mean(nnx.merge(made, params, others)(TOKENS)[0] ** 2)
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    wanted = gradients()
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(wanted))
+    for how in ({"policy": Policy(keep=("attention", "mlp"), offload=("carry",))}, {"unroll": True}):
+        for ours, other in zip(jax.tree.leaves(gradients(**how)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(ours, other, rtol=1e-4, atol=2e-6)
+
+
+def test_layers_of_two_kinds_are_in_two_stacks():
+    params = nnx.state(model_of(MUCH))
+    assert params["dense_blocks"]["mlp"]["up"]["kernel"][...].shape == (2, 12, 14)
+    assert params["blocks"]["mlp"]["moe"]["up"][...].shape == (2, 4, 12, 10)
+    assert params["blocks"]["mlp"]["shared"]["up"]["kernel"][...].shape == (2, 12, 8)
+    _, routed = nnx.eval_shape(lambda model: model(TOKENS), model_of(MUCH))
+    assert routed.load.shape == (2, 4)
+    shapes = lambda config: [tuple(a.shape for a in part) for part in model_of(config).empty_cache(3, 7)]
+    assert shapes(MUCH) == [((3, 2, 7, 6),) * 2] * MUCH.layers
+    assert shapes(LATENT) == [((3, 7, 5), (3, 7, 4))] * LATENT.layers
+    assert nnx.state(model_of(LATENT), RouterBias)["blocks"]["mlp"]["moe"]["router"]["selection_bias"].shape == (3, 4)
+
+
+def test_no_token_sees_beyond_the_window():
+    """Two layers of window 3 see 2 * 2 tokens back."""
+    config = dataclasses.replace(SMALL, layers=2, window=3, experts=0, top_k=0)
+    changed = TOKENS.at[:, 4].add(1)
+    difference = np.abs(logits_of(model_of(config), TOKENS) - logits_of(model_of(config), changed % 31)).max(
+        axis=(0, 2)
+    )
+    assert (difference[:4] == 0).all()
+    assert (difference[4:9] > 1e-4).all()
+    assert (difference[9:] == 0).all()
+
+
+def test_logits_have_a_soft_cap():
+    plain = logits_of(model_of(SMALL), TOKENS)
+    capped = dataclasses.replace(SMALL, logit_cap=0.7)
+    np.testing.assert_allclose(logits_of(model_of(capped), TOKENS), 0.7 * np.tanh(plain / 0.7), atol=1e-6)
+
+
+def test_lengths_of_documents():
+    starts = jnp.array([[1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
+    np.testing.assert_array_equal(lengths_of(starts), [[3, 3, 3, 1, 2, 2], [6] * 6])
+
+
+def test_rotary_pairs_turn_by_their_angles():
+    """As complex numbers, in float64; the rest of a head stays."""
+    config = dataclasses.replace(SMALL, head_dim=10, rotary_dim=6, rope_base=20.0)
+    positions = jnp.array([[0, 1, 5, 2]], jnp.int32)
+    x = np.random.default_rng(0).normal(size=(1, 4, 2, 10)).astype(np.float32)
+    angles = np.arange(0, 1)[:, None] + np.asarray(positions)[0][:, None] * 20.0 ** (-np.arange(3) / 3)
+    found = turns(config, positions, jnp.full((1, 4), 9))
+    for pairs, a, b in ((False, slice(0, 3), slice(3, 6)), (True, slice(0, 6, 2), slice(1, 6, 2))):
+        got = np.asarray(rotate(jnp.asarray(x), found, pairs=pairs))
+        turned = (x[..., a] + 1j * x[..., b]) * np.exp(1j * angles)[None, :, None]
+        np.testing.assert_allclose(got[..., :3], turned.real, atol=2e-6)
+        np.testing.assert_allclose(got[..., 3:6], turned.imag, atol=2e-6)
+        np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
+
+
+@pytest.mark.parametrize("cap", [None, 0.8])
+@pytest.mark.parametrize("sinking", [False, True])
+def test_attention_with_sinks_caps_and_other_values(cap, sinking):
+    """Against a loop over heads and queries in float64, with grouped queries and wider values; and its gradient."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, *size)) for size in ((5, 6, 4), (7, 2, 4), (7, 2, 9)))
+    mask, sinks = rng.random((2, 5, 7)) < 0.6, rng.normal(size=6) if sinking else None
+    mask[:, :, 3] = True
+    wanted = np.zeros((2, 5, 6, 9))
+    for b, t, h in np.ndindex(2, 5, 6):
+        logits = 0.3 * k[b, mask[b, t], h // 3] @ q[b, t, h]
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
+        shares = np.exp(logits)
+        total = shares.sum() + (0 if sinks is None else np.exp(sinks[h]))
+        wanted[b, t, h] = (shares / total) @ v[b, mask[b, t], h // 3]
+    arrays = [None if a is None else jnp.asarray(a, jnp.float32) for a in (q, k, v, sinks)]
+    run = lambda q, k, v, sinks: soft_attention(q, k, v, jnp.asarray(mask), sinks, scale=0.3, cap=cap)
+    np.testing.assert_allclose(run(*arrays), wanted, atol=2e-6)
+    loss = lambda arrays: jnp.sum(jnp.sin(run(*arrays)))
+    direction = [None if a is None else jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in arrays]
+    moved = lambda step: [None if a is None else a + step * d for a, d in zip(arrays, direction, strict=True)]
+    slope = (loss(moved(1e-2)) - loss(moved(-1e-2))) / 2e-2
+    gradient = jax.grad(loss)(arrays)
+    got = sum(jnp.vdot(g, d) for g, d in zip(gradient, direction, strict=True) if g is not None)
+    np.testing.assert_allclose(got, slope, rtol=2e-2, atol=2e-2)
+
+
+def test_a_query_that_sees_nothing_is_finite():
+    x = jnp.ones((1, 2, 2, 4))
+    nothing = jnp.zeros((1, 2, 2), bool)
+    run = lambda x, sinks: soft_attention(x, x, x, nothing, sinks, scale=1.0, cap=None)
+    value, gradient = jax.value_and_grad(lambda x: jnp.sum(run(x, jnp.zeros(2))))(x)
+    assert value == 0
+    assert jnp.isfinite(gradient).all()
+    assert jnp.isfinite(run(x, None)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rotary_dim": 3}, "rotary_dim is 3 of head_dim 6"),
+        ({"rotary_dim": 8}, "rotary_dim is 8 of head_dim 6"),
+        ({"dense_layers": (1,)}, "needs dense_hidden"),
+        ({"dense_layers": (0, 1, 2, 3), "dense_hidden": 3}, "it names some of the layers"),
+        ({"dense_layers": (4,), "dense_hidden": 3}, "numbers of the 4 layers"),
+        ({"sliding": (1, 0), "window": 3}, "in order"),
+        ({"sliding": (1,)}, "window is None"),
+        ({"latent": Latent(4, None, 3)}, "latent attention needs rotary_dim"),
+        ({"expert_bias": True, "recipe": "rowwise"}, "FP8 products have no biases"),
+        ({"expert_groups": 3}, "groups must be equal"),
+        ({"expert_groups": 4}, "have top_k experts"),
+    ],
+)
+def test_choices_that_do_not_fit(change, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(SMALL, **change)
+
+
+def test_cudnn_has_no_windows_and_sinks():
+    for change in ({"window": 4}, {"sinks": True}):
+        model = nnx.eval_shape(
+            lambda change=change: Decoder(dataclasses.replace(SMALL, attention="cudnn", **change), rngs=nnx.Rngs(0))
+        )
+        with pytest.raises(ValueError, match="windows, sinks, caps or latents: write xla"):
+            nnx.eval_shape(lambda model: model(TOKENS), model)

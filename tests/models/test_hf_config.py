@@ -1,0 +1,176 @@
+"""config.json: what transformers computes with odd ones (tests/parity_config.py), or a refusal by name."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+import safetensors.flax
+from flax import nnx
+
+from models import hf, hf_config, hf_keys
+from models.decoder import Decoder, DecoderConfig, model
+from models.decoder.rope import turns
+from tests.models.hf_checkpoints import DATA, NAMES, changed
+from tests.models.hf_table import table
+
+CONFIGS: dict[str, dict] = json.loads((DATA.parent / "hf_configs.json").read_text())
+
+
+def refusal(read, folder: pathlib.Path) -> str | None:
+    try:
+        read(folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def last_logits(config: DecoderConfig):
+    """A compiled program for any rotary positions and windows, in which most configurations differ."""
+    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+
+    def run(params, tokens, angles, windows):
+        with (
+            mock.patch.object(model, "turns", return_value=angles),
+            mock.patch.object(Decoder, "_windows", return_value=windows),
+        ):
+            return nnx.merge(graphdef, params)(tokens)[0][0, -1]
+
+    return jax.jit(run)
+
+
+def computed(folder: pathlib.Path, tokens: jax.Array) -> jax.Array:
+    loaded = hf.load(folder, backend="xla")[1]
+    c, at = loaded.config, np.arange(tokens.shape[1], dtype=np.int32)[None]
+    lengths = np.full_like(at, tokens.shape[1])
+    angles, windows = turns(c, at, lengths), loaded._windows(tokens.shape[1])
+    same = dataclasses.replace(c, rope_base=1.0, rope_scaling=None, window=None, sliding=None)
+    same = dataclasses.replace(same, attention_scale=c.scale if c.latent else None)
+    return last_logits(same)(nnx.state(loaded), tokens, angles, windows)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_key_left_out_and_odd_ones(name, tmp_path):
+    """transformers' results are reproduced, or refused in a line that names the file."""
+    whole = hf.read_config(DATA / name)
+    tokens = safetensors.flax.load_file(DATA / name / "expected.safetensors")["tokens"]
+    found = json.loads((DATA / name / "config.json").read_text())
+    compared = 0
+    for number, (said, expected) in enumerate(CONFIGS[name].items()):
+        folder = changed(tmp_path / str(number), name, **json.loads(said))
+        refused = refusal(hf.read_config, folder)
+        if refused is None and hf.read_config(folder) == whole:  # and so is what it computes
+            assert expected == "same", said
+            continue
+        if ("dynamic" in said or "yarn" in said) and found.get("head_dim", 0) is None:
+            assert expected == "refused"  # transformers fails where head_dim is null
+            continue
+        refused = refused or refusal(hf.load, folder)
+        if refused is not None:
+            assert expected == "refused" or any(key in refused for key in re.findall(r"\w+", said)), (
+                f"{said}: {refused}"
+            )
+            assert str(folder) in refused
+            assert len(refused.splitlines()) == 1
+        elif expected == "same":
+            np.testing.assert_allclose(
+                computed(folder, tokens), computed(DATA / name, tokens), atol=1e-4, rtol=0, err_msg=said
+            )
+        else:
+            assert isinstance(expected, list), f"{said} is {expected}, and read here as {hf.read_config(folder)}"
+            got = computed(folder, tokens)[: len(expected)]
+            np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0, err_msg=said)
+            compared += 1
+    assert compared >= 2
+    assert set(found) <= {key for said in CONFIGS[name] for key in json.loads(said)}
+
+
+def test_all_architectures_have_odd_ones():
+    assert {hf.read_config(DATA / name)[0] for name in CONFIGS} == set(hf.MODELS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_read_again(name, tmp_path):
+    architecture, config = hf.read_config(DATA / name)
+    hf_config.write_config(tmp_path, architecture, config, 7)
+    assert hf.read_config(tmp_path) == (architecture, config)
+    assert hf_config.end_token(tmp_path) == 7
+
+
+def test_the_architecture_that_fits():
+    fitting = {name: hf_config.fitting(hf.read_config(DATA / name)[1]) for name in NAMES}
+    # Without windows and biases several architectures are one.
+    alike = {"mistral": "MistralForCausalLM", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+    assert {name: fitting[name] for name in alike} == alike
+    assert all(fitting[name] == hf.read_config(DATA / name)[0] for name in NAMES), fitting
+    assert hf_config.fitting(dataclasses.replace(hf.read_config(DATA / "llama")[1], logit_cap=3.0)) is None
+
+
+def test_defaults_are_of_the_model_type():
+    """Defaults that the small checkpoints' shapes do not allow."""
+    assert (
+        hf_keys.Qwen3().head_dim,
+        hf_keys.Qwen3().vocab_size,
+        hf_keys.Mixtral().num_experts,
+        hf_keys.Qwen3Moe().num_experts,
+        hf_keys.DeepseekV3().num_experts,
+        hf_keys.GptOss().window(),
+        hf_keys.GptOss().rope.scaling(131_072, None).original_length,
+    ) == (128, 151_936, 8, 128, 256, (128, tuple(range(0, 36, 2))), 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("llama", {"a_new_key": 3}, "a_new_key = 3: the decoder does not have this checkpoint's a_new_key"),
+        ("llama", {"a_new_key": False}, "a_new_key = false"),
+        ("llama", {"sliding_window": 4}, "no LlamaForCausalLM known here has it"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "rope type 'llama3' lacks its numbers: factor, low, high",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2, "other": 1}}, "rope_parameters.other is 1"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 of GptOssForCausalLM"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "use_sliding_window is false",
+        ),
+        ("qwen3_moe_mixed", {"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer with experts"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "leaves no layer with experts"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"num_local_experts": 5}, "num_local_experts is 5 and n_routed_experts is 6"),
+    ],
+)
+def test_refusals(name, keys, says, tmp_path):
+    folder = changed(tmp_path, name, **keys)
+    assert says in str(refusal(hf.read_config, folder))
+
+
+KNOWN = json.loads((DATA.parent / "hf_known.json").read_text())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_checkpoints_that_people_have(name, tmp_path):
+    """Every key is accepted, and there are as many parameters as the checkpoint's page says."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN[name]["config"]))
+    _, config = hf.read_config(tmp_path)
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) == KNOWN[name]["parameters"]
+
+
+def test_the_table_in_the_docs_is_that_of_the_tests():
+    assert f"\n\n{table()}\n\n" in (DATA.parents[2] / "docs" / "checkpoints.md").read_text()

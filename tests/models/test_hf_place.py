@@ -1,0 +1,83 @@
+"""Checkpoints on their way to devices: what the host holds, and how a mesh splits them."""
+
+import dataclasses
+import functools
+import pathlib
+import tracemalloc
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import hf, hf_place, train_lm
+from models.decoder import Decoder, DecoderConfig
+from models.mesh import make_mesh, shardings
+from models.presets import Preset
+
+CONFIG = DecoderConfig(
+    64, 32, 3, 4, 2, 8, 24, experts=4, top_k=2, normalize=True, qk_norm=True, dense_layers=(1,), dense_hidden=40
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    made = tmp_path_factory.mktemp("checkpoint")
+    model = nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+    hf.save(made, "Qwen3MoeForCausalLM", model, dtype="bfloat16", max_bytes=10_000)
+    assert len(list(made.glob("*.safetensors"))) > 3
+    return made
+
+
+needs_four = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+
+
+@needs_four
+@pytest.mark.parametrize("small", [0, 1 << 24], ids=["updates", "whole"])
+@pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=4"])
+def test_parameters_are_split_as_they_are_read(shape, small, folder, monkeypatch):
+    monkeypatch.setattr(hf_place, "SMALL", small)
+    mesh = make_mesh(shape)
+    _, model = hf.load(folder, mesh=mesh)
+    monkeypatch.undo()
+    state, wanted = nnx.state(model), nnx.state(hf.load(folder)[1])
+    for (path, ours), whole, split in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
+    ):
+        assert ours.sharding.is_equivalent_to(split, ours.ndim), path
+        np.testing.assert_array_equal(ours, whole, err_msg=str(path))
+
+
+@needs_four
+def test_a_training_state_from_a_checkpoint_is_split_from_the_start(folder, monkeypatch):
+    model = dataclasses.replace(CONFIG, backend="xla")
+    preset = Preset(model, 8, 8, steps=2, learning_rate=1e-3, warmup_steps=1, eval_every=2, init_from=str(folder))
+    mesh = make_mesh("fsdp=2,expert=2")
+    _, wanted = train_lm.start_state(preset, None)
+    whole = functools.partial(pytest.fail, "the whole state was put together")
+    monkeypatch.setattr(train_lm, "init_state", whole)
+    _, state = train_lm.start_state(preset, mesh)
+    for (path, ours), alone, split in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
+    ):
+        assert ours.sharding.is_equivalent_to(split, ours.ndim), path
+        np.testing.assert_array_equal(ours, alone, err_msg=str(path))
+
+
+def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
+    """numpy's memory while a checkpoint of 25 MB is read and saved, whose largest tensor in float32 has 0.5 MB."""
+    config = dataclasses.replace(CONFIG, width=256, hidden=512, experts=8, layers=4, dense_layers=(), dense_hidden=None)
+    architecture, model = "Qwen3MoeForCausalLM", nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    hf.save(tmp_path, architecture, model, dtype="bfloat16")
+    total, largest = (tmp_path / "model.safetensors").stat().st_size, 512 * 256 * 4
+    assert total > 25_000_000
+    monkeypatch.setattr(hf_place, "SMALL", 0)
+    hf.load(tmp_path)  # compiles
+    for run in (lambda: hf.load(tmp_path), lambda: hf.save(tmp_path / "again", architecture, model, like=tmp_path)):
+        tracemalloc.start()
+        try:
+            run()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 8 * largest < total / 5

@@ -1,0 +1,70 @@
+"""Loaded checkpoints go on as transformers does, and train."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.flax
+from flax import nnx
+
+from models import hf, train_lm
+from models.data import split
+from models.packing import Documents
+from models.presets import Preset
+from models.slots import Batching, generate
+from models.tokenizer import Bytes
+from tests.models.hf_checkpoints import DATA, NAMES, stored
+
+ELSEWHERE = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # test_slots.py
+ALIKE = ("llama", "mixtral", "qwen3_moe_weights_as_they_are", "gpt_oss_mxfp4")  # with another that is here or there
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE + ALIKE])
+def test_the_likeliest_tokens_are_those_of_transformers(name):
+    """Of two prompts of 7 and 4 tokens at once, in pieces of 3, beyond windows and the texts of the first training."""
+    expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
+    _, model = hf.load(DATA / name, backend="xla")
+    tokens = np.asarray(expected["tokens"])
+    got = generate(model, [tokens[0, :7].tolist(), tokens[1, :4].tolist()], 9, batching=Batching(piece=3))
+    np.testing.assert_array_equal([completion.tokens for completion in got], expected["greedy"])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_fp8", "gpt_oss_mxfp4"])
+def test_a_quantized_checkpoint_is_trained_and_saved(name, tmp_path):
+    """One step moves every parameter by the learning rate at most; what is saved is as near as its format allows."""
+    model = dataclasses.replace(hf.read_config(DATA / name)[1], backend="xla")
+    rate = 1e-3
+    preset = Preset(
+        model,
+        8,
+        4,
+        steps=1,
+        learning_rate=rate,
+        warmup_steps=0,
+        eval_every=1,
+        weight_decay=0.0,
+        init_from=str(DATA / name),
+    )
+    tokens = np.random.default_rng(0).integers(0, 29, 400, dtype=np.uint8)
+    corpus = split(Documents(tokens, np.arange(0, 401, 20)))
+    preset = train_lm.with_room(preset, train_lm.make_rows(preset, corpus.train))
+    graphdef, state = train_lm.start_state(preset, None)
+    before = jax.tree.map(jnp.copy, (state.params, state.histories))
+    batch = train_lm.make_batches(preset, corpus.train, train_lm.make_rows(preset, corpus.train))(0)
+    state, metrics = train_lm.make_step(graphdef, preset)(state, jax.device_put(batch), jax.random.key(0))
+    assert np.isfinite(metrics.loss)
+    for old, new in zip(jax.tree.leaves(before[0]), jax.tree.leaves(state.params), strict=True):
+        moved = np.abs(new - old).max()
+        assert 0 < moved < 1.1 * rate
+    jax.tree.map(np.testing.assert_array_equal, state.histories, before[1])
+    trained = nnx.merge(graphdef, state.params, state.histories)
+    architecture = train_lm.save_checkpoint(tmp_path, preset, trained, Bytes())
+    again, loaded = hf.load(tmp_path, backend="xla")
+    assert architecture == again == hf.read_config(DATA / name)[0]
+    assert {key: x.dtype for key, x in stored(tmp_path).items()} == {
+        key: x.dtype for key, x in stored(DATA / name).items()
+    }
+    for old, new in zip(jax.tree.leaves(state.params), jax.tree.leaves(nnx.state(loaded, nnx.Param)), strict=True):
+        assert np.linalg.norm(old - new) <= 0.1 * np.linalg.norm(old)

@@ -1,0 +1,36 @@
+"""Over a mesh, blocks of two kinds with most of the decoder's parts train as on one device."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxops.nn import RouterBias
+from models.decoder import Latent
+from models.mesh import name_of
+from tests.models.test_decoder_parts import LATENT, MUCH
+from tests.models.test_mesh import assert_as_alone, fraction, matrices, train
+
+pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+SIZES = {"vocab": 256, "width": 16, "head_dim": 8, "hidden": 12, "dense_hidden": 20, "layers": 3}
+CONFIGS = {
+    "much": dataclasses.replace(MUCH, **SIZES, sliding=(0, 2), dense_layers=(1,)),
+    "latent": dataclasses.replace(LATENT, **SIZES, latent=Latent(4, 6, 4)),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_mesh_trains_as_one_device(config):
+    got = train(config, "fsdp=2,expert=2")
+    assert_as_alone(config, got)
+    assert {fraction(x) for x in matrices(got.first.params)} == {0.5}
+    biases = [x for path, x in jax.tree.leaves_with_path(got.first.params) if "bias/gate" in name_of(path)]
+    assert [fraction(x) for x in biases] == [0.5] * config.expert_bias
+
+
+def test_the_bias_of_the_choice_stays():
+    """No optimizer moves it, and it is not lost."""
+    first = train(CONFIGS["latent"], "fsdp=2,expert=2").first
+    kept = jax.tree.leaves(first.histories, is_leaf=lambda x: isinstance(x, RouterBias))
+    assert [x.shape for x in kept] == [(2, 4)]
+    assert "selection_bias" not in str(jax.tree.structure(first.params))

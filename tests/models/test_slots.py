@@ -1,0 +1,207 @@
+"""A continuous batch: the same tokens whatever else is in it, no recompilation, no copies of weights and caches."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.flax
+from flax import nnx
+
+from models import decoder, hf, slots
+from models.decoder import Decoder, DecoderConfig
+from models.inference import for_inference
+from models.sampling import Sampling
+from models.slots import Batching, Completion, generate
+
+DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
+NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # the others are in test_hf_use.py
+CONFIG = DecoderConfig(
+    vocab=61, width=24, layers=2, heads=6, kv_heads=2, head_dim=6, hidden=20, experts=5, top_k=2, qk_norm=True
+)
+PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (3, 1, 17, 70, 2, 9, 131)]
+LENGTH = 11
+BATCHINGS = [Batching(slots=2, piece=7, steps=4), Batching(slots=5, piece=64, steps=3)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return for_inference(nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))())
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """Each prompt by itself, by passes over the whole row: the likeliest tokens."""
+    forward = nnx.jit(lambda model, tokens, last: jnp.argmax(model(tokens)[0][0, last]))
+    stacked = nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+    found = []
+    for prompt in PROMPTS:
+        row = list(prompt)
+        for _ in range(LENGTH):
+            tokens = np.zeros((1, 160), np.int32)
+            tokens[0, : len(row)] = row
+            row.append(int(forward(stacked, tokens, len(row) - 1)))
+        found.append(row[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_likeliest_tokens_are_those_of_transformers(name):
+    """Of two prompts of 7 and 4 tokens at once."""
+    expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
+    _, model = hf.load(DATA / name, backend="xla")
+    tokens = np.asarray(expected["tokens"])
+    got = generate(model, [tokens[0, :7].tolist(), tokens[1, :4].tolist()], 9)
+    np.testing.assert_array_equal([completion.tokens for completion in got], expected["greedy"])
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_greedy_tokens_do_not_depend_on_the_batch(model, alone, batching):
+    got = generate(model, PROMPTS, LENGTH, batching=batching)
+    assert got == [Completion(tokens, "length") for tokens in alone]
+
+
+def test_rows_end_at_any_time_and_the_next_prompt_takes_their_place(model, alone):
+    """By end tokens, which are left out, and by what `watch` says."""
+    ends = {tokens[4] for tokens in alone[:3]}
+    cut = [next((i for i, token in enumerate(tokens) if token in ends), LENGTH) for tokens in alone]
+    assert 0 < len(set(cut)) < LENGTH > min(cut)
+    wanted = [Completion(t[:n], "length" if n == LENGTH else "end") for t, n in zip(alone, cut, strict=True)]
+    for order in (range(7), (6, 3, 0, 5, 1, 4, 2)):
+        got = generate(model, [PROMPTS[n] for n in order], LENGTH, ends=tuple(ends), batching=BATCHINGS[0])
+        assert got == [wanted[n] for n in order]
+    seen = {number: [] for number in range(7)}
+    watch = lambda number, token: seen[number].append(token) or len(seen[number]) == number + 1
+    got = generate(model, PROMPTS, LENGTH, batching=BATCHINGS[0], watch=watch)
+    assert got == [Completion(tokens[: number + 1], "watch") for number, tokens in enumerate(alone)]
+    assert list(seen.values()) == [completion.tokens for completion in got]
+
+
+def test_draws_depend_on_key_prompt_and_number_alone(model):
+    draw = lambda seed, prompts, batching: generate(
+        model, prompts, LENGTH, sampling=Sampling(1.0, 20, 0.9), key=jax.random.key(seed), batching=batching
+    )
+    drawn = draw(0, PROMPTS[:4], BATCHINGS[0])
+    assert drawn == draw(0, PROMPTS[:4], BATCHINGS[1])
+    other = draw(1, PROMPTS[:4], BATCHINGS[0])
+    assert all(one != another for one, another in zip(drawn, other, strict=True))
+    same = draw(0, [PROMPTS[3]] * 3, BATCHINGS[0])
+    assert len({tuple(completion.tokens) for completion in same}) == 3
+
+
+def test_a_row_of_nans_spoils_no_other(model, alone):
+    """Neither its neighbour nor the next prompt in its slot, whose cache held them."""
+    graphdef, state = nnx.split(model)
+    spoiled, others = nnx.merge(graphdef, jax.tree.map(jnp.copy, state)), (0, 2, 6)
+    spoils = next(token for token in range(61) if all(token not in PROMPTS[n] + alone[n] for n in others))
+    spoiled.embed.embedding[...] = spoiled.embed.embedding[...].at[spoils].set(jnp.nan)
+    got = generate(spoiled, [[spoils, 3] * 20, *(PROMPTS[n] for n in others)], LENGTH, batching=BATCHINGS[0])
+    assert [completion.tokens for completion in got[1:]] == [alone[n] for n in others]
+
+
+def test_pieces_at_each_rows_own_position(model):
+    """Rows of 5 and 9 tokens in pieces, with padding whose tokens are of no account, against one pass."""
+    tokens = np.random.default_rng(0).integers(0, 61, (3, 9)).astype(np.int32)
+    lengths, extend = np.array([5, 9, 0]), nnx.jit(lambda model, *given: model.extend(*given))
+    whole, _ = nnx.jit(lambda model: model(tokens))(nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))())
+    for counts in ([[2, 4, 0], [3, 0, 0], [0, 4, 0], [0, 1, 0]], [[4, 4, 0], [1, 4, 0], [0, 1, 0]]):
+        at, cache, last = np.zeros(3, np.int32), model.empty_cache(3, 12), [None] * 3
+        for count in np.array(counts, np.int32):
+            piece = np.full((3, 4), 7, np.int32)
+            for row in range(3):
+                piece[row, : count[row]] = tokens[row, at[row] : at[row] + count[row]]
+            logits, cache = extend(model, piece, cache, at, count)
+            last = [logits[row] if count[row] else last[row] for row in range(3)]
+            at = at + count
+        np.testing.assert_array_equal(at, lengths)
+        np.testing.assert_allclose(last[0], whole[0, 4], atol=2e-5)
+        np.testing.assert_allclose(last[1], whole[1, 8], atol=2e-5)
+        assert not any(
+            np.any(leaf[0, :, 5:]) or np.any(leaf[1, :, 9:]) or np.any(leaf[2]) for leaf in jax.tree.leaves(cache)
+        )
+
+
+def test_padding_is_the_same_in_all_rows_and_layers(model, monkeypatch):
+    """So it goes to top_k experts, whatever the tokens and the old cache are."""
+    seen, call = [], decoder.Experts.__call__
+    monkeypatch.setattr(decoder.Experts, "__call__", lambda self, x: seen.append(x) or call(self, x))
+    cache = jax.tree.map(jnp.ones_like, model.empty_cache(3, 8))
+    model.extend(jnp.array([[1, 2], [3, 4], [5, 6]]), cache, jnp.array([0, 3, 2]), jnp.array([2, 0, 1]))
+    assert len(seen) == CONFIG.layers
+    for x in seen:
+        assert jnp.any(x[0, 0] != x[0, 1])
+        np.testing.assert_array_equal(x[1, 0], x[1, 1])
+        np.testing.assert_array_equal(x[1, 0], x[2, 1])
+
+
+def test_nothing_recompiles(model):
+    compiled = lambda: (slots._prefill._cache_size(), slots._advance._cache_size())
+    for number, lengths in enumerate(([5, 9], [1, 2, 64], [5, 60, 100, 3, 63], [9, 9, 9, 9])):
+        generate(model, [[1] * n for n in lengths], 5, batching=Batching(slots=2, piece=64, steps=4))
+        if number == 0:
+            before = compiled()
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 500, 512, 513, 1500])
+def test_pieces(length):
+    found = slots.pieces(length, 512)
+    assert [at for at, _, _ in found] == list(range(0, length, 512))
+    assert sum(count for _, count, _ in found) == length
+    assert all(count <= padded <= 512 for _, count, padded in found)
+    assert {padded for _, _, padded in found} <= {64, 128, 256, 512}
+    assert slots.pieces(5, 3) == [(0, 3, 3), (3, 2, 3)]
+
+
+def test_weights_are_read_and_caches_written_where_they_are(model):
+    """In the compiled program nothing of the size of a layer's cache or of a weight is copied, and both are donated."""
+    config = dataclasses.replace(CONFIG, experts=0, top_k=0, width=40, vocab=300)
+    dense = for_inference(Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(dense)
+    rows = slots.empty_rows(dense, 3, 128)
+    given = slots.Fixed(graphdef, Sampling(), (3,)), params, rows, np.zeros(3, bool), 4
+    text = slots._advance.lower(*given).compile().as_text()
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|slice|dynamic-slice|transpose|convert)\(", text)
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
+    assert len(sizes) > 0
+    assert max(sizes) < min(x.size for x in jax.tree.leaves(rows.cache))
+    assert not {*sizes} & {x.size for x in jax.tree.leaves(params) if x.ndim > 1}
+    aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
+    assert aliases.count("-alias)") >= len(jax.tree.leaves(rows.cache))
+
+
+def test_inference_computes_the_same_bits():
+    """In bfloat16, with parameters that are cast before and not at each use; the stack's arrays are freed."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    stacked = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    extend = nnx.jit(
+        lambda model: model.extend(jnp.array([[1, 2, 3]]), model.empty_cache(1, 8), jnp.zeros(1, int), jnp.array([3]))
+    )
+    wanted, _ = extend(stacked)
+    leaves = jax.tree.leaves(nnx.state(stacked))
+    model = for_inference(stacked, consume=True)
+    np.testing.assert_array_equal(extend(model)[0], wanted)
+    assert for_inference(model) is model
+    assert all(leaf.is_deleted() for leaf in leaves if leaf.size > config.width * config.layers)
+    dtypes = {jax.tree_util.keystr(path): x.dtype for path, x in jax.tree.leaves_with_path(nnx.state(model))}
+    assert {str(dtype) for name, dtype in dtypes.items() if "router" in name or "scale" in name} == {"float32"}
+    assert {str(dtype) for name, dtype in dtypes.items() if "kernel" in name and "router" not in name} == {"bfloat16"}
+
+
+def test_what_is_wrong(model):
+    assert generate(model, [], 3) == []
+    for prompts, says in (
+        ([[1], []], "prompt 1 has no tokens"),
+        ([[61]], "the token 61, .* 0 to 60"),
+        ([[-1]], "token -1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            generate(model, prompts, 3)
+    with pytest.raises(ValueError, match="length is 0"):
+        generate(model, [[1]], 0)
+    for name in ("slots", "piece", "steps"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            Batching(**{name: 0})

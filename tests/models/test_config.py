@@ -112,7 +112,7 @@ def test_what_is_written_is_read_back(chosen, tmp_path):
     ("text", "says"),
     [
         ("learning_rat: 1", r"^learning_rat is no setting: write one of steps, learning_rate, .*, buckets$"),
-        ("model: {widht: 1}", r"^model\.widht is no setting: write one of vocab, width, .*, sums$"),
+        ("model: {widht: 1}", r"^model\.widht is no setting: write one of vocab, width, .*, unroll, .*"),
         ("model: 3", r"^model is 3: "),
         ("batch: 2.5", r"^batch is 2.5: .*integer"),
         ("batch: true", r"^batch is True: .*integer"),
@@ -125,7 +125,7 @@ def test_what_is_written_is_read_back(chosen, tmp_path):
             r"^model\.dtype is 'int8': .*'bfloat16'.*; model\.backend is 'cuda': .*'pallas'",
         ),
         ("model: {kv_heads: 3}", "heads must be a multiple of kv_heads"),
-        ("model: {head_dim: 7}", "head_dim is 7"),
+        ("model: {head_dim: 7}", "rotary_dim is 7 of head_dim 7"),
         ("model: {top_k: 9}", "top_k is 9 of 4 experts"),
         ("accumulate: 3", "batch is 16 and accumulate 3"),
         ("data: text", r"^data is 'text': "),

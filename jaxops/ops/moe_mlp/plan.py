@@ -31,8 +31,8 @@ class Plan(BasePlan):
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
-    unit: grouped_glu.Plan | fp8_matmul.Plan | None = None
-    down: grouped_matmul.Plan | fp8_matmul.Plan | None = None
+    unit: Any = None  # the recipe says of which class, and the classes' own make_plan checks it
+    down: Any = None
     rows: permute.Plan | None = None
     fused: TileOrder | None = None
     gather: bool | None = None
@@ -86,9 +86,12 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     if p.recipe is not None:
         if plan.fused is not None or plan.gather:
             raise ValueError(f"recipe={p.recipe!r} has no kernels for the plan's fused and gather: leave them out.")
-        parts = zip(("unit", "down"), p.fp8, (plan.unit, plan.down), strict=True)
-        products = {name: call.part(fp8_matmul.make_plan, *part) for name, *part in parts}
-        return products | {"rows": call.part(permute.make_plan, *copies)}
+        unit, down = p.fp8
+        return {
+            "unit": call.part(fp8_matmul.make_plan, unit, plan.unit),
+            "down": call.part(fp8_matmul.make_plan, down, plan.down),
+            "rows": call.part(permute.make_plan, *copies),
+        }
     fused = gather = None
     if triton:
         for product in (p.unit.product, p.down):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from jaxops.ops.grouped_glu import grouped_glu
     from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, modality_grouped_matmul, ragged_dot
     from jaxops.ops.moe_mlp import moe_mlp
+    from jaxops.ops.packed_attention import packed_attention
     from jaxops.ops.permute import combine, permute
     from jaxops.ops.quantize import Quantized, dequantize, quantize
     from jaxops.ops.route import Routing, route, update_router_bias
@@ -34,8 +35,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "combine", "dequantize",
     "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
-    "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "permute", "quantize",
-    "ragged_dot", "route", "update_router_bias",
+    "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "packed_attention", "permute",
+    "quantize", "ragged_dot", "route", "update_router_bias",
 ]  # fmt: skip
 _MODULES = {
     "jaxops.inspecting": ("inspect",),
@@ -45,6 +46,7 @@ _MODULES = {
     "jaxops.ops.grouped_glu": ("grouped_glu",),
     "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "modality_grouped_matmul", "ragged_dot"),
     "jaxops.ops.moe_mlp": ("moe_mlp",),
+    "jaxops.ops.packed_attention": ("packed_attention",),
     "jaxops.ops.permute": ("combine", "permute"),
     "jaxops.ops.quantize": ("Quantized", "dequantize", "quantize"),
     "jaxops.ops.route": ("Routing", "route", "update_router_bias"),

@@ -74,6 +74,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
       key: (pass, **fields) -> what tuned rows are looked up by; the fields are those of a problem, or of a row.
       needs: problem -> least compute capability of the Pallas kernels.
       triton: (problem, device) -> whether "auto" takes the Triton kernels; None where the op has none.
+      library: a backend of the op that calls a library, and like "xla" has no tiles, such as "cudnn"; "" for none.
+      auto: (problem, device) -> what "auto" takes; None for the rule of `make_plan`.
       kernel: (pass, call) -> the kernel of a pass; by default, the backend's.
       fit: (pass, tiles, call) -> the tiles as this problem takes them, or an error.
       others: call -> the plan's other fields, or an error for what the backend cannot do.
@@ -87,6 +89,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
     key: Callable[..., tuple] | None = None
     needs: Callable[[ProblemT], Capability] = lambda problem: AMPERE
     triton: Callable[[ProblemT, Device], bool] | None = None
+    library: str = ""
+    auto: Callable[[ProblemT, Device], str] | None = None
     kernel: Callable[[str, Call[ProblemT, PlanT]], str] = lambda name, call: call.backend
     fit: Callable[[str, TilesT, Call[ProblemT, PlanT]], TilesT] = lambda name, tiles, call: tiles
     others: Callable[[Call[ProblemT, PlanT]], dict[str, Any]] = lambda call: {}
@@ -127,7 +131,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
             raise ValueError("each of rows needs the name of its op: pass those of tuned_rows(op, device).")
         call = Call(problem, device, rows, asked, backend, given, free)
         others = self.others(call)
-        found = {name: self._tiles(name, call) for name in self.passes if backend != "xla"}
+        found = {name: self._tiles(name, call) for name in self.passes if backend not in ("xla", self.library)}
         chosen = {name: tiles for name, (tiles, _) in found.items()}
         made = self.plan(backend, **chosen, **others, device=device)
         if decisions is not None:
@@ -171,7 +175,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         if plan is not None and not isinstance(plan, self.plan):
             hint = "; a backend by itself is passed as backend=" if isinstance(plan, str) else ""
             raise TypeError(f"plan is {_name(type(plan))}; this op takes {_name(self.plan)}{hint}.")
-        known = ("auto", *(("triton",) if self.triton else ()), "pallas", "xla")
+        known = ("auto", *(("triton",) if self.triton else ()), *filter(None, [self.library]), "pallas", "xla")
         if not isinstance(backend, str) or backend not in known:
             raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
         needs = self.needs(problem)
@@ -180,6 +184,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
             if backend not in ("auto", plan.backend):
                 raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")
             backend = plan.backend
+        elif backend == "auto" and self.auto is not None:
+            backend = self.auto(problem, device)
         elif backend == "auto" and self.triton is not None and self.triton(problem, device):
             backend = "triton"
         elif backend == "auto":

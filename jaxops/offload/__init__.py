@@ -3,10 +3,11 @@
 `policy` chooses the values, `scan` hides their copies, `report` checks the compiled program, `propose` finds a policy.
 """
 
+from jaxops._lib.residual_names import named
 from jaxops.offload.policies import Policy, policy
 from jaxops.offload.proposals import Proposal, Residual, propose
 from jaxops.offload.reports import Copy, OffloadError, Report, compiler_options, report
-from jaxops.offload.residuals import named, residual_bytes
+from jaxops.offload.residuals import residual_bytes
 from jaxops.offload.scanning import scan
 from jaxops.offload.state import Streamed, offload_state, streamed
 

@@ -3,11 +3,10 @@
 import collections
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 CARRY = "carry"  # a layer's input in `jaxops.offload.scan`
@@ -17,6 +16,7 @@ OF_JAXOPS = tuple(
     for op, names in {
         "adaln": "out stats",
         "all_gather_matmul": "x out",
+        "attention": "q k v out lse cudnn",
         "combine": "out",
         "fp8_grouped_matmul": "lhs rhs out",
         "fp8_matmul": "lhs rhs out",
@@ -43,13 +43,6 @@ def covers(names: Iterable[str], name: str) -> bool:
     return any(name == known or name.startswith(known + ".") for known in names)
 
 
-def check_name(name: Any, where: str) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"{where} has {name!r}, a {type(name).__name__}; names are strings.")
-    if not all(name.split(".")):
-        raise ValueError(f"{where} has the name {name!r}: a name and each of its parts between dots must not be empty.")
-
-
 def unknown(names: Sequence[str], seen: Iterable[str]) -> list[str]:
     """Names that cover neither a value in seen nor a name of jaxops: one policy may serve layers that differ."""
     known = {*seen, *OF_JAXOPS, CARRY}
@@ -70,31 +63,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the closest known name or prefix before a dot; empty if none is close."""
     near = difflib.get_close_matches(name, [*known, *(other.partition(".")[0] for other in known)], 1)
     return f" Did you mean {near[0]!r}?" if near else ""
-
-
-Function = TypeVar("Function", bound=Callable)
-
-
-def named(function: Function, name: str) -> Function:
-    """`function`, with all its residuals called `name`: a policy that keeps or offloads it recomputes nothing.
-
-    For functions whose residuals have no names, such as cuDNN attention with its softmax statistics. `function` takes
-    arrays as positional arguments; arrays that it closes over get no gradient. TypeError or ValueError for a bad name.
-    """
-    check_name(name, "named")
-
-    @jax.custom_vjp
-    def run(*args):
-        return function(*args)
-
-    def forward(*args):
-        results = jax.vjp(function, *args)
-        # By identity: a result that is also a residual stays one value.
-        once = {id(x): checkpoint_name(x, name) for x in jax.tree.leaves(results)}
-        return jax.tree.map(lambda x: once[id(x)], results)
-
-    run.defvjp(forward, lambda vjp, cotangents: vjp(cotangents))
-    return run  # pyright: ignore[reportReturnType]
 
 
 def residual_bytes(function: Callable[..., Any], *args: Any) -> dict[str, int]:

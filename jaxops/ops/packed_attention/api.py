@@ -1,0 +1,226 @@
+"""The public function: checks, the plan, then the custom_vjp of the passes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxops._lib.checks import (
+    check_array,
+    check_flag,
+    check_float,
+    check_integer,
+    check_number,
+    check_offsets,
+    check_size,
+)
+from jaxops._lib.device import device_of
+from jaxops._lib.differentiable import differentiable, differentiable_as
+from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.precision import resolve_precision
+from jaxops._lib.residual_names import named
+from jaxops._lib.tuned import tuned_rows
+from jaxops.ops.packed_attention.cudnn import attend_cudnn
+from jaxops.ops.packed_attention.plan import Arrays, Plan, Problem, Spec, make_plan
+from jaxops.ops.packed_attention.visible import visible_rows
+from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
+
+
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sequence_offsets: jax.Array,
+    *,
+    causal: bool = False,
+    kv_offsets: jax.Array | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    visible_until: jax.Array | None = None,
+    precision: lax.PrecisionLike = None,
+    longest: int | None = None,
+    crowd: int | None = None,
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> jax.Array:
+    """Softmax attention of each row over the rows of its own sequence, of sequences that are packed one after another.
+
+    Sequence s is rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`. Sequences may be empty and of any length;
+    the offsets stay on the device, and new values never recompile. No row sees another sequence, whatever the values of
+    the other operands are. Rows outside all sequences are written as zeros; their input values (NaN included) affect no
+    output and no gradient. So are rows that see nothing. Differentiable (reverse mode) in q, k and v. Deterministic,
+    but for cuDNN's backward.
+
+    >>> import jax.numpy as jnp, jaxops
+    >>> x = jnp.arange(5.)[:, None, None]
+    >>> offsets = jnp.array([0, 3, 4], jnp.int32)  # rows 0 to 2, row 3; row 4 is outside
+    >>> jaxops.packed_attention(0 * x, x, x, offsets).ravel()
+    Array([1., 1., 1., 3., 0.], dtype=float32)
+    >>> jaxops.packed_attention(0 * x, x, x, offsets, causal=True).ravel()
+    Array([0. , 0.5, 1. , 3. , 0. ], dtype=float32)
+
+    A document of text and images (as in Transfusion): a row of text sees the past and itself, a row of an image the
+    past and all of its image.
+
+    >>> ends = jnp.array([1, 3, 3, 4, 5], jnp.int32)  # rows 1 and 2 are an image
+    >>> jaxops.packed_attention(0 * x, x, x, offsets, visible_until=ends).ravel()
+    Array([0., 1., 1., 3., 0.], dtype=float32)
+
+    Args:
+      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32.
+      k, v: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
+      sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
+        out of bounds.
+      causal: row i of a sequence sees keys 0 to i of it. Where kv_offsets give a sequence more or fewer keys than
+        queries, both end together: the last query sees all keys, the one before it all but the last, and so on.
+      kv_offsets: [B + 1] int32, within 0 to S, where sequence s has other rows of k and v than of q. Without it S is T.
+      scale: factor on the scores, a Python number; head_dim ** -0.5 by default.
+      window: a row sees at most this many rows before its own, and without causal and visible_until as many after it.
+        A row's own key is counted from the end, as by causal.
+      visible_until: [T] int32, instead of causal: the first row of k and v that each row of q sees no more. A row sees
+        from the start of its own sequence (or of its window) up to there, at most to the sequence's end. Of a row of
+        text that is its own index + 1, of a row of an image the row after the image.
+      precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`.
+      longest: rows of the longest sequence that may come, if known: a hint, for backends whose cost depends on it. By
+        "cudnn" a longer sequence makes all results NaN; by the way "banded" of "xla" it is truncated.
+      crowd: for "cudnn", at most how many sequences start within rows 0 to longest - 1, longest to 2 * longest - 1 and
+        so on; B by default. More sequences make all results NaN. cuDNN's time and memory grow with it: a step of a DiT
+        takes 171 ms with 4, 185 with 64 (H200, 2026-11-22).
+      backend: "auto" takes "cudnn" where it can (on a GPU, bfloat16 or float16, causal or whole sequences), "pallas"
+        or "xla" on a GPU where it cannot, and "xla" elsewhere. "cudnn", "pallas" (interpreted on a CPU) or "xla" runs
+        or raises.
+      plan: a `Plan`, instead of the tuned or heuristic one.
+
+    Returns:
+      [T, heads, head_dim] in q's dtype.
+
+    Raises:
+      ValueError: shapes that do not fit together, causal with visible_until, an unknown backend, the way "banded"
+        without longest.
+      TypeError: unsupported dtypes, numbers that are no Python numbers; forward-mode differentiation (JAX's error).
+      NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32 or with visible_until; a
+        precision algorithm that the kernels do not have.
+
+    Residuals: named "attention.q", "attention.k", "attention.v", "attention.out", "attention.lse"; all of cuDNN's are
+    "attention.cudnn".
+
+    Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); the mask of text and images is that of Transfusion (Zhou et
+    al. 2024, arXiv:2408.11039).
+    """
+    causal = check_flag("causal", causal)
+    _check_shapes(q, k, v, sequence_offsets, kv_offsets)
+    (T, N, H), (S, K, _) = q.shape, k.shape
+    if visible_until is not None:
+        _check_visible_until(visible_until, T, causal)
+    scale = H**-0.5 if scale is None else check_number("scale", scale)
+    window = None if window is None else check_integer("window", window, 0)
+    longest = None if longest is None else check_integer("longest", longest, 1)
+    crowd = None if crowd is None else check_integer("crowd", crowd, 1)
+    precision, compute = resolve_precision(precision, q.dtype)
+    mask = "rows" if window is not None or visible_until is not None else "causal" if causal else "whole"
+    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest)
+    device = device_of(q, k, v, sequence_offsets)
+    plan = make_plan(problem, device, tuned_rows("packed_attention", device), backend=backend, plan=plan)
+    B = sequence_offsets.shape[0] - 1
+    q, k, v, sequence_offsets, kv_offsets, visible_until = vary_together(
+        q, k, v, sequence_offsets, kv_offsets, visible_until
+    )
+    if 0 in (T, S, N, H, B):  # no row sees anything
+        return jnp.zeros_like(q)
+    limits = {"T": T, "S": S, "causal": causal, "window": window}
+    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits))
+    if plan.backend == "cudnn":
+        how = {"causal": causal, "scale": scale, "longest": min(longest or T, T), "crowd": crowd or B}
+        return _cudnn(arrays, sequence_offsets, **how)
+    spec = Spec(scale, precision, longest)
+    out = _call(spec, plan, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
+    return out.astype(q.dtype)
+
+
+def _check_shapes(q, k, v, sequence_offsets, kv_offsets) -> None:
+    check_float("q", q, "[T, heads, head_dim]")
+    for name, x in (("k", k), ("v", v)):
+        check_float(name, x, "[S, kv_heads, head_dim]")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}: cast one of them.")
+        check_size(f"head_dim of {name}", x.shape[2], "that of q", q.shape[2])
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be equal.")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads == 0 != heads or kv_heads and heads % kv_heads:
+        needed = "each key and value serves as many heads of q: heads must be a multiple of kv_heads."
+        raise ValueError(f"q has {heads} heads and k and v have {kv_heads}; {needed}")
+    check_offsets(sequence_offsets, "sequence_offsets", "B")
+    if kv_offsets is None:
+        hint = "S of k and v without kv_offsets (rows of queries and keys are the same)"
+        check_size(hint, k.shape[0], "T of q", q.shape[0])
+    else:
+        check_offsets(kv_offsets, "kv_offsets", "B")
+        wanted = "len(sequence_offsets) (the same sequences)"
+        check_size("len(kv_offsets)", kv_offsets.shape[0], wanted, sequence_offsets.shape[0])
+
+
+def _check_visible_until(visible_until, T: int, causal: bool) -> None:
+    check_array("visible_until", visible_until, "an int32 array of shape (T,)")
+    if visible_until.shape != (T,):
+        needed = f"(T,) = ({T},): for each row of q the first row of k that it sees no more."
+        raise ValueError(f"visible_until has shape {tuple(visible_until.shape)}; it must be {needed}")
+    if visible_until.dtype != jnp.int32:
+        raise TypeError(f"visible_until is {visible_until.dtype}; write visible_until.astype(jnp.int32).")
+    if causal:
+        hint = "leave causal away: a causal row's visible_until is its own index + 1."
+        raise ValueError(f"visible_until and causal=True both say where each row's keys end; {hint}")
+
+
+def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **how: Any) -> jax.Array:
+    q, k, v, first, end, keys = arrays
+    # Rows in a sequence see themselves, and queries and keys are the same rows.
+    inside = (first < end)[:, None, None]
+    q, k, v = (jnp.where(inside, x, 0) for x in (q, k, v))
+    out = named(functools.partial(attend_cudnn, **how), "attention.cudnn")(q, k, v, sequence_offsets)
+    return jnp.where(inside, out, 0)
+
+
+def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """(out [T, N, H],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
+    no gradient."""
+    arrays = Arrays(*operands)
+    assert plan.way is not None
+    out, lse = forward_xla(spec, plan.way, arrays)
+    return (out, lse) if save else (out,)
+
+
+def _call_fwd(spec: Spec, plan: Plan, save: bool, *operands: jax.Array):
+    arrays = Arrays(*operands)
+    # _call, not _forward: a second derivative differentiates this.
+    q, k, v = (checkpoint_name(getattr(arrays, name), f"attention.{name}") for name in ("q", "k", "v"))
+    out, lse = _call(spec, plan, True, q, k, v, *arrays[3:])
+    out, lse = checkpoint_name(out, "attention.out"), checkpoint_name(lse, "attention.lse")
+    return (out, lse) if save else (out,), (Arrays(q, k, v, *arrays[3:]), out, lse)
+
+
+def _call_bwd(spec: Spec, plan: Plan, save: bool, saved, cotangents):
+    arrays, out, lse = saved
+    return (*_gradients(spec, plan, arrays, out, lse, cotangents[0]), None, None, None)
+
+
+def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    assert plan.way is not None
+    return backward_xla(spec, plan.way, arrays, out, lse, dout)
+
+
+def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`_find_gradients` without loops, for a second derivative; out and lse are found again."""
+
+    def forward(q, k, v):
+        return forward_xla(spec, "dense", arrays._replace(q=q, k=k, v=v))[0]
+
+    _, vjp = jax.vjp(forward, *arrays[:3])
+    return vjp(dout)
+
+
+_call = differentiable(_forward, _call_fwd, _call_bwd, static=3)
+_gradients = differentiable_as(_find_gradients, _plain_gradients, static=2)

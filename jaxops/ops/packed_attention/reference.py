@@ -1,0 +1,34 @@
+"""The op in float32 and plain jnp, for tests; JAX differentiates it. It holds [heads, T, S] scores in memory."""
+
+import jax
+import jax.numpy as jnp
+
+
+def packed_attention_reference(
+    q, k, v, sequence_offsets, *, causal=False, kv_offsets=None, scale=None, window=None, visible_until=None
+) -> jax.Array:
+    """float32 [T, heads, head_dim]; arguments as `jaxops.packed_attention`."""
+    keys = sequence_offsets if kv_offsets is None else kv_offsets
+    (T, heads, head_dim), S, B = q.shape, k.shape[0], sequence_offsets.shape[0] - 1
+    t, s = jnp.arange(T)[:, None], jnp.arange(S)[None, :]
+    mask = jnp.zeros((T, S), bool)
+    for b in range(B):  # sequence by sequence, as the mask is defined
+        start, stop, ends = keys[b], keys[b + 1], sequence_offsets[b + 1]
+        mine = (sequence_offsets[b] <= t) & (t < ends) & (start <= s) & (s < stop)
+        ahead = (stop - s) - (ends - t)  # of the last row that both have: below 0 for a later key
+        if causal:
+            mine &= ahead >= 0
+        if visible_until is not None:
+            mine &= s < visible_until[:, None]
+        if window is not None:
+            mine &= ahead <= window
+            if not causal and visible_until is None:
+                mine &= ahead >= -window
+        mask |= mine
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    queried, seen = jnp.any(mask, axis=1), (keys[0] <= s[0]) & (s[0] < keys[-1])
+    q = jnp.where(queried[:, None, None], q, 0)
+    k, v = (jnp.repeat(jnp.where(seen[:, None, None], x, 0), heads // k.shape[1], axis=1) for x in (k, v))
+    scores = jnp.einsum("tnh,snh->nts", q, k, precision="highest") * (head_dim**-0.5 if scale is None else scale)
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1, where=None), 0)
+    return jnp.where(queried[:, None, None], jnp.einsum("nts,snh->tnh", weights, v, precision="highest"), 0)

@@ -1,0 +1,213 @@
+"""The portable backend: all pairs at once, neighbouring blocks, or a loop over blocks that skips what no row sees."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxops._lib.manual_axes import vary_together
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Way
+
+_LOW = -1e30  # instead of a score that is masked: finite, so that a row without keys is no NaN
+_BLOCK = 256  # rows of queries and of keys in a step of the way "blocks"
+
+
+class Rows(NamedTuple):
+    """Queries [t, K, G, H] with their runs of keys [t], of which a backward also has out, dout and lse [K, G, t]."""
+
+    q: jax.Array
+    first: jax.Array
+    end: jax.Array
+    out: jax.Array | None = None
+    dout: jax.Array | None = None
+    lse: jax.Array | None = None
+
+
+def forward_xla(spec: Spec, way: Way, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """(out [T, N, H], lse float32 [N, T]: the logarithm of each row's sum of exponentials)."""
+    rows, k, v = _without_others(arrays)
+    if way == "blocks":
+        out, lse = _forward_in_blocks(spec, rows, k, v)
+    elif way == "banded":
+        assert spec.longest is not None  # make_plan has checked it
+        q_blocks, k_blocks, v_blocks = _band(rows, k, v, spec.longest)
+        out, lse = jax.vmap(functools.partial(_attend, spec))(q_blocks, k_blocks, v_blocks)
+        out, lse = out.reshape(-1, *out.shape[2:]), jnp.moveaxis(lse, 0, 2).reshape(*lse.shape[1:3], -1)
+    else:
+        out, lse = _attend(spec, rows, k, v)
+    T, N, H = arrays.q.shape
+    return out[:T].reshape(T, N, H).astype(arrays.q.dtype), lse[:, :, :T].reshape(N, T)
+
+
+def backward_xla(
+    spec: Spec, way: Way, arrays: Arrays, out: jax.Array, lse: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq, dk, dv), in the dtype of q, k and v."""
+    rows, k, v = _without_others(arrays)
+    sees = (rows.end > rows.first)[:, None, None, None]
+    T, K, G, H = rows.q.shape
+    rows = rows._replace(
+        out=out.reshape(T, K, G, H), dout=jnp.where(sees, dout.reshape(T, K, G, H), 0), lse=lse.reshape(K, G, T)
+    )
+    if way == "blocks":
+        dq, dk, dv = _backward_in_blocks(spec, rows, k, v)
+    elif way == "banded":
+        assert spec.longest is not None  # make_plan has checked it
+        blocks = _band(rows, k, v, spec.longest)
+        dq, dk, dv = jax.vmap(functools.partial(_gradients, spec))(*blocks)
+        dq = dq.reshape(-1, K, G, H)
+        dk, dv = (_add_neighbours(x, spec.longest)[:T] for x in (dk, dv))
+    else:
+        dq, dk, dv = _gradients(spec, rows, k, v)
+    return (
+        dq[:T].reshape(T, K * G, H).astype(arrays.q.dtype),
+        dk.astype(arrays.k.dtype),
+        dv.astype(arrays.v.dtype),
+    )
+
+
+def _without_others(arrays: Arrays) -> tuple[Rows, jax.Array, jax.Array]:
+    """The operands, zero in rows outside: zero times NaN is NaN."""
+    q, k, v, first, end, keys = arrays
+    (T, N, H), (S, K, _) = q.shape, k.shape
+    row = jnp.arange(S, dtype=jnp.int32)
+    inside = ((keys[0] <= row) & (row < keys[1]))[:, None, None]
+    q = jnp.where((first < end)[:, None, None], q, 0).reshape(T, K, N // K, H)
+    return Rows(q, first, end), jnp.where(inside, k, 0), jnp.where(inside, v, 0)
+
+
+def _products(spec: Spec, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, precision=spec.precision, preferred_element_type=jnp.float32)
+
+
+def _scores(spec: Spec, rows: Rows, k: jax.Array, start: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """float32 [K, G, t, s] of key rows `start` and on, and where they count, bool [1, 1, t, s]."""
+    key = start + jnp.arange(k.shape[0], dtype=jnp.int32)[None, :]
+    mask = ((rows.first[:, None] <= key) & (key < rows.end[:, None]))[None, None]
+    return spec.scale * _products(spec, "tkgh,skh->kgts", rows.q, k), mask
+
+
+def _step(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array | int, carry=None):
+    """(largest score [K, G, t], sum of exponentials [K, G, t], their product with the values [K, G, t, H]) of the key
+    rows `start` and on, added to those of `carry`."""
+    scores, mask = _scores(spec, rows, k, start)
+    top = jnp.max(jnp.where(mask, scores, _LOW), axis=3)
+    top = top if carry is None else jnp.maximum(top, carry[0])
+    p = jnp.where(mask, jnp.exp(scores - top[..., None]), 0)
+    total, mixed = jnp.sum(p, axis=3), _products(spec, "kgts,skh->kgth", p.astype(v.dtype), v)
+    if carry is not None:
+        before = jnp.exp(carry[0] - top)
+        total, mixed = before * carry[1] + total, before[..., None] * carry[2] + mixed
+    return top, total, mixed
+
+
+def _finish(top: jax.Array, total: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(out float32 [t, K, G, H], lse [K, G, t]); both are 0 for a row without keys."""
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    return jnp.moveaxis(mixed / total[..., None], 2, 0), jnp.where(some, top + jnp.log(total), 0)
+
+
+def _attend(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _finish(*_step(spec, rows, k, v, 0))
+
+
+def _gradients(
+    spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """float32 dq [t, K, G, H], and of key rows `start` and on dk and dv [s, K, H]."""
+    q, _, _, out, dout, lse = rows
+    assert out is not None and dout is not None and lse is not None
+    scores, mask = _scores(spec, rows, k, start)
+    p = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0)
+    along = jnp.einsum("tkgh,tkgh->kgt", out.astype(jnp.float32), dout.astype(jnp.float32))
+    ds = (spec.scale * p * (_products(spec, "tkgh,skh->kgts", dout, v) - along[..., None])).astype(k.dtype)
+    return (
+        _products(spec, "kgts,skh->tkgh", ds, k),
+        _products(spec, "kgts,tkgh->skh", ds, q),
+        _products(spec, "kgts,tkgh->skh", p.astype(v.dtype), dout),
+    )
+
+
+def _in_blocks(x: jax.Array, axis: int, rows: int) -> jax.Array:
+    """[..., T, ...] -> [T / rows, ..., rows, ...], padded with zeros."""
+    x = jnp.pad(x, [(0, -x.shape[axis] % rows if i == axis else 0) for i in range(x.ndim)])
+    x = x.reshape(*x.shape[:axis], -1, rows, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _blocks_of(rows: Rows, size: int) -> Rows:
+    return Rows(*(None if x is None else _in_blocks(x, x.ndim - 1 if i == 5 else 0, size) for i, x in enumerate(rows)))
+
+
+def _steps(rows: Rows, block: int) -> tuple[jax.Array, jax.Array]:
+    """The blocks of keys that some of the rows see: first and end."""
+    sees = rows.first < rows.end
+    end = jnp.max(rows.end)
+    return jnp.min(jnp.where(sees, rows.first, end)) // block, (end + block - 1) // block
+
+
+def _cut(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, i * block, block)
+
+
+def _forward_in_blocks(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), as in FlashAttention."""
+    (T, K, G, H), block = rows.q.shape, min(_BLOCK, k.shape[0])
+    k, v = (jnp.pad(x, ((0, -x.shape[0] % block), (0, 0), (0, 0))) for x in (k, v))
+    size = min(_BLOCK, T)
+    none = jnp.full((K, G, size), _LOW, jnp.float32), jnp.zeros((K, G, size)), jnp.zeros((K, G, size, H))
+    none, _ = vary_together(jax.tree.map(lambda x: x.astype(jnp.float32), none), (rows, k))
+
+    def one(some: Rows):
+        step = lambda i, carry: _step(spec, some, _cut(k, i, block), _cut(v, i, block), i * block, carry)
+        return _finish(*lax.fori_loop(*_steps(some, block), step, none))
+
+    out, lse = lax.map(one, _blocks_of(rows, size))
+    return out.reshape(-1, K, G, H), jnp.moveaxis(lse, 0, 2).reshape(K, G, -1)
+
+
+def _backward_in_blocks(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    S, block, size = k.shape[0], min(_BLOCK, k.shape[0]), min(_BLOCK, rows.q.shape[0])
+    k, v = (jnp.pad(x, ((0, -S % block), (0, 0), (0, 0))) for x in (k, v))
+    (sums, none), _ = vary_together(
+        (jnp.zeros((2, *k.shape), jnp.float32), jnp.zeros((size, *rows.q.shape[1:]), jnp.float32)), (rows, k)
+    )
+
+    def one(sums: jax.Array, some: Rows):
+        def step(i: jax.Array, carry):
+            dq, sums = carry
+            more, *of_keys = _gradients(spec, some, _cut(k, i, block), _cut(v, i, block), i * block)
+            new = lax.dynamic_slice_in_dim(sums, i * block, block, 1) + jnp.stack(of_keys)
+            return dq + more, lax.dynamic_update_slice_in_dim(sums, new, i * block, 1)
+
+        dq, sums = lax.fori_loop(*_steps(some, block), step, (none, sums))
+        return sums, dq
+
+    (dk, dv), dq = lax.scan(one, sums, _blocks_of(rows, size))
+    return dq.reshape(-1, *dq.shape[2:]), dk[:S], dv[:S]
+
+
+def _band(rows: Rows, k: jax.Array, v: jax.Array, longest: int) -> tuple[Rows, jax.Array, jax.Array]:
+    """Blocks of `longest` rows, and of each the keys of the block before it, its own and the next one's, to which its
+    runs are relative."""
+    blocks = _blocks_of(rows, longest)
+    start = longest * (jnp.arange(blocks.q.shape[0], dtype=jnp.int32) - 1)[:, None]
+    first, end = (jnp.clip(x - start, 0, 3 * longest) for x in (blocks.first, blocks.end))
+    return blocks._replace(first=first, end=end), *(_neighbours(_in_blocks(x, 0, longest)) for x in (k, v))
+
+
+def _neighbours(blocks: jax.Array) -> jax.Array:
+    """[n, rows, ...] -> [n, 3 * rows, ...]: the previous block, the block, the next one; zeros beyond the ends."""
+    none = jnp.zeros_like(blocks[:1])
+    return jnp.concatenate([jnp.concatenate([none, blocks[:-1]]), blocks, jnp.concatenate([blocks[1:], none])], axis=1)
+
+
+def _add_neighbours(x: jax.Array, rows: int) -> jax.Array:
+    """The transpose of `_neighbours`, as rows: [n, 3 * rows, ...] -> [n * rows, ...]."""
+    before, own, after = jnp.split(x, 3, axis=1)
+    none = jnp.zeros_like(own[:1])
+    total = own + jnp.concatenate([before[1:], none]) + jnp.concatenate([none, after[:-1]])
+    return total.reshape(-1, *x.shape[2:])

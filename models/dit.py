@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,17 @@ def position_embedding(sequence_offsets: jax.Array, grids: jax.Array, rows: int,
     return jnp.concatenate([waves(edge, width // 4, 100.0) for edge in edges], axis=1)
 
 
+class TimeEmbedding(nnx.Sequential):
+    """Times [N] from 0 to 1 -> [N, width]."""
+
+    def __init__(self, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        linear = functools.partial(nnx.Linear, width, width, dtype=dtype, rngs=rngs)
+        super().__init__(linear(), jax.nn.silu, linear())
+
+    def __call__(self, time: jax.Array) -> jax.Array:
+        return super().__call__(waves(1000 * time, self.layers[0].in_features, 60_000.0))
+
+
 class Attention(nnx.Module):
     """Self-attention inside each image."""
 
@@ -123,7 +135,7 @@ class DiT(nnx.Module):
             )
 
         self.enter = linear(c.token, c.width)
-        self.time = nnx.Sequential(linear(c.width, c.width), jax.nn.silu, linear(c.width, c.width))
+        self.time = TimeEmbedding(c.width, dtype=dtype, rngs=rngs)
         self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
         self.blocks = stacked(block, c.layers, rngs)
         self.norm = AdaLayerNorm(
@@ -145,7 +157,7 @@ class DiT(nnx.Module):
           grids: [B, 2] int32, rows and columns of patches.
         """
         width = self.config.width
-        cond = self.time(waves(1000 * time, width, 60_000.0)) + self.label(labels)
+        cond = self.time(time) + self.label(labels)
         x = self.enter(tokens).astype(jnp.float32) + position_embedding(sequence_offsets, grids, tokens.shape[0], width)
         x, _ = apply_layers(
             self.blocks,
@@ -176,6 +188,19 @@ def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> ja
     return jnp.sum(jnp.where(inside, error, 0)) / jnp.maximum(jnp.sum(inside), 1)
 
 
+def integrate(velocity: Callable[[jax.Array, jax.Array], jax.Array], noise: jax.Array, steps: int) -> jax.Array:
+    """From noise to images by Heun's method; velocity takes (patches, time), with one time for all."""
+
+    def step(x: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
+        here, there = times
+        first = velocity(x, here)
+        second = velocity(x + (there - here) * first, there)
+        return x + (there - here) * (first + second) / 2, None
+
+    times = jnp.linspace(1.0, 0.0, steps + 1)
+    return jax.lax.scan(step, noise, jnp.stack([times[:-1], times[1:]], axis=1))[0]
+
+
 def generate(model: DiT, batch, key: jax.Array, steps: int = 32, guidance: float = 2.0) -> jax.Array:
     """Tokens [T, token] of new images with a batch's labels and sizes, by Heun's method with classifier-free guidance.
 
@@ -191,11 +216,4 @@ def generate(model: DiT, batch, key: jax.Array, steps: int = 32, guidance: float
         )
         return free + guidance * (guided - free)
 
-    def step(x: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
-        here, there = times
-        first = velocity(x, here)
-        second = velocity(x + (there - here) * first, there)
-        return x + (there - here) * (first + second) / 2, None
-
-    times = jnp.linspace(1.0, 0.0, steps + 1)
-    return jax.lax.scan(step, jax.random.normal(key, batch.tokens.shape), jnp.stack([times[:-1], times[1:]], axis=1))[0]
+    return integrate(velocity, jax.random.normal(key, batch.tokens.shape), steps)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,7 +36,7 @@ AXES = ("data", "fsdp", "expert")
 # not split, nor are arrays without a match: norms, biases, histories, counts. The paths of an optimizer's moments and
 # of the average end like their parameter's.
 RULES = (
-    (r"\bmoe/(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
+    (r"\bmoe/((text|image)/)?(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
     (
         r"\b(embedding|enter/kernel)\b",
         P(None, "fsdp"),
@@ -217,3 +218,29 @@ def split_objective(
         )
 
     return whole
+
+
+def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
+    """Packed batches of a step: over a mesh each device has its own."""
+    return accumulate * (1 if mesh is None else mesh.size)
+
+
+def by_device(batch: Tree, mesh: Mesh | None) -> Tree:
+    """Packed batches [N * devices, ...] -> [N, devices, ...], over a mesh."""
+    return batch if mesh is None else jax.tree.map(lambda x: x.reshape(-1, mesh.size, *x.shape[1:]), batch)
+
+
+def of_own_batch(
+    objective: Callable[[Any, Any, jax.Array], Any], mesh: Mesh | None, gathered: nnx.filterlib.Filter = nnx.Param
+) -> Callable[[Any, Any, jax.Array], Any]:
+    """An objective of (model, packed batch, key); over a mesh of a device's own batch [1, ...], for `by_device`.
+
+    Args:
+      gathered: the parameters that are gathered before it, at once; a model may gather the others block by block.
+    """
+
+    def own(model: nnx.Module, batch: Any, key: jax.Array) -> Any:
+        nnx.update(model, gather(nnx.state(model, gathered)))
+        return objective(model, jax.tree.map(lambda x: x[0], batch), key)
+
+    return objective if mesh is None else own

@@ -38,18 +38,18 @@ class PairData:
     labels: tuple[np.ndarray, np.ndarray] | None = None
 
 
-def is_heldout(count: int) -> np.ndarray:
-    """Each tenth of `count`."""
-    return np.arange(count) % HELDOUT_EVERY == HELDOUT_EVERY - 1
+def is_heldout(count: int, every: int = HELDOUT_EVERY) -> np.ndarray:
+    """The last one of each `every`, bool [count]."""
+    return np.arange(count) % every == every - 1
 
 
 def read_digits() -> PairData:
-    """The 1,797 handwritten digits of 8 by 8 pixels, each with all captions of `captions_of`."""
+    """The 1,797 handwritten digits of 8 by 8 pixels, each with all captions of `captions_of`; 224 are held out."""
     from sklearn.datasets import load_digits
 
     digits, labels = load_digits(return_X_y=True)
     pixels = (digits.reshape(-1, 8, 8, 1) * 15.9375).astype(np.uint8)  # from 0 to 16
-    held = is_heldout(len(labels))
+    held = is_heldout(len(labels), 8)
     of = lambda which: Pairs(list(pixels[which]), [captions_of(int(label)) for label in labels[which]])
     return PairData(of(~held), of(held), 2, 1, (labels[~held], labels[held]))
 

@@ -25,6 +25,7 @@ from models.mesh import (
     AXES,
     gather,
     make_mesh,
+    of_own_batch,
     own_rows,
     replicate,
     shard_batch,
@@ -259,7 +260,7 @@ def test_dit():
     batch = Batch(tokens=tokens, labels=labels, sequence_offsets=offsets, grids=grids)
 
     value = loop.make_value(
-        graphdef, train_dit.placed(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
+        graphdef, of_own_batch(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
     )
 
     def wanted(params, key):

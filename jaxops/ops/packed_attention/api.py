@@ -24,8 +24,11 @@ from jaxops._lib.precision import resolve_precision
 from jaxops._lib.residual_names import named
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.packed_attention.cudnn import attend_cudnn
+from jaxops.ops.packed_attention.dkv_pallas import dkv_pallas
+from jaxops.ops.packed_attention.dq_pallas import dq_pallas
+from jaxops.ops.packed_attention.fwd_pallas import forward_pallas
 from jaxops.ops.packed_attention.plan import Arrays, Plan, Problem, Spec, make_plan
-from jaxops.ops.packed_attention.visible import visible_rows
+from jaxops.ops.packed_attention.visible import most_pairs, visible_rows
 from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
 
 
@@ -135,7 +138,8 @@ def packed_attention(
     if plan.backend == "cudnn":
         how = {"causal": causal, "scale": scale, "longest": min(longest or T, T), "crowd": crowd or B}
         return _cudnn(arrays, sequence_offsets, **how)
-    spec = Spec(scale, precision, longest)
+    pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
+    spec = Spec(scale, precision, longest, pairs)
     out = _call(spec, plan, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
     return out.astype(q.dtype)
 
@@ -188,6 +192,9 @@ def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[
     """(out [T, N, H],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
     no gradient."""
     arrays = Arrays(*operands)
+    if plan.backend == "pallas":
+        assert plan.fwd is not None  # make_plan fills what a backend has
+        return forward_pallas(spec, plan.fwd, arrays, save=save, interpret=plan.on.interpret)
     assert plan.way is not None
     out, lse = forward_xla(spec, plan.way, arrays)
     return (out, lse) if save else (out,)
@@ -208,8 +215,14 @@ def _call_bwd(spec: Spec, plan: Plan, save: bool, saved, cotangents):
 
 
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
-    assert plan.way is not None
-    return backward_xla(spec, plan.way, arrays, out, lse, dout)
+    if plan.backend == "xla":
+        assert plan.way is not None  # make_plan fills what a backend has
+        return backward_xla(spec, plan.way, arrays, out, lse, dout)
+    assert plan.dq is not None and plan.dkv is not None
+    sees = (arrays.first < arrays.end)[:, None, None]
+    products = jnp.where(sees, out.astype(jnp.float32) * dout.astype(jnp.float32), 0)
+    given, how = (arrays, dout, lse, jnp.sum(products, axis=2).T), {"interpret": plan.on.interpret}
+    return dq_pallas(spec, plan.dq, *given, **how), *dkv_pallas(spec, plan.dkv, *given, **how)
 
 
 def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -37,12 +37,19 @@ class Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is static in a call, beside shapes and dtypes: the factor on scores, the precision of products, and rows of
-    the longest sequence if known."""
+    """What is static in a call, beside shapes and dtypes.
+
+    Attributes:
+      scale: factor on the scores.
+      precision: of the products.
+      longest: rows of the longest sequence, if known.
+      pairs: of a query and a key that it sees, at the most, for the launches' costs.
+    """
 
     scale: float
     precision: lax.Precision
     longest: int | None
+    pairs: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,3 +51,25 @@ def visible_rows(
         jnp.where(sees, end, 0),
         jnp.stack(clip_bounds(keys[0], keys[-1], S)),
     )
+
+
+def blocks_that_see(first: jax.Array, end: jax.Array, *, S: int, bq: int, bk: int) -> jax.Array:
+    """int32 [2, cdiv(S, bk)]: of each block of keys, the first block of queries with a row that may see one of them,
+    and the end of the last such block; 0 and 0 for none. first and end are of `visible_rows`."""
+    T = first.shape[0]
+    first, end = (jnp.pad(x, (0, -T % bq)).reshape(-1, bq) for x in (first, end))
+    least, most = jnp.min(jnp.where(first < end, first, S), axis=1), jnp.max(end, axis=1)
+    start, number = jnp.arange(0, S, bk, dtype=jnp.int32), jnp.arange(first.shape[0], dtype=jnp.int32)
+    sees = (least[None, :] < start[:, None] + bk) & (most[None, :] > start[:, None])
+    stop = jnp.max(jnp.where(sees, number[None, :] + 1, 0), axis=1)
+    return jnp.stack([jnp.min(jnp.where(sees, number[None, :], stop[:, None]), axis=1), stop])
+
+
+def most_pairs(*, T: int, S: int, causal: bool, window: int | None, free: bool, longest: int | None) -> int:
+    """Pairs of a query and a key that it sees, at the most: one sequence of all rows, or as many as there can be of the
+    longest. free: visible_until says where runs end."""
+    keys = S if longest is None else min(S, longest)
+    behind = keys if window is None else min(keys, window + 1)
+    if causal:
+        return T * (keys + 1) // 2 if window is None and S == T else T * behind
+    return T * (keys if free or window is None else min(keys, 2 * window + 1))

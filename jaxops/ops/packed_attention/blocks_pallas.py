@@ -1,0 +1,90 @@
+"""What the three kernels share: blocks of rows, the runs of keys that a block of queries sees, the loop over them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from jaxops._lib.masked_pallas import load, store
+from jaxops._lib.powers import power_of_2
+
+LOG2_E = 1.4426950408889634  # the GPU has 2 ** x, not e ** x
+NONE = -1e30  # the largest score before the first one: finite, so that a row without keys is no NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """A block of query rows.
+
+    Attributes:
+      rows: int32 [bq], and their runs of keys `first` to `end` - 1.
+      sees: bool [bq]: the row is there and sees some key.
+    """
+
+    rows: jax.Array
+    first: jax.Array
+    end: jax.Array
+    sees: jax.Array
+
+    @classmethod
+    def of(cls, ref: dict, i: jax.Array, bq: int) -> "Queries":
+        rows = i * bq + jnp.arange(bq, dtype=jnp.int32)
+        there = rows < ref["first"].shape[0]
+        first, end = (plgpu.load(ref[name].at[rows], mask=there, other=0) for name in ("first", "end"))
+        return cls(rows, first, end, first < end)
+
+    def mask(self, keys: jax.Array) -> jax.Array:
+        """Which keys count, by broadcasting; the rows are the other axis."""
+        first, end = (x[:, None] if keys.shape[0] == 1 else x[None, :] for x in (self.first, self.end))
+        return (first <= keys) & (keys < end)
+
+
+def load_rows(ref, rows: jax.Array, head: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """[rows, H padded to a power of two] of ref [T, heads, H]; zeros where the mask does not hold, and past H."""
+    H = ref.shape[2]
+    columns = jnp.arange(max(16, power_of_2(H)), dtype=jnp.int32)[None, :]
+    index = (rows[:, None], jnp.broadcast_to(head, (1, 1)), columns)
+    mask = None if mask is None else mask[:, None]
+    if H != columns.shape[1]:
+        mask = columns < H if mask is None else mask & (columns < H)
+    return load(ref, index, mask)
+
+
+def store_rows(ref, rows: jax.Array, head: jax.Array, value: jax.Array) -> None:
+    """value [rows, H padded] to rows of ref [T, heads, H] that are there."""
+    columns = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+    mask = (rows < ref.shape[0])[:, None] & (columns < ref.shape[2])
+    store(ref, (rows[:, None], jnp.broadcast_to(head, (1, 1)), columns), value, mask)
+
+
+def load_of_head(ref, head: jax.Array, rows: jax.Array, mask: jax.Array) -> jax.Array:
+    """[rows] of a float32 ref [heads, T]."""
+    return load(ref, (jnp.broadcast_to(head, rows.shape), rows), mask)
+
+
+def over_keys(queries: Queries, bk: int, S: int, step: Callable[..., Any], carry: Any) -> Any:
+    """Folds `step(keys [bk], keys_in, mask [bq, bk], carry)` over the blocks of keys that some of the rows see.
+
+    keys_in, mask: which keys may be read, and which count; None in blocks that all rows see whole.
+    """
+    least, most = jnp.min(jnp.where(queries.sees, queries.first, S)), jnp.max(queries.end)
+    start, stop = least // bk, (most + bk - 1) // bk
+    # Rows that see nothing do not count: they are zeros, and so is what is stored for them.
+    whole = (jnp.max(jnp.where(queries.sees, queries.first, 0)) + bk - 1) // bk
+    whole = jnp.clip(whole, start, stop)
+    whole_end = jnp.clip(jnp.min(jnp.where(queries.sees, queries.end, S)) // bk, whole, stop)
+
+    def body(j, carry, masked: bool):
+        keys = j * bk + jnp.arange(bk, dtype=jnp.int32)
+        if not masked:
+            return step(keys, None, None, carry)
+        return step(keys, (least <= keys) & (keys < most), queries.mask(keys[None, :]), carry)
+
+    for first, end, masked in ((start, whole, True), (whole, whole_end, False), (whole_end, stop, True)):
+        carry = lax.fori_loop(first, end, functools.partial(body, masked=masked), carry)
+    return carry

@@ -10,10 +10,9 @@ def captions_of(digit: int) -> tuple[str, ...]:
     """All captions of a digit from 0 to 9.
 
     >>> captions_of(8)
-    ('an eight', 'the digit 8', 'number eight', 'one more than seven', 'one less than nine')
+    ('an eight', 'the digit 8', 'one more than seven', 'one less than nine')
     """
-    word = WORDS[digit]
-    found = [f"{'an' if word[0] in 'aeiou' and digit != 1 else 'a'} {word}", f"the digit {digit}", f"number {word}"]
+    found = [f"{'an' if digit == 8 else 'a'} {WORDS[digit]}", f"the digit {digit}"]
     if digit > 0:
         found.append(f"one more than {WORDS[digit - 1]}")
     if digit < 9:

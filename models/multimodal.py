@@ -228,7 +228,8 @@ class Multimodal(nnx.Module):
         c, layout = self.config, layout_of(batch)
         T = batch.tokens.shape[0]
         place = position_embedding(batch.segment_offsets, batch.grids, T, c.width)
-        image = self.enter(batch.patches).astype(jnp.float32) + place
+        patches = jnp.where(layout.of_image[:, None], batch.patches, 0)
+        image = self.enter(patches).astype(jnp.float32) + place
         x = jnp.where(layout.of_image[:, None], image, self.embed(batch.tokens)).astype(c.dtype)
         cond = self.time(time)
         x, routed = apply_layers(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
@@ -111,6 +111,7 @@ class MultimodalPreset(Schedule):
         captioned.
       captionless: share of the former without a caption, for guidance.
       image_weight: of a patch's squared error, beside a token's nats.
+      time_shift: of the times of images that are drawn, as of `models.multimodal_loss.losses_of`.
       reading_noise: of images that are captioned, at most; from 0 to 1.
       balance_weight: of the routers' load-balancing loss, by micro-batch.
       sample_steps: Heun steps from noise to image.
@@ -131,6 +132,7 @@ class MultimodalPreset(Schedule):
     illustrated: Share = 0.5
     captionless: Share = 0.1
     image_weight: NonNegativeFloat = 1.0
+    time_shift: PositiveFloat = 1.0
     reading_noise: Share = 0.0
     balance_weight: NonNegativeFloat = 0.01
     sample_steps: PositiveInt = 20

@@ -193,9 +193,8 @@ def sharded_graphdef(preset: MultimodalPreset) -> nnx.GraphDef:
 def objective(
     preset: MultimodalPreset, model: Multimodal, batch: Batch, key: jax.Array
 ) -> tuple[jax.Array, Measured]:
-    loss, routed = loss_fn(
-        model, batch, key, image_weight=preset.image_weight, reading_noise=preset.reading_noise
-    )
+    how = {name: getattr(preset, name) for name in ("image_weight", "time_shift", "reading_noise")}
+    loss, routed = loss_fn(model, batch, key, **how)
     balance = jnp.mean(routed.aux_loss)
     return loss + preset.balance_weight * balance, Measured(loss, balance, shares(preset, routed.load))
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxops._lib.checks import check_integer
-from jaxops.offload.residuals import check_known, check_name, covers, did_you_mean, residual_bytes
+from jaxops._lib.residual_names import check_name
+from jaxops.offload.residuals import check_known, covers, did_you_mean, residual_bytes
 
 Choice = Literal["keep", "offload", "recompute"]
 

@@ -35,8 +35,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "combine", "dequantize",
     "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
-    "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "packed_attention", "permute",
-    "quantize", "ragged_dot", "route", "update_router_bias",
+    "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "packed_attention",
+    "permute", "quantize", "ragged_dot", "route", "update_router_bias",
 ]  # fmt: skip
 _MODULES = {
     "jaxops.inspecting": ("inspect",),

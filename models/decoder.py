@@ -17,10 +17,9 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import jaxops
 from jaxops.nn import MoE, Router
-from jaxops.offload import Policy
+from jaxops.offload import Policy, named
 from models.layers import apply_layers, stacked
 from models.mesh import AXES, gather
-from models.packed_attention import attend, packed_attention
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
 
@@ -46,7 +45,7 @@ class DecoderConfig:
         NaN.
       backend: of the experts' products, and of all FP8 products.
       policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
-        Names: "carry" (the block's input), "attention" (all residuals of attention), "middle" (after attention), "mlp"
+        Names: "carry" (the block's input), "attention" (the residuals of attention), "middle" (after attention), "mlp"
         (of a dense block), and those of jaxops' ops. None keeps everything.
       unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
         policy.
@@ -117,8 +116,8 @@ def positions_in(starts: jax.Array) -> jax.Array:
     return at - jax.lax.cummax(jnp.where(starts, at, 0), axis=1)
 
 
-def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
-    """Causal attention within documents: all rows are one sequence of them."""
+def within_documents(starts: jax.Array, max_documents: int, backend: str) -> Attend:
+    """Causal attention within documents: all rows are one packing of them."""
     offsets = jnp.nonzero(starts.ravel(), size=starts.shape[0] * max_documents + 1, fill_value=starts.size)[0].astype(
         jnp.int32
     )
@@ -126,12 +125,17 @@ def cudnn_documents(starts: jax.Array, max_documents: int) -> Attend:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = packed_attention(
-            flat[0], flat[1], flat[2], offsets, causal=True, way="cudnn", longest=starts.shape[1], crowd=max_documents
-        )
+        limits = {"longest": starts.shape[1], "crowd": max_documents}
+        out = jaxops.packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, backend=backend, **limits)
         return jnp.where(all_there, out.reshape(q.shape), jnp.nan), None
 
     return attend
+
+
+def cudnn_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+    """Causal attention within rows of one document each: cuDNN's dense layout."""
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    return named(attend, "attention")(q, k, v), None
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
@@ -319,11 +323,8 @@ class Decoder(nnx.Module):
 
     def hidden(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
         """The input of `logits`, [B, T, width], from the model's inputs."""
-        if documents is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        else:
-            positions = positions_in(document_starts(documents))
-        attend = self._attend(documents)
+        starts = document_starts(jnp.zeros_like(tokens) if documents is None else documents)
+        positions, attend = positions_in(starts), self._attend(starts, shared=documents is not None)
         x, routed = apply_layers(
             self.blocks,
             lambda block, x: block(x, positions, attend)[:2],
@@ -335,22 +336,23 @@ class Decoder(nnx.Module):
         )
         return x, routed
 
-    def _attend(self, documents: jax.Array | None) -> Attend:
-        """The attention function for these documents.
+    def _attend(self, starts: jax.Array, shared: bool) -> Attend:
+        """The attention function for documents that start there, of which several may share a row.
 
         Raises:
-          ValueError: documents with cuDNN's attention, without max_documents.
+          ValueError: shared rows with cuDNN's attention, without max_documents.
         """
         c = self.config
-        if documents is not None and c.attention == "cudnn":
-            if c.max_documents is None:
-                raise ValueError(
-                    "attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at "
-                    "the most."
-                )
-            return cudnn_documents(document_starts(documents), c.max_documents)
-        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
-        return lambda q, k, v: (attend(q, k, v, mask, True, c.attention), None)
+        if c.attention == "xla":
+            return within_documents(starts, starts.shape[1] if shared else 1, "xla")
+        if not shared:
+            return cudnn_rows
+        if c.max_documents is None:
+            raise ValueError(
+                "attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the "
+                "most."
+            )
+        return within_documents(starts, c.max_documents, "cudnn")
 
     def empty_cache(self, batch: int, length: int) -> KeysValues:
         """For `extend`: keys and values, [layers, batch, length, kv_heads, head_dim] in dtype."""

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxops
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
 from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
-from models.packed_attention import Way, packed_attention, segments
-from models.precision import Backend, Dtype, Recipe, linear_layer
+from models.precision import Attends, Backend, Dtype, Recipe, linear_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +24,14 @@ class DiTConfig:
       token: values of a token, patch * patch * channels.
       classes: labels; one more is "any class" (Ho & Salimans 2022, arXiv:2207.12598).
       longest: tokens of the largest image.
-      crowd: at most how many images start within `longest` tokens, for "cudnn" attention; None for any number.
+      crowd: at most how many images start within `longest` tokens, for cuDNN's attention; None for any number.
       dtype: of the computation; parameters, residual stream and loss are float32.
       recipe: FP8 recipe of the blocks' and modulations' products; None for dtype. The embeddings of tokens, times and
         labels and the output projection are never in FP8.
-      attention: way of `models.packed_attention.packed_attention`.
+      attention: backend of `jaxops.packed_attention`.
       backend: of the AdaLN ops, and of FP8 products.
       policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
-        Names: "carry" (the block's input), "attention" (all residuals of attention), "mlp", "branch.attention" and
+        Names: "carry" (the block's input), "attention" (the residuals of attention), "mlp", "branch.attention" and
         "branch.mlp" (outputs of the branches, for the gates' gradients), and those of jaxops' ops. None keeps
         everything.
       unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
@@ -46,7 +46,7 @@ class DiTConfig:
     longest: int
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
-    attention: Way = "banded"
+    attention: Attends = "auto"
     crowd: int | None = None
     backend: Backend = "auto"
     policy: Policy | None = None
@@ -82,6 +82,7 @@ def position_embedding(sequence_offsets: jax.Array, grids: jax.Array, rows: int,
     return jnp.concatenate([waves(edge, width // 4, 100.0) for edge in edges], axis=1)
 
 
+<<<<<<< HEAD
 class TimeEmbedding(nnx.Sequential):
     """Times [N] from 0 to 1 -> [N, width]."""
 
@@ -91,6 +92,14 @@ class TimeEmbedding(nnx.Sequential):
 
     def __call__(self, time: jax.Array) -> jax.Array:
         return super().__call__(waves(1000 * time, self.layers[0].in_features, 60_000.0))
+=======
+def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Each row's sequence, int32 [rows] from 0 to B - 1, and whether it is in one, bool [rows]."""
+    # By comparison with every offset: searchsorted would be a while loop in every layer.
+    at = jnp.sum(sequence_offsets[None, :] <= jnp.arange(rows, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32) - 1
+    B = sequence_offsets.shape[0] - 1
+    return jnp.clip(at, 0, B - 1), (at >= 0) & (at < B)
+>>>>>>> attention
 
 
 class Attention(nnx.Module):
@@ -105,7 +114,9 @@ class Attention(nnx.Module):
     def __call__(self, y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
         c = self.config
         q, k, v = jnp.unstack(self.qkv(y).reshape(y.shape[0], 3, c.heads, c.width // c.heads), axis=1)
-        mixed = packed_attention(q, k, v, sequence_offsets, way=c.attention, longest=c.longest, crowd=c.crowd)
+        mixed = jaxops.packed_attention(
+            q, k, v, sequence_offsets, longest=c.longest, crowd=c.crowd, backend=c.attention
+        )
         return checkpoint_name(self.out(mixed.reshape(y.shape)), "branch.attention")
 
 

@@ -19,12 +19,11 @@ from pydantic import PositiveFloat, PositiveInt
 import jaxops
 from jaxops.offload import Policy
 from models.decoder import Attention, DecoderConfig
-from models.dit import TimeEmbedding, position_embedding
+from models.dit import TimeEmbedding, position_embedding, segments
 from models.interleaved import Batch
 from models.layers import apply_layers, stacked
 from models.mesh import gather
 from models.modality_experts import ModalityExperts, Routed
-from models.packed_attention import segments
 from models.precision import Backend, Dtype, Recipe, linear_layer
 
 

@@ -14,6 +14,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Recipe = Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "blockwise_with_gw_hp"]
 Backend = Literal["auto", "pallas", "xla"]
 BACKENDS = typing.get_args(Backend)
+Attends = Literal["auto", "cudnn", "pallas", "xla"]  # backends of `jaxops.packed_attention`
 DTYPES = typing.get_args(Dtype)
 
 

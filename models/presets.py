@@ -7,9 +7,13 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.loop import Schedule, Share
+<<<<<<< HEAD
 from models.multimodal import MultimodalConfig
 from models.packed_attention import Way
 from models.precision import Backend, Dtype, Recipe
+=======
+from models.precision import Attends, Backend, Dtype, Recipe
+>>>>>>> attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,7 @@ class DiTPreset(Schedule):
     images: PositiveInt
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
-    attention: Way = "banded"
+    attention: Attends = "auto"
     backend: Backend = "auto"
     policy: Policy | None = None
     unroll: bool = False

@@ -34,7 +34,7 @@ from models.images import (
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
 from models.mesh import by_device, collect, create_sharded, micro_batches, of_own_batch, replicate
-from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
+from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
 
@@ -53,9 +53,7 @@ class DitOptions(Options):
 
 
 def with_precision(preset: DiTPreset, precision: Precision) -> DiTPreset:
-    """With that precision, and cuDNN's attention if it is available."""
-    attention = "cudnn" if cudnn_attends(precision.dtype) else preset.attention
-    return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe, attention=attention)
+    return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe)
 
 
 def choose(options: DitOptions) -> DiTPreset:

@@ -127,6 +127,11 @@ CASES = {
     "combine": Case(
         lambda rows, weights: jaxops.combine(rows, with_weights(weights)), ((2 * T, K), (T, 2)), {"combine.out"}
     ),
+    "packed_attention": Case(
+        lambda q, k, v: jaxops.packed_attention(q, k, v, SEQUENCES),
+        ((T, 2, 4), (T, 1, 4), (T, 1, 4)),
+        named("attention", "q k v out lse"),
+    ),
     "route": Case(lambda logits: jaxops.route(logits, 2), ((T, E),), {"route.routing"}),
     "fp8_matmul": Case(functools.partial(fp8, recipe="tensorwise"), (X, KN), named("fp8_matmul", "lhs rhs out")),
     "fp8_matmul-blocks": Case(fp8, (X, KN), named("fp8_matmul", "lhs rhs out")),
@@ -159,7 +164,7 @@ CASES = {
 }
 
 # Compiled several times: one op for each kind of forward rule.
-COMPILED = ("gated_residual_adaln", "grouped_glu", "moe_mlp", "route", "fp8_matmul-blocks")
+COMPILED = ("gated_residual_adaln", "grouped_glu", "moe_mlp", "packed_attention", "route", "fp8_matmul-blocks")
 
 
 def arrays_of(case: Case, layers: tuple[int, ...] = ()) -> list[jax.Array]:

@@ -32,6 +32,7 @@ from jaxops.ops.route.reference import route_reference
 from tests.contracts.collectives import COLLECTIVES
 from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, outside_of, rows_outside, ways_of
 from tests.contracts.ops_adaln import ADALN_OPS
+from tests.contracts.ops_attention import ATTENTION_OPS
 from tests.ops.fp8_matmul import cases as fp8_cases
 from tests.ops.grouped_glu.cases import plan_of as glu_plan
 from tests.ops.grouped_matmul.cases import plan_of as grouped_plan
@@ -367,6 +368,6 @@ FP8_OPS = [
     ),
 ]  # fmt: skip
 
-OPS = [*ADALN_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *COLLECTIVES]
+OPS = [*ADALN_OPS, *ATTENTION_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *COLLECTIVES]
 # Public, and no op: what an op gives, what counts on the host, and what examines an op.
 NO_OPS = {"Quantized", "Routing", "bucket_length", "inspect"}

@@ -12,7 +12,7 @@ from jax import lax
 import jaxops
 
 X, XS, EXPERTS, ONE = jnp.ones((4, 8)), jnp.ones((4, 8), jnp.bfloat16), jnp.ones((2, 8, 8)), jnp.ones((1, 8))
-OFFSETS = jnp.array([0, 2, 4], jnp.int32)
+OFFSETS, HEADS = jnp.array([0, 2, 4], jnp.int32), jnp.ones((4, 2, 8))
 ROUTING = jaxops.route(jnp.ones((4, 2)), 1)
 FP8 = jaxops.quantize(X)
 # Public functions that call ops. tests/inspecting has what `inspect` does with wrong arguments.
@@ -34,6 +34,7 @@ CALLS: dict[str, tuple] = {
     "matmul_reduce_scatter": (X, EXPERTS[0], "i"),
     "modality_grouped_matmul": (X, (EXPERTS[:1], EXPERTS[1:]), OFFSETS),
     "moe_mlp": (X, EXPERTS, EXPERTS, EXPERTS, ROUTING),
+    "packed_attention": (HEADS, HEADS, HEADS, OFFSETS),
     "permute": (X, ROUTING),
     "quantize": (X,),
     "ragged_dot": (X, EXPERTS, jnp.array([2, 2])),
@@ -89,13 +90,19 @@ RULES = {
         ("1e-6", None, True, jnp.float32(1e-6)),
         (-1, -1e-9, float("nan"), float("inf")),
     ),
-    "k": Rule((1, np.int64(2)), COUNT, (0, -1, 9)),
+    "causal": FLAG,
+    "crowd": Rule((None, 1, np.int64(2)), COUNT, (0, -1)),
+    "route.k": Rule((1, np.int64(2)), COUNT, (0, -1, 9)),
     "layouts": Rule(("col",), (), CHOICE),
+    "longest": Rule((None, 1, np.int64(2)), COUNT, (0, -1)),
     "multiple": Rule((1, np.int32(7)), (*COUNT, None), (0, -128)),
     "norm": Rule(("rms",), (), CHOICE),
     "normalize": FLAG,
     "expert_groups": Rule((2, np.int64(2)), (*COUNT, None), (0, -1, 3)),
     "out_dtype": FLOAT,
+    "packed_attention.scale": Rule(
+        (None, -1, 0.5, np.float32(2)), ("1", True, ARRAY, np.ones(1)), (float("nan"), float("inf"))
+    ),
     "pow2_scales": FLAG,
     "precision": PRECISION,
     "preferred_element_type": Rule((None, "bfloat16", jnp.float32), ("foo", 1.5, object())),
@@ -113,6 +120,7 @@ RULES = {
     "steps": Rule((1, np.int32(3)), (*COUNT, None), (0, -8)),
     "top_expert_groups": Rule((1, np.int64(1)), (*COUNT, None), (0, -1, 2)),
     "transpose_rhs": FLAG,
+    "window": Rule((None, 0, np.int64(2)), COUNT, (-1,)),
 }
 # Arrays, checked with each op's shapes, in its own tests; and plans, of which all ops keep one rule.
 OTHERS = {
@@ -126,7 +134,9 @@ OTHERS = {
         "group_offsets",
         "group_sizes",
         "h",
+        "k",
         "key",
+        "kv_offsets",
         "lhs",
         "load",
         "logits",
@@ -144,6 +154,8 @@ OTHERS = {
         "selection_bias",
         "sequence_offsets",
         "shift",
+        "v",
+        "visible_until",
         "w",
         "w_down",
         "w_gate",

@@ -118,7 +118,7 @@ def packed_attention(
     (T, N, H), (S, K, _) = q.shape, k.shape
     if visible_until is not None:
         _check_visible_until(visible_until, T, causal)
-    scale = H**-0.5 if scale is None else check_number("scale", scale)
+    scale = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else check_integer("window", window, 0)
     longest = None if longest is None else check_integer("longest", longest, 1)
     crowd = None if crowd is None else check_integer("crowd", crowd, 1)
@@ -154,7 +154,7 @@ def _check_shapes(q, k, v, sequence_offsets, kv_offsets) -> None:
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be equal.")
     heads, kv_heads = q.shape[1], k.shape[1]
-    if kv_heads == 0 != heads or kv_heads and heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         needed = "each key and value serves as many heads of q: heads must be a multiple of kv_heads."
         raise ValueError(f"q has {heads} heads and k and v have {kv_heads}; {needed}")
     check_offsets(sequence_offsets, "sequence_offsets", "B")
@@ -180,7 +180,7 @@ def _check_visible_until(visible_until, T: int, causal: bool) -> None:
 
 
 def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **how: Any) -> jax.Array:
-    q, k, v, first, end, keys = arrays
+    q, k, v, first, end, _ = arrays
     # Rows in a sequence see themselves, and queries and keys are the same rows.
     inside = (first < end)[:, None, None]
     q, k, v = (jnp.where(inside, x, 0) for x in (q, k, v))
@@ -196,7 +196,7 @@ def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[
         assert plan.fwd is not None  # make_plan fills what a backend has
         return forward_pallas(spec, plan.fwd, arrays, save=save, interpret=plan.on.interpret)
     assert plan.way is not None
-    out, lse = forward_xla(spec, plan.way, arrays)
+    out, lse = forward_xla(spec, plan.way, plan.block, arrays)
     return (out, lse) if save else (out,)
 
 
@@ -217,8 +217,9 @@ def _call_bwd(spec: Spec, plan: Plan, save: bool, saved, cotangents):
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
     if plan.backend == "xla":
         assert plan.way is not None  # make_plan fills what a backend has
-        return backward_xla(spec, plan.way, arrays, out, lse, dout)
-    assert plan.dq is not None and plan.dkv is not None
+        return backward_xla(spec, plan.way, plan.block, arrays, out, lse, dout)
+    assert plan.dq is not None
+    assert plan.dkv is not None
     sees = (arrays.first < arrays.end)[:, None, None]
     products = jnp.where(sees, out.astype(jnp.float32) * dout.astype(jnp.float32), 0)
     given, how = (arrays, dout, lse, jnp.sum(products, axis=2).T), {"interpret": plan.on.interpret}
@@ -229,7 +230,7 @@ def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> 
     """`_find_gradients` without loops, for a second derivative; out and lse are found again."""
 
     def forward(q, k, v):
-        return forward_xla(spec, "dense", arrays._replace(q=q, k=k, v=v))[0]
+        return forward_xla(spec, "dense", None, arrays._replace(q=q, k=k, v=v))[0]
 
     _, vjp = jax.vjp(forward, *arrays[:3])
     return vjp(dout)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.masked_pallas import load, store
@@ -23,25 +24,38 @@ class Queries:
 
     Attributes:
       rows: int32 [bq], and their runs of keys `first` to `end` - 1.
-      sees: bool [bq]: the row is there and sees some key.
+      inside: bool [bq]: the row is of a sequence. The others may hold NaN. (As a range: a mask that had to be loaded
+        first would delay the loads of the rows.)
     """
 
     rows: jax.Array
     first: jax.Array
     end: jax.Array
-    sees: jax.Array
+    inside: jax.Array
+
+    @property
+    def sees(self) -> jax.Array:
+        """bool [bq]: the row sees some key."""
+        return self.first < self.end
 
     @classmethod
-    def of(cls, ref: dict, i: jax.Array, bq: int) -> "Queries":
+    def of(cls, ref: dict, inside: tuple[jax.Array, jax.Array], i: jax.Array, bq: int) -> "Queries":
+        """Block i. inside: of `load_inside`."""
         rows = i * bq + jnp.arange(bq, dtype=jnp.int32)
         there = rows < ref["first"].shape[0]
         first, end = (plgpu.load(ref[name].at[rows], mask=there, other=0) for name in ("first", "end"))
-        return cls(rows, first, end, first < end)
+        return cls(rows, first, end, (inside[0] <= rows) & (rows < inside[1]))
 
     def mask(self, keys: jax.Array) -> jax.Array:
         """Which keys count, by broadcasting; the rows are the other axis."""
         first, end = (x[:, None] if keys.shape[0] == 1 else x[None, :] for x in (self.first, self.end))
         return (first <= keys) & (keys < end)
+
+
+def load_inside(ref: dict) -> tuple[jax.Array, jax.Array]:
+    """[1], [1]: the rows between which sequences of queries lie."""
+    start, stop = (plgpu.load(ref["inside"].at[pl.ds(n, 1)]) for n in range(2))
+    return start, stop
 
 
 def load_rows(ref, rows: jax.Array, head: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -50,7 +64,7 @@ def load_rows(ref, rows: jax.Array, head: jax.Array, mask: jax.Array | None) -> 
     columns = jnp.arange(max(16, power_of_2(H)), dtype=jnp.int32)[None, :]
     index = (rows[:, None], jnp.broadcast_to(head, (1, 1)), columns)
     mask = None if mask is None else mask[:, None]
-    if H != columns.shape[1]:
+    if columns.shape[1] > H:
         mask = columns < H if mask is None else mask & (columns < H)
     return load(ref, index, mask)
 
@@ -74,7 +88,7 @@ def over_keys(queries: Queries, bk: int, S: int, step: Callable[..., Any], carry
     """
     least, most = jnp.min(jnp.where(queries.sees, queries.first, S)), jnp.max(queries.end)
     start, stop = least // bk, (most + bk - 1) // bk
-    # Rows that see nothing do not count: they are zeros, and so is what is stored for them.
+    # Rows that see nothing do not count: zeros are stored for them.
     whole = (jnp.max(jnp.where(queries.sees, queries.first, 0)) + bk - 1) // bk
     whole = jnp.clip(whole, start, stop)
     whole_end = jnp.clip(jnp.min(jnp.where(queries.sees, queries.end, S)) // bk, whole, stop)

@@ -1,4 +1,4 @@
-"""cuDNN's ragged layout: pairs within sequences only. JAX has no public name for it; this file alone uses those it has."""
+"""cuDNN's ragged layout, for which JAX has no public name: this file alone uses the private ones."""
 
 import importlib
 from typing import Any

@@ -1,5 +1,5 @@
-"""The gradients of keys and values: a program owns a block of keys of one head and loops over the blocks of queries that
-see some of it, of all heads that share it: deterministic, without atomics (Pallas on Triton)."""
+"""The gradients of keys and values: a program owns a block of keys of one head and loops over the blocks of queries, of
+all heads that share it, that see some of it: deterministic, without atomics (Pallas on Triton)."""
 
 import functools
 
@@ -12,7 +12,14 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.packed_attention.blocks_pallas import LOG2_E, Queries, load_of_head, load_rows, store_rows
+from jaxops.ops.packed_attention.blocks_pallas import (
+    LOG2_E,
+    Queries,
+    load_inside,
+    load_of_head,
+    load_rows,
+    store_rows,
+)
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import blocks_that_see
 
@@ -25,11 +32,15 @@ def _dkv_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
     k, v = (load_rows(ref[name], keys, kv_head, keys < S) for name in ("k", "v"))
     first, end = (plgpu.load(ref["blocks"].at[n * blocks + j]) for n in range(2))
 
+    inside = load_inside(ref)
+
     def step(n, carry):
         dk, dv = carry
-        head, queries = kv_head * shared + n % shared, Queries.of(ref, first + n // shared, tiles.bq)
-        q, dout = (load_rows(ref[name], queries.rows, head, queries.sees) for name in ("q", "dout"))
-        lse, along = (load_of_head(ref[name], head, queries.rows, queries.sees) for name in ("lse", "along"))
+        # Not % and //, whose corrections for signs do not lower for a loop's counter.
+        head = kv_head * shared + lax.rem(n, jnp.int32(shared))
+        queries = Queries.of(ref, inside, first + lax.div(n, jnp.int32(shared)), tiles.bq)
+        q, dout = (load_rows(ref[name], queries.rows, head, queries.inside) for name in ("q", "dout"))
+        lse, along = (load_of_head(ref[name], head, queries.rows, queries.inside) for name in ("lse", "along"))
         # Transposed, [bk, bq]: so the probabilities are the left operand as they are.
         scores = spec.scale * LOG2_E * plgpu.dot(k, q, trans_b=True, precision=spec.precision)
         mask = queries.mask(keys[:, None])
@@ -58,7 +69,7 @@ def dkv_pallas(
     like = out_struct((S, K, H), arrays.k.dtype, like=arrays.k)
     found = launch_named(
         functools.partial(_dkv_kernel, spec=spec, tiles=tiles),
-        arrays._asdict() | {"keys": None, "dout": dout, "lse": lse, "along": along, "blocks": seen.ravel()},
+        arrays._asdict() | {"dout": dout, "lse": lse, "along": along, "blocks": seen.ravel()},
         {"dk": like, "dv": like},
         grid=(pl.cdiv(S, tiles.bk) * K,),
         warps=tiles.warps,

@@ -11,7 +11,15 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.packed_attention.blocks_pallas import LOG2_E, Queries, load_of_head, load_rows, over_keys, store_rows
+from jaxops.ops.packed_attention.blocks_pallas import (
+    LOG2_E,
+    Queries,
+    load_inside,
+    load_of_head,
+    load_rows,
+    over_keys,
+    store_rows,
+)
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 
 
@@ -19,9 +27,9 @@ def _dq_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
     (T, N, _), (S, K, _), bq = ref["q"].shape, ref["k"].shape, tiles.bq
     blocks = pl.cdiv(T, bq)
     i, head = pl.program_id(0) % blocks, pl.program_id(0) // blocks
-    queries, kv_head = Queries.of(ref, i, bq), head // (N // K)
-    q, dout = (load_rows(ref[name], queries.rows, head, queries.sees) for name in ("q", "dout"))
-    lse, along = (load_of_head(ref[name], head, queries.rows, queries.sees) for name in ("lse", "along"))
+    queries, kv_head = Queries.of(ref, load_inside(ref), i, bq), head // (N // K)
+    q, dout = (load_rows(ref[name], queries.rows, head, queries.inside) for name in ("q", "dout"))
+    lse, along = (load_of_head(ref[name], head, queries.rows, queries.inside) for name in ("lse", "along"))
     lse = LOG2_E * lse
 
     def step(keys, keys_in, mask, dq):
@@ -34,7 +42,7 @@ def _dq_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
         return dq + plgpu.dot(ds.astype(k.dtype), k, precision=spec.precision)
 
     dq = over_keys(queries, tiles.bk, S, step, jnp.zeros(q.shape, jnp.float32))
-    store_rows(ref["dq"], queries.rows, head, spec.scale * dq)
+    store_rows(ref["dq"], queries.rows, head, jnp.where(queries.sees[:, None], spec.scale * dq, 0.0))
 
 
 @traced_once("spec", "tiles", "interpret")
@@ -51,7 +59,7 @@ def dq_pallas(
     T, N, H = arrays.q.shape
     return launch_named(
         functools.partial(_dq_kernel, spec=spec, tiles=tiles),
-        arrays._asdict() | {"keys": None, "dout": dout, "lse": lse, "along": along},
+        arrays._asdict() | {"dout": dout, "lse": lse, "along": along},
         {"dq": out_struct((T, N, H), arrays.q.dtype, like=arrays.q)},
         grid=(pl.cdiv(T, tiles.bq) * N,),
         warps=tiles.warps,

@@ -12,7 +12,15 @@ from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.masked_pallas import store
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.packed_attention.blocks_pallas import LOG2_E, NONE, Queries, load_rows, over_keys, store_rows
+from jaxops.ops.packed_attention.blocks_pallas import (
+    LOG2_E,
+    NONE,
+    Queries,
+    load_inside,
+    load_rows,
+    over_keys,
+    store_rows,
+)
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 
 
@@ -20,8 +28,8 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
     (T, N, _), (S, K, _), bq = ref["q"].shape, ref["k"].shape, tiles.bq
     blocks = pl.cdiv(T, bq)
     i, head = pl.program_id(0) % blocks, pl.program_id(0) // blocks
-    queries, kv_head = Queries.of(ref, i, bq), head // (N // K)
-    q = load_rows(ref["q"], queries.rows, head, queries.sees)
+    queries, kv_head = Queries.of(ref, load_inside(ref), i, bq), head // (N // K)
+    q = load_rows(ref["q"], queries.rows, head, queries.inside)
 
     def step(keys, keys_in, mask, carry):
         mixed, top, total = carry
@@ -45,9 +53,7 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
 
 
 @traced_once("spec", "tiles", "save", "interpret")
-def forward_pallas(
-    spec: Spec, tiles: Tiles, arrays: Arrays, *, save: bool, interpret: bool
-) -> tuple[jax.Array, ...]:
+def forward_pallas(spec: Spec, tiles: Tiles, arrays: Arrays, *, save: bool, interpret: bool) -> tuple[jax.Array, ...]:
     """(out [T, N, H],), and with `save` lse float32 [N, T]: of each row, the logarithm of the sum of exponentials. No
     size is 0."""
     T, N, H = arrays.q.shape
@@ -55,7 +61,7 @@ def forward_pallas(
     out = {"out": struct((T, N, H), arrays.q.dtype)} | ({"lse": struct((N, T), jnp.dtype("float32"))} if save else {})
     found = launch_named(
         functools.partial(_fwd_kernel, spec=spec, tiles=tiles),
-        arrays._asdict() | {"keys": None},
+        arrays._asdict(),
         out,
         grid=(pl.cdiv(T, tiles.bq) * N,),
         warps=tiles.warps,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.device import Device
@@ -24,7 +25,7 @@ class Arrays(NamedTuple):
     Attributes:
       q: [T, N, H].
       k, v: [S, K, H].
-      first, end, keys: of `visible_rows`, int32 [T], [T], [2].
+      first, end, inside: of `visible_rows`, int32 [T], [T], [4].
     """
 
     q: jax.Array
@@ -32,7 +33,7 @@ class Arrays(NamedTuple):
     v: jax.Array
     first: jax.Array
     end: jax.Array
-    keys: jax.Array
+    inside: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +81,14 @@ class Plan(BasePlan):
 
     Attributes:
       way: "dense" computes all T * S pairs; "banded" 3 * T * longest, each block of `longest` rows with itself and its
-        two neighbours; "blocks" loops over blocks of 256 rows, skips those that no row sees, and holds no more than a
+        two neighbours; "blocks" loops over blocks of rows, skips those that no row sees, and holds no more than a
         block's scores in memory.
+      block: rows of queries and of keys in a step of "blocks".
     """
 
     backend: Literal["cudnn", "pallas", "xla"] = "pallas"
     way: Way | None = None
+    block: int | None = None
     fwd: Tiles | None = None
     dq: Tiles | None = None
     dkv: Tiles | None = None
@@ -93,8 +96,11 @@ class Plan(BasePlan):
     def __post_init__(self):
         if self.way not in (None, *WAYS):
             raise ValueError(f"Plan.way={self.way!r}: write {', '.join(map(repr, WAYS))} or None.")
-        if self.way is not None and self.backend != "xla":
-            raise ValueError(f"Plan.way={self.way!r} is of the backend 'xla', and Plan.backend is {self.backend!r}.")
+        for name in ("way", "block"):
+            if (value := getattr(self, name)) is not None and self.backend != "xla":
+                raise ValueError(f"Plan.{name}={value!r} is of 'xla', and Plan.backend is {self.backend!r}.")
+        if self.block is not None:
+            check_fields(self, "block")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,54 +131,102 @@ def _cudnn_cannot(problem: Problem, device: Device) -> str:
     return cudnn_cannot(p.dtype, p.head_dim, plain=p.mask != "rows" and not p.cross, device=device)
 
 
-_DENSE = 2**24  # scores of all heads (64 MiB of float32) up to which all pairs at once are the simplest program
+# Not timed on a GPU: scores of all heads (64 MiB of float32) up to which all pairs at once take one step, and rows of
+# a step of a loop.
+_DENSE, _STEP = 2**24, 512
 
 
-def _way(problem: Problem) -> Way:
+def _way(problem: Problem, device: Device) -> tuple[Way, int]:
+    """The way of the xla backend, and its block.
+
+    2-core CPU, 2026-11-24, forward and backward of 2,048 rows in 8 sequences, 4 heads of 32, causal: 9 ms in blocks of
+    64 rows, 14 of 128, 18 of 256; 127 banded, 900 dense; 557 by `jax.nn.dot_product_attention` with a mask.
+    """
     p = problem
+    if device.platform == "cpu":
+        return "blocks", 64
     if p.T * p.S * p.heads <= _DENSE:
-        return "dense"
-    return "banded" if _can_band(p) and 3 * (p.longest or p.S) < p.S else "blocks"
+        return "dense", _STEP
+    return "banded" if _can_band(p) and 3 * (p.longest or p.S) < p.S else "blocks", _STEP
 
 
 def _can_band(problem: Problem) -> bool:
     return problem.longest is not None and not problem.cross
 
 
+_WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
+
+
 def _auto(problem: Problem, device: Device) -> str:
     if not _cudnn_cannot(problem, device):
         return "cudnn"
-    # The Pallas kernels have not been timed: only where cuDNN has no such mask, and no `longest` bounds the blocks.
-    if device.has(AMPERE) and problem.dtype != "float32" and _way(problem) != "banded":
-        return "pallas"
-    return "xla"
+    # The kernels have not been timed: only for masks that cuDNN has not, without a `longest` that bounds the blocks.
+    unlike = (problem.mask == "rows" or problem.cross) and problem.longest is None
+    return "pallas" if unlike and device.has(AMPERE) and problem.head_dim <= _WIDEST else "xla"
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     problem, way = call.problem, call.plan.way
     if call.backend == "cudnn" and (why := _cudnn_cannot(problem, call.device)):
         raise NotImplementedError(f"backend='cudnn' cannot run this: {why}. Use backend='auto' or 'xla'.")
+    if call.backend == "pallas" and problem.head_dim > _WIDEST:
+        raise NotImplementedError(
+            f"the kernels have a head_dim of at most {_WIDEST}, not {problem.head_dim}. Use 'xla'."
+        )
     if way == "banded" and not _can_band(problem):
         needed = "longest, the rows of the longest sequence" if not problem.cross else "queries and keys in one packing"
         raise ValueError(f"Plan.way='banded' needs {needed}. Pass it, or take way='blocks'.")
-    return {"way": way or _way(problem)} if call.backend == "xla" else {}
+    if call.backend != "xla":
+        return {}
+    chosen, block = _way(problem, call.device)
+    way = way or chosen
+    return {"way": way, "block": (call.plan.block or block) if way == "blocks" else None}
+
+
+def shared_bytes(pass_name: str, tiles: Tiles, problem: Problem) -> int:
+    """Shared memory in bytes: the blocks that a program owns, those of the loop, `stages` of each, and what dkv's
+    probabilities take on their way to another layout."""
+    row = max(16, power_of_2(problem.head_dim)) * jnp.dtype(problem.dtype).itemsize
+    if pass_name == "dkv":
+        return 2 * (tiles.bk + tiles.stages * tiles.bq) * row + 2 * tiles.bq * tiles.bk
+    return (2 * tiles.stages * tiles.bk + {"fwd": 1, "dq": 2}[pass_name] * tiles.bq) * row
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
-    """After FlashAttention-2's sizes for head_dim 64 and 128; not yet measured."""
-    wide, half = power_of_2(problem.head_dim) > 64, problem.dtype != "float32"
-    bq, bk = {"fwd": (128, 64), "dq": (64, 64), "dkv": (64, 64)}[pass_name]
-    bq, bk = (bq, bk) if half else (64 if pass_name == "fwd" else 32, 32)
-    return Tiles(bq, bk, 8 if wide and half and pass_name == "fwd" else 4, 2)
+    """The largest tiles that compile for sm_90 without spilled registers (Triton 3.9, 2026-11-24; not yet timed)."""
+    wide, half = problem.head_dim > 64, problem.dtype != "float32"
+    if not half:
+        tiles = Tiles(64, 32, 8, 2)
+    elif pass_name == "dkv":
+        tiles = Tiles(64, 64, 8, 2) if wide else Tiles(64, 64, 4, 3)
+    else:
+        tiles = Tiles(128, 64, 8, 3)
+    while shared_bytes(pass_name, tiles, problem) > device.shared_bytes and tiles != Tiles(16, 16, tiles.warps, 1):
+        if tiles.stages > 1:
+            tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)
+        elif tiles.bq > tiles.bk:
+            tiles = dataclasses.replace(tiles, bq=tiles.bq // 2)
+        else:
+            tiles = dataclasses.replace(tiles, bk=tiles.bk // 2)
+    return tiles
 
 
-def _key(pass_name: str, *, T: int, heads: int, head_dim: int, dtype: str, mask: str, **_: Any) -> tuple:
-    return pass_name, dtype, power_of_2(T), heads, head_dim, mask
+def _key(
+    pass_name: str, *, T: int, S: int, heads: int, kv_heads: int, head_dim: int, dtype: str, mask: str, **_: Any
+) -> tuple:
+    """Lengths count up to the next power of two, so that a new one needs no new tuning."""
+    return pass_name, dtype, power_of_2(T), power_of_2(S), heads, kv_heads, head_dim, mask
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
+    """Tiles that fit the shared memory, of at most 64 float32 sums of a row of keys or queries a thread."""
+    width = max(16, power_of_2(problem.head_dim))
     for bq, bk, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
-        yield Tiles(bq, bk, warps, stages)
+        tiles = Tiles(bq, bk, warps, stages)
+        owned = 2 * bk if pass_name == "dkv" else bq
+        held = owned * width / (32 * warps)
+        if held <= 64 and shared_bytes(pass_name, tiles, problem) <= device.shared_bytes:
+            yield tiles
 
 
 PLANNER = Planner(

@@ -1,5 +1,7 @@
 """Every mask of the op as one run of key rows for each query row: all that the backends need to know of it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,7 @@ from jaxops._lib.ragged import clip_bounds
 _FEW = 1024  # offsets that all rows are compared with at once; a search in more is a loop
 
 
+@functools.partial(jax.jit, static_argnames=("T", "S", "causal", "window"), inline=True)
 def visible_rows(
     offsets: jax.Array,
     kv_offsets: jax.Array | None,
@@ -23,8 +26,8 @@ def visible_rows(
     The runs lie within the row's own sequence and within 0 to S, whatever the values of the operands are.
 
     Returns:
-      (first [T], end [T]: row t sees key rows first[t] to end[t] - 1, 0 and 0 if it sees none; keys [2]: where the
-      first sequence of keys starts, and where the last one ends). int32.
+      (first [T], end [T]: row t sees key rows first[t] to end[t] - 1, 0 and 0 if it sees none; inside [4]: where the
+      first sequence of queries starts, where the last one ends, and the same of keys). int32.
     """
     B = offsets.shape[0] - 1
     row = jnp.arange(T, dtype=jnp.int32)
@@ -49,7 +52,7 @@ def visible_rows(
     return (
         jnp.where(sees, first, 0),
         jnp.where(sees, end, 0),
-        jnp.stack(clip_bounds(keys[0], keys[-1], S)),
+        jnp.stack([*clip_bounds(offsets[0], offsets[-1], T), *clip_bounds(keys[0], keys[-1], S)]),
     )
 
 

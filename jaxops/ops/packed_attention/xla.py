@@ -11,7 +11,6 @@ from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Way
 
 _LOW = -1e30  # instead of a score that is masked: finite, so that a row without keys is no NaN
-_BLOCK = 256  # rows of queries and of keys in a step of the way "blocks"
 
 
 class Rows(NamedTuple):
@@ -25,11 +24,12 @@ class Rows(NamedTuple):
     lse: jax.Array | None = None
 
 
-def forward_xla(spec: Spec, way: Way, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def forward_xla(spec: Spec, way: Way, block: int | None, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """(out [T, N, H], lse float32 [N, T]: the logarithm of each row's sum of exponentials)."""
     rows, k, v = _without_others(arrays)
     if way == "blocks":
-        out, lse = _forward_in_blocks(spec, rows, k, v)
+        assert block is not None  # make_plan fills it
+        out, lse = _forward_in_blocks(spec, block, rows, k, v)
     elif way == "banded":
         assert spec.longest is not None  # make_plan has checked it
         q_blocks, k_blocks, v_blocks = _band(rows, k, v, spec.longest)
@@ -42,7 +42,7 @@ def forward_xla(spec: Spec, way: Way, arrays: Arrays) -> tuple[jax.Array, jax.Ar
 
 
 def backward_xla(
-    spec: Spec, way: Way, arrays: Arrays, out: jax.Array, lse: jax.Array, dout: jax.Array
+    spec: Spec, way: Way, block: int | None, arrays: Arrays, out: jax.Array, lse: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq, dk, dv), in the dtype of q, k and v."""
     rows, k, v = _without_others(arrays)
@@ -52,7 +52,8 @@ def backward_xla(
         out=out.reshape(T, K, G, H), dout=jnp.where(sees, dout.reshape(T, K, G, H), 0), lse=lse.reshape(K, G, T)
     )
     if way == "blocks":
-        dq, dk, dv = _backward_in_blocks(spec, rows, k, v)
+        assert block is not None  # make_plan fills it
+        dq, dk, dv = _backward_in_blocks(spec, block, rows, k, v)
     elif way == "banded":
         assert spec.longest is not None  # make_plan has checked it
         blocks = _band(rows, k, v, spec.longest)
@@ -70,10 +71,10 @@ def backward_xla(
 
 def _without_others(arrays: Arrays) -> tuple[Rows, jax.Array, jax.Array]:
     """The operands, zero in rows outside: zero times NaN is NaN."""
-    q, k, v, first, end, keys = arrays
+    q, k, v, first, end, bounds = arrays
     (T, N, H), (S, K, _) = q.shape, k.shape
     row = jnp.arange(S, dtype=jnp.int32)
-    inside = ((keys[0] <= row) & (row < keys[1]))[:, None, None]
+    inside = ((bounds[2] <= row) & (row < bounds[3]))[:, None, None]
     q = jnp.where((first < end)[:, None, None], q, 0).reshape(T, K, N // K, H)
     return Rows(q, first, end), jnp.where(inside, k, 0), jnp.where(inside, v, 0)
 
@@ -119,7 +120,9 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """float32 dq [t, K, G, H], and of key rows `start` and on dk and dv [s, K, H]."""
     q, _, _, out, dout, lse = rows
-    assert out is not None and dout is not None and lse is not None
+    assert out is not None
+    assert dout is not None
+    assert lse is not None
     scores, mask = _scores(spec, rows, k, start)
     p = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0)
     along = jnp.einsum("tkgh,tkgh->kgt", out.astype(jnp.float32), dout.astype(jnp.float32))
@@ -153,13 +156,12 @@ def _cut(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, i * block, block)
 
 
-def _forward_in_blocks(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward_in_blocks(spec: Spec, block: int, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), as in FlashAttention."""
-    (T, K, G, H), block = rows.q.shape, min(_BLOCK, k.shape[0])
+    (_, K, G, H), size, block = rows.q.shape, min(block, rows.q.shape[0]), min(block, k.shape[0])
     k, v = (jnp.pad(x, ((0, -x.shape[0] % block), (0, 0), (0, 0))) for x in (k, v))
-    size = min(_BLOCK, T)
-    none = jnp.full((K, G, size), _LOW, jnp.float32), jnp.zeros((K, G, size)), jnp.zeros((K, G, size, H))
-    none, _ = vary_together(jax.tree.map(lambda x: x.astype(jnp.float32), none), (rows, k))
+    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+    none, _ = vary_together((zeros((K, G, size)) + _LOW, zeros((K, G, size)), zeros((K, G, size, H))), (rows, k))
 
     def one(some: Rows):
         step = lambda i, carry: _step(spec, some, _cut(k, i, block), _cut(v, i, block), i * block, carry)
@@ -169,8 +171,10 @@ def _forward_in_blocks(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tu
     return out.reshape(-1, K, G, H), jnp.moveaxis(lse, 0, 2).reshape(K, G, -1)
 
 
-def _backward_in_blocks(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    S, block, size = k.shape[0], min(_BLOCK, k.shape[0]), min(_BLOCK, rows.q.shape[0])
+def _backward_in_blocks(
+    spec: Spec, block: int, rows: Rows, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    S, size, block = k.shape[0], min(block, rows.q.shape[0]), min(block, k.shape[0])
     k, v = (jnp.pad(x, ((0, -S % block), (0, 0), (0, 0))) for x in (k, v))
     (sums, none), _ = vary_together(
         (jnp.zeros((2, *k.shape), jnp.float32), jnp.zeros((size, *rows.q.shape[1:]), jnp.float32)), (rows, k)

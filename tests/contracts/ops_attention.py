@@ -1,0 +1,57 @@
+"""The list's op of attention, with the masks that its portable backend and its kernels have."""
+
+import numpy as np
+
+import jaxops
+from jaxops.ops import packed_attention
+from jaxops.ops.packed_attention import Plan, Tiles
+from jaxops.ops.packed_attention.reference import packed_attention_reference
+from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, outside_of, ways_of
+
+NAMES = ("queries", "keys", "values")
+
+
+def attention_plan(run: str) -> Plan:
+    return Plan("xla", way="blocks", block=8) if run == "xla" else Plan("pallas", None, None, *[Tiles(16, 16)] * 3)
+
+
+def attention_shapes(d: Dims) -> Arguments:
+    T, S, K, G, H, B = (d[name] for name in "TSKGHB")
+    return {
+        "queries": f32(T, K * G, H), "keys": f32(S, K, H), "values": f32(S, K, H), "until": i32(T),
+        "offsets": i32(B + 1), "kv_offsets": i32(B + 1),
+    }  # fmt: skip
+
+
+def attention_integers(rng: np.random.Generator, d: Dims) -> Arguments:
+    T, S, B = (d[name] for name in "TSB")
+    until = rng.integers(-2, S + 3, T).astype(np.int32)
+    return {"offsets": offsets(rng, T, B), "kv_offsets": offsets(rng, S, B), "until": until}
+
+
+def attention(function, **more):
+    def call(a: Arguments, **how):
+        masks = {"kv_offsets": a["kv_offsets"], "visible_until": a["until"], "window": 7}
+        return function(*(a[name] for name in NAMES), a["offsets"], **masks, **more, **how)
+
+    return call
+
+
+def attention_outside(a: Arguments) -> tuple[Arguments, list]:
+    rows, others = (
+        outside_of(a[offsets], a[name].shape[0])[:, :, None]
+        for offsets, name in (("offsets", "queries"), ("kv_offsets", "keys"))
+    )
+    return {"queries": rows, "keys": others, "values": others}, [rows]
+
+
+ATTENTION_OPS = [
+    Op(
+        "packed_attention", attention(jaxops.packed_attention), attention_shapes,
+        {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "B": 4}, ways_of(attention_plan, **EXACT),
+        attention(packed_attention_reference), wrt=NAMES, local=(*NAMES, "until", "offsets", "kv_offsets"),
+        integers=attention_integers, outside=attention_outside, module=packed_attention,
+        problem=packed_attention.Problem(16384, 16384, 24, 24, 128, "bfloat16", "causal"), multiplies=True,
+        large=(({"T": 1_200_000, "S": 1_200_000, "K": 4, "G": 4, "H": 128, "B": 64}, {}),),
+    ),
+]  # fmt: skip

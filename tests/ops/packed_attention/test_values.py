@@ -1,0 +1,234 @@
+"""Attention over packed sequences: every way against float64 arithmetic sequence by sequence, and what no row sees."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxops
+from jaxops.ops.packed_attention import Plan
+from jaxops.ops.packed_attention.reference import packed_attention_reference
+from jaxops.ops.packed_attention.visible import blocks_that_see, visible_rows
+from tests.compare import assert_close
+from tests.ops.packed_attention.cases import (
+    DIM,
+    EXACT,
+    HEADS,
+    KV_HEADS,
+    LONGEST,
+    PLANS,
+    B,
+    S,
+    T,
+    arrays,
+    ends_of,
+    with_gradients,
+)
+
+MASKS = {
+    "whole": {},
+    "causal": {"causal": True},
+    "window": {"window": 3},
+    "causal-window": {"causal": True, "window": 3},
+    "until": {},
+    "until-window": {"window": 3},
+}
+packings = st.tuples(st.integers(0, 3), st.lists(st.integers(0, LONGEST), min_size=B, max_size=B))
+
+
+def one_at_a_time(q, k, v, ends, key_ends, until, mask) -> np.ndarray:
+    """In float64, as a loop over sequences and their rows."""
+    out = np.zeros(q.shape)
+    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1).astype(np.float64) for x in (k, v))
+    for (start, end), (key_start, key_end) in zip(
+        itertools.pairwise(ends.tolist()), itertools.pairwise(key_ends.tolist()), strict=True
+    ):
+        for row in range(start, end):
+            own = key_end - (end - row)
+            keys = [
+                key
+                for key in range(key_start, key_end)
+                if not (mask.startswith("causal") and key > own)
+                and not (mask.startswith("until") and key >= until[row])
+                and not ("window" in mask and key < own - 3)
+                and not (mask == "window" and key > own + 3)
+            ]
+            if keys:
+                score = np.einsum("hd,khd->hk", q[row].astype(np.float64), k[keys]) / np.sqrt(q.shape[2])
+                weight = np.exp(score - score.max(axis=1, keepdims=True))
+                out[row] = np.einsum("hk,khd->hd", weight / weight.sum(axis=1, keepdims=True), v[keys])
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("mask", "cross"))
+def every_way(q, k, v, dout, offsets, kv_offsets, until, *, mask, cross):
+    how = MASKS[mask] | ({"visible_until": until} if mask.startswith("until") else {})
+    how |= {"kv_offsets": kv_offsets} if cross else {}
+    found = {"reference": with_gradients(lambda *x: packed_attention_reference(*x, offsets, **how), q, k, v, dout)}
+    for way, plan in PLANS.items():
+        if not (way == "banded" and cross):
+            call = lambda *x, plan=plan: jaxops.packed_attention(
+                *x, offsets, longest=LONGEST, plan=plan, **how, **EXACT
+            )
+            found[way] = with_gradients(call, q, k, v, dout)
+    return found
+
+
+def check_every_way(mask, cross, packing, key_packing, seed) -> None:
+    q, k, v, dout = arrays(seed, T, S if cross else T)
+    ends, key_ends = ends_of(*packing, T), ends_of(*(key_packing if cross else packing), k.shape[0])
+    until = np.random.default_rng(seed).integers(-3, k.shape[0] + 4, T).astype(np.int32)
+    wanted = one_at_a_time(q, k, v, ends, key_ends, until, mask)
+    outside, keys_outside = (np.r_[0 : e[0], e[-1] : n] for e, n in ((ends, T), (key_ends, k.shape[0])))
+    for x, rows in ((q, outside), (dout, outside), (k, keys_outside), (v, keys_outside)):
+        x[rows] = np.nan
+    found = every_way(q, k, v, dout, ends, key_ends, until, mask=mask, cross=cross)
+    for way, results in found.items():
+        assert_close(results[0], wanted, "float32", name=way)
+        for name, got, want in zip("qkv", results[1:], found["reference"][1:], strict=True):
+            assert_close(got, want, "float32", scale=2, name=f"{way} d{name}")
+            assert not np.asarray(got)[outside if name == "q" else keys_outside].any()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@settings(max_examples=8)
+@given(packings, st.integers(0, 5))
+def test_values_and_gradients(mask, packing, seed):
+    check_every_way(mask, False, packing, packing, seed)
+
+
+@pytest.mark.parametrize("mask", ["whole", "causal-window", "until"])
+@settings(max_examples=8)
+@given(packings, packings, st.integers(0, 5))
+def test_keys_of_other_rows(mask, packing, key_packing, seed):
+    check_every_way(mask, True, packing, key_packing, seed)
+
+
+TEXT_AND_IMAGES = [3, 4, 2, 5, 1]  # in turn rows of text and of an image
+
+
+def test_text_and_images():
+    """A document of text, an image, text, an image, text beside another one: as a mask written pair by pair."""
+    document = sum(TEXT_AND_IMAGES)
+    part = np.repeat(np.arange(5), TEXT_AND_IMAGES)
+    row = np.arange(document)
+    end = np.cumsum(TEXT_AND_IMAGES)[part]
+    until = np.where(part % 2, end, row + 1)
+    sees = (row[None, :] <= row[:, None]) | ((part[None, :] == part[:, None]) & (part % 2)[:, None].astype(bool))
+    np.testing.assert_array_equal(row[None, :] < until[:, None], sees)
+    q, k, v, _ = arrays(0, 2 * document)
+    offsets, both = np.array([0, document, 2 * document], np.int32), np.r_[until, until + document].astype(np.int32)
+    mask = np.kron(np.eye(2, dtype=bool), sees)
+    want = jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask[None, None])[0]
+    for plan in PLANS.values():
+        got = jaxops.packed_attention(q, k, v, offsets, visible_until=both, longest=document, plan=plan, **EXACT)
+        assert_close(got, want, "float32")
+
+
+@pytest.mark.parametrize("way", PLANS)
+def test_no_row_sees_another_sequence(way):
+    """Not by any value of visible_until or of offsets that are no offsets: other sequences' rows change no bit, and get
+    no gradient. (Documents that share a row and attend to each other are MaxText's issue 4476.)"""
+    ends, mine = np.array([2, 9, 9, 20, 35], np.int32), slice(9, 20)
+    others = np.r_[0:9, 20:T]
+    q, k, v, dout = arrays(0)
+    apart = [np.where(np.isin(np.arange(T), others)[:, None, None], -3 * x + 1, x) for x in (q, k, v)]
+    masked = np.where(np.isin(np.arange(T), others)[:, None, None], 0, dout).astype(np.float32)
+    call = jax.jit(
+        lambda q, k, v, ends, **mask: with_gradients(
+            lambda *x: jaxops.packed_attention(*x, ends, longest=LONGEST, plan=PLANS[way], **mask), q, k, v, masked
+        ),
+        static_argnames=("causal", "window"),
+    )
+    far = np.full(T, 2**31 - 1, np.int32)
+    for mask in ({}, {"causal": True}, {"window": 2**31 - 1}, {"visible_until": far}, {"visible_until": -far}):
+        one, other = call(q, k, v, ends, **mask), call(*apart, ends, **mask)
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(np.asarray(a)[mine], np.asarray(b)[mine])
+        assert not any(np.asarray(gradient)[others].any() for gradient in other[1:])
+    assert not np.asarray(call(q, k, v, ends, visible_until=-far)[0]).any()
+
+
+@pytest.mark.parametrize("way", ["blocks", "pallas"])
+@pytest.mark.parametrize(
+    "bad", [[5, 3, 40, -7, 2**31 - 1], [-(2**31), 2**31 - 1, 0, 9, 4], [50, 60, 70, 80, 90]], ids=["a", "b", "c"]
+)
+def test_bad_offsets_stay_in_bounds(way, bad):
+    """Any row may come out, finite: nothing is read outside of the arrays. (The interpreter pads with NaN.)"""
+    q, k, v, dout = arrays(0)
+    bad = np.array(bad, np.int32)
+    first, end, inside = visible_rows(bad, None, None, T=T, S=T, causal=True, window=None)
+    assert (np.asarray(first) >= 0).all()
+    assert (np.asarray(end) <= T).all()
+    assert ((np.asarray(inside) >= 0) & (np.asarray(inside) <= T)).all()
+    found = with_gradients(
+        lambda *x: jaxops.packed_attention(*x, bad, causal=True, plan=PLANS[way], **EXACT), q, k, v, dout
+    )
+    assert all(np.isfinite(np.asarray(x)).all() for x in found)
+
+
+@given(packings, st.integers(0, 5), st.booleans(), st.sampled_from([4, 16]), st.sampled_from([4, 16]))
+def test_blocks_that_see(packing, seed, whole, bq, bk):
+    """Each pair that counts is in a block of the list; without a mask by row, no other block is in it."""
+    until = None if whole else np.random.default_rng(seed).integers(0, T + 1, T).astype(np.int32)
+    window = None if whole else 4
+    first, end, _ = visible_rows(ends_of(*packing, T), None, until, T=T, S=T, causal=False, window=window)
+    start, stop = np.asarray(blocks_that_see(first, end, S=T, bq=bq, bk=bk))
+    sees = (np.asarray(first)[:, None] <= np.arange(T)) & (np.arange(T) < np.asarray(end)[:, None])
+    for j in range(-(-T // bk)):
+        rows = np.flatnonzero(sees[:, j * bk : (j + 1) * bk].any(axis=1)) // bq
+        least, most = (rows.min(), rows.max() + 1) if len(rows) else (0, 0)
+        assert (start[j] <= least and most <= stop[j]) or not len(rows)
+        assert not whole or (start[j], stop[j]) == (least, most)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("way", PLANS)
+def test_16_bit(way, dtype):
+    """Of rows that are longer than a block, with scores far from 0, in the ways' own sums of float32."""
+    q, k, v, dout = (jnp.asarray(x, dtype) for x in arrays(1, dim=12))
+    offsets = jnp.array([0, 30, T], jnp.int32)
+    how = {"causal": True, "scale": 1.5}
+    wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
+    want = with_gradients(lambda *x: packed_attention_reference(*x, offsets, **how), *wide)
+    got = with_gradients(
+        lambda *x: jaxops.packed_attention(*x, offsets, longest=30, plan=PLANS[way], **how), q, k, v, dout
+    )
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        assert a.dtype == dtype
+        assert_close(a, b, "bfloat16", scale=4, name=name)  # the probabilities are rounded, too
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v, dout = arrays(2)
+    offsets = np.array([0, 20, T], np.int32)
+    want = with_gradients(lambda *x: packed_attention_reference(*x, offsets, scale=100.0), q, k, v, dout)
+    for plan in PLANS.values():
+        call = lambda *x, plan=plan: jaxops.packed_attention(*x, offsets, scale=100.0, longest=20, plan=plan, **EXACT)
+        for got, wanted in zip(with_gradients(call, q, k, v, dout), want, strict=True):
+            assert_close(got, wanted, "float32", scale=200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [DIM, 64, 128])
+def test_kernels(mask, dim):
+    """On a GPU: the plan that a user gets, of 16-bit numbers, against the portable backend in float32."""
+    rows = 1000
+    q, k, v, dout = (jnp.asarray(x, jnp.bfloat16) for x in arrays(0, rows, dim=dim))
+    ends = jnp.array([3, 250, 250, 700, 701, 990], jnp.int32)
+    until = jnp.asarray(np.random.default_rng(0).integers(0, rows, rows), jnp.int32)
+    how = MASKS[mask] | ({"visible_until": until} if mask.startswith("until") else {})
+    wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
+    want = with_gradients(lambda *x: jaxops.packed_attention(*x, ends, plan=PLANS["dense"], **how, **EXACT), *wide)
+    spoilt = [x.at[: ends[0]].set(jnp.nan).at[ends[-1] :].set(jnp.nan) for x in (q, k, v, dout)]
+    call = lambda *x: jaxops.packed_attention(*x, ends, plan=Plan("pallas"), **how)
+    first, second = (jax.jit(functools.partial(with_gradients, call))(*spoilt) for _ in range(2))
+    for a, b, c in zip(first, second, want, strict=True):
+        assert (a == b).all(), "two runs differ"
+        assert_close(a, c, "bfloat16", scale=4)

@@ -82,7 +82,6 @@ def position_embedding(sequence_offsets: jax.Array, grids: jax.Array, rows: int,
     return jnp.concatenate([waves(edge, width // 4, 100.0) for edge in edges], axis=1)
 
 
-<<<<<<< HEAD
 class TimeEmbedding(nnx.Sequential):
     """Times [N] from 0 to 1 -> [N, width]."""
 
@@ -92,14 +91,14 @@ class TimeEmbedding(nnx.Sequential):
 
     def __call__(self, time: jax.Array) -> jax.Array:
         return super().__call__(waves(1000 * time, self.layers[0].in_features, 60_000.0))
-=======
+
+
 def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Each row's sequence, int32 [rows] from 0 to B - 1, and whether it is in one, bool [rows]."""
     # By comparison with every offset: searchsorted would be a while loop in every layer.
     at = jnp.sum(sequence_offsets[None, :] <= jnp.arange(rows, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32) - 1
     B = sequence_offsets.shape[0] - 1
     return jnp.clip(at, 0, B - 1), (at >= 0) & (at < B)
->>>>>>> attention
 
 
 class Attention(nnx.Module):

@@ -7,13 +7,8 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.loop import Schedule, Share
-<<<<<<< HEAD
 from models.multimodal import MultimodalConfig
-from models.packed_attention import Way
-from models.precision import Backend, Dtype, Recipe
-=======
 from models.precision import Attends, Backend, Dtype, Recipe
->>>>>>> attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,9 +184,7 @@ class Block(nnx.Module):
 
     def _attend(self, y: jax.Array, layout: Layout) -> jax.Array:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            out = jaxops.packed_attention(
-                q[0], k[0], v[0], layout.sequence_offsets, visible_until=layout.visible_until
-            )
+            out = jaxops.packed_attention(q[0], k[0], v[0], layout.sequence_offsets, visible_until=layout.visible_until)
             return out[None], None
 
         return self.attention(y[None], layout.positions[None], attend)[0][0]

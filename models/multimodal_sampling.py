@@ -1,5 +1,6 @@
 """What a trained `Multimodal` draws for prompts, and how it captions images."""
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 
@@ -38,18 +39,6 @@ def draw(
       guidance: 1 for none.
     """
     graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def run(state: nnx.State, batch: Batch, guided: jax.Array, free: jax.Array, key: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, state)
-
-        def velocity(patches: jax.Array, time: jax.Array) -> jax.Array:
-            x, _ = model(batch._replace(patches=patches), jnp.full(batch.is_image.shape, time))
-            found = model.velocities(x)
-            return found[free] + guidance * (found[guided] - found[free])
-
-        return integrate(velocity, jax.random.normal(key, batch.patches.shape)[guided], steps)
-
     blanks = [np.zeros((height, width, room.channels), np.uint8) for height, width in sizes]
     nothing = np.zeros(0, np.int32)
     both = [
@@ -66,11 +55,39 @@ def draw(
             after, alone = (np.arange(end - rows_of(blanks[i], room.patch), end) for end in ends.tolist())
             guided[alone], free[after] = after, alone
             spans.append(after)
-        patches = np.asarray(run(state, batch, guided, free, jax.random.fold_in(key, number)))
+        patches = np.asarray(
+            _drawn(graphdef, state, batch, guided, free, jax.random.fold_in(key, number), steps, guidance)
+        )
         for i, span in zip(chosen, spans, strict=True):
             grid = [side // room.patch for side in sizes[i]]
             drawn[i] = unpatchify(patches[span], grid, room.patch)
     return [drawn[i] for i in range(len(prompts))]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _drawn(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    batch: Batch,
+    guided: jax.Array,
+    free: jax.Array,
+    key: jax.Array,
+    steps: int,
+    guidance: float | jax.Array,
+) -> jax.Array:
+    """Patches [T, ...] of all images, equal in both documents of each.
+
+    Args:
+      guided, free: of each row the same patch's row after the prompt, and after none; of rows of text their own.
+    """
+    model = nnx.merge(graphdef, state)
+
+    def velocity(patches: jax.Array, time: jax.Array) -> jax.Array:
+        x, _ = model(batch._replace(patches=patches), jnp.full(batch.is_image.shape, time))
+        found = model.velocities(x)
+        return found[free] + guidance * (found[guided] - found[free])
+
+    return integrate(velocity, jax.random.normal(key, batch.patches.shape)[guided], steps)
 
 
 def caption(
@@ -93,32 +110,41 @@ def caption(
       temperature: 0 for the likeliest token.
     """
     graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def run(state: nnx.State, batch: Batch, rows: jax.Array, key: jax.Array) -> jax.Array:
-        """rows: of the documents' ends of images, whose prediction is the first token."""
-        model, time = nnx.merge(graphdef, state), jnp.zeros(batch.is_image.shape)
-
-        def step(written: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            place, key = at
-            x, _ = model(batch._replace(tokens=written), time)
-            logits = model.logits(x[rows + place])
-            drawn = jax.random.categorical(key, logits / max(temperature, 1e-6))
-            token = (drawn if temperature > 0 else jnp.argmax(logits, axis=1)).astype(jnp.int32)
-            return written.at[rows + place + 1].set(token, mode="drop"), token
-
-        steps = jnp.arange(length, dtype=jnp.int32), jax.random.split(key, length)
-        return jax.lax.scan(step, batch.tokens, steps)[1].T
-
     empty = np.zeros(length, np.int32)
     documents = [captioned(empty, image, tokens) for image in images]
     found: dict[int, list[int]] = {}
     for number, chosen in enumerate(_chosen(sizes_of(documents, room), room)):
         batch = lay_out([documents[i] for i in chosen], room)
         ends = batch.sequence_offsets[1 : 1 + room.documents]
-        written = np.asarray(run(state, batch, ends - length - 1, jax.random.fold_in(key, number)))
+        at, own_key = ends - length - 1, jax.random.fold_in(key, number)
+        written = np.asarray(_written(graphdef, state, batch, at, own_key, length, temperature))
         found |= {i: until(tokens, row.tolist()) for i, row in zip(chosen, written, strict=False)}
     return [found[i] for i in range(len(images))]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _written(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    batch: Batch,
+    rows: jax.Array,
+    key: jax.Array,
+    length: int,
+    temperature: float | jax.Array,
+) -> jax.Array:
+    """`length` tokens after each of rows [D]."""
+    model, time = nnx.merge(graphdef, state), jnp.zeros(batch.is_image.shape)
+
+    def step(tokens: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        place, key = at
+        x, _ = model(batch._replace(tokens=tokens), time)
+        logits = model.logits(x[rows + place])
+        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
+        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
+        return tokens.at[rows + place + 1].set(token, mode="drop"), token
+
+    steps = jnp.arange(length, dtype=jnp.int32), jax.random.split(key, length)
+    return jax.lax.scan(step, batch.tokens, steps)[1].T
 
 
 def until(tokens: Tokens, written: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The end of `python -m models.train mm`: drawings for prompts and captions of held-out images, and how right they are."""
+"""The end of `python -m models.train mm`: drawings for prompts, captions of held-out images, how right they are."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +54,9 @@ def show(preset: MultimodalPreset, model: Multimodal, data: PairData, material: 
     if data.labels is not None:
         read = reader(data.train.pixels, data.labels[0])
         asked = [digit_in(prompt) for prompt in prompts]
-        run.say(f"{right(read(drawn), asked)} drawings show their prompt's digit, as a support vector machine reads it,")
+        run.say(
+            f"{right(read(drawn), asked)} drawings show their prompt's digit, as a support vector machine reads it,"
+        )
         real = right(read(data.heldout.pixels), data.labels[1].tolist())
         run.say(f"which reads {real} held-out digits right")
         named = [digit_in(text) for text in written]

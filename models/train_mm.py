@@ -116,9 +116,7 @@ def prepare(preset: MultimodalPreset, data: PairData) -> tuple[MultimodalPreset,
     """
     tokenizer, tokens = choose_tokenizer(preset)
     values = data.patch**2 * data.channels
-    model = dataclasses.replace(
-        preset.model, vocab=max(preset.model.vocab, tokenizer.vocab + 2), patch_values=values
-    )
+    model = dataclasses.replace(preset.model, vocab=max(preset.model.vocab, tokenizer.vocab + 2), patch_values=values)
     room = Room(preset.rows, preset.predictions, preset.documents, data.patch, data.channels)
     return dataclasses.replace(preset, model=model), Material(
         encode(data.train, tokenizer), encode(data.heldout, tokenizer), tokenizer, tokens, room
@@ -190,9 +188,7 @@ def sharded_graphdef(preset: MultimodalPreset) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: Multimodal(preset.model, sharded=True, rngs=nnx.Rngs(0))))[0]
 
 
-def objective(
-    preset: MultimodalPreset, model: Multimodal, batch: Batch, key: jax.Array
-) -> tuple[jax.Array, Measured]:
+def objective(preset: MultimodalPreset, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
     how = {name: getattr(preset, name) for name in ("image_weight", "time_shift", "reading_noise")}
     loss, routed = loss_fn(model, batch, key, **how)
     balance = jnp.mean(routed.aux_loss)
@@ -280,7 +276,9 @@ def run(options: MmOptions) -> None:
         data = read_pairs(preset.data, preset.patch, preset.longest)
         preset, material = prepare(preset, data)
         check_fits(preset, material, mesh)
-        files = files_read(preset.data) | ({} if preset.tokenizer is None else {preset.tokenizer: Path(preset.tokenizer)})
+        files = files_read(preset.data) | (
+            {} if preset.tokenizer is None else {preset.tokenizer: Path(preset.tokenizer)}
+        )
         run = launch.begin(options, preset, mesh, Path("runs", f"mm-{Path(preset.data).stem}-{options.preset}"), files)
     with launch.ended_in_one_line(run):
         _train_and_report(options, preset, data, material, run, begin)

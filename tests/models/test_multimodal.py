@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +254,7 @@ def test_images_alone_are_a_dit():
         return dit(batch.patches, TIME, labels, batch.segment_offsets, batch.grids)[:count]
 
     assert_close(nnx.jit(ours)(model), nnx.jit(theirs)(as_dit(model)), "float32", scale=4)
-    assert T > count
+    assert count < T
 
 
 def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.Array]:
@@ -265,9 +266,14 @@ def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.
     sees = visible(batch)
     layout = layout_of(jax.tree.map(jnp.asarray, batch))  # of which positions are used; tested above
     place = position_embedding(batch.segment_offsets, batch.grids, T, c.width)
-    x = jnp.where(image, batch.patches @ p["enter"]["kernel"] + p["enter"]["bias"] + place, p["embed"]["embedding"][batch.tokens])
+    x = jnp.where(
+        image, batch.patches @ p["enter"]["kernel"] + p["enter"]["bias"] + place, p["embed"]["embedding"][batch.tokens]
+    )
     first, _, last = (p["time"]["layers"].get(i, {}) for i in range(3))
-    cond = jax.nn.silu(waves(1000 * time, c.width, 60_000.0) @ first["kernel"] + first["bias"]) @ last["kernel"] + last["bias"]
+    cond = (
+        jax.nn.silu(waves(1000 * time, c.width, 60_000.0) @ first["kernel"] + first["bias"]) @ last["kernel"]
+        + last["bias"]
+    )
     cond = jax.nn.silu(cond)[segment]
 
     def rms(x, scale=1.0):
@@ -298,7 +304,7 @@ def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.
         return jnp.einsum("te,teh,ehd->td", weights, hidden, p["down"])
 
     for layer in range(c.layers):
-        b = jax.tree.map(lambda leaf: leaf[layer], p["blocks"])
+        b = jax.tree.map(operator.itemgetter(layer), p["blocks"])
         m = jnp.split(cond @ b["modulation"]["head"]["kernel"] + b["modulation"]["head"]["bias"], 6, axis=1)
         h = attention(b["attention"], modulated(x, b["modulation"]["scale"][0], m[0], m[1]))
         x = x + jnp.where(image, m[2], 1) * h
@@ -340,7 +346,9 @@ def test_gradients_are_those_of_a_dense_reference():
 def test_loss_is_of_predicted_tokens_and_drawn_patches():
     """From the model's outputs for the same noise; an image that is read is clean, others have their own time."""
     model, key = model_of(CONFIG), jax.random.key(1)
-    run = jax.jit(lambda state, batch: losses_of(nnx.merge(graphdef, state), batch, key, time_shift=3.0, reading_noise=0.0))
+    run = jax.jit(
+        lambda state, batch: losses_of(nnx.merge(graphdef, state), batch, key, time_shift=3.0, reading_noise=0.0)
+    )
     graphdef, state = nnx.split(model)
     losses, routed = run(state, BATCH)
     drawn_key, _, noise_key = jax.random.split(key, 3)
@@ -358,9 +366,7 @@ def test_loss_is_of_predicted_tokens_and_drawn_patches():
     assert (int(losses.predictions), int(losses.patches)) == (predicted.sum(), 3)
     assert float(losses.text) == pytest.approx(float(jnp.sum(entropies)), rel=1e-4)
     assert float(losses.image) == pytest.approx(float(jnp.sum(errors)), rel=1e-4)
-    np.testing.assert_array_equal(
-        routed.load.sum(axis=1), CONFIG.layers * [CONFIG.top_k * END]
-    )
+    np.testing.assert_array_equal(routed.load.sum(axis=1), CONFIG.layers * [CONFIG.top_k * END])
     assert routed.load.shape == (2, 5)
     text_rows = END - 7
     np.testing.assert_array_equal(routed.load[:, :3].sum(axis=1), 2 * [CONFIG.top_k * text_rows])
@@ -371,7 +377,9 @@ def test_rows_after_the_documents_reach_nothing():
     graphdef, state = nnx.split(model)
 
     def loss(state, batch):
-        value, routed = loss_fn(nnx.merge(graphdef, state), batch, key, image_weight=2.0, time_shift=1.0, reading_noise=0.5)
+        value, routed = loss_fn(
+            nnx.merge(graphdef, state), batch, key, image_weight=2.0, time_shift=1.0, reading_noise=0.5
+        )
         return value + jnp.sum(routed.aux_loss)
 
     both = jax.jit(jax.value_and_grad(loss))

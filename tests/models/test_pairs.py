@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -32,7 +31,9 @@ def test_digits():
     for pairs, labels in zip((data.train, data.heldout), data.labels, strict=True):
         assert len(pairs.pixels) == len(pairs.captions) == len(labels)
         assert {image.shape for image in pairs.pixels} == {(8, 8, 1)}
-        assert all(digit_in(caption) == label for some, label in zip(pairs.captions, labels, strict=True) for caption in some)
+        assert all(
+            digit_in(caption) == label for some, label in zip(pairs.captions, labels, strict=True) for caption in some
+        )
     train = {image.tobytes() for image in data.train.pixels}
     assert not any(image.tobytes() in train for image in data.heldout.pixels)
     assert max(image.max() for image in data.train.pixels) == 255
@@ -73,7 +74,9 @@ def test_a_folder(folder):
 def test_a_jsonl_file(folder):
     file = folder / "pairs.jsonl"
     images = sorted(folder.rglob("*.png"))
-    lines = [json.dumps({"image": str(i.relative_to(folder)), "text": f"number {int(i.stem)}", "id": 1}) for i in images]
+    lines = [
+        json.dumps({"image": str(i.relative_to(folder)), "text": f"number {int(i.stem)}", "id": 1}) for i in images
+    ]
     file.write_text("\n\n".join(lines))
     assert_pairs(read_pairs(str(file), 4, 64))
     assert set(files_read(str(file))) == {str(file), *map(str, images)}

@@ -1,6 +1,7 @@
 """A mixture of experts in which each modality has its own router, and experts of its own number and width."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,14 +87,9 @@ class ModalityExperts(nnx.Module):
         experts = (c.text_experts + c.image_experts) // devices
         offsets = lax.dynamic_slice_in_dim(routing.group_offsets, device * experts, experts + 1)
         routing = jaxops.Routing(**(vars(routing) | {"group_offsets": offsets}))
-        multiply = functools.partial(
-            multiply_experts, group_offsets=offsets, dtype=jnp.dtype(c.dtype), recipe=c.recipe, backend=c.backend
-        )
         rows = jaxops.permute(x, routing, backend=c.backend)
-        gate, up = (
-            multiply(rows, (getattr(self.text, name)[...], getattr(self.image, name)[...])) for name in ("gate", "up")
-        )
-        down = multiply(jax.nn.silu(gate) * up, (self.text.down[...], self.image.down[...]))
+        units = [Units(side.gate[...], side.up[...], side.down[...]) for side in (self.text, self.image)]
+        down = apply_units(rows, units, offsets, dtype=jnp.dtype(c.dtype), recipe=c.recipe, backend=c.backend)
         out_dtype = jnp.float32 if self.sharded else down.dtype
         return jaxops.combine(down, routing, out_dtype=out_dtype, backend=c.backend), routing
 
@@ -141,28 +137,43 @@ def split_by_modality(of_experts: jax.Array, text_experts: int, devices: int) ->
     return by_device[:, :first].ravel(), by_device[:, first:].ravel()
 
 
-def multiply_experts(
+class Units(NamedTuple):
+    """Weights of a modality's gated units: gate and up [experts, width, hidden], down [experts, hidden, width]."""
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+def apply_units(
     rows: jax.Array,
-    weights: tuple[jax.Array, jax.Array],
-    *,
+    units: Sequence[Units],
     group_offsets: jax.Array,
+    *,
     dtype: Any,
     recipe: Recipe | None,
     backend: Backend,
 ) -> jax.Array:
-    """Each row's first columns times its expert's matrix: of text's experts weights[0], of images' weights[1].
+    """[R, width]: each row through the gated unit of its group, which are those of all modalities in turn.
 
-    In FP8, for which there is no product over modalities, one a modality. Recipe "delayed" becomes tensorwise: groups
-    have no history.
+    Each product is one for all modalities. In FP8, for which there is no such product, it is one a modality; recipe
+    "delayed" becomes tensorwise: groups have no history.
     """
     if recipe is None:
-        return jaxops.modality_grouped_matmul(rows, weights, group_offsets, compute_dtype=dtype, backend=backend)
+        multiply = functools.partial(
+            jaxops.modality_grouped_matmul, group_offsets=group_offsets, compute_dtype=dtype, backend=backend
+        )
+        return _gated(multiply, rows, *zip(*units, strict=True))
     recipe = "tensorwise" if recipe == "delayed" else recipe
-    widest = max(w.shape[2] for w in weights)
     first, found = 0, jnp.zeros((), dtype)
-    for w in weights:
-        offsets = group_offsets[first : first + w.shape[0] + 1]
-        product = jaxops.fp8_grouped_matmul(rows[:, : w.shape[1]], w, offsets, recipe=recipe, backend=backend)
-        found = found + jnp.pad(product, ((0, 0), (0, widest - w.shape[2])))
-        first += w.shape[0]
+    for unit in units:
+        experts = unit.gate.shape[0]
+        offsets = group_offsets[first : first + experts + 1]
+        multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe=recipe, backend=backend)
+        found = found + _gated(multiply, rows, *unit)  # rows of the other modality are zero
+        first += experts
     return found
+
+
+def _gated(multiply: Callable[..., jax.Array], rows: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    return multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)

@@ -240,7 +240,7 @@ def draw_captioned(
             zoom = cell / max(image.shape[:2])
             size = (round(image.shape[1] * zoom), round(image.shape[0] * zoom))
             pixels = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
-            canvas.paste(pixels.resize(size, Image.Resampling.NEAREST), (left + (cell - size[0]) // 2, top))
+            canvas.paste(pixels.resize(size, Image.Resampling.BICUBIC), (left + (cell - size[0]) // 2, top))
             for place, text in enumerate(lines):
                 draw.text((left + cell // 2, top + cell + gap + place * line), text, fill="black", anchor="mm")
         canvases.append(canvas)

@@ -88,9 +88,10 @@ class TimeEmbedding(nnx.Sequential):
     def __init__(self, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, width, width, dtype=dtype, rngs=rngs)
         super().__init__(linear(), jax.nn.silu, linear())
+        self.width = width
 
     def __call__(self, time: jax.Array) -> jax.Array:
-        return super().__call__(waves(1000 * time, self.layers[0].in_features, 60_000.0))
+        return super().__call__(waves(1000 * time, self.width, 60_000.0))
 
 
 def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:

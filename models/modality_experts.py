@@ -65,9 +65,11 @@ class ModalityExperts(nnx.Module):
         if not self.sharded:
             y, routing = self._mixed(x, of_image, in_document, 1, 0)
             return y, self._routed(x, of_image, in_document, routing.load, 1, lambda x: x)
-        all_rows = [lax.all_gather(given, "expert", tiled=True) for given in (x, of_image, in_document)]
+        gathered = functools.partial(lax.all_gather, axis_name="expert", tiled=True)
         devices = lax.axis_size("expert")
-        y, routing = self._mixed(*all_rows, devices, lax.axis_index("expert"))
+        y, routing = self._mixed(
+            gathered(x), gathered(of_image), gathered(in_document), devices, lax.axis_index("expert")
+        )
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         own = lax.psum_scatter(y, "expert", tiled=True).astype(x.dtype)
         load = lax.psum(routing.load, AXES) // devices  # each device of that axis has counted the same

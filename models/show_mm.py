@@ -81,7 +81,7 @@ def reader(images: Sequence[np.ndarray], digits: np.ndarray) -> Callable[[Sequen
     from sklearn.svm import SVC
 
     flat = lambda images: np.stack([image.ravel() for image in images]) / 255
-    machine = SVC(C=10.0, gamma=0.25).fit(flat(images), digits)
+    machine = SVC(C=10.0, gamma=0.25).fit(flat(images), digits)  # pyright: ignore[reportArgumentType]
     return lambda images: machine.predict(flat(images)).tolist()
 
 

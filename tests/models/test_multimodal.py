@@ -317,6 +317,7 @@ def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.
     return x @ p["head"]["kernel"], x @ p["leave"]["kernel"] + p["leave"]["bias"]
 
 
+@jax.numpy_rank_promotion("allow")  # for the reference
 def test_gradients_are_those_of_a_dense_reference():
     model = model_of(CONFIG)
     graphdef, state = nnx.split(model, nnx.Param)

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 comma := ,
 with_cuda := $(if $(CUDA),$(comma)$(CUDA))
 
-.PHONY: help demo demo-dit test lint docs mutate bench tune clean
+.PHONY: help demo demo-dit demo-mm test lint docs mutate bench tune clean
 
 help:  ## print these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ demo: $(VENV)/.has-models$(with_cuda)  ## train a small mixture-of-experts langu
 
 demo-dit: $(VENV)/.has-models$(with_cuda)  ## train a small diffusion transformer on packed images of unequal sizes
 	$(BIN)/python -m models.train dit $(ARGS)
+
+demo-mm: $(VENV)/.has-models$(with_cuda)  ## train a small transformer on text and images: it draws digits and captions them
+	$(BIN)/python -m models.train mm $(ARGS)
 
 test: $(VENV)/.has-test$(with_cuda)  ## every test that this machine can run
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

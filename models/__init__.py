@@ -1,1 +1,1 @@
-"""Whole models on jaxops, and the command that trains them: `python -m models.train lm` or `dit`."""
+"""Whole models on jaxops, and the command that trains them: `python -m models.train lm`, `dit` or `mm`."""

@@ -1,5 +1,7 @@
 """The loss of a decoder language model."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -19,20 +21,23 @@ def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Arra
         needs no mask: padding is at the end.
     """
     x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
-    losses = cross_entropies(model, x.reshape(-1, x.shape[-1]), batch.targets.astype(jnp.int32).ravel())
+    targets = batch.targets.astype(jnp.int32).ravel()
+    losses = cross_entropies(model.logits, model.config.vocab, x.reshape(-1, x.shape[-1]), targets)
     return jnp.sum(jnp.where(batch.counts().ravel(), losses, 0.0)) / jnp.maximum(batch.counted(), 1), routed
 
 
-def cross_entropies(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross-entropies [N] in nats of x [N, width] and targets [N].
+def cross_entropies(
+    logits: Callable[[jax.Array], jax.Array], vocab: int, x: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """Cross-entropies [N] in nats of logits(x) [N, vocab] and targets [N].
 
     At most `LOGITS` logits are in memory: long batches are computed in pieces, and again in the backward.
     """
-    N, rows = x.shape[0], max(1, LOGITS // model.config.vocab)
+    N, rows = x.shape[0], max(1, LOGITS // vocab)
 
     def of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
         x, targets = piece
-        return -jnp.take_along_axis(jax.nn.log_softmax(model.logits(x)), targets[:, None], axis=1)[:, 0]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits(x)), targets[:, None], axis=1)[:, 0]
 
     if rows >= N:
         return of((x, targets))

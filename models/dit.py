@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,18 @@ def position_embedding(sequence_offsets: jax.Array, grids: jax.Array, rows: int,
     return jnp.concatenate([waves(edge, width // 4, 100.0) for edge in edges], axis=1)
 
 
+class TimeEmbedding(nnx.Sequential):
+    """Times [N] from 0 to 1 -> [N, width]."""
+
+    def __init__(self, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        linear = functools.partial(nnx.Linear, width, width, dtype=dtype, rngs=rngs)
+        super().__init__(linear(), jax.nn.silu, linear())
+        self.width = width
+
+    def __call__(self, time: jax.Array) -> jax.Array:
+        return super().__call__(waves(1000 * time, self.width, 60_000.0))
+
+
 def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Each row's sequence, int32 [rows] from 0 to B - 1, and whether it is in one, bool [rows]."""
     # By comparison with every offset: searchsorted would be a while loop in every layer.
@@ -141,7 +154,7 @@ class DiT(nnx.Module):
             )
 
         self.enter = linear(c.token, c.width)
-        self.time = nnx.Sequential(linear(c.width, c.width), jax.nn.silu, linear(c.width, c.width))
+        self.time = TimeEmbedding(c.width, dtype=dtype, rngs=rngs)
         self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
         self.blocks = stacked(block, c.layers, rngs)
         self.norm = AdaLayerNorm(
@@ -164,7 +177,7 @@ class DiT(nnx.Module):
         """
         c, width = self.config, self.config.width
         part = lambda name: gathered(self, name, c.dtype, c.sums) if self.sharded else getattr(self, name)
-        cond = part("time")(waves(1000 * time, width, 60_000.0)) + part("label")(labels)
+        cond = part("time")(time) + part("label")(labels)
         x = part("enter")(tokens).astype(jnp.float32) + position_embedding(
             sequence_offsets, grids, tokens.shape[0], width
         )
@@ -200,6 +213,19 @@ def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> ja
     return jnp.sum(jnp.where(inside, error, 0)) / jnp.maximum(jnp.sum(inside), 1)
 
 
+def integrate(velocity: Callable[[jax.Array, jax.Array], jax.Array], noise: jax.Array, steps: int) -> jax.Array:
+    """From noise to images by Heun's method; velocity takes (patches, time), with one time for all."""
+
+    def step(x: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
+        here, there = times
+        first = velocity(x, here)
+        second = velocity(x + (there - here) * first, there)
+        return x + (there - here) * (first + second) / 2, None
+
+    times = jnp.linspace(1.0, 0.0, steps + 1)
+    return jax.lax.scan(step, noise, jnp.stack([times[:-1], times[1:]], axis=1))[0]
+
+
 def generate(model: DiT, batch, key: jax.Array, steps: int = 32, guidance: float = 2.0) -> jax.Array:
     """Tokens [T, token] of new images with a batch's labels and sizes, by Heun's method with classifier-free guidance.
 
@@ -215,11 +241,4 @@ def generate(model: DiT, batch, key: jax.Array, steps: int = 32, guidance: float
         )
         return free + guidance * (guided - free)
 
-    def step(x: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
-        here, there = times
-        first = velocity(x, here)
-        second = velocity(x + (there - here) * first, there)
-        return x + (there - here) * (first + second) / 2, None
-
-    times = jnp.linspace(1.0, 0.0, steps + 1)
-    return jax.lax.scan(step, jax.random.normal(key, batch.tokens.shape), jnp.stack([times[:-1], times[1:]], axis=1))[0]
+    return integrate(velocity, jax.random.normal(key, batch.tokens.shape), steps)

@@ -118,16 +118,33 @@ def token_counts(images: Images, patch: int) -> list[int]:
     return [image.shape[0] * image.shape[1] // patch**2 for image in images.pixels]
 
 
-def next_batch(waiting: deque[int], lengths: Sequence[int], budget: int, count: int) -> list[int]:
-    """Takes the images of one batch from `waiting`: the first, then each one near the front that fits."""
-    if lengths[waiting[0]] > budget:
-        raise ValueError(f"an image of {lengths[waiting[0]]} tokens does not fit into a budget of {budget}.")
-    taken, passed, room = [], [], budget
-    while waiting and len(taken) < count and len(passed) < LOOKAHEAD:
+def sizes_of(images: Images, patch: int, budget: int) -> list[tuple[int, int]]:
+    """Tokens of each image, and one image, for `next_batch`.
+
+    Raises:
+      ValueError: an image of more than `budget` tokens.
+    """
+    sizes = [(tokens, 1) for tokens in token_counts(images, patch)]
+    for tokens, _ in sizes:
+        if tokens > budget:
+            raise ValueError(f"an image of {tokens} tokens does not fit into a budget of {budget}.")
+    return sizes
+
+
+def next_batch(waiting: deque[int], sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int]:
+    """Takes what a batch holds from `waiting`: the first, then each one near the front that fits.
+
+    Args:
+      waiting: numbers of images or documents, of which each one alone fits.
+      sizes: of each of them, in one or several measures.
+      limits: what a batch's sizes may add up to, in these measures.
+    """
+    taken, passed, room = [], [], list(limits)
+    while waiting and len(passed) < LOOKAHEAD:
         i = waiting.popleft()
-        if lengths[i] <= room:
+        if all(size <= left for size, left in zip(sizes[i], room, strict=True)):
             taken.append(i)
-            room -= lengths[i]
+            room = [left - size for left, size in zip(room, sizes[i], strict=True)]
         else:
             passed.append(i)
     waiting.extendleft(reversed(passed))
@@ -136,9 +153,9 @@ def next_batch(waiting: deque[int], lengths: Sequence[int], budget: int, count: 
 
 def every_image_once(images: Images, patch: int, budget: int, count: int) -> Iterator[tuple[list[int], Batch]]:
     """Batches of all images, each with the images' numbers in the batch's order."""
-    waiting, lengths = deque(range(len(images.pixels))), token_counts(images, patch)
+    waiting, sizes = deque(range(len(images.pixels))), sizes_of(images, patch, budget)
     while waiting:
-        chosen = next_batch(waiting, lengths, budget, count)
+        chosen = next_batch(waiting, sizes, (budget, count))
         yield chosen, pack(images, chosen, patch, budget, count)
 
 
@@ -153,17 +170,18 @@ def image_batches(
 
     Every epoch packs all images in its own order; the few after its last full batch wait for the next epoch.
     """
-    budget, count, lengths = budget // accumulate, count // accumulate, token_counts(images, patch)
-    number = len(lengths)
+    budget, count = budget // accumulate, count // accumulate
+    sizes = sizes_of(images, patch, budget)
+    number = len(sizes)
     # Every order has this many batches: none exceeds the budget, nor count images.
-    steps = max(1, max(sum(lengths) // budget, number // count) // accumulate)
+    steps = max(1, max(sum(tokens for tokens, _ in sizes) // budget, number // count) // accumulate)
 
     @functools.lru_cache(maxsize=2)
     def packed(epoch: int) -> list[list[int]]:
         waiting = deque(np.random.default_rng((seed, epoch)).permutation(number).tolist())
         found = []
         while waiting and len(found) < steps * accumulate:
-            found.append(next_batch(waiting, lengths, budget, count))
+            found.append(next_batch(waiting, sizes, (budget, count)))
         return found
 
     def batch(step: int) -> Batch:

@@ -38,7 +38,7 @@ AXES = ("data", "fsdp", "expert")
 # not split, nor are arrays without a match: norms, biases, histories, counts. The paths of an optimizer's moments and
 # of the average end like their parameter's.
 RULES = (
-    (r"\bmoe/(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
+    (r"\bmoe/((text|image)/)?(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
     (r"\bmlp/bias/(gate|up|down)\b", P("expert", None)),  # [experts, out]
     (
         r"\b(embedding|enter/kernel)\b",
@@ -276,3 +276,24 @@ def split_objective(
         )
 
     return whole
+
+
+def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
+    """Packed batches of a step: over a mesh each device has its own."""
+    return accumulate * (1 if mesh is None else mesh.size)
+
+
+def by_device(batch: Tree, mesh: Mesh | None) -> Tree:
+    """Packed batches [N * devices, ...] -> [N, devices, ...], over a mesh."""
+    return batch if mesh is None else jax.tree.map(lambda x: x.reshape(-1, mesh.size, *x.shape[1:]), batch)
+
+
+def of_own_batch(
+    objective: Callable[[Any, Any, jax.Array], Any], mesh: Mesh | None
+) -> Callable[[Any, Any, jax.Array], Any]:
+    """An objective of (model, packed batch, key); over a mesh of a device's own batch [1, ...], for `by_device`."""
+
+    def own(model: nnx.Module, batch: Any, key: jax.Array) -> Any:
+        return objective(model, jax.tree.map(lambda x: x[0], batch), key)
+
+    return objective if mesh is None else own

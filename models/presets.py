@@ -1,12 +1,13 @@
-"""The presets of `python -m models.train lm --preset` and `python -m models.train dit --preset`."""
+"""The presets of `python -m models.train lm --preset`, `dit --preset` and `mm --preset`."""
 
 import dataclasses
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.loop import Schedule, Share
+from models.multimodal import MultimodalConfig
 from models.precision import Attends, Backend, Dtype, Recipe
 
 
@@ -90,6 +91,59 @@ class DiTPreset(Schedule):
         if self.tokens % self.accumulate or self.images % self.accumulate:
             raise ValueError(
                 f"tokens is {self.tokens}, images {self.images} and accumulate {self.accumulate}; both must be "
+                "multiples of accumulate."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultimodalPreset(Schedule):
+    """A model of text and images, its data and its training; the data gives the model's vocab and patch_values.
+
+    Attributes:
+      rows: tokens and patches of a step, over all micro-batches.
+      predictions: of text tokens in a step, at most.
+      documents: of a step, at most.
+      data: a data set's name, a folder of images with a .txt each, or a .jsonl file.
+      tokenizer: a tokenizer.json; None for bytes.
+      patch: side of a patch of own images.
+      longest: patches of the largest of own images.
+      illustrated: share of documents in which the caption comes first, and the image is drawn; in the others it is
+        captioned.
+      captionless: share of the former without a caption, for guidance.
+      image_weight: of a patch's squared error, beside a token's nats.
+      time_shift: of the times of images that are drawn, as of `models.multimodal_loss.losses_of`.
+      reading_noise: of images that are captioned, at most; from 0 to 1.
+      balance_weight: of the routers' load-balancing loss, by micro-batch.
+      sample_steps: Heun steps from noise to image.
+      guidance: of what is drawn; 1 for none.
+      temperature: of captions; 0 for the likeliest tokens.
+    """
+
+    model: MultimodalConfig
+    rows: PositiveInt
+    predictions: PositiveInt
+    documents: PositiveInt
+    data: str = "digits"
+    tokenizer: str | None = None
+    patch: PositiveInt = 4
+    longest: PositiveInt = 64
+    weight_decay: NonNegativeFloat = 0.01
+    ema: Share | None = 0.995
+    illustrated: Share = 0.5
+    captionless: Share = 0.1
+    image_weight: NonNegativeFloat = 1.0
+    time_shift: PositiveFloat = 1.0
+    reading_noise: Share = 0.0
+    balance_weight: NonNegativeFloat = 0.01
+    sample_steps: PositiveInt = 20
+    guidance: NonNegativeFloat = 2.5
+    temperature: NonNegativeFloat = 0.5
+
+    def __post_init__(self):
+        sizes = {name: getattr(self, name) for name in ("rows", "predictions", "documents")}
+        if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % self.accumulate]:
+            raise ValueError(
+                f"{', '.join(wrong)} and accumulate {self.accumulate}; rows, predictions and documents must be "
                 "multiples of accumulate."
             )
 
@@ -227,5 +281,68 @@ DIT_PRESETS = {
         eval_every=1_000,
         ema=0.9999,
         unroll=True,
+    ),
+}
+
+MULTIMODAL_PRESETS = {
+    # Sized for two CPU cores: legible digits, and captions that name them, in less than four minutes.
+    "demo": MultimodalPreset(
+        model=MultimodalConfig(
+            vocab=258,
+            patch_values=4,
+            width=128,
+            layers=4,
+            heads=4,
+            kv_heads=4,
+            head_dim=32,
+            text_experts=2,
+            text_hidden=64,
+            image_experts=3,
+            image_hidden=128,
+            top_k=1,
+            qk_norm=True,
+            tie_embeddings=True,
+        ),
+        rows=512,
+        predictions=384,
+        documents=24,
+        steps=2_000,
+        learning_rate=3e-3,
+        warmup_steps=100,
+        eval_every=400,
+        image_weight=2.0,
+        time_shift=3.0,
+        sample_steps=10,
+        temperature=0.0,
+    ),
+    # 2.0 billion parameters, 0.6 billion active, for a GPU of 140 GB: images of up to 1,024 patches, by the tokens of a
+    # tokenizer of at most 32,766.
+    "2b": MultimodalPreset(
+        model=MultimodalConfig(
+            vocab=32_768,
+            patch_values=48,
+            width=2048,
+            layers=12,
+            heads=16,
+            kv_heads=4,
+            head_dim=128,
+            text_experts=16,
+            text_hidden=512,
+            image_experts=8,
+            image_hidden=1536,
+            top_k=2,
+            qk_norm=True,
+            tie_embeddings=True,
+        ),
+        rows=16_384,
+        predictions=12_288,
+        documents=128,
+        longest=1024,
+        steps=50_000,
+        learning_rate=1e-4,
+        warmup_steps=1_000,
+        eval_every=1_000,
+        ema=0.9999,
+        image_weight=5.0,
     ),
 }

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,32 @@ def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, 
             )
             top += row_height
     canvas.save(path)
+
+
+def draw_captioned(
+    sections: Sequence[tuple[str, Sequence[np.ndarray], Sequence[str]]], path: Path, columns: int = 10
+) -> None:
+    """Sections of a title, uint8 [height, width, channels] images in rows, and a text below each image."""
+    cell, gap, line = 128, 8, 14
+    longest = cell // 6  # of the default font
+    canvases = []
+    for title, images, texts in sections:
+        rows = -(-len(images) // columns)
+        wrapped = [textwrap.wrap(text, longest)[:3] or [""] for text in texts]
+        high = cell + gap + line * max(map(len, wrapped))
+        canvas = Image.new("RGB", (columns * (cell + gap) + gap, 2 * line + rows * (high + gap)), "white")
+        draw = ImageDraw.Draw(canvas)
+        draw.text((canvas.width // 2, line), title, fill="black", anchor="mm")
+        for number, (image, lines) in enumerate(zip(images, wrapped, strict=True)):
+            left, top = gap + number % columns * (cell + gap), 2 * line + number // columns * (high + gap)
+            zoom = cell / max(image.shape[:2])
+            size = (round(image.shape[1] * zoom), round(image.shape[0] * zoom))
+            pixels = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
+            canvas.paste(pixels.resize(size, Image.Resampling.BICUBIC), (left + (cell - size[0]) // 2, top))
+            for place, text in enumerate(lines):
+                draw.text((left + cell // 2, top + cell + gap + place * line), text, fill="black", anchor="mm")
+        canvases.append(canvas)
+    whole = Image.new("RGB", (canvases[0].width, sum(canvas.height for canvas in canvases)), "white")
+    for number, canvas in enumerate(canvases):
+        whole.paste(canvas, (0, sum(before.height for before in canvases[:number])))
+    whole.save(path)

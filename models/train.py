@@ -1,4 +1,4 @@
-"""The training command: `python -m models.train lm` and `python -m models.train dit`."""
+"""The training command: `python -m models.train lm`, `dit` and `mm`."""
 
 import os
 import sys
@@ -6,13 +6,14 @@ import sys
 import jax
 import typer
 
-from models import train_dit, train_lm
+from models import train_dit, train_lm, train_mm
 
 app = typer.Typer(
     help="Trains one of the models; each COMMAND --help has its options.", no_args_is_help=True, add_completion=False
 )
 app.command("lm")(train_lm.main)
 app.command("dit")(train_dit.main)
+app.command("mm")(train_mm.main)
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ from models.images import (
     unpatchify,
 )
 from models.layers import options_for, remark
-from models.loop import Measured, Objective, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import collect, create_sharded, replicate
+from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
+from models.mesh import by_device, collect, create_sharded, micro_batches, of_own_batch, replicate
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
@@ -69,18 +69,13 @@ def choose(options: DitOptions) -> DiTPreset:
     return chosen if "warmup_steps" in given else with_steps(chosen, None)
 
 
-def micro_batches(preset: DiTPreset, mesh: Mesh | None) -> int:
-    """Micro-batches of a step; over a mesh each device packs its own."""
-    return preset.accumulate * (1 if mesh is None else mesh.size)
-
-
 def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiTConfig:
     """The preset's model for a data set.
 
     Raises:
       ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the devices.
     """
-    parts = micro_batches(preset, mesh)
+    parts = micro_batches(preset.accumulate, mesh)
     if preset.tokens % parts or preset.images % parts:
         raise ValueError(
             f"tokens is {preset.tokens} and images {preset.images}; with {parts // preset.accumulate} devices and "
@@ -123,15 +118,6 @@ def objective(model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0
     return loss, Measured(loss)
 
 
-def placed(objective: Objective, mesh: Mesh | None) -> Objective:
-    """Over a mesh: the objective of a device's own packed batch [1, ...]."""
-
-    def own(model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return objective(model, jax.tree.map(lambda x: x[0], batch), key)
-
-    return objective if mesh is None else own
-
-
 def make_step(
     graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
@@ -139,31 +125,26 @@ def make_step(
 
     Batches are [accumulate, ...], over a mesh [accumulate, devices, ...].
     """
-    return loop.make_step(graphdef, preset, placed(objective, mesh), mesh, options_for(preset.policy))
+    return loop.make_step(graphdef, preset, of_own_batch(objective, mesh), mesh, options_for(preset.policy))
 
 
 def make_evaluate(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
     """Without label dropout."""
-    return loop.make_evaluate(graphdef, placed(functools.partial(objective, label_dropout=0.0), mesh), mesh)
-
-
-def by_device(batch: Batch, mesh: Mesh | None) -> Batch:
-    """[N * devices, ...] -> [N, devices, ...], over a mesh."""
-    return batch if mesh is None else jax.tree.map(lambda x: x.reshape(-1, mesh.size, *x.shape[1:]), batch)
+    return loop.make_evaluate(graphdef, of_own_batch(functools.partial(objective, label_dropout=0.0), mesh), mesh)
 
 
 def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
     batches = image_batches(
-        data.train, data.patch, preset.tokens, preset.images, micro_batches(preset, mesh), preset.seed
+        data.train, data.patch, preset.tokens, preset.images, micro_batches(preset.accumulate, mesh), preset.seed
     )
     return lambda step: by_device(batches(step), mesh)
 
 
 def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batch:
     """All held-out images; the last devices may get empty batches."""
-    parts = micro_batches(preset, mesh)
+    parts = micro_batches(preset.accumulate, mesh)
     micro = (data.patch, preset.tokens // parts, preset.images // parts)
     batches = [batch for _, batch in every_image_once(data.heldout, *micro)]
     if mesh is not None:

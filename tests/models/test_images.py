@@ -70,7 +70,7 @@ def test_every_image_comes_whole_and_once(grids):
 @given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=60))
 def test_a_batch_takes_the_first_image_and_leaves_the_others_in_order(lengths):
     waiting = deque(range(len(lengths)))
-    taken = next_batch(waiting, lengths, BUDGET, COUNT)
+    taken = next_batch(waiting, [(length, 1) for length in lengths], (BUDGET, COUNT))
     assert taken[0] == 0
     assert len(taken) <= COUNT
     assert sum(lengths[i] for i in taken) <= BUDGET

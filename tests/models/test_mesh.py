@@ -25,6 +25,7 @@ from models.mesh import (
     AXES,
     gather,
     make_mesh,
+    of_own_batch,
     own_rows,
     replicate,
     shard_batch,
@@ -267,7 +268,7 @@ def test_dit():
 
     sharded = train_dit.sharded_graphdef(config)
     value = loop.make_value(
-        sharded, train_dit.placed(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
+        sharded, of_own_batch(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
     )
 
     def wanted(params, key):

@@ -18,7 +18,7 @@ def test_without_a_command_it_shows_help():
     )
     text = shown.stdout + shown.stderr
     assert "Usage:" in text
-    for command in ("lm", "dit"):
+    for command in ("lm", "dit", "mm"):
         assert f" {command} " in text
 
 
@@ -41,7 +41,10 @@ BOTH = (
 )
 
 
-@pytest.mark.parametrize(("command", "options"), [("lm", (*BOTH, "tokenizer", "init-from", "no-pack")), ("dit", BOTH)])
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("lm", (*BOTH, "tokenizer", "init-from", "no-pack")), ("dit", BOTH), ("mm", (*BOTH, "tokenizer"))],
+)
 def test_help(command, options):
     shown = CliRunner().invoke(app, [command, "--help"])
     assert shown.exit_code == 0

@@ -1,0 +1,181 @@
+"""A mixture of experts in which each modality has its own router, and experts of its own number and width."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jaxops
+from models.mesh import AXES
+from models.precision import Backend, Recipe
+
+init_experts = nnx.initializers.lecun_normal(batch_axis=(0,))
+
+
+class Routed(NamedTuple):
+    """What the routers decided, stacked over [layers].
+
+    Attributes:
+      aux_loss: load-balancing loss: each modality's `jaxops.Routing.aux_loss`, weighted by its share of the rows.
+      load: assignments of each expert, those for text first.
+    """
+
+    aux_loss: jax.Array
+    load: jax.Array
+
+
+class Side(nnx.Module):
+    """A modality's router and gated units (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, width: int, hidden: int, experts: int, *, rngs: nnx.Rngs):
+        make = lambda *shape: nnx.Param(init_experts(rngs.params(), shape, jnp.float32))
+        self.router = nnx.Linear(width, experts, use_bias=False, precision=lax.Precision.HIGHEST, rngs=rngs)
+        self.gate, self.up = make(experts, width, hidden), make(experts, width, hidden)
+        self.down = make(experts, hidden, width)
+
+
+class ModalityExperts(nnx.Module):
+    """Experts by modality (MoMa, Lin et al. 2024, arXiv:2407.21770) without token drops, padding or host sync.
+
+    The rows of both modalities are sorted by expert in one pass, text's experts first, and each product is one
+    `jaxops.modality_grouped_matmul`. MoMa's experts choose their tokens, which a causal model cannot do when it
+    generates; here tokens choose experts.
+
+    Sharded, each device has some experts of each modality: its rows are exchanged over the mesh axis "expert".
+    """
+
+    def __init__(self, config: Any, *, sharded: bool = False, rngs: nnx.Rngs):
+        """config: a `models.multimodal.MultimodalConfig`."""
+        c = self.config = config
+        self.sharded = sharded
+        self.text = Side(c.width, c.text_hidden, c.text_experts, rngs=rngs)
+        self.image = Side(c.width, c.image_hidden, c.image_experts, rngs=rngs)
+
+    def __call__(self, x: jax.Array, of_image: jax.Array, in_document: jax.Array) -> tuple[jax.Array, Routed]:
+        """
+        Args:
+          x: [T, width].
+          of_image: [T] bool, whose experts a row takes.
+          in_document: [T] bool; other rows take none, and their result is zero.
+        """
+        if not self.sharded:
+            y, routing = self._mixed(x, of_image, in_document, 1, 0)
+            return y, self._routed(x, of_image, in_document, routing.load, 1, lambda x: x)
+        gathered = functools.partial(lax.all_gather, axis_name="expert", tiled=True)
+        devices = lax.axis_size("expert")
+        y, routing = self._mixed(
+            gathered(x), gathered(of_image), gathered(in_document), devices, lax.axis_index("expert")
+        )
+        # Partial sums of the devices are added in float32 and rounded once, as on one device.
+        own = lax.psum_scatter(y, "expert", tiled=True).astype(x.dtype)
+        load = lax.psum(routing.load, AXES) // devices  # each device of that axis has counted the same
+        return own, self._routed(x, of_image, in_document, load, devices, lambda x: lax.psum(x, AXES))
+
+    def _logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = x.astype(jnp.float32)
+        return self.text.router(x), self.image.router(x)
+
+    def _mixed(
+        self, x: jax.Array, of_image: jax.Array, in_document: jax.Array, devices: int, device: int | jax.Array
+    ) -> tuple[jax.Array, jaxops.Routing]:
+        c = self.config
+        routing = route_by_modality(
+            *self._logits(x), of_image, in_document, devices, k=c.top_k, normalize=c.normalize, backend=c.backend
+        )
+        experts = (c.text_experts + c.image_experts) // devices
+        offsets = lax.dynamic_slice_in_dim(routing.group_offsets, device * experts, experts + 1)
+        routing = jaxops.Routing(**(vars(routing) | {"group_offsets": offsets}))
+        rows = jaxops.permute(x, routing, backend=c.backend)
+        units = [Units(side.gate[...], side.up[...], side.down[...]) for side in (self.text, self.image)]
+        down = apply_units(rows, units, offsets, dtype=jnp.dtype(c.dtype), recipe=c.recipe, backend=c.backend)
+        out_dtype = jnp.float32 if self.sharded else down.dtype
+        return jaxops.combine(down, routing, out_dtype=out_dtype, backend=c.backend), routing
+
+    def _routed(
+        self, x: jax.Array, of_image: jax.Array, in_document: jax.Array, load: jax.Array, devices: int, total: Any
+    ) -> Routed:
+        """Of all devices' rows: sums over rows are passed through `total`."""
+        c = self.config
+        loads = split_by_modality(load[: c.text_experts + c.image_experts], c.text_experts, devices)
+        losses, rows = [], []
+        for logits, load, mine in zip(
+            self._logits(x), loads, (in_document & ~of_image, in_document & of_image), strict=True
+        ):
+            count = total(jnp.sum(mine, dtype=jnp.float32))
+            scores = total(jnp.sum(jnp.where(mine[:, None], jax.nn.softmax(logits), 0), axis=0))
+            losses.append(load.shape[0] * jnp.sum(load * scores) / jnp.maximum(c.top_k * count, 1))
+            rows.append(count)
+        return Routed(sum(losses) / jnp.maximum(sum(rows), 1), jnp.concatenate(loads))
+
+
+def route_by_modality(
+    text: jax.Array, image: jax.Array, of_image: jax.Array, in_document: jax.Array, devices: int, **how: Any
+) -> jaxops.Routing:
+    """A `jaxops.Routing` of all rows: each chooses among the experts of its modality.
+
+    With several devices their experts are device by device, on each one text's first. The last k groups, which no
+    expert has, take the rows outside of documents.
+
+    Args:
+      text, image: logits [T, experts].
+    """
+    T, k = text.shape[0], how["k"]
+    outside = jnp.where(in_document[:, None], -jnp.inf, jnp.zeros((T, k)))
+    logits = [
+        jnp.where((in_document & mine)[:, None], some, -jnp.inf).reshape(T, devices, -1)
+        for some, mine in ((text, ~of_image), (image, of_image))
+    ]
+    return jaxops.route(jnp.concatenate([jnp.concatenate(logits, axis=2).reshape(T, -1), outside], axis=1), **how)
+
+
+def split_by_modality(of_experts: jax.Array, text_experts: int, devices: int) -> tuple[jax.Array, jax.Array]:
+    """Numbers of all experts in the order of `route_by_modality` -> those of text's and of images' experts."""
+    by_device = of_experts.reshape(devices, -1)
+    first = text_experts // devices
+    return by_device[:, :first].ravel(), by_device[:, first:].ravel()
+
+
+class Units(NamedTuple):
+    """Weights of a modality's gated units: gate and up [experts, width, hidden], down [experts, hidden, width]."""
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+def apply_units(
+    rows: jax.Array,
+    units: Sequence[Units],
+    group_offsets: jax.Array,
+    *,
+    dtype: Any,
+    recipe: Recipe | None,
+    backend: Backend,
+) -> jax.Array:
+    """[R, width]: each row through the gated unit of its group, which are those of all modalities in turn.
+
+    Each product is one for all modalities. In FP8, for which there is no such product, it is one a modality; recipe
+    "delayed" becomes tensorwise: groups have no history.
+    """
+    if recipe is None:
+        multiply = functools.partial(
+            jaxops.modality_grouped_matmul, group_offsets=group_offsets, compute_dtype=dtype, backend=backend
+        )
+        return _gated(multiply, rows, *zip(*units, strict=True))
+    recipe = "tensorwise" if recipe == "delayed" else recipe
+    first, found = 0, jnp.zeros((), dtype)
+    for unit in units:
+        experts = unit.gate.shape[0]
+        offsets = group_offsets[first : first + experts + 1]
+        multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe=recipe, backend=backend)
+        found = found + _gated(multiply, rows, *unit)  # rows of the other modality are zero
+        first += experts
+    return found
+
+
+def _gated(multiply: Callable[..., jax.Array], rows: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    return multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)

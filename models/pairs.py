@@ -1,0 +1,152 @@
+"""Images with captions: scikit-learn's digits in words, or an own folder or .jsonl file."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from models.digits_in_words import captions_of
+from models.images import HELDOUT_EVERY, image_files, read_image
+
+
+class Pairs(NamedTuple):
+    """pixels: uint8 [height, width, channels] each, with sides divisible by the patch; captions: each image's, one or
+    more."""
+
+    pixels: list[np.ndarray]
+    captions: list[tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairData:
+    """Pairs to train on and to evaluate on, of different images.
+
+    Attributes:
+      patch: side of a patch.
+      channels: of the images.
+      labels: of digits, those of `train` and of `heldout`; None for other data.
+    """
+
+    train: Pairs
+    heldout: Pairs
+    patch: int
+    channels: int
+    labels: tuple[np.ndarray, np.ndarray] | None = None
+
+
+def is_heldout(count: int, every: int = HELDOUT_EVERY) -> np.ndarray:
+    """The last one of each `every`, bool [count]."""
+    return np.arange(count) % every == every - 1
+
+
+def read_digits() -> PairData:
+    """The 1,797 handwritten digits of 8 by 8 pixels, each with all captions of `captions_of`; 224 are held out."""
+    from sklearn.datasets import load_digits
+
+    digits, labels = load_digits(return_X_y=True)
+    pixels = (digits.reshape(-1, 8, 8, 1) * 15.9375).astype(np.uint8)  # from 0 to 16
+    held = is_heldout(len(labels), 8)
+    of = lambda which: Pairs(list(pixels[which]), [captions_of(int(label)) for label in labels[which]])
+    return PairData(of(~held), of(held), 2, 1, (labels[~held], labels[held]))
+
+
+DATA_SETS: dict[str, Callable[[], PairData]] = {"digits": read_digits}
+
+
+def read_pairs(name: str, patch: int, longest: int) -> PairData:
+    """A data set of DATA_SETS, or the pairs of a folder or a .jsonl file, in RGB; each tenth is held out.
+
+    Args:
+      patch, longest: for own images, as in `models.images.read_image`.
+
+    Raises:
+      ValueError: neither, fewer than ten pairs, a pair that lacks a half, a caption that is no text, an image that
+        Pillow cannot read.
+    """
+    if name in DATA_SETS:
+        return DATA_SETS[name]()
+    found = list(_find(name))
+    if len(found) < HELDOUT_EVERY:
+        raise ValueError(f"{name} has {len(found)} pairs of image and caption; of {HELDOUT_EVERY} one can be held out.")
+    with ThreadPoolExecutor() as pool:
+        pixels = list(pool.map(lambda pair: read_image(pair[0], patch, longest), found))
+    held = is_heldout(len(found))
+    of = lambda which: Pairs([pixels[i] for i in which], [(found[i][1],) for i in which])
+    return PairData(of(np.flatnonzero(~held)), of(np.flatnonzero(held)), patch, 3)
+
+
+def files_read(name: str) -> dict[str, Path]:
+    """The files that `read_pairs` reads, by name; none for a data set of scikit-learn."""
+    if name in DATA_SETS:
+        return {}
+    path = Path(name)
+    beside = [path] if path.suffix == ".jsonl" else [image.with_suffix(".txt") for image, _ in _find(name)]
+    return {str(file): file for file in [*beside, *(image for image, _ in _find(name))]}
+
+
+def _find(name: str) -> Iterator[tuple[Path, str]]:
+    """Files of images with their captions."""
+    path = Path(name)
+    if path.is_file() and path.suffix == ".jsonl":
+        return _lines(path)
+    if path.is_dir():
+        return _beside(path)
+    raise ValueError(
+        f"{name!r} is not one of {', '.join(DATA_SETS)}, no folder of images with a .txt each, and no .jsonl file."
+    )
+
+
+def _beside(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The images below a folder, with the text of the .txt of the same name."""
+    images = image_files(folder.rglob("*"))
+    texts = {file for file in folder.rglob("*.txt") if not file.name.startswith(".")}
+    named = {image.with_suffix(".txt"): image for image in images}
+    if len(named) < len(images):
+        two = next(image for image in images if named[image.with_suffix(".txt")] != image)
+        raise ValueError(f"{two} and {named[two.with_suffix('.txt')].name} have one caption: give them other names.")
+    if alone := sorted(set(named) - texts):
+        raise ValueError(f"{named[alone[0]]} has no caption: {alone[0].name} is missing{_more(alone)}.")
+    if alone := sorted(texts - set(named)):
+        raise ValueError(f"{alone[0]} is the caption of no image{_more(alone)}.")
+    for text, image in named.items():
+        try:
+            caption = text.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{text} is no text: byte {error.start:,} is not UTF-8.") from error
+        yield image, _checked(caption, str(text))
+
+
+def _lines(file: Path) -> Iterator[tuple[Path, str]]:
+    """Of each line "image", a path from the file's folder, and "text"."""
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            found = json.loads(line)
+            image, text = found["image"], found["text"]
+            if not (isinstance(image, str) and isinstance(text, str)):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f'{where}: {line[:80]!r} is no JSON object with an "image" and a "text" that are strings.'
+            ) from error
+        if not (path := file.parent / image).is_file():
+            raise ValueError(f"{where}: there is no image {path}.")
+        yield path, _checked(text, where)
+
+
+def _checked(caption: str, where: str) -> str:
+    if not (caption := caption.strip()):
+        raise ValueError(f"{where}: the caption is empty.")
+    if "\0" in caption:
+        raise ValueError(f"{where}: the caption has a zero byte, which ends a document.")
+    return caption
+
+
+def _more(files: Sequence[Path]) -> str:
+    return f", and {len(files) - 1} more" if len(files) > 1 else ""

@@ -1,0 +1,417 @@
+"""The multimodal model: who sees whom, equal to a decoder on text and to a DiT on images, and to a dense reference."""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxops.nn import AdaLNZeroBlock, AdaRMSNorm
+from models.decoder import Decoder
+from models.decoder.mlp import GatedUnit
+from models.dit import Attention as ImageAttention
+from models.dit import DiT, DiTConfig, position_embedding, waves
+from models.interleaved import Batch, Document, Room, Tokens, captioned, illustrated, lay_out
+from models.layers import stacked
+from models.multimodal import Multimodal, MultimodalConfig, layout_of
+from models.multimodal_loss import loss_fn, losses_of
+from tests.compare import assert_close
+from tests.models.test_interleaved import image_of, text_of
+
+CONFIG = MultimodalConfig(
+    vocab=31,
+    patch_values=4,
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    text_experts=3,
+    text_hidden=10,
+    image_experts=2,
+    image_hidden=14,
+    top_k=2,
+    qk_norm=True,
+    backend="xla",
+)
+TOKENS, ROOM = Tokens(29, 30, 0), Room(rows=36, predictions=16, documents=4, patch=2, channels=1)
+DOCUMENTS = (
+    captioned(text_of(5, 6, 7), image_of(2, 2), TOKENS),
+    illustrated(text_of(8, 9), image_of(1, 3, seed=1), TOKENS),
+    Document((text_of(1, 2), image_of(1, 2, seed=2), text_of(3, 4, 5), image_of(2, 2, seed=3)), stop=0),
+)
+
+
+def batch_of(*documents: Document, room: Room = ROOM) -> Batch:
+    return jax.tree.map(jnp.asarray, lay_out(documents, room))
+
+
+BATCH = batch_of(*DOCUMENTS[:2])
+TIME = np.linspace(0.05, 0.95, ROOM.segments, dtype=np.float32)
+END = int(BATCH.sequence_offsets[-1])
+
+
+@functools.cache
+def model_of(config: MultimodalConfig) -> Multimodal:
+    """With random parameters: initially images' blocks are the identity and all velocities zero."""
+    model = nnx.eval_shape(lambda: Multimodal(config, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+
+    def draw(path, p):
+        name = jax.tree_util.keystr(path)
+        drawn = rng.normal(size=p.shape) / (2 if "modulation" in name or "leave" in name else 4)
+        return jnp.asarray(drawn + ("scale" in name), p.dtype)
+
+    nnx.update(model, jax.tree.map_with_path(draw, nnx.state(model)))
+    return model
+
+
+@nnx.jit
+def outputs(model: Multimodal, batch, time) -> tuple[jax.Array, jax.Array]:
+    """Logits and velocities of all rows."""
+    x, _ = model(batch, time)
+    return model.logits(x), model.velocities(x)
+
+
+def visible(batch) -> np.ndarray:
+    """[T, T] bool, by the words of the paper: in the document a row sees what is before it, and its own image."""
+    batch = jax.tree.map(np.asarray, batch)
+    at = np.arange(batch.tokens.shape[0])
+    of = lambda offsets: np.searchsorted(offsets, at, side="right")
+    document, segment = of(batch.sequence_offsets), of(batch.segment_offsets)
+    same = (document[:, None] == document[None, :]) & (at < batch.sequence_offsets[-1])[None, :]
+    image = np.append(False, batch.is_image)[np.minimum(segment, len(batch.is_image))]
+    own_image = (segment[:, None] == segment[None, :]) & image[:, None]
+    return same & ((at[None, :] <= at[:, None]) | own_image)
+
+
+def test_positions_and_ends():
+    layout = jax.jit(layout_of)(batch_of(DOCUMENTS[2], DOCUMENTS[1]))
+    assert layout.positions[:17].tolist() == [0, 1, 2, 2, 3, 4, 5, 6, 6, 6, 6, 0, 1, 2, 3, 3, 3]
+    assert layout.visible_until[:17].tolist() == [1, 2, 4, 4, 5, 6, 7, 11, 11, 11, 11, 12, 13, 14, 17, 17, 17]
+    assert layout.of_image.tolist() == [kind == "i" for kind in "ttiitttiiiitttiii" + 19 * "-"]
+    assert layout.in_document.tolist() == 17 * [True] + 19 * [False]
+
+
+def test_a_row_sees_its_past_and_its_own_image_and_nothing_else():
+    """Each row is changed alone; the rows that change are those that see it."""
+    model, T = model_of(CONFIG), ROOM.rows
+    graphdef, state = nnx.split(model)
+    layout = layout_of(BATCH)
+    of_image = np.asarray(layout.of_image)
+
+    @jax.jit
+    def change(row):
+        tokens, patches = BATCH.tokens.at[row].set(17), BATCH.patches.at[row].add(3.0)
+        model = nnx.merge(graphdef, state)
+        return model(BATCH._replace(tokens=tokens, patches=patches), TIME)[0]
+
+    after = np.asarray(jax.lax.map(change, jnp.arange(T + 1)))
+    before = after[T]  # of no row
+    after = after[:T]
+    moved = np.abs(after - before[None]).max(axis=2).T  # [seer, changed]
+    sees = visible(BATCH)
+    assert of_image.sum() == 7
+    assert moved[~sees].max() == 0
+    assert moved[sees].min() > 1e-6
+    assert not before[END:].any(), "rows after the last document"
+
+
+def test_documents_are_as_if_each_came_alone():
+    model = model_of(CONFIG)
+    packed = outputs(model, batch_of(*DOCUMENTS), TIME)
+    offsets = batch_of(*DOCUMENTS).sequence_offsets
+    first = 0
+    for number, document in enumerate(DOCUMENTS):
+        time = np.zeros_like(TIME)
+        time[: len(document.parts)] = TIME[first : first + len(document.parts)]
+        first += len(document.parts)
+        alone = outputs(model, batch_of(document), time)
+        start, end = offsets[number : number + 2]
+        for got, want in zip(packed, alone, strict=True):
+            assert_close(got[start:end], want[: end - start], "float32", scale=4)
+
+
+def test_new_lengths_do_not_compile():
+    traced = []
+
+    @jax.jit
+    def run(state, batch, time):
+        traced.append(batch.tokens.shape)
+        return nnx.merge(graphdef, state)(batch, time)[0]
+
+    graphdef, state = nnx.split(model_of(CONFIG))
+    for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS[1:], ()):
+        run(state, batch_of(*documents), TIME)
+    assert len(traced) == 1
+
+
+def as_decoder(model: Multimodal) -> Decoder:
+    """A decoder with the same weights."""
+    decoder = Decoder(model.config.decoder(), rngs=nnx.Rngs(0))
+    blocks, ours = decoder.blocks, model.blocks
+    nnx.update(blocks.attention, nnx.state(ours.attention))
+    blocks.attention_norm.scale[...], blocks.mlp_norm.scale[...] = (ours.modulation.scale[:, i] for i in range(2))
+    moe = blocks.mlp.moe
+    for name in ("gate", "up", "down"):
+        getattr(moe, name)[...] = getattr(ours.moe.text, name)[...]
+    moe.router.kernel[...] = ours.moe.text.router.kernel[...]
+    nnx.update(decoder.embed, nnx.state(model.embed))
+    nnx.update(decoder.head, nnx.state(model.head))
+    decoder.norm.scale[...] = model.modulation.scale[0]
+    return decoder
+
+
+def test_text_alone_is_a_decoder():
+    """Logits of packed texts, and gradients of what both models have."""
+    model = model_of(CONFIG)
+    decoder = as_decoder(model)
+    rng, lengths = np.random.default_rng(0), (7, 1, 12, 9)
+    texts = [rng.integers(1, 29, length).astype(np.int32) for length in lengths]
+    batch = batch_of(*(Document((text,)) for text in texts), room=ROOM._replace(predictions=32))
+    T = sum(lengths)
+    documents = np.repeat(np.arange(4), lengths).astype(np.int32)[None]
+    weight = jnp.asarray(rng.normal(size=(T, CONFIG.vocab)), jnp.float32)
+
+    def ours(model):
+        logits = model.logits(model(batch, TIME)[0])[:T]
+        return jnp.sum(weight * logits), logits
+
+    def theirs(decoder):
+        logits = decoder(batch.tokens[None, :T], jnp.asarray(documents))[0][0]
+        return jnp.sum(weight * logits), logits
+
+    (_, got_logits), got = nnx.jit(nnx.value_and_grad(ours, has_aux=True))(model)
+    (_, want_logits), want = nnx.jit(nnx.value_and_grad(theirs, has_aux=True))(decoder)
+    assert_close(got_logits, want_logits, "float32", scale=4)
+    pairs = {
+        "embed": (got["embed"], want["embed"]),
+        "head": (got["head"], want["head"]),
+        "attention": (got["blocks"]["attention"], want["blocks"]["attention"]),
+    }
+    moe, their_moe = got["blocks"]["moe"]["text"], want["blocks"]["mlp"]["moe"]
+    pairs |= {name: (moe[name], their_moe[name]) for name in ("gate", "up", "down", "router")}
+    for name, (one, other) in pairs.items():
+        jax.tree.map(functools.partial(assert_close, kind="float32", name=name, scale=20), one, other)
+    for number, name in enumerate(("attention_norm", "mlp_norm")):
+        ours_scale = got["blocks"]["modulation"]["scale"][...][:, number]
+        assert_close(ours_scale, want["blocks"][name]["scale"][...], "float32", name, scale=20)
+
+
+class PlainUnit(GatedUnit):
+    def __call__(self, x):
+        return super().__call__(x)[0]
+
+
+def as_dit(model: Multimodal) -> DiT:
+    """A DiT with the same weights, RMS instead of layer norms, and gated units instead of its MLPs."""
+    c = model.config
+    sizes = DiTConfig(c.layers, c.width, c.heads, c.patch_values, 1, ROOM.rows, attention="xla", backend="xla")
+    dit, rngs = DiT(sizes, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+    unit = dataclasses.replace(c.decoder(), hidden=c.image_hidden, experts=0, top_k=0)
+    options = {"norm": "rms", "per": "sequence", "epsilon": c.norm_epsilon, "backend": "xla"}
+    dit.blocks = stacked(
+        lambda rngs: AdaLNZeroBlock(
+            c.width,
+            c.width,
+            ImageAttention(sizes, rngs=rngs),
+            PlainUnit(unit, unit.hidden, rngs=rngs),
+            rngs=rngs,
+            **options,
+        ),
+        c.layers,
+        rngs,
+    )
+    dit.norm = AdaRMSNorm(c.width, c.width, per="sequence", epsilon=c.norm_epsilon, backend="xla", rngs=rngs)
+    ours, blocks = model.blocks, dit.blocks
+    nnx.update(blocks.modulation, nnx.state(ours.modulation.head))
+    blocks.mixer.qkv.kernel[...] = jnp.concatenate(
+        [layer.kernel[...] for layer in (ours.attention.q, ours.attention.k, ours.attention.v)], axis=2
+    )
+    blocks.mixer.out.kernel[...] = ours.attention.out.kernel[...]
+    for name in ("gate", "up", "down"):
+        getattr(blocks.mlp, name).kernel[...] = getattr(ours.moe.image, name)[:, 0]
+    nnx.update(dit.norm.modulation, nnx.state(model.modulation.head))
+    for name in ("enter", "time", "leave"):
+        nnx.update(getattr(dit, name), nnx.state(getattr(model, name)))
+    dit.label.embedding[...] = jnp.zeros_like(dit.label.embedding[...])
+    return dit
+
+
+def test_images_alone_are_a_dit():
+    """Velocities of packed images without text. The DiT's attention has no positions: an image's patches share one."""
+    config = dataclasses.replace(
+        CONFIG, heads=2, kv_heads=2, head_dim=8, qk_norm=False, image_experts=1, text_experts=1, top_k=1
+    )
+    model = model_of(config)
+    images = [image_of(2, 3), image_of(1, 1, seed=1), image_of(3, 4, seed=2)]
+    batch = batch_of(*(Document((image,)) for image in images))
+    (T, S), count = (ROOM.rows, ROOM.segments), int(batch.sequence_offsets[-1])
+
+    def ours(model):
+        return model.velocities(model(batch, TIME)[0])[:count]
+
+    def theirs(dit):
+        labels = jnp.zeros(S, jnp.int32)
+        return dit(batch.patches, TIME, labels, batch.segment_offsets, batch.grids)[:count]
+
+    assert_close(nnx.jit(ours)(model), nnx.jit(theirs)(as_dit(model)), "float32", scale=4)
+    assert count < T
+
+
+def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.Array]:
+    """Logits and velocities [T, ...] with dense masks, all experts for all rows, and norms row by row."""
+    c, T = config, batch.tokens.shape[0]
+    at = np.arange(T)
+    segment = np.minimum(np.searchsorted(batch.segment_offsets, at, side="right") - 1, len(batch.is_image) - 1)
+    image = (batch.is_image[segment] & (at < batch.sequence_offsets[-1]))[:, None]
+    sees = visible(batch)
+    there = jax.tree.map(jnp.asarray, batch)
+    layout = layout_of(there)  # of which positions are used; tested above
+    place = position_embedding(there.segment_offsets, there.grids, T, c.width)
+    x = jnp.where(
+        image, batch.patches @ p["enter"]["kernel"] + p["enter"]["bias"] + place, p["embed"]["embedding"][batch.tokens]
+    )
+    first, _, last = (p["time"]["layers"].get(i, {}) for i in range(3))
+    cond = (
+        jax.nn.silu(waves(1000 * time, c.width, 60_000.0) @ first["kernel"] + first["bias"]) @ last["kernel"]
+        + last["bias"]
+    )
+    cond = jax.nn.silu(cond)[segment]
+
+    def rms(x, scale=1.0):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + c.norm_epsilon) * scale
+
+    def modulated(x, text_scale, scale, shift):
+        return jnp.where(image, rms(x) * (1 + scale) + shift, rms(x) * text_scale)
+
+    def rotated(x):
+        half = c.head_dim // 2
+        angle = layout.positions[:, None, None] * c.rope_base ** (-jnp.arange(half) / half)
+        turn = jnp.exp(1j * angle) * (x[..., :half] + 1j * x[..., half:])
+        return jnp.concatenate([turn.real, turn.imag], axis=-1)
+
+    def attention(p, y):
+        q, k, v = ((y @ p[name]["kernel"]).reshape(T, -1, c.head_dim) for name in "qkv")
+        q, k = rotated(rms(q, p["q_norm"]["scale"])), rotated(rms(k, p["k_norm"]["scale"]))
+        k, v = (jnp.repeat(z, c.heads // c.kv_heads, axis=1) for z in (k, v))
+        scores = jnp.where(sees[None], jnp.einsum("thd,shd->hts", q, k) / c.head_dim**0.5, -1e30)
+        return jnp.einsum("hts,shd->thd", jax.nn.softmax(scores), v).reshape(T, -1) @ p["out"]["kernel"]
+
+    def experts(p, y):
+        scores = jax.nn.softmax(y @ p["router"]["kernel"])
+        least = jnp.sort(scores, axis=1)[:, -c.top_k, None]
+        weights = jnp.where(scores >= least, scores, 0)
+        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+        hidden = jax.nn.silu(jnp.einsum("td,edh->teh", y, p["gate"])) * jnp.einsum("td,edh->teh", y, p["up"])
+        return jnp.einsum("te,teh,ehd->td", weights, hidden, p["down"])
+
+    for layer in range(c.layers):
+        b = jax.tree.map(operator.itemgetter(layer), p["blocks"])
+        m = jnp.split(cond @ b["modulation"]["head"]["kernel"] + b["modulation"]["head"]["bias"], 6, axis=1)
+        h = attention(b["attention"], modulated(x, b["modulation"]["scale"][0], m[0], m[1]))
+        x = x + jnp.where(image, m[2], 1) * h
+        y = modulated(x, b["modulation"]["scale"][1], m[3], m[4])
+        h = jnp.where(image, experts(b["moe"]["image"], y), experts(b["moe"]["text"], y))
+        x = x + jnp.where(image, m[5], 1) * h
+    m = jnp.split(cond @ p["modulation"]["head"]["kernel"] + p["modulation"]["head"]["bias"], 2, axis=1)
+    x = modulated(x, p["modulation"]["scale"][0], *m)
+    return x @ p["head"]["kernel"], x @ p["leave"]["kernel"] + p["leave"]["bias"]
+
+
+@jax.numpy_rank_promotion("allow")  # for the reference
+def test_gradients_are_those_of_a_dense_reference():
+    model = model_of(CONFIG)
+    graphdef, state = nnx.split(model, nnx.Param)
+    batch = batch_of(DOCUMENTS[2], DOCUMENTS[0])
+    end, rng = int(batch.sequence_offsets[-1]), np.random.default_rng(3)
+    weights = [jnp.asarray(rng.normal(size=(end, n)), jnp.float32) for n in (CONFIG.vocab, CONFIG.patch_values)]
+
+    def value(outs):
+        return sum(jnp.sum(w * out[:end]) for w, out in zip(weights, outs, strict=True))
+
+    def ours(state):
+        model = nnx.merge(graphdef, state)
+        x, _ = model(batch, TIME)
+        return value((model.logits(x), model.velocities(x)))
+
+    def theirs(p):
+        return value(reference(CONFIG, p, host, TIME))
+
+    plain, host = nnx.to_pure_dict(state), jax.tree.map(np.asarray, batch)
+    got, want = jax.jit(jax.value_and_grad(ours))(state), jax.jit(jax.value_and_grad(theirs))(plain)
+    assert got[0] == pytest.approx(float(want[0]), rel=1e-5)
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(nnx.to_pure_dict(got[1])), jax.tree.leaves(want[1]), strict=True
+    ):
+        assert_close(one, other, "float32", jax.tree_util.keystr(path), scale=30)
+
+
+def test_loss_is_of_predicted_tokens_and_drawn_patches():
+    """From the model's outputs for the same noise; an image that is read is clean, others have their own time."""
+    model, key = model_of(CONFIG), jax.random.key(1)
+    run = jax.jit(
+        lambda state, batch: losses_of(nnx.merge(graphdef, state), batch, key, time_shift=3.0, reading_noise=0.0)
+    )
+    graphdef, state = nnx.split(model)
+    losses, routed = run(state, BATCH)
+    drawn_key, _, noise_key = jax.random.split(key, 3)
+    odds = 3 * jnp.exp(jax.random.normal(drawn_key, (ROOM.segments,)))
+    time = odds / (1 + odds) * ~BATCH.is_read
+    assert float(time[1]) == 0
+    noise = jax.random.normal(noise_key, BATCH.patches.shape)
+    start, end = 12, 15  # of the only image that is drawn
+    at = np.zeros((ROOM.rows, 1), np.float32)
+    at[start:end] = time[4]
+    logits, velocity = outputs(model, BATCH._replace(patches=(1 - at) * BATCH.patches + at * noise), time)
+    predicted = BATCH.targets >= 0
+    entropies = -jax.nn.log_softmax(logits)[BATCH.predicting[predicted], BATCH.targets[predicted]]
+    errors = jnp.mean((velocity - (noise - BATCH.patches))[start:end] ** 2, axis=1)
+    assert (int(losses.predictions), int(losses.patches)) == (predicted.sum(), 3)
+    assert float(losses.text) == pytest.approx(float(jnp.sum(entropies)), rel=1e-4)
+    assert float(losses.image) == pytest.approx(float(jnp.sum(errors)), rel=1e-4)
+    np.testing.assert_array_equal(routed.load.sum(axis=1), CONFIG.layers * [CONFIG.top_k * END])
+    assert routed.load.shape == (2, 5)
+    text_rows = END - 7
+    np.testing.assert_array_equal(routed.load[:, :3].sum(axis=1), 2 * [CONFIG.top_k * text_rows])
+
+
+def test_rows_after_the_documents_reach_nothing():
+    model, key = model_of(CONFIG), jax.random.key(1)
+    graphdef, state = nnx.split(model)
+
+    def loss(state, batch):
+        value, routed = loss_fn(
+            nnx.merge(graphdef, state), batch, key, image_weight=2.0, time_shift=1.0, reading_noise=0.5
+        )
+        return value + jnp.sum(routed.aux_loss)
+
+    both = jax.jit(jax.value_and_grad(loss))
+    tokens, patches = BATCH.tokens.at[END:].set(7), BATCH.patches.at[END:].set(jnp.nan)
+    jax.tree.map(
+        np.testing.assert_array_equal, both(state, BATCH), both(state, BATCH._replace(tokens=tokens, patches=patches))
+    )
+
+
+def test_an_even_load_has_the_smallest_balancing_loss():
+    """1, as of `jaxops.route`, whatever the share of each modality; and the router's, of text alone."""
+    config = dataclasses.replace(CONFIG, layers=1, top_k=1)
+    model = model_of(config)
+    batch = batch_of(Document((text_of(*range(1, 13)),)))
+    _, routed = nnx.jit(lambda model: model(batch, TIME))(model)
+    decoder = as_decoder(model)
+    tokens = batch.tokens[None, :12]
+    _, theirs = nnx.jit(lambda decoder: decoder(tokens))(decoder)
+    assert_close(routed.aux_loss, theirs.aux_loss, "float32", scale=4)
+    np.testing.assert_array_equal(routed.load[:, :3], theirs.load)
+    for side in (model.blocks.moe.text, model.blocks.moe.image):
+        side.router.kernel[...] = jnp.zeros_like(side.router.kernel[...])
+    try:
+        _, routed = nnx.jit(lambda model: model(BATCH, TIME))(model)
+    finally:
+        model_of.cache_clear()
+    assert_close(routed.aux_loss, jnp.ones(1), "float32")

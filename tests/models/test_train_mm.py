@@ -1,0 +1,326 @@
+"""`python -m models.train mm` on a tiny model: it learns, compiles once, resumes, shards, draws and captions."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+from PIL import Image
+
+from models import loop, show_mm, train_mm
+from models.interleaved import Tokens, captioned, illustrated, lay_out, stack
+from models.mesh import by_device, make_mesh, of_own_batch, replicate, shard_batch, shard_state
+from models.multimodal import Multimodal, MultimodalConfig
+from models.multimodal_loss import losses_of
+from models.multimodal_sampling import caption, draw, until
+from models.pairs import DATA_SETS, PairData, Pairs
+from models.presets import MULTIMODAL_PRESETS, MultimodalPreset
+from models.train_mm import MmOptions, choose, main, make_step, prepare, train_documents
+from tests.compare import assert_close
+
+MODEL = MultimodalConfig(
+    vocab=258,
+    patch_values=4,
+    width=16,
+    layers=1,
+    heads=2,
+    kv_heads=2,
+    head_dim=8,
+    text_experts=2,
+    text_hidden=16,
+    image_experts=2,
+    image_hidden=16,
+    top_k=1,
+    tie_embeddings=True,
+)
+TINY = MultimodalPreset(
+    model=MODEL,
+    rows=48,
+    predictions=32,
+    documents=8,
+    steps=4,
+    learning_rate=1e-2,
+    warmup_steps=1,
+    eval_every=2,
+    ema=0.9,
+    sample_steps=2,
+    reading_noise=0.2,
+)
+
+
+def two_kinds(count: int, seed: int) -> Pairs:
+    """Bright or dark, of two sizes."""
+    rng = np.random.default_rng(seed)
+    bright = rng.integers(0, 2, count)
+    pixels = [np.full((4, 2 * rng.integers(1, 3), 1), 255 * b, np.uint8) for b in bright]
+    return Pairs(pixels, [(("dark", "bright")[b], "no light light"[9 * b :][:8]) for b in bright])
+
+
+def two_kinds_data() -> PairData:
+    return PairData(two_kinds(40, 0), two_kinds(10, 1), 2, 1)
+
+
+class Command(NamedTuple):
+    """A run of the command on TINY: its output, its folder, the compiled step, and the arguments of the first step."""
+
+    printed: str
+    out: Path
+    step: Any
+    first: Any
+
+
+def run_tiny(out: Path, **options: Any) -> None:
+    main(data="two-kinds", preset="tiny", out=out, **options)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MULTIMODAL_PRESETS, "tiny", TINY)
+        patch.setitem(DATA_SETS, "two-kinds", two_kinds_data)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory, tiny):
+    out, printed, seen = tmp_path_factory.mktemp("run"), io.StringIO(), {}
+
+    def guarded_step(graphdef, preset, mesh):
+        seen.update(step=make_step(graphdef, preset, mesh))
+
+        def run(state, batch, key):
+            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
+            with jax.transfer_guard("disallow"):
+                return seen["step"](state, batch, key)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("models.train_mm.make_step", guarded_step)
+        run_tiny(out, save_every=2)
+    return Command(printed.getvalue(), out, **seen)
+
+
+def logged(out: Path) -> list[dict]:
+    return [json.loads(line) | {"tokens_per_s": 0} for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_is_printed_and_written(command):
+    assert "40 images with captions to train on, 10 held out" in command.printed
+    assert len(re.findall(r"step \d+: held-out [0-9.]+ nats and squared errors", command.printed)) == 3
+    assert re.search(r"[0-9.]+% of the rows had a loss", command.printed)
+    for name in ("samples.png", "report.png"):
+        assert (command.out / name).read_bytes().startswith(b"\x89PNG")
+    rows = logged(command.out)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["loss"] > 4, "a byte of 258, and noise and image"
+    assert all(0.9 < row["balance"] < 2.1 for row in rows)
+
+
+def test_step_compiles_once_and_is_on_the_device_alone(command):
+    assert command.step._cache_size() == 1
+    text = command.step.lower(*command.first).compile().as_text()
+    for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
+        assert word not in text
+    aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
+    assert aliases.count("-alias)") == len(jax.tree.leaves(command.first[0])), "the whole state is donated"
+
+
+def test_a_resumed_run_is_the_same_run(command, tiny, tmp_path, monkeypatch):
+    whole, out = logged(command.out), tmp_path / "resumed"
+    shutil.copytree(command.out, out)
+    shutil.rmtree(out / "checkpoints" / "4")
+    for name in ("plot_report", "show"):
+        monkeypatch.setattr(train_mm, name, lambda *_: None)
+    run_tiny(out, save_every=2, resume=True)
+    assert logged(out) == whole
+    with pytest.raises(typer.BadParameter, match=r"image_weight is 1\.0 there and 2\.0 here"):
+        run_tiny(out, save_every=2, resume=True, set=["image_weight=2"])
+    assert choose(MmOptions(config=out / "config.yaml", preset="tiny")).rows == 48
+
+
+@pytest.fixture(scope="module")
+def model():
+    """With random parameters: initially each image's block is the identity."""
+    model = nnx.eval_shape(lambda: Multimodal(MODEL, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    nnx.update(model, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
+    model.eval()
+    return model
+
+
+TOKENS = Tokens(256, 257, 0)
+
+
+def test_drawings_of_all_sizes_in_order(model):
+    """Each one depends on its own prompt, and with guidance 0 on none."""
+    room = prepare(TINY, two_kinds_data())[1].room
+    prompts = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"bright", b"dark", b"a", b"no light", b"x")]
+    sizes = [(4, 2), (4, 4), (2, 2), (4, 4), (2, 6)]
+    run = functools.partial(draw, model, sizes=sizes, tokens=TOKENS, room=room, key=jax.random.key(0), steps=2)
+    drawn = run(prompts, guidance=2.0)
+    assert [image.shape for image in drawn] == [(*size, 1) for size in sizes]
+    others = [prompt + 1 for prompt in prompts]
+    assert sum((one != other).any() for one, other in zip(drawn, run(others, guidance=2.0), strict=True)) >= 3
+    for one, other in zip(run(prompts, guidance=0.0), run(others, guidance=0.0), strict=True):
+        assert np.abs(one.astype(int) - other.astype(int)).max() <= 1
+
+
+def test_guidance(model):
+    """Between the velocities with and without the prompt, extrapolated: the step by hand."""
+    room = prepare(TINY, two_kinds_data())[1].room
+    prompt, blank, key = np.array([98, 99], np.int32), np.zeros((4, 4, 1), np.uint8), jax.random.key(3)
+    (drawn,) = draw(model, [prompt], [(4, 4)], TOKENS, room, key, steps=1, guidance=3.0)
+    run = nnx.jit(lambda model, batch, time: model.velocities(model(batch, time)[0]))
+    noise = jax.random.normal(jax.random.fold_in(key, 0), (room.rows, 4))[3:7]
+
+    def velocity(x, time):
+        found = []
+        for text in (prompt, prompt[:0]):
+            batch, start = lay_out([illustrated(text, blank, TOKENS)], room), len(text) + 1
+            batch.patches[start : start + 4] = x
+            found.append(run(model, batch, np.full(room.segments, time, np.float32))[start : start + 4])
+        return found[1] + 3.0 * (found[0] - found[1])
+
+    first = velocity(noise, 1.0)
+    image = noise - (first + velocity(noise - first, 0.0)) / 2
+    want = np.rint((np.clip(np.asarray(image), -1, 1) + 1) * 127.5)
+    got = drawn.reshape(2, 2, 2, 2).swapaxes(1, 2).reshape(4, 4).astype(float)
+    assert np.abs(got - want).max() <= 1
+
+
+def test_captions_are_the_likeliest_continuations(model):
+    """Of several images together, as by a pass for each prefix of each."""
+    room = prepare(TINY, two_kinds_data())[1].room
+    images = [*two_kinds(4, 3).pixels, np.full((2, 2, 1), 99, np.uint8)]
+    how = {"tokens": TOKENS, "room": room, "key": jax.random.key(0), "length": 5}
+    written = caption(model, images, temperature=0.0, **how)
+    run = nnx.jit(lambda model, batch: model.logits(model(batch, jnp.zeros(room.segments))[0]))
+    for image, got in zip(images, written, strict=True):
+        text: list[int] = []
+        for _ in range(5):
+            batch = lay_out([captioned(np.array(text, np.int32), image, TOKENS)], room)
+            token = int(np.argmax(run(model, batch)[batch.sequence_offsets[-1] - 1]))
+            if token in TOKENS:
+                break
+            text.append(token)
+        assert got == text
+    assert caption(model, images, temperature=5.0, **how) != written
+
+
+def test_a_caption_ends_at_the_first_token_that_is_no_text():
+    assert until(TOKENS, [5, 6, 0, 7]) == [5, 6]
+    assert until(TOKENS, [5, 257, 6]) == [5]
+    assert until(TOKENS, [5, 6]) == [5, 6]
+
+
+def test_documents_of_an_epoch():
+    """Both orders, all captions, some without a caption; each image once."""
+    preset = dataclasses.replace(TINY, illustrated=0.6, captionless=0.25)
+    _, material = prepare(preset, PairData(two_kinds(2_000, 0), two_kinds(10, 1), 2, 1))
+    documents = train_documents(preset, material.train, TOKENS, np.random.default_rng(0))
+    assert len(documents) == 2_000
+    drawn = [document for document in documents if document.stop < 0]
+    assert len(drawn) == pytest.approx(1_200, rel=0.06)
+    assert sum(len(document.parts[0]) == 1 for document in drawn) == pytest.approx(300, rel=0.15)
+    texts = {bytes(document.parts[2][1:].astype(np.uint8)) for document in documents if document.stop == 0}
+    assert texts == {b"dark", b"bright", b"no light", b"light"}
+
+
+def test_measures_of_digits(monkeypatch, tmp_path, tiny):
+    """Right and wrong drawings and captions are counted."""
+    said, data = [], DATA_SETS["digits"]()
+    preset, material = prepare(dataclasses.replace(TINY, rows=64), data)
+    by_label = dict(zip(data.labels[0].tolist(), data.train.pixels, strict=True))
+    prompts = show_mm.prompts_of(200)
+    assert len(set(prompts)) == 38
+    drawn = [by_label[show_mm.digit_in(prompt) if i < 150 else 0] for i, prompt in enumerate(prompts)]
+    texts = [f"the digit {label}" if i % 2 else "nothing" for i, label in enumerate(data.labels[1])]
+    monkeypatch.setattr(show_mm, "draw", lambda *_, **__: drawn)
+    monkeypatch.setattr(show_mm, "caption", lambda *_, **__: [list(text.encode()) for text in texts[:200]])
+    run = loop.Run(tmp_path, None)
+    monkeypatch.setattr(loop.Run, "say", lambda _, line: said.append(line))
+    show_mm.show(preset, None, data, material, run)
+    assert int(re.match(r"(\d+) of 200", said[0])[1]) in range(150, 160), "and the zeros among the last fifty"
+    assert re.match(r"which reads 22[0-4] of 224", said[1])
+    assert said[2].startswith("100 of 200 (50.0%)")
+    with Image.open(tmp_path / "samples.png") as picture:
+        assert picture.width > 1_200
+
+
+def test_over_a_mesh():
+    """Each device has its own documents and noise, and some of the experts: loss, load and gradients of all."""
+    if jax.device_count() != 4:
+        pytest.skip("needs four devices")
+    mesh = make_mesh("fsdp=2,expert=2")
+    config = dataclasses.replace(MODEL, backend="xla", layers=2)
+    preset = dataclasses.replace(TINY, model=config, image_weight=2.0, balance_weight=0.0)
+    _, material = prepare(preset, two_kinds_data())
+    documents = train_documents(preset, material.train, TOKENS, np.random.default_rng(0))
+    parts = [lay_out(documents[3 * i : 3 * i + 1 + i % 2], material.room) for i in range(4)]
+    graphdef, params = nnx.split(nnx.jit(lambda: Multimodal(config, rngs=nnx.Rngs(0)))(), nnx.Param)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32) / 8, params)
+    key = jax.random.key(1)
+    own = of_own_batch(functools.partial(train_mm.objective, preset), mesh)
+    sharded = loop.make_value(train_mm.sharded_graphdef(preset), own, mesh, training=True)
+    batch = jax.tree.map(lambda x: x[0], by_device(stack(parts), mesh))
+    got, grads = jax.jit(jax.value_and_grad(sharded, has_aux=True))(
+        shard_state(params, mesh), nnx.State({}), shard_batch(batch, mesh), replicate(key, mesh)
+    )
+
+    def alone(params):
+        total, rows = 0.0, 0
+        for part, batch in enumerate(parts):
+            losses, routed = losses_of(
+                nnx.merge(graphdef, params), jax.tree.map(jnp.asarray, batch), jax.random.fold_in(key, part),
+                time_shift=preset.time_shift, reading_noise=preset.reading_noise,
+            )  # fmt: skip
+            total, rows = total + losses.text + 2 * losses.image, rows + losses.predictions + losses.patches
+            loads.append(routed.load)
+        return total / rows, sum(loads)
+
+    loads: list[jax.Array] = []
+    (loss, load), wanted = jax.jit(jax.value_and_grad(alone, has_aux=True))(params)
+    assert float(got[0]) == pytest.approx(float(loss), rel=1e-5)
+    assert_close(got[1][0].load, train_mm.shares(preset, load), "float32", scale=4)
+    for (path, one), other in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert_close(one, other, "float32", name, scale=30)
+        if re.search("kernel|embedding|gate|up|down", name):
+            (share,) = {shard.data.size / one.size for shard in one.addressable_shards}
+            assert share == (1 / 4 if re.search(r"moe/(text|image)/(gate|up|down)", name) else 1 / 2), name
+
+
+@pytest.mark.parametrize("preset", MULTIMODAL_PRESETS.values(), ids=MULTIMODAL_PRESETS)
+def test_presets_fit(preset):
+    assert preset.steps > preset.warmup_steps
+    assert preset.model.width % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"preset": "huge"}, "is not one of"),
+        ({"data": "cats"}, "is not one of digits"),
+        ({"set": ["rows=30"]}, r"a document of .* does not fit into a batch of \(30, "),
+        ({"set": ["accumulate=3"]}, "rows is 512, predictions is 384 and accumulate 3|multiples of accumulate"),
+        ({"set": ["model.top_k=9"]}, "top_k is 9"),
+        ({"set": ["model.wide=9"]}, "model.wide is no setting"),
+        ({"tokenizer": "none.json"}, "is no tokenizer.json"),
+    ],
+)
+def test_wrong_options(options, error):
+    with pytest.raises(typer.BadParameter, match=error):
+        main(**options)

@@ -53,7 +53,7 @@ def packed_attention(
 
     Sequence s is rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`. Sequences may be empty and of any length;
     the offsets stay on the device, and new values never recompile. No row sees another sequence, whatever the offsets
-    are; but a NaN or infinity in v or k of one sequence may make rows of its neighbours NaN, since zero times it is NaN.
+    are; but a NaN or infinity in k or v of one sequence may make rows of its neighbours NaN, as zero times NaN is NaN.
     Rows outside all sequences are written as zeros; their input values (NaN included) affect no output and no gradient.
     So are rows that see nothing. Differentiable (reverse mode) in q, k and v. Deterministic, but for cuDNN's backward.
 

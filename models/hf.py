@@ -106,6 +106,7 @@ def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any
 
     paths = {entry.path for entry in entries}
     placed = {path: Placed(shapes[path].shape, shapes[path].dtype, splits.get(path)) for path in paths}
+    sent: list[jax.Array] = []
     for name, found in stored.items():
         own = uses.get(name, [])
         for at in _reads(found, own):
@@ -114,8 +115,11 @@ def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any
             array = found.read(*at)
             if not is_finite(array):
                 wrong.append(f"{name} in {found.tensors[0].file.name} has a NaN or an infinity")
-            for entry, index in own:
-                placed[entry.path].put((*index, *at), entry.from_tensor(array))
+            # One tensor is read while the one before is copied; a slow device would otherwise leave many on the host.
+            jax.block_until_ready([part for part in sent if not part.is_deleted()])
+            sent = [
+                part for entry, index in own for part in placed[entry.path].put((*index, *at), entry.from_tensor(array))
+            ]
     params: Params = {path: placed.pop(path).whole() if path in paths else shapes[path] for path in shapes}
     if tied_head and not _equal(stored[HEAD.name], params[EMBEDDING.path]):
         wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them")

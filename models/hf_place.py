@@ -56,8 +56,9 @@ class Placed:
         """Whether one of this process's devices holds a part of parameter[index]."""
         return any(_within(index, bounds) for bounds in self.devices)
 
-    def put(self, index: tuple[int, ...], piece: np.ndarray) -> None:
-        """Sets parameter[index]."""
+    def put(self, index: tuple[int, ...], piece: np.ndarray) -> list[jax.Array]:
+        """Sets parameter[index]. Returns the arrays on devices that `piece` is being copied into."""
+        sent: list[jax.Array] = []
         for bounds, devices in self.devices.items():
             own, others = bounds[: len(index)], bounds[len(index) :]
             if not _within(index, bounds):
@@ -77,6 +78,8 @@ class Placed:
                 _update(a, jax.device_put(found, device), place, transposed)
                 for a, device in zip(part, devices, strict=True)
             ]
+            sent += self.parts[bounds]
+        return sent
 
     def whole(self) -> jax.Array:
         """The parameter."""

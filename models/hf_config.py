@@ -46,6 +46,7 @@ MODELS = {
 OF_A_RUN = (
     "dtype",
     "recipe",
+    "fp8_experts",
     "attention",
     "max_documents",
     "backend",

@@ -1,5 +1,6 @@
 """A block: attention, then a gated unit or experts."""
 
+import dataclasses
 import functools
 
 import jax
@@ -27,7 +28,8 @@ class Block(nnx.Module):
         self.attention = (Attention if c.latent is None else LatentAttention)(c, rngs=rngs)
         self.mlp_norm = norm()
         if c.experts and not dense:
-            self.mlp = Experts(c, sharded=sharded, rngs=rngs)
+            of_experts = c if c.fp8_experts else dataclasses.replace(c, recipe=None)
+            self.mlp = Experts(of_experts, sharded=sharded, rngs=rngs)
         else:
             self.mlp = GatedUnit(c, c.dense_hidden if dense and c.dense_hidden else c.hidden, rngs=rngs)
 

@@ -78,6 +78,7 @@ class DecoderConfig:
       dtype: of the computation; parameters, logits and the router's product are float32.
       recipe: FP8 recipe of attention's and the gated units' products (`jaxops.fp8_matmul`); None for dtype. Embedding,
         router and logits are never in FP8.
+      fp8_experts: whether the recipe is for the experts, the shared one included, too.
       attention: "xla" or "cudnn" (bfloat16, on a GPU, `plain_attention` without a window shorter than the rows).
       max_documents: of a row, padding included; cuDNN needs it where documents share rows. With more the results are
         NaN.
@@ -124,6 +125,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
+    fp8_experts: bool = True
     attention: Literal["xla", "cudnn"] = "xla"
     max_documents: PositiveInt | None = None
     backend: Backend = "auto"

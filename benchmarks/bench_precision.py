@@ -14,7 +14,6 @@ import pathlib
 import time
 from typing import Annotated
 
-import jax
 import numpy as np
 import typer
 

@@ -162,43 +162,6 @@ def _plot_expert_load(rows: list[Axes], load: np.ndarray, last: int) -> None:
     figure.colorbar(images[0], ax=rows, label="load (1 = fair share)", extend="max")
 
 
-def plot_precisions(rows: list[dict], baseline: str, path: Path) -> None:
-    """A column a model: the newest loss curve of every precision, and its ratio to the baseline of the same run.
-
-    Args:
-      rows: of `models.compare_precision`, oldest first.
-    """
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(7 * len(models), 7), layout="constrained")
-    for (above, below), model in zip(
-        figure.subplots(2, len(models), squeeze=False, sharex="col").T, models, strict=True
-    ):
-        mine = [row for row in rows if row["model"] == model]
-        # Only runs with their own baseline are compared: XLA may choose other algorithms in another run.
-        drawn, beside = {}, None
-        for row in mine:
-            precision, seed, curve = row["precision"], row["seed"], np.array(row["curve"])
-            if (precision, seed) == (baseline, 0):
-                beside = curve
-            if seed == 0 or (precision, seed) == (baseline, 1):
-                drawn[precision, seed] = curve, row["steps"], beside
-        for (precision, seed), (curve, steps, wanted) in drawn.items():
-            middles = (np.arange(len(curve)) + 0.5) * steps / len(curve)
-            line = (
-                {"color": "black", "linestyle": "-" if seed == 0 else ":"}
-                if precision == baseline
-                else {"linewidth": 1}
-            )
-            above.plot(middles, curve, label=precision if seed == 0 else f"{precision}, other parameters", **line)
-            if wanted is not None and len(curve) == len(wanted):
-                below.plot(middles, 100 * (curve / wanted - 1), **line)
-        above.set(title=model, ylabel="training loss", yscale="log")
-        below.set(xlabel="step", ylabel=f"% from {baseline}", ylim=(-3, 3))
-        below.grid(alpha=0.3)
-        above.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
 def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, zoom: int = 6) -> None:
     """Rows of uint8 [height, width, channels] images, centred in their columns under the names."""
     gap, heading = 2 * zoom, 16

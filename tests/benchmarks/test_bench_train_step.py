@@ -1,6 +1,5 @@
 """The benchmark of whole training steps: every code path on tiny models, and how it counts."""
 
-import dataclasses
 import json
 
 import jax
@@ -8,10 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import bench_train_step, harness, loss_curve
+from benchmarks import bench_train_step, harness
 from models.dit import DiT, DiTConfig
 from models.packing import Batch
-from models.presets import DIT_PRESETS, PRESETS, of_bytes
+from models.presets import DIT_PRESETS, PRESETS
 from tests.command_line import run
 
 
@@ -63,19 +62,3 @@ def test_the_large_diffusion_transformer():
     assert preset.tokens - preset.longest < lengths.sum() <= preset.tokens
     assert lengths[lengths > 0].min() >= 256
     np.testing.assert_array_equal(np.prod(batch.grids[0], axis=1)[lengths > 0], lengths[lengths > 0])
-
-
-def test_loss_curve(tmp_path, monkeypatch):
-    tiny = dataclasses.replace(
-        PRESETS["demo"],
-        model=of_bytes(layers=1, width=16, heads=2, experts=2, hidden=16),
-        context=32,
-        batch=2,
-        eval_windows=2,
-    )
-    monkeypatch.setattr(loss_curve, "PRESETS", {"tiny": tiny})
-    result = run(loss_curve.main, "--preset", "tiny", "--steps", "2", "--out", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "loss_curve.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(abs(row["apart"]) < 1e-3 and set(row["heldout"]) == {"jaxops", "xla"} for row in rows)

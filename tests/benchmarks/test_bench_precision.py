@@ -1,0 +1,166 @@
+"""Paired trainings: the statistics by hand, the casts one by one, and the tool on a tiny model."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import jaxops
+from benchmarks import bench_precision, precision_report
+from benchmarks.fp8_parts import CASTS, PRODUCTS, SomeCasts
+from benchmarks.precision_sides import BASELINE, Side, cast_sides, training_sides
+from benchmarks.precision_trainings import gradient_errors, paired, work_of
+from jaxops.nn import Fp8Linear
+from models.data import Corpus
+from models.decoder import DecoderConfig
+from models.packing import Documents
+from models.presets import Preset
+from tests.command_line import run
+
+TINY = Preset(
+    DecoderConfig(
+        256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=8, experts=2, top_k=1, dense_layers=(0,),
+        dense_hidden=16, tie_embeddings=True,
+    ),
+    context=16, batch=4, steps=3, learning_rate=1e-2, warmup_steps=1, eval_every=3, eval_windows=8, balance_weight=0.0,
+)  # fmt: skip
+TEXT = Documents(np.random.default_rng(0).integers(1, 256, 1024).astype(np.uint8), np.array([0, 300, 700, 1024]))
+DIMENSIONS = (((1,), (0,)), ((), ()))
+
+
+def test_paired_differences_by_hand():
+    found = paired([2.02, 4.0, 3.06], [2.0, 4.0, 3.0])
+    np.testing.assert_allclose(found.differences, [0.01, 0.0, 0.02], atol=1e-12)
+    assert found.mean == pytest.approx(0.01)
+    assert found.standard_error == pytest.approx(0.01 / 3**0.5)  # of the sample: the sum of squares over n - 1
+    assert precision_report.significant({"mean": -0.0201, "standard_error": 0.01})
+    assert not precision_report.significant({"mean": 0.0199, "standard_error": 0.01})
+
+
+def test_gradient_errors_by_hand():
+    """A stacked tensor by layer, numbered as the model's; the whole gradient is one vector."""
+    want = {"blocks/w": np.array([[3.0, 0.0], [0.0, 4.0]]), "embed": np.array([0.0, 2.0])}
+    got = {"blocks/w": np.array([[3.0, 4.0], [0.0, 2.0]]), "embed": np.array([0.0, -2.0])}
+    errors = gradient_errors(got, want, {"blocks": (1, 3)})
+    assert errors == {
+        "all": pytest.approx([(9 + 8 - 4) / (33 * 29) ** 0.5, 6 / 29**0.5], abs=1e-6),
+        "1 w": pytest.approx([0.6, 4 / 3], abs=1e-6),
+        "3 w": [1.0, 0.5],
+        "embed": [-1.0, 2.0],
+    }
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_all_casts_are_the_recipe(recipe):
+    """All six together are `fp8_matmul`; one changes its own product only; none is the plain product."""
+    rng = np.random.default_rng(1)
+    x, w, dout = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((137, 150), (150, 131), (137, 131)))
+    w = w * jnp.exp(jnp.arange(131.0)[None] / 20)  # so that rows and columns differ
+
+    def results(call):
+        out, vjp = jax.vjp(call, x, w)
+        return dict(zip(PRODUCTS, (out, *vjp(dout)), strict=True))
+
+    of = lambda *casts: results(lambda x, w: SomeCasts(recipe, casts)(x, w, DIMENSIONS))
+    plain, fp8 = results(jnp.matmul), results(lambda x, w: jaxops.fp8_matmul(x, w, recipe=recipe))
+    close = lambda a, b: bool(jnp.linalg.norm(a - b) < 1e-5 * jnp.linalg.norm(b))
+    for found, wanted in ((of(), plain), (of(*CASTS), fp8), (of(*PRODUCTS), fp8)):
+        assert all(close(found[name], wanted[name]) for name in PRODUCTS)
+    for cast in CASTS:
+        found = of(cast)
+        assert {name for name in PRODUCTS if not close(found[name], plain[name])} == {cast.split(".")[0]}
+        assert not close(found[cast.split(".")[0]], fp8[cast.split(".")[0]])
+
+
+def test_what_a_side_changes():
+    """Every side has the same parameters; a recipe, powers of two and single casts are where their names say."""
+    sides = training_sides() | cast_sides()
+    assert next(iter(sides)) == BASELINE
+    made = {
+        name: sides[name].model(TINY) for name in ("blockwise-dense-pow2", "blockwise", "blockwise-dense-wgrad.dout")
+    }
+    layers = {name: model.layers() for name, model in made.items()}
+    powers, whole, cast = (layers[name] for name in made)
+    for block in powers:
+        assert isinstance(block.attention.q, Fp8Linear)
+        assert block.attention.q.pow2_scales
+    assert powers[1].mlp.config.recipe is None
+    assert whole[1].mlp.config.recipe == "blockwise"
+    assert not whole[0].mlp.gate.pow2_scales
+    assert cast[0].mlp.gate.dot_general == cast[1].attention.out.dot_general == SomeCasts("blockwise", ("wgrad.dout",))
+    assert sides["bfloat16-halves"].preset(TINY).accumulate == 2
+
+
+def test_every_side_has_the_same_rows_and_each_start_its_own():
+    work = work_of(TINY, Corpus(TEXT, TEXT))
+    whole, halves = (work.batches(side, 1)(2).tokens for side in (Side("fp8-blockwise"), Side(BASELINE, halves=True)))
+    np.testing.assert_array_equal(whole.reshape(-1), halves.reshape(-1))
+    assert halves.shape == (2, 2, 16)
+    assert np.any(work.batches(Side(BASELINE), 0)(2).tokens != whole)
+
+
+def test_rows_tables_and_picture(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench_precision.SIZES, "cpu", TINY)
+    monkeypatch.setattr(bench_precision.train_lm, "read_corpus", lambda *_: Corpus(TEXT, TEXT))
+    chosen = ("--out", str(tmp_path), "--size", "cpu", "--sides")
+    result = run(bench_precision.main, *chosen, "bfloat16-halves,blockwise", "--starts", "2")
+    assert result.exit_code == 0, result.output
+    sides = "delayed,tensorwise-dense-fwd,blockwise-dense-fwd"
+    result = run(bench_precision.main, *chosen, sides, "--gradients")
+    assert result.exit_code == 0, result.output
+
+    rows = [json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines()]
+    trained, gradients = rows[:3], rows[3:]
+    assert [row["side"] for row in trained] == ["bfloat16", "bfloat16-halves", "blockwise"]
+    plain, halves, fp8 = trained
+    assert plain["differences"] == [0, 0]
+    assert plain["heldout"][0] != plain["heldout"][1]
+    for row in (halves, fp8):
+        again = paired(row["heldout"], plain["heldout"])
+        np.testing.assert_allclose(row["differences"], again.differences, atol=2e-6)
+        assert (row["mean"], row["standard_error"]) == pytest.approx((again.mean, again.standard_error), abs=2e-6)
+        assert len(row["curve"]) == len(row["curve_mean"]) == len(row["curve_error"]) == TINY.steps
+    assert abs(halves["mean"]) < 1e-4
+    assert 1e-6 < abs(fp8["mean"]) < 1e-2
+    assert fp8["shape"] == {"T": 64, "D": 16, "layers": 2, "experts": 2, "steps": 3, "starts": 2}
+
+    at = {(row["side"], row["step"]): row["errors"] for row in gradients}
+    assert {step for _, step in at} == {0, 1, 3}
+    assert {"all", "0 mlp/gate/kernel", "1 mlp/moe/gate", "1 attention/q/kernel"} <= set(at["delayed", 3])
+    for step in (0, 1, 3):
+        plain, delayed, one = (at[side, step]["all"][1] for side in (BASELINE, "delayed", "blockwise-dense-fwd"))
+        assert 0 < plain < one < delayed < 0.5
+
+    (document := tmp_path / "fp8.md").write_text(
+        "".join(
+            f"{precision_report.BEGIN.format(name)}\nold\n{precision_report.END.format(name)}\n"
+            for name in ("losses", "gradients", "casts")
+        )
+    )
+    monkeypatch.setattr(precision_report, "DOCS", document)
+    precision_report.main(tmp_path)
+    text = document.read_text()
+    precision_report.main(tmp_path)
+    assert document.read_text() == text, "written again it is the same"
+    assert "old" not in text
+    assert re.search(rf"`blockwise` \| \**{re.escape(precision_report.percent(fp8['mean'], 3))}\** \|", text)
+    with Image.open(tmp_path / "precision.png") as picture:
+        assert picture.width > 500
+
+
+def test_the_docs_have_the_rows_tables():
+    folder = precision_report.ROOT / "benchmarks/results/cpu"
+    text = precision_report.DOCS.read_text()
+    for name, table in precision_report.tables(precision_report.read_rows(folder / "precision.jsonl")).items():
+        assert precision_report.with_table(text, name, table) == text, "run python -m benchmarks.precision_report"
+
+
+@pytest.mark.parametrize("options", [("--size", "huge"), ("--sides", "int4")])
+def test_wrong_options(options):
+    result = run(bench_precision.main, *options)
+    assert result.exit_code == 2
+    assert "is not one of" in result.output

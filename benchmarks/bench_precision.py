@@ -1,6 +1,6 @@
 """What a precision costs in quality: paired trainings of a decoder by every FP8 recipe, and each layer's gradients.
 
-python -m benchmarks.bench_precision                          # all sides, 16 starts; on a CPU the small size
+python -m benchmarks.bench_precision                          # all sides, 8 starts; on a CPU the small size
 python -m benchmarks.bench_precision --sides blockwise        # one side beside the baseline
 python -m benchmarks.bench_precision --gradients              # only gradients, with the casts one by one
 
@@ -121,7 +121,7 @@ def choose(sides: dict[str, Side], given: str) -> dict[str, Side]:
 def main(
     size: Annotated[str, typer.Option(help=f"Of {', '.join(SIZES)}; by default this machine's.")] = "",
     sides: Annotated[str, typer.Option(help="Names, separated by commas; all by default.")] = "",
-    starts: Annotated[int, typer.Option(min=2, help="Parameters to start from, and orders of the batches.")] = 16,
+    starts: Annotated[int, typer.Option(min=2, help="Parameters to start from, and orders of the batches.")] = 8,
     steps: Annotated[int, typer.Option(help="Of a training; the size's by default.")] = 0,
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Measure gradients, and train the baseline only.")

@@ -100,7 +100,9 @@ def gradient_of(work: Work, side: Side) -> Callable[[nnx.State, int], dict[str, 
             for number in (step + 1, step) if jax.tree.leaves(histories) else (step,):
                 micro = jax.tree.map(lambda x: x[0], loop.place(batches(number)))
                 grads, (_, seen) = gradient(params, seen, micro, key)
-        return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(grads)}
+        return {
+            name_of(path).removesuffix("/value"): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(grads)
+        }
 
     return of
 

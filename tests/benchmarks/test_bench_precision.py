@@ -1,7 +1,6 @@
 """Paired trainings: the statistics by hand, the casts one by one, and the tool on a tiny model."""
 
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -103,20 +102,22 @@ def test_every_side_has_the_same_rows_and_each_start_its_own():
     assert np.any(work.batches(Side(BASELINE), 0)(2).tokens != whole)
 
 
-def test_rows_tables_and_picture(tmp_path, monkeypatch):
+def rows_of(tmp_path, *options) -> list[dict]:
+    result = run(bench_precision.main, "--size", "cpu", "--out", str(tmp_path), *options)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def tiny(monkeypatch):
     monkeypatch.setitem(bench_precision.SIZES, "cpu", TINY)
     monkeypatch.setattr(bench_precision.train_lm, "read_corpus", lambda *_: Corpus(TEXT, TEXT))
-    chosen = ("--out", str(tmp_path), "--size", "cpu", "--sides")
-    result = run(bench_precision.main, *chosen, "bfloat16-halves,blockwise", "--starts", "2")
-    assert result.exit_code == 0, result.output
-    sides = "delayed,tensorwise-dense-fwd,blockwise-dense-fwd"
-    result = run(bench_precision.main, *chosen, sides, "--gradients")
-    assert result.exit_code == 0, result.output
 
-    rows = [json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines()]
-    trained, gradients = rows[:3], rows[3:]
-    assert [row["side"] for row in trained] == ["bfloat16", "bfloat16-halves", "blockwise"]
-    plain, halves, fp8 = trained
+
+def test_trainings(tiny, tmp_path):
+    """A row a side, after the baseline, whose differences are those of the losses that it has."""
+    plain, halves, fp8 = rows_of(tmp_path, "--sides", "bfloat16-halves,blockwise-dense", "--starts", "2")
+    assert [row["side"] for row in (plain, halves, fp8)] == ["bfloat16", "bfloat16-halves", "blockwise-dense"]
     assert plain["differences"] == [0, 0]
     assert plain["heldout"][0] != plain["heldout"][1]
     for row in (halves, fp8):
@@ -124,30 +125,51 @@ def test_rows_tables_and_picture(tmp_path, monkeypatch):
         np.testing.assert_allclose(row["differences"], again.differences, atol=2e-6)
         assert (row["mean"], row["standard_error"]) == pytest.approx((again.mean, again.standard_error), abs=2e-6)
         assert len(row["curve"]) == len(row["curve_mean"]) == len(row["curve_error"]) == TINY.steps
-    assert abs(halves["mean"]) < 1e-4
-    assert 1e-6 < abs(fp8["mean"]) < 1e-2
+        np.testing.assert_allclose(row["curve"], plain["curve"], rtol=1e-2)
+    assert max(map(abs, halves["differences"])) < 1e-4
+    assert 1e-6 < max(map(abs, fp8["differences"])) < 1e-2
     assert fp8["shape"] == {"T": 64, "D": 16, "layers": 2, "experts": 2, "steps": 3, "starts": 2}
 
-    at = {(row["side"], row["step"]): row["errors"] for row in gradients}
+
+def test_gradients(tiny, tmp_path):
+    """A row a side and point; the casts of one product cost less than those of all."""
+    rows = rows_of(tmp_path, "--sides", "delayed,tensorwise-dense-fwd", "--gradients")
+    at = {(row["side"], row["step"]): row["errors"] for row in rows}
+    assert len(rows) == len(at) == 9
     assert {step for _, step in at} == {0, 1, 3}
     assert {"all", "0 mlp/gate/kernel", "1 mlp/moe/gate", "1 attention/q/kernel"} <= set(at["delayed", 3])
     for step in (0, 1, 3):
-        plain, delayed, one = (at[side, step]["all"][1] for side in (BASELINE, "delayed", "blockwise-dense-fwd"))
+        plain, delayed, one = (at[side, step]["all"][1] for side in (BASELINE, "delayed", "tensorwise-dense-fwd"))
         assert 0 < plain < one < delayed < 0.5
 
-    (document := tmp_path / "fp8.md").write_text(
-        "".join(
-            f"{precision_report.BEGIN.format(name)}\nold\n{precision_report.END.format(name)}\n"
-            for name in ("losses", "gradients", "casts")
-        )
-    )
+
+def test_the_report(tmp_path, monkeypatch):
+    """Of two rows of a side the newer one counts; what is significant is bold; both kinds of sides have a table."""
+    step = {"pass": "step", "curve_mean": [0.1, 0.2], "shape": {"steps": 4}, "standard_error": 0.001}
+    rows = [
+        step | {"side": "bfloat16", "mean": 0.0, "differences": [0.0, 0.0]},
+        step | {"side": "blockwise", "mean": 0.5, "differences": [0.5, 0.5]},
+        step | {"side": "rowwise", "mean": -0.0019, "differences": [-0.0029, -0.0009]},
+        step | {"side": "blockwise", "mean": 0.0021, "differences": [0.0011, 0.0031]},
+    ]
+    for side, error in [("blockwise", 0.2), *((f"blockwise-dense-{cast}", 0.1) for cast in (*PRODUCTS, *CASTS))]:
+        errors = {"all": [0.9, error], "0 mlp/gate/kernel": [0.8, 0.3], "embed": [1.0, 0.0]}
+        rows += [{"pass": "gradient", "side": side, "step": step, "errors": errors} for step in (0, 4)]
+    (tmp_path / "precision.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = (precision_report.BEGIN, precision_report.END)
+    marks = [mark.format(name) for name in ("losses", "gradients", "casts") for mark in both]
+    (document := tmp_path / "fp8.md").write_text("before\n" + "\nold\n".join(marks) + "\nafter\n")
     monkeypatch.setattr(precision_report, "DOCS", document)
     precision_report.main(tmp_path)
     text = document.read_text()
+    assert "| `blockwise` | **+0.210 %** | 0.100 % | +0.11, +0.31 |" in text
+    assert "| `rowwise` | -0.190 % | 0.100 % | -0.29, -0.09 |" in text
+    assert "| `blockwise` | 0.9000, 20.0 % | 0.9000, 20.0 % | 0 mlp/gate/kernel (30 %) |" in text
+    assert "| `wgrad.dout` | 10.0, 10.0 % |" in text
+    assert text.startswith("before")
+    assert text.endswith("after\n")
     precision_report.main(tmp_path)
     assert document.read_text() == text, "written again it is the same"
-    assert "old" not in text
-    assert re.search(rf"`blockwise` \| \**{re.escape(precision_report.percent(fp8['mean'], 3))}\** \|", text)
     with Image.open(tmp_path / "precision.png") as picture:
         assert picture.width > 500
 

@@ -153,7 +153,7 @@ def test_every_program_in_delayed_scaling(model):
     if model == "lm":
         draw = lambda whole: draw_two(nnx.merge(sampled, whole))
     else:
-        images = jax.tree.map(lambda x: x[0], batch)
+        images = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
         draw = lambda whole: generate_images(nnx.merge(sampled, whole), images, jax.random.key(0), 2)
     assert jax.eval_shape(evaluate, params, histories, batch, key).shape == ()
     assert jax.eval_shape(draw, whole).shape == ((2,) if model == "lm" else images.tokens.shape)

@@ -110,17 +110,17 @@ def measure_gradients(work: Work, size: str, chosen: dict[str, Side], file: path
         print(f"{name:32}{time.perf_counter() - begin:.0f} s", flush=True)
 
 
-def choose(sides: dict[str, Side], given: str) -> dict[str, Side]:
-    """The named sides after the baseline; all without names."""
-    names = harness.names(given) or list(sides)
-    if unknown := set(names) - set(sides):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is not one of {', '.join(sides)}.")
-    return {name: sides[name] for name in dict.fromkeys((BASELINE, *names))}
+def choose(default: dict[str, Side], given: str) -> dict[str, Side]:
+    """The named sides after the baseline; those of `default` without names."""
+    known, names = training_sides() | cast_sides(), harness.names(given) or list(default)
+    if unknown := set(names) - set(known):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is not one of {', '.join(known)}.")
+    return {name: known[name] for name in dict.fromkeys((BASELINE, *names))}
 
 
 def main(
     size: Annotated[str, typer.Option(help=f"Of {', '.join(SIZES)}; by default this machine's.")] = "",
-    sides: Annotated[str, typer.Option(help="Names, separated by commas; all by default.")] = "",
+    sides: Annotated[str, typer.Option(help="Names, separated by commas, also of single casts.")] = "",
     starts: Annotated[int, typer.Option(min=2, help="Parameters to start from, and orders of the batches.")] = 8,
     steps: Annotated[int, typer.Option(help="Of a training; the size's by default.")] = 0,
     gradients: Annotated[
@@ -135,8 +135,11 @@ def main(
     work = work_of(with_steps(SIZES[size], steps or None), train_lm.read_corpus((), Bytes()))
     file = harness.results_folder(out) / "precision.jsonl"
     if gradients:
-        whole = {name: side for name, side in training_sides().items() if not side.halves}
-        measure_gradients(work, size, choose(whole | cast_sides(), sides), file)
+        # A gradient is of one micro-batch.
+        chosen = {
+            name: side for name, side in choose(training_sides() | cast_sides(), sides).items() if not side.halves
+        }
+        measure_gradients(work, size, chosen, file)
     else:
         measure_trainings(work, size, choose(training_sides(), sides), starts, file)
 

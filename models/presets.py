@@ -175,7 +175,7 @@ PRESETS = {
         eval_every=250,
     ),
     # 118 million, 42 million active, nine tenths in linear layers with sides divisible by 128: for
-    # `models.compare_precision`.
+    # `benchmarks.bench_precision`.
     "wide": Preset(
         of_bytes(layers=4, width=1024, heads=8, experts=8, hidden=1024),
         context=512,
@@ -254,18 +254,6 @@ DIT_PRESETS = {
         warmup_steps=500,
         eval_every=500,
         ema=0.999,
-    ),
-    # 80 million parameters, in layers with sides divisible by 128: for `python -m models.compare_precision`.
-    "wide": DiTPreset(
-        layers=4,
-        width=1024,
-        heads=8,
-        tokens=8_192,
-        images=384,
-        steps=500,
-        learning_rate=3e-4,
-        warmup_steps=60,
-        eval_every=250,
     ),
     # 1.0 billion, for images of up to 1,024 tokens.
     "1b": DiTPreset(

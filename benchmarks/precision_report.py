@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.fp8_parts import CASTS, PRODUCTS
 from benchmarks.harness import ROOT
 from benchmarks.precision_sides import BASELINE, NULL
 
@@ -19,12 +20,15 @@ BEGIN, END = "<!-- {}: written by `python -m benchmarks.precision_report` -->", 
 CAST = "-dense-{}"  # of the sides with one cast, or those of one product
 
 
-def read_rows(file: pathlib.Path) -> dict[str, dict[tuple, dict]]:
-    """The newest rows by pass and (side, step), in the order in which they were first measured."""
-    found: dict[str, dict[tuple, dict]] = {"step": {}, "gradient": {}}
+Rows = dict[tuple, dict]  # by (side, step); step is None of a whole training
+
+
+def read_rows(file: pathlib.Path) -> dict[tuple[str, str], Rows]:
+    """The newest rows by pass and name, in the order in which they were first measured."""
+    found: dict[tuple[str, str], Rows] = {}
     for line in file.read_text().splitlines():
         row = json.loads(line)
-        found[row["pass"]][row["side"], row.get("step")] = row
+        found.setdefault((row["pass"], row["name"]), {})[row["side"], row.get("step")] = row
     return found
 
 
@@ -40,7 +44,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
 
 
-def losses_table(rows: dict[tuple, dict]) -> str:
+def losses_table(rows: Rows) -> str:
     """Of each side the mean difference to the baseline, and those of all starts."""
     lines = [
         [
@@ -55,11 +59,11 @@ def losses_table(rows: dict[tuple, dict]) -> str:
     return markdown(["side", "mean", "standard error", "each start, %"], lines)
 
 
-def points(rows: dict[tuple, dict]) -> list[int]:
+def points(rows: Rows) -> list[int]:
     return sorted({step for _, step in rows})
 
 
-def gradients_table(rows: dict[tuple, dict], casts: Sequence[str]) -> str:
+def gradients_table(rows: Rows, casts: Sequence[str]) -> str:
     """Of each side the whole gradient's error at every point, and the tensor with the largest mean error."""
     steps, lines = points(rows), []
     for side in dict.fromkeys(side for side, _ in rows):
@@ -73,7 +77,7 @@ def gradients_table(rows: dict[tuple, dict], casts: Sequence[str]) -> str:
     return markdown(["side", *(f"step {step}" for step in steps), "worst tensor"], lines)
 
 
-def casts_table(rows: dict[tuple, dict], casts: Sequence[str]) -> str:
+def casts_table(rows: Rows, casts: Sequence[str]) -> str:
     """The whole gradient's error by one cast or one product's casts: a line each, a column a recipe."""
     steps = points(rows)
     recipes = [side.removesuffix(CAST.format(casts[0])) for side, step in rows if side.endswith(CAST.format(casts[0]))]
@@ -92,13 +96,13 @@ def casts_table(rows: dict[tuple, dict], casts: Sequence[str]) -> str:
     return markdown(["rounded", *recipes], lines)
 
 
-def draw(rows: dict[str, dict[tuple, dict]], path: pathlib.Path) -> None:
+def draw(rows: Rows, path: pathlib.Path) -> None:
     """Left the curves of the training loss' difference, right the held-out differences of all starts."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    trained = [(side, row) for (side, _), row in rows["step"].items() if side != BASELINE]
+    trained = [(side, row) for (side, _), row in rows.items() if side != BASELINE]
     for place, (side, row) in enumerate(trained):
         color = "black" if side == NULL else f"C{place % 10}"
         style = "--" if "-dense" in side else "-"
@@ -130,12 +134,11 @@ def with_table(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
-def tables(rows: dict[str, dict[tuple, dict]]) -> dict[str, str]:
-    from benchmarks.fp8_parts import CASTS, PRODUCTS
-
-    casts, gradients = (*PRODUCTS, *CASTS), rows["gradient"]
+def tables(rows: dict[tuple[str, str], Rows], size: str) -> dict[str, str]:
+    casts, gradients = (*PRODUCTS, *CASTS), rows["gradient", f"lm_{size}"]
     return {
-        "losses": losses_table(rows["step"]),
+        "losses": losses_table(rows["step", f"lm_{size}"]),
+        "slow losses": losses_table(rows["step", f"lm_{size}_slow"]),
         "gradients": gradients_table(gradients, casts),
         "casts": casts_table(gradients, casts),
     }
@@ -143,13 +146,14 @@ def tables(rows: dict[str, dict[tuple, dict]]) -> dict[str, str]:
 
 def main(
     folder: Annotated[pathlib.Path, typer.Argument(help="Has precision.jsonl.")] = ROOT / "benchmarks/results/cpu",
+    size: Annotated[str, typer.Option(help="As of `benchmarks.bench_precision`.")] = "cpu",
 ) -> None:
     """Writes the tables into docs/fp8.md, and the picture beside the rows."""
     rows, text = read_rows(folder / "precision.jsonl"), DOCS.read_text()
-    for name, table in tables(rows).items():
+    for name, table in tables(rows, size).items():
         text = with_table(text, name, table)
     DOCS.write_text(text)
-    draw(rows, folder / PICTURE)
+    draw(rows["step", f"lm_{size}"], folder / PICTURE)
 
 
 if __name__ == "__main__":

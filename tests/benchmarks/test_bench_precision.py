@@ -53,7 +53,7 @@ def test_gradient_errors_by_hand():
     }
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_all_casts_are_the_recipe(recipe):
     """All six together are `fp8_matmul`; one changes its own product only; none is the plain product."""
     rng = np.random.default_rng(1)
@@ -161,20 +161,22 @@ def test_the_report(tmp_path, monkeypatch):
     for side, error in [("blockwise", 0.2), *((f"blockwise-dense-{cast}", 0.1) for cast in (*PRODUCTS, *CASTS))]:
         errors = {"all": [0.9, error], "0 mlp/gate/kernel": [0.8, 0.3], "embed": [1.0, 0.0]}
         rows += [{"pass": "gradient", "side": side, "step": step, "errors": errors} for step in (0, 4)]
+    rows = [row | {"name": "lm_x"} for row in rows] + [rows[1] | {"name": "lm_x_slow", "mean": 0.7}]
     (tmp_path / "precision.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     both = (precision_report.BEGIN, precision_report.END)
-    marks = [mark.format(name) for name in ("losses", "gradients", "casts") for mark in both]
+    marks = [mark.format(name) for name in ("losses", "slow losses", "gradients", "casts") for mark in both]
     (document := tmp_path / "fp8.md").write_text("before\n" + "\nold\n".join(marks) + "\nafter\n")
     monkeypatch.setattr(precision_report, "DOCS", document)
-    precision_report.main(tmp_path)
+    precision_report.main(tmp_path, "x")
     text = document.read_text()
     assert "| `blockwise` | **+0.210 %** | 0.100 % | +0.11, +0.31 |" in text
+    assert "| `blockwise` | **+70.000 %** |" in text
     assert "| `rowwise` | -0.190 % | 0.100 % | -0.29, -0.09 |" in text
     assert "| `blockwise` | 0.9000, 20.0 % | 0.9000, 20.0 % | 0 mlp/gate/kernel (30 %) |" in text
     assert "| `wgrad.dout` | 10.0, 10.0 % |" in text
     assert text.startswith("before")
     assert text.endswith("after\n")
-    precision_report.main(tmp_path)
+    precision_report.main(tmp_path, "x")
     assert document.read_text() == text, "written again it is the same"
     with Image.open(tmp_path / "precision.png") as picture:
         assert picture.width > 500
@@ -183,7 +185,7 @@ def test_the_report(tmp_path, monkeypatch):
 def test_the_docs_have_the_rows_tables():
     folder = precision_report.ROOT / "benchmarks/results/cpu"
     text = precision_report.DOCS.read_text()
-    for name, table in precision_report.tables(precision_report.read_rows(folder / "precision.jsonl")).items():
+    for name, table in precision_report.tables(precision_report.read_rows(folder / "precision.jsonl"), "cpu").items():
         assert precision_report.with_table(text, name, table) == text, "run python -m benchmarks.precision_report"
 
 

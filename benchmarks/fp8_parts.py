@@ -21,7 +21,7 @@ CASTS: dict[str, tuple[str, Literal["row", "col"]]] = {
     "wgrad.lhs": ("lhs", "col"),
     "wgrad.dout": ("dout", "col"),
 }
-PRODUCTS = ("fwd", "dgrad", "wgrad")
+PRODUCTS: tuple[str, ...] = ("fwd", "dgrad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,8 @@ class SomeCasts:
         if dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
             raise NotImplementedError(f"dimension_numbers are {dimension_numbers}: not those of x [..., K] @ [K, N].")
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        return _product(self, rows, kernel).reshape(*x.shape[:-1], kernel.shape[1])
+        out: Any = _product(self, rows, kernel)
+        return out.reshape(*x.shape[:-1], kernel.shape[1])
 
     def rounded(self, x: jax.Array, cast: str) -> jax.Array:
         """x in float32, rounded if that cast is made."""

@@ -95,11 +95,12 @@ def gradient_of(work: Work, side: Side) -> Callable[[nnx.State, int], dict[str, 
     batches, key = work.batches(side, 0), jax.random.key(0)
 
     def of(params: nnx.State, step: int) -> dict[str, np.ndarray]:
-        seen = histories
+        micro = lambda number: jax.tree.map(lambda x: x[0], loop.place(batches(number)))
         with jax.default_matmul_precision(_products(side)):
-            for number in (step + 1, step) if jax.tree.leaves(histories) else (step,):
-                micro = jax.tree.map(lambda x: x[0], loop.place(batches(number)))
-                grads, (_, seen) = gradient(params, seen, micro, key)
+            seen = histories
+            if jax.tree.leaves(histories):
+                _, (_, seen) = gradient(params, histories, micro(step + 1), key)
+            grads, _ = gradient(params, seen, micro(step), key)
         return {
             name_of(path).removesuffix("/value"): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(grads)
         }

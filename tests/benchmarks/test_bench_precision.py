@@ -75,6 +75,10 @@ def test_all_casts_are_the_recipe(recipe):
         assert not close(found[cast.split(".")[0]], fp8[cast.split(".")[0]])
 
 
+def layers_of(side: Side) -> Any:
+    return side.model(TINY).layers()
+
+
 def test_what_a_side_changes():
     """Every side has the same parameters; a recipe, powers of two and single casts are where their names say."""
     sides = training_sides() | cast_sides()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def tiny(monkeypatch):
     monkeypatch.setitem(DATA_SETS, "digits", few_images)
 
 
-def abstract(model: str, precision: str):
+def abstract(model: str, precision: str) -> Any:
     if model == "lm":
         return nnx.eval_shape(
             lambda: Decoder(train_lm.configure(TINY, None, "auto", PRECISIONS[precision]).model, rngs=nnx.Rngs(0))
@@ -150,10 +151,10 @@ def test_every_program_in_delayed_scaling(model):
 
     made.eval()
     sampled, whole = nnx.split(made)
+    images = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)  # of the DiT
     if model == "lm":
         draw = lambda whole: draw_two(nnx.merge(sampled, whole))
     else:
-        images = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
         draw = lambda whole: generate_images(nnx.merge(sampled, whole), images, jax.random.key(0), 2)
     assert jax.eval_shape(evaluate, params, histories, batch, key).shape == ()
     assert jax.eval_shape(draw, whole).shape == ((2,) if model == "lm" else images.tokens.shape)

@@ -1,6 +1,7 @@
 """Paired trainings: the statistics by hand, the casts one by one, and the tool on a tiny model."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp

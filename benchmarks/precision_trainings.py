@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +109,7 @@ def gradient_of(work: Work, side: Side) -> Callable[[nnx.State, int], dict[str, 
 
 
 def gradient_errors(
-    got: dict[str, np.ndarray], want: dict[str, np.ndarray], stacks: dict[str, Sequence[int]]
+    got: dict[str, np.ndarray], want: dict[str, np.ndarray], stacks: Mapping[str, Sequence[int]]
 ) -> dict[str, list[float]]:
     """{"LAYER TENSOR": [cosine, relative error]}; "all" is of the whole gradient.
 

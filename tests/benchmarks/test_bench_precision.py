@@ -84,11 +84,8 @@ def test_what_a_side_changes():
     """Every side has the same parameters; a recipe, powers of two and single casts are where their names say."""
     sides = training_sides() | cast_sides()
     assert next(iter(sides)) == BASELINE
-    made = {
-        name: sides[name].model(TINY) for name in ("blockwise-dense-pow2", "blockwise", "blockwise-dense-wgrad.dout")
-    }
-    layers = {name: model.layers() for name, model in made.items()}
-    powers, whole, cast = (layers[name] for name in made)
+    names = ("blockwise-dense-pow2", "blockwise", "blockwise-dense-wgrad.dout")
+    powers, whole, cast = (layers_of(sides[name]) for name in names)
     for block in powers:
         assert isinstance(block.attention.q, Fp8Linear)
         assert block.attention.q.pow2_scales
@@ -143,15 +140,18 @@ def test_halves_are_the_same_training():
 
 
 def test_gradients(tiny, tmp_path):
-    """A row a side and point; the casts of one product cost less than those of all."""
-    rows = rows_of(tmp_path, "--sides", "delayed,tensorwise-dense-fwd", "--gradients")
-    at = {(row["side"], row["step"]): row["errors"] for row in rows}
+    """A row a side and point. Casts of wgrad alone reach the dense layers' own kernels and no other tensor."""
+    rows = rows_of(tmp_path, "--sides", "delayed,tensorwise-dense-wgrad", "--gradients")
+    at = {(row["side"], row["step"]): {name: error for name, (_, error) in row["errors"].items()} for row in rows}
     assert len(rows) == len(at) == 9
     assert {step for _, step in at} == {0, 1, 3}
-    assert {"all", "0 mlp/gate/kernel", "1 mlp/moe/gate", "1 attention/q/kernel"} <= set(at["delayed", 3])
     for step in (0, 1, 3):
-        plain, delayed, one = (at[side, step]["all"][1] for side in (BASELINE, "delayed", "tensorwise-dense-fwd"))
-        assert 0 < plain < one < delayed < 0.5
+        plain, delayed, wgrad = (at[side, step] for side in (BASELINE, "delayed", "tensorwise-dense-wgrad"))
+        assert 0 < plain["all"] < wgrad["all"] < delayed["all"] < 0.5
+        for name in ("0 mlp/gate/kernel", "1 attention/q/kernel"):
+            assert wgrad[name] > 2 * plain[name]
+        for name in ("1 mlp/moe/gate", "embed/embedding"):
+            assert wgrad[name] < 1.5 * plain[name] < delayed[name]
 
 
 def test_the_report(tmp_path, monkeypatch):

@@ -101,8 +101,7 @@ def measure_gradients(work: Work, size: str, chosen: dict[str, Side], file: path
     """At the start, in the middle and at the end of the baseline's training from start 0."""
     steps = (0, work.base.steps // 2, work.base.steps)
     kept = trainer(work, Side(BASELINE))(0, steps).kept
-    names: tuple[str, ...] = ("blocks", "dense_blocks")
-    stacks = dict(zip(names, work.base.model.stacks(), strict=False))
+    stacks: dict[str, tuple[int, ...]] = dict(zip(("blocks", "dense_blocks"), work.base.model.stacks(), strict=False))
     exact_of = gradient_of(work, Side(EXACT))
     exact = {step: exact_of(kept[step], step) for step in steps}
     for name, side in chosen.items():

@@ -149,9 +149,9 @@ def test_gradients(tiny, tmp_path):
         plain, delayed, wgrad = (at[side, step] for side in (BASELINE, "delayed", "tensorwise-dense-wgrad"))
         assert 0 < plain["all"] < wgrad["all"] < delayed["all"] < 0.5
         for name in ("0 mlp/gate/kernel", "1 attention/q/kernel"):
-            assert wgrad[name] > 2 * plain[name]
+            assert wgrad[name] > 1.1 * plain[name]
         for name in ("1 mlp/moe/gate", "embed/embedding"):
-            assert wgrad[name] < 1.5 * plain[name] < delayed[name]
+            assert wgrad[name] == plain[name] < delayed[name]
 
 
 def test_the_report(tmp_path, monkeypatch):

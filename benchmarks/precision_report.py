@@ -97,22 +97,25 @@ def casts_table(rows: Rows, casts: Sequence[str]) -> str:
 
 
 def draw(rows: Rows, path: pathlib.Path) -> None:
-    """Left the curves of the training loss' difference, right the held-out differences of all starts."""
+    """Left the training loss' difference with a recipe in all layers, right every side's held-out differences."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    colors = colormaps["tab20"]
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     trained = [(side, row) for (side, _), row in rows.items() if side != BASELINE]
     for place, (side, row) in enumerate(trained):
-        color = "black" if side == NULL else f"C{place % 10}"
-        style = "--" if "-dense" in side else "-"
+        color = "black" if side == NULL else colors(place % colors.N)
         count, steps = len(row["curve_mean"]), row["shape"]["steps"]
         middles = [(i + 0.5) * steps / count for i in range(count)]
-        left.plot(middles, [100 * mean for mean in row["curve_mean"]], style, color=color, linewidth=1, label=side)
+        if "-dense" not in side:
+            left.plot(middles, [100 * mean for mean in row["curve_mean"]], color=color, linewidth=1, label=side)
         right.plot([100 * one for one in row["differences"]], [-place] * len(row["differences"]), ".", color="silver")
         right.errorbar(100 * row["mean"], -place, xerr=200 * row["standard_error"], fmt="o", color=color, capsize=3)
     left.set(xlabel="step", ylabel=f"% from {BASELINE}", title="training loss, mean of all starts")
-    left.legend(fontsize=7, ncols=2)
+    left.legend(fontsize=7, ncols=3, loc="upper left")
+    left.margins(y=0.2)
     right.axvline(0, color="gray", linewidth=0.8)
     right.set_yticks([-place for place in range(len(trained))], [side for side, _ in trained], fontsize=7)
     right.set(xlabel=f"% from {BASELINE}", title="held-out loss: starts, mean, 2 standard errors")

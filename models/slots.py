@@ -1,8 +1,8 @@
 """Generation in a continuous batch: a fixed number of rows on the device, each of which takes a next prompt when free.
 
-Two kinds of programs run. `_prefill` puts a piece of one prompt into a row; pieces have few lengths. `_advance` draws
+Two kinds of programs run. `_prefill` puts a piece of one prompt into a row; pieces have few lengths. `advance` draws
 several tokens of all rows at once, each at its own position, until none is left to draw. The host waits once for each
-`_advance`. Neither recompiles when prompts come and go.
+`advance`. Neither recompiles when prompts come and go.
 """
 
 import dataclasses
@@ -132,7 +132,7 @@ def _prefill(
 
 
 class Drawn(NamedTuple):
-    """What `_advance` did.
+    """What `advance` did.
 
     Attributes:
       first: [S], each row's last token of before.
@@ -148,7 +148,7 @@ class Drawn(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("fixed", "steps"), donate_argnames="rows")
-def _advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps: int) -> tuple[Rows, Drawn]:
+def advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps: int) -> tuple[Rows, Drawn]:
     """Up to `steps` more tokens of each row that has some left, after those of `stop` [S] are stopped."""
     model = nnx.merge(fixed.graphdef, params)
     rows = rows._replace(left=jnp.where(stop, 0, rows.left))
@@ -264,7 +264,7 @@ def completions(
         if not active:
             return
         stop = np.array([slot not in active for slot in range(slots)])
-        rows, drawn = _advance(fixed, params, rows, stop, batching.steps)
+        rows, drawn = advance(fixed, params, rows, stop, batching.steps)
         drawn = jax.device_get(drawn)
         for slot, row in list(active.items()):
             if completion := row.take(slot, drawn, fixed.ends, watch):

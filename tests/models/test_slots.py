@@ -138,7 +138,7 @@ def test_padding_is_the_same_in_all_rows_and_layers(model, monkeypatch):
 
 
 def test_nothing_recompiles(model):
-    compiled = lambda: (slots._prefill._cache_size(), slots._advance._cache_size())
+    compiled = lambda: (slots._prefill._cache_size(), slots.advance._cache_size())
     for number, lengths in enumerate(([5, 9], [1, 2, 64], [5, 60, 100, 3, 63], [9, 9, 9, 9])):
         generate(model, [[1] * n for n in lengths], 5, batching=Batching(slots=2, piece=64, steps=4))
         if number == 0:
@@ -163,7 +163,7 @@ def test_weights_are_read_and_caches_written_where_they_are(model):
     graphdef, params = nnx.split(dense)
     rows = slots.empty_rows(dense, 3, 128)
     given = slots.Fixed(graphdef, Sampling(), (3,)), params, rows, np.zeros(3, bool), 4
-    text = slots._advance.lower(*given).compile().as_text()
+    text = slots.advance.lower(*given).compile().as_text()
     moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|slice|dynamic-slice|transpose|convert)\(", text)
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
     assert len(sizes) > 0

@@ -81,7 +81,7 @@ def random_params(shapes: nnx.State) -> nnx.State:
 
 def row_shapes(graphdef: nnx.GraphDef, params: nnx.State, batch: int, length: int) -> Rows:
     """The shapes of rows whose cache has so many tokens."""
-    numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    numbers: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).empty_cache(batch, length), params)
     return Rows(cache, numbers, numbers, numbers, keys)
@@ -212,7 +212,14 @@ def measure_case(
     times, total = harness.Times.of(us), sum(read.values())
     reached = total / times.us_p50 / 1e3
     shape = {"B": batch, "length": length, "D": config.width, "layers": config.layers}
-    case = {"op": "decode", "pass": "step", "name": workload.name, "dtype": "bfloat16", "dist": "", "backend": side}
+    case: dict[str, Any] = {
+        "op": "decode",
+        "pass": "step",
+        "name": workload.name,
+        "dtype": "bfloat16",
+        "dist": "",
+        "backend": side,
+    }
     case["shape"] = shape | {"experts": config.experts, "top_k": config.top_k}
     facts: dict[str, Any] = {"recipe": "blockwise" if config.stored_fp8 else None, "gbps": reached}
     facts |= {"tokens_per_s": 1e6 * batch / times.us_p50, "bytes_read": {part: round(n) for part, n in read.items()}}

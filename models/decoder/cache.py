@@ -29,15 +29,14 @@ class Places(NamedTuple):
         return cls(at[:, None] + steps, steps < count[:, None])
 
 
-def write(cache: KeysValues, new: tuple[jax.Array, jax.Array], places: Places) -> KeysValues:
+def write(cache: KeysValues, new: KeysValues, places: Places) -> KeysValues:
     """The cache with the tokens' own arrays at their positions. Padding is not written.
 
     Args:
-      cache: keys and values, [B, heads, length, ...], or latents, [B, length, ...].
+      cache: keys and values, [B, heads, length, ...], or of latent attention one array, [B, length, ...].
       new: [B, T, heads, ...], or [B, T, ...].
     """
-    first, second = (_write(old, part, places) for old, part in zip(cache, new, strict=True))
-    return first, second
+    return tuple(_write(old, part, places) for old, part in zip(cache, new, strict=True))
 
 
 def _write(old: jax.Array, new: jax.Array, places: Places) -> jax.Array:

@@ -197,6 +197,28 @@ class DecoderConfig:
                 "stored float8 weights no recipe. Write recipe: null."
             )
 
+    def check_tensor(self, devices: int) -> None:
+        """Whether the mesh axis `tensor` can have so many devices.
+
+        Raises:
+          ValueError: it does not divide the heads, or the model has what is not split.
+        """
+        if devices == 1:
+            return
+        for name in ("heads", "kv_heads"):
+            if getattr(self, name) % devices:
+                raise ValueError(
+                    f"tensor={devices} does not divide {name}, {getattr(self, name)}: attention is split by heads. "
+                    f"Write a number that divides {math.gcd(self.heads, self.kv_heads)}."
+                )
+        if self.qk_norm == "all_heads":
+            raise ValueError(
+                f"tensor={devices} splits the heads, and qk_norm='all_heads' needs all of a token's at once: write "
+                "data, fsdp or expert instead."
+            )
+        if self.stored_fp8:
+            raise ValueError(f"tensor={devices} does not split stored_fp8, which is for inference.")
+
     @property
     def rotary(self) -> int:
         """Features of a head with rotary positions."""

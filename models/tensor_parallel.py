@@ -9,6 +9,8 @@ Outside of `models.mesh.split_objective`, and where the axis has one device, eac
 written once.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -100,6 +102,19 @@ def check_rows(rows: int, devices: int) -> None:
         )
 
 
+def check_heads(devices: int, **heads: int) -> None:
+    """
+    Raises:
+      ValueError: numbers of heads that the devices of the axis do not divide.
+    """
+    for name, number in heads.items():
+        if number % devices:
+            raise ValueError(
+                f"tensor={devices} does not divide {name}, {number}: attention is split by heads. Write a number that "
+                f"divides {math.gcd(*heads.values())}."
+            )
+
+
 def first_row(rows: int) -> jax.Array | int:
     """The first of own rows, of all `rows`."""
     return 0 if devices() == 1 else lax.axis_index(TENSOR) * (rows // devices())
@@ -110,9 +125,31 @@ def all_rows(x: jax.Array) -> jax.Array:
     return x if devices() == 1 else lax.all_gather(x, TENSOR, tiled=True)
 
 
-def all_columns(x: jax.Array) -> jax.Array:
-    """All columns, from own ones: for few rows."""
-    return x if devices() == 1 else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+class _WholeColumns:
+    """Before a linear layer among the base classes: its result for rows that all devices have, from own columns."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = super().__call__(x)  # pyright: ignore[reportAttributeAccessIssue]
+        if devices() == 1:
+            return y
+        _check_is_split(self, axis=1)
+        return lax.all_gather(y, TENSOR, axis=y.ndim - 1, tiled=True)
+
+
+class _WholeLinear(_WholeColumns, nnx.Linear):
+    pass
+
+
+class _WholeFp8Linear(_WholeColumns, Fp8Linear):
+    pass
+
+
+def whole_columns(linear: Any) -> Any:
+    """The class of layers, `nnx.Linear` or a partial of `Fp8Linear`, whose columns are split, and whose result is not.
+
+    For the few rows of conditions, whose results are cheaper to gather than the kernel.
+    """
+    return _WholeLinear if linear is nnx.Linear else functools.partial(_WholeFp8Linear, **linear.keywords)
 
 
 def total(x: jax.Array) -> jax.Array:

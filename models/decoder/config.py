@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from jaxops.offload import Policy
 from models.precision import Backend, Dtype, Recipe
+from models.tensor_parallel import check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +206,7 @@ class DecoderConfig:
         """
         if devices == 1:
             return
-        for name in ("heads", "kv_heads"):
-            if getattr(self, name) % devices:
-                raise ValueError(
-                    f"tensor={devices} does not divide {name}, {getattr(self, name)}: attention is split by heads. "
-                    f"Write a number that divides {math.gcd(self.heads, self.kv_heads)}."
-                )
+        check_heads(devices, heads=self.heads, kv_heads=self.kv_heads)
         if self.qk_norm == "all_heads":
             raise ValueError(
                 f"tensor={devices} splits the heads, and qk_norm='all_heads' needs all of a token's at once: write "

@@ -121,7 +121,10 @@ def matrices(state) -> list[jax.Array]:
 
 
 def assert_as_alone(config, got):
-    want = train(config)
+    assert_same(got, train(config))
+
+
+def assert_same(got, want):
     for (path, ours), wanted in zip(
         jax.tree.leaves_with_path(got.first.opt_state), jax.tree.leaves(want.first.opt_state), strict=True
     ):
@@ -131,9 +134,8 @@ def assert_as_alone(config, got):
         assert_close(ours, wanted, "float32", name, scale=10)
     jax.tree.map(lambda ours, wanted: np.testing.assert_allclose(ours, wanted, rtol=1e-4), got.metrics, want.metrics)
     np.testing.assert_allclose(got.heldout, want.heldout, rtol=1e-5)
-    for (path, ours), wanted in zip(
-        jax.tree.leaves_with_path(got.first.params), jax.tree.leaves(want.first.params), strict=True
-    ):
+    kept = lambda of: (of.first.params, of.first.average)
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(kept(got)), jax.tree.leaves(kept(want)), strict=True):
         # Adam divides by the gradient's size: where that is nearly zero, its error is not.
         np.testing.assert_allclose(ours, wanted, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 

@@ -1,12 +1,21 @@
 """Training with the mesh axis `tensor`, alone and beside the others, is training on one device."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
+from models import loop, train_dit
 from models.decoder import DecoderConfig
-from tests.models.test_mesh import assert_as_alone, train
+from models.dit import DiT, DiTConfig, loss_fn
+from models.images import Batch
+from models.mesh import make_mesh, parts_of, replicate, shard_state
+from models.presets import DiTPreset
+from tests.models.test_mesh import Outcome, assert_as_alone, assert_same, experts, fraction, matrices, train
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
 MIXED = DecoderConfig(
@@ -15,12 +24,79 @@ MIXED = DecoderConfig(
 UNTIED = dataclasses.replace(
     MIXED, tie_embeddings=False, qk_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True, sinks=True
 )
+DIT = DiTPreset(
+    layers=1, width=16, heads=4, tokens=12, images=3, steps=8, learning_rate=1e-2, warmup_steps=1, eval_every=8
+)
 
 
 @pytest.mark.parametrize(
     ("shape", "config"),
     [("tensor=4", MIXED), ("data=2,tensor=2", UNTIED), ("fsdp=2,tensor=2", UNTIED), ("expert=2,tensor=2", MIXED)],
 )
-def test_as_on_one_device(shape, config):
+def test_a_decoder_as_on_one_device(shape, config):
+    """Attention with sinks, a dense block and one with experts; tied and untied logits."""
     got = train(config, shape)
     assert_as_alone(config, got)
+    mesh = make_mesh(shape)
+    split = mesh.shape["tensor"] * mesh.shape["fsdp"]
+    router = {1 / mesh.shape["fsdp"]}
+    assert {fraction(x) for x in matrices(got.first.params)} == {1 / split} | router
+    assert {fraction(x) for x in experts(got.first.params)} == {1 / split / mesh.shape["expert"]}
+
+
+def moved(params: nnx.State) -> nnx.State:
+    """A new DiT gives zero, whatever it is given."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda p: p + rng.normal(scale=0.3, size=p.shape).astype(np.float32), params)
+
+
+def images(step: int, parts: int) -> Batch:
+    """[1, parts, ...]: images that begin and end on different devices, one without tokens, and rows of none."""
+    rng = np.random.default_rng(step)
+    offsets = np.stack([[0, 4, 4, 10], [0, 6, 6, 8]])[:parts].astype(np.int32)
+    grids = np.stack([[[2, 2], [1, 1], [2, 3]], [[3, 2], [1, 1], [1, 2]]])[:parts].astype(np.int32)
+    labels = rng.integers(0, 3, (parts, 3)).astype(np.int32)
+    return jax.tree.map(
+        lambda x: x[None],
+        Batch(rng.normal(size=(parts, 12, 4)).astype(np.float32), offsets, grids, labels),
+    )
+
+
+def in_turn(model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, loop.Measured]:
+    """The objective on one device, of all parts' batches [parts, ...], each with its own draws."""
+    parts = [jax.tree.map(lambda x, n=n: x[n], batch) for n in range(batch.labels.shape[0])]
+    losses = [part.counted() * loss_fn(model, part, jax.random.fold_in(key, n)) for n, part in enumerate(parts)]
+    loss = sum(losses[1:], losses[0]) / batch.counted()
+    return loss, loop.Measured(loss)
+
+
+@functools.cache
+def train_images(parts: int, shape: str | None = None) -> Outcome:
+    mesh, sizes = None if shape is None else make_mesh(shape), DiTConfig(1, 16, 4, 4, 3, 6, backend="xla")
+    graphdef, params = nnx.split(nnx.jit(lambda: DiT(sizes, rngs=nnx.Rngs(0)))(), nnx.Param)
+    state = shard_state(loop.init_state(DIT, moved(params), nnx.State({})), mesh)
+    key = replicate(jax.random.key(0), mesh)
+    if mesh is None:
+        step = loop.make_step(graphdef, DIT, in_turn)
+    else:
+        step = train_dit.make_step(train_dit.sharded_graphdef(sizes), DIT, mesh)
+    batches = [loop.place(images(number, parts), mesh) for number in range(3)]
+    step = step.lower(state, batches[0], key).compile()
+    state, metrics = step(state, batches[0], key)
+    first, read = jax.tree.map(jnp.copy, state), [metrics]
+    for batch in batches[1:]:
+        state, metrics = step(state, batch, key)
+        read.append(metrics)
+    return Outcome(first, read, jnp.zeros(()), step.as_text())
+
+
+@pytest.mark.parametrize(("shape", "parts"), [("tensor=4", 1), ("data=2,tensor=2", 2), ("fsdp=2,tensor=2", 2)])
+def test_a_dit_as_on_one_device(shape, parts):
+    """Averaged weights, too."""
+    mesh = make_mesh(shape)
+    assert parts_of(mesh) == parts
+    got = train_images(parts, shape)
+    assert_same(got, train_images(parts))
+    split, fsdp = 1 / mesh.shape["tensor"] / mesh.shape["fsdp"], 1 / mesh.shape["fsdp"]
+    assert {fraction(x) for x in matrices(got.first.params["blocks"])} == {split}
+    assert {fraction(x) for x in matrices(got.first.params)} == {split, fsdp}

@@ -2,20 +2,35 @@
 
 import dataclasses
 import functools
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from models import loop, train_dit
+import jaxops
+from models import decoder_loss, loop, train_dit, train_lm
 from models.decoder import DecoderConfig
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.mesh import make_mesh, parts_of, replicate, shard_state
 from models.presets import DiTPreset
-from tests.models.test_mesh import Outcome, assert_as_alone, assert_same, experts, fraction, matrices, train
+from tests.compare import assert_close
+from tests.models.test_mesh import (
+    Outcome,
+    assert_as_alone,
+    assert_same,
+    batches_of,
+    experts,
+    fraction,
+    matrices,
+    preset_of,
+    train,
+)
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
 MIXED = DecoderConfig(
@@ -42,6 +57,77 @@ def test_a_decoder_as_on_one_device(shape, config):
     router = {1 / mesh.shape["fsdp"]}
     assert {fraction(x) for x in matrices(got.first.params)} == {1 / split} | router
     assert {fraction(x) for x in experts(got.first.params)} == {1 / split / mesh.shape["expert"]}
+    words = 256 // mesh.shape["tensor"]
+    assert f"f32[{64 // parts_of(mesh)},{words}]" in got.program, "logits of a device's words"
+    assert not re.search(r"f32\[(\d+,)+256\]", got.program), "no device has all words'"
+
+
+def sent(jaxpr: Any, name: str) -> list[tuple[Any, str]]:
+    """Shape and dtype of what each collective of a name and of the axis `tensor` sends; of loops once."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name and "tensor" in equation.params["axis_name"]:
+            found += [(x.aval.shape, str(x.aval.dtype)) for x in equation.invars]
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            found += sent(inner, name) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_what_a_decoder_sends():
+    """Of one block: all rows before attention and before the gated unit, in the compute dtype, never in float32."""
+    preset = preset_of(dataclasses.replace(UNTIED, experts=0, top_k=0, dense_layers=(), dtype="bfloat16", sinks=False))
+    mesh, batch = make_mesh("data=2,tensor=2"), batches_of(preset)(0)
+    params = jax.eval_shape(lambda: train_lm.init_state(preset, 0)[1].params)
+    value = loop.make_value(
+        train_lm.sharded_graphdef(preset), functools.partial(train_lm.objective, preset, True), mesh, training=True
+    )
+    given = (params, nnx.State({}), jax.tree.map(lambda x: x[0], batch), jax.random.key(0))
+    own, all_rows = ((16, 16), "bfloat16"), ((32, 16), "bfloat16")
+    forward = jax.make_jaxpr(value)(*given).jaxpr
+    assert sent(forward, "all_gather") == [own] * 3, "a loop over blocks, and the logits"
+    assert sent(forward, "reduce_scatter") == [all_rows] * 3, "the embeddings, and a loop over blocks"
+    whole = jax.make_jaxpr(jax.grad(value, has_aux=True))(*given).jaxpr
+    assert sent(whole, "all_gather") == [own] * 9
+    assert sent(whole, "reduce_scatter") == [all_rows] * 6
+
+
+def test_a_loss_in_pieces(monkeypatch):
+    """Of words and rows on four devices: five rows each in two pieces."""
+    monkeypatch.setattr(decoder_loss, "LOGITS", 24)
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((20, 4), (4, 8)))
+    targets = jnp.asarray(rng.integers(0, 8, 20), jnp.int32)
+
+    def part(x, kernel, targets):
+        logits = lambda x: jaxops.all_gather_matmul(x, kernel, "tensor")
+        return decoder_loss.cross_entropies(logits, 8, x, targets)
+
+    specs = {"in_specs": (P("tensor"), P(None, "tensor"), P()), "out_specs": P()}
+    found = jax.shard_map(part, mesh=make_mesh("tensor=4"), **specs)
+    wanted = lambda x, kernel, targets: -jnp.take_along_axis(jax.nn.log_softmax(x @ kernel), targets[:, None], 1)[:, 0]
+    ahead = jnp.asarray(rng.normal(size=20), jnp.float32)
+    for got, want in zip(
+        *(
+            jax.jit(lambda *given, of=of: jax.vjp(lambda *w: of(*w, targets), *given)[1](ahead))(x, kernel)
+            for of in (found, wanted)
+        ),
+        strict=True,
+    ):
+        assert_close(got, want, "float32")
+    assert_close(jax.jit(found)(x, kernel, targets), wanted(x, kernel, targets), "float32")
+
+
+def test_fp8_scales_are_of_all_devices():
+    """Largest numbers of a whole kernel, of which each device has a part."""
+    config = dataclasses.replace(UNTIED, experts=0, top_k=0, dense_layers=(), layers=1, recipe="delayed", sinks=False)
+    got, want = train(config, "data=2,tensor=2"), train(config)
+    for ours, wanted in zip(*map(jax.tree.leaves, (got.first.histories, want.first.histories)), strict=True):
+        np.testing.assert_array_equal(ours[:, 1], wanted[:, 1])
+        np.testing.assert_allclose(ours[:, 0], wanted[:, 0], rtol=0.05)
+    assert len(jax.tree.leaves(got.first.histories)) == 7
+    for ours, wanted in zip(got.metrics, want.metrics, strict=True):
+        np.testing.assert_allclose(ours.loss, wanted.loss, rtol=2e-3)
 
 
 def moved(params: nnx.State) -> nnx.State:

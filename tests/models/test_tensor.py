@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from models import decoder_loss, loop, train_dit, train_lm
-from models.decoder import DecoderConfig
+from models.decoder import DecoderConfig, Experts
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
-from models.mesh import make_mesh, parts_of, replicate, shard_state
+from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state, split_of
 from models.presets import DiTPreset
 from tests.compare import assert_close
 from tests.models.test_mesh import (
@@ -60,6 +60,25 @@ def test_a_decoder_as_on_one_device(shape, config):
     words = 256 // mesh.shape["tensor"]
     assert f"f32[{64 // parts_of(mesh)},{words}]" in got.program, "logits of a device's words"
     assert not re.search(r"f32\[(\d+,)+256\]", got.program), "no device has all words'"
+
+
+def test_experts_count_all_tokens_once():
+    """Over expert=2,tensor=2, where each device counts the gathered tokens of all."""
+    (alone, params), (sharded, _) = (
+        nnx.split(Experts(MIXED, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
+    )
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(24, MIXED.width)), jnp.float32)
+    specs = jax.tree.map_with_path(lambda path, x: split_of(("mlp", *path), x.ndim), params)
+    run = jax.shard_map(
+        lambda params, x: nnx.merge(sharded, params)(x),
+        mesh=make_mesh("expert=2,tensor=2"),
+        in_specs=(specs, P(AXES)),
+        out_specs=(P(AXES), P()),
+    )
+    (got, routed), (want, wanted) = jax.jit(run)(params, x), nnx.merge(alone, params)(x)
+    assert_close(got, want, "float32")
+    np.testing.assert_array_equal(routed.load, wanted.load)
+    np.testing.assert_allclose((routed.aux_loss, routed.z_loss), (wanted.aux_loss, wanted.z_loss), rtol=1e-6)
 
 
 def sent(jaxpr: Any, name: str) -> list[tuple[Any, str]]:
@@ -186,3 +205,21 @@ def test_a_dit_as_on_one_device(shape, parts):
     split, fsdp = 1 / mesh.shape["tensor"] / mesh.shape["fsdp"], 1 / mesh.shape["fsdp"]
     assert {fraction(x) for x in matrices(got.first.params["blocks"])} == {split}
     assert {fraction(x) for x in matrices(got.first.params)} == {split, fsdp}
+
+
+def test_a_dit_in_fp8():
+    """Whose first scales are one: as on one device, up to values at the edge of two numbers of eight bits."""
+    sizes, mesh = DiTConfig(1, 16, 4, 4, 3, 6, recipe="delayed", backend="xla"), make_mesh("tensor=4")
+    graphdef, params, histories = nnx.split(nnx.jit(lambda: DiT(sizes, rngs=nnx.Rngs(0)))(), nnx.Param, ...)
+    params, batch = moved(params), jax.tree.map(lambda x: x[0], images(0, 1))
+    alone = loop.make_value(graphdef, in_turn, None, training=True)
+    own = of_own_batch(train_dit.objective, mesh)
+    over = loop.make_value(train_dit.sharded_graphdef(sizes), own, mesh, training=True)
+    want, (_, wanted) = jax.jit(alone)(params, histories, batch, jax.random.key(0))
+    given = shard_state(params, mesh), shard_state(histories, mesh), shard_batch(batch, mesh)
+    got, (_, found) = jax.jit(over)(*given, replicate(jax.random.key(0), mesh))
+    np.testing.assert_allclose(got, want, rtol=1e-3)
+    assert len(jax.tree.leaves(found)) == 6
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(ours[..., 1, :], theirs[..., 1, :])
+        np.testing.assert_allclose(ours[..., 0, :], theirs[..., 0, :], rtol=0.05)

@@ -36,7 +36,7 @@ needs_four = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devi
 
 @needs_four
 @pytest.mark.parametrize("small", [0, 1 << 24], ids=["updates", "whole"])
-@pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=4"])
+@pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=2,tensor=2"])
 def test_parameters_are_split_as_they_are_read(shape, small, folder, monkeypatch):
     monkeypatch.setattr(hf_place, "SMALL", small)
     mesh = make_mesh(shape)

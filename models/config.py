@@ -84,7 +84,11 @@ class Options:
         ),
     ] = False
     mesh: Annotated[
-        str | None, typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2 or some of these. Default: on one.")
+        str | None,
+        typer.Option(
+            help="Train on all devices: data=2,fsdp=2,expert=2,tensor=2 or some of these. Default: on one. "
+            "mm has no tensor."
+        ),
     ] = None
     coordinator: Annotated[
         str | None, typer.Option(help="HOST:PORT of the first of several processes. With --processes and --process-id.")

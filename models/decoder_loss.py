@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from models.decoder import Decoder, Routed
 from models.packing import Batch
+from models.tensor_parallel import devices, nats
 
 LOGITS = 1 << 28  # 1 GB, of 8,192 tokens with 32,768 logits each
 
@@ -31,18 +32,23 @@ def cross_entropies(
 ) -> jax.Array:
     """Cross-entropies [N] in nats of logits(x) [N, vocab] and targets [N].
 
-    At most `LOGITS` logits are in memory: long batches are computed in pieces, and again in the backward.
+    At most `LOGITS` logits are in memory: long batches are computed in pieces, and again in the backward. Over a mesh
+    axis `tensor` x are own rows, and all devices get the cross-entropies of all rows.
     """
-    N, rows = x.shape[0], max(1, LOGITS // vocab)
+    own, rows = x.shape[0], max(1, LOGITS // vocab)
 
     def of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
         x, targets = piece
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits(x)), targets[:, None], axis=1)[:, 0]
+        return nats(logits(x), targets)
 
-    if rows >= N:
+    if rows >= own:
         return of((x, targets))
-    rows = -(-N // -(-N // rows))  # of as many pieces equal ones
-    pieces = [
-        jnp.pad(a, ((0, -N % rows), *[(0, 0)] * (a.ndim - 1))).reshape(-1, rows, *a.shape[1:]) for a in (x, targets)
-    ]
-    return jax.lax.map(jax.checkpoint(of, prevent_cse=False), tuple(pieces)).ravel()[:N]
+    rows = -(-own // -(-own // rows))  # of as many pieces equal ones
+
+    def cut(a: jax.Array) -> jax.Array:
+        """[devices, own, ...] -> [pieces, devices * rows, ...]: a piece has some rows of each device."""
+        a = jnp.pad(a, ((0, 0), (0, -own % rows), *[(0, 0)] * (a.ndim - 2)))
+        return a.reshape(a.shape[0], -1, rows, *a.shape[2:]).swapaxes(0, 1).reshape(-1, a.shape[0] * rows, *a.shape[2:])
+
+    losses = jax.lax.map(jax.checkpoint(of, prevent_cse=False), (cut(x[None]), cut(targets.reshape(devices(), own))))
+    return losses.reshape(-1, devices(), rows).swapaxes(0, 1).reshape(devices(), -1)[:, :own].ravel()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxops
-from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
+from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock, AmaxHistory
 from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
 from models.mesh import gather, gathered
 from models.precision import Attends, Backend, Dtype, Recipe, linear_layer
+from models.tensor_parallel import check_heads, devices, first_row, narrow, own_rows, total, whole_columns, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +57,17 @@ class DiTConfig:
     unroll: bool = False
     sums: Dtype = "float32"
 
+    def check_tensor(self, devices: int) -> None:
+        """
+        Raises:
+          ValueError: so many devices of the mesh axis `tensor` do not divide the heads.
+        """
+        check_heads(devices, heads=self.heads)
+
 
 def named_gelu(x: jax.Array) -> jax.Array:
     # The backward computes the slope from x, which it keeps anyway: otherwise XLA keeps intermediates of that size too.
     return jax.checkpoint(jax.nn.gelu)(checkpoint_name(x, "mlp"))
-
-
-def named_branch(x: jax.Array) -> jax.Array:
-    return checkpoint_name(x, "branch.mlp")
 
 
 def waves(x: jax.Array, features: int, longest_period: float) -> jax.Array:
@@ -106,7 +111,10 @@ def segments(sequence_offsets: jax.Array, rows: int) -> tuple[jax.Array, jax.Arr
 
 
 class Attention(nnx.Module):
-    """Self-attention inside each image."""
+    """Self-attention inside each image. Columns of qkv are head by head: its query, key and value.
+
+    Over a mesh axis `tensor` each device attends with its own heads, to all rows.
+    """
 
     def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -116,11 +124,25 @@ class Attention(nnx.Module):
 
     def __call__(self, y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
         c = self.config
-        q, k, v = jnp.unstack(self.qkv(y).reshape(y.shape[0], 3, c.heads, c.width // c.heads), axis=1)
+        (qkv,) = wide(y, self.qkv)
+        q, k, v = jnp.unstack(qkv.reshape(-1, c.heads // devices(), 3, c.width // c.heads), axis=2)
         mixed = jaxops.packed_attention(
             q, k, v, sequence_offsets, longest=c.longest, crowd=c.crowd, backend=c.attention
         )
-        return checkpoint_name(self.out(mixed.reshape(y.shape)), "branch.attention")
+        return checkpoint_name(narrow(mixed.reshape(mixed.shape[0], -1), self.out), "branch.attention")
+
+
+class Mlp(nnx.Module):
+    """Two products with a GELU between."""
+
+    def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
+        linear, dtype = linear_layer(config.recipe, config.backend), jnp.dtype(config.dtype)
+        self.wide = linear(config.width, 4 * config.width, dtype=dtype, rngs=rngs)
+        self.narrow = linear(4 * config.width, config.width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        (h,) = wide(y, self.wide)
+        return checkpoint_name(narrow(named_gelu(h), self.narrow), "branch.mlp")
 
 
 class DiT(nnx.Module):
@@ -135,31 +157,18 @@ class DiT(nnx.Module):
         self.sharded = sharded
         dtype = jnp.dtype(c.dtype)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
-        inner = linear_layer(c.recipe, c.backend)
+        modulated: dict[str, Any] = {"per": "sequence", "dtype": dtype, "backend": c.backend}
+        modulated["linear"] = whole_columns(linear_layer(c.recipe, c.backend))
 
         def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
-            wide = inner(c.width, 4 * c.width, dtype=dtype, rngs=rngs)
-            narrow = inner(4 * c.width, c.width, dtype=dtype, rngs=rngs)
-            mlp = nnx.Sequential(wide, named_gelu, narrow, named_branch)
-            return AdaLNZeroBlock(
-                c.width,
-                c.width,
-                Attention(c, rngs=rngs),
-                mlp,
-                per="sequence",
-                dtype=dtype,
-                linear=inner,
-                backend=c.backend,
-                rngs=rngs,
-            )
+            attention, mlp = Attention(c, rngs=rngs), Mlp(c, rngs=rngs)
+            return AdaLNZeroBlock(c.width, c.width, attention, mlp, **modulated, rngs=rngs)
 
         self.enter = linear(c.token, c.width)
         self.time = TimeEmbedding(c.width, dtype=dtype, rngs=rngs)
         self.label = nnx.Embed(c.classes + 1, c.width, dtype=dtype, rngs=rngs)
         self.blocks = stacked(block, c.layers, rngs)
-        self.norm = AdaLayerNorm(
-            c.width, c.width, per="sequence", dtype=dtype, linear=inner, backend=c.backend, rngs=rngs
-        )
+        self.norm = AdaLayerNorm(c.width, c.width, **modulated, rngs=rngs)
         self.leave = linear(c.width, c.token, kernel_init=nnx.initializers.zeros_init())
         self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 
@@ -167,6 +176,8 @@ class DiT(nnx.Module):
         self, tokens: jax.Array, time: jax.Array, labels: jax.Array, sequence_offsets: jax.Array, grids: jax.Array
     ) -> jax.Array:
         """Velocities [T, token] in float32; rows outside the images are undefined and affect no other row.
+
+        Over a mesh axis `tensor` the result has own rows only.
 
         Args:
           tokens: [T, token], the images' tokens one after another.
@@ -176,14 +187,17 @@ class DiT(nnx.Module):
           grids: [B, 2] int32, rows and columns of patches.
         """
         c, width = self.config, self.config.width
+        c.check_tensor(devices())
         part = lambda name: gathered(self, name, c.dtype, c.sums) if self.sharded else getattr(self, name)
         cond = part("time")(time) + part("label")(labels)
-        x = part("enter")(tokens).astype(jnp.float32) + position_embedding(
-            sequence_offsets, grids, tokens.shape[0], width
-        )
+        own = own_rows(tokens)
+        # Where the images are among own rows: from below 0 to more than there are, and of AdaLN's within them.
+        offsets = sequence_offsets - first_row(tokens.shape[0])
+        x = part("enter")(own).astype(jnp.float32) + position_embedding(offsets, grids, own.shape[0], width)
+        offsets = jnp.clip(offsets, 0, own.shape[0])
         x, _ = apply_layers(
             (self.blocks,),
-            lambda block, x, _: (block(x, cond, sequence_offsets), None),
+            lambda block, x, _: (block(x, cond, offsets, mixer_offsets=sequence_offsets), None),
             x,
             layers=(range(c.layers),),
             each=(None,),
@@ -192,7 +206,11 @@ class DiT(nnx.Module):
             training=not self.use_running_average,
             whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
         )
-        return part("leave")(part("norm")(x, cond, sequence_offsets)).astype(jnp.float32)
+        norm = part("norm")
+        y = norm(x, cond, offsets)
+        if not self.use_running_average:
+            nnx.update(self.norm, nnx.state(norm, AmaxHistory))
+        return part("leave")(y).astype(jnp.float32)
 
 
 def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> jax.Array:
@@ -209,8 +227,8 @@ def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> ja
     labels = jnp.where(jax.random.uniform(label_key, (B,)) < label_dropout, model.config.classes, batch.labels)
     at = time[sequence][:, None]
     velocity = model((1 - at) * batch.tokens + at * noise, time, labels, batch.sequence_offsets, batch.grids)
-    error = jnp.mean((velocity - (noise - batch.tokens)) ** 2, axis=1)
-    return jnp.sum(jnp.where(inside, error, 0)) / jnp.maximum(jnp.sum(inside), 1)
+    error = jnp.mean((velocity - own_rows(noise - batch.tokens)) ** 2, axis=1)
+    return total(jnp.sum(jnp.where(own_rows(inside), error, 0))) / jnp.maximum(jnp.sum(inside), 1)
 
 
 def integrate(velocity: Callable[[jax.Array, jax.Array], jax.Array], noise: jax.Array, steps: int) -> jax.Array:

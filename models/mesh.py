@@ -1,6 +1,6 @@
-"""One training step over several devices: data, fully sharded and expert parallel, by one mesh with three axes.
+"""One training step over several devices: data, fully sharded, expert and tensor parallel, by one mesh of four axes.
 
-The batch is split over all devices. The axes differ in what each device stores:
+The batch is split over the first three axes. The axes differ in what each device stores:
 
 - `data`: all parameters, and a shard of the optimizer's state and of the averaged weights (ZeRO stage 1, Rajbhandari et
   al. 2019, arXiv:1910.02054). Gradients are summed block by block beside the backward, and after the update the new
@@ -9,9 +9,11 @@ The batch is split over all devices. The axes differ in what each device stores:
   are used, in the compute dtype, and its gradients reduce-scattered.
 - `expert`: its own experts. It gathers the tokens of all devices of the axis, runs its experts over them, and
   reduce-scatters the sums to the tokens' devices.
+- `tensor`: its own heads, hidden columns, experts and words of the vocabulary, and between the products its own rows of
+  the same part of the batch (models/tensor_parallel.py).
 
 XLA does not split a custom kernel: over sharded arrays it would gather all rows on each device. So the whole loss is in
-`jax.shard_map` over all three axes, and each device's kernels see ordinary arrays: a part of the batch, and parameters
+`jax.shard_map` over all four axes, and each device's kernels see ordinary arrays: a part of the batch, and parameters
 gathered by `gather`, whose transpose in JAX reduces the gradients. Gradient, accumulation, optimizer and the rest of a
 step are outside, where XLA splits elementwise work itself: a step is written as for one device, except for
 `split_objective` around its objective.
@@ -32,14 +34,26 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Tree = TypeVar("Tree")
-AXES = ("data", "fsdp", "expert")
+BATCH = ("data", "fsdp", "expert")  # the axes over which a batch is split
+TENSOR = "tensor"
+AXES = (*BATCH, TENSOR)
+EXPERTS = ("expert", TENSOR)  # the axes over which experts are split
+
+_COLUMNS = r"\b(attention/(q|k|v|kv)|mixer/qkv|mlp/(shared/)?(gate|up)|mlp/wide|modulation|head)"
+_ROWS = r"\b(attention/out|mixer/out|mlp/(shared/)?down|mlp/narrow)"
 
 # The first pattern that matches a parameter's path gives the split of its last axes. Leading axes, such as layers, are
-# not split, nor are arrays without a match: norms, biases, histories, counts. The paths of an optimizer's moments and
-# of the average end like their parameter's.
+# not split, nor are arrays without a match: norms, most biases, histories, counts. The paths of an optimizer's moments
+# and of the average end like their parameter's. `fsdp` splits the leading axis where it can: XLA would transpose what
+# it gathers along another one.
 RULES = (
-    (r"\bmoe/((text|image)/)?(gate|up|down)\b", P("expert", "fsdp", None)),  # [experts, in, out]
-    (r"\bmlp/bias/(gate|up|down)\b", P("expert", None)),  # [experts, out]
+    (r"\bmoe/((text|image)/)?(gate|up|down)\b", P(EXPERTS, "fsdp", None)),  # [experts, in, out]
+    (r"\bmlp/bias/(gate|up|down)\b", P(EXPERTS, None)),  # [experts, out]
+    (rf"{_COLUMNS}/kernel\b", P("fsdp", TENSOR)),  # [in, out]
+    (rf"{_COLUMNS}/bias\b", P(TENSOR)),  # [out]
+    (rf"{_ROWS}/kernel\b", P((TENSOR, "fsdp"), None)),  # [in, out]
+    (r"\bsinks\b", P(TENSOR)),  # [heads]
+    (r"\bembed/embedding\b", P(TENSOR, "fsdp")),  # [vocab, width]
     (
         r"\b(embedding|enter/kernel)\b",
         P(None, "fsdp"),
@@ -83,6 +97,16 @@ def name_of(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def parts_of(mesh: Mesh | None) -> int:
+    """How many parts a batch has: one for all devices of an axis `tensor`. 1 for no mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a specification."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def split_of(path: tuple, rank: int) -> P:
     """The sharding of an array of a training state, by its path."""
     split = next((split for pattern, split in RULES if re.search(pattern, name_of(path))), P())
@@ -95,7 +119,7 @@ def _over_data(path: tuple, shape: tuple[int, ...], split: P, mesh: Mesh) -> P:
     """
     if not any(split) or not _UPDATED.search(name_of(path)):
         return split
-    axes = () if split[0] is None else (split[0],)
+    axes = _axes(split[0])
     divides = shape[0] % math.prod(mesh.shape[axis] for axis in (*axes, "data")) == 0
     return P((*axes, "data"), *split[1:]) if divides else split
 
@@ -111,10 +135,12 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
 
     def sharding(path: tuple, x: Any) -> NamedSharding:
         split = split_of(path, x.ndim)
-        for number, axis in enumerate(split):
-            if axis is not None and x.shape[number] % mesh.shape[axis]:
+        for number, entry in enumerate(split):
+            axes = [axis for axis in _axes(entry) if mesh.shape[axis] > 1]
+            if x.shape[number] % math.prod(mesh.shape[axis] for axis in axes):
+                sizes = " times ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
                 raise typer.BadParameter(
-                    f"{axis}={mesh.shape[axis]} does not divide axis {number} of {name_of(path)} {list(x.shape)}: "
+                    f"{sizes} does not divide axis {number} of {name_of(path)} {list(x.shape)}: "
                     f"write a number that divides {x.shape[number]}.",
                     param_hint="--mesh",
                 )
@@ -130,7 +156,7 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
 
 def _used(axis: Any, mesh: Mesh) -> Any:
     """An axis' entry of a specification without mesh axes of one device."""
-    names = [name for name in ((axis,) if isinstance(axis, str) else axis or ()) if mesh.shape[name] > 1]
+    names = [name for name in _axes(axis) if mesh.shape[name] > 1]
     return tuple(names) if len(names) > 1 else next(iter(names), None)
 
 
@@ -178,33 +204,40 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def own_rows(batch: int, mesh: Mesh) -> slice:
-    """The rows of a batch that this process makes for `shard_batch`: all of them in a single process.
+    """The rows of a batch that this process makes for `shard_batch`: those of its devices.
 
     Raises:
-      typer.BadParameter: a batch that cannot be split evenly over the devices.
+      typer.BadParameter: a batch that cannot be split evenly over the axes `BATCH`.
     """
-    if batch % mesh.size:
+    parts = parts_of(mesh)
+    if batch % parts:
         raise typer.BadParameter(
-            f"a batch of {batch} cannot be split evenly over the {mesh.size} devices of the mesh: take a multiple of "
-            f"{mesh.size}.",
+            f"a batch of {batch} cannot be split evenly over the {parts} {'devices' if parts == mesh.size else 'parts'}"
+            f" of the mesh: take a multiple of {parts}.",
             param_hint="--mesh",
         )
-    share = batch // jax.process_count()
-    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+    owned = _batch_split(mesh).addressable_devices_indices_map((batch,)).values()
+    bounds = [index[0].indices(batch) for index in owned if index]
+    return slice(min(first for first, _, _ in bounds), max(end for _, end, _ in bounds))
+
+
+def _batch_split(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    return NamedSharding(mesh, P(*[None] * axis, BATCH))
 
 
 def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
-    """The whole batch, split along `axis` over all devices, from the numpy arrays of each process's `own_rows`."""
-    split = NamedSharding(mesh, P(*[None] * axis, AXES))
+    """The whole batch, split along `axis` over `BATCH`, from the numpy arrays of each process's `own_rows`."""
+    split = _batch_split(mesh, axis)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
 
 
 def gather(params: Tree, dtype: Any = jnp.float32, sums: Any = jnp.float32) -> Tree:
     """Inside `split_objective`: from a device's parts of the parameters to those it computes with.
 
-    Shards along `fsdp` are all-gathered; experts stay split. The transpose sums the devices' gradients as soon as the
-    backward has computed them: so call it block by block. With a `policy` a block's parameters are gathered again in
-    the backward, so that one block's at most are whole; without it all gathered blocks are kept until the backward.
+    Shards along `fsdp` are all-gathered; those along `expert` and `tensor` stay split. The transpose sums the devices'
+    gradients as soon as the backward has computed them: so call it block by block. With a `policy` a block's parameters
+    are gathered again in the backward, so that one block's at most are whole; without it all gathered blocks are kept
+    until the backward.
 
     Args:
       dtype: of the computation. Large parameters are gathered in it, except those of routers.
@@ -214,10 +247,13 @@ def gather(params: Tree, dtype: Any = jnp.float32, sums: Any = jnp.float32) -> T
     sums = jnp.promote_types(sums, dtype)
 
     def whole(path: tuple, x: jax.Array) -> jax.Array:
-        split = split_of(path, x.ndim)
-        large = any(split) and _WIDE.search(name_of(path)) is None
-        x = lax.pcast(x.astype(sums) if large else x, tuple(axis for axis in AXES if axis not in split), to="varying")
-        return _all_gather(x, split.index("fsdp"), dtype if large else x.dtype) if "fsdp" in split else x
+        split = [_axes(entry) for entry in split_of(path, x.ndim)]
+        own = sum(split, ())
+        # Not the biases that only `tensor` splits.
+        large = any(axis in own for axis in BATCH) and _WIDE.search(name_of(path)) is None
+        x = lax.pcast(x.astype(sums) if large else x, tuple(axis for axis in AXES if axis not in own), to="varying")
+        gathered = [number for number, axes in enumerate(split) if "fsdp" in axes]
+        return _all_gather(x, gathered[0], dtype if large else x.dtype) if gathered else x
 
     return jax.tree.map_with_path(whole, params)
 
@@ -254,23 +290,25 @@ def split_objective(
 
     Args:
       objective: (params, histories, batch, key) -> (loss, (measured, histories)). params are a device's shards, for
-        `gather`; batch has its part of the arrays' first axes; key differs by device. Histories hold maxima: the
-        largest over the devices is kept.
+        `gather`; batch has its part of the arrays' first axes; key differs by part of the batch. The devices of an axis
+        `tensor` have the same batch and key, and give the same loss and measured. Histories hold maxima: the largest
+        over the devices is kept.
       counted: how many rows or tokens of a part of a batch its loss and measured are means over, as weights; None if
         all devices have the same number.
       check_vma: as of `jax.shard_map`. Only Pallas' interpreter, on a CPU, needs False.
     """
 
     def part(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
-        loss, (measured, histories) = objective(params, histories, batch, jax.random.fold_in(key, lax.axis_index(AXES)))
+        own_key = jax.random.fold_in(key, lax.axis_index(BATCH))
+        loss, (measured, histories) = objective(params, histories, batch, own_key)
         count = jnp.asarray(1 if counted is None else counted(batch), jnp.float32)
-        share = count / jnp.maximum(lax.psum(count, AXES), 1)
+        share = _varying(count / jnp.maximum(lax.psum(count, BATCH), 1)) / lax.axis_size(TENSOR)
         loss, measured = lax.psum(jax.tree.map(lambda x: share * x, (loss, measured)), AXES)
-        return loss, (measured, lax.pmax(lax.stop_gradient(histories), AXES))
+        return loss, (measured, lax.pmax(jax.tree.map(_varying, lax.stop_gradient(histories)), AXES))
 
     def whole(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
         splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.ndim), params)
-        specs = (splits, P(), P(AXES), P())
+        specs = (splits, P(), P(BATCH), P())
         return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(
             params, histories, batch, key
         )
@@ -278,14 +316,21 @@ def split_objective(
     return whole
 
 
+def _varying(x: jax.Array) -> jax.Array:
+    """x, marked as varying over all axes."""
+    known = jax.typeof(x).manual_axis_type
+    missing = tuple(axis for axis in AXES if known is None or axis not in known.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
-    """Packed batches of a step: over a mesh each device has its own."""
-    return accumulate * (1 if mesh is None else mesh.size)
+    """Packed batches of a step: over a mesh one for each part of the batch."""
+    return accumulate * parts_of(mesh)
 
 
 def by_device(batch: Tree, mesh: Mesh | None) -> Tree:
-    """Packed batches [N * devices, ...] -> [N, devices, ...], over a mesh."""
-    return batch if mesh is None else jax.tree.map(lambda x: x.reshape(-1, mesh.size, *x.shape[1:]), batch)
+    """Packed batches [N * parts, ...] -> [N, parts, ...], over a mesh."""
+    return batch if mesh is None else jax.tree.map(lambda x: x.reshape(-1, parts_of(mesh), *x.shape[1:]), batch)
 
 
 def of_own_batch(

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 import jaxops
-from models.mesh import AXES
+from models.mesh import BATCH
 from models.precision import Backend, Recipe
 
 init_experts = nnx.initializers.lecun_normal(batch_axis=(0,))
@@ -72,8 +72,8 @@ class ModalityExperts(nnx.Module):
         )
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         own = lax.psum_scatter(y, "expert", tiled=True).astype(x.dtype)
-        load = lax.psum(routing.load, AXES) // devices  # each device of that axis has counted the same
-        return own, self._routed(x, of_image, in_document, load, devices, lambda x: lax.psum(x, AXES))
+        load = lax.psum(routing.load, BATCH) // devices  # each device of that axis has counted the same
+        return own, self._routed(x, of_image, in_document, load, devices, lambda x: lax.psum(x, BATCH))
 
     def _logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = x.astype(jnp.float32)

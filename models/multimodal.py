@@ -17,6 +17,7 @@ from flax import nnx
 from pydantic import PositiveFloat, PositiveInt
 
 import jaxops
+from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.decoder.attention import Attention, Seen
@@ -245,7 +246,10 @@ class Multimodal(nnx.Module):
             training=not self.use_running_average,
             whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
         )
-        scale, shift = self._whole("modulation")(cond, layout)
+        modulation = self._whole("modulation")
+        scale, shift = modulation(cond, layout)
+        if not self.use_running_average:
+            nnx.update(self.modulation, nnx.state(modulation, AmaxHistory))
         how = {"norm": "rms", "epsilon": c.norm_epsilon, "per": "sequence", "backend": c.backend}
         return jaxops.adaln(x, scale, shift, batch.segment_offsets, **how), routed
 

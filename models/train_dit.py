@@ -33,10 +33,11 @@ from models.images import (
 )
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import by_device, collect, create_sharded, micro_batches, of_own_batch, replicate
+from models.mesh import TENSOR, by_device, collect, create_sharded, micro_batches, of_own_batch, parts_of, replicate
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
+from models.tensor_parallel import check_rows
 
 UNIT = "squared error of the velocity"
 DRAWN = 10  # classes, at most
@@ -73,7 +74,8 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
     """The preset's model for a data set.
 
     Raises:
-      ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the devices.
+      ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the mesh; an axis `tensor`
+        that does not divide the heads.
     """
     parts = micro_batches(preset.accumulate, mesh)
     if preset.tokens % parts or preset.images % parts:
@@ -82,15 +84,19 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
             f"accumulate {preset.accumulate} "
             f"both must be multiples of {parts}."
         )
+    tensor = 1 if mesh is None else mesh.shape[TENSOR]
+    check_rows(preset.tokens // parts, tensor)
     budget = preset.tokens // parts
     if budget < data.longest:
         raise ValueError(
             f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or "
             "longest."
         )
-    return sizes_of(
+    sizes = sizes_of(
         preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd
     )
+    sizes.check_tensor(tensor)
+    return sizes
 
 
 def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd: int | None) -> DiTConfig:
@@ -123,7 +129,7 @@ def make_step(
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
     """One compiled program for all image sizes.
 
-    Batches are [accumulate, ...], over a mesh [accumulate, devices, ...].
+    Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
     """
     return loop.make_step(graphdef, preset, of_own_batch(objective, mesh), mesh, options_for(preset.policy))
 
@@ -148,7 +154,7 @@ def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batc
     micro = (data.patch, preset.tokens // parts, preset.images // parts)
     batches = [batch for _, batch in every_image_once(data.heldout, *micro)]
     if mesh is not None:
-        batches += -len(batches) % mesh.size * [pack(data.heldout, [], *micro)]
+        batches += -len(batches) % parts_of(mesh) * [pack(data.heldout, [], *micro)]
     return by_device(stack(batches), mesh)
 
 

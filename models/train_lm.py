@@ -25,13 +25,14 @@ from models.distributed import is_first
 from models.hf_config import OF_A_RUN, end_token, fitting, read_config
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import collect, create_sharded, own_rows, replicate, shard_state, shardings
+from models.mesh import TENSOR, collect, create_sharded, own_rows, parts_of, replicate, shard_state, shardings
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
 from models.sampling import Sampling
 from models.slots import generate
+from models.tensor_parallel import check_rows
 from models.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of
 
 CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -218,6 +219,18 @@ def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: j
     return loss + preset.balance_weight * balance, Measured(loss, balance, load)
 
 
+def check_fits(preset: Preset, mesh: Mesh) -> None:
+    """
+    Raises:
+      typer.BadParameter, ValueError: a micro-batch cannot be split evenly over the mesh, or the model has what an axis
+        `tensor` does not split.
+    """
+    rows, tensor = preset.batch // preset.accumulate, mesh.shape[TENSOR]
+    own_rows(rows, mesh)
+    preset.model.check_tensor(tensor)
+    check_rows(rows // parts_of(mesh) * preset.context, tensor)  # as many tokens as in shorter rows
+
+
 def make_step(
     graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
@@ -323,7 +336,7 @@ def run(options: LmOptions) -> None:
         )
         mesh = launch.choose_mesh(options, preset.model.backend)
         if mesh is not None:
-            own_rows(preset.batch // preset.accumulate, mesh)
+            check_fits(preset, mesh)
         folder = checkpoint_folder(preset)
         corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes, folder=folder, context=preset.context)
         files = files_read(preset.data) | {str(file): file for file in tokenizer_files(preset)}

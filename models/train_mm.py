@@ -33,7 +33,7 @@ from models.interleaved import (
 )
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import by_device, collect, create_sharded, micro_batches, of_own_batch, replicate
+from models.mesh import TENSOR, by_device, collect, create_sharded, micro_batches, of_own_batch, replicate
 from models.multimodal import Multimodal
 from models.multimodal_loss import loss_fn
 from models.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
@@ -168,8 +168,14 @@ def heldout_documents(preset: MultimodalPreset, material: Material) -> list[Docu
 def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) -> None:
     """
     Raises:
-      ValueError: a micro-batch cannot be split evenly over the devices, or cannot hold the largest document.
+      ValueError: a mesh with an axis `tensor`; a micro-batch cannot be split evenly over the devices, or cannot hold
+        the largest document.
     """
+    if mesh is not None and mesh.shape[TENSOR] > 1:
+        raise ValueError(
+            f"--mesh tensor={mesh.shape[TENSOR]}: the model of text and images is not split over tensor. Write data, "
+            "fsdp or expert."
+        )
     room = share_of(material.room, micro_batches(preset.accumulate, mesh))
     for pixels, captions in (*material.train, *material.heldout):
         sizes_of([captioned(max(captions, key=len), pixels, material.tokens)], room)

@@ -266,13 +266,17 @@ class AdaLNZeroBlock(_Modulated):
         _check_takes_offsets(self.mixer)
         self.modulation = self._make_modulation(6, linear, modulation_init, rngs)
 
-    def __call__(self, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array) -> Any:
+    def __call__(
+        self, x: jax.Array, cond: jax.Array, sequence_offsets: jax.Array, *, mixer_offsets: jax.Array | None = None
+    ) -> Any:
         """One block of the transformer.
 
         Args:
           x: [T, num_features], bfloat16, float16 or float32: the residual stream.
           cond: [B, cond_features], or [T, cond_features]; without cond_features of 6 * num_features columns.
           sequence_offsets: [B + 1] int32, as in `jaxops.adaln`.
+          mixer_offsets: what the mixer is called with; None for sequence_offsets. With sequence parallelism x has one
+            device's rows and sequence_offsets are of these, and the mixer needs those of all devices' rows.
 
         Returns:
           [T, num_features] in x's dtype; rows outside all sequences are x's. If the mlp returns (y, aux): (that, aux).
@@ -286,7 +290,8 @@ class AdaLNZeroBlock(_Modulated):
         norm: dict[str, Any] = {"norm": self.norm, "out_dtype": self._dtype_of(x)}
         run: dict[str, Any] = {"per": self.per, "backend": self.backend, "plan": self.plan}
         y = adaln(x, scale1, shift1, sequence_offsets, epsilon=before_mixer, **norm, **run)
-        h = _checked("mixer", self.mixer(y, sequence_offsets), x)
+        mixed = self.mixer(y, sequence_offsets if mixer_offsets is None else mixer_offsets)
+        h = _checked("mixer", mixed, x)
         x, y = gated_residual_adaln(x, h, gate1, scale2, shift2, sequence_offsets, epsilon=before_mlp, **norm, **run)
         h = self.mlp(y)
         has_aux = isinstance(h, tuple) and len(h) == 2

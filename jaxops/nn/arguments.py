@@ -42,8 +42,8 @@ def check_matrix(x: jax.Array, shape: str, columns: int) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be {shape}: {flatten}.")
 
 
-def devices_on(argument: str, axis: str, instead: str = "") -> int:
-    """The number of devices on a mesh axis.
+def devices_on(argument: str, axis: str | tuple[str, ...], instead: str = "") -> int:
+    """The number of devices on a mesh axis, or on several together.
 
     Args:
       argument: what the layer calls the axis.

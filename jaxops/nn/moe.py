@@ -76,7 +76,7 @@ class MoE(nnx.Module):
       shared_features: width of the shared experts together; 0 for none.
       gate_shared: multiplies the shared experts' output by `sigmoid(x @ token_gate)`, a number per token (Qwen2-MoE);
         that product is float32, not TF32.
-      expert_axis: None, or the mesh axis over which the experts are split.
+      expert_axis: None, or the mesh axis over which the experts are split, or several in order.
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
         sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
         is that of all devices' tokens, in the devices' order.
@@ -96,7 +96,7 @@ class MoE(nnx.Module):
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
         activation: Activation = "silu", shared_features: int = 0, gate_shared: bool = False,
-        expert_axis: str | None = None, gather_tokens: bool = False, dtype: Dtype | None = None,
+        expert_axis: str | tuple[str, ...] | None = None, gather_tokens: bool = False, dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32, precision: PrecisionLike = None,
         kernel_init: Initializer = default_kernel_init, backend: str = "auto", rngs: nnx.Rngs,
     ):  # fmt: skip

@@ -12,9 +12,10 @@ from jax import lax
 from jaxops.offload import named
 from models.decoder.config import DecoderConfig
 from models.decoder.rope import Turns, rotate
-from models.decoder.weights import linear_of
+from models.decoder.weights import linear_of, matrix_of
+from models.tensor_parallel import all_rows, devices, narrow, wide
 
-KeysValues = tuple[jax.Array, jax.Array]
+KeysValues = tuple[jax.Array, ...]  # keys and values; of latent attention one array
 NAME = "attention"  # of what its backward needs (`jaxops.offload`)
 Window = jax.Array | int | None  # how many tokens a token sees; None for all
 
@@ -24,12 +25,12 @@ class Seen(NamedTuple):
 
     Attributes:
       turns: the tokens' rotary angles.
-      remember: from what a layer keeps of these tokens, two arrays [B, T, ...], to the same of all tokens so far.
+      remember: from what a layer keeps of these tokens, arrays [B, T, ...], to the same of all tokens so far.
       attend: (queries, keys, values, window or None, sinks or None) -> what each token attends to, [B, T, heads, ...].
     """
 
     turns: Turns
-    remember: Callable[[jax.Array, jax.Array], KeysValues]
+    remember: Callable[..., KeysValues]
     attend: Callable[[jax.Array, jax.Array, jax.Array, Window, jax.Array | None], jax.Array]
 
 
@@ -102,7 +103,10 @@ def _mixed(shares: jax.Array, v: jax.Array, heads_first: bool) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Self-attention with rotary positions and grouped queries."""
+    """Self-attention with rotary positions and grouped queries.
+
+    Over a mesh axis `tensor` each device attends with its own heads, to all rows.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
@@ -120,29 +124,38 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
         """Also what `seen.remember` returns."""
         c = self.config
-        q, k, v = self._project(x)
+        B, T = seen.turns.cos.shape[:2]
+        q, k, v = self._project(x, B, T)
         q, k = (rotate(part, seen.turns, pairs=c.rope_pairs) for part in (q, k))
         kept = k, v = seen.remember(k, v)
         mixed = seen.attend(q, k, v, window, None if self.sinks is None else self.sinks[...])
-        return self.out(mixed.reshape(*x.shape[:2], -1)), kept
+        return narrow(mixed.reshape(B, T, -1), self.out), kept
 
-    def _project(self, x: jax.Array) -> list[jax.Array]:
+    def _project(self, x: jax.Array, B: int, T: int) -> list[jax.Array]:
+        """Queries, keys and values of own heads, [B, T, heads, head_dim]."""
         c = self.config
-        parts = [self.q(x), self.k(x), self.v(x)]
+        parts = wide(x, self.q, self.k, self.v)
         norms = (self.q_norm, self.k_norm, None)
-        heads = lambda part: part.reshape(*x.shape[:2], -1, c.head_dim)
+        counts = (c.heads // devices(), c.kv_heads // devices(), c.kv_heads // devices())
         if c.qk_norm == "all_heads":
             parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
         if c.qkv_clip is not None:
             parts = [jnp.clip(part, -c.qkv_clip, c.qkv_clip) for part in parts]
-        parts = [heads(part) for part in parts]
+        parts = [part.reshape(B, T, count, c.head_dim) for part, count in zip(parts, counts, strict=True)]
         if c.qk_norm is True:
             parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
         return parts
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention; see `Latent`. A cache holds the latents and the common rotary keys."""
+    """Multi-head latent attention; see `Latent`. A cache holds the common rotary keys and the latents, in one array.
+
+    Many tokens attend to keys and values that are made of all latents. A single token a row, as in decoding, attends to
+    the latents themselves, as one key and value for all heads: the products that would make keys and values are applied
+    to its queries and to its result instead (DeepSeek-V2, section 2.1.2).
+
+    Over a mesh axis `tensor` each device makes the latents of its own rows, and attends with its own heads.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
@@ -161,17 +174,34 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
         """Also what `seen.remember` returns."""
-        c, (B, T, _) = self.config, x.shape
+        c, (B, T) = self.config, seen.turns.cos.shape[:2]
         fixed = c.head_dim - c.rotary
         turned = functools.partial(rotate, turns=seen.turns, pairs=c.rope_pairs)
         q = x if self.q_down is None or self.q_norm is None else normalized(self.q_norm, self.q_down(x))
-        q_fixed, q_turned = jnp.split(self.q(q).reshape(B, T, c.heads, -1), [fixed], axis=-1)
-        q = jnp.concatenate([turned(q_turned), q_fixed], axis=-1)
+        (q,) = wide(q, self.q)
+        q_fixed, q_turned = jnp.split(q.reshape(B, T, -1, c.head_dim), [fixed], axis=-1)
         latents, k_turned = jnp.split(self.kv_down(x), [self.latent.rank], axis=-1)
-        kept = latents, k_turned = seen.remember(
-            normalized(self.kv_norm, latents), turned(k_turned[:, :, None, :])[:, :, 0]
-        )
-        k_fixed, v = jnp.split(self.kv(latents).reshape(*latents.shape[:2], c.heads, -1), [fixed], axis=-1)
-        k_turned = jnp.broadcast_to(k_turned[:, :, None, :], (*k_fixed.shape[:3], c.rotary))
-        mixed = seen.attend(q, jnp.concatenate([k_turned, k_fixed], axis=-1), v, window, None)
-        return self.out(mixed.reshape(B, T, -1)), kept
+        own = jnp.concatenate([k_turned, normalized(self.kv_norm, latents)], axis=-1)
+        k_turned, latents = jnp.split(all_rows(own).reshape(B, T, -1), [c.rotary], axis=-1)
+        kept = seen.remember(jnp.concatenate([turned(k_turned[:, :, None, :])[:, :, 0], latents], axis=-1))
+        if T == 1 and c.recipe is None:
+            mixed = self._attend_to_latents(turned(q_turned), q_fixed, kept[0], seen, window)
+        else:
+            q = jnp.concatenate([turned(q_turned), q_fixed], axis=-1)
+            k_turned, latents = jnp.split(kept[0], [c.rotary], axis=-1)
+            kv = self.kv(latents).reshape(*latents.shape[:2], q.shape[2], -1)
+            k_fixed, v = jnp.split(kv, [fixed], axis=-1)
+            k_turned = jnp.broadcast_to(k_turned[:, :, None, :], (*k_fixed.shape[:3], c.rotary))
+            mixed = seen.attend(q, jnp.concatenate([k_turned, k_fixed], axis=-1), v, window, None)
+        return narrow(mixed.reshape(B, T, -1), self.out), kept
+
+    def _attend_to_latents(
+        self, q_turned: jax.Array, q_fixed: jax.Array, kept: jax.Array, seen: Seen, window: Window
+    ) -> jax.Array:
+        """kept [B, S, rotary + rank] -> [B, T, heads, value_dim]."""
+        kv = matrix_of(self.kv, kept.dtype).reshape(self.latent.rank, q_fixed.shape[2], -1)
+        to_k, to_v = jnp.split(kv, [q_fixed.shape[-1]], axis=-1)
+        q = jnp.concatenate([q_turned, jnp.einsum("bthf,rhf->bthr", q_fixed, to_k)], axis=-1)
+        # Values with the rotary keys before them: without would be a copy of the cache.
+        mixed = seen.attend(q, kept[:, :, None], kept[:, :, None], window, None)[..., self.config.rotary :]
+        return jnp.einsum("bthr,rhv->bthv", mixed, to_v)

@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from jaxops.offload import Policy
 from models.precision import Backend, Dtype, Recipe
+from models.tensor_parallel import check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,8 @@ class RopeScaling:
 class Latent:
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    Keys and values are products of one short vector a token, which is all that a cache holds. The last rotary_dim
-    features of a query and a key have rotary positions; those of the key are common to all heads.
+    Keys and values are products of one short vector a token. The last rotary_dim features of a query and a key have
+    rotary positions; those of the key are common to all heads. A cache holds these and the vector.
 
     Attributes:
       rank: of that vector.
@@ -198,6 +199,23 @@ class DecoderConfig:
                 f"recipe is {self.recipe!r}, and expert_bias or stored_fp8 is set: FP8 products have no biases, and "
                 "stored float8 weights no recipe. Write recipe: null."
             )
+
+    def check_tensor(self, devices: int) -> None:
+        """Whether the mesh axis `tensor` can have so many devices.
+
+        Raises:
+          ValueError: it does not divide the heads, or the model has what is not split.
+        """
+        if devices == 1:
+            return
+        check_heads(devices, heads=self.heads, kv_heads=self.kv_heads)
+        if self.qk_norm == "all_heads":
+            raise ValueError(
+                f"tensor={devices} splits the heads, and qk_norm='all_heads' needs all of a token's at once: write "
+                "data, fsdp or expert instead."
+            )
+        if self.stored_fp8:
+            raise ValueError(f"tensor={devices} does not split stored_fp8, which is for inference.")
 
     @property
     def rotary(self) -> int:

@@ -13,7 +13,7 @@ from jaxops.nn import MoE, Router
 from models.decoder.config import DecoderConfig
 from models.decoder.mlp import GatedUnit
 from models.decoder.weights import StoredFp8
-from models.mesh import AXES
+from models.mesh import AXES, EXPERTS
 
 GPT_OSS_SLOPE = 1.702
 
@@ -73,7 +73,7 @@ class Biases(nnx.Module):
 class Experts(nnx.Module):
     """A mixture of experts without token drops, padding or host synchronization.
 
-    Sharded, each device has some of the experts: its tokens are exchanged over the mesh axis "expert".
+    Sharded, each device has some of the experts: its tokens are exchanged over the mesh axes `EXPERTS`.
     """
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
@@ -101,7 +101,7 @@ class Experts(nnx.Module):
                 c.width,
                 c.hidden,
                 router=router,
-                expert_axis="expert" if sharded else None,
+                expert_axis=EXPERTS if sharded else None,
                 gather_tokens=sharded and self._fused,
                 dtype=jnp.dtype(c.dtype),
                 backend=c.backend,
@@ -120,7 +120,7 @@ class Experts(nnx.Module):
         y = self._with_shared(x, y)
         if not self.sharded:
             return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
-        load = lax.psum(routing.load, AXES) // lax.axis_size("expert")  # each device of that axis has counted the same
+        load = lax.psum(routing.load, AXES) // lax.axis_size(EXPERTS)  # each device of those axes has counted the same
         routed = Routed(self._balance(x, load), lax.pmean(routing.z_loss, AXES), load)
         return y, routed
 
@@ -155,12 +155,12 @@ class Experts(nnx.Module):
         """With FP8, biases or clamped units, which the fused layer lacks."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         if self.sharded:
-            tokens = lax.all_gather(tokens, "expert", tiled=True)
+            tokens = lax.all_gather(tokens, EXPERTS, tiled=True)
         routing = self.moe.router(tokens)
         offsets = routing.group_offsets
         if self.sharded:
-            own = c.experts // lax.axis_size("expert")
-            offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index("expert") * own, own + 1)
+            own = c.experts // lax.axis_size(EXPERTS)
+            offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index(EXPERTS) * own, own + 1)
         multiply = functools.partial(self._multiply, offsets=offsets)
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, "gate"), multiply(rows, "up")
@@ -174,7 +174,7 @@ class Experts(nnx.Module):
             return jaxops.combine(down, routing).reshape(x.shape), routing
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         y = jaxops.combine(down, routing, out_dtype=jnp.float32)
-        y = lax.psum_scatter(y, "expert", tiled=True).astype(down.dtype)
+        y = lax.psum_scatter(y, EXPERTS, tiled=True).astype(down.dtype)
         return y.reshape(x.shape), routing
 
     def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.decoder.config import DecoderConfig
 from models.decoder.weights import linear_of
+from models.tensor_parallel import narrow, wide
 
 
 class GatedUnit(nnx.Module):
@@ -20,5 +21,6 @@ class GatedUnit(nnx.Module):
         self.down = linear(hidden, config.width)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
-        gate, up = checkpoint_name(self.gate(x), "mlp.gate"), checkpoint_name(self.up(x), "mlp.up")
-        return self.down(jax.nn.silu(gate) * up), None
+        gate, up = wide(x, self.gate, self.up)
+        gate, up = checkpoint_name(gate, "mlp.gate"), checkpoint_name(up, "mlp.up")
+        return narrow(jax.nn.silu(gate) * up, self.down), None

@@ -19,6 +19,7 @@ from models.decoder.experts import Routed
 from models.decoder.rope import turns
 from models.layers import apply_layers, stacked
 from models.mesh import gather, gathered
+from models.tensor_parallel import attend, devices, embed, wide
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 Cache = tuple[KeysValues, ...]  # of each layer
@@ -75,7 +76,8 @@ class Decoder(nnx.Module):
 
     Args:
       sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch.
-        Model and parameters are the same; `Routed` covers all devices' tokens.
+        Model and parameters are the same; `Routed` covers all devices' tokens. Over an axis `tensor` "rows" below are
+        all B * T tokens.
     """
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
@@ -108,20 +110,22 @@ class Decoder(nnx.Module):
         return self.logits(x), routed
 
     def hidden(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
-        """The input of `logits`, [B, T, width], from the model's inputs.
+        """The input of `logits`, [B, T, width], from the model's inputs; over an axis `tensor` own rows [rows, width].
 
         Raises:
-          ValueError: cuDNN's attention of documents without max_documents, or of a model that it does not compute.
+          ValueError: cuDNN's attention of documents without max_documents, or of a model that it does not compute; what
+            an axis `tensor` does not divide.
         """
         c, T = self.config, tokens.shape[1]
+        c.check_tensor(devices())
         starts = document_starts(jnp.zeros_like(tokens) if documents is None else documents)
         angles = turns(c, positions_in(starts), lengths_of(starts))
-        seen = Seen(angles, lambda k, v: (k, v), self._attend(starts, documents))
+        seen = Seen(angles, lambda *own: own, self._attend(starts, documents))
         windows = self._windows(T)
         x, outs = apply_layers(
             self._stacks(),
             lambda block, x, window: block(x, seen, window)[:2],
-            self._whole("embed")(tokens),
+            embed(self._whole("embed"), tokens),
             layers=c.stacks(),
             each=windows,
             policy=c.policy,
@@ -189,12 +193,12 @@ class Decoder(nnx.Module):
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """For `extend`: of each layer keys and values, [batch, kv_heads, length, head_dim] in dtype; with latent
-        attention the latents and the rotary keys, [batch, length, ...]."""
+        attention one array, [batch, length, rotary + rank]."""
         c = self.config
         sizes = ((batch, c.kv_heads, length, c.head_dim),) * 2
         if c.latent is not None:
-            sizes = ((batch, length, c.latent.rank), (batch, length, c.rotary))
-        return tuple((jnp.zeros(sizes[0], c.dtype), jnp.zeros(sizes[1], c.dtype)) for _ in range(c.layers))
+            sizes = ((batch, length, c.rotary + c.latent.rank),)
+        return tuple(tuple(jnp.zeros(size, c.dtype) for size in sizes) for _ in range(c.layers))
 
     def extend(
         self, tokens: jax.Array, cache: Cache, at: jax.Array, count: jax.Array, lengths: jax.Array | None = None
@@ -243,9 +247,9 @@ class Decoder(nnx.Module):
         return attention
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """[..., width] -> [..., vocab] float32."""
+        """[..., width] -> [..., vocab] float32; over an axis `tensor` own rows -> all rows, own words."""
         x = self.norm(x)
-        logits = self._whole("embed").attend(x) if self.head is None else self._whole("head")(x)
+        logits = attend(self._whole("embed"), x) if self.head is None else wide(x, self._whole("head"))[0]
         logits, cap = logits.astype(jnp.float32), self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -130,7 +130,7 @@ def plain_dit(
         return x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * (1 + scale) + shift
 
     def attention(p, y):
-        q, k, v = dense(p["qkv"], y).reshape(-1, 3, config.heads, width // config.heads).transpose(1, 2, 0, 3)
+        q, k, v = dense(p["qkv"], y).reshape(-1, config.heads, 3, width // config.heads).transpose(2, 1, 0, 3)
         scores = np.exp(q @ k.transpose(0, 2, 1) / np.sqrt(width // config.heads))
         return dense(p["out"], (scores / scores.sum(axis=2, keepdims=True) @ v).transpose(1, 0, 2).reshape(-1, width))
 
@@ -148,8 +148,8 @@ def plain_dit(
         p = jax.tree.map(lambda stack, i=i: stack[i], params["blocks"])
         scale1, shift1, gate1, scale2, shift2, gate2 = np.split(dense(p["modulation"], silu(cond)), 6)
         x = x + gate1 * attention(p["mixer"], norm(x, scale1, shift1))
-        wide = gelu(dense(p["mlp"]["layers"][0], norm(x, scale2, shift2)))
-        x = x + gate2 * dense(p["mlp"]["layers"][2], wide)
+        wide = gelu(dense(p["mlp"]["wide"], norm(x, scale2, shift2)))
+        x = x + gate2 * dense(p["mlp"]["narrow"], wide)
     return dense(params["leave"], norm(x, *np.split(dense(params["norm"]["modulation"], silu(cond)), 2)))
 
 

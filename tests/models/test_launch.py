@@ -19,6 +19,7 @@ import typer
 from jax.sharding import SingleDeviceSharding
 
 from models import launch, loop, train_lm
+from models.checkpoints import saved_steps
 from tests.models.interrupted_run import EVERY, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -119,6 +120,23 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
     assert (tmp_path / "checkpoint-hf" / "model.safetensors").exists()
 
 
+def test_a_run_changes_its_mesh(whole, tmp_path):
+    """From one device to a mesh with `tensor`, from there to one without, and to one device."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    for done, mesh in ((2, "data=2,tensor=2"), (4, "data=4"), (4, None)):
+        for step in saved_steps(out / "checkpoints"):
+            if step > done:
+                shutil.rmtree(out / "checkpoints" / str(step))
+        train(out, save_every=EVERY, resume=True, mesh=mesh)
+        for got, want in zip(lines_of(out), lines_of(whole), strict=True):
+            assert got == pytest.approx(want, rel=1e-3)
+        jax.tree.map(
+            lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4),
+            state_of(out, 5),
+            state_of(whole, 5),
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -130,6 +148,8 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
             r"learning_rate is 0\.01 there and 1\.0 here; model\.width is 16 t",
         ),
         ({"mesh": "data=4", "set": ["accumulate=4"]}, "a batch of 2 cannot be split evenly over the 4 devices"),
+        ({"mesh": "tensor=4"}, "tensor=4 does not divide heads, 2: attention is split by heads. Write a number that"),
+        ({"mesh": "data=2,tensor=2", "set": ["context=15", "batch=4"]}, "has 15 rows, which tensor=2 does not divide"),
         ({"mesh": "data=3"}, "is for 3 devices, and there are 4"),
         ({"mesh": "data=4", "backend": "pallas"}, "over a mesh Pallas' kernels need GPUs"),
     ],

@@ -121,16 +121,21 @@ def matrices(state) -> list[jax.Array]:
 
 
 def assert_as_alone(config, got):
-    want = train(config)
+    assert_same(got, train(config))
+
+
+def assert_same(got, want):
     for (path, ours), wanted in zip(
         jax.tree.leaves_with_path(got.first.opt_state), jax.tree.leaves(want.first.opt_state), strict=True
     ):
-        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=10)
+        name = jax.tree_util.keystr(path)
+        if ".nu[" in name:  # squares of the gradient, with twice its error
+            ours, wanted = jnp.sqrt(ours), jnp.sqrt(wanted)
+        assert_close(ours, wanted, "float32", name, scale=10)
     jax.tree.map(lambda ours, wanted: np.testing.assert_allclose(ours, wanted, rtol=1e-4), got.metrics, want.metrics)
     np.testing.assert_allclose(got.heldout, want.heldout, rtol=1e-5)
-    for (path, ours), wanted in zip(
-        jax.tree.leaves_with_path(got.first.params), jax.tree.leaves(want.first.params), strict=True
-    ):
+    kept = lambda of: (of.first.params, of.first.average)
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(kept(got)), jax.tree.leaves(kept(want)), strict=True):
         # Adam divides by the gradient's size: where that is nearly zero, its error is not.
         np.testing.assert_allclose(ours, wanted, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
@@ -195,7 +200,7 @@ def test_a_sum_over_devices_is_rounded_once():
 
     Scales are those of single rows or columns, and sums are float32.
     """
-    mesh = jax.make_mesh((1, 1, 2), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((1, 1, 2, 1), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 4)
     config = dataclasses.replace(SPARSE, recipe="rowwise", dtype="bfloat16")
     (alone, params), (sharded, _) = (
         nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
@@ -214,7 +219,7 @@ def test_a_sum_over_devices_is_rounded_once():
 
 def test_kernels_say_over_which_axes_their_results_vary():
     """The gradient traced for absent H200s: the kernels are in it, and shard_map has checked them."""
-    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3, abstract_device=H200)
+    mesh = AbstractMesh((2, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=H200)
     params = jax.eval_shape(lambda: train_lm.init_state(preset_of(SPARSE), 0)[1].params)
     with jax.sharding.use_abstract_mesh(mesh):
         rows, key = jax.ShapeDtypeStruct((8, 8), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
@@ -334,7 +339,7 @@ def test_gradients_are_summed_in_the_chosen_dtype(sums, large, devices):
 
 @pytest.mark.parametrize("shape", ["data", "model=4", "data=0", "data=4,", "data=two", ""])
 def test_a_mesh_that_is_none(shape):
-    with pytest.raises(typer.BadParameter, match=r"is not one of data=N, fsdp=N, expert=N"):
+    with pytest.raises(typer.BadParameter, match=r"is not one of data=N, fsdp=N, expert=N, tensor=N"):
         make_mesh(shape)
 
 

@@ -28,6 +28,11 @@ def test_a_mesh_trains_as_one_device(config):
     assert [fraction(x) for x in biases] == [0.5] * config.expert_bias
 
 
+@pytest.mark.parametrize(("name", "shape"), [("much", "expert=2,tensor=2"), ("latent", "data=2,tensor=2")])
+def test_with_a_tensor_axis(name, shape):
+    assert_as_alone(CONFIGS[name], train(CONFIGS[name], shape))
+
+
 def test_the_bias_of_the_choice_stays():
     """No optimizer moves it, and it is not lost."""
     first = train(CONFIGS["latent"], "fsdp=2,expert=2").first

@@ -247,6 +247,21 @@ def test_a_table_starts_as_what_it_is_added_to(norm):
     assert_close(apply(module, x, cond, offsets()), (plain_norm(norm, x) * (1 + scale) + shift) * INSIDE, "float32")
 
 
+def test_a_mixer_with_offsets_of_its_own():
+    """With sequence parallelism: the mixer sees all rows, the norms those of one device."""
+    seen = []
+
+    def mixer(y: jax.Array, sequence_offsets: jax.Array) -> jax.Array:
+        seen.append(sequence_offsets)
+        return y
+
+    made = AdaLNZeroBlock(D, C, mixer, lambda y: y, rngs=nnx.Rngs(0))
+    x, cond, own = inputs()
+    for given, wanted in (({}, own), ({"mixer_offsets": 2 * own}, 2 * own)):
+        made(x, cond, own, **given)
+        np.testing.assert_array_equal(seen.pop(), wanted)
+
+
 def test_as_many_sequences_as_rows():
     """Then `per` says whose a condition is. Of the sequences all but the third are empty."""
     x, cond, each = numbers(0, 5, D), numbers(1, 5, C), jnp.array([0, 0, 0, 5, 5, 5], jnp.int32)

@@ -1,0 +1,195 @@
+"""What a model asks for instead of its products, so that the mesh axis `tensor` can split them.
+
+Tensor and sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): a device of the axis has its own rows of
+the residual stream, `wide` gathers all rows and multiplies them by the device's own columns (heads, hidden units,
+words), and `narrow` multiplies by its own rows of a kernel and sums the products to each device's rows. Everything
+between runs on own rows. Rows are those of a batch, flattened: device d of N has the d-th of N equal runs.
+
+Outside of `models.mesh.split_objective`, and where the axis has one device, each function is the plain one: a model is
+written once.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jaxops
+from jaxops.nn import Fp8Linear
+from models.mesh import TENSOR
+
+
+def devices() -> int:
+    """Of the axis `tensor`."""
+    try:
+        return lax.axis_size(TENSOR)
+    except NameError:
+        return 1
+
+
+def wide(x: jax.Array, *layers: Any) -> list[jax.Array]:
+    """Each layer's result for all rows, from own rows: its own columns. The rows are gathered once.
+
+    Args:
+      layers: `nnx.Linear`, or all `Fp8Linear`.
+    """
+    if devices() == 1:
+        return [layer(x) for layer in layers]
+    x = x.reshape(-1, x.shape[-1])
+    for layer in layers:
+        _check_is_split(layer, axis=1)
+    if isinstance(layers[0], Fp8Linear):
+        x = lax.all_gather(x.astype(layers[0].dtype), TENSOR, tiled=True)
+        return [_in_fp8(layer, x, bias=True) for layer in layers]
+    biases = tuple(None if layer.bias is None else layer.bias[...] for layer in layers)
+    kernels = tuple(layer.kernel[...] for layer in layers)
+    return list(jaxops.all_gather_matmul(x, kernels, TENSOR, bias=biases, compute_dtype=layers[0].dtype))
+
+
+def narrow(h: jax.Array, layer: Any) -> jax.Array:
+    """The layer's result for own rows, from own columns of all rows."""
+    if devices() == 1:
+        return layer(h)
+    h = h.reshape(-1, h.shape[-1])
+    _check_is_split(layer, axis=0)
+    bias = None if layer.bias is None else layer.bias[...]
+    if not isinstance(layer, Fp8Linear):
+        return jaxops.matmul_reduce_scatter(h, layer.kernel[...], TENSOR, bias=bias, compute_dtype=layer.dtype)
+    y = lax.psum_scatter(_in_fp8(layer, h, bias=False), TENSOR, tiled=True)
+    return y if bias is None else y + bias.astype(y.dtype)[None]
+
+
+def _in_fp8(layer: Fp8Linear, x: jax.Array, *, bias: bool) -> jax.Array:
+    kernel, added, dtype = layer.parameters(x)
+    y = layer.product(x, kernel, dtype)
+    return y if added is None or not bias else y + added.astype(dtype)[None]
+
+
+def _check_is_split(layer: Any, axis: int) -> None:
+    sizes = (layer.in_features, layer.out_features)
+    if layer.kernel.shape[axis] * devices() != sizes[axis]:
+        raise ValueError(
+            f"a kernel {sizes} has shape {layer.kernel.shape} on one of the {devices()} devices of axis {TENSOR!r}: "
+            f"axis {axis} must be split over them, as RULES of models/mesh.py say."
+        )
+
+
+def own_rows(x: jax.Array) -> jax.Array:
+    """This device's rows of x [rows, ...], which all devices have.
+
+    Raises:
+      ValueError: rows that the devices do not divide.
+    """
+    if devices() == 1:
+        return x
+    check_rows(x.shape[0], devices())
+    return lax.dynamic_slice_in_dim(x, first_row(x.shape[0]), x.shape[0] // devices())
+
+
+def check_rows(rows: int, devices: int) -> None:
+    """
+    Raises:
+      ValueError: rows of a part of the batch that the devices of the axis do not divide.
+    """
+    if rows % devices:
+        raise ValueError(
+            f"a part of the batch has {rows} rows, which tensor={devices} does not divide: take a batch and a length "
+            f"whose product, for each part, is a multiple of {devices}, or a tensor that divides {rows}."
+        )
+
+
+def check_heads(devices: int, **heads: int) -> None:
+    """
+    Raises:
+      ValueError: numbers of heads that the devices of the axis do not divide.
+    """
+    for name, number in heads.items():
+        if number % devices:
+            raise ValueError(
+                f"tensor={devices} does not divide {name}, {number}: attention is split by heads. Write a number that "
+                f"divides {math.gcd(*heads.values())}."
+            )
+
+
+def first_row(rows: int) -> jax.Array | int:
+    """The first of own rows, of all `rows`."""
+    return 0 if devices() == 1 else lax.axis_index(TENSOR) * (rows // devices())
+
+
+def all_rows(x: jax.Array) -> jax.Array:
+    """All rows, from own ones."""
+    return x if devices() == 1 else lax.all_gather(x, TENSOR, tiled=True)
+
+
+class _WholeColumns:
+    """Before a linear layer among the base classes: its result for rows that all devices have, from own columns."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = super().__call__(x)  # pyright: ignore[reportAttributeAccessIssue]
+        if devices() == 1:
+            return y
+        _check_is_split(self, axis=1)
+        return lax.all_gather(y, TENSOR, axis=y.ndim - 1, tiled=True)
+
+
+class _WholeLinear(_WholeColumns, nnx.Linear):
+    pass
+
+
+class _WholeFp8Linear(_WholeColumns, Fp8Linear):
+    pass
+
+
+def whole_columns(linear: Any) -> Any:
+    """The class of layers, `nnx.Linear` or a partial of `Fp8Linear`, whose columns are split, and whose result is not.
+
+    For the few rows of conditions, whose results are cheaper to gather than the kernel.
+    """
+    return _WholeLinear if linear is nnx.Linear else functools.partial(_WholeFp8Linear, **linear.keywords)
+
+
+def total(x: jax.Array) -> jax.Array:
+    """The sum of what the devices have from their own rows."""
+    return x if devices() == 1 else lax.psum(x, TENSOR)
+
+
+def embed(layer: nnx.Embed, tokens: jax.Array) -> jax.Array:
+    """Embeddings of tokens, [..., width]; over several devices those of own rows, [rows, width].
+
+    Each device has some words of the vocabulary.
+    """
+    if devices() == 1:
+        return layer(tokens)
+    check_rows(tokens.size, devices())
+    at, own = _own_words(tokens.ravel(), layer.embedding.shape[0])
+    found = jnp.where(own[:, None], layer(at), 0)
+    return lax.psum_scatter(found, TENSOR, tiled=True)
+
+
+def attend(layer: nnx.Embed, x: jax.Array) -> jax.Array:
+    """Products with the embeddings, for all rows from own ones: of own words."""
+    if devices() == 1:
+        return layer.attend(x)
+    words = layer.embedding[...].T
+    return jaxops.all_gather_matmul(x.reshape(-1, x.shape[-1]), words, TENSOR, compute_dtype=layer.dtype)
+
+
+def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Cross-entropies [N] of logits float32 [N, own words] and targets [N]: no device has the logits of all words."""
+    if devices() == 1:
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+    most = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=1)), TENSOR)
+    at, own = _own_words(targets, logits.shape[1])
+    chosen = jnp.where(own, jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0] - most, 0)
+    sums, chosen = lax.psum((jnp.sum(jnp.exp(logits - most[:, None]), axis=1), chosen), TENSOR)
+    return jnp.log(sums) - chosen
+
+
+def _own_words(tokens: jax.Array, words: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens as numbers of this device's words, any one for other devices' tokens; and whether they are its own."""
+    at = tokens - lax.axis_index(TENSOR) * words
+    return jnp.clip(at, 0, words - 1), (at >= 0) & (at < words)

@@ -24,7 +24,7 @@ from models import frozen
 from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
-from models.mesh import constrained, name_of, own_rows, shard_batch, split_objective
+from models.mesh import collect, constrained, name_of, own_rows, shard_batch, split_objective
 from models.report import History, MetricsLog
 
 READ_EVERY = 10
@@ -330,6 +330,26 @@ class Run:
 
     def saves(self, done: int, steps: int) -> bool:
         return self.save_every is not None and (done % self.save_every == 0 or done == steps)
+
+
+def train(training: Training, graphdef: nnx.GraphDef, state: TrainState, run: Run) -> tuple[Any, History]:
+    """Runs all steps and evaluations. The state is donated.
+
+    Args:
+      graphdef: of the model on one device.
+
+    Returns:
+      The model with the weights that are `kept`, whole on one device, in evaluation mode.
+
+    Raises:
+      Stopped: as `run_steps`.
+    """
+    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    run.console.print(frozen.remark(state.params, training.schedule.freeze), end="")
+    state, history = run_steps(training, state, run)
+    model = nnx.merge(graphdef, *collect((kept(state), state.histories), run.mesh))
+    model.eval()
+    return model, history
 
 
 def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainState, History]:

@@ -32,8 +32,8 @@ from models.images import (
     unpatchify,
 )
 from models.layers import options_for, remark
-from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import TENSOR, by_device, collect, create_sharded, micro_batches, of_own_batch, parts_of, replicate
+from models.loop import Measured, Run, Training, TrainState, with_steps
+from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, parts_of, replicate
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
@@ -166,8 +166,6 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
     """
     mesh = run.mesh
     graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
-    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-    run.console.print(frozen.remark(state.params, preset.freeze), end="")
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
     stepped = graphdef if mesh is None else sharded_graphdef(sizes)
     evaluate, heldout = make_evaluate(stepped, mesh), loop.place(heldout_batches(preset, data, mesh), mesh)
@@ -179,10 +177,7 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
         key,
         UNIT,
     )
-    state, history = run_steps(training, state, run)
-    model = nnx.merge(graphdef, *collect((loop.kept(state), state.histories), mesh))
-    model.eval()
-    return model, history
+    return loop.train(training, graphdef, state, run)
 
 
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:

@@ -24,8 +24,8 @@ from models.decoder_loss import loss_fn
 from models.distributed import is_first
 from models.hf_config import OF_A_RUN, end_token, fitting, read_config
 from models.layers import options_for, remark
-from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import TENSOR, collect, create_sharded, own_rows, parts_of, replicate, shard_state, shardings
+from models.loop import Measured, Run, Training, TrainState, with_steps
+from models.mesh import TENSOR, create_sharded, own_rows, parts_of, replicate, shard_state, shardings
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
@@ -273,8 +273,6 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
     mesh, rows = run.mesh, make_rows(preset, corpus.train)
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
     graphdef, state = start_state(preset, mesh)
-    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-    run.console.print(frozen.remark(state.params, preset.freeze), end="")
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
     stepped, key = graphdef if mesh is None else sharded_graphdef(preset), replicate(jax.random.key(preset.seed), mesh)
@@ -287,10 +285,7 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
         key,
         unit,
     )
-    state, history = run_steps(training, state, run)
-    model = nnx.merge(graphdef, *collect((loop.kept(state), state.histories), mesh))
-    model.eval()
-    return model, history
+    return loop.train(training, graphdef, state, run)
 
 
 def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:

@@ -32,8 +32,8 @@ from models.interleaved import (
     stack,
 )
 from models.layers import options_for, remark
-from models.loop import Measured, Run, Training, TrainState, run_steps, with_steps
-from models.mesh import TENSOR, by_device, collect, create_sharded, micro_batches, of_own_batch, replicate
+from models.loop import Measured, Run, Training, TrainState, with_steps
+from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, replicate
 from models.multimodal import Multimodal
 from models.multimodal_loss import loss_fn
 from models.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
@@ -252,7 +252,6 @@ def train(preset: MultimodalPreset, material: Material, run: Run) -> tuple[Multi
     """
     mesh = run.mesh
     graphdef, state = create_sharded(lambda: init_state(preset, preset.seed), mesh)
-    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
     stepped = graphdef if mesh is None else sharded_graphdef(preset)
     evaluate, heldout = make_evaluate(stepped, preset, mesh), loop.place(heldout_batches(preset, material, mesh), mesh)
@@ -264,10 +263,7 @@ def train(preset: MultimodalPreset, material: Material, run: Run) -> tuple[Multi
         key,
         UNIT,
     )
-    state, history = run_steps(training, state, run)
-    model = nnx.merge(graphdef, *collect((loop.kept(state), state.histories), mesh))
-    model.eval()
-    return model, history
+    return loop.train(training, graphdef, state, run)
 
 
 def run(options: MmOptions) -> None:

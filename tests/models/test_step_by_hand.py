@@ -223,7 +223,7 @@ def train_seen(module: Any, monkeypatch, out, *args) -> Seen:
         seen[:] = [training, state._replace(average=other)]
         return seen[1], History()
 
-    monkeypatch.setattr(module, "run_steps", run_steps)
+    monkeypatch.setattr(loop, "run_steps", run_steps)
     model, _ = module.train(*args, Run(out, Console(file=io.StringIO())))
     return Seen(*seen, model)
 

@@ -31,6 +31,7 @@ if shutil.which("nvidia-smi") is None:
 else:
     # References are XLA's, which compiles and times dozens of kernels for each of their products: minutes for a file.
     quick = " --xla_gpu_autotune_level=0"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the card
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quick
 
 import jax
@@ -59,6 +60,10 @@ def pytest_collection_modifyitems(items):
     if marked and jax.default_backend() != "gpu":
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        for item in marked:
+            if item.get_closest_marker("alone"):
+                item.add_marker(pytest.mark.skip(reason="needs the GPU for itself: run -m alone -n 0"))
 
 
 def pytest_collection_finish():

@@ -390,6 +390,7 @@ def test_a_program_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["auto", "xla"])
 def test_on_a_gpu(backend):
     lhs, rhs, _ = operands("bfloat16", M=4096, K=1024, N=2048, G=8)

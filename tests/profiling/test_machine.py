@@ -177,6 +177,7 @@ def test_wrong_arguments(measured):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu(tmp_path, monkeypatch):
     """An H200 copies at about 4,300 GB/s; only what no sane card breaks is asserted."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -150,6 +150,7 @@ def test_bad_numbers(numbers):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_cuda_graphs_hide_no_origin():
     """The products are cuBLAS's, whose kernels have no name of an instruction."""
 

@@ -168,8 +168,7 @@ CASES = {
     ),
     "MoE-fp8": layer_case(
         functools.partial(moe, recipe="blockwise"),
-        {"router.logits", "route.routing", "moe.token_gate"}
-        | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
+        {"router.logits", "route.routing", "moe.token_gate"} | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
     ),
 }
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import jaxops
-from models.mesh import AXES
+from models.mesh import BATCH
 from models.precision import Backend, Recipe
 
 Sides = tuple[jax.Array, jax.Array]  # the logits for text and for images
@@ -74,8 +74,8 @@ class ModalityExperts(nnx.Module):
         y, routing = self._mixed(*all_rows, devices, lax.axis_index("expert"))
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         own = lax.psum_scatter(y, "expert", tiled=True).astype(x.dtype)
-        load = lax.psum(routing.load, AXES) // devices  # each device of that axis has counted the same
-        return own, self._routed(logits, of_image, in_document, load, devices, lambda x: lax.psum(x, AXES))
+        load = lax.psum(routing.load, BATCH) // devices  # each device of that axis has counted the same
+        return own, self._routed(logits, of_image, in_document, load, devices, lambda x: lax.psum(x, BATCH))
 
     def _mixed(
         self, x: jax.Array, logits: Sides, of_image: jax.Array, in_document: jax.Array, devices: int,

@@ -229,9 +229,11 @@ def as_dit(model: Multimodal) -> DiT:
     dit.norm = AdaRMSNorm(c.width, c.width, per="sequence", epsilon=c.norm_epsilon, backend="xla", rngs=rngs)
     ours, blocks = model.blocks, dit.blocks
     nnx.update(blocks.modulation, nnx.state(ours.modulation.head))
-    blocks.mixer.qkv.kernel[...] = jnp.concatenate(
-        [layer.kernel[...] for layer in (ours.attention.q, ours.attention.k, ours.attention.v)], axis=2
-    )
+    by_head = [
+        layer.kernel[...].reshape(c.layers, c.width, c.heads, -1)
+        for layer in (ours.attention.q, ours.attention.k, ours.attention.v)
+    ]
+    blocks.mixer.qkv.kernel[...] = jnp.stack(by_head, axis=3).reshape(blocks.mixer.qkv.kernel.shape)
     blocks.mixer.out.kernel[...] = ours.attention.out.kernel[...]
     for name in ("gate", "up", "down"):
         getattr(blocks.mlp, name).kernel[...] = getattr(ours.moe.image, name)[:, 0]

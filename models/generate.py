@@ -236,7 +236,8 @@ def run(options: GenerateOptions) -> None:
             raise ValueError("there is no prompt: write one, or pass --prompts FILE, or --chat for a conversation.")
         check_length([prompt.tokens for prompt in prompts], options, config)
         check_prompts([prompt.tokens for prompt in prompts], config.vocab)
-        model = for_inference(hf.load(options.folder, dtype=options.dtype)[1], consume=True)
+        _, model = hf.load(options.folder, dtype=options.dtype, param_dtype=options.dtype)
+        model = for_inference(model, consume=True)
         writer = Writer(model, tokenizer, end_tokens(options.folder, tokenizer), options)
     if prompts:
         writer.write(prompts)

@@ -22,7 +22,9 @@ from models.hf_files import INDEX, Tensor, new_header, write_file
 from models.hf_names import EMBEDDING, HEAD, Entry, Path, table
 from models.hf_place import Placed
 from models.hf_tensors import Stored, is_finite, read_headers, stored_in
+from models.inference import inference_dtype
 from models.mesh import shardings
+from models.precision import DTYPES
 from models.whole_files import verify, written_whole
 
 NAMED = 20  # things that are wrong, in one error
@@ -56,8 +58,10 @@ def uses_of(entries: Iterable[Entry], shapes: dict[Path, Any]) -> dict[str, list
     return found
 
 
-def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any) -> tuple[str, Decoder]:
-    """(architecture, model) of a checkpoint, read tensor by tensor into float32 parameters on their devices.
+def load(
+    folder: str | pathlib.Path, *, mesh: Mesh | None = None, param_dtype: str = "float32", **options: Any
+) -> tuple[str, Decoder]:
+    """(architecture, model) of a checkpoint, read tensor by tensor into parameters on their devices.
 
     The host holds one tensor at a time, of experts in one tensor one expert, and parameters of less than 16 MB a device
     until they are whole.
@@ -66,17 +70,24 @@ def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any
       folder: has config.json and model.safetensors, or the files of model.safetensors.index.json. A SHA256SUMS, as
         `save` writes it, is verified first.
       mesh: devices that the parameters are split over, as `models.mesh.shardings` says; None for one device.
+      param_dtype: of the matrices that `models.inference.for_inference` casts, which are never made in float32 then:
+        for inference give the dtype of the computation. Norms, biases, sinks and routers are float32.
       options: settings that a checkpoint does not have, such as dtype, attention or backend of `DecoderConfig`. With
         stored_fp8=True the matrices of an FP8 checkpoint stay in FP8, for inference.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: another architecture, a damaged file, or tensors that are missing, unknown, of another shape than
-        config.json says, of an unsupported dtype or not finite; all of them are named.
+      ValueError: an unknown param_dtype, or another one than float32 with a recipe; another architecture, a damaged
+        file, or tensors that are missing, unknown, of another shape than config.json says, of an unsupported dtype or
+        not finite; all of them are named.
     """
     folder = pathlib.Path(folder)
     verify(folder)
     architecture, config = read_config(folder, **options)
+    if param_dtype not in DTYPES:
+        raise ValueError(f"param_dtype is {param_dtype!r}; write one of {', '.join(DTYPES)}.")
+    if config.recipe is not None and param_dtype != "float32":
+        raise ValueError(f"param_dtype is {param_dtype!r}, and recipe {config.recipe!r} casts float32: leave one out.")
     wrong: list[str] = []
     tensors = [tensor for _, _, some in read_headers(folder) for tensor in some]
     tensors = [tensor for tensor in tensors if _is_loaded(tensor.name, architecture, config)]
@@ -105,7 +116,8 @@ def load(folder: str | pathlib.Path, *, mesh: Mesh | None = None, **options: Any
     _raise(folder, wrong)
 
     paths = {entry.path for entry in entries}
-    placed = {path: Placed(shapes[path].shape, shapes[path].dtype, splits.get(path)) for path in paths}
+    dtypes = {path: inference_dtype("/".join(path), shapes[path].dtype, param_dtype) for path in paths}
+    placed = {path: Placed(shapes[path].shape, dtypes[path], splits.get(path)) for path in paths}
     sent: list[jax.Array] = []
     for name, found in stored.items():
         own = uses.get(name, [])
@@ -135,7 +147,7 @@ def _reads(stored: Stored, uses: list[Use]) -> list[tuple[int, ...]]:
 
 
 def _equal(head: Stored, embedding: jax.Array) -> bool:
-    whole = head.read().astype(np.float32)
+    whole = head.read().astype(embedding.dtype)
     return all(np.array_equal(whole[shard.index], shard.data) for shard in embedding.addressable_shards)
 
 

@@ -16,6 +16,12 @@ CAST = re.compile(r"\b(kernel|embedding|moe/(gate|up|down))\b")
 KEPT = re.compile(r"\b(router|shared_gate|scale)\b")
 
 
+def inference_dtype(name: str, stored: Any, dtype: Any) -> Any:
+    """The dtype of a parameter for inference: of a float32 matrix `dtype`, of others the one they have."""
+    casts = stored == jnp.float32 and CAST.search(name) and not KEPT.search(name)
+    return jnp.dtype(dtype) if casts else stored
+
+
 def for_inference(model: Decoder, *, consume: bool = False) -> Decoder:
     """The same model with `blocks` a list of single blocks and matrices cast to config.dtype, in evaluation mode.
 
@@ -32,9 +38,7 @@ def for_inference(model: Decoder, *, consume: bool = False) -> Decoder:
 
     def convert(path: tuple, x: Any, parts: int | None) -> Any:
         """The array cast, or with parts a list of that many."""
-        name = name_of(path)
-        casts = config.recipe is None and x.dtype == jnp.float32 and CAST.search(name) and not KEPT.search(name)
-        dtype = jnp.dtype(config.dtype) if casts else x.dtype
+        dtype = x.dtype if config.recipe is not None else inference_dtype(name_of(path), x.dtype, config.dtype)
         if parts is None and dtype == x.dtype:
             return x
         made = x.astype(dtype) if parts is None else [x[i].astype(dtype) for i in range(parts)]

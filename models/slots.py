@@ -1,8 +1,9 @@
 """Generation in a continuous batch: a fixed number of rows on the device, each of which takes a next prompt when free.
 
-Two kinds of programs run. `_prefill` puts a piece of one prompt into a row; pieces have few lengths. `_advance` draws
+Two kinds of programs run. `_prefill` puts pieces of prompts into their rows; pieces have few lengths. `advance` draws
 several tokens of all rows at once, each at its own position, until none is left to draw. The host waits once for each
-`_advance`. Neither recompiles when prompts come and go.
+`advance`. Neither recompiles when prompts come and go. A step reads the whole cache, so its length is that of the
+longest row in it, rounded up to one of few: it is copied into a longer or a shorter one when that changes.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from flax import nnx
 
 import jaxops
 from models.decoder import Decoder
+from models.decoder.cache import resized
 from models.inference import for_inference
 from models.sampling import Sampling, pick
 
@@ -47,14 +49,17 @@ class Batching:
     """How much is computed at once. No result depends on it.
 
     Attributes:
-      slots: rows that are decoded together. Each takes a cache of the longest prompt and what is drawn after it.
-      piece: tokens of a prompt that are computed together, at the most.
+      slots: rows that are decoded together. Each takes a cache as long as the longest row.
+      piece: tokens of prompts that are computed together, at the most; pieces of several prompts if they are short.
       steps: tokens that are drawn between two looks of the host.
+      bucket: the shortest cache. The others are multiples of it, from four times that on with two lengths an octave;
+        each one's programs are compiled once.
     """
 
     slots: int = 8
     piece: int = 512
     steps: int = 16
+    bucket: int = 512
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
@@ -106,33 +111,38 @@ def _draw(logits: jax.Array, keys: jax.Array, at: jax.Array, sampling: Sampling)
 
 
 @functools.partial(jax.jit, static_argnames="fixed", donate_argnames="rows")
-def _prefill(
-    fixed: Fixed, params: nnx.State, rows: Rows, slot: jax.Array, piece: jax.Array, where: jax.Array, key: jax.Array
-) -> Rows:
-    """A piece of a prompt, [1, P], into a row.
+def _prefill(fixed: Fixed, params: nnx.State, rows: Rows, pieces: jax.Array, where: jax.Array, key: jax.Array) -> Rows:
+    """Pieces of prompts, [R, P], into their rows.
 
     Args:
-      where: int32: the position of its first token, its tokens without padding, the prompt's tokens, and how many are
-        to be drawn after it; 0 if it is not the prompt's last piece.
+      where: [R, 6] int32, of each: its row's slot, its prompt's number, the position of its first token, its tokens
+        without padding, the prompt's tokens, and how many are to be drawn after it; 0 if it is not the prompt's last
+        piece. A slot that does not exist stands for no piece.
+      key: of all draws.
     """
-    at, count, whole, length = where
+    slots, numbers, at, count, whole, length = where.T
     model = nnx.merge(fixed.graphdef, params)
-    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows.cache)
-    own = jax.tree.map(lambda x: jnp.where(at == 0, 0, x), own)  # 0 times a NaN of the row before would be NaN
-    logits, own = model.extend(piece, own, at[None], count[None], whole[None])
-    (token,) = _draw(logits, key[None], at[None] + count, fixed.sampling)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+
+    def own(x: jax.Array) -> jax.Array:
+        first = (at == 0).reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(first, 0, x.at[slots].get(mode="clip"))  # 0 times a NaN of the row before would be NaN
+
+    put = lambda x, new: x.at[slots].set(new, mode="drop")
+    logits, cache = model.extend(pieces, jax.tree.map(own, rows.cache), at, count, whole)
+    token = _draw(logits, keys, at + count, fixed.sampling)
     left = jnp.where(_is_end(token, fixed.ends), 0, length - 1)
     return Rows(
-        jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, 0), rows.cache, own),
-        rows.token.at[slot].set(token),
-        rows.at.at[slot].set(at + count),
-        rows.left.at[slot].set(jnp.maximum(left, 0)),
-        rows.keys.at[slot].set(key),
+        jax.tree.map(put, rows.cache, cache),
+        put(rows.token, token),
+        put(rows.at, at + count),
+        put(rows.left, jnp.maximum(left, 0)),
+        put(rows.keys, keys),
     )
 
 
 class Drawn(NamedTuple):
-    """What `_advance` did.
+    """What `advance` did.
 
     Attributes:
       first: [S], each row's last token of before.
@@ -148,7 +158,7 @@ class Drawn(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("fixed", "steps"), donate_argnames="rows")
-def _advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps: int) -> tuple[Rows, Drawn]:
+def advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps: int) -> tuple[Rows, Drawn]:
     """Up to `steps` more tokens of each row that has some left, after those of `stop` [S] are stopped."""
     model = nnx.merge(fixed.graphdef, params)
     rows = rows._replace(left=jnp.where(stop, 0, rows.left))
@@ -177,6 +187,36 @@ def pieces(length: int, piece: int) -> list[tuple[int, int, int]]:
     return [(at, count, min(piece, jaxops.bucket_length(count, multiple=SHORTEST_PIECE, steps=1))) for at, count in cut]
 
 
+def prefills(
+    prompts: dict[int, tuple[int, Sequence[int]]], length: int, batching: Batching
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The pieces and `where` of each call of `_prefill`, [R, P] and [R, 6].
+
+    R is 1, or as many as `piece` and `slots` allow: two programs for each P.
+
+    Args:
+      prompts: by slot their numbers and tokens.
+      length: tokens to draw after each.
+    """
+    cut = {slot: pieces(len(tokens), batching.piece) for slot, (_, tokens) in prompts.items()}
+    for turn in range(max(map(len, cut.values()), default=0)):
+        alike: dict[int, list[int]] = {}  # slots by the length of their piece
+        for slot, own in cut.items():
+            if turn < len(own):
+                alike.setdefault(own[turn][2], []).append(slot)
+        for padded, found in alike.items():
+            most = min(batching.slots, max(1, batching.piece // padded))
+            for some in (found[i : i + most] for i in range(0, len(found), most)):
+                given = np.zeros((most if len(some) > 1 else 1, padded), np.int32)
+                where = np.full((len(given), 6), [batching.slots, 0, 0, 0, 0, 0], np.int32)
+                for row, slot in enumerate(some):
+                    number, tokens = prompts[slot]
+                    at, count, _ = cut[slot][turn]
+                    given[row, :count] = tokens[at : at + count]
+                    where[row] = slot, number, at, count, len(tokens), length * (at + count == len(tokens))
+                yield given, where
+
+
 def check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
     """
     Raises:
@@ -191,15 +231,28 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
 
 
 def cache_length(prompts: Sequence[Sequence[int]], length: int) -> int:
-    """Tokens of each row's cache."""
+    """Tokens of the longest cache."""
     return jaxops.bucket_length(max(map(len, prompts)) + length, multiple=CACHE_MULTIPLE)
 
 
-class _Row:
-    """A row that is in use: the number of its prompt, and what was drawn."""
+def next_length(needed: int, held: int, most: int, bucket: int) -> int:
+    """Tokens of the next cache, after one of `held`, if so many are needed: a shorter one only of half the length."""
+    wanted = min(most, jaxops.bucket_length(needed, multiple=bucket, steps=2))
+    return wanted if wanted > held or 2 * wanted <= held else held
 
-    def __init__(self, number: int):
-        self.number = number
+
+class _Row:
+    """A row that is in use.
+
+    Attributes:
+      number: of its prompt.
+      at: tokens of it that are in the cache.
+      most: tokens of it that will be there at the most.
+      tokens: what was drawn.
+    """
+
+    def __init__(self, number: int, prompt: int, length: int):
+        self.number, self.at, self.most = number, prompt, prompt + length
         self.tokens: list[int] = []
         self.is_new = True
 
@@ -207,6 +260,7 @@ class _Row:
         """Adds its new tokens. Its completion, if it has ended."""
         new = [int(drawn.first[slot])] if self.is_new else []
         self.is_new = False
+        self.at += int(drawn.made[slot])
         for token in new + drawn.tokens[: drawn.made[slot], slot].tolist():
             if token in ends:
                 return Completion(self.tokens, "end")
@@ -248,23 +302,22 @@ def completions(
         return
     graphdef, params = nnx.split(for_inference(model))
     fixed, key = Fixed(graphdef, sampling, tuple(ends)), jax.random.key(0) if key is None else key
-    slots = min(batching.slots, len(prompts))
-    rows, active = empty_rows(model, slots, cache_length(prompts, length)), dict[int, _Row]()
+    slots, most, held = min(batching.slots, len(prompts)), cache_length(prompts, length), 0
+    batching = dataclasses.replace(batching, slots=slots)
+    rows, active = empty_rows(model, slots, held), dict[int, _Row]()
     waiting = iter(range(len(prompts)))
     while True:
-        for slot, number in zip([slot for slot in range(slots) if slot not in active], waiting, strict=False):
-            own = jax.random.fold_in(key, number)
-            whole = len(prompts[number])
-            for at, count, padded in pieces(whole, batching.piece):
-                piece = np.zeros((1, padded), np.int32)
-                piece[0, :count] = prompts[number][at : at + count]
-                where = np.array([at, count, whole, length * (at + count == whole)], np.int32)
-                rows = _prefill(fixed, params, rows, np.int32(slot), piece, where, own)
-            active[slot] = _Row(number)
+        new = dict(zip([slot for slot in range(slots) if slot not in active], waiting, strict=False))
+        active |= {slot: _Row(number, len(prompts[number]), length) for slot, number in new.items()}
         if not active:
             return
+        needed = max(min(row.at + batching.steps, row.most) for row in active.values())
+        if held != (held := next_length(needed, held, most, batching.bucket)):
+            rows = rows._replace(cache=resized(rows.cache, held))
+        for given, where in prefills({slot: (n, prompts[n]) for slot, n in new.items()}, length, batching):
+            rows = _prefill(fixed, params, rows, given, where, key)
         stop = np.array([slot not in active for slot in range(slots)])
-        rows, drawn = _advance(fixed, params, rows, stop, batching.steps)
+        rows, drawn = advance(fixed, params, rows, stop, batching.steps)
         drawn = jax.device_get(drawn)
         for slot, row in list(active.items()):
             if completion := row.take(slot, drawn, fixed.ends, watch):

@@ -120,9 +120,12 @@ def first_row(rows: int) -> jax.Array | int:
     return 0 if devices() == 1 else lax.axis_index(TENSOR) * (rows // devices())
 
 
-def all_rows(x: jax.Array) -> jax.Array:
-    """All rows, from own ones."""
-    return x if devices() == 1 else lax.all_gather(x, TENSOR, tiled=True)
+def all_rows(*parts: jax.Array) -> list[jax.Array]:
+    """All rows of arrays [rows, columns], from own ones, in one gather."""
+    if devices() == 1:
+        return list(parts)
+    ends = [sum(part.shape[1] for part in parts[: number + 1]) for number in range(len(parts) - 1)]
+    return jnp.split(lax.all_gather(jnp.concatenate(parts, axis=1), TENSOR, tiled=True), ends, axis=1)
 
 
 class _WholeColumns:

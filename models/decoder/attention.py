@@ -12,10 +12,10 @@ from jax import lax
 from jaxops.offload import named
 from models.decoder.config import DecoderConfig
 from models.decoder.rope import Turns, rotate
-from models.decoder.weights import linear_of
+from models.decoder.weights import linear_of, matrix_of
 from models.tensor_parallel import all_rows, devices, narrow, wide
 
-KeysValues = tuple[jax.Array, jax.Array]
+KeysValues = tuple[jax.Array, ...]  # keys and values; of latent attention one array
 NAME = "attention"  # of what its backward needs (`jaxops.offload`)
 Window = jax.Array | int | None  # how many tokens a token sees; None for all
 
@@ -25,12 +25,12 @@ class Seen(NamedTuple):
 
     Attributes:
       turns: the tokens' rotary angles.
-      remember: from what a layer keeps of these tokens, two arrays [B, T, ...], to the same of all tokens so far.
+      remember: from what a layer keeps of these tokens, arrays [B, T, ...], to the same of all tokens so far.
       attend: (queries, keys, values, window or None, sinks or None) -> what each token attends to, [B, T, heads, ...].
     """
 
     turns: Turns
-    remember: Callable[[jax.Array, jax.Array], KeysValues]
+    remember: Callable[..., KeysValues]
     attend: Callable[[jax.Array, jax.Array, jax.Array, Window, jax.Array | None], jax.Array]
 
 
@@ -148,7 +148,11 @@ class Attention(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention; see `Latent`. A cache holds the latents and the common rotary keys.
+    """Multi-head latent attention; see `Latent`. A cache holds the common rotary keys and the latents, in one array.
+
+    Many tokens attend to keys and values that are made of all latents. A single token a row, as in decoding, attends to
+    the latents themselves, as one key and value for all heads: the products that would make keys and values are applied
+    to its queries and to its result instead (DeepSeek-V2, section 2.1.2).
 
     Over a mesh axis `tensor` each device makes the latents of its own rows, and attends with its own heads.
     """
@@ -176,13 +180,28 @@ class LatentAttention(nnx.Module):
         q = x if self.q_down is None or self.q_norm is None else normalized(self.q_norm, self.q_down(x))
         (q,) = wide(q, self.q)
         q_fixed, q_turned = jnp.split(q.reshape(B, T, -1, c.head_dim), [fixed], axis=-1)
-        q = jnp.concatenate([turned(q_turned), q_fixed], axis=-1)
         latents, k_turned = jnp.split(self.kv_down(x), [self.latent.rank], axis=-1)
-        k_turned = all_rows(k_turned).reshape(B, T, 1, c.rotary)
-        kept = latents, k_turned = seen.remember(normalized(self.kv_norm, latents), turned(k_turned)[:, :, 0])
-        (kv,) = wide(latents, self.kv)
-        kv = kv.reshape(*k_turned.shape[:2], -1, fixed + self.latent.value_dim)
-        k_fixed, v = jnp.split(kv, [fixed], axis=-1)
-        k_turned = jnp.broadcast_to(k_turned[:, :, None, :], (*k_fixed.shape[:3], c.rotary))
-        mixed = seen.attend(q, jnp.concatenate([k_turned, k_fixed], axis=-1), v, window, None)
+        k_turned, latents = all_rows(k_turned, normalized(self.kv_norm, latents))
+        own = turned(k_turned.reshape(B, T, 1, -1))[:, :, 0], latents.reshape(B, T, -1)
+        kept = seen.remember(jnp.concatenate(own, axis=-1))
+        if T == 1 and c.recipe is None:
+            mixed = self._attend_to_latents(turned(q_turned), q_fixed, kept[0], seen, window)
+        else:
+            q = jnp.concatenate([turned(q_turned), q_fixed], axis=-1)
+            k_turned, latents = jnp.split(kept[0], [c.rotary], axis=-1)
+            kv = self.kv(latents).reshape(*latents.shape[:2], -1, fixed + self.latent.value_dim)
+            k_fixed, v = jnp.split(kv, [fixed], axis=-1)
+            k_turned = jnp.broadcast_to(k_turned[:, :, None, :], (*k_fixed.shape[:3], c.rotary))
+            mixed = seen.attend(q, jnp.concatenate([k_turned, k_fixed], axis=-1), v, window, None)
         return narrow(mixed.reshape(B, T, -1), self.out), kept
+
+    def _attend_to_latents(
+        self, q_turned: jax.Array, q_fixed: jax.Array, kept: jax.Array, seen: Seen, window: Window
+    ) -> jax.Array:
+        """kept [B, S, rotary + rank] -> [B, T, heads, value_dim]."""
+        kv = matrix_of(self.kv, kept.dtype).reshape(self.latent.rank, q_fixed.shape[2], -1)
+        to_k, to_v = jnp.split(kv, [q_fixed.shape[-1]], axis=-1)
+        q = jnp.concatenate([q_turned, jnp.einsum("bthf,rhf->bthr", q_fixed, to_k)], axis=-1)
+        # Values with the rotary keys before them: without would be a copy of the cache.
+        mixed = seen.attend(q, kept[:, :, None], kept[:, :, None], window, None)[..., self.config.rotary :]
+        return jnp.einsum("bthr,rhv->bthv", mixed, to_v)

@@ -1,11 +1,14 @@
 """What a layer remembers of earlier tokens, for generation."""
 
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from models.decoder.attention import KeysValues
+
+Caches = TypeVar("Caches")
 
 
 class Places(NamedTuple):
@@ -26,15 +29,14 @@ class Places(NamedTuple):
         return cls(at[:, None] + steps, steps < count[:, None])
 
 
-def write(cache: KeysValues, new: tuple[jax.Array, jax.Array], places: Places) -> KeysValues:
+def write(cache: KeysValues, new: KeysValues, places: Places) -> KeysValues:
     """The cache with the tokens' own arrays at their positions. Padding is not written.
 
     Args:
-      cache: keys and values, [B, heads, length, ...], or latents, [B, length, ...].
+      cache: keys and values, [B, heads, length, ...], or of latent attention one array, [B, length, ...].
       new: [B, T, heads, ...], or [B, T, ...].
     """
-    first, second = (_write(old, part, places) for old, part in zip(cache, new, strict=True))
-    return first, second
+    return tuple(_write(old, part, places) for old, part in zip(cache, new, strict=True))
 
 
 def _write(old: jax.Array, new: jax.Array, places: Places) -> jax.Array:
@@ -42,3 +44,24 @@ def _write(old: jax.Array, new: jax.Array, places: Places) -> jax.Array:
     positions = jnp.where(places.valid, places.positions, old.shape[old.ndim - 2])  # out of bounds: dropped
     where = (rows, slice(None), positions) if old.ndim == 4 else (rows, positions)
     return old.at[where].set(new.astype(old.dtype), mode="drop")
+
+
+def resized(cache: Caches, length: int) -> Caches:
+    """The caches of all layers with room for `length` tokens a row, later ones cut off. Frees the given ones.
+
+    Layer by layer, so that a second copy of one layer's at the most is alive.
+    """
+
+    def new(old: jax.Array) -> jax.Array:
+        made = jax.block_until_ready(_resized(old, length))
+        old.delete()
+        return made
+
+    return jax.tree.map(new, cache)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _resized(old: jax.Array, length: int) -> jax.Array:
+    more = max(0, length - old.shape[-2])
+    kept = jax.lax.slice_in_dim(old, 0, min(length, old.shape[-2]), axis=-2)
+    return jnp.pad(kept, [(0, 0)] * (old.ndim - 2) + [(0, more), (0, 0)])

@@ -47,8 +47,8 @@ class RopeScaling:
 class Latent:
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    Keys and values are products of one short vector a token, which is all that a cache holds. The last rotary_dim
-    features of a query and a key have rotary positions; those of the key are common to all heads.
+    Keys and values are products of one short vector a token. The last rotary_dim features of a query and a key have
+    rotary positions; those of the key are common to all heads. A cache holds these and the vector.
 
     Attributes:
       rank: of that vector.

@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
         c.check_tensor(devices())
         starts = document_starts(jnp.zeros_like(tokens) if documents is None else documents)
         angles = turns(c, positions_in(starts), lengths_of(starts))
-        seen = Seen(angles, lambda k, v: (k, v), self._attend(starts, documents))
+        seen = Seen(angles, lambda *own: own, self._attend(starts, documents))
         windows = self._windows(T)
         x, outs = apply_layers(
             self._stacks(),
@@ -193,12 +193,12 @@ class Decoder(nnx.Module):
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """For `extend`: of each layer keys and values, [batch, kv_heads, length, head_dim] in dtype; with latent
-        attention the latents and the rotary keys, [batch, length, ...]."""
+        attention one array, [batch, length, rotary + rank]."""
         c = self.config
         sizes = ((batch, c.kv_heads, length, c.head_dim),) * 2
         if c.latent is not None:
-            sizes = ((batch, length, c.latent.rank), (batch, length, c.rotary))
-        return tuple((jnp.zeros(sizes[0], c.dtype), jnp.zeros(sizes[1], c.dtype)) for _ in range(c.layers))
+            sizes = ((batch, length, c.rotary + c.latent.rank),)
+        return tuple(tuple(jnp.zeros(size, c.dtype) for size in sizes) for _ in range(c.layers))
 
     def extend(
         self, tokens: jax.Array, cache: Cache, at: jax.Array, count: jax.Array, lengths: jax.Array | None = None

@@ -54,3 +54,10 @@ def linear_of(config: DecoderConfig) -> Callable[..., Any]:
     if config.stored_fp8:
         return functools.partial(StoredFp8Linear, config=config)
     return functools.partial(linear_layer(config.recipe, config.backend), dtype=jnp.dtype(config.dtype))
+
+
+def matrix_of(linear: Any, dtype: Any) -> jax.Array:
+    """The matrix [in, out] of a linear layer without a recipe."""
+    if isinstance(linear, StoredFp8Linear):
+        return jaxops.dequantize(linear.quantized(jnp.dtype(dtype).name).T).T
+    return linear.kernel[...].astype(dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,13 @@ from flax import nnx
 
 from jaxops.nn import RouterBias
 from jaxops.offload import Policy
+from models import hf_quantized
 from models.decoder import Decoder, DecoderConfig, Latent, RopeScaling
 from models.decoder.attention import soft_attention
 from models.decoder.model import lengths_of
 from models.decoder.rope import rotate, turns
+from models.decoder.weights import StoredFp8Linear, matrix_of
+from tests.jaxprs import equations
 
 SMALL = DecoderConfig(31, 12, 4, 4, 2, 6, 10, experts=4, top_k=2, backend="xla")
 MUCH = dataclasses.replace(
@@ -105,6 +109,36 @@ def test_a_token_at_a_time_is_as_all_at_once(config):
             np.testing.assert_allclose(logits[row], whole[row, at[row] + count[row] - 1], atol=2e-5)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_single_token_attends_to_the_latents(window):
+    """As two tokens, of which one is padding, attend to keys and values. Nothing is larger than the cache."""
+    model, length = model_of(dataclasses.replace(LATENT, window=window)), 400
+    extend = nnx.jit(lambda model, *given: model.extend(*given))
+    at, ones = jnp.array([9, 4], jnp.int32), jnp.ones(2, jnp.int32)
+    _, cache = extend(model, TOKENS[:, :9], model.empty_cache(2, length), jnp.zeros(2, jnp.int32), at)
+    found = extend(model, TOKENS[:, 9:10], cache, at, ones)
+    wanted = extend(model, TOKENS[:, 9:11], cache, at, ones)
+    for ours, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, other, atol=2e-5)
+    sizes = lambda T: [
+        math.prod(var.aval.shape)
+        for eqn in equations(jax.make_jaxpr(lambda *given: model.extend(*given))(TOKENS[:, :T], cache, at, ones))
+        for var in eqn.outvars
+    ]
+    assert max(sizes(1)) == 2 * length * (4 + 5)  # the cache
+    assert max(sizes(2)) >= 2 * length * LATENT.heads * 6
+
+
+def test_the_matrix_of_a_linear_layer():
+    rng = np.random.default_rng(0)
+    stored = StoredFp8Linear(150, 260, config=LATENT, use_bias=False, rngs=nnx.Rngs(0))
+    values, scales = rng.normal(size=(260, 150)).astype(hf_quantized.FP8), rng.random((3, 2)).astype(np.float32)
+    stored.weight[...], stored.scale[...] = jnp.asarray(values), jnp.asarray(scales)
+    np.testing.assert_array_equal(matrix_of(stored, "float32"), hf_quantized.from_fp8(values, scales).T)
+    linear = nnx.Linear(3, 5, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(matrix_of(linear, "bfloat16"), linear.kernel[...].astype("bfloat16"))
+
+
 @each_config
 def test_recomputed_and_unrolled_layers_give_the_same_gradients(config):
     _, params, others = nnx.split(model_of(config), nnx.Param, ...)
@@ -130,7 +164,7 @@ def test_layers_of_two_kinds_are_in_two_stacks():
     assert routed.load.shape == (2, 4)
     shapes = lambda config: [tuple(a.shape for a in part) for part in model_of(config).empty_cache(3, 7)]
     assert shapes(MUCH) == [((3, 2, 7, 6),) * 2] * MUCH.layers
-    assert shapes(LATENT) == [((3, 7, 5), (3, 7, 4))] * LATENT.layers
+    assert shapes(LATENT) == [((3, 7, 4 + 5),)] * LATENT.layers
     assert nnx.state(model_of(LATENT), RouterBias)["blocks"]["mlp"]["moe"]["router"]["selection_bias"].shape == (3, 4)
 
 

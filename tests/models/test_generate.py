@@ -73,6 +73,13 @@ def test_how_it_is_drawn(model, folder, capsys):
     assert capsys.readouterr().out == f"x{wanted}\n"
 
 
+def test_matrices_are_loaded_in_the_dtype_of_the_computation(folder, monkeypatch):
+    loaded, load = [], hf.load
+    monkeypatch.setattr(generate.hf, "load", lambda *given, **named: loaded.append(load(*given, **named)) or loaded[0])
+    main(folder=folder, prompt=["x"], length=2, dtype="bfloat16")
+    assert loaded[0][1].embed.embedding.dtype == "bfloat16"
+
+
 def test_stop_words(model, folder, capsys):
     (text,) = words_of(model, ["x"], 9)
     stop = text[4:6]

@@ -13,6 +13,7 @@ from flax import nnx
 
 from models import hf, hf_place, train_lm
 from models.decoder import Decoder, DecoderConfig
+from models.inference import for_inference
 from models.mesh import make_mesh, shardings
 from models.presets import Preset
 
@@ -65,7 +66,33 @@ def test_a_training_state_from_a_checkpoint_is_split_from_the_start(folder, monk
         np.testing.assert_array_equal(ours, alone, err_msg=str(path))
 
 
-def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
+@pytest.mark.parametrize("small", [0, 1 << 24], ids=["updates", "whole"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_matrices_in_the_dtype_of_inference(dtype, small, tmp_path, monkeypatch):
+    """The bits of those that are loaded in float32 and cast, from float32 tensors; the same arrays are float32."""
+    hf.save(tmp_path, "Qwen3MoeForCausalLM", nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))())
+    wanted = for_inference(hf.load(tmp_path, dtype=dtype)[1])
+    monkeypatch.setattr(hf_place, "SMALL", small)
+    _, model = hf.load(tmp_path, dtype=dtype, param_dtype=dtype)
+    stored = {x.dtype.name for x in jax.tree.leaves(nnx.state(model)) if x.ndim == 4 or x.size == 64 * 32}
+    assert stored == {dtype}  # experts, embedding, head
+    model = for_inference(model)
+    for (path, ours), cast in zip(
+        jax.tree.leaves_with_path(nnx.state(model)), jax.tree.leaves(nnx.state(wanted)), strict=True
+    ):
+        assert ours.dtype == cast.dtype, path
+        np.testing.assert_array_equal(ours, cast, err_msg=str(path))
+
+
+def test_which_dtypes_matrices_may_have(folder):
+    with pytest.raises(ValueError, match="param_dtype is 'int8'; write one of float32, bfloat16, float16"):
+        hf.load(folder, param_dtype="int8")
+    with pytest.raises(ValueError, match="param_dtype is 'bfloat16', and recipe 'tensorwise' casts float32"):
+        hf.load(folder, param_dtype="bfloat16", recipe="tensorwise")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_host_holds_a_tensor_and_never_the_model(dtype, tmp_path, monkeypatch):
     """numpy's memory while a checkpoint of 25 MB is read and saved, whose largest tensor in float32 has 0.5 MB."""
     config = dataclasses.replace(CONFIG, width=256, hidden=512, experts=8, layers=4, dense_layers=(), dense_hidden=None)
     architecture, model = "Qwen3MoeForCausalLM", nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
@@ -74,7 +101,7 @@ def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
     assert total > 25_000_000
     monkeypatch.setattr(hf_place, "SMALL", 0)
     for run in (
-        lambda name: hf.load(tmp_path),
+        lambda name: hf.load(tmp_path, param_dtype=dtype),
         lambda name: hf.save(tmp_path / name, architecture, model, like=tmp_path),
     ):
         run("before")  # what JAX compiles and keeps of it is not the checkpoint's

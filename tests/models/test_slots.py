@@ -1,6 +1,7 @@
 """A continuous batch: the same tokens whatever else is in it, no recompilation, no copies of weights and caches."""
 
 import dataclasses
+import itertools
 import pathlib
 import re
 
@@ -24,7 +25,11 @@ CONFIG = DecoderConfig(
 )
 PROMPTS = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (3, 1, 17, 70, 2, 9, 131)]
 LENGTH = 11
-BATCHINGS = [Batching(slots=2, piece=7, steps=4), Batching(slots=5, piece=64, steps=3)]
+BATCHINGS = [
+    Batching(slots=2, piece=7, steps=4),
+    Batching(slots=5, piece=64, steps=3),
+    Batching(slots=4, piece=256, steps=5, bucket=32),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,13 @@ def test_greedy_tokens_do_not_depend_on_the_batch(model, alone, batching):
     assert got == [Completion(tokens, "length") for tokens in alone]
 
 
+def test_prompts_that_are_prefilled_together_change_no_other_row(model, alone):
+    """Two short ones, in a program for four, after a long one in the last slot."""
+    order = (3, 0, 1, 3)
+    got = generate(model, [PROMPTS[n] for n in order], LENGTH, batching=BATCHINGS[2])
+    assert [completion.tokens for completion in got] == [alone[n] for n in order]
+
+
 def test_rows_end_at_any_time_and_the_next_prompt_takes_their_place(model, alone):
     """By end tokens, which are left out, and by what `watch` says."""
     ends = {tokens[4] for tokens in alone[:3]}
@@ -92,13 +104,14 @@ def test_draws_depend_on_key_prompt_and_number_alone(model):
     assert len({tuple(completion.tokens) for completion in same}) == 3
 
 
-def test_a_row_of_nans_spoils_no_other(model, alone):
+@pytest.mark.parametrize("batching", [BATCHINGS[0], BATCHINGS[2]])
+def test_a_row_of_nans_spoils_no_other(model, alone, batching):
     """Neither its neighbour nor the next prompt in its slot, whose cache held them."""
     graphdef, state = nnx.split(model)
     spoiled, others = nnx.merge(graphdef, jax.tree.map(jnp.copy, state)), (0, 2, 6)
     spoils = next(token for token in range(61) if all(token not in PROMPTS[n] + alone[n] for n in others))
     spoiled.embed.embedding[...] = spoiled.embed.embedding[...].at[spoils].set(jnp.nan)
-    got = generate(spoiled, [[spoils, 3] * 20, *(PROMPTS[n] for n in others)], LENGTH, batching=BATCHINGS[0])
+    got = generate(spoiled, [[spoils, 3] * 20, *(PROMPTS[n] for n in others)], LENGTH, batching=batching)
     assert [completion.tokens for completion in got[1:]] == [alone[n] for n in others]
 
 
@@ -137,8 +150,46 @@ def test_padding_is_the_same_in_all_rows_and_layers(model, monkeypatch):
         np.testing.assert_array_equal(x[1, 0], x[2, 1])
 
 
+def test_a_cache_is_as_long_as_its_longest_row(model, monkeypatch):
+    """Rounded up, and shorter again behind it; never so short that a token is not written."""
+    lengths, needed, advance = [], [], slots.advance
+
+    def watched(fixed, params, rows, stop, steps):
+        lengths.append(rows.cache[0][0].shape[2])
+        rows, drawn = advance(fixed, params, rows, stop, steps)
+        needed.append(int(jnp.max(jnp.where(stop, 0, rows.at))))
+        return rows, drawn
+
+    monkeypatch.setattr(slots, "advance", watched)
+    generate(model, [PROMPTS[n] for n in (1, 3, 4)], 20, batching=Batching(slots=1, piece=128, steps=5, bucket=16))
+    assert max(needed) == 70 + 20 - 1
+    assert all(need <= length for need, length in zip(needed, lengths, strict=True))
+    assert [length for length, _ in itertools.groupby(lengths)] == [16, 32, 96, 16, 32]
+    assert slots.next_length(100, 0, 120, 64) == 120
+    assert [slots.next_length(n, 256, 4096, 64) for n in (10, 120, 129, 256, 257, 300)] == [64, 128, 256, 256, 384, 384]
+
+
+def test_prompts_that_are_prefilled_together():
+    """Every token once, at its place; pieces of equal length together, of a prompt one after another."""
+    prompts = {slot: (slot + 10, list(range(1, n + 1))) for slot, n in enumerate((5, 70, 300, 64, 1, 6))}
+    written = {slot: [] for slot in prompts}
+    sizes = []
+    for given, where in slots.prefills(prompts, 9, Batching(slots=6, piece=256)):
+        sizes.append(given.shape)
+        for tokens, (slot, number, at, count, whole, length) in zip(given, where, strict=True):
+            if slot == 6:
+                assert count == 0
+                continue
+            assert (number, whole) == (slot + 10, len(prompts[slot][1]))
+            assert at == len(written[slot])
+            written[slot] += tokens[:count].tolist()
+            assert length == (9 if len(written[slot]) == whole else 0)
+    assert written == {slot: tokens for slot, (_, tokens) in prompts.items()}
+    assert sizes == [(4, 64), (1, 128), (1, 256), (1, 64)]
+
+
 def test_nothing_recompiles(model):
-    compiled = lambda: (slots._prefill._cache_size(), slots._advance._cache_size())
+    compiled = lambda: (slots._prefill._cache_size(), slots.advance._cache_size())
     for number, lengths in enumerate(([5, 9], [1, 2, 64], [5, 60, 100, 3, 63], [9, 9, 9, 9])):
         generate(model, [[1] * n for n in lengths], 5, batching=Batching(slots=2, piece=64, steps=4))
         if number == 0:
@@ -163,7 +214,7 @@ def test_weights_are_read_and_caches_written_where_they_are(model):
     graphdef, params = nnx.split(dense)
     rows = slots.empty_rows(dense, 3, 128)
     given = slots.Fixed(graphdef, Sampling(), (3,)), params, rows, np.zeros(3, bool), 4
-    text = slots._advance.lower(*given).compile().as_text()
+    text = slots.advance.lower(*given).compile().as_text()
     moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|slice|dynamic-slice|transpose|convert)\(", text)
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
     assert len(sizes) > 0
@@ -202,6 +253,6 @@ def test_what_is_wrong(model):
             generate(model, prompts, 3)
     with pytest.raises(ValueError, match="length is 0"):
         generate(model, [[1]], 0)
-    for name in ("slots", "piece", "steps"):
+    for name in ("slots", "piece", "steps", "bucket"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             Batching(**{name: 0})

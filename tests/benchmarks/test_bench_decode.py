@@ -1,0 +1,102 @@
+"""The benchmark of decode steps: its smoke run, what it counts, and the real sizes lowered for an H200."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import bench_decode, checks
+from benchmarks.bench_decode import OURS, OURS_FP8, QWEN3_30B, SMOKE, Workload
+from models.decoder import Experts
+from models.sampling import Sampling
+from models.slots import Fixed, advance
+from tests.command_line import run
+from tests.hopper import on_h200
+
+ARGUMENTS = ("--smoke", "--batches", "3", "--calls", "1")
+
+
+def test_smoke_run_writes_a_row_a_case(tmp_path):
+    result = run(bench_decode.main, *ARGUMENTS, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    copy, *rows = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
+    assert [(row["backend"], row["recipe"], row["shape"]["B"]) for row in rows] == [
+        (OURS, None, 3),
+        (OURS_FP8, "blockwise", 3),
+    ]
+    for row in rows:
+        total = sum(row["bytes_read"].values())
+        assert row["gbps"] == pytest.approx(total / row["us_p50"] / 1e3, rel=1e-2)
+        assert row["of_ceiling"] == pytest.approx(row["gbps"] / copy["gbps"], rel=1e-2, abs=1e-4)
+        assert row["tokens_per_s"] == pytest.approx(3e6 / row["us_p50"], rel=1e-3)
+        assert 2 <= row["experts_chosen"] <= 6
+        # 20 tokens before, 16 in the first call; then each of 16 steps has one more.
+        keys_values = 2 * SMOKE.kv_heads * SMOKE.head_dim * 2 * SMOKE.layers
+        assert row["bytes_read"]["cache"] == 3 * np.mean([37 + step for step in range(16)]) * keys_values
+        assert row["max_err"] is not None
+
+
+def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "relative_errors", lambda *_: jnp.array([jnp.nan, 1.0]))
+    result = run(bench_decode.main, *ARGUMENTS, "--sides", OURS, "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "left out: jaxops at 3 rows: ArithmeticError" in result.output
+    assert len((tmp_path / "decode.jsonl").read_text().splitlines()) == 1
+
+
+def test_experts_that_are_counted(monkeypatch):
+    """Those among the largest products with the router."""
+    graphdef, shapes = bench_decode.shapes_of(SMOKE)
+    params = bench_decode.random_params(shapes)
+    rows = bench_decode.random_rows(bench_decode.row_shapes(graphdef, params, 3, 16), SMOKE.vocab, 7)
+    seen, call = [], Experts.__call__
+    monkeypatch.setattr(Experts, "__call__", lambda self, x: seen.append((self, x)) or call(self, x))
+    nnx.merge(graphdef, params).extend(rows.token[:, None], rows.cache, rows.at, jnp.ones(3, jnp.int32))
+    monkeypatch.undo()
+    wanted = []
+    for experts, x in seen:
+        logits = np.asarray(x[:, 0].astype(jnp.float32)) @ np.asarray(experts.moe.router.kernel[...])
+        wanted.append(len(np.unique(np.argsort(logits, axis=1)[:, -SMOKE.top_k :])))
+    np.testing.assert_array_equal(bench_decode.experts_chosen(graphdef, params, rows), wanted)
+
+
+@pytest.mark.parametrize("side", [OURS, OURS_FP8])
+def test_bytes_of_the_real_sizes(side):
+    """From the published sizes: 8 of 128 experts, 1,000 tokens of one row."""
+    graphdef, shapes = bench_decode.shapes_of(bench_decode.configured(Workload("", QWEN3_30B, 0), side))
+    cache = bench_decode.row_shapes(graphdef, shapes, 1, 1152).cache
+    read = bench_decode.bytes_read(shapes, cache, np.full(48, 8), 1000)
+    each = (1 + 4 / 128**2) if side == OURS_FP8 else 2
+    attention = 2048 * (2 * 32 + 2 * 4) * 128
+    norms_and_router = 4 * (2 * 2048 + 2 * 128 + 2048 * 128)
+    head, embedding = 2 * 151_936 * 2048, 2 * 2048
+    assert read["experts"] == pytest.approx(48 * 8 * 3 * 2048 * 768 * each, rel=1e-6)
+    assert read["weights"] == pytest.approx(
+        48 * (attention * each + norms_and_router) + 4 * 2048 + head + embedding, rel=1e-6
+    )
+    assert read["cache"] == 48 * 1000 * 2 * 4 * 128 * 2
+
+
+@pytest.mark.parametrize("side", [OURS, OURS_FP8])
+def test_the_real_sizes_fit_and_take_the_kernels(side):
+    """Weights and caches of 256 rows leave 30 % of 139 GiB free; one layer is traced as on an H200."""
+    config, batch = bench_decode.configured(Workload("", QWEN3_30B, 0), side), 256
+    graphdef, shapes = bench_decode.shapes_of(config)
+    cache = bench_decode.row_shapes(graphdef, shapes, batch, 1152).cache
+    assert bench_decode.nbytes((shapes, cache)) < 0.7 * 139 * 2**30
+    with on_h200():
+        graphdef, shapes = bench_decode.shapes_of(dataclasses.replace(config, layers=1))
+        rows = bench_decode.row_shapes(graphdef, shapes, batch, 1152)
+        stop = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+        program: Any = advance
+        traced = program.trace(Fixed(graphdef, Sampling(), ()), shapes, rows, stop, bench_decode.STEPS)
+    assert ("fp8_matmul" if side == OURS_FP8 else "grouped_glu") in str(traced.jaxpr)
+
+
+def test_without_a_gpu_nothing_lands_among_the_results():
+    assert run(bench_decode.main).exit_code == 2

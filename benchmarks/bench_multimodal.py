@@ -57,10 +57,9 @@ PATCH = 2
 
 
 def products_apart(
-    rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, recipe: Any, backend: Any
+    rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, backend: Any
 ) -> jax.Array:
     """As `models.modality_experts.apply_units`, with three grouped products for each modality."""
-    assert recipe is None
     first, found = 0, jnp.zeros((), dtype)
     for unit in units:
         end = first + unit.gate.shape[0]
@@ -73,11 +72,10 @@ def products_apart(
 
 
 def padded_to_the_widest(
-    rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, recipe: Any, backend: Any
+    rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, backend: Any
 ) -> jax.Array:
     """As `models.modality_experts.apply_units`, with the experts of all modalities in one array, zeros beside the
     narrow ones."""
-    assert recipe is None
     widest = max(unit.gate.shape[2] for unit in units)
 
     def together(name: str, axis: int) -> jax.Array:

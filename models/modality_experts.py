@@ -1,7 +1,8 @@
 """A mixture of experts in which each modality has its own router, and experts of its own number and width."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jaxops
 from models.mesh import BATCH
 from models.precision import Backend, Recipe
 
+Sides = tuple[jax.Array, jax.Array]  # the logits for text and for images
 init_experts = nnx.initializers.lecun_normal(batch_axis=(0,))
 
 
@@ -62,51 +64,50 @@ class ModalityExperts(nnx.Module):
           of_image: [T] bool, whose experts a row takes.
           in_document: [T] bool; other rows take none, and their result is zero.
         """
+        logits = self.text.router(x.astype(jnp.float32)), self.image.router(x.astype(jnp.float32))
         if not self.sharded:
-            y, routing = self._mixed(x, of_image, in_document, 1, 0)
-            return y, self._routed(x, of_image, in_document, routing.load, 1, lambda x: x)
-        gathered = functools.partial(lax.all_gather, axis_name="expert", tiled=True)
+            y, routing = self._mixed(x, logits, of_image, in_document, 1, 0)
+            return y, self._routed(logits, of_image, in_document, routing.load, 1, lambda x: x)
+        gathered: Any = functools.partial(lax.all_gather, axis_name="expert", tiled=True)
+        all_rows = gathered(x), gathered(logits), gathered(of_image), gathered(in_document)
         devices = lax.axis_size("expert")
-        y, routing = self._mixed(
-            gathered(x), gathered(of_image), gathered(in_document), devices, lax.axis_index("expert")
-        )
+        y, routing = self._mixed(*all_rows, devices, lax.axis_index("expert"))
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         own = lax.psum_scatter(y, "expert", tiled=True).astype(x.dtype)
         load = lax.psum(routing.load, BATCH) // devices  # each device of that axis has counted the same
-        return own, self._routed(x, of_image, in_document, load, devices, lambda x: lax.psum(x, BATCH))
-
-    def _logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = x.astype(jnp.float32)
-        return self.text.router(x), self.image.router(x)
+        return own, self._routed(logits, of_image, in_document, load, devices, lambda x: lax.psum(x, BATCH))
 
     def _mixed(
-        self, x: jax.Array, of_image: jax.Array, in_document: jax.Array, devices: int, device: int | jax.Array
-    ) -> tuple[jax.Array, jaxops.Routing]:
+        self, x: jax.Array, logits: Sides, of_image: jax.Array, in_document: jax.Array, devices: int,
+        device: int | jax.Array,
+    ) -> tuple[jax.Array, jaxops.Routing]:  # fmt: skip
         c = self.config
         routing = route_by_modality(
-            *self._logits(x), of_image, in_document, devices, k=c.top_k, normalize=c.normalize, backend=c.backend
+            *logits, of_image, in_document, devices, k=c.top_k, normalize=c.normalize, backend=c.backend
         )
         experts = (c.text_experts + c.image_experts) // devices
         offsets = lax.dynamic_slice_in_dim(routing.group_offsets, device * experts, experts + 1)
         routing = jaxops.Routing(**(vars(routing) | {"group_offsets": offsets}))
-        rows = jaxops.permute(x, routing, backend=c.backend)
         units = [Units(side.gate[...], side.up[...], side.down[...]) for side in (self.text, self.image)]
-        down = apply_units(rows, units, offsets, dtype=jnp.dtype(c.dtype), recipe=c.recipe, backend=c.backend)
-        out_dtype = jnp.float32 if self.sharded else down.dtype
+        dtype = jnp.dtype(c.dtype)
+        out_dtype = jnp.float32 if self.sharded else dtype
+        if c.recipe is not None:
+            how: dict[str, Any] = {"compute_dtype": dtype, "out_dtype": out_dtype, "backend": c.backend}
+            return apply_units_fp8(x, units, routing, recipe=c.recipe, **how), routing
+        rows = jaxops.permute(x, routing, backend=c.backend)
+        down = apply_units(rows, units, offsets, dtype=dtype, backend=c.backend)
         return jaxops.combine(down, routing, out_dtype=out_dtype, backend=c.backend), routing
 
     def _routed(
-        self, x: jax.Array, of_image: jax.Array, in_document: jax.Array, load: jax.Array, devices: int, total: Any
+        self, logits: Sides, of_image: jax.Array, in_document: jax.Array, load: jax.Array, devices: int, total: Any
     ) -> Routed:
         """Of all devices' rows: sums over rows are passed through `total`."""
         c = self.config
         loads = split_by_modality(load[: c.text_experts + c.image_experts], c.text_experts, devices)
         losses, rows = [], []
-        for logits, load, mine in zip(
-            self._logits(x), loads, (in_document & ~of_image, in_document & of_image), strict=True
-        ):
+        for some, load, mine in zip(logits, loads, (in_document & ~of_image, in_document & of_image), strict=True):
             count = total(jnp.sum(mine, dtype=jnp.float32))
-            scores = total(jnp.sum(jnp.where(mine[:, None], jax.nn.softmax(logits), 0), axis=0))
+            scores = total(jnp.sum(jnp.where(mine[:, None], jax.nn.softmax(some), 0), axis=0))
             losses.append(load.shape[0] * jnp.sum(load * scores) / jnp.maximum(c.top_k * count, 1))
             rows.append(count)
         return Routed(sum(losses) / jnp.maximum(sum(rows), 1), jnp.concatenate(loads))
@@ -148,34 +149,30 @@ class Units(NamedTuple):
 
 
 def apply_units(
-    rows: jax.Array,
-    units: Sequence[Units],
-    group_offsets: jax.Array,
-    *,
-    dtype: Any,
-    recipe: Recipe | None,
-    backend: Backend,
+    rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, backend: Backend
 ) -> jax.Array:
     """[R, width]: each row through the gated unit of its group, which are those of all modalities in turn.
 
-    Each product is one for all modalities. In FP8, for which there is no such product, it is one a modality; recipe
-    "delayed" becomes tensorwise: groups have no history.
+    Each product is one for all modalities.
     """
-    if recipe is None:
-        multiply = functools.partial(
-            jaxops.modality_grouped_matmul, group_offsets=group_offsets, compute_dtype=dtype, backend=backend
-        )
-        return _gated(multiply, rows, *zip(*units, strict=True))
-    recipe = "tensorwise" if recipe == "delayed" else recipe
-    first, found = 0, jnp.zeros((), dtype)
-    for unit in units:
-        experts = unit.gate.shape[0]
-        offsets = group_offsets[first : first + experts + 1]
-        multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe=recipe, backend=backend)
-        found = found + _gated(multiply, rows, *unit)  # rows of the other modality are zero
-        first += experts
-    return found
-
-
-def _gated(multiply: Callable[..., jax.Array], rows: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    multiply = functools.partial(
+        jaxops.modality_grouped_matmul, group_offsets=group_offsets, compute_dtype=dtype, backend=backend
+    )
+    gate, up, down = zip(*units, strict=True)
     return multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)
+
+
+def apply_units_fp8(
+    x: jax.Array, units: Sequence[Units], routing: jaxops.Routing, *, recipe: Recipe, **how: Any
+) -> jax.Array:
+    """[T, width]: as `jaxops.permute`, `apply_units` and `jaxops.combine`, a `jaxops.moe_mlp` for each modality.
+
+    FP8 has no product for all modalities. Recipe "delayed" becomes tensorwise: experts have no history.
+    """
+    recipe, first, found = "tensorwise" if recipe == "delayed" else recipe, 0, []
+    for unit in units:
+        end = first + unit.gate.shape[0]
+        mine = dataclasses.replace(routing, group_offsets=routing.group_offsets[first : end + 1])
+        found.append(jaxops.moe_mlp(x, *unit, mine, recipe=recipe, **how))
+        first = end
+    return sum(found[1:], found[0])  # a row's experts are of one modality: the others are zeros

@@ -82,10 +82,9 @@ def fp8(x, w, **how):
     return jaxops.fp8_matmul(x, w, **how)
 
 
-def moe(rngs: nnx.Rngs) -> nnx.Module:
-    return jaxops.nn.MoE(
-        E, K, N, router=jaxops.nn.Router(K, E, 2, rngs=rngs), shared_features=N, gate_shared=True, rngs=rngs
-    )
+def moe(rngs: nnx.Rngs, **how) -> nnx.Module:
+    router = jaxops.nn.Router(K, E, 2, rngs=rngs)
+    return jaxops.nn.MoE(E, K, N, router=router, shared_features=N, gate_shared=True, **how, rngs=rngs)
 
 
 def block(rngs: nnx.Rngs) -> nnx.Module:
@@ -166,6 +165,10 @@ CASES = {
         {"router.logits", "route.routing", "moe.token_gate", "grouped_matmul.out"}
         | named("grouped_glu", "gate up out")
         | named("moe_mlp", "gate up out"),
+    ),
+    "MoE-fp8": layer_case(
+        functools.partial(moe, recipe="blockwise"),
+        {"router.logits", "route.routing", "moe.token_gate"} | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
     ),
 }
 

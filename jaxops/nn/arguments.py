@@ -36,6 +36,26 @@ def check_recipe(recipe: Any) -> None:
         raise ValueError(f"recipe is {recipe!r}; it must be one of {', '.join(map(repr, RECIPES))}.")
 
 
+def check_grouped_recipe(recipe: Any, precision: Any, pow2_scales: bool) -> None:
+    """Of products over groups of rows, which need none.
+
+    Raises:
+      NotImplementedError: recipe "delayed".
+      ValueError: an unknown recipe, a precision with a recipe, pow2_scales without one.
+    """
+    if recipe == "delayed":
+        raise NotImplementedError(
+            "recipe is 'delayed', which has no grouped form: the rows of a group differ from step to step. "
+            "Take 'tensorwise', which scales by the current values."
+        )
+    if recipe is not None:
+        check_recipe(recipe)
+        if precision is not None:
+            raise ValueError(f"precision is {precision!r}; it must be None: recipe={recipe!r} sets the precision.")
+    elif pow2_scales:
+        raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
+
+
 def check_matrix(x: jax.Array, shape: str, columns: int) -> None:
     if x.ndim != 2 or x.shape[1] != columns:
         flatten = "flatten leading axes with x.reshape(-1, x.shape[-1])"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxops.nn.arguments import check_backend, check_matrix, check_recipe, check_sizes
+from jaxops.nn.arguments import check_backend, check_grouped_recipe, check_matrix, check_sizes
 from jaxops.nn.linear import LinearParameters
 from jaxops.ops import fp8_matmul, grouped_matmul
 
@@ -80,17 +80,7 @@ class GroupedLinear(LinearParameters):
         plan: grouped_matmul.Plan | fp8_matmul.Plan | None = None,
         rngs: nnx.Rngs,
     ):
-        if recipe == "delayed":
-            raise NotImplementedError(
-                "recipe is 'delayed', which has no grouped form: the rows of a group differ from step to step. "
-                "Take 'tensorwise', which scales by the current values."
-            )
-        if recipe is not None:
-            check_recipe(recipe)
-            if precision is not None:
-                raise ValueError(f"precision is {precision!r}; it must be None: recipe={recipe!r} sets the precision.")
-        elif pow2_scales:
-            raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
+        check_grouped_recipe(recipe, precision, pow2_scales)
         check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
         check_backend(backend, "triton", "pallas")
         super().__init__(

@@ -13,13 +13,13 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import check_backend, check_sizes, devices_on, make_part
+from jaxops.nn.arguments import check_backend, check_grouped_recipe, check_sizes, devices_on, make_part
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
 from jaxops.ops.grouped_glu import grouped_glu
 from jaxops.ops.grouped_matmul import grouped_matmul
 from jaxops.ops.moe_mlp import moe_mlp
-from jaxops.ops.route import Routing
+from jaxops.ops.route import Routing, partial_routing
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
@@ -54,6 +54,13 @@ class MoE(nnx.Module):
     ((2, 3, 8), Array(12, dtype=int32))
     >>> loss = jnp.mean(y.astype(jnp.float32) ** 2) + 0.01 * routing.aux_loss + 0.001 * routing.z_loss
 
+    With a recipe the products of all experts run in FP8, as in `GroupedLinear`; router and token_gate do not. The
+    parameters are the same, so a layer with a recipe and one without load each other's.
+
+    >>> in_fp8 = MoE(4, 8, 16, router=functools.partial(Router, k=2), recipe="blockwise", rngs=nnx.Rngs(0))
+    >>> in_fp8(jnp.ones((2, 3, 8), jnp.bfloat16))[0].shape
+    (2, 3, 8)
+
     On several devices: inside `jax.shard_map`, with the same router and shared experts on all devices of the axis
     `expert_axis`, and gate, up and down split along their first axis. With gather_tokens each device passes its own
     tokens, equally many, and gets their results; otherwise all pass the same tokens and get the same results.
@@ -80,26 +87,33 @@ class MoE(nnx.Module):
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
         sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
         is that of all devices' tokens, in the devices' order.
-      dtype: dtype of the products and of the result; promoted from x and the parameters by default. Gradients of
-        parameters have param_dtype and are never rounded to dtype; the sum over a token's experts is float32.
+      recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights are quantized from param_dtype, tokens from dtype.
+      dtype: dtype of the products (with a recipe, of the values between them) and of the result; promoted from x and
+        the parameters by default. Gradients of parameters have param_dtype and are never rounded to dtype; the sum over
+        a token's experts is float32.
       param_dtype: dtype of the parameters.
-      precision: of float32 products, as in `jaxops.grouped_matmul`.
+      precision: of float32 products, as in `jaxops.grouped_matmul`; None with a recipe.
       kernel_init: called with (key, [E, in, out], param_dtype), for shared experts with E = 1. By default lecun_normal
         with the fan-in of one expert; another initializer needs `batch_axis=(0,)` for that.
+      pow2_scales: with a recipe, as in `jaxops.moe_mlp`.
       backend: as in `jaxops.moe_mlp`.
       rngs: the stream `params` makes the parameters.
 
     Raises:
-      ValueError: a size below 1, a router of other sizes, an unknown activation or backend.
+      ValueError: a size below 1, a router of other sizes, an unknown activation, recipe or backend, a precision with a
+        recipe, pow2_scales without one.
+      NotImplementedError: recipe "delayed"; with a recipe, an NVIDIA GPU older than compute capability 8.9.
     """
 
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
         activation: Activation = "silu", shared_features: int = 0, gate_shared: bool = False,
-        expert_axis: str | tuple[str, ...] | None = None, gather_tokens: bool = False, dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32, precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init, backend: str = "auto", rngs: nnx.Rngs,
+        expert_axis: str | tuple[str, ...] | None = None, gather_tokens: bool = False, recipe: str | None = None,
+        dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32, precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init, pow2_scales: bool = False, backend: str = "auto",
+        rngs: nnx.Rngs,
     ):  # fmt: skip
+        check_grouped_recipe(recipe, precision, pow2_scales)
         check_sizes(num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
         if shared_features != 0:
             check_sizes(shared_features=shared_features)
@@ -130,6 +144,7 @@ class MoE(nnx.Module):
         self.shared_features, self.gate_shared = shared_features, gate_shared
         self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
+        self.recipe, self.pow2_scales = recipe, pow2_scales
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
         """Routes every token, runs the experts over their rows, and adds up each token's results.
@@ -161,8 +176,8 @@ class MoE(nnx.Module):
             raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
         whole = self.expert_axis is None or self.gather_tokens
         tokens, out_dtype = tokens.astype(dtype), dtype if whole else jnp.float32
-        options = {"activation": self.activation, "out_dtype": out_dtype, **self._options(dtype)}
-        y = moe_mlp(tokens, gate, up, down, self._own_experts(routing, gate.shape[0], devices), **options)
+        own_experts = self._own_experts(routing, gate.shape[0], devices)
+        y = self._mlp(tokens, (gate, up, down), own_experts, out_dtype)
         if self.gather_tokens:
             parts = lax.all_to_all(y.reshape(devices, *own.shape), self.expert_axis, 0, 0)
             y = jnp.sum(parts.astype(jnp.float32), axis=0).astype(dtype)
@@ -174,6 +189,12 @@ class MoE(nnx.Module):
 
     def _options(self, dtype: Dtype) -> dict[str, Any]:
         return {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend}
+
+    def _mlp(
+        self, tokens: jax.Array, kernels: tuple[jax.Array, jax.Array, jax.Array], routing: Routing, out_dtype: Dtype
+    ) -> jax.Array:
+        how: dict[str, Any] = {"activation": self.activation, "out_dtype": out_dtype, **self._options(tokens.dtype)}
+        return moe_mlp(tokens, *kernels, routing, recipe=self.recipe, pow2_scales=self.pow2_scales, **how)
 
     def _own_experts(self, routing: Routing, experts: int, devices: int) -> Routing:
         """The routing with the offsets of this device's experts."""
@@ -191,10 +212,20 @@ class MoE(nnx.Module):
         """[T, in_features]; all tokens are one group."""
         gate, up, down = (kernel[...][None] for kernel in (shared.gate, shared.up, shared.down))
         group, options = jnp.array([0, tokens.shape[0]], jnp.int32), self._options(tokens.dtype)
-        h = grouped_glu(tokens, gate, up, group, activation=self.activation, **options)
-        y = grouped_matmul(h, down, group, **options)
+        if self.recipe is None:
+            h = grouped_glu(tokens, gate, up, group, activation=self.activation, **options)
+            y = grouped_matmul(h, down, group, **options)
+        else:  # by moe_mlp, which casts each tensor once
+            y = self._mlp(tokens, (gate, up, down), _to_one_expert(group, tokens.shape[0]), tokens.dtype)
         if shared.token_gate is None:
             return y
         wide = (x.astype(jnp.float32) for x in (tokens, shared.token_gate[...]))
         token_gate = checkpoint_name(jnp.matmul(*wide, precision=lax.Precision.HIGHEST), "moe.token_gate")
         return y * jax.nn.sigmoid(token_gate).astype(y.dtype)
+
+
+def _to_one_expert(group_offsets: jax.Array, T: int) -> Routing:
+    """The rows are the tokens."""
+    row = jnp.arange(T, dtype=jnp.int32)
+    weights = jnp.ones((T, 1), jnp.float32)
+    return partial_routing(weights=weights, row_positions=row[:, None], row_indices=row, group_offsets=group_offsets)

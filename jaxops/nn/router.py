@@ -116,8 +116,35 @@ class Router(nnx.Module):
         Raises:
           ValueError: x of another shape, or as `jaxops.route`.
         """
+        return self.choose(self.logits(x))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The scores before softmax or sigmoid, without selection_bias.
+
+        Args:
+          x: as in a call.
+
+        Returns:
+          [T, num_experts] float32.
+
+        Raises:
+          ValueError: x of another shape.
+        """
         check_matrix(x, f"[T, in_features={self.in_features}]", self.in_features)
-        logits = checkpoint_name(router_logits(x, self.kernel[...]), "router.logits")
+        return checkpoint_name(router_logits(x, self.kernel[...]), "router.logits")
+
+    def choose(self, logits: jax.Array) -> Routing:
+        """`jaxops.route` with this router's options and selection_bias: a call is `choose(logits(x))`.
+
+        Args:
+          logits: [T, num_experts].
+
+        Returns:
+          As a call.
+
+        Raises:
+          ValueError: as `jaxops.route`.
+        """
         bias = None if self.selection_bias is None else self.selection_bias[...]
         return route(logits, selection_bias=bias, **self._options())
 

@@ -194,10 +194,10 @@ class DecoderConfig:
             raise ValueError("sliding names layers, and window is None: how many tokens do they see?")
         if self.latent is not None and (self.kv_heads != self.heads or self.rotary_dim is None):
             raise ValueError("latent attention needs rotary_dim, and kv_heads as many as heads.")
-        if self.recipe is not None and (self.expert_bias or self.stored_fp8):
+        if self.recipe is not None and (self.expert_bias or self.clamp or self.stored_fp8):
             raise ValueError(
-                f"recipe is {self.recipe!r}, and expert_bias or stored_fp8 is set: FP8 products have no biases, and "
-                "stored float8 weights no recipe. Write recipe: null."
+                f"recipe is {self.recipe!r}, and expert_bias, clamp or stored_fp8 is set: experts in FP8 have no "
+                "biases or clamps, and stored float8 weights no recipe. Write recipe: null."
             )
 
     def check_tensor(self, devices: int) -> None:

@@ -1,5 +1,6 @@
 """A block's mixture of experts."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -29,26 +30,47 @@ class Routed(NamedTuple):
     load: jax.Array
 
 
-class BiasedRouter(Router):
-    """A `Router` whose logits have a bias."""
+class DecoderRouter(Router):
+    """A `Router` whose logits may have a bias; sharded, with the load and the losses of all devices' tokens."""
 
-    def __init__(self, *sizes: int, rngs: nnx.Rngs, **options: Any):
-        super().__init__(*sizes, rngs=rngs, **options)
-        self.bias = nnx.Param(jnp.zeros(self.num_experts, jnp.float32))
+    def __init__(self, config: DecoderConfig, *, sharded: bool, rngs: nnx.Rngs):
+        c = config
+        super().__init__(
+            c.width,
+            c.experts,
+            c.top_k,
+            score=c.score,
+            normalize=c.normalize,
+            weight_scale=c.weight_scale,
+            expert_groups=c.expert_groups,
+            top_expert_groups=c.top_expert_groups,
+            use_bias=c.selection_bias,
+            backend=c.backend,
+            rngs=rngs,
+        )
+        self.sharded = sharded
+        self.bias: Any = nnx.Param(jnp.zeros(c.experts, jnp.float32)) if c.expert_bias else nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jaxops.Routing:
-        logits = jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=lax.Precision.HIGHEST)
-        return jaxops.route(
-            logits + self.bias[...][None, :],
-            self.k,
-            score=self.score,
-            normalize=self.normalize,
-            weight_scale=self.weight_scale,
-            selection_bias=None if self.selection_bias is None else self.selection_bias[...],
-            expert_groups=self.expert_groups,
-            top_expert_groups=self.top_expert_groups,
-            backend=self.backend,
-        )
+        """Sharded, x are the tokens of all devices of the mesh axes `EXPERTS`."""
+        logits = self.logits(x)
+        if self.bias is not None:
+            logits = logits + self.bias[...][None, :]
+        routing = self.choose(logits)
+        if not self.sharded:
+            return routing
+        load = lax.psum(routing.load, AXES) // lax.axis_size(EXPERTS)  # each device of those axes has counted the same
+        losses = {"aux_loss": self._balance(logits, load), "z_loss": lax.pmean(routing.z_loss, AXES)}
+        return dataclasses.replace(routing, load=load, **losses)
+
+    def _balance(self, logits: jax.Array, load: jax.Array) -> jax.Array:
+        """aux_loss of all devices' tokens. Not a mean over devices: it multiplies two means over tokens."""
+        if self.score == "sigmoid":
+            shares = jax.nn.sigmoid(logits)
+            shares = shares / jnp.sum(shares, axis=1, keepdims=True)
+        else:
+            shares = jax.nn.softmax(logits)
+        return self.num_experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(shares, axis=0), AXES))
 
 
 class StoredExperts(nnx.Module):
@@ -79,19 +101,7 @@ class Experts(nnx.Module):
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
         self.sharded = sharded
-        router = (BiasedRouter if c.expert_bias else Router)(
-            c.width,
-            c.experts,
-            c.top_k,
-            score=c.score,
-            normalize=c.normalize,
-            weight_scale=c.weight_scale,
-            expert_groups=c.expert_groups,
-            top_expert_groups=c.top_expert_groups,
-            use_bias=c.selection_bias,
-            backend=c.backend,
-            rngs=rngs,
-        )
+        router = DecoderRouter(c, sharded=sharded, rngs=rngs)
         self.moe: Any
         if c.stored_fp8:
             self.moe = StoredExperts(c, router)
@@ -103,6 +113,7 @@ class Experts(nnx.Module):
                 router=router,
                 expert_axis=EXPERTS if sharded else None,
                 gather_tokens=sharded and self._fused,
+                recipe="tensorwise" if c.recipe == "delayed" else c.recipe,  # experts have no history
                 dtype=jnp.dtype(c.dtype),
                 backend=c.backend,
                 rngs=rngs,
@@ -117,12 +128,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
         y, routing = self.moe(x) if self._fused else self._product_by_product(x)
-        y = self._with_shared(x, y)
-        if not self.sharded:
-            return y, Routed(routing.aux_loss, routing.z_loss, routing.load)
-        load = lax.psum(routing.load, AXES) // lax.axis_size(EXPERTS)  # each device of those axes has counted the same
-        routed = Routed(self._balance(x, load), lax.pmean(routing.z_loss, AXES), load)
-        return y, routed
+        return self._with_shared(x, y), Routed(routing.aux_loss, routing.z_loss, routing.load)
 
     def _with_shared(self, x: jax.Array, y: jax.Array) -> jax.Array:
         if self.shared is None:
@@ -132,27 +138,13 @@ class Experts(nnx.Module):
             shared = shared * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32))).astype(shared.dtype)
         return y + shared
 
-    def _balance(self, x: jax.Array, load: jax.Array) -> jax.Array:
-        """aux_loss of all devices' tokens. Not a mean over devices: it multiplies two means over tokens."""
-        router = self.moe.router
-        tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        # In the precision of the router.
-        logits = jnp.matmul(tokens, router.kernel[...], precision=lax.Precision.HIGHEST)
-        if isinstance(router, BiasedRouter):
-            logits = logits + router.bias[...][None, :]
-        shares = jax.nn.softmax(logits)
-        if self.config.score == "sigmoid":
-            shares = jax.nn.sigmoid(logits)
-            shares = shares / jnp.sum(shares, axis=1, keepdims=True)
-        return self.config.experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(shares, axis=0), AXES))
-
     @property
     def _fused(self) -> bool:
         c = self.config
-        return c.recipe is None and not c.stored_fp8 and not c.expert_bias and c.clamp is None
+        return not c.stored_fp8 and not c.expert_bias and c.clamp is None
 
     def _product_by_product(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
-        """With FP8, biases or clamped units, which the fused layer lacks."""
+        """With stored FP8, biases or clamped units, which the fused layer lacks."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         if self.sharded:
             tokens = lax.all_gather(tokens, EXPERTS, tiled=True)
@@ -178,12 +170,9 @@ class Experts(nnx.Module):
         return y.reshape(x.shape), routing
 
     def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array) -> jax.Array:
-        """Recipe "delayed" becomes tensorwise: groups have no history."""
         c, weights = self.config, getattr(self.moe, name)
-        if c.stored_fp8 or c.recipe is not None:
-            weights = weights.quantized(c.dtype) if c.stored_fp8 else weights[...]
-            recipe = "blockwise" if c.recipe is None else "tensorwise" if c.recipe == "delayed" else c.recipe
-            return jaxops.fp8_grouped_matmul(rows, weights, offsets, recipe=recipe, backend=c.backend)
+        if c.stored_fp8:
+            return jaxops.fp8_grouped_matmul(rows, weights.quantized(c.dtype), offsets, backend=c.backend)
         bias = None if self.bias is None else getattr(self.bias, name)[...]
         dtype = jnp.dtype(c.dtype)
         return jaxops.grouped_matmul(

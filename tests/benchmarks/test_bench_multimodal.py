@@ -22,7 +22,7 @@ def test_experts_without_the_common_product(apply):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     rows, offsets = draw(23, 8), jnp.array([0, 4, 4, 9, 20], jnp.int32)
     units = [Units(draw(2, 8, h), draw(2, 8, h), draw(2, h, 8)) for h in (5, 12)]
-    how = {"dtype": jnp.float32, "recipe": None, "backend": "xla"}
+    how = {"dtype": jnp.float32, "backend": "xla"}
     both = lambda apply: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(apply(*x, offsets, **how) ** 2), (0, 1)))
     for got, want in zip(*(jax.tree.leaves(both(f)(rows, units)) for f in (apply, apply_units)), strict=True):
         assert_close(got, want, "float32", scale=10)

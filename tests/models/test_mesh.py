@@ -195,26 +195,32 @@ def test_kernels():
         assert_close(scale * ours, wanted, "float32", jax.tree_util.keystr(path), scale=10)
 
 
-def test_a_sum_over_devices_is_rounded_once():
-    """FP8 experts on two devices give the bits of one device with all.
+@pytest.mark.parametrize(
+    "options", [{"clamp": 1.0, "dtype": "bfloat16"}, {"recipe": "rowwise"}], ids=["clamped", "fp8"]
+)
+def test_a_sum_over_devices_is_rounded_once(options):
+    """Clamped experts on two devices give the bits of one device with all: sums are float32.
 
-    Scales are those of single rows or columns, and sums are float32.
+    In FP8 the devices' results are sent in dtype, here float32; the scales are those of single rows or columns.
     """
     mesh = jax.make_mesh((1, 1, 2, 1), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 4)
-    config = dataclasses.replace(SPARSE, recipe="rowwise", dtype="bfloat16")
+    config = dataclasses.replace(SPARSE, **options)
     (alone, params), (sharded, _) = (
         nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
     )
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, config.width)), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, config.width)), config.dtype)
     specs = jax.tree.map_with_path(
         lambda path, _: P() if "router" in jax.tree_util.keystr(path) else P("expert"), params
     )
     run = jax.shard_map(
         lambda params, x: nnx.merge(sharded, params)(x)[0], mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES)
     )
-    np.testing.assert_array_equal(
-        jax.jit(run)(params, x), jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])(params, x)
-    )
+    got, want = jax.jit(run)(params, x), jax.jit(lambda params, x: nnx.merge(alone, params)(x)[0])(params, x)
+    assert got.dtype == want.dtype == config.dtype
+    if config.recipe is None:
+        np.testing.assert_array_equal(got, want)
+    else:
+        assert_close(got, want, "float32")
 
 
 def test_kernels_say_over_which_axes_their_results_vary():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxops.nn import AdaLNZeroBlock, AmaxHistory, Fp8DotGeneral, Fp8Linear, GroupedLinear
+from jaxops.nn import AdaLNZeroBlock, AmaxHistory, Fp8DotGeneral, Fp8Linear, GroupedLinear, MoE, Router
 
 M, IN, OUT = 24, 160, 96
 OFFSETS = (0, 7, 7, 20)  # group 1 is empty, the last four rows are in no group
@@ -288,7 +288,13 @@ def test_modulation_in_fp8():
 
 
 @pytest.mark.parametrize(
-    "make", [Fp8Linear, functools.partial(GroupedLinear, 2), lambda *_, recipe, rngs: Fp8DotGeneral(recipe)]
+    "make",
+    [
+        Fp8Linear,
+        functools.partial(GroupedLinear, 2),
+        functools.partial(MoE, 2, router=functools.partial(Router, k=1)),
+        lambda *_, recipe, rngs: Fp8DotGeneral(recipe),
+    ],
 )
 def test_unknown_recipe(make):
     with pytest.raises(ValueError, match=r"recipe.*'fp8'.*'tensorwise'"):

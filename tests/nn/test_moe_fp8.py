@@ -1,0 +1,243 @@
+"""MoE in FP8: beside float32, and beside DeepSeek-V3's way of it written out in numpy; over devices; its errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.nn import AmaxHistory, MoE, Router
+from jaxops.ops import fp8_matmul
+from tests.ops.fp8_matmul.cases import Case, reference
+from tests.ops.moe_mlp.cases import Variant, check_zeros, clean, make_case
+from tests.parallel.cases import mesh_of
+
+# More columns than a block of 128 has; expert 3 has no rows.
+T, E, D, F, SHARED, K, EMPTY = 36, 9, 136, 150, 70, 2, 3
+RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.delayed]
+
+
+def make(recipe: str | None, *, shared: int = SHARED, **options) -> MoE:
+    rngs = nnx.Rngs(0)
+    router = Router(D, E, K, score="sigmoid", use_bias=True, rngs=rngs)
+    assert router.selection_bias is not None
+    router.selection_bias[...] = router.selection_bias[...].at[EMPTY].set(-9.0)
+    options = {"shared_features": shared, "gate_shared": bool(shared)} | options
+    if recipe is None:
+        options |= {"precision": "highest"}
+    return MoE(E, D, F, router=router, recipe=recipe, **options, rngs=rngs)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def result_and_gradients(layer, params, x: jax.Array, dout: jax.Array):
+    """(y, gradients of the parameters and of x); layer is a function of (params, x)."""
+
+    def loss(params, x):
+        y = layer(params, x)
+        return jnp.sum(y * dout), y
+
+    grads, y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    return y, *grads
+
+
+def of(module: MoE, wrap=lambda layer: layer):
+    """(the layer as a function of its parameters and tokens, the parameters)"""
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    return wrap(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0]), params
+
+
+def errors(got, want) -> dict[str, float]:
+    """RMS error over RMS of each array, by its path."""
+    found = {}
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        ours, wanted = (np.asarray(x, np.float64) for x in (ours, wanted))
+        assert ours.shape == wanted.shape
+        found[jax.tree_util.keystr(path)] = float(np.sqrt(np.mean((ours - wanted) ** 2) / np.mean(wanted**2)))
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_beside_float32(recipe):
+    """Within the error of FP8; in float32 it would be 1e-6. The empty expert has no gradient."""
+    x, dout = normal(1, T, D), normal(2, T, D)
+    (ours, params), (plain, _) = of(make(recipe)), of(make(None))
+    got, want = (result_and_gradients(layer, params, x, dout) for layer in (ours, plain))
+    for name, error in errors(got, want).items():
+        assert 0.002 < error < 0.12, (name, error)
+    for name in ("gate", "up", "down"):
+        assert not np.asarray(got[1][name][...])[EMPTY].any()
+
+
+def silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(its value, its slope)"""
+    sigmoid = 1 / (1 + np.exp(-x))
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+
+
+def unit_by_hand(rows, weights, gate, up, down, offsets, dy) -> dict[str, np.ndarray]:
+    """Gated units of sorted rows. Each product and its gradients are of 1x128 and 128x128 blocks in e4m3, every block
+    of 128 multiplied and scaled by itself, in float64. weights [R] are the router's, by which the cotangent is scaled.
+    """
+    product = lambda x, w, d: reference(Case(x, w, d, offsets), "blockwise")
+    zeros = np.zeros((len(rows), gate.shape[2]))
+    gates, ups = (product(rows, w, zeros)[0] for w in (gate, up))
+    activated, slope = silu(gates)
+    h = activated * ups
+    y, dh, _ = product(h, down, dy)
+    weighted = weights[:, None] * dh
+    drows_gate, dgate = product(rows, gate, weighted * slope * ups)[1:]
+    drows_up, dup = product(rows, up, weighted * activated)[1:]
+    ddown = product(weights[:, None] * h, down, dy)[2]
+    dweights = np.sum(dh * h, axis=1)
+    return {"y": y, "drows": drows_gate + drows_up, "dweights": dweights, "gate": dgate, "up": dup, "down": ddown}
+
+
+def layer_by_hand(module: MoE, params, x, dout):
+    """As result_and_gradients: DeepSeek-V3's layer in numpy, with JAX's gradient of the router only."""
+    p = jax.tree.map(np.asarray, nnx.to_pure_dict(params))
+    graphdef, kernel, rest = nnx.split(module.router, nnx.Param, ...)
+
+    def route(kernel, x):
+        routing = nnx.merge(graphdef, kernel, rest)(x)
+        return routing.weights, routing
+
+    weights, router_bwd, routing = jax.vjp(route, kernel, x, has_aux=True)
+    positions, indices = np.asarray(routing.row_positions), np.asarray(routing.row_indices)
+    of_rows = np.zeros(T * K)
+    of_rows[positions] = weights
+    x, dout = (np.asarray(array, np.float64) for array in (x, dout))
+    experts = (p["gate"], p["up"], p["down"], routing.group_offsets)
+    chosen = unit_by_hand(x[indices], of_rows, *experts, dout[indices])
+    y = np.sum(np.asarray(weights)[:, :, None] * chosen["y"][positions], axis=1)
+    dkernel, dx_router = router_bwd(jnp.asarray(chosen["dweights"][positions], jnp.float32))
+    dx = np.sum(chosen["drows"][positions], axis=1) + np.asarray(dx_router)
+    grads: dict = {"router": nnx.to_pure_dict(dkernel)} | {name: chosen[name] for name in ("gate", "up", "down")}
+    if module.shared is None:
+        return y, grads, dx
+
+    s = p["shared"]
+    opened = 1 / (1 + np.exp(-x @ s["token_gate"]))
+    everyone = (s["gate"][None], s["up"][None], s["down"][None], np.array([0, T]))
+    common = unit_by_hand(x, np.ones(T), *everyone, opened * dout)
+    dopened = np.sum(dout * common["y"], axis=1, keepdims=True) * opened * (1 - opened)
+    grads["shared"] = {name: common[name][0] for name in ("gate", "up", "down")} | {"token_gate": x.T @ dopened}
+    return y + opened * common["y"], grads, dx + common["drows"] + dopened @ s["token_gate"].T
+
+
+@pytest.mark.parametrize(("backend", "shared"), [("xla", SHARED), ("pallas", 0)])
+def test_as_deepseek_v3(backend, shared):
+    """The error is that of single numbers that another order of sums moves to the next FP8 number."""
+    recipe = fp8_matmul.RECIPES["blockwise"]
+    assert {form.dtype for form in (recipe.lhs, recipe.rhs, recipe.dout)} == {"float8_e4m3fn"}
+    assert not recipe.fast  # no pass adds more than 128 products in the tensor core's 14 bits
+    x, dout = normal(1, T, D), normal(2, T, D)
+    module = make("blockwise", shared=shared, backend=backend)
+    layer, params = of(module)
+    y, dparams, dx = result_and_gradients(layer, params, x, dout)
+    want = layer_by_hand(module, params, x, dout)
+    for name, error in errors((y, nnx.to_pure_dict(dparams), dx), want).items():
+        assert error < 2e-3, (name, error)
+
+
+def test_pow2_scales():
+    """They reach the op, for the shared experts too."""
+    x, dout = normal(1, T, D), normal(2, T, D)
+    layers = [of(make("blockwise", pow2_scales=pow2)) for pow2 in (False, True)]
+    free, pow2 = (result_and_gradients(layer, params, x, dout) for layer, params in layers)
+    assert all(1e-3 < error < 0.12 for error in errors(pow2, free).values())
+    layers = [of(make("blockwise", shared=0, pow2_scales=pow2)) for pow2 in (False, True)]
+    assert errors(*(layer(params, x) for layer, params in layers))[""] > 1e-3
+
+
+@pytest.mark.parametrize("gather_tokens", [False, True])
+def test_experts_over_devices(gather_tokens):
+    """Three devices with three experts each give what one with all gives: no block of 128 has rows of two experts.
+
+    Shared experts see the device's own tokens; if these are split, so are the blocks of their weights' gradients.
+    """
+    if jax.device_count() < 3:
+        pytest.skip("needs several devices")
+    mesh = mesh_of(3, names=("expert",))
+    make_one = functools.partial(make, "blockwise", shared=0 if gather_tokens else SHARED)
+    (alone, params), (split, _) = (
+        of(make_one(**how)) for how in ({}, {"expert_axis": "expert", "gather_tokens": gather_tokens})
+    )
+    rows = P("expert") if gather_tokens else P()
+    specs = jax.tree.map_with_path(
+        lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
+    )
+    over = jax.shard_map(split, mesh=mesh, in_specs=(specs, rows), out_specs=rows)
+    x, dout = normal(1, T, D), normal(2, T, D)
+    for name, error in errors(*(result_and_gradients(f, params, x, dout) for f in (over, alone))).items():
+        assert error < 2e-3, (name, error)
+
+
+def test_rows_in_no_group():
+    """Tokens without a row, NaN, give zeros, and reach no gradient; the routing is the caller's."""
+    variant = Variant(N=19, capacity=4, E=5)
+    case = make_case(variant)
+    module = MoE(5, variant.D, variant.F, router=lambda x: case["routing"], recipe="rowwise", rngs=nnx.Rngs(0))
+    layer, params = of(module)
+    y, grads, dx = result_and_gradients(layer, params, case["x"], case["dout"])
+    names = {"dw_gate": "gate", "dw_up": "up", "dw_down": "down"}
+    found = {"out": y, "dx": dx} | {name: grads[key][...] for name, key in names.items()}
+    assert all(np.isfinite(array).all() for array in found.values())
+    assert np.isnan(case["x"]).any()
+    check_zeros(found | {"dweights": np.zeros(case["routing"].weights.shape)}, case["routing"])
+    case |= {"routing": clean(case)["routing"], "x": clean(case)["x"]}
+    np.testing.assert_array_equal(layer(params, case["x"]), y)
+
+
+def test_transformations():
+    """Under vmap, in a scan, and with what a policy keeps: as by itself."""
+    x, dout = normal(1, 2, T, D), normal(2, 2, T, D)
+    layer, params = of(make("blockwise"))
+    by_one = [result_and_gradients(layer, params, a, b) for a, b in zip(x, dout, strict=True)]
+    want = jax.tree.map(lambda *a: jnp.stack(a), *by_one)
+    want = (want[0], jax.tree.map(lambda a: jnp.sum(a, axis=0), want[1]), want[2])
+    kept = jax.checkpoint(layer, policy=jaxops.offload.Policy(keep=("moe_mlp", "route", "router")))  # pyright: ignore[reportArgumentType]
+    ways = {
+        "vmap": jax.vmap(layer, in_axes=(None, 0)),
+        "scan": lambda params, x: lax.map(lambda x: kept(params, x), x),
+    }
+    for way, f in ways.items():
+        for name, error in errors(result_and_gradients(f, params, x, dout), want).items():
+            assert error < 2e-3, (way, name, error)
+
+
+def test_state_loads_into_a_plain_layer_and_back():
+    ours, plain = make("tensorwise"), make(None)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(plain))
+    plain.gate[...] += 1
+    nnx.update(ours, nnx.state(plain))
+    nnx.update(plain, nnx.state(ours))
+    np.testing.assert_array_equal(ours.gate[...], plain.gate[...])
+    assert not jax.tree.leaves(nnx.state(ours, AmaxHistory))
+
+
+def test_dtypes():
+    """bfloat16 values between products; float32 parameters keep float32 gradients."""
+    layer, params = of(make("blockwise", dtype=jnp.bfloat16))
+    dtypes = jax.eval_shape(
+        lambda params, x: (layer(params, x), jax.grad(lambda *a: jnp.sum(layer(*a).astype(jnp.float32)))(params, x)),
+        params, normal(1, T, D),
+    )  # fmt: skip
+    assert dtypes[0].dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(dtypes[1])} == {jnp.dtype("float32")}
+
+
+def test_errors():
+    with pytest.raises(NotImplementedError, match="recipe is 'delayed', which has no grouped form"):
+        make("delayed")
+    with pytest.raises(ValueError, match="precision is 'high'; it must be None: recipe='rowwise' sets the precision"):
+        make("rowwise", precision="high")
+    with pytest.raises(ValueError, match="pow2_scales=True needs an FP8 recipe"):
+        make(None, pow2_scales=True)

@@ -84,7 +84,11 @@ def fp8(x, w, **how):
 
 def moe(rngs: nnx.Rngs, **how) -> nnx.Module:
     router = jaxops.nn.Router(K, E, 2, rngs=rngs)
-    return jaxops.nn.MoE(E, K, N, router=router, shared_features=N, gate_shared=True, **how, rngs=rngs)
+    return jaxops.nn.MoE(E, K, N, router=router, **how, rngs=rngs)
+
+
+def shared_experts(rngs: nnx.Rngs, **how) -> nnx.Module:
+    return jaxops.nn.SharedExperts(K, N, gated=True, **how, rngs=rngs)
 
 
 def block(rngs: nnx.Rngs) -> nnx.Module:
@@ -162,13 +166,19 @@ CASES = {
     "AdaLNZeroBlock": layer_case(block, ADALN_BLOCK, jnp.ones(BK), SEQUENCES),
     "MoE": layer_case(
         moe,
-        {"router.logits", "route.routing", "moe.token_gate", "grouped_matmul.out"}
-        | named("grouped_glu", "gate up out")
-        | named("moe_mlp", "gate up out"),
+        {"router.logits", "route.routing"} | named("moe_mlp", "gate up out"),
     ),
     "MoE-fp8": layer_case(
         functools.partial(moe, recipe="blockwise"),
-        {"router.logits", "route.routing", "moe.token_gate"} | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
+        {"router.logits", "route.routing"} | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
+    ),
+    "SharedExperts": layer_case(
+        shared_experts,
+        {"shared_experts.token_gate", "grouped_matmul.out"} | named("grouped_glu", "gate up out"),
+    ),
+    "SharedExperts-fp8": layer_case(
+        functools.partial(shared_experts, recipe="blockwise"),
+        {"shared_experts.token_gate"} | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
     ),
 }
 
@@ -301,9 +311,7 @@ def test_gradients_are_the_same(name):
     # Some without XLA's fusions, which on a CPU contract products and sums: a value that both passes compute from a
     # kept input, such as a norm in the portable backward, would be rounded differently in each program.
     compile_with = (
-        {"xla_disable_hlo_passes": "fusion"}
-        if case.names & {"adaln.out", "gated_residual_adaln.out", "moe.token_gate"}
-        else {}
+        {"xla_disable_hlo_passes": "fusion"} if case.names & {"adaln.out", "gated_residual_adaln.out"} else {}
     )
     on_host = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -7,9 +7,10 @@ from jaxops.nn.grouped_linear import GroupedLinear
 from jaxops.nn.moe import MoE
 from jaxops.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from jaxops.nn.router import Router, RouterBias
+from jaxops.nn.shared_experts import SharedExperts
 
 __all__ = [
     "AdaLNZeroBlock", "AdaLayerNorm", "AdaRMSNorm", "AmaxHistory", "ColumnParallelLinear", "Fp8DotGeneral",
     "Fp8Linear", "GroupedLinear", "MoE", "PackedAttention", "PackedMask", "Router", "RouterBias", "RowParallelLinear",
-    "packed_attention_fn",
+    "SharedExperts", "packed_attention_fn",
 ]  # fmt: skip

@@ -12,10 +12,9 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import check_backend, check_sizes, make_part
+from jaxops.nn.arguments import Activation, check_backend, check_sizes, make_part
 from jaxops.ops.adaln import Plan, adaln, gated_residual, gated_residual_adaln
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 Per = Literal["sequence", "row"]
 default_modulation_init = nnx.initializers.zeros_init()
 

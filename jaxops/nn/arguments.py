@@ -2,13 +2,17 @@
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from jaxops.ops.fp8_matmul import RECIPES
+from jaxops.ops.grouped_glu import grouped_glu
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -29,6 +33,13 @@ def check_backend(backend: Any, *kernels: str) -> None:
     known = ("auto", *kernels, "xla")
     if not isinstance(backend, str) or backend not in known:
         raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+
+
+def check_activation(activation: Any) -> None:
+    """Of a gated unit: `jaxops.grouped_glu`'s own check."""
+    array = jax.ShapeDtypeStruct
+    x, w, offsets = array((1, 1), jnp.float32), array((1, 1, 1), jnp.float32), array((2,), jnp.int32)
+    jax.eval_shape(functools.partial(grouped_glu, activation=activation, backend="xla"), x, w, w, offsets)
 
 
 def check_recipe(recipe: Any) -> None:
@@ -54,6 +65,11 @@ def check_grouped_recipe(recipe: Any, precision: Any, pow2_scales: bool) -> None
             raise ValueError(f"precision is {precision!r}; it must be None: recipe={recipe!r} sets the precision.")
     elif pow2_scales:
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
+
+
+def check_columns(x: jax.Array, columns: int) -> None:
+    if x.ndim < 1 or x.shape[-1] != columns:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., in_features={columns}].")
 
 
 def check_matrix(x: jax.Array, shape: str, columns: int) -> None:

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxops.nn.arguments import check_backend, check_recipe, check_sizes
+from jaxops.nn.arguments import check_backend, check_columns, check_recipe, check_sizes
 from jaxops.nn.linear import LinearParameters
 from jaxops.ops.fp8_matmul import Plan, fp8_matmul
 
@@ -176,8 +176,7 @@ class Fp8Linear(Fp8Product, LinearParameters):
         Returns:
           [..., out_features] in dtype.
         """
-        if x.ndim < 1 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., in_features={self.in_features}].")
+        check_columns(x, self.in_features)
         kernel, bias, dtype = self.parameters(x)
         out = self.product(x, kernel, dtype)
         return out if bias is None else out + bias.astype(dtype).reshape((1,) * (out.ndim - 1) + (-1,))

@@ -28,11 +28,11 @@ OF_JAXOPS = tuple(
         "matmul_reduce_scatter": "h out",
         "modality_grouped_matmul": "lhs out",
         "modulation": "out",
-        "moe": "token_gate",
         "moe_mlp": "x rows w_gate w_up w_down gate up out",
         "permute": "rows",
         "route": "routing",
         "router": "logits",
+        "shared_experts": "token_gate",
     }.items()
     for name in names.split()
 )

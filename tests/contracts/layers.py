@@ -47,7 +47,7 @@ def block(rngs: nnx.Rngs, **how) -> nnx.Module:
 def moe(rngs: nnx.Rngs, **how) -> nnx.Module:
     backend = {name: value for name, value in how.items() if name == "backend"}
     router = jaxops.nn.Router(IN, EXPERTS, 2, rngs=rngs, **backend)
-    return jaxops.nn.MoE(EXPERTS, IN, HIDDEN, router=router, shared_features=8, gate_shared=True, rngs=rngs, **how)
+    return jaxops.nn.MoE(EXPERTS, IN, HIDDEN, router=router, rngs=rngs, **how)
 
 
 class OnOneDevice(nnx.Module):
@@ -87,6 +87,7 @@ MAKERS = {
         EXPERTS, IN, OUT, recipe="blockwise", rngs=rngs, **how
     ),
     "MoE": moe,
+    "SharedExperts": lambda rngs, **how: jaxops.nn.SharedExperts(IN, HIDDEN, gated=True, rngs=rngs, **how),
     "Router": lambda rngs, **how: jaxops.nn.Router(IN, EXPERTS, 2, use_bias=True, rngs=rngs, **how),
 }
 
@@ -103,7 +104,7 @@ def layer(name: str, inputs: dict[str, Any], sizes: Dims, reference=None, **more
     def call(a: Arguments, precision: str | None = None, **how):
         own = (
             {"precision": precision}
-            if name in ("GroupedLinear", "MoE", "ColumnParallelLinear", "RowParallelLinear")
+            if name in ("GroupedLinear", "MoE", "SharedExperts", "ColumnParallelLinear", "RowParallelLinear")
             else {}
         )
         with plainly(precision):
@@ -161,14 +162,15 @@ def router_reference(p: dict, x: jax.Array) -> jaxops.Routing:
 
 
 def moe_reference(p: dict, a: Arguments) -> tuple[jax.Array, jaxops.Routing]:
-    routing, shared, x = router_reference(p["router"], a["x"]), p["shared"], a["x"]
+    routing = router_reference(p["router"], a["x"])
+    return moe_mlp_reference(a["x"], p["gate"], p["up"], p["down"], routing), routing
+
+
+def shared_experts_reference(p: dict, a: Arguments) -> jax.Array:
+    x = a["x"]
     with jax.default_matmul_precision("highest"):
-        common = (
-            (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"]))
-            @ shared["down"]
-            * jax.nn.sigmoid(x @ shared["token_gate"])
-        )
-    return moe_mlp_reference(x, p["gate"], p["up"], p["down"], routing) + common, routing
+        y = (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+        return y * jax.nn.sigmoid(x @ p["token_gate"])
 
 
 def fp8_linear_expected(a: Arguments, cotangents: list) -> tuple[Any, Arguments]:
@@ -238,6 +240,7 @@ LAYERS = [
         **IN_GROUPS,
     ),
     layer("MoE", tokens, {"M": 13}, moe_reference, multiplies=True),
+    layer("SharedExperts", tokens, {"M": 13}, shared_experts_reference, multiplies=True),
     layer("Router", tokens, {"M": 13}, lambda p, a: router_reference(p, a["x"]), multiplies=True),
     layer("ColumnParallelLinear", tokens, {"M": 13}, linear_reference, multiplies=True, sharded=True),
     layer("RowParallelLinear", tokens, {"M": 13}, linear_reference, multiplies=True, sharded=True),

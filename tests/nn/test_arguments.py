@@ -17,6 +17,7 @@ from jaxops.nn import (
     MoE,
     PackedAttention,
     Router,
+    SharedExperts,
 )
 from jaxops.nn.arguments import make_part
 
@@ -39,6 +40,7 @@ LAYERS = {
         MoE,
         {"num_experts": 4, "in_features": 8, "hidden_features": 8, "router": functools.partial(Router, k=2)},
     ),
+    "SharedExperts": (SharedExperts, {"in_features": 8, "hidden_features": 8}),
 }
 
 
@@ -61,11 +63,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [*SIZES, ("MoE", "shared_features"), ("Fp8Linear", "history"), ("Fp8DotGeneral", "history")]
-)
+@pytest.mark.parametrize(("name", "size"), [*SIZES, ("Fp8Linear", "history"), ("Fp8DotGeneral", "history")])
 def test_sizes(name, size):
-    for wrong in (-1,) if size == "shared_features" else (0, -1):
+    for wrong in (0, -1):
         with pytest.raises(ValueError, match=rf"{size}={wrong} must be"):
             make(name, **{size: wrong})
     for wrong in (2.0, "2"):
@@ -105,6 +105,10 @@ def test_backend(name):
         ("Router", {"capacity": 0}, ValueError, "capacity=0 must be at least 1, or None"),
         ("Router", {"weight_scale": "2"}, TypeError, "weight_scale is a str; it must be a Python number"),
         ("MoE", {"activation": "swiglu"}, ValueError, "activation='swiglu': write 'silu', 'gelu'"),
+        ("SharedExperts", {"activation": "swiglu"}, ValueError, "activation='swiglu': write 'silu', 'gelu'"),
+        ("SharedExperts", {"recipe": "delayed"}, NotImplementedError, "recipe is 'delayed'.*Take 'tensorwise'"),
+        ("SharedExperts", {"recipe": "rowwise", "precision": "high"}, ValueError, "precision is 'high'; it must be"),
+        ("SharedExperts", {"pow2_scales": True}, ValueError, "pow2_scales=True needs an FP8 recipe"),
         ("MoE", {"router": functools.partial(Router, k=5)}, ValueError, "k=5 must be from 1 to E=4"),
         (
             "MoE",

@@ -9,7 +9,17 @@ import pytest
 from flax import linen, nnx
 
 import jaxops
-from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock, AdaRMSNorm, Fp8DotGeneral, Fp8Linear, GroupedLinear, MoE, Router
+from jaxops.nn import (
+    AdaLayerNorm,
+    AdaLNZeroBlock,
+    AdaRMSNorm,
+    Fp8DotGeneral,
+    Fp8Linear,
+    GroupedLinear,
+    MoE,
+    Router,
+    SharedExperts,
+)
 
 T, D, C, B, E, F, K = 13, 8, 6, 4, 4, 12, 2
 OFFSETS = (0, 5, 5, 6, 11)  # one sequence or group is empty, the last two rows are in none
@@ -53,8 +63,8 @@ ROUTERS = {"partial": (functools.partial(Router, k=K, use_bias=True), K), "class
 
 @pytest.mark.parametrize(("router", "k"), ROUTERS.values(), ids=ROUTERS)
 def test_moe(router, k):
-    make = functools.partial(MoE, E, D, F, router=router, shared_features=8)
-    layer, x = nnx.bridge.to_linen(MoE, E, D, F, router=router, shared_features=8), normal(0, T, D)
+    make = functools.partial(MoE, E, D, F, router=router)
+    layer, x = nnx.bridge.to_linen(MoE, E, D, F, router=router), normal(0, T, D)
     init = jax.jit(layer.init)
     first, second, again = (init(jax.random.key(seed), x) for seed in (0, 1, 0))
     kernels = [nnx.traversals.flatten_mapping(variables["params"]["router"]) for variables in (first, second, again)]
@@ -64,6 +74,15 @@ def test_moe(router, k):
     y, routing = jax.jit(layer.apply)(second, x)
     assert routing.experts.shape == (T, k)
     np.testing.assert_array_equal(y, result_of_nnx(make, second, x)[0])
+
+
+def test_shared_experts():
+    layer, x = nnx.bridge.to_linen(SharedExperts, D, F, gated=True), normal(0, T, D)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
+    shapes = {"gate": (D, F), "up": (D, F), "down": (F, D), "token_gate": (D, 1)}
+    assert jax.tree.map(jnp.shape, variables["params"]) == shapes
+    make = functools.partial(SharedExperts, D, F, gated=True)
+    np.testing.assert_array_equal(jax.jit(layer.apply)(variables, x), result_of_nnx(make, variables, x))
 
 
 @pytest.mark.parametrize("norm", [AdaLayerNorm, AdaRMSNorm])

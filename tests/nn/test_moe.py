@@ -58,11 +58,7 @@ def every_expert(params: dict, x: jax.Array, routing: jaxops.Routing, activation
             jnp.where(routing.experts[:, :, None] == jnp.arange(E)[None, None, :], routing.weights[:, :, None], 0),
             axis=1,
         )
-        y = jnp.einsum("etd,te->td", each, share)
-        if shared := params.get("shared"):
-            common = mlp(shared["gate"], shared["up"], shared["down"])
-            y += common * jax.nn.sigmoid(x @ shared["token_gate"]) if "token_gate" in shared else common
-    return y
+        return jnp.einsum("etd,te->td", each, share)
 
 
 def outputs_and_gradients(f, params, x):
@@ -86,16 +82,11 @@ def check(moe: MoE, x: jax.Array, activation=jax.nn.silu, wrap=lambda layer: lay
 
 
 CASES = {
-    "shared": {
-        "shared_features": 20,
+    "relu-capacity": {
         "activation": "relu",
         "router": {"score": "sigmoid", "normalize": False, "weight_scale": 2.5, "capacity": 9},
     },
-    "gated-shared": {
-        "shared_features": 8,
-        "gate_shared": True,
-        "router": {"expert_groups": 2, "top_expert_groups": 1, "use_bias": True},
-    },
+    "expert-groups": {"router": {"expert_groups": 2, "top_expert_groups": 1, "use_bias": True}},
 }
 
 
@@ -111,7 +102,7 @@ def test_backend():
     """Traced, not run: the layer is made of kernels, in bfloat16 on an H200 of Hopper's."""
 
     def kernels(dtype, device=contextlib.nullcontext, **options) -> dict[str, int]:
-        graphdef, params = nnx.split(make(shared_features=8, hidden_features=16, dtype=dtype, **options))
+        graphdef, params = nnx.split(make(hidden_features=16, dtype=dtype, **options))
         x = tokens(128, D)  # 64 rows an expert: for tiny groups "auto" takes other kernels
         with device():
             jaxpr = jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x)[0])(params, x).jaxpr
@@ -124,16 +115,16 @@ def test_backend():
 
     pallas = {
         "permute": 1,
-        "grouped_glu_fwd": 2,
-        "grouped_matmul_fwd": 6,
+        "grouped_glu_fwd": 1,
+        "grouped_matmul_fwd": 3,
         "combine": 1,
-    }  # gate's, up's and down's products, twice
+    }  # gate's, up's and down's products
     assert kernels(jnp.float32, backend="pallas") == pallas
     assert kernels(jnp.float32) == dict.fromkeys(pallas, 0)
     assert kernels(jnp.float32, on_h200) == pallas
     if not gluon_missing():
         for backend in ("auto", "triton"):
-            assert kernels(jnp.bfloat16, on_h200, backend=backend) == pallas | {"grouped_matmul_fwd": 2}
+            assert kernels(jnp.bfloat16, on_h200, backend=backend) == pallas | {"grouped_matmul_fwd": 1}
 
 
 def test_leading_axes():
@@ -155,7 +146,7 @@ def test_leading_axes():
 )
 def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
     x = tokens(dtype=x_dtype)
-    moe = make(dtype=dtype, param_dtype=param_dtype, shared_features=8, gate_shared=True)
+    moe = make(dtype=dtype, param_dtype=param_dtype)
     flax = nnx.eval_shape(lambda: nnx.Linear(D, D, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x))
     y, routing = nnx.eval_shape(lambda: moe(x))
     assert y.dtype == flax.dtype == out
@@ -178,9 +169,7 @@ def test_shard_map_over_experts(gather_tokens):
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     split = {"expert_axis": "expert", "gather_tokens": gather_tokens}
-    (alone, params), (graphdef, _) = (
-        nnx.split(make(shared_features=8, gate_shared=True, **how)) for how in ({}, split)
-    )
+    (alone, params), (graphdef, _) = (nnx.split(make(**how)) for how in ({}, split))
     x, rows = tokens(), P("expert") if gather_tokens else P()
     specs = jax.tree.map_with_path(
         lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
@@ -277,17 +266,12 @@ def test_router_bias():
     np.testing.assert_array_equal(router.selection_bias[...], [1.0, 1.0, 99.0, 1.0])
 
 
-@pytest.mark.parametrize(
-    ("columns", "dtype"),
-    [(E, "float32"), (1, "float32"), (1, "bfloat16")],
-    ids=["router", "token-gate", "token-gate-bfloat16"],
-)
-def test_logits_and_token_gate_are_no_tf32(columns, dtype):
+def test_logits_are_no_tf32():
     """A GPU multiplies float32 in TF32 unless the product says HIGHEST: as traced for one, forward and both gradients.
 
     A router's product with bfloat16 tokens: tests/ops/route/test_logits.py.
     """
-    moe = make(shared_features=9, gate_shared=True, dtype=jnp.dtype(dtype), backend="xla", precision=None)
+    moe = make(backend="xla", precision=None)
     graphdef, params = nnx.split(moe)
 
     def loss(params, x):
@@ -295,8 +279,8 @@ def test_logits_and_token_gate_are_no_tf32(columns, dtype):
         return jnp.sum(y.astype(jnp.float32)) + routing.aux_loss
 
     with on_h200():
-        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, tokens(25, D, dtype=dtype)).jaxpr
-    results = {(columns, 25), (columns, D), (D, 25)}  # of the logits, the kernel's gradient and x's, in whichever order
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, tokens(25, D)).jaxpr
+    results = {(E, 25), (E, D), (D, 25)}  # of the logits, the kernel's gradient and x's, in whichever order
     found = set()
     for product in (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"):
         shapes = [tuple(sorted(atom.aval.shape)) for atom in (*product.invars, *product.outvars)]
@@ -327,8 +311,8 @@ def test_any_router():
 
 @pytest.mark.parametrize("experts", [1, 64])
 def test_fan_in_is_one_expert(experts):
-    moe = MoE(experts, 128, 64, router=lambda x: jaxops.route(x, 1), shared_features=64, rngs=nnx.Rngs(0))
-    for kernel, fan_in in ((moe.gate, 128), (moe.up, 128), (moe.down, 64), (moe.shared.up, 128), (moe.shared.down, 64)):
+    moe = MoE(experts, 128, 64, router=lambda x: jaxops.route(x, 1), rngs=nnx.Rngs(0))
+    for kernel, fan_in in ((moe.gate, 128), (moe.up, 128), (moe.down, 64)):
         assert jnp.std(kernel[...]) == pytest.approx(fan_in**-0.5, rel=0.05)
 
 

@@ -1,7 +1,5 @@
 """MoE in FP8: beside float32, and beside DeepSeek-V3's way of it written out in numpy; over devices; its errors."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +16,15 @@ from tests.ops.moe_mlp.cases import Variant, check_zeros, clean, make_case
 from tests.parallel.cases import mesh_of
 
 # More columns than a block of 128 has; expert 3 has no rows.
-T, E, D, F, SHARED, K, EMPTY = 36, 9, 136, 150, 70, 2, 3
+T, E, D, F, K, EMPTY = 36, 9, 136, 150, 2, 3
 RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.delayed]
 
 
-def make(recipe: str | None, *, shared: int = SHARED, **options) -> MoE:
+def make(recipe: str | None, **options) -> MoE:
     rngs = nnx.Rngs(0)
     router = Router(D, E, K, score="sigmoid", use_bias=True, rngs=rngs)
     assert router.selection_bias is not None
     router.selection_bias[...] = router.selection_bias[...].at[EMPTY].set(-9.0)
-    options = {"shared_features": shared, "gate_shared": bool(shared)} | options
     if recipe is None:
         options |= {"precision": "highest"}
     return MoE(E, D, F, router=router, recipe=recipe, **options, rngs=rngs)
@@ -120,26 +117,17 @@ def layer_by_hand(module: MoE, params, x, dout):
     dkernel, dx_router = router_bwd(jnp.asarray(chosen["dweights"][positions], jnp.float32))
     dx = np.sum(chosen["drows"][positions], axis=1) + np.asarray(dx_router)
     grads: dict = {"router": nnx.to_pure_dict(dkernel)} | {name: chosen[name] for name in ("gate", "up", "down")}
-    if module.shared is None:
-        return y, grads, dx
-
-    s = p["shared"]
-    opened = 1 / (1 + np.exp(-x @ s["token_gate"]))
-    everyone = (s["gate"][None], s["up"][None], s["down"][None], np.array([0, T]))
-    common = unit_by_hand(x, np.ones(T), *everyone, opened * dout)
-    dopened = np.sum(dout * common["y"], axis=1, keepdims=True) * opened * (1 - opened)
-    grads["shared"] = {name: common[name][0] for name in ("gate", "up", "down")} | {"token_gate": x.T @ dopened}
-    return y + opened * common["y"], grads, dx + common["drows"] + dopened @ s["token_gate"].T
+    return y, grads, dx
 
 
-@pytest.mark.parametrize(("backend", "shared"), [("xla", SHARED), ("pallas", 0)])
-def test_as_deepseek_v3(backend, shared):
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_as_deepseek_v3(backend):
     """The error is that of single numbers that another order of sums moves to the next FP8 number."""
     recipe = fp8_matmul.RECIPES["blockwise"]
     assert {form.dtype for form in (recipe.lhs, recipe.rhs, recipe.dout)} == {"float8_e4m3fn"}
     assert not recipe.fast  # no pass adds more than 128 products in the tensor core's 14 bits
     x, dout = normal(1, T, D), normal(2, T, D)
-    module = make("blockwise", shared=shared, backend=backend)
+    module = make("blockwise", backend=backend)
     layer, params = of(module)
     y, dparams, dx = result_and_gradients(layer, params, x, dout)
     want = layer_by_hand(module, params, x, dout)
@@ -148,27 +136,21 @@ def test_as_deepseek_v3(backend, shared):
 
 
 def test_pow2_scales():
-    """They reach the op, for the shared experts too."""
+    """They reach the op."""
     x, dout = normal(1, T, D), normal(2, T, D)
     layers = [of(make("blockwise", pow2_scales=pow2)) for pow2 in (False, True)]
     free, pow2 = (result_and_gradients(layer, params, x, dout) for layer, params in layers)
     assert all(1e-3 < error < 0.12 for error in errors(pow2, free).values())
-    layers = [of(make("blockwise", shared=0, pow2_scales=pow2)) for pow2 in (False, True)]
-    assert errors(*(layer(params, x) for layer, params in layers))[""] > 1e-3
 
 
 @pytest.mark.parametrize("gather_tokens", [False, True])
 def test_experts_over_devices(gather_tokens):
-    """Three devices with three experts each give what one with all gives: no block of 128 has rows of two experts.
-
-    Shared experts see the device's own tokens; if these are split, so are the blocks of their weights' gradients.
-    """
+    """Three devices with three experts each give what one with all gives: no block of 128 has rows of two experts."""
     if jax.device_count() < 3:
         pytest.skip("needs several devices")
     mesh = mesh_of(3, names=("expert",))
-    make_one = functools.partial(make, "blockwise", shared=0 if gather_tokens else SHARED)
     (alone, params), (split, _) = (
-        of(make_one(**how)) for how in ({}, {"expert_axis": "expert", "gather_tokens": gather_tokens})
+        of(make("blockwise", **how)) for how in ({}, {"expert_axis": "expert", "gather_tokens": gather_tokens})
     )
     rows = P("expert") if gather_tokens else P()
     specs = jax.tree.map_with_path(

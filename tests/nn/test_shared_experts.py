@@ -1,0 +1,172 @@
+"""SharedExperts beside plain products in float32, and in FP8 beside a MoE of one expert."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxops
+from jaxops.nn import MoE, SharedExperts
+from jaxops.ops import fp8_matmul
+from tests.compare import assert_close
+from tests.hopper import on_h200
+from tests.jaxprs import equations
+
+# More columns than a block of 128 has.
+T, D, F = 36, 136, 150
+RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.delayed]
+
+
+def make(recipe: str | None = None, **options) -> SharedExperts:
+    how = {"gated": True, "precision": "highest" if recipe is None else None} | options
+    return SharedExperts(D, F, recipe=recipe, **how, rngs=nnx.Rngs(0))
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X, DOUT = normal(1, T, D), normal(2, T, D)
+
+
+def of(module: SharedExperts):
+    """(the layer as a function of its parameters and x, the parameters)"""
+    graphdef, params = nnx.split(module)
+    return lambda params, x: nnx.merge(graphdef, params)(x), params
+
+
+def gate_tokens(y: jax.Array, params: nnx.State, x: jax.Array) -> jax.Array:
+    return y * jax.nn.sigmoid(jnp.matmul(x, params["token_gate"][...], precision="highest"))
+
+
+def plain(params: nnx.State, x: jax.Array, activation=jax.nn.silu) -> jax.Array:
+    gate, up, down = (params[name][...] for name in ("gate", "up", "down"))
+    with jax.default_matmul_precision("highest"):
+        y = (activation(x @ gate) * (x @ up)) @ down
+    return gate_tokens(y, params, x) if "token_gate" in params else y
+
+
+def one_expert(options: dict, params: nnx.State, x: jax.Array) -> jax.Array:
+    """All tokens to the only expert of a `MoE`, with weights of 1."""
+    router = lambda x: jaxops.route(jnp.zeros((x.shape[0], 1)), 1)
+    module = MoE(1, D, F, router=router, **options, rngs=nnx.Rngs(0))
+    for name in ("gate", "up", "down"):
+        setattr(module, name, nnx.Param(params[name][...][None]))
+    return gate_tokens(module(x)[0], params, x)
+
+
+def result_and_gradients(f, params: nnx.State, x: jax.Array):
+    """(result, gradients of the parameters and of x)"""
+    grads, y = jax.jit(jax.grad(lambda *a: (jnp.sum((y := f(*a)) * DOUT), y), argnums=(0, 1), has_aux=True))(params, x)
+    return y, *grads
+
+
+@functools.cache
+def in_float32():
+    """Of a gated layer, whose parameters are the same with every recipe."""
+    return result_and_gradients(plain, of(make())[1], X)
+
+
+def errors(got, want) -> dict[str, float]:
+    """RMS error over RMS of each array, by its path."""
+    rms = lambda array: float(np.sqrt(np.mean(np.asarray(array, np.float64) ** 2)))
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    return {jax.tree_util.keystr(path): rms(ours - wanted) / rms(wanted) for (path, ours), wanted in pairs}
+
+
+@pytest.mark.parametrize("options", [{"gated": False, "activation": "relu"}, {}], ids=["plain", "gated"])
+def test_values(options):
+    layer, params = of(make(**options))
+    assert ("token_gate" in params) == options.get("gated", True)
+    got = result_and_gradients(layer, params, X)
+    want = (
+        result_and_gradients(functools.partial(plain, activation=jax.nn.relu), params, X) if options else in_float32()
+    )
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
+
+
+@pytest.mark.parametrize(
+    "options", [*({"recipe": recipe} for recipe in RECIPES), {"recipe": "blockwise", "pow2_scales": True}], ids=str
+)
+def test_fp8(options):
+    """The numbers of a `MoE` with one expert, and within the error of FP8 from float32, where it would be 1e-6."""
+    layer, params = of(make(**options))
+    got, same = (result_and_gradients(f, params, X) for f in (layer, functools.partial(one_expert, options)))
+    for name, error in errors(got, same).items():
+        assert error < 1e-6, (name, error)
+    for name, error in errors(got, in_float32()).items():
+        assert 0.002 < error < 0.12, (name, error)
+
+
+def test_leading_axes_and_no_tokens():
+    layer = nnx.jit(make())
+    np.testing.assert_array_equal(layer(X.reshape(2, 18, D)).reshape(T, D), layer(X))
+    assert layer(X[:0]).shape == (0, D)
+    with pytest.raises(ValueError, match=r"x has shape \(36, 9\); it must be \[\.\.\., in_features=136\]"):
+        make()(X[:, :9])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "param_dtype", "out"),
+    [
+        (None, None, jnp.float32, jnp.float32),
+        (None, None, jnp.bfloat16, jnp.bfloat16),
+        ("blockwise", jnp.bfloat16, jnp.float32, jnp.bfloat16),
+    ],
+)
+def test_dtypes_follow_flax(recipe, dtype, param_dtype, out):
+    """Traced, not run. Gradients have the parameters' dtype."""
+    layer, params = of(make(recipe, dtype=dtype, param_dtype=param_dtype))
+    x = X.astype(jnp.bfloat16)
+    assert jax.eval_shape(layer, params, x).dtype == out
+    grads = jax.eval_shape(jax.grad(lambda params: jnp.sum(layer(params, x).astype(jnp.float32))), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(param_dtype)}
+
+
+def test_bfloat16():
+    """bfloat16 products of float32 parameters, whose gradients are not rounded to bfloat16."""
+    layer, params = of(make(dtype=jnp.bfloat16, precision=None))
+    y, dparams, _ = result_and_gradients(layer, params, X)
+    assert_close(y, in_float32()[0], "bfloat16", scale=2)
+    for name, gradient in nnx.to_pure_dict(dparams).items():
+        assert (gradient != gradient.astype(jnp.bfloat16)).any(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_token_gate_is_no_tf32(dtype):
+    """A GPU multiplies float32 in TF32 unless the product says HIGHEST: traced for one, forward and both gradients."""
+    layer, params = of(make(dtype=jnp.dtype(dtype), backend="xla", precision=None))
+    with on_h200():
+        jaxpr = jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(layer(*a).astype(jnp.float32)), argnums=(0, 1)))(params, X)
+    results = {(1, T), (1, D), (T, D)}  # of the product, token_gate's gradient and x's, in whichever order
+    found = set()
+    for product in (eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "dot_general"):
+        shapes = [tuple(sorted(atom.aval.shape)) for atom in (*product.invars, *product.outvars)]
+        if set(shapes) == results:
+            found.add(shapes[-1])
+            assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+            assert {atom.aval.dtype for atom in (*product.invars, *product.outvars)} == {jnp.dtype("float32")}
+    assert found == results
+
+
+def test_backend():
+    """Traced, not run: the unit is made of kernels."""
+    for backend, kernels in (("pallas", {"grouped_glu_fwd", "grouped_matmul_fwd"}), ("xla", set())):
+        layer, params = of(make(gated=False, backend=backend))
+        eqns = list(equations(jax.make_jaxpr(layer)(params, X).jaxpr))
+        assert {eqn.params["name"] for eqn in eqns if eqn.primitive.name == "pallas_call"} - {
+            "schedule_rows"
+        } == kernels
+
+
+def test_initial_values():
+    """lecun_normal, of keys of their own; a layer with a recipe has the same."""
+    params, in_fp8 = (nnx.to_pure_dict(nnx.state(make(recipe))) for recipe in (None, "tensorwise"))
+    jax.tree.map(np.testing.assert_array_equal, params, in_fp8)
+    for name, fan_in in (("gate", D), ("up", D), ("down", F)):
+        assert jnp.std(params[name]) == pytest.approx(fan_in**-0.5, rel=0.05)
+    assert (params["gate"] != params["up"]).any()

@@ -22,9 +22,9 @@ from benchmarks.precision_sides import BASELINE, EXACT, Side, cast_sides, traini
 from benchmarks.precision_trainings import Trained, Work, gradient_errors, gradient_of, paired, trainer, work_of
 from models import train_lm
 from models.decoder import DecoderConfig
-from models.loop import with_steps
 from models.precision import PRECISIONS
 from models.presets import PRESETS, Preset
+from models.schedule import with_steps
 from models.tokenizer import Bytes
 
 # All have a layer with a dense gated unit before those with experts, as DeepSeek-V3 has.

@@ -17,8 +17,8 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from models.layers import OFFLOADED
-from models.loop import AnySchedule, Schedule
 from models.precision import BACKENDS, PRECISIONS
+from models.schedule import AnySchedule, Schedule
 from models.whole_files import replace
 
 Given = dict[str, Any]

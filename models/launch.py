@@ -17,8 +17,9 @@ from models.config import Options
 from models.distributed import initialize, is_first, make_console
 from models.ending import in_one_line
 from models.hf_config import read_json
-from models.loop import Run, Schedule
+from models.loop import Run
 from models.mesh import make_mesh
+from models.schedule import Schedule
 from models.whole_files import replace
 
 NAMED = 5  # files, in one error

@@ -1,21 +1,19 @@
-"""The training loop of every model: schedule, optimizer, state, the compiled step, and the loop over steps."""
+"""The training loop of every model: state, the compiled step, and the loop over steps."""
 
 import contextlib
 import dataclasses
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,41 +22,12 @@ from models import frozen
 from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
-from models.mesh import collect, constrained, name_of, own_rows, shard_batch, split_objective
+from models.mesh import collect, constrained, own_rows, shard_batch, split_objective
 from models.report import History, MetricsLog
+from models.schedule import Schedule, make_learning_rate, make_optimizer
 
 READ_EVERY = 10
 AHEAD = 2  # batches that are made while a step runs
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Length and learning rate of a training.
-
-    Attributes:
-      learning_rate: the peak, after warmup_steps and before the cosine decay.
-      eval_every: steps between evaluations.
-      accumulate: micro-batches of a step, one after another: the gradient is the batch's, the memory one micro-batch's.
-      ema: decay of the averaged weights, after many steps; they are evaluated and saved. None for no average.
-      freeze: regular expressions. Parameters with a match in their name, such as "blocks/attention/q/kernel", are not
-        trained: no gradient, update, decay, optimizer state or average of them is computed.
-      seed: of parameters, batches and random draws.
-    """
-
-    steps: PositiveInt
-    learning_rate: PositiveFloat
-    warmup_steps: NonNegativeInt
-    eval_every: PositiveInt
-    weight_decay: NonNegativeFloat = 0.1
-    clip_norm: PositiveFloat = 1.0
-    accumulate: PositiveInt = 1
-    ema: Share | None = None
-    freeze: tuple[str, ...] = ()
-    seed: NonNegativeInt = 0
-
-
-AnySchedule = TypeVar("AnySchedule", bound=Schedule)
 
 
 class TrainState(NamedTuple):
@@ -110,30 +79,6 @@ class Metrics(NamedTuple):
 # (model, micro-batch, key) -> (loss to minimize, measured), means over the counted tokens: each batch has `counted()`
 # and `size`.
 Objective = Callable[[Any, Any, jax.Array], tuple[jax.Array, Measured]]
-
-
-def with_steps(schedule: AnySchedule, steps: int | None) -> AnySchedule:
-    """The schedule with another number of steps; a short one warms up for an eighth of it."""
-    steps = schedule.steps if steps is None else steps
-    return dataclasses.replace(schedule, steps=steps, warmup_steps=min(schedule.warmup_steps, max(1, steps // 8)))
-
-
-def make_learning_rate(schedule: Schedule) -> optax.Schedule:
-    end = max(schedule.steps, schedule.warmup_steps + 1)
-    return optax.warmup_cosine_decay_schedule(
-        0.0, schedule.learning_rate, schedule.warmup_steps, end, 0.05 * schedule.learning_rate
-    )
-
-
-def is_decayed(path: tuple) -> bool:
-    """By a parameter's name: not norms' scales, biases and sinks. Not by rank, because layers are stacked."""
-    return re.search(r"\b(scale|bias|sinks)\b", name_of(path)) is None
-
-
-def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    decayed = lambda params: jax.tree.map_with_path(lambda path, _: is_decayed(path), params)
-    adamw = optax.adamw(make_learning_rate(schedule), b2=0.98, weight_decay=schedule.weight_decay, mask=decayed)
-    return optax.chain(optax.clip_by_global_norm(schedule.clip_norm), adamw)
 
 
 def place(arrays: Any, mesh: Mesh | None = None) -> Any:

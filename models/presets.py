@@ -6,9 +6,9 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
-from models.loop import Schedule, Share
 from models.multimodal import MultimodalConfig
 from models.precision import Attends, Backend, Dtype, Recipe
+from models.schedule import Schedule, Share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,11 +32,12 @@ from models.images import (
     unpatchify,
 )
 from models.layers import options_for, remark
-from models.loop import Measured, Run, Training, TrainState, with_steps
+from models.loop import Measured, Run, Training, TrainState
 from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, parts_of, replicate
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
+from models.schedule import with_steps
 from models.tensor_parallel import check_rows
 
 UNIT = "squared error of the velocity"

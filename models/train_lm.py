@@ -24,13 +24,14 @@ from models.decoder_loss import loss_fn
 from models.distributed import is_first
 from models.hf_config import OF_A_RUN, end_token, fitting, read_config
 from models.layers import options_for, remark
-from models.loop import Measured, Run, Training, TrainState, with_steps
+from models.loop import Measured, Run, Training, TrainState
 from models.mesh import TENSOR, create_sharded, own_rows, parts_of, replicate, shard_state, shardings
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
 from models.report import History, plot_report
 from models.sampling import Sampling
+from models.schedule import with_steps
 from models.slots import generate
 from models.tensor_parallel import check_rows
 from models.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of

@@ -32,7 +32,7 @@ from models.interleaved import (
     stack,
 )
 from models.layers import options_for, remark
-from models.loop import Measured, Run, Training, TrainState, with_steps
+from models.loop import Measured, Run, Training, TrainState
 from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, replicate
 from models.multimodal import Multimodal
 from models.multimodal_loss import loss_fn
@@ -40,6 +40,7 @@ from models.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import MULTIMODAL_PRESETS, MultimodalPreset
 from models.report import History, plot_report
+from models.schedule import with_steps
 from models.show_mm import show
 from models.tokenizer import Bytes, HuggingFace, Tokenizer
 

@@ -25,8 +25,6 @@ from models.loop import (
     init_state,
     kept,
     make_evaluate,
-    make_learning_rate,
-    make_optimizer,
     make_step,
     place,
     prefetched,
@@ -35,6 +33,7 @@ from models.loop import (
 from models.packing import Documents
 from models.presets import Preset, of_bytes
 from models.report import MetricsLog, plot_report
+from models.schedule import make_learning_rate, make_optimizer
 
 DENSE = dataclasses.replace(
     of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla"

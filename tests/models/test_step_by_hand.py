@@ -15,10 +15,11 @@ from rich.console import Console
 from models import loop, train_dit, train_lm
 from models.data import Corpus
 from models.images import DataSet, Images
-from models.loop import Measured, Run, Schedule, make_evaluate, make_step
+from models.loop import Measured, Run, make_evaluate, make_step
 from models.packing import Documents
 from models.presets import DiTPreset, Preset, of_bytes
 from models.report import History
+from models.schedule import Schedule
 
 STEPS, PENALTY = 12, 0.05
 SCHEDULE = Schedule(

@@ -48,7 +48,7 @@ def last_logits(config: DecoderConfig):
 
 def computed(folder: pathlib.Path, tokens: jax.Array) -> jax.Array:
     loaded = hf.load(folder, backend="xla")[1]
-    c, at = loaded.config, np.arange(tokens.shape[1], dtype=np.int32)[None]
+    c, at = loaded.config, np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     lengths = np.full_like(at, tokens.shape[1])
     angles, windows = turns(c, at, lengths), loaded._windows(tokens.shape[1])
     same = dataclasses.replace(c, rope_base=1.0, rope_scaling=None, window=None, sliding=None)

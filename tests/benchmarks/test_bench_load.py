@@ -20,7 +20,7 @@ def test_smoke_run_writes_a_row(tmp_path):
     assert row["shape"]["files"] > 3
     assert row["gbps"] == pytest.approx(row["shape"]["bytes"] / row["us_p50"] / 1e3, rel=1e-3)
     assert row["of_ceiling"] == pytest.approx(row["gbps"] / row["disk_gbps"], rel=1e-2, abs=1e-4)
-    assert row["host_bytes_peak"] > row["host_bytes_before"] > 1e7
+    assert row["host_bytes_peak"] >= row["host_bytes_before"] > 1e7
     assert [file.name for file in tmp_path.iterdir()] == ["load.jsonl"]
 
 

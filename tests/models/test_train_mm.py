@@ -281,17 +281,16 @@ def test_over_a_mesh():
     )
 
     def alone(params):
-        total, rows = 0.0, 0
-        for part, batch in enumerate(parts):
-            losses, routed = losses_of(
-                nnx.merge(graphdef, params), jax.tree.map(jnp.asarray, batch), jax.random.fold_in(key, part),
-                time_shift=preset.time_shift, reading_noise=preset.reading_noise,
-            )  # fmt: skip
-            total, rows = total + losses.text + 2 * losses.image, rows + losses.predictions + losses.patches
-            loads.append(routed.load)
-        return total / rows, sum(loads)
+        def of_part(given):
+            how = {"time_shift": preset.time_shift, "reading_noise": preset.reading_noise}
+            losses, routed = losses_of(nnx.merge(graphdef, params), *given, **how)
+            total, rows = losses.text + 2 * losses.image, losses.predictions + losses.patches
+            return total, rows, routed.load
 
-    loads: list[jax.Array] = []
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(parts)))
+        totals, rows, loads = jax.lax.map(of_part, (jax.tree.map(jnp.asarray, stack(parts)), keys))
+        return jnp.sum(totals) / jnp.sum(rows), jnp.sum(loads, axis=0)
+
     (loss, load), wanted = jax.jit(jax.value_and_grad(alone, has_aux=True))(params)
     assert float(got[0]) == pytest.approx(float(loss), rel=1e-5)
     assert_close(got[1][0].load, train_mm.shares(preset, load), "float32", scale=4)

@@ -195,7 +195,7 @@ def train_images(parts: int, shape: str | None = None) -> Outcome:
     return Outcome(first, read, jnp.zeros(()), step.as_text())
 
 
-@pytest.mark.parametrize(("shape", "parts"), [("tensor=4", 1), ("data=2,tensor=2", 2), ("fsdp=2,tensor=2", 2)])
+@pytest.mark.parametrize(("shape", "parts"), [("tensor=4", 1), ("fsdp=2,tensor=2", 2)])
 def test_a_dit_as_on_one_device(shape, parts):
     """Averaged weights, too."""
     mesh = make_mesh(shape)

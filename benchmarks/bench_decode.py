@@ -12,7 +12,6 @@ far. A step's time is that of `models.slots.advance`, with the host's look at th
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import re
 import time
@@ -249,8 +248,7 @@ def main(
     smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/decode.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    # Weights and caches are most of the memory, of which JAX takes three quarters by default.
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    harness.take_memory()
     file = harness.begin("decode", out, smoke)
     gbps = harness.write_copy(file, smoke)
     workload = Workload("smoke", SMOKE, 20) if smoke else Workload("qwen3_30b_a3b", QWEN3_30B, length)

@@ -73,15 +73,13 @@ def measure_case(run: harness.Run, shape: GroupedShape, pass_name: str, dist: st
         OURS: lambda: grouped(*args),
         LOOP: lambda: LOOPS[pass_name](*args),
     }
-    ready: dict[str, harness.Ready] = {}
-    for name, call in sides.items():
-        try:
-            tensors = (inputs.lhs, inputs.rhs, inputs.dout)
-            errors = checks.grouped_errors(pass_name, shape, call(), tensors, offsets)
-            ready[name] = harness.ready(name, call, (), 0, checks.demand_right(*errors, jnp.dtype(DTYPE).name))
-        except Exception as error:
-            harness.print_left_out(f"{name} at {label}", error)
-            run.left_out += name == OURS
+
+    def ready_side(name: str) -> harness.Ready:
+        tensors = (inputs.lhs, inputs.rhs, inputs.dout)
+        errors = checks.grouped_errors(pass_name, shape, sides[name](), tensors, offsets)
+        return harness.ready(name, sides[name], (), 0, checks.demand_right(*errors, jnp.dtype(DTYPE).name))
+
+    ready = run.ready_sides(OURS, label, run.sides(OURS, ready_side))
     walls = {name: Wall([], []) for name in ready}
     for _ in range(run.rounds):
         for name in ready:

@@ -10,7 +10,6 @@ python -m benchmarks.bench_multimodal --smoke --out /tmp/x   # a tiny model, eve
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -268,11 +267,7 @@ def main(
     smoke: bool = typer.Option(False, help="A tiny model, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/multimodal.jsonl; exits with 1 if a run failed. A row's `vs` is of times a token."""
-    os.environ |= {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",
-    }
+    harness.take_memory(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="112")
     file = harness.begin("multimodal", out, smoke)
     dense = harness.write_dense(file, np.float32 if smoke else jnp.bfloat16, smoke)
     chosen, failed = sides.split(","), 0

@@ -7,7 +7,6 @@ python -m benchmarks.bench_offload --smoke --out /tmp/x   # a tiny decoder, ever
 import contextlib
 import dataclasses
 import itertools
-import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -276,11 +275,7 @@ def main(
     smoke: bool = typer.Option(False, help="A tiny decoder, every code path; needs --out."),
 ) -> None:
     """Appends to <out>/offload.jsonl; exits with 1 if a run failed. A row's `vs` is of times a token."""
-    os.environ |= {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",
-    }
+    harness.take_memory(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="112")
     file = harness.begin("offload", out, smoke)
     dense = harness.write_dense(file, np.float32 if smoke else jax.numpy.bfloat16, smoke)
     failed = 0

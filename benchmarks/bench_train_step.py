@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import os
 import pathlib
 import time
 from collections.abc import Callable
@@ -301,7 +300,7 @@ def main(
 ) -> None:
     """Appends to <out>/train_step.jsonl; exits with 1 if jaxops itself failed somewhere."""
     # Preallocated: in memory that grew with one side, the next side finds no contiguous block for its temporaries.
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    harness.take_memory()
     file = harness.begin("train_step", out, smoke)
     chosen = sorted(sides.split(","), key=list(SIDES).index)
     dense = harness.write_dense(file, jnp.bfloat16, smoke)

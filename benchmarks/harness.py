@@ -96,6 +96,17 @@ def leave_room_for_torch() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.72")
 
 
+def take_memory(**more: str) -> None:
+    """Gives JAX 0.95 of the device's memory; its default is three quarters.
+
+    Call it before JAX's backend starts.
+
+    Args:
+      more: further environment variables.
+    """
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | more
+
+
 def call_times_us(fn: Callable, *args, iterations: int) -> list[float]:
     """Device time of each call on a GPU; elsewhere wall time, which only tests the code path."""
     return (device_times_us if on_gpu() else wall_times_us)(fn, *args, iterations=iterations)

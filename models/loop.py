@@ -277,6 +277,17 @@ class Run:
         return self.save_every is not None and (done % self.save_every == 0 or done == steps)
 
 
+def heldout_loss(
+    evaluate: Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array],
+    batches: Any,
+    key: jax.Array,
+    mesh: Mesh | None,
+) -> Callable[[TrainState], jax.Array]:
+    """`Training.evaluate` of these batches, from what `make_evaluate` returns. They are placed once."""
+    placed = place(batches, mesh)
+    return lambda state: evaluate(kept(state), state.histories, placed, key)
+
+
 def train(training: Training, graphdef: nnx.GraphDef, state: TrainState, run: Run) -> tuple[Any, History]:
     """Runs all steps and evaluations. The state is donated.
 

@@ -169,11 +169,10 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
     graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
     stepped = graphdef if mesh is None else sharded_graphdef(sizes)
-    evaluate, heldout = make_evaluate(stepped, mesh), loop.place(heldout_batches(preset, data, mesh), mesh)
     training = Training(
         preset,
         make_step(stepped, preset, mesh),
-        lambda state: evaluate(loop.kept(state), state.histories, heldout, heldout_key),
+        loop.heldout_loss(make_evaluate(stepped, mesh), heldout_batches(preset, data, mesh), heldout_key, mesh),
         make_batches(preset, data, mesh),
         key,
         UNIT,

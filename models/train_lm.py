@@ -277,11 +277,10 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
     stepped, key = graphdef if mesh is None else sharded_graphdef(preset), replicate(jax.random.key(preset.seed), mesh)
-    evaluate, heldout = make_evaluate(stepped, preset, mesh), loop.place(heldout_batches(preset, corpus.heldout), mesh)
     training = Training(
         preset,
         make_step(stepped, preset, mesh),
-        lambda state: evaluate(loop.kept(state), state.histories, heldout, key),
+        loop.heldout_loss(make_evaluate(stepped, preset, mesh), heldout_batches(preset, corpus.heldout), key, mesh),
         make_batches(preset, corpus.train, rows),
         key,
         unit,

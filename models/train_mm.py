@@ -255,11 +255,12 @@ def train(preset: MultimodalPreset, material: Material, run: Run) -> tuple[Multi
     graphdef, state = create_sharded(lambda: init_state(preset, preset.seed), mesh)
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
     stepped = graphdef if mesh is None else sharded_graphdef(preset)
-    evaluate, heldout = make_evaluate(stepped, preset, mesh), loop.place(heldout_batches(preset, material, mesh), mesh)
     training = Training(
         preset,
         make_step(stepped, preset, mesh),
-        lambda state: evaluate(loop.kept(state), state.histories, heldout, heldout_key),
+        loop.heldout_loss(
+            make_evaluate(stepped, preset, mesh), heldout_batches(preset, material, mesh), heldout_key, mesh
+        ),
         make_batches(preset, material, mesh),
         key,
         UNIT,

@@ -21,6 +21,7 @@ from models.mesh import make_mesh, name_of, replicate, shard_state
 from models.packing import Documents
 from models.presets import Preset
 from tests.compare import assert_close
+from tests.devices import needs_four
 from tests.models.interrupted_run import EVERY, train
 
 CONFIG = DecoderConfig(256, 16, 2, 2, 2, 8, 24, experts=3, top_k=2, backend="xla")
@@ -116,7 +117,7 @@ def test_nothing_is_stored_for_them(done):
         assert found == trained
 
 
-@pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+@needs_four
 def test_over_a_mesh(done):
     before, state, metrics = two_steps("fsdp=4")
     _, wanted, alone = done

@@ -16,6 +16,7 @@ from models.decoder import Decoder, DecoderConfig
 from models.inference import for_inference
 from models.mesh import make_mesh, shardings
 from models.presets import Preset
+from tests.devices import needs_four
 
 CONFIG = DecoderConfig(
     64, 32, 3, 4, 2, 8, 24, experts=4, top_k=2, normalize=True, qk_norm=True, dense_layers=(1,), dense_hidden=40
@@ -29,9 +30,6 @@ def folder(tmp_path_factory) -> pathlib.Path:
     hf.save(made, "Qwen3MoeForCausalLM", model, dtype="bfloat16", max_bytes=10_000)
     assert len(list(made.glob("*.safetensors"))) > 3
     return made
-
-
-needs_four = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
 
 
 @needs_four

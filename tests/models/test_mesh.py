@@ -35,9 +35,10 @@ from models.mesh import (
 )
 from models.presets import Preset
 from tests.compare import assert_close
+from tests.devices import needs_four
 from tests.hopper import H200
 
-pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+pytestmark = needs_four
 SPARSE = DecoderConfig(256, 16, 2, 2, 2, 8, 24, experts=4, top_k=2, tie_embeddings=True, backend="xla")
 DENSE = dataclasses.replace(SPARSE, experts=0, top_k=0, tie_embeddings=False)
 LENGTHS = np.random.default_rng(1).integers(2, 30, 40)

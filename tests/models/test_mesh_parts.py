@@ -8,10 +8,11 @@ import pytest
 from jaxops.nn import RouterBias
 from models.decoder import Latent
 from models.mesh import name_of
+from tests.devices import needs_four
 from tests.models.test_decoder_parts import LATENT, MUCH
 from tests.models.test_mesh import assert_as_alone, fraction, matrices, train
 
-pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+pytestmark = needs_four
 SIZES = {"vocab": 256, "width": 16, "head_dim": 8, "hidden": 12, "dense_hidden": 20, "layers": 3}
 CONFIGS = {
     "much": dataclasses.replace(MUCH, **SIZES, sliding=(0, 2), dense_layers=(1,)),

@@ -20,6 +20,7 @@ from models.images import Batch
 from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state, split_of
 from models.presets import DiTPreset
 from tests.compare import assert_close
+from tests.devices import needs_four
 from tests.models.test_mesh import (
     Outcome,
     assert_as_alone,
@@ -32,7 +33,7 @@ from tests.models.test_mesh import (
     train,
 )
 
-pytestmark = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+pytestmark = needs_four
 MIXED = DecoderConfig(
     256, 16, 2, 8, 4, 4, 24, experts=4, top_k=2, dense_layers=(0,), dense_hidden=20, tie_embeddings=True, backend="xla"
 )

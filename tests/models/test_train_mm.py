@@ -28,6 +28,7 @@ from models.pairs import DATA_SETS, PairData, Pairs
 from models.presets import MULTIMODAL_PRESETS, MultimodalPreset
 from models.train_mm import MmOptions, choose, main, make_step, prepare, train_documents
 from tests.compare import assert_close
+from tests.devices import needs_four
 
 MODEL = MultimodalConfig(
     vocab=258,
@@ -259,10 +260,9 @@ def test_measures_of_digits(monkeypatch, tmp_path, tiny):
         assert picture.width > 1_200
 
 
+@needs_four
 def test_over_a_mesh():
     """Each device has its own documents and noise, and some of the experts: loss, load and gradients of all."""
-    if jax.device_count() != 4:
-        pytest.skip("needs four devices")
     mesh = make_mesh("fsdp=2,expert=2")
     config = dataclasses.replace(MODEL, backend="xla", layers=2)
     preset = dataclasses.replace(TINY, model=config, image_weight=2.0, balance_weight=0.0)

@@ -1,5 +1,7 @@
 """MoE in FP8: beside float32, and beside DeepSeek-V3's way of it written out in numpy; over devices; its errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,7 +187,8 @@ def test_transformations():
     by_one = [result_and_gradients(layer, params, a, b) for a, b in zip(x, dout, strict=True)]
     want = jax.tree.map(lambda *a: jnp.stack(a), *by_one)
     want = (want[0], jax.tree.map(lambda a: jnp.sum(a, axis=0), want[1]), want[2])
-    kept = jax.checkpoint(layer, policy=jaxops.offload.Policy(keep=("moe_mlp", "route", "router")))  # pyright: ignore[reportArgumentType]
+    policy: Any = jaxops.offload.Policy(keep=("moe_mlp", "route", "router"))
+    kept = jax.checkpoint(layer, policy=policy)
     ways = {
         "vmap": jax.vmap(layer, in_axes=(None, 0)),
         "scan": lambda params, x: lax.map(lambda x: kept(params, x), x),

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxops.offload import offload_state, streamed
 from jaxops.offload.state import _fewest_bytes
 from tests.compare import OPTIMISED
+from tests.devices import needs_four
 
 SHAPES = {
     "kernel": (6, 8, 4),
@@ -207,7 +208,7 @@ def test_donation():
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(new))
 
 
-@pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+@needs_four
 def test_shardings_stay():
     mesh = Mesh(np.array(jax.devices()), "x")
     split = NamedSharding(mesh, P(None, "x"))

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxops
-from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock, AmaxHistory
+from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
 from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
 from models.mesh import gather, gathered
@@ -206,11 +206,7 @@ class DiT(nnx.Module):
             training=not self.use_running_average,
             whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
         )
-        norm = part("norm")
-        y = norm(x, cond, offsets)
-        if not self.use_running_average:
-            nnx.update(self.norm, nnx.state(norm, AmaxHistory))
-        return part("leave")(y).astype(jnp.float32)
+        return part("leave")(part("norm")(x, cond, offsets)).astype(jnp.float32)
 
 
 def loss_fn(model: DiT, batch, key: jax.Array, label_dropout: float = 0.1) -> jax.Array:

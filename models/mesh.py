@@ -259,9 +259,12 @@ def gather(params: Tree, dtype: Any = jnp.float32, sums: Any = jnp.float32) -> T
 
 
 def gathered(model: nnx.Module, name: str, dtype: Any, sums: Any) -> Any:
-    """The model's part of this name, with `gather`ed parameters: `RULES` look at names from the model on."""
-    graphdef, params = nnx.split(getattr(model, name))
-    return nnx.merge(graphdef, gather({name: params}, dtype, sums)[name])
+    """The model's part of this name, with `gather`ed parameters: `RULES` look at names from the model on.
+
+    Its other variables are the model's own: what a call writes to them, such as a history of FP8, the model has.
+    """
+    graphdef, params, others = nnx.split(getattr(model, name), nnx.Param, ...)
+    return nnx.merge(graphdef, gather({name: params}, dtype, sums)[name], others)
 
 
 def _all_gather(x: jax.Array, axis: int, dtype: Any) -> jax.Array:

@@ -17,7 +17,6 @@ from flax import nnx
 from pydantic import PositiveFloat, PositiveInt
 
 import jaxops
-from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.decoder.attention import Attention, Seen
@@ -246,10 +245,7 @@ class Multimodal(nnx.Module):
             training=not self.use_running_average,
             whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
         )
-        modulation = self._whole("modulation")
-        scale, shift = modulation(cond, layout)
-        if not self.use_running_average:
-            nnx.update(self.modulation, nnx.state(modulation, AmaxHistory))
+        scale, shift = self._whole("modulation")(cond, layout)
         how = {"norm": "rms", "epsilon": c.norm_epsilon, "per": "sequence", "backend": c.backend}
         return jaxops.adaln(x, scale, shift, batch.segment_offsets, **how), routed
 

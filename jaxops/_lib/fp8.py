@@ -152,6 +152,12 @@ def cast_saturating(values: jax.Array, dtype, saturates: bool = False) -> jax.Ar
     return jnp.where(values == values, jnp.minimum(jnp.maximum(values, -most), most), values).astype(dtype)
 
 
+def kept(values: jax.Array) -> jax.Array:
+    """FP8 values for an XLA program. XLA for GPUs leaves out a cast to FP8 whose only use is a cast back to float32
+    (`xla_allow_excess_precision`), so that nothing is rounded; a barrier between the two keeps both."""
+    return lax.optimization_barrier(values)
+
+
 def cast_stochastic(values: jax.Array, dtype, random: jax.Array) -> jax.Array:
     """As `cast_saturating`, with stochastic rounding by the high bits of `random` (int32)."""
     info = jnp.finfo(dtype)

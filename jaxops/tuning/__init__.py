@@ -86,7 +86,7 @@ def tune(
 
         calls = [op.operands(name, problem, tensors, each) for each in offsets]
         now = known[0]
-        times = _times(name, run, calls, mine, now, say, advance)
+        times = _times(name, run, calls, mine, now, op.largest_error, say, advance)
         best = min(times, key=times.__getitem__)
         plans[kernel] = dataclasses.replace(plans[kernel], **{name: best})
         us = times[best] / len(calls)  # of a call, on average
@@ -175,11 +175,18 @@ def _errors(got, want):
 
 
 def _times(
-    name: str, run: Callable, calls: list[tuple], tiles: list, now: Any, say: Callable, advance: Callable
+    name: str,
+    run: Callable,
+    calls: list[tuple],
+    tiles: list,
+    now: Any,
+    largest: float | None,
+    say: Callable,
+    advance: Callable,
 ) -> dict[Any, float]:
     """Microseconds of the five fastest tiles and of `now`, summed over all calls (the operands of each).
 
-    run: (tiles, or None for the xla backend, *operands) -> results.
+    run: (tiles, or None for the xla backend, *operands) -> results. largest: `Tunable.largest_error`.
     """
 
     def compiled(t):
@@ -196,6 +203,7 @@ def _times(
     out = jax.tree.leaves(jax.eval_shape(portable, *calls[0]))
     alive = int(max(3, min(20, _ALIVE_BYTES / sum(x.size * x.dtype.itemsize for x in out))))
     limits = _LIMITS[jax.tree.leaves(calls[0])[0].dtype.itemsize]
+    limits = limits if largest is None else (largest, limits[1])
     for operands in calls:
         want = portable(*operands)
         for t in list(programs):

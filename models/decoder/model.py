@@ -17,6 +17,7 @@ from models.decoder.cache import Places, write
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Routed
 from models.decoder.rope import turns
+from models.decoder.weights import dot_general
 from models.layers import apply_layers, stacked
 from models.mesh import gather, gathered
 from models.tensor_parallel import attend, devices, embed, wide
@@ -96,9 +97,8 @@ class Decoder(nnx.Module):
             else nnx.data(None)
         )
         self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
-        self.head = (
-            nnx.data(None) if c.tie_embeddings else nnx.Linear(c.width, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
-        )
+        head = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, dot_general=dot_general, rngs=rngs)
+        self.head = nnx.data(None) if c.tie_embeddings else head(c.width, c.vocab)
         self.use_running_average = False  # what `nnx.Module.eval` sets: then no state of the blocks is written
 
     def __call__(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:

@@ -13,6 +13,7 @@ from jaxops._lib.fp8 import (
     cast_saturating,
     cast_stochastic,
     infinity_to_nan,
+    kept,
     magnitudes,
     random_bits,
     scale_and_factor,
@@ -80,9 +81,8 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
         most: Any = amax if spec.scaling == "tensorwise" else _amax(spec.scaling, x)
         scales, factors = scale_and_factor(most, spec.fp8, spec.pow2)
         values = infinity_to_nan(x) * _of_elements(factors, spec.scaling, x.shape)
-        if random is None:
-            return cast_saturating(values, spec.fp8), scales
-        return cast_stochastic(values, spec.fp8, random), scales
+        cast = cast_saturating(values, spec.fp8) if random is None else cast_stochastic(values, spec.fp8, random)
+        return kept(cast), scales
 
     if spec.row:
         found["values"], found["scales"] = layout(x, rows, transpose=False)

@@ -143,17 +143,18 @@ def bytes_read(params: nnx.State, cache: Cache, chosen: np.ndarray, tokens: floa
 def error_of(config: DecoderConfig, params: nnx.State, rows: Rows, limits: str) -> float:
     """The largest error of the first layer's logits over their RMS, beside the portable backends'.
 
-    Of one layer: in later ones a rounding may decide between two experts that are nearly as likely.
+    Of one layer, and of as many experts as a token chooses: a rounding may decide between two experts that are nearly
+    as likely.
 
     Raises:
       ArithmeticError: the error is above the limits.
     """
     logits = []
     for backend in (config.backend, XLA):
-        graphdef, shapes = shapes_of(dataclasses.replace(config, layers=1, backend=backend))
+        graphdef, shapes = shapes_of(dataclasses.replace(config, layers=1, experts=config.top_k, backend=backend))
         own = {name_of(path): x for path, x in jax.tree.leaves_with_path(params)}
         leaves, tree = jax.tree.flatten_with_path(shapes)
-        first = jax.tree.unflatten(tree, [own[name_of(path)] for path, _ in leaves])
+        first = jax.tree.unflatten(tree, [own[name_of(path)][tuple(map(slice, x.shape))] for path, x in leaves])
         step = lambda params, rows, graphdef=graphdef: nnx.merge(graphdef, params).extend(
             rows.token[:, None], rows.cache[:1], rows.at, jnp.ones_like(rows.at)
         )[0]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._lib.device import Device, current_device, runs_gluon
-from jaxops._lib.fp8 import SCALINGS
+from jaxops._lib.fp8 import SCALINGS, Quantized
 from jaxops._lib.plans import Planner
 from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, packed_attention, permute, quantize, route
 from jaxops.ops.adaln.plan import PLANNER as ADALN
@@ -135,11 +135,17 @@ class _Fp8Matmul(_GroupedMatmul):
     }
 
     def kernels(self, problem, device) -> tuple[str, ...]:
-        return ("triton",) if runs_gluon(device) else ("pallas",)
+        return ("triton",) if runs_gluon(device) and problem.quantize_lhs else ("pallas",)
+
+    def passes(self, problem) -> tuple[str, ...]:
+        return super().passes(problem) if problem.quantize_lhs else ("fwd", "dgrad")  # rhs has no gradient
 
     def operands(self, name, problem, tensors, offsets):
         found = []
         for tensor, layout in self.sides[name]:
+            if tensor != "rhs" and not problem.quantize_lhs:
+                found.append(fp8_product.unquantized(tensors[tensor]))
+                continue
             form = getattr(fp8_matmul.RECIPES[problem.recipe], tensor)
             how: dict[str, Any] = {"scaling": form.scaling, "dtype": form.dtype, "layouts": layout}
             ragged = offsets if layout == "col" and tensor != "rhs" else None
@@ -149,8 +155,9 @@ class _Fp8Matmul(_GroupedMatmul):
     def run(self, name, problem, plan, a, b, offsets):
         plan, dtype = fp8_matmul.make_plan(problem, current_device(), plan=plan), problem.dtype
         spec = fp8_product.Spec(fp8_matmul.RECIPES[problem.recipe], plan, dtype, dtype, dtype, False)
+        layouts = {"row": fp8_product.rows_of, "col": fp8_product.cols_of}
         a, b = (
-            fp8_product.rows_of(side) if layout == "row" else fp8_product.cols_of(side)
+            layouts[layout](side) if isinstance(side, Quantized) else side
             for side, (_, layout) in zip((a, b), self.sides[name], strict=True)
         )
         return fp8_product.multiply(spec, name, a, b, offsets, dtype, problem.M if name == "wgrad" else None)

@@ -13,7 +13,7 @@ import jaxops
 from jaxops.nn import MoE, Router
 from models.decoder.config import DecoderConfig
 from models.decoder.mlp import GatedUnit
-from models.decoder.weights import StoredFp8
+from models.decoder.weights import StoredFp8, decodes
 from models.mesh import AXES, EXPERTS
 
 GPT_OSS_SLOPE = 1.702
@@ -153,7 +153,7 @@ class Experts(nnx.Module):
         if self.sharded:
             own = c.experts // lax.axis_size(EXPERTS)
             offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index(EXPERTS) * own, own + 1)
-        multiply = functools.partial(self._multiply, offsets=offsets)
+        multiply = functools.partial(self._multiply, offsets=offsets, few=decodes(x))
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, "gate"), multiply(rows, "up")
         if c.clamp is None:
@@ -169,10 +169,12 @@ class Experts(nnx.Module):
         y = lax.psum_scatter(y, EXPERTS, tiled=True).astype(down.dtype)
         return y.reshape(x.shape), routing
 
-    def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array) -> jax.Array:
+    def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array, few: bool) -> jax.Array:
+        """few: rows are of single tokens, and not quantized for stored FP8 experts."""
         c, weights = self.config, getattr(self.moe, name)
         if c.stored_fp8:
-            return jaxops.fp8_grouped_matmul(rows, weights.quantized(c.dtype), offsets, backend=c.backend)
+            how: dict[str, Any] = {"quantize_lhs": not few, "backend": c.backend}
+            return jaxops.fp8_grouped_matmul(rows, weights.quantized(c.dtype), offsets, **how)
         bias = None if self.bias is None else getattr(self.bias, name)[...]
         dtype = jnp.dtype(c.dtype)
         return jaxops.grouped_matmul(

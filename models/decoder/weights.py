@@ -16,6 +16,11 @@ from models.precision import linear_layer
 BLOCK = 128
 
 
+def decodes(x: jax.Array) -> bool:
+    """Whether x [B, T, ...] has a single token a row."""
+    return x.ndim == 3 and x.shape[1] == 1
+
+
 class StoredFp8(nnx.Module):
     """Matrices [*leading, in, out] in DeepSeek-V3's layout: float8 with a float32 scale for each 128 x 128.
 
@@ -35,7 +40,8 @@ class StoredFp8(nnx.Module):
 
 
 class StoredFp8Linear(StoredFp8):
-    """A linear layer of a stored matrix; its input is quantized in blocks of 128."""
+    """A linear layer of a stored matrix; its input is quantized in blocks of 128, but a single token a row, as in
+    decoding, is not: reading the matrix takes the time then."""
 
     def __init__(self, ins: int, outs: int, *, config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs):
         super().__init__(ins, outs)
@@ -44,9 +50,8 @@ class StoredFp8Linear(StoredFp8):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = self.config.dtype
-        y: Any = jaxops.fp8_matmul(
-            x.astype(dtype), self.quantized(dtype), recipe="blockwise", backend=self.config.backend
-        )
+        how: dict[str, Any] = {"quantize_lhs": not decodes(x), "backend": self.config.backend}
+        y: Any = jaxops.fp8_matmul(x.astype(dtype), self.quantized(dtype), recipe="blockwise", **how)
         return y if self.bias is None else y + self.bias[...].astype(dtype)
 
 

@@ -25,6 +25,7 @@ def fp8_matmul(
     amax: tuple[jax.Array, jax.Array] | None = None,
     out_dtype=None,
     pow2_scales: bool = False,
+    quantize_lhs: bool = True,
     backend: str = "auto",
     plan: Plan | None = None,
 ):
@@ -67,6 +68,9 @@ def fp8_matmul(
         float32 scalars. Larger finite numbers saturate.
       out_dtype: dtype of the result; lhs.dtype by default.
       pow2_scales: whether scales are rounded up to powers of two, for the tensors that this call quantizes.
+      quantize_lhs: with False lhs, and in the backward the result's cotangent, are not cast to FP8 (float32 is to
+        bfloat16), and the product converts rhs, which must be `Quantized`: for a few rows, as in decoding, where
+        reading rhs bounds. Then "auto" is "pallas" on Hopper, too.
       backend: "auto" takes the fastest available: "triton" (Hopper, with jax-triton), "pallas" (Ada and later;
         interpreted on a CPU), or "xla" on CPU and TPU. A named backend runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
@@ -95,7 +99,7 @@ def fp8_matmul(
         *leading, K = lhs.shape
         lhs = lhs.reshape(math.prod(leading), K)
     operands = Operands(lhs, rhs, rhs_quantized, amax)
-    out, measured = _run(operands, recipe, out_dtype, pow2_scales, backend, plan)
+    out, measured = _run(operands, recipe, out_dtype, pow2_scales, quantize_lhs, backend, plan)
     out = out if leading is None else out.reshape(*leading, out.shape[-1])
     return (out, measured) if RECIPES[recipe].delayed else out
 
@@ -109,6 +113,7 @@ def fp8_grouped_matmul(
     rhs_quantized: Quantized | None = None,
     out_dtype=None,
     pow2_scales: bool = False,
+    quantize_lhs: bool = True,
     backend: str = "auto",
     plan: Plan | None = None,
 ) -> jax.Array:
@@ -133,7 +138,7 @@ def fp8_grouped_matmul(
       group_offsets: [G + 1] int32, non-decreasing, within 0 to M. Other values give unspecified rows, but no access out
         of bounds.
       recipe: one of `fp8_matmul`'s, but not "delayed". With tensorwise and rowwise scales each rhs[g] has its own.
-      rhs_quantized, out_dtype, pow2_scales, backend, plan: as in `fp8_matmul`.
+      rhs_quantized, out_dtype, pow2_scales, quantize_lhs, backend, plan: as in `fp8_matmul`.
 
     Returns:
       [M, N] in out_dtype.
@@ -149,7 +154,7 @@ def fp8_grouped_matmul(
     check_offsets(group_offsets)
     operands = Operands(lhs, rhs, rhs_quantized, offsets=group_offsets)
     check_grouped_recipe(recipe)
-    return _run(operands, recipe, out_dtype, pow2_scales, backend, plan)[0]
+    return _run(operands, recipe, out_dtype, pow2_scales, quantize_lhs, backend, plan)[0]
 
 
 def check_grouped_recipe(name: Any) -> Recipe:
@@ -167,7 +172,7 @@ def _recipe(name: Any, recipes: tuple[str, ...]) -> Recipe:
     return RECIPES[name]
 
 
-def _run(operands: Operands, name: str, out_dtype, pow2_scales, backend: str, plan: Plan | None) -> Any:
+def _run(operands: Operands, name: str, out_dtype, pow2_scales, quantize_lhs, backend: str, plan: Plan | None) -> Any:
     """(result [M, N], measured magnitudes or None), after all checks."""
     recipe, (lhs, rhs, rhs_quantized, amax, offsets) = _recipe(name, tuple(RECIPES)), operands
     rhs_shape = "[K, N]" if offsets is None else "[G, K, N]"
@@ -188,10 +193,13 @@ def _run(operands: Operands, name: str, out_dtype, pow2_scales, backend: str, pl
     _check_amax(amax, recipe)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     device, dtype = device_of(lhs, rhs, offsets), jnp.dtype(lhs.dtype).name
-    problem = Problem(M, K, N, name, dtype, *groups)
+    quantize_lhs = check_flag("quantize_lhs", quantize_lhs)
+    _check_unquantized(quantize_lhs, lhs, rhs, recipe)
+    problem = Problem(M, K, N, name, dtype, *groups, quantize_lhs=quantize_lhs)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
     pow2_scales = check_flag("pow2_scales", pow2_scales)
-    return product(Spec(recipe, plan, dtype, jnp.dtype(rhs.dtype).name, out.name, pow2_scales), operands)
+    spec = Spec(recipe, plan, dtype, jnp.dtype(rhs.dtype).name, out.name, pow2_scales, quantize_lhs)
+    return product(spec, operands)
 
 
 def _check_tensor(name: str, x, shape: str, recipe: Recipe, form: Format) -> tuple[int, ...]:
@@ -209,6 +217,15 @@ def _check_tensor(name: str, x, shape: str, recipe: Recipe, form: Format) -> tup
         needed = f"{', '.join(FLOATS)} (write {name}.astype(jnp.bfloat16)), or what jaxops.quantize returns"
         raise TypeError(f"{name} is {dtype}; it must be {needed}.")
     return shape_of(x)
+
+
+def _check_unquantized(quantize_lhs: bool, lhs, rhs, recipe: Recipe) -> None:
+    if quantize_lhs:
+        return
+    if recipe.delayed:
+        raise ValueError("quantize_lhs=False has nothing to scale by amax: use recipe='tensorwise'.")
+    if isinstance(lhs, Quantized) or not isinstance(rhs, Quantized):
+        raise ValueError("quantize_lhs=False multiplies an array lhs by a quantized rhs: pass jaxops.quantize's rhs.")
 
 
 def _check_amax(amax, recipe: Recipe) -> None:

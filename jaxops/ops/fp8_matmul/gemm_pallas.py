@@ -45,8 +45,8 @@ class _Side:
     stack: tuple[jax.Array, ...]
     rows: jax.Array
 
-    def load(self, k: jax.Array, k_in: jax.Array | None) -> jax.Array:
-        """[rows, 128] of step k in bfloat16, zeros where k_in is false: memory past K may hold NaN."""
+    def load(self, k: jax.Array, k_in: jax.Array | None, dtype: Any) -> jax.Array:
+        """[rows, 128] of step k in a half precision, zeros where k_in is false: memory past K may hold NaN."""
         columns = k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         mask = None if k_in is None else jnp.broadcast_to(k_in[None, :], (self.rows.shape[0], BLOCK))
         at = self.values_ref.at[(*self.stack, self.rows[:, None], columns[None, :])]
@@ -55,7 +55,7 @@ class _Side:
             # Through float16, exactly: Triton's cast from e5m2 to bfloat16 turns NaN into finite numbers (H200,
             # 2026-11-23, JAX 0.11.2).
             values = values.astype(jnp.float16).astype(jnp.float32)
-        return values.astype(jnp.bfloat16)
+        return values.astype(dtype)
 
     def scales(self, k: jax.Array) -> jax.Array:
         """[rows], or [1] for all of them."""
@@ -71,13 +71,14 @@ class _Side:
 def _multiply(a: _Side, b: _Side, first: jax.Array, steps: jax.Array) -> jax.Array:
     """float32 [rows of a, rows of b], summed over `steps` K steps of 128 from step `first`; the last step is masked."""
     K = a.values_ref.shape[1]
-    blocks = a.scaling == "block_1x128"
+    blocks = "block_128x128" in (a.scaling, b.scaling) or "block_1x128" in (a.scaling, b.scaling)
+    half = jnp.float16 if a.values_ref.dtype == jnp.float16 else jnp.bfloat16
 
     def scaled(product, k):
         return product * a.scales(k)[:, None] * b.scales(k)[None, :]
 
     def step(k, acc, k_in=None):
-        product = plgpu.dot(a.load(k, k_in), b.load(k, k_in), trans_b=True)
+        product = plgpu.dot(a.load(k, k_in, half), b.load(k, k_in, half), trans_b=True)
         return acc + (scaled(product, k) if blocks else product)
 
     def last_step(k, acc):

@@ -70,6 +70,12 @@ def bytes_of_columns(a: Operand, b: Operand, columns: int) -> int:
     return bytes_of(a.values, a.scales, b.values, b.scales) * columns // a.values.shape[1]
 
 
+def unquantized(x: jax.Array) -> Operand:
+    """x [rows, K] as it is, float32 as bfloat16: a product converts the other operand, whose FP8 values are exact in
+    both half precisions."""
+    return Operand(x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, jnp.ones((), jnp.float32), "tensorwise")
+
+
 def dequantize_operand(operand: Operand) -> jax.Array:
     """The matrix [rows, K], or the stack, in float32."""
     return dequantize(Quantized(operand.values, operand.scales, scaling=operand.scaling, dtype="float32"))

@@ -80,7 +80,7 @@ class Plan(BasePlan):
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What a plan depends on: the forward's static shape `lhs[M, K] @ rhs[K, N]`, the recipe, lhs' dtype; G groups of
-    rows, each with its own rhs, or 0."""
+    rows, each with its own rhs, or 0; whether lhs is quantized."""
 
     M: int
     K: int
@@ -88,11 +88,12 @@ class Problem:
     recipe: str
     dtype: str
     G: int = 0
+    quantize_lhs: bool = True
 
 
-def _key(pass_name: str, *, M: int, K: int, N: int, G: int, recipe: str, **_: Any) -> tuple:
+def _key(pass_name: str, *, M: int, K: int, N: int, G: int, recipe: str, quantize_lhs: bool = True, **_: Any) -> tuple:
     """Sizes count up to the next power of two, so that a new sequence length needs no new tuning."""
-    return pass_name, recipe, *(power_of_2(size) for size in (M, K, N, G))
+    return pass_name, recipe, *(power_of_2(size) for size in (M, K, N, G)), quantize_lhs
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -103,6 +104,8 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
             f"{backend!r}, {p.recipe!r}, {p.dtype}{', grouped' if p.G else ''}: write cast='before'."
         )
     if backend == "triton":
+        if not p.quantize_lhs:
+            raise NotImplementedError("the triton kernel multiplies FP8 by FP8; with quantize_lhs=False use 'pallas'.")
         check_gluon(call.device)
     return {"cast": cast}
 
@@ -110,7 +113,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 def casts_inside(problem: Problem, backend: str) -> bool:
     """Whether the forward can cast lhs inside its product."""
     blocks = RECIPES[problem.recipe].lhs.scaling == "block_1x128"
-    return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and blocks
+    return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and blocks and problem.quantize_lhs
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
@@ -120,6 +123,12 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if kernel == "triton":
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, device.cores)
     bm, bn = (min(128, max(16, power_of_2(size))) for size in (out_rows, out_cols))
+    if not p.quantize_lhs:
+        # Reading rhs bounds a few rows, so that most of a pipeline is its steps. Twice the rows of a mean group, since
+        # each further tile of a group reads its matrix again.
+        bm = min(bm, 64, max(16, power_of_2(2 * out_rows // max(p.G, 1))))
+        bn = min(bn, 128 if p.G else 64)
+        return Tiles("pallas", bm, bn, 4, stages=5 if bm < 64 else 4)
     return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)
 
 
@@ -167,6 +176,14 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda _: ADA, lambda _, device: runs_gluon(device), others=_others
+    Plan,
+    Tiles,
+    PASSES,
+    heuristic,
+    _search,
+    _key,
+    lambda _: ADA,
+    lambda problem, device: runs_gluon(device) and problem.quantize_lhs,
+    others=_others,
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -15,7 +15,7 @@ from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
-from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of, shape_of
+from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of, shape_of, unquantized
 from jaxops.ops.fp8_matmul.plan import Plan
 from jaxops.ops.fp8_matmul.recipes import Format, Recipe
 from jaxops.ops.fp8_matmul.xla import multiply_xla
@@ -25,7 +25,8 @@ from jaxops.ops.quantize import quantize, quantize_measured
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The static arguments of a call. Dtypes by name; rhs_dtype matters only where rhs has a gradient."""
+    """The static arguments of a call. Dtypes by name; rhs_dtype matters only where rhs has a gradient. quantize_lhs: of
+    the result's cotangent, too."""
 
     recipe: Recipe
     plan: Plan
@@ -33,6 +34,7 @@ class Spec:
     rhs_dtype: str
     out_dtype: str
     pow2_scales: bool
+    quantize_lhs: bool = True
 
 
 class Operands(NamedTuple):
@@ -116,6 +118,9 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
         kernel = functools.partial(multiply_inside, **how, pow2=spec.pow2_scales)
         out = sequential_vmap(kernel)(lhs, cols_of(rhs_q))
         return (out, None), _Residuals(lhs if drhs else None, saved_rhs)  # the backward casts lhs's column layout
+    if not spec.quantize_lhs:
+        out = multiply(spec, "fwd", unquantized(lhs), cols_of(rhs_q), offsets, spec.out_dtype)
+        return (out, None), _Residuals(None, saved_rhs, offsets)
     lhs_q, lhs_amax = cast(spec, lhs, recipe.lhs, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)
     out = multiply(spec, "fwd", rows_of(lhs_q), cols_of(rhs_q), offsets, spec.out_dtype)
     saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
@@ -179,9 +184,10 @@ def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
     columns = needs_drhs and not recipe.gw_hp
     if needs_dlhs or columns:
         layouts = "both" if needs_dlhs and columns else "row" if needs_dlhs else "col"
-        dout_q: Any = cast(spec, dout, recipe.dout, layouts, offsets)[0]
+        dout_q: Any = cast(spec, dout, recipe.dout, layouts, offsets)[0] if spec.quantize_lhs else None
     if needs_dlhs:
-        dlhs = multiply(spec, "dgrad", rows_of(dout_q), rows_of(saved.rhs), offsets, spec.lhs_dtype)
+        rows = rows_of(dout_q) if spec.quantize_lhs else unquantized(dout)
+        dlhs = multiply(spec, "dgrad", rows, rows_of(saved.rhs), offsets, spec.lhs_dtype)
     if columns:
         lhs_q, _ = cast(spec, saved.lhs, recipe.lhs, "col", offsets)
         drhs = multiply(spec, "wgrad", cols_of(lhs_q), cols_of(dout_q), offsets, spec.rhs_dtype, dout.shape[0])

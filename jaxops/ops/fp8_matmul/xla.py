@@ -31,7 +31,7 @@ def multiply_xla(
             return grouped_matmul(dequantize_operand(a), dequantize_operand(b), offsets, transpose_rhs=True, **how)
         starts = padded_starts(offsets, length)
         return grouped_wgrad(dequantize_operand(a).T, dequantize_operand(b).T, starts, **how)
-    if a.scaling not in ("tensorwise", "rowwise"):
+    if not {a.scaling, b.scaling} <= {"tensorwise", "rowwise"}:
         return _dot(dequantize_operand(a), dequantize_operand(b), HIGHEST).astype(out_dtype)
     # XLA's GPU rewriter makes a cuBLASLt FP8 call only of this form: converted values, a dot over both last axes,
     # scales after it; the dot's precision selects fast accumulation. Operands dequantized to bfloat16 are not
@@ -40,7 +40,8 @@ def multiply_xla(
     product = _dot(
         a.values.astype(jnp.float32), b.values.astype(jnp.float32), lax.Precision.DEFAULT if fast else HIGHEST
     )
-    scales = (a.scales.reshape(-1, 1), b.scales.reshape(1, -1)) if a.scaling == "rowwise" else (a.scales, b.scales)
+    rowwise = "rowwise" in (a.scaling, b.scaling)
+    scales = (a.scales.reshape(-1, 1), b.scales.reshape(1, -1)) if rowwise else (a.scales, b.scales)
     return (product * scales[0] * scales[1]).astype(out_dtype)
 
 

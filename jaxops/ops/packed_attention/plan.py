@@ -193,17 +193,19 @@ def shared_bytes(pass_name: str, tiles: Tiles, problem: Problem) -> int:
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
-    """Forward: the fastest of 24 on an H200, 2026-11-24, T 16,384, 16 sequences, with each mask: 323 us against 438 by
-    128x64 tiles of 8 warps (16 heads of 64, whole), 646 against 766 (32 heads of 128, 8 of keys, causal)."""
+    """The fastest of 14 to 24 on an H200, 2026-11-24, T 16,384 in 16 sequences, causal by `visible_until`, for head_dim
+    64 (16 heads) and 128 (16 of queries and 4 of keys; the forward 32 and 8). Gradients with their forward: dq 767 and
+    1,925 us, dkv 829 and 1,346; by the tiles before, the largest without spilled registers, 828, 1,964, 829 and 1,962.
+    """
     wide, half = problem.head_dim > 64, problem.dtype != "float32"
     if not half:
         tiles = Tiles(64, 32, 8, 2)
-    elif pass_name == "fwd":
-        tiles = Tiles(64, 32, 4, 3) if wide else Tiles(64, 64, 4, 2)
     elif pass_name == "dkv":
-        tiles = Tiles(64, 64, 8, 2) if wide else Tiles(64, 64, 4, 3)
+        tiles = Tiles(32, 64, 4, 3) if wide else Tiles(64, 64, 4, 3)
+    elif pass_name == "dq":
+        tiles = Tiles(64, 32, 4, 2 if wide else 3)
     else:
-        tiles = Tiles(128, 64, 8, 3)
+        tiles = Tiles(64, 32, 4, 3) if wide else Tiles(64, 64, 4, 2)
     while shared_bytes(pass_name, tiles, problem) > device.shared_bytes and tiles != Tiles(16, 16, tiles.warps, 1):
         if tiles.stages > 1:
             tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)

@@ -36,13 +36,17 @@ class _Side:
     """The rows of one operand that a program multiplies; every row index is valid.
 
     Attributes:
+      axis: of the result, 0 or 1.
       stack: (index in the stack,), or () without one.
+      first, rows: the tile's first row, before it is clipped, and all rows.
     """
 
+    axis: int
     values_ref: Any
     scales_ref: Any
     scaling: str
     stack: tuple[jax.Array, ...]
+    first: jax.Array
     rows: jax.Array
 
     def load(self, k: jax.Array, k_in: jax.Array | None, dtype: Any) -> jax.Array:
@@ -51,44 +55,58 @@ class _Side:
         mask = None if k_in is None else jnp.broadcast_to(k_in[None, :], (self.rows.shape[0], BLOCK))
         at = self.values_ref.at[(*self.stack, self.rows[:, None], columns[None, :])]
         values = plgpu.load(at, mask=mask, other=None if mask is None else 0.0)
-        if values.dtype == jnp.float8_e5m2:
-            # Through float16, exactly: Triton's cast from e5m2 to bfloat16 turns NaN into finite numbers (H200,
-            # 2026-11-23, JAX 0.11.2).
+        if values.dtype.itemsize == 1 and dtype == jnp.bfloat16:
+            # Through float16 and float32, exactly. Triton's cast from e5m2 to bfloat16 turns NaN into finite numbers
+            # (H200, 2026-11-23, JAX 0.11.2); that from e4m3 has an instruction from float16 to bfloat16 for each
+            # number, at an eighth of the rate of those from float32 (sm_90, Triton 3.9).
             values = values.astype(jnp.float16).astype(jnp.float32)
         return values.astype(dtype)
 
+    @property
+    def by_steps(self) -> bool:
+        """Whether each step has scales of its own."""
+        return self.scaling in ("block_1x128", "block_128x128")
+
     def scales(self, k: jax.Array) -> jax.Array:
-        """[rows], or [1] for all of them."""
-        index = {
-            "tensorwise": lambda: (jnp.zeros((1,), jnp.int32),),
-            "rowwise": lambda: (self.rows,),
-            "block_1x128": lambda: (k, self.rows),
-            "block_128x128": lambda: (self.rows // BLOCK, k),
-        }[self.scaling]()
-        return plgpu.load(self.scales_ref.at[(*self.stack, *index)])
+        """Factors of the product of step k, to broadcast against it."""
+        if self.scaling == "tensorwise":
+            index = (jnp.int32(0),)
+        elif self.scaling == "rowwise":
+            index = (self.rows,)
+        elif self.scaling == "block_1x128":
+            index = (k, self.rows)
+        elif self.rows.shape[0] <= BLOCK:  # a tile is in one block
+            index = (jnp.minimum(self.first // BLOCK, self.scales_ref.shape[-2] - 1), k)
+        else:
+            index = (self.rows // BLOCK, k)
+        found = plgpu.load(self.scales_ref.at[(*self.stack, *index)])
+        return jnp.expand_dims(found, 1 - self.axis) if found.ndim else found
 
 
 def _multiply(a: _Side, b: _Side, first: jax.Array, steps: jax.Array) -> jax.Array:
     """float32 [rows of a, rows of b], summed over `steps` K steps of 128 from step `first`; the last step is masked."""
-    K = a.values_ref.shape[1]
-    blocks = "block_128x128" in (a.scaling, b.scaling) or "block_1x128" in (a.scaling, b.scaling)
+    K, sides = a.values_ref.shape[1], (a, b)
     half = jnp.float16 if a.values_ref.dtype == jnp.float16 else jnp.bfloat16
 
-    def scaled(product, k):
-        return product * a.scales(k)[:, None] * b.scales(k)[None, :]
+    def factors(k):
+        k = jnp.clip(k, 0, pl.cdiv(K, BLOCK) - 1)
+        return tuple(side.scales(k) for side in sides if side.by_steps)
 
-    def step(k, acc, k_in=None):
+    def step(k, carry, k_in=None):
+        acc, now = carry
+        ahead = factors(k + 1)  # Triton pipelines only what a product reads
         product = plgpu.dot(a.load(k, k_in, half), b.load(k, k_in, half), trans_b=True)
-        return acc + (scaled(product, k) if blocks else product)
+        return acc + functools.reduce(jnp.multiply, now, product), ahead
 
-    def last_step(k, acc):
-        return step(k, acc, k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32) < K)
+    def last_step(k, carry):
+        return step(k, carry, k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32) < K)
 
     whole = jnp.minimum(first + steps, K // BLOCK)
-    acc = lax.fori_loop(first, whole, step, jnp.zeros((a.rows.shape[0], b.rows.shape[0]), jnp.float32))
+    carry = jnp.zeros((a.rows.shape[0], b.rows.shape[0]), jnp.float32), factors(first)
+    carry = lax.fori_loop(first, whole, step, carry)
     if K % BLOCK:
-        acc = lax.fori_loop(whole, first + steps, last_step, acc)
-    return acc if blocks else scaled(acc, first)
+        carry = lax.fori_loop(whole, first + steps, last_step, carry)
+    return functools.reduce(jnp.multiply, [side.scales(first) for side in sides if not side.by_steps], carry[0])
 
 
 def _rows_kernel(
@@ -100,8 +118,9 @@ def _rows_kernel(
     inside = group < G
     rows, cols = start + jnp.arange(tiles.bm, dtype=jnp.int32), j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
     # Clipped, not masked: a tile may read a neighbour's rows, whose results are not stored.
-    a = _Side(a_ref, a_scales_ref, scalings[0], (), jnp.clip(rows, 0, M - 1))
-    b = _Side(b_ref, b_scales_ref, scalings[1], (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1))
+    a = _Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1))
+    stack, cols_in = (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1)
+    b = _Side(1, b_ref, b_scales_ref, scalings[1], stack, j * tiles.bn, cols_in)
     acc = _multiply(a, b, jnp.int32(0), inside.astype(jnp.int32) * pl.cdiv(K, BLOCK))
     out = jnp.where(inside, acc, 0.0).astype(out_ref.dtype)  # the scales of rows outside may be NaN
     plgpu.store(out_ref.at[rows[:, None], cols[None, :]], out, mask=(rows < end)[:, None] & (cols < N)[None, :])
@@ -114,8 +133,8 @@ def _contraction_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, 
     g, start, end, first = _load_entry(schedule_ref, pl.program_id(0) // (num_i * num_j), 4)
     rows = i * tiles.bm + jnp.arange(tiles.bm, dtype=jnp.int32)
     cols = j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
-    a = _Side(a_ref, a_scales_ref, scalings[0], (), jnp.minimum(rows, M - 1))
-    b = _Side(b_ref, b_scales_ref, scalings[1], (), jnp.minimum(cols, N - 1))
+    a = _Side(0, a_ref, a_scales_ref, scalings[0], (), i * tiles.bm, jnp.minimum(rows, M - 1))
+    b = _Side(1, b_ref, b_scales_ref, scalings[1], (), j * tiles.bn, jnp.minimum(cols, N - 1))
     # No mask: the quantizer pads a group's last step with zeros.
     acc = _multiply(a, b, first, (end - start + BLOCK - 1) // BLOCK)
     mask = (rows < M)[:, None] & (cols < N)[None, :]

@@ -85,10 +85,7 @@ class Options:
     ] = False
     mesh: Annotated[
         str | None,
-        typer.Option(
-            help="Train on all devices: data=2,fsdp=2,expert=2,tensor=2 or some of these. Default: on one. "
-            "mm has no tensor."
-        ),
+        typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2,tensor=2 or some of these. Default: on one."),
     ] = None
     coordinator: Annotated[
         str | None, typer.Option(help="HOST:PORT of the first of several processes. With --processes and --process-id.")

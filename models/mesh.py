@@ -305,9 +305,9 @@ def split_objective(
         own_key = jax.random.fold_in(key, lax.axis_index(BATCH))
         loss, (measured, histories) = objective(params, histories, batch, own_key)
         count = jnp.asarray(1 if counted is None else counted(batch), jnp.float32)
-        share = _varying(count / jnp.maximum(lax.psum(count, BATCH), 1)) / lax.axis_size(TENSOR)
+        share = varying(count / jnp.maximum(lax.psum(count, BATCH), 1)) / lax.axis_size(TENSOR)
         loss, measured = lax.psum(jax.tree.map(lambda x: share * x, (loss, measured)), AXES)
-        return loss, (measured, lax.pmax(jax.tree.map(_varying, lax.stop_gradient(histories)), AXES))
+        return loss, (measured, lax.pmax(jax.tree.map(varying, lax.stop_gradient(histories)), AXES))
 
     def whole(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
         splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.ndim), params)
@@ -319,7 +319,7 @@ def split_objective(
     return whole
 
 
-def _varying(x: jax.Array) -> jax.Array:
+def varying(x: jax.Array) -> jax.Array:
     """x, marked as varying over all axes."""
     known = jax.typeof(x).manual_axis_type
     missing = tuple(axis for axis in AXES if known is None or axis not in known.varying)

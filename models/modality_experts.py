@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import jaxops
-from models.mesh import BATCH
+from models.mesh import AXES, EXPERTS, varying
 from models.precision import Backend, Recipe
 
 Sides = tuple[jax.Array, jax.Array]  # the logits for text and for images
@@ -47,7 +47,7 @@ class ModalityExperts(nnx.Module):
     `jaxops.modality_grouped_matmul`. MoMa's experts choose their tokens, which a causal model cannot do when it
     generates; here tokens choose experts.
 
-    Sharded, each device has some experts of each modality: its rows are exchanged over the mesh axis "expert".
+    Sharded, each device has some experts of each modality: its rows are exchanged over the mesh axes `EXPERTS`.
     """
 
     def __init__(self, config: Any, *, sharded: bool = False, rngs: nnx.Rngs):
@@ -68,14 +68,15 @@ class ModalityExperts(nnx.Module):
         if not self.sharded:
             y, routing = self._mixed(x, logits, of_image, in_document, 1, 0)
             return y, self._routed(logits, of_image, in_document, routing.load, 1, lambda x: x)
-        gathered: Any = functools.partial(lax.all_gather, axis_name="expert", tiled=True)
+        of_image, in_document = varying(of_image), varying(in_document)
+        gathered: Any = functools.partial(lax.all_gather, axis_name=EXPERTS, tiled=True)
         all_rows = gathered(x), gathered(logits), gathered(of_image), gathered(in_document)
-        devices = lax.axis_size("expert")
-        y, routing = self._mixed(*all_rows, devices, lax.axis_index("expert"))
+        devices = lax.axis_size(EXPERTS)
+        y, routing = self._mixed(*all_rows, devices, lax.axis_index(EXPERTS))
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
-        own = lax.psum_scatter(y, "expert", tiled=True).astype(x.dtype)
-        load = lax.psum(routing.load, BATCH) // devices  # each device of that axis has counted the same
-        return own, self._routed(logits, of_image, in_document, load, devices, lambda x: lax.psum(x, BATCH))
+        own = lax.psum_scatter(y, EXPERTS, tiled=True).astype(x.dtype)
+        load = lax.psum(routing.load, AXES) // devices  # each device of those axes has counted the same
+        return own, self._routed(logits, of_image, in_document, load, devices, lambda x: lax.psum(x, AXES))
 
     def _mixed(
         self, x: jax.Array, logits: Sides, of_image: jax.Array, in_document: jax.Array, devices: int,

@@ -27,6 +27,7 @@ from models.layers import apply_layers, stacked
 from models.mesh import gather, gathered
 from models.modality_experts import ModalityExperts, Routed
 from models.precision import Backend, Dtype, Recipe, linear_layer
+from models.tensor_parallel import attend, devices, embed, first_row, own_rows, whole_columns, wide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,19 @@ class MultimodalConfig:
             raise ValueError(f"width is {self.width}; the embedding of a patch's place needs a multiple of 8.")
         self.decoder()
 
+    def check_tensor(self, devices: int) -> None:
+        """Whether the mesh axis `tensor` can have so many devices.
+
+        Raises:
+          ValueError: it does not divide the heads or the vocabulary.
+        """
+        self.decoder().check_tensor(devices)
+        if self.vocab % devices:
+            raise ValueError(
+                f"tensor={devices} does not divide the vocabulary, {self.vocab}: write a model.vocab that it divides, "
+                f"such as {self.vocab + -self.vocab % devices}."
+            )
+
     def decoder(self) -> DecoderConfig:
         """Of the decoder that this model is for text alone."""
         names = {field.name for field in dataclasses.fields(DecoderConfig)} - {"attention"}
@@ -97,6 +111,8 @@ class MultimodalConfig:
 
 class Layout(NamedTuple):
     """What all layers need of a batch's structure.
+
+    T are all rows of the batch. Over a mesh axis `tensor` blocks get `own`.
 
     Attributes:
       sequence_offsets, segment_offsets, is_image: as of `models.interleaved.Batch`.
@@ -115,6 +131,19 @@ class Layout(NamedTuple):
     of_image: jax.Array
     positions: jax.Array
     visible_until: jax.Array
+
+    def own(self) -> "Layout":
+        """Of own rows what AdaLN and the experts read, of all rows what attention reads.
+
+        Segments of own rows may begin or end on other devices: their offsets are moved, and clipped to own rows.
+        """
+        T = self.segment.shape[0]
+        return self._replace(
+            segment_offsets=jnp.clip(self.segment_offsets - first_row(T), 0, T // devices()),
+            segment=own_rows(self.segment),
+            in_document=own_rows(self.in_document),
+            of_image=own_rows(self.of_image),
+        )
 
 
 def layout_of(batch: Batch) -> Layout:
@@ -146,7 +175,7 @@ class Modulation(nnx.Module):
     def __init__(self, config: MultimodalConfig, scales: int, *, gated: bool, rngs: nnx.Rngs):
         c, parts = config, scales * (3 if gated else 2)
         self.gated = gated
-        self.head = linear_layer(c.recipe, c.backend)(
+        self.head = whole_columns(linear_layer(c.recipe, c.backend))(
             c.width, parts * c.width, dtype=jnp.dtype(c.dtype), kernel_init=nnx.initializers.zeros_init(), rngs=rngs
         )
         self.scale = nnx.Param(jnp.ones((scales, c.width)))
@@ -193,7 +222,7 @@ class Block(nnx.Module):
 
         positions = layout.positions[None]
         seen = Seen(turns(self.config.decoder(), positions, positions), lambda k, v: (k, v), attend)
-        return self.attention(y[None], seen, None)[0][0]
+        return self.attention(y[None], seen, None)[0].reshape(y.shape)
 
 
 class Multimodal(nnx.Module):
@@ -223,16 +252,24 @@ class Multimodal(nnx.Module):
     def __call__(self, batch: Batch, time: jax.Array) -> tuple[jax.Array, Routed]:
         """Normalized rows [T, width], for `logits` and `velocities`; rows after the last document are zero.
 
+        Over a mesh axis `tensor` the result has own rows only.
+
         Args:
           batch: whose images are noisy already; its predictions and `is_read` are not used.
           time: [S] from 0 (image) to 1 (noise), of each segment; of text any number.
+
+        Raises:
+          ValueError: what an axis `tensor` does not divide.
         """
-        c, layout = self.config, layout_of(batch)
-        T = batch.tokens.shape[0]
-        place = position_embedding(batch.segment_offsets, batch.grids, T, c.width)
-        patches = jnp.where(layout.of_image[:, None], batch.patches, 0)
-        image = self._whole("enter")(patches).astype(jnp.float32) + place
-        x = jnp.where(layout.of_image[:, None], image, self._whole("embed")(batch.tokens)).astype(c.dtype)
+        c = self.config
+        c.check_tensor(devices())
+        layout = layout_of(batch).own()
+        of_image = layout.of_image[:, None]
+        # Where segments are among own rows: from below 0 to more than there are.
+        offsets = batch.segment_offsets - first_row(batch.size)
+        place = position_embedding(offsets, batch.grids, of_image.shape[0], c.width)
+        image = self._whole("enter")(jnp.where(of_image, own_rows(batch.patches), 0)).astype(jnp.float32) + place
+        x = jnp.where(of_image, image, embed(self._whole("embed"), batch.tokens)).astype(c.dtype)
         cond = self._whole("time")(time)
         x, (routed,) = apply_layers(
             (self.blocks,),
@@ -247,11 +284,14 @@ class Multimodal(nnx.Module):
         )
         scale, shift = self._whole("modulation")(cond, layout)
         how = {"norm": "rms", "epsilon": c.norm_epsilon, "per": "sequence", "backend": c.backend}
-        return jaxops.adaln(x, scale, shift, batch.segment_offsets, **how), routed
+        return jaxops.adaln(x, scale, shift, layout.segment_offsets, **how), routed
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Normalized rows of text [N, width] -> [N, vocab] float32."""
-        logits = self._whole("embed").attend(x) if self.head is None else self._whole("head")(x)
+        """Normalized rows of text [N, width] -> [N, vocab] float32.
+
+        Over a mesh axis `tensor` from own rows: all rows, own words.
+        """
+        logits = attend(self._whole("embed"), x) if self.head is None else wide(x, self._whole("head"))[0]
         return logits.astype(jnp.float32)
 
     def velocities(self, x: jax.Array) -> jax.Array:

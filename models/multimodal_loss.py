@@ -10,6 +10,7 @@ from models.decoder_loss import cross_entropies
 from models.interleaved import Batch
 from models.modality_experts import Routed
 from models.multimodal import Multimodal, layout_of
+from models.tensor_parallel import own_rows, rows_at, total
 
 
 class Losses(NamedTuple):
@@ -51,16 +52,16 @@ def losses_of(
     patches = jnp.where(layout.of_image[:, None], batch.patches, 0)
     noise, at = jax.random.normal(noise_key, patches.shape), time[layout.segment][:, None]
     x, routed = model(batch._replace(patches=(1 - at) * patches + at * noise), time)
-    errors = jnp.mean((model.velocities(x) - (noise - patches)) ** 2, axis=1)
+    errors = jnp.mean((model.velocities(x) - own_rows(noise - patches)) ** 2, axis=1)
     drawn = layout.of_image & ~batch.is_read[layout.segment]
     predicted = batch.targets >= 0
     entropies = cross_entropies(
-        model.logits, model.config.vocab, x[batch.predicting], jnp.where(predicted, batch.targets, 0)
+        model.logits, model.config.vocab, rows_at(x, batch.predicting), jnp.where(predicted, batch.targets, 0)
     )
     losses = Losses(
         jnp.sum(jnp.where(predicted, entropies, 0)),
         jnp.sum(predicted),
-        jnp.sum(jnp.where(drawn, errors, 0)),
+        total(jnp.sum(jnp.where(own_rows(drawn), errors, 0))),
         jnp.sum(drawn),
     )
     return losses, routed
@@ -75,5 +76,5 @@ def loss_fn(
     batch, whatever each one has of text and images.
     """
     losses, routed = losses_of(model, batch, key, time_shift=time_shift, reading_noise=reading_noise)
-    total = losses.text + image_weight * losses.image
-    return total / jnp.maximum(losses.predictions + losses.patches, 1), routed
+    loss = losses.text + image_weight * losses.image
+    return loss / jnp.maximum(losses.predictions + losses.patches, 1), routed

@@ -11,6 +11,7 @@ written once.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -165,12 +166,19 @@ def embed(layer: nnx.Embed, tokens: jax.Array) -> jax.Array:
 
     Each device has some words of the vocabulary.
     """
-    if devices() == 1:
-        return layer(tokens)
-    check_rows(tokens.size, devices())
-    at, own = _own_words(tokens.ravel(), layer.embedding.shape[0])
-    found = jnp.where(own[:, None], layer(at), 0)
-    return lax.psum_scatter(found, TENSOR, tiled=True)
+    return layer(tokens) if devices() == 1 else _looked_up(layer, tokens.ravel(), layer.embedding.shape[0])
+
+
+def rows_at(x: jax.Array, numbers: jax.Array) -> jax.Array:
+    """x[numbers], [N, columns]; over several devices own ones of these N rows, from own rows of x."""
+    return x[numbers] if devices() == 1 else _looked_up(lambda at: x[at], numbers, x.shape[0])
+
+
+def _looked_up(look_up: Callable[[jax.Array], jax.Array], numbers: jax.Array, count: int) -> jax.Array:
+    """Own ones of the rows of numbers [N], each looked up on the device that has it, of `count` a device."""
+    check_rows(numbers.shape[0], devices())
+    at, own = _own_numbers(numbers, count)
+    return lax.psum_scatter(jnp.where(own[:, None], look_up(at), 0), TENSOR, tiled=True)
 
 
 def attend(layer: nnx.Embed, x: jax.Array) -> jax.Array:
@@ -186,13 +194,15 @@ def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     if devices() == 1:
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
     most = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=1)), TENSOR)
-    at, own = _own_words(targets, logits.shape[1])
+    at, own = _own_numbers(targets, logits.shape[1])
     chosen = jnp.where(own, jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0] - most, 0)
     sums, chosen = lax.psum((jnp.sum(jnp.exp(logits - most[:, None]), axis=1), chosen), TENSOR)
     return jnp.log(sums) - chosen
 
 
-def _own_words(tokens: jax.Array, words: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens as numbers of this device's words, any one for other devices' tokens; and whether they are its own."""
-    at = tokens - lax.axis_index(TENSOR) * words
-    return jnp.clip(at, 0, words - 1), (at >= 0) & (at < words)
+def _own_numbers(numbers: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Numbers of words or rows, of which each device has `count`: counted from this device's first, any one for other
+    devices' numbers; and whether they are its own.
+    """
+    at = numbers - lax.axis_index(TENSOR) * count
+    return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)

@@ -33,7 +33,7 @@ from models.interleaved import (
 )
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState
-from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, replicate
+from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, parts_of, replicate
 from models.multimodal import Multimodal
 from models.multimodal_loss import loss_fn
 from models.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
@@ -131,15 +131,19 @@ def encode(pairs: Pairs, tokenizer: Tokenizer) -> list[Pair]:
     ]
 
 
-def share_of(room: Room, parts: int) -> Room:
-    """A micro-batch's, of `parts` in a step.
+def share_of(room: Room, parts: int, tensor: int = 1) -> Room:
+    """A micro-batch's, of `parts` in a step, whose rows and predictions are split over `tensor` devices.
 
     Raises:
       ValueError: the room cannot be split evenly.
     """
-    sizes = {name: getattr(room, name) for name in ("rows", "predictions", "documents")}
-    if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % parts]:
-        raise ValueError(f"{', '.join(wrong)}; with {parts} micro-batches and devices write multiples of {parts}.")
+    multiples = {"rows": parts * tensor, "predictions": parts * tensor, "documents": parts}
+    sizes = {name: getattr(room, name) for name in multiples}
+    if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % multiples[name]]:
+        split = f", each over tensor={tensor}," if tensor > 1 else ""
+        raise ValueError(
+            f"{', '.join(wrong)}; with {parts} micro-batches and devices{split} write multiples of {parts * tensor}."
+        )
     return room._replace(**{name: size // parts for name, size in sizes.items()})
 
 
@@ -169,15 +173,12 @@ def heldout_documents(preset: MultimodalPreset, material: Material) -> list[Docu
 def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) -> None:
     """
     Raises:
-      ValueError: a mesh with an axis `tensor`; a micro-batch cannot be split evenly over the devices, or cannot hold
-        the largest document.
+      ValueError: a micro-batch cannot be split evenly over the devices, or cannot hold the largest document; an axis
+        `tensor` that does not divide the heads or the vocabulary.
     """
-    if mesh is not None and mesh.shape[TENSOR] > 1:
-        raise ValueError(
-            f"--mesh tensor={mesh.shape[TENSOR]}: the model of text and images is not split over tensor. Write data, "
-            "fsdp or expert."
-        )
-    room = share_of(material.room, micro_batches(preset.accumulate, mesh))
+    tensor = 1 if mesh is None else mesh.shape[TENSOR]
+    preset.model.check_tensor(tensor)
+    room = share_of(material.room, micro_batches(preset.accumulate, mesh), tensor)
     for pixels, captions in (*material.train, *material.heldout):
         sizes_of([captioned(max(captions, key=len), pixels, material.tokens)], room)
 
@@ -215,7 +216,7 @@ def make_step(
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
     """One compiled program for all documents.
 
-    Batches are [accumulate, ...], over a mesh [accumulate, devices, ...].
+    Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
     """
     own = of_own_batch(functools.partial(objective, preset), mesh)
     return loop.make_step(graphdef, preset, own, mesh, options_for(preset.model.policy))
@@ -241,7 +242,7 @@ def heldout_batches(preset: MultimodalPreset, material: Material, mesh: Mesh | N
     room = share_of(material.room, micro_batches(preset.accumulate, mesh))
     batches = [batch for _, batch in every_document_once(heldout_documents(preset, material), room)]
     if mesh is not None:
-        batches += -len(batches) % mesh.size * [lay_out([], room)]
+        batches += -len(batches) % parts_of(mesh) * [lay_out([], room)]
     return by_device(stack(batches), mesh)
 
 

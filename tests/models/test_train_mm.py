@@ -19,16 +19,12 @@ from flax import nnx
 from PIL import Image
 
 from models import loop, show_mm, train_mm
-from models.interleaved import Tokens, captioned, illustrated, lay_out, stack
-from models.mesh import by_device, make_mesh, of_own_batch, replicate, shard_batch, shard_state
+from models.interleaved import Tokens, captioned, illustrated, lay_out
 from models.multimodal import Multimodal, MultimodalConfig
-from models.multimodal_loss import losses_of
 from models.multimodal_sampling import caption, draw, until
 from models.pairs import DATA_SETS, PairData, Pairs
 from models.presets import MULTIMODAL_PRESETS, MultimodalPreset
 from models.train_mm import MmOptions, choose, main, make_step, prepare, train_documents
-from tests.compare import assert_close
-from tests.devices import needs_four
 
 MODEL = MultimodalConfig(
     vocab=258,
@@ -258,48 +254,6 @@ def test_measures_of_digits(monkeypatch, tmp_path, tiny):
     assert said[2].startswith("100 of 200 (50.0%)")
     with Image.open(tmp_path / "samples.png") as picture:
         assert picture.width > 1_200
-
-
-@needs_four
-def test_over_a_mesh():
-    """Each device has its own documents and noise, and some of the experts: loss, load and gradients of all."""
-    mesh = make_mesh("fsdp=2,expert=2")
-    config = dataclasses.replace(MODEL, backend="xla", layers=2)
-    preset = dataclasses.replace(TINY, model=config, image_weight=2.0, balance_weight=0.0)
-    _, material = prepare(preset, two_kinds_data())
-    documents = train_documents(preset, material.train, TOKENS, np.random.default_rng(0))
-    parts = [lay_out(documents[3 * i : 3 * i + 1 + i % 2], material.room) for i in range(4)]
-    graphdef, params = nnx.split(nnx.jit(lambda: Multimodal(config, rngs=nnx.Rngs(0)))(), nnx.Param)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32) / 8, params)
-    key = jax.random.key(1)
-    own = of_own_batch(functools.partial(train_mm.objective, preset), mesh)
-    sharded = loop.make_value(train_mm.sharded_graphdef(preset), own, mesh, training=True)
-    batch = jax.tree.map(lambda x: x[0], by_device(stack(parts), mesh))
-    got, grads = jax.jit(jax.value_and_grad(sharded, has_aux=True))(
-        shard_state(params, mesh), nnx.State({}), shard_batch(batch, mesh), replicate(key, mesh)
-    )
-
-    def alone(params):
-        def of_part(given):
-            how = {"time_shift": preset.time_shift, "reading_noise": preset.reading_noise}
-            losses, routed = losses_of(nnx.merge(graphdef, params), *given, **how)
-            total, rows = losses.text + 2 * losses.image, losses.predictions + losses.patches
-            return total, rows, routed.load
-
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(parts)))
-        totals, rows, loads = jax.lax.map(of_part, (jax.tree.map(jnp.asarray, stack(parts)), keys))
-        return jnp.sum(totals) / jnp.sum(rows), jnp.sum(loads, axis=0)
-
-    (loss, load), wanted = jax.jit(jax.value_and_grad(alone, has_aux=True))(params)
-    assert float(got[0]) == pytest.approx(float(loss), rel=1e-5)
-    assert_close(got[1][0].load, train_mm.shares(preset, load), "float32", scale=4)
-    for (path, one), other in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert_close(one, other, "float32", name, scale=30)
-        if re.search("kernel|embedding|gate|up|down", name):
-            (share,) = {shard.data.size / one.size for shard in one.addressable_shards}
-            assert share == (1 / 4 if re.search(r"moe/(text|image)/(gate|up|down)", name) else 1 / 2), name
 
 
 @pytest.mark.parametrize("preset", MULTIMODAL_PRESETS.values(), ids=MULTIMODAL_PRESETS)

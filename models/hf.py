@@ -119,19 +119,24 @@ def load(
     dtypes = {path: inference_dtype("/".join(path), shapes[path].dtype, param_dtype) for path in paths}
     placed = {path: Placed(shapes[path].shape, dtypes[path], splits.get(path)) for path in paths}
     sent: list[jax.Array] = []
+    finite: dict[str, list[Any]] = {}
     for name, found in stored.items():
         own = uses.get(name, [])
         for at in _reads(found, own):
             if own and not any(placed[entry.path].wants((*index, *at)) for entry, index in own):
                 continue
             array = found.read(*at)
-            if not is_finite(array):
-                wrong.append(f"{name} in {found.tensors[0].file.name} has a NaN or an infinity")
             # One tensor is read while the one before is copied; a slow device would otherwise leave many on the host.
             jax.block_until_ready([part for part in sent if not part.is_deleted()])
-            sent = [
-                part for entry, index in own for part in placed[entry.path].put((*index, *at), entry.from_tensor(array))
-            ]
+            sent = []
+            flags = finite.setdefault(name, [] if own else [is_finite(array)])
+            for entry, index in own:
+                copies, checks = placed[entry.path].put((*index, *at), entry.from_tensor(array))
+                sent += copies
+                flags += checks
+    for name, flags in jax.device_get(finite).items():
+        if not all(flags):
+            wrong.append(f"{name} in {stored[name].tensors[0].file.name} has a NaN or an infinity")
     params: Params = {path: placed.pop(path).whole() if path in paths else shapes[path] for path in shapes}
     if tied_head and not _equal(stored[HEAD.name], params[EMBEDDING.path]):
         wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them")

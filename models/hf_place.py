@@ -9,15 +9,19 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from models.hf_tensors import is_finite
+
 SMALL = 1 << 24  # bytes of a device's part that is put together on the host, in one transfer
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
-def _update(part: jax.Array, piece: jax.Array, at: jax.Array, transposed: bool) -> jax.Array:
+def _update(part: jax.Array, piece: jax.Array, at: jax.Array, transposed: bool) -> tuple[jax.Array, jax.Array]:
+    """(the new part, whether the piece is finite: on the host that would take longer than reading it)."""
+    finite = jnp.all(jnp.isfinite(piece.astype(jnp.float32) if piece.dtype.itemsize == 1 else piece))
     piece = (piece.T if transposed else piece).astype(part.dtype)
     leading = part.ndim - piece.ndim
     start = [at[axis] for axis in range(leading)] + [jnp.int32(0)] * piece.ndim
-    return lax.dynamic_update_slice(part, piece.reshape((1,) * leading + piece.shape), start)
+    return lax.dynamic_update_slice(part, piece.reshape((1,) * leading + piece.shape), start), finite
 
 
 Bounds = tuple[tuple[int, int], ...]  # start and end along each axis
@@ -56,9 +60,14 @@ class Placed:
         """Whether one of this process's devices holds a part of parameter[index]."""
         return any(_within(index, bounds) for bounds in self.devices)
 
-    def put(self, index: tuple[int, ...], piece: np.ndarray) -> list[jax.Array]:
-        """Sets parameter[index]. Returns the arrays on devices that `piece` is being copied into."""
+    def put(self, index: tuple[int, ...], piece: np.ndarray) -> tuple[list[jax.Array], list[Any]]:
+        """Sets parameter[index].
+
+        Returns:
+          The arrays on devices that `piece` is being copied into; for each part of it whether it is finite.
+        """
         sent: list[jax.Array] = []
+        finite: list[Any] = []
         for bounds, devices in self.devices.items():
             own, others = bounds[: len(index)], bounds[len(index) :]
             if not _within(index, bounds):
@@ -69,17 +78,20 @@ class Placed:
                 self.parts[bounds] = self._empty(bounds)
             if isinstance(part := self.parts[bounds], np.ndarray):
                 part[at] = found
+                finite.append(is_finite(found))
                 continue
             # Transposed on the device: a host takes longer.
             transposed = found.ndim == 2 and not found.flags.c_contiguous
             found = np.ascontiguousarray(found.T if transposed else found)
             place = np.asarray((*at, 0), np.int32)
-            self.parts[bounds] = [
+            updates = [
                 _update(a, jax.device_put(found, device), place, transposed)
                 for a, device in zip(part, devices, strict=True)
             ]
+            self.parts[bounds] = [new for new, _ in updates]
             sent += self.parts[bounds]
-        return sent
+            finite.append(updates[0][1])
+        return sent, finite
 
     def whole(self) -> jax.Array:
         """The parameter."""

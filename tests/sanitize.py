@@ -184,6 +184,25 @@ def fp8_products() -> None:
             print(options, "done", flush=True)
 
 
+def fp8_weights_alone() -> None:
+    """Rows that are not quantized, forward and gradient, with each kind of the weights' scales."""
+    rng = np.random.default_rng(0)
+    x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (M, N)))
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        scaling = fp8_matmul.RECIPES[recipe].rhs.scaling
+        w8 = jaxops.quantize(w, scaling=scaling, layouts="both")
+
+        @jax.jit
+        def run(offsets, w8=w8, recipe=recipe):
+            multiply = lambda x: jaxops.fp8_grouped_matmul(x, w8, offsets, recipe=recipe, quantize_lhs=False)
+            y, vjp = jax.vjp(multiply, x)
+            return y, vjp(dy)
+
+        for offsets in OFFSETS:
+            jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
+        print(recipe, "done", flush=True)
+
+
 def grouped_glu() -> None:
     """Both activation kernels, with gate and up as two arrays and as one; blocks larger and smaller than the arrays. On
     Hopper also the fused forward."""
@@ -376,6 +395,7 @@ if __name__ == "__main__":
             routing,
             permute,
             fp8_products,
+            fp8_weights_alone,
             packed_attention,
         )
     }

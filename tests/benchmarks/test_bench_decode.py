@@ -54,13 +54,22 @@ def test_experts_that_are_counted(monkeypatch):
     graphdef, shapes = bench_decode.shapes_of(SMOKE)
     params = bench_decode.random_params(shapes)
     rows = bench_decode.random_rows(bench_decode.row_shapes(graphdef, params, 3, 16), SMOKE.vocab, 7)
-    seen, call = [], Experts.__call__
-    monkeypatch.setattr(Experts, "__call__", lambda self, x: seen.append((self, x)) or call(self, x))
-    nnx.merge(graphdef, params).extend(rows.token[:, None], rows.cache, rows.at, jnp.ones(3, jnp.int32))
+    call = Experts.__call__
+
+    @jax.jit
+    def inputs_and_routers(params, rows):
+        seen = []
+        watched = lambda self, x: seen.append((x[:, 0], self.moe.router.kernel[...])) or call(self, x)
+        monkeypatch.setattr(Experts, "__call__", watched)
+        nnx.merge(graphdef, params).extend(rows.token[:, None], rows.cache, rows.at, jnp.ones(3, jnp.int32))
+        return seen
+
+    seen = inputs_and_routers(params, rows)
+    assert len(seen) == SMOKE.layers
     monkeypatch.undo()
     wanted = []
-    for experts, x in seen:
-        logits = np.asarray(x[:, 0].astype(jnp.float32)) @ np.asarray(experts.moe.router.kernel[...])
+    for x, router in seen:
+        logits = np.asarray(x.astype(jnp.float32)) @ np.asarray(router)
         wanted.append(len(np.unique(np.argsort(logits, axis=1)[:, -SMOKE.top_k :])))
     np.testing.assert_array_equal(bench_decode.experts_chosen(graphdef, params, rows), wanted)
 

@@ -89,8 +89,7 @@ def test_which_dtypes_matrices_may_have(folder):
         hf.load(folder, param_dtype="bfloat16", recipe="tensorwise")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_host_holds_a_tensor_and_never_the_model(dtype, tmp_path, monkeypatch):
+def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
     """numpy's memory while a checkpoint of 25 MB is read and saved, whose largest tensor in float32 has 0.5 MB."""
     config = dataclasses.replace(CONFIG, width=256, hidden=512, experts=8, layers=4, dense_layers=(), dense_hidden=None)
     architecture, model = "Qwen3MoeForCausalLM", nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
@@ -99,7 +98,8 @@ def test_the_host_holds_a_tensor_and_never_the_model(dtype, tmp_path, monkeypatc
     assert total > 25_000_000
     monkeypatch.setattr(hf_place, "SMALL", 0)
     for run in (
-        lambda name: hf.load(tmp_path, param_dtype=dtype),
+        lambda name: hf.load(tmp_path, param_dtype="float32"),
+        lambda name: hf.load(tmp_path, param_dtype="bfloat16"),
         lambda name: hf.save(tmp_path / name, architecture, model, like=tmp_path),
     ):
         run("before")  # what JAX compiles and keeps of it is not the checkpoint's

@@ -51,7 +51,7 @@ def test_a_quantized_checkpoint_is_trained_and_saved(name, tmp_path):
     corpus = split(Documents(tokens, np.arange(0, 401, 20)))
     preset = train_lm.with_room(preset, train_lm.make_rows(preset, corpus.train))
     graphdef, state = train_lm.start_state(preset, None)
-    before = jax.tree.map(jnp.copy, (state.params, state.histories))
+    before = jax.jit(lambda held: jax.tree.map(jnp.copy, held))((state.params, state.histories))
     batch = train_lm.make_batches(preset, corpus.train, train_lm.make_rows(preset, corpus.train))(0)
     state, metrics = train_lm.make_step(graphdef, preset)(state, jax.device_put(batch), jax.random.key(0))
     assert np.isfinite(metrics.loss)

@@ -26,6 +26,7 @@ from tests.models.test_mesh import (
     assert_as_alone,
     assert_same,
     batches_of,
+    copied,
     experts,
     fraction,
     matrices,
@@ -189,7 +190,7 @@ def train_images(parts: int, shape: str | None = None) -> Outcome:
     batches = [loop.place(images(number, parts), mesh) for number in range(3)]
     step = step.lower(state, batches[0], key).compile()
     state, metrics = step(state, batches[0], key)
-    first, read = jax.tree.map(jnp.copy, state), [metrics]
+    first, read = copied(state), [metrics]
     for batch in batches[1:]:
         state, metrics = step(state, batch, key)
         read.append(metrics)

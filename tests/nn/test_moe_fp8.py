@@ -1,5 +1,6 @@
 """MoE in FP8: beside float32, and beside DeepSeek-V3's way of it written out in numpy; over devices; its errors."""
 
+import functools
 from typing import Any
 
 import jax
@@ -36,21 +37,33 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def result_and_gradients(layer, params, x: jax.Array, dout: jax.Array):
-    """(y, gradients of the parameters and of x); layer is a function of (params, x)."""
+@functools.cache
+def compiled(layer):
+    """Of a layer that several tests have, one program."""
 
-    def loss(params, x):
+    def loss(params, x, dout):
         y = layer(params, x)
         return jnp.sum(y * dout), y
 
-    grads, y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def result_and_gradients(layer, params, x: jax.Array, dout: jax.Array):
+    """(y, gradients of the parameters and of x); layer is a function of (params, x)."""
+    grads, y = compiled(layer)(params, x, dout)
     return y, *grads
 
 
-def of(module: MoE, wrap=lambda layer: layer):
+def of(module: MoE):
     """(the layer as a function of its parameters and tokens, the parameters)"""
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-    return wrap(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0]), params
+    return lambda params, x: nnx.merge(graphdef, params, rest)(x)[0], params
+
+
+@functools.cache
+def layer_of(recipe: str | None, **options):
+    """The same function each time, so that `compiled` has it."""
+    return of(make(recipe, **options))
 
 
 def errors(got, want) -> dict[str, float]:
@@ -67,7 +80,7 @@ def errors(got, want) -> dict[str, float]:
 def test_beside_float32(recipe):
     """Within the error of FP8; in float32 it would be 1e-6. The empty expert has no gradient."""
     x, dout = normal(1, T, D), normal(2, T, D)
-    (ours, params), (plain, _) = of(make(recipe)), of(make(None))
+    (ours, params), (plain, _) = layer_of(recipe), layer_of(None)
     got, want = (result_and_gradients(layer, params, x, dout) for layer in (ours, plain))
     for name, error in errors(got, want).items():
         assert 0.002 < error < 0.12, (name, error)
@@ -140,7 +153,7 @@ def test_as_deepseek_v3(backend):
 def test_pow2_scales():
     """They reach the op."""
     x, dout = normal(1, T, D), normal(2, T, D)
-    layers = [of(make("blockwise", pow2_scales=pow2)) for pow2 in (False, True)]
+    layers = [layer_of("blockwise"), layer_of("blockwise", pow2_scales=True)]
     free, pow2 = (result_and_gradients(layer, params, x, dout) for layer, params in layers)
     assert all(1e-3 < error < 0.12 for error in errors(pow2, free).values())
 
@@ -152,7 +165,7 @@ def test_experts_over_devices(gather_tokens):
         pytest.skip("needs several devices")
     mesh = mesh_of(3, names=("expert",))
     (alone, params), (split, _) = (
-        of(make("blockwise", **how)) for how in ({}, {"expert_axis": "expert", "gather_tokens": gather_tokens})
+        layer_of("blockwise", **how) for how in ({}, {"expert_axis": "expert", "gather_tokens": gather_tokens})
     )
     rows = P("expert") if gather_tokens else P()
     specs = jax.tree.map_with_path(
@@ -183,7 +196,7 @@ def test_rows_in_no_group():
 def test_transformations():
     """Under vmap, in a scan, and with what a policy keeps: as by itself."""
     x, dout = normal(1, 2, T, D), normal(2, 2, T, D)
-    layer, params = of(make("blockwise"))
+    layer, params = layer_of("blockwise")
     by_one = [result_and_gradients(layer, params, a, b) for a, b in zip(x, dout, strict=True)]
     want = jax.tree.map(lambda *a: jnp.stack(a), *by_one)
     want = (want[0], jax.tree.map(lambda a: jnp.sum(a, axis=0), want[1]), want[2])

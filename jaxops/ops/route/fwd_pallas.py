@@ -1,10 +1,12 @@
-"""Routing forward in three Pallas kernels lowered through Triton: choose experts, count over tiles, assign rows."""
+"""Routing forward in three Pallas kernels lowered through Triton: choose experts, count over tiles if there are
+several, assign rows."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -195,12 +197,16 @@ def forward_pallas(
     # A logit: about 8 for its scores and the losses' sums; in each choice it is compared twice, by key and by number.
     chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out, flops=T * E * (8 + 2 * k))
 
-    out = {"before": array(tiles, E), "load": array(E), "totals": array(E + 1, dtype="float32")}
-    operands = {"counts": chosen["counts"], "sums": chosen["sums"]}
-    programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
-    # A tile's count is added to the running one and to the total, its sums to the total ones.
-    warps, flops = max(1, step // 128), 3 * tiles * E
-    counted = run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
+    if tiles == 1:  # it has counted all tokens, as those of a decode step
+        before = jnp.asarray(np.zeros((1, E), np.int32))  # a constant: jnp.zeros would be a launch of its own
+        counted = {"before": before, "load": chosen["counts"].reshape(E), "totals": chosen["sums"].reshape(E + 1)}
+    else:
+        out = {"before": array(tiles, E), "load": array(E), "totals": array(E + 1, dtype="float32")}
+        operands = {"counts": chosen["counts"], "sums": chosen["sums"]}
+        programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
+        # A tile's count is added to the running one and to the total, its sums to the total ones.
+        warps, flops = max(1, step // 128), 3 * tiles * E
+        counted = run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
 
     out = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
     out |= {"aux_loss": scalar, "z_loss": scalar}

@@ -59,7 +59,7 @@ def lowered(T: int, E: int, k: int, dtype: str = "bfloat16", plan: Plan | None =
 
     s = jax.ShapeDtypeStruct
     text = lower_for_h200(both, s((T, E), dtype), s((E,), "float32"), s((T, k), "float32"))
-    assert set(re.findall(r"= \"?stablehlo\.(\w+)", text)) == {"custom_call", "reshape"}
+    assert set(re.findall(r"= \"?stablehlo\.(\w+)", text)) - {"constant"} == {"custom_call", "reshape"}
     names = re.findall(r'"(route_\w+)"', text)
     assert text.count(KERNEL) == len(names)
     return names
@@ -84,7 +84,9 @@ CALLS = {
 
 @pytest.mark.parametrize(("T", "E", "k", "options"), CALLS.values(), ids=CALLS)
 def test_a_call_is_these_kernels(T, E, k, options):
-    assert lowered(T, E, k, **options) == ["route_choose", "route_count", "route_place", "route_bwd"]
+    """A single tile of tokens, as of a decode step, needs no count over tiles."""
+    count = [] if T == 1 else ["route_count"]
+    assert lowered(T, E, k, **options) == ["route_choose", *count, "route_place", "route_bwd"]
 
 
 def test_candidates_lower_for_an_h200():

@@ -1,0 +1,14 @@
+"""What compute-sanitizer runs on a GPU names every op that has kernels."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_every_op_with_kernels():
+    source = (ROOT / "tests/sanitize.py").read_text()
+    kernels = [*ROOT.glob("jaxops/ops/*/*_pallas.py"), *ROOT.glob("jaxops/ops/*/*_triton.py")]
+    ops = {file.parent.name for file in kernels}
+    assert len(ops) > 8
+    assert not [op for op in ops if not re.search(rf"jaxops\.{op}\(", source)]

@@ -22,7 +22,7 @@ from models import frozen
 from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
-from models.mesh import collect, constrained, own_rows, shard_batch, split_objective
+from models.mesh import collect, constrained, rows_of_process, shard_batch, split_objective
 from models.report import History, MetricsLog
 from models.schedule import Schedule, make_learning_rate, make_optimizer
 
@@ -85,7 +85,7 @@ def place(arrays: Any, mesh: Mesh | None = None) -> Any:
     """Batches [N, B, ...], from the host to the device or, along B, over all devices. The only place that does so."""
     if mesh is None:
         return jax.device_put(arrays)
-    return shard_batch(jax.tree.map(lambda x: x[:, own_rows(x.shape[1], mesh)], arrays), mesh, axis=1)
+    return shard_batch(jax.tree.map(lambda x: x[:, rows_of_process(x.shape[1], mesh)], arrays), mesh, axis=1)
 
 
 def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:

@@ -203,7 +203,7 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def own_rows(batch: int, mesh: Mesh) -> slice:
+def rows_of_process(batch: int, mesh: Mesh) -> slice:
     """The rows of a batch that this process makes for `shard_batch`: those of its devices.
 
     Raises:
@@ -226,7 +226,7 @@ def _batch_split(mesh: Mesh, axis: int = 0) -> NamedSharding:
 
 
 def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
-    """The whole batch, split along `axis` over `BATCH`, from the numpy arrays of each process's `own_rows`."""
+    """The whole batch, split along `axis` over `BATCH`, from the numpy arrays of each process's `rows_of_process`."""
     split = _batch_split(mesh, axis)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
 

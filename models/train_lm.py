@@ -25,7 +25,7 @@ from models.distributed import is_first
 from models.hf_config import OF_A_RUN, end_token, fitting, read_config
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState
-from models.mesh import TENSOR, create_sharded, own_rows, parts_of, replicate, shard_state, shardings
+from models.mesh import TENSOR, create_sharded, parts_of, replicate, rows_of_process, shard_state, shardings
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
@@ -227,7 +227,7 @@ def check_fits(preset: Preset, mesh: Mesh) -> None:
         `tensor` does not split.
     """
     rows, tensor = preset.batch // preset.accumulate, mesh.shape[TENSOR]
-    own_rows(rows, mesh)
+    rows_of_process(rows, mesh)
     preset.model.check_tensor(tensor)
     check_rows(rows // parts_of(mesh) * preset.context, tensor)  # as many tokens as in shorter rows
 

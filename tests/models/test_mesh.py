@@ -26,8 +26,8 @@ from models.mesh import (
     gather,
     make_mesh,
     of_own_batch,
-    own_rows,
     replicate,
+    rows_of_process,
     shard_batch,
     shard_state,
     shardings,
@@ -368,4 +368,4 @@ def test_what_does_not_fit():
     ):
         shardings({"moe": {"gate": jnp.zeros((2, 6, 4, 4))}}, mesh)
     with pytest.raises(typer.BadParameter, match="a batch of 6 cannot be split evenly over the 4 devices"):
-        own_rows(6, mesh)
+        rows_of_process(6, mesh)

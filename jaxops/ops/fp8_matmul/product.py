@@ -118,7 +118,7 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
         kernel = functools.partial(multiply_inside, **how, pow2=spec.pow2_scales)
         out = sequential_vmap(kernel)(lhs, cols_of(rhs_q))
         return (out, None), _Residuals(lhs if drhs else None, saved_rhs)  # the backward casts lhs's column layout
-    if not spec.quantize_lhs:
+    if not spec.quantize_lhs and not isinstance(lhs, Quantized):
         out = multiply(spec, "fwd", unquantized(lhs), cols_of(rhs_q), offsets, spec.out_dtype)
         return (out, None), _Residuals(None, saved_rhs, offsets)
     lhs_q, lhs_amax = cast(spec, lhs, recipe.lhs, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)

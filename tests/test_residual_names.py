@@ -245,10 +245,10 @@ def test_docstrings_have_their_names(op):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_without_a_gradient_nothing_changes(name):
-    """Names add no instructions to a call that is not differentiated."""
+    """Names add no instructions to a call that is not differentiated. Casts to FP8 have their own barriers."""
     case = CASES[name]
     text = jax.jit(case.f).lower(*arrays_of(case)).as_text()
-    assert "optimization_barrier" not in text
+    assert not [line for line in text.splitlines() if "optimization_barrier" in line and "f8E4M3FN" not in line]
     assert "annotate_device_placement" not in text
 
 

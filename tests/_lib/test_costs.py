@@ -310,15 +310,15 @@ def test_permute_and_combine():
 
 
 def test_route():
-    """8 tokens, 4 experts, 2 choices; with a capacity the weights count once: they are written, not read."""
-    call = functools.partial(jaxops.route, backend="pallas")
-    plain, dropping = (
-        pallas_costs(lambda x, c=c: call(x, 2, capacity=c), shape(8, 4, dtype="float32")) for c in (None, 3)
-    )
-    assert [flops for _, flops, _ in plain] == [32 * (8 + 4), 3 * 4, 32 * 5]
-    # logits, experts, weights, the tile's 4 counts and 5 sums
-    assert plain[0][2] == 128 + 64 + 64 + 16 + 20
-    assert dropping[2][2] == plain[2][2] + 64
+    """20 tokens in two tiles, 8 in one without a count. With a capacity the weights are written, not read."""
+    route = functools.partial(jaxops.route, backend="pallas")
+    costs = lambda T, c: pallas_costs(lambda x: route(x, 2, capacity=c), shape(T, 4, dtype="float32"))
+    plain, dropping, one = costs(20, None), costs(20, 3), costs(8, None)
+    assert [flops for _, flops, _ in plain] == [80 * (8 + 4), 3 * 2 * 4, 80 * 5]
+    assert [flops for _, flops, _ in one] == [32 * (8 + 4), 32 * 5]
+    # logits, experts, weights, each tile's 4 counts and 5 sums
+    assert plain[0][2] == 320 + 160 + 160 + 2 * (16 + 20)
+    assert dropping[2][2] == plain[2][2] + 160
 
 
 # Hopper's kernels, by hand

@@ -105,6 +105,7 @@ RULES = {
     ),
     "pow2_scales": FLAG,
     "moe_mlp.pow2_scales": FLAG._replace(right=(False,)),
+    "quantize_lhs": FLAG._replace(right=(True,)),  # without it rhs must be quantized
     "precision": PRECISION,
     "preferred_element_type": Rule((None, "bfloat16", jnp.float32), ("foo", 1.5, object())),
     "quantize.dtype": Rule((jnp.float8_e5m2, "float8_e4m3fn"), ("foo", float, 3, "float32", "float8", object())),

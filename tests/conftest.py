@@ -19,7 +19,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxops-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")  # a write takes up to 0.1 s
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")  # frames, of 10: lowering is faster
 if shutil.which("nvidia-smi") is None:
     # Half of the CPU time is XLA's compiler, for programs that run once or twice. The older fusion emitter saves 30 %
     # of the run, one LLVM module a program 10 % of compiling, AVX2 instead of AVX-512 another 8 %. On a GPU the kernels

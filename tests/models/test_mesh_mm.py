@@ -20,7 +20,7 @@ from models.presets import MultimodalPreset
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.models.test_interleaved import image_of, text_of
-from tests.models.test_mesh import Outcome, assert_same, fraction, matrices
+from tests.models.test_mesh import Outcome, assert_same, copied, fraction, matrices
 
 pytestmark = needs_four
 MODEL = MultimodalConfig(
@@ -117,7 +117,7 @@ def train(shape: str | None, parts: int) -> Outcome:
             step = step.lower(state, placed, key).compile()
             text = step.as_text()
         state, metrics = step(state, placed, key)
-        first = jax.tree.map(jnp.copy, state) if first is None else first
+        first = copied(state) if first is None else first
         read.append(metrics._replace(balance=None, fill=None))
     return Outcome(first, read, jnp.zeros(()), text)
 

@@ -160,7 +160,7 @@ _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in regi
 def _auto(problem: Problem, device: Device) -> str:
     if not _cudnn_cannot(problem, device):
         return "cudnn"
-    # The kernels have not been timed: only for masks that cuDNN has not, without a `longest` that bounds the blocks.
+    # Not timed beside XLA's ways yet: only for masks that cuDNN has not, without a `longest` that bounds the blocks.
     unlike = (problem.mask == "rows" or problem.cross) and problem.longest is None
     return "pallas" if unlike and device.has(AMPERE) and problem.head_dim <= _WIDEST else "xla"
 

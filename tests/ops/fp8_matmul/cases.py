@@ -136,6 +136,13 @@ def make_case(
     return Case(jnp.asarray(x, dtype), jnp.asarray(w, w_dtype or dtype), jnp.asarray(dy, dtype), rows)
 
 
+@functools.partial(jax.jit, static_argnames=("recipe", "layouts"))
+def quantized_w(w, recipe: str, layouts: str) -> jaxops.Quantized:
+    """w as the recipe casts it."""
+    form = RECIPES[recipe].rhs
+    return jaxops.quantize(w, scaling=form.scaling, dtype=form.dtype, layouts=layouts)
+
+
 def delayed_amax(case: Case) -> tuple[float, float]:
     """Of x too small, so that it saturates; of w too large."""
     x, w = (float(np.max(np.abs(np.asarray(v).astype(np.float32)), initial=0.0)) for v in (case.x, case.w))

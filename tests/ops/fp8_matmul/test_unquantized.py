@@ -12,14 +12,9 @@ import jaxops
 from jaxops._lib.device import Device
 from jaxops.ops.fp8_matmul import Problem, make_plan
 from tests.compare import assert_close
-from tests.ops.fp8_matmul.cases import RUNS, Case, apply, make_case
+from tests.ops.fp8_matmul.cases import RUNS, Case, apply, make_case, quantized_w
 
 BY = RUNS[:3]  # Hopper's kernel multiplies FP8 by FP8
-SCALINGS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "blockwise": "block_128x128"}
-
-
-def quantized(case: Case, recipe: str) -> jaxops.Quantized:
-    return jaxops.quantize(case.w, scaling=SCALINGS[recipe], layouts="both", backend="xla")
 
 
 def reference(case: Case, w8: jaxops.Quantized) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +46,7 @@ def reference(case: Case, w8: jaxops.Quantized) -> tuple[np.ndarray, np.ndarray]
 def test_values(run, recipe, dtype, sizes):
     """K and N no multiples of 128; rows outside the groups are NaN, and zeros in the results."""
     case = make_case(21, 139, 150, sizes=sizes, before=0 if sizes is None else 2, dtype=dtype)
-    w8 = quantized(case, recipe)
+    w8 = quantized_w(case.w, recipe, "both")
 
     @jax.jit
     def f(x, dy, w8):
@@ -67,7 +62,7 @@ def test_values(run, recipe, dtype, sizes):
 @pytest.mark.parametrize("M", [0, 1])
 def test_no_row_and_one(M):
     case = make_case(M, 64, 48)
-    w8 = quantized(case, "blockwise")
+    w8 = quantized_w(case.w, "blockwise", "both")
     y = jaxops.fp8_matmul(case.x, w8, quantize_lhs=False, backend="xla")
     assert_close(y, reference(case, w8)[0], "float32")
 

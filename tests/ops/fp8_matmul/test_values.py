@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.fp8_matmul import RECIPES
 from jaxops.ops.quantize import Quantized
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import (
@@ -30,6 +29,7 @@ from tests.ops.fp8_matmul.cases import (
     make_case,
     options_of,
     quantised,
+    quantized_w,
     reference,
     run_all,
 )
@@ -164,7 +164,7 @@ def test_size_zero_measured(run, sizes):
 def test_delayed_measures_as_it_goes(run):
     case = make_case(9, 20, 11, dtype="bfloat16")
     amax = tuple(jnp.float32(value) for value in delayed_amax(case))
-    w8 = quantized_w(case, "delayed", "both")
+    w8 = quantized_w(case.w, "delayed", "both")
 
     @functools.partial(jax.jit, static_argnames="rows")
     def measured(x, w, rhs_quantized, rows=None):
@@ -178,16 +178,6 @@ def test_delayed_measures_as_it_goes(run):
     # A weight that is not read is not measured: its amax comes back.
     assert list(map(float, measured(case.x, w8, None))) == [want[0], float(amax[1])]
     assert list(map(float, measured(case.x, case.w, w8))) == [want[0], float(amax[1])]
-
-
-@functools.partial(jax.jit, static_argnames=("recipe", "layouts"))
-def _quantized(w, recipe: str, layouts: str) -> Quantized:
-    form = RECIPES[recipe].rhs
-    return jaxops.quantize(w, scaling=form.scaling, dtype=form.dtype, layouts=layouts)
-
-
-def quantized_w(case: Case, recipe: str, layouts: str) -> Quantized:
-    return _quantized(case.w, recipe, layouts)
 
 
 @pytest.mark.parametrize("run", FEW)
@@ -218,7 +208,7 @@ def test_the_cache_is_what_is_multiplied(run):
         y, vjp = jax.vjp(lambda x, w: apply(case, x, w, "blockwise", run, rhs_quantized=w8), x, w)
         return y, *vjp(dy)
 
-    y, dx, dw = f(case.x, case.w, case.dy, quantized_w(other, "blockwise", "both"))
+    y, dx, dw = f(case.x, case.w, case.dy, quantized_w(other.w, "blockwise", "both"))
     want = reference(dataclasses.replace(case, w=other.w), "blockwise")
     for name, g, w in zip(("y", "dx", "dw"), (y, dx, dw), want, strict=True):
         assert_close(g, w, **kind_of(run, "float32"), name=name)
@@ -248,7 +238,7 @@ def check_y_and_dx(case: Case, w8: Quantized, recipe: str, run: str, want) -> No
 def test_quantized_w(run, recipe, layouts, sizes):
     """y and dx of a weight that came quantised: where its scales are those of its transpose, one layout is enough."""
     case = make_case(21, 130, 37, sizes=sizes)
-    check_y_and_dx(case, quantized_w(case, recipe, layouts), recipe, run, reference(case, recipe))
+    check_y_and_dx(case, quantized_w(case.w, recipe, layouts), recipe, run, reference(case, recipe))
 
 
 @pytest.mark.parametrize("run", FEW)

@@ -25,9 +25,10 @@ class Plan(BasePlan):
       down: plan of the down projection, as of `jaxops.grouped_matmul`, or of `jaxops.fp8_grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.
       fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe.
-      gather: "triton" only, not with a recipe, D a multiple of 64: the forward's first kernel gathers tokens' rows
-        itself, instead of reading a copy in the order of experts. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
-        it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %.
+      gather: not with a recipe: the forward's first kernel gathers tokens' rows itself, instead of reading a copy in
+        the order of experts. With "triton" for D a multiple of 64. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
+        it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %. With "pallas" for few
+        rows, where the unit is one kernel (its plan's `fused`).
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
@@ -92,21 +93,24 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
             "down": call.part(fp8_matmul.make_plan, down, plan.down),
             "rows": call.part(permute.make_plan, *copies),
         }
-    fused = gather = None
+    unit = call.part(grouped_glu.make_plan, p.unit, plan.unit)
+    fused, gathers = None, unit.fused is not None
     if triton:
         for product in (p.unit.product, p.down):
             grouped_matmul.check_triton(product, call.device)
         short = p.R <= 128 * p.E  # groups
-        gather = p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not short if plan.gather is None else plan.gather
-        if gather and p.D % 64:
+        gathers = gathers and p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not short
+        if plan.gather and p.D % 64:
             raise NotImplementedError(f"rows are gathered 64 columns at a time, and x has D = {p.D}: leave out gather.")
         fused = plan.fused or TileOrder(4 if p.R < 1024 * p.E else 8, dynamic=short)
+    if plan.gather and unit.fused is None:
+        raise NotImplementedError("the unit's one kernel gathers rows, and plan.unit has none: leave out gather.")
     return {
-        "unit": call.part(grouped_glu.make_plan, p.unit, plan.unit),
+        "unit": unit,
         "down": call.part(grouped_matmul.make_plan, p.down, plan.down),
         "rows": call.part(permute.make_plan, *copies),
         "fused": fused,
-        "gather": gather,
+        "gather": gathers if plan.gather is None else plan.gather,
     }
 
 

@@ -136,7 +136,7 @@ def few_rows(M: int, G: int) -> bool:
     byte. Each further tile of a group reads the group's weights again. With at most 16 rows in a mean group, no routing
     has more than twice as many tiles as there are groups.
     """
-    return M <= min(16 * G, 2048)
+    return M <= 2048 and M <= 16 * G
 
 
 def few_rows_columns(M: int, G: int, F: int, device: Device) -> int:

@@ -30,8 +30,9 @@ Products = Callable[[Sequence[Any], jax.Array, jax.Array, jax.Array, jax.Array],
 
 
 def _kernel(
-    work_ref, *refs, products: Products, count: int, G: int, bound: int, gathers: bool, activation: str, tiles: Tiles
-):
+    work_ref, *refs, products: Products, count: int, G: int, bound: int, gathers: bool, activation: str, tiles: Any,
+    tail: int,
+):  # fmt: skip
     """refs: with `gathers` the indices; `count` operands, x first; h, and gate and up if they are results."""
     indices_ref, refs = (refs[0], refs[1:]) if gathers else (None, refs)
     operands, outs = refs[:count], refs[count:]
@@ -58,16 +59,16 @@ def _kernel(
         store(height, [unit(activation, *pre), *pre][: len(outs)])
 
     # A program past the last tile has nothing to do, and leaves.
-    inside, high = (start < end) & (group < G), end - start > (tiles.tail or 0)
+    inside, high = (start < end) & (group < G), end - start > tail
     pl.when(inside & high)(functools.partial(multiply, tiles.bm))
-    if tiles.tail:
-        pl.when(inside & ~high)(functools.partial(multiply, tiles.tail))
+    if tail:
+        pl.when(inside & ~high)(functools.partial(multiply, tail))
     pl.when((start < end) & (group >= G))(lambda: store(tiles.bm, [jnp.zeros((1, 1), jnp.float32)] * len(outs)))
 
 
 def unit_pallas(
     products: Products, operands: Sequence[jax.Array], offsets: jax.Array, indices: jax.Array | None, *,
-    shape: tuple[int, int], dtype: Any, activation: str, save: bool, tiles: Tiles, interpret: bool, name: str,
+    shape: tuple[int, int], dtype: Any, activation: str, save: bool, tiles: Any, tail: int, interpret: bool, name: str,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """h [M, F], and with save gate and up [M, F], all in dtype; rows outside the groups are zeros. No size is 0.
 
@@ -77,7 +78,9 @@ def unit_pallas(
       offsets: [G + 1].
       indices: [M], the row of x of each row of h; None for the same row.
       shape: M and F.
-      tiles: bn columns of gate and as many of up.
+      tiles: bm rows, bn columns of gate and as many of up; panel, warps and stages. Of `grouped_matmul`, or of
+        `fp8_matmul`.
+      tail: a group's last rows, if at most this many, use tiles of this height; 0 for none.
     """
     (M, F), G = shape, offsets.shape[0] - 1
     bound = min(M, tile_bound(M, G, tiles.bm))
@@ -85,7 +88,7 @@ def unit_pallas(
     h = out_struct((M, F), dtype, like=operands[0])
     return tuple(
         launch(
-            functools.partial(_kernel, **how, activation=activation, tiles=tiles),
+            functools.partial(_kernel, **how, activation=activation, tiles=tiles, tail=tail),
             *(schedule_rows(offsets, M, tiles.bm, interpret), *([] if indices is None else [indices]), *operands),
             out=[h, h, h] if save else [h],
             grid=(bound * pl.cdiv(F, tiles.bn),),
@@ -109,7 +112,7 @@ def fwd_pallas(
         how: dict[str, Any] = {"tile": (tiles.bn, tiles.bk), "times": times, "precision": precision}
         return sums_over_columns(refs[0], refs[1:], group, rows, j, **how)
 
-    how: dict[str, Any] = {"activation": activation, "save": save, "tiles": tiles, "interpret": interpret}
+    how: dict[str, Any] = {"activation": activation, "save": save, "tiles": tiles, "tail": tiles.tail}
     shape = (x.shape[0] if indices is None else indices.shape[0], weights[0].shape[2])
-    how |= {"shape": shape, "dtype": x.dtype, "name": "grouped_glu_fused"}
+    how |= {"shape": shape, "dtype": x.dtype, "interpret": interpret, "name": "grouped_glu_fused"}
     return unit_pallas(products, (x, *weights), offsets, indices, **how)

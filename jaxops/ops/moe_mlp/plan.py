@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxops._lib.device import Device, runs_gluon
+from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.plans import ADA, AMPERE, BasePlan, Call, Planner
 from jaxops.ops import fp8_matmul, grouped_glu, grouped_matmul, permute
 
@@ -25,10 +26,11 @@ class Plan(BasePlan):
       down: plan of the down projection, as of `jaxops.grouped_matmul`, or of `jaxops.fp8_grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.
       fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe.
-      gather: not with a recipe: the forward's first kernel gathers tokens' rows itself, instead of reading a copy in
+      gather: not with a recipe. The forward's first kernel gathers tokens' rows itself, instead of reading a copy in
         the order of experts. With "triton" for D a multiple of 64. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
         it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %. With "pallas" for few
-        rows, where the unit is one kernel (its plan's `fused`).
+        rows, where the unit is one kernel (its plan's `fused`; with weights stored in FP8 of tiles `fwd`, with bn
+        columns of gate and as many of up).
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
@@ -42,7 +44,8 @@ class Plan(BasePlan):
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What a plan depends on: T tokens [T, D] with k choices each, E experts' weights [E, D, F] and [E, F, N], the
-    dtype of the products, and the FP8 recipe or None."""
+    dtype of the products, and the FP8 recipe or None; whether the weights are stored in FP8 and the rows not quantized
+    (recipe "blockwise")."""
 
     T: int
     k: int
@@ -52,6 +55,7 @@ class Problem:
     N: int
     dtype: str
     recipe: str | None = None
+    stored: bool = False
 
     @property
     def R(self) -> int:
@@ -70,13 +74,14 @@ class Problem:
         """Of the unit's products and of the down projection."""
         assert self.recipe is not None
         sizes = ((self.D, self.F), (self.F, self.N))
-        unit, down = (fp8_matmul.Problem(self.R, K, N, self.recipe, self.dtype, self.E) for K, N in sizes)
+        how = {"recipe": self.recipe, "dtype": self.dtype, "G": self.E, "quantize_lhs": not self.stored}
+        unit, down = (fp8_matmul.Problem(self.R, K, N, **how) for K, N in sizes)
         return unit, down
 
 
 def _triton(problem: Problem, device: Device) -> bool:
     if problem.recipe is not None:
-        return runs_gluon(device)
+        return runs_gluon(device) and not problem.stored
     products = (("fwd", problem.unit.product), ("dgrad", problem.down))
     return all(grouped_matmul.takes_triton(name, product, device) for name, product in products)
 
@@ -84,6 +89,8 @@ def _triton(problem: Problem, device: Device) -> bool:
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p, plan, triton = call.problem, call.plan, call.backend == "triton"
     copies = permute.Problem(p.T, p.D, p.k, p.dtype), plan.rows, "pallas" if triton else call.backend
+    if p.stored:
+        return _stored_parts(call) | {"rows": call.part(permute.make_plan, *copies)}
     if p.recipe is not None:
         if plan.fused is not None or plan.gather:
             raise ValueError(f"recipe={p.recipe!r} has no kernels for the plan's fused and gather: leave them out.")
@@ -112,6 +119,26 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         "fused": fused,
         "gather": gathers if plan.gather is None else plan.gather,
     }
+
+
+def _stored_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
+    """The plans of the products with stored weights, and whether the unit is one kernel that gathers."""
+    p, plan = call.problem, call.plan
+    if plan.fused is not None:
+        raise ValueError("weights stored in FP8 have no kernel for the plan's fused: leave it out.")
+    unit, down = (call.part(fp8_matmul.make_plan, *part) for part in zip(p.fp8, (plan.unit, plan.down), strict=True))
+    tiles = unit.fwd
+    usual = tiles is not None and tiles.bm <= 64 and grouped_glu.few_rows(p.R, p.E)
+    gather = usual if plan.gather is None else plan.gather
+    if gather and tiles is None:
+        raise NotImplementedError(f"backend={call.backend!r} has no kernel that gathers rows: leave out gather.")
+    if gather and (plan.unit is None or plan.unit.fwd is None):
+        bn = grouped_glu.few_rows_columns(p.R, p.E, p.F, call.device)
+        # Two programs a multiprocessor, of stages with both weights' columns and rows of two bytes.
+        fit = call.device.shared_bytes // 2 // (BLOCK * (2 * tiles.bm + 2 * bn))
+        tiles = dataclasses.replace(tiles, bn=bn, stages=max(2, min(5, fit)))
+        unit = dataclasses.replace(unit, fwd=tiles)
+    return {"unit": unit, "down": down, "gather": gather}
 
 
 make_plan = Planner(

@@ -158,8 +158,9 @@ class Experts(nnx.Module):
         dtype, out_dtype = jnp.dtype(c.dtype), jnp.float32 if self.sharded else jnp.dtype(c.dtype)
         own = dataclasses.replace(routing, group_offsets=offsets)
         if c.stored_fp8 and decodes(x):
-            experts = [getattr(self.moe, name).quantized(c.dtype) for name in ("gate", "up", "down")]
-            y = jaxops.moe_mlp(tokens.astype(dtype), *experts, own, out_dtype=out_dtype, backend=c.backend)
+            gate, up, down = (getattr(self.moe, name).quantized(c.dtype) for name in ("gate", "up", "down"))
+            how: dict[str, Any] = {"out_dtype": out_dtype, "backend": c.backend}
+            y = jaxops.moe_mlp(tokens.astype(dtype), gate, up, down, own, **how)
         else:
             y = jaxops.combine(self._multiplied(tokens.astype(dtype), own), own, out_dtype=out_dtype)
         if self.sharded:

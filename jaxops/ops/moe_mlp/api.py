@@ -47,9 +47,10 @@ class Spec:
 
 def moe_mlp(
     x: jax.Array, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
-    routing: Routing, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu", compute_dtype=None,
-    out_dtype=None, precision: lax.PrecisionLike = None, save: Literal["preactivations", "nothing"] = "preactivations",
-    recipe: str | None = None, pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
+    routing: Routing, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
+    compute_dtype=None, out_dtype=None, precision: lax.PrecisionLike = None,
+    save: Literal["preactivations", "nothing"] = "preactivations", recipe: str | None = None,
+    pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
 ) -> jax.Array:  # fmt: skip
     """The experts of a mixture-of-experts layer, from tokens to tokens: with e the expert of token t's choice j,
     `out[t] = sum_j weights[t, j] * (act(x[t] @ w_gate[e]) * (x[t] @ w_up[e])) @ w_down[e]`.
@@ -167,15 +168,16 @@ def _check_weights(experts: tuple[Any, ...]) -> tuple[int, int, int, int]:
             found = f"{name} has {w.scaling} scales and shape {tuple(shape_of(w))}"
             raise ValueError(f"{found}; it must be {shape} with block_128x128 scales, as of Quantized.from_deepseek.")
     gate, up, down = (tuple(shape_of(w)) for w in experts)
+    E, D, F = gate
     if up != gate:
         raise ValueError(f"w_up has shape {up}; it must be that of w_gate, {gate}.")
-    if down[:2] != (gate[0], gate[2]):
-        needed = f"[E, F, N] with E, F = {gate[0]}, {gate[2]}, as w_gate is {gate}"
+    if down[:2] != (E, F):
+        needed = f"[E, F, N] with E, F = {E}, {F}, as w_gate is {gate}"
         raise ValueError(f"w_down has shape {down}; it must be {needed}.")
     for name, w in zip(names[1:], experts[1:], strict=True):
         if not any(stored) and w.dtype != experts[0].dtype:
             raise TypeError(f"{name} is {w.dtype} and w_gate is {experts[0].dtype}: cast one of them.")
-    return *gate, down[2]
+    return E, D, F, down[2]
 
 
 def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:

@@ -128,11 +128,10 @@ def _stored_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
         raise ValueError("weights stored in FP8 have no kernel for the plan's fused: leave it out.")
     unit, down = (call.part(fp8_matmul.make_plan, *part) for part in zip(p.fp8, (plan.unit, plan.down), strict=True))
     tiles = unit.fwd
-    usual = tiles is not None and tiles.bm <= 64 and grouped_glu.few_rows(p.R, p.E)
-    gather = usual if plan.gather is None else plan.gather
-    if gather and tiles is None:
+    gather = tiles is not None and grouped_glu.few_rows(p.R, p.E) if plan.gather is None else plan.gather
+    if tiles is None and gather:
         raise NotImplementedError(f"backend={call.backend!r} has no kernel that gathers rows: leave out gather.")
-    if gather and (plan.unit is None or plan.unit.fwd is None):
+    if tiles is not None and gather and (plan.unit is None or plan.unit.fwd is None):
         bn = grouped_glu.few_rows_columns(p.R, p.E, p.F, call.device)
         # Two programs a multiprocessor, of stages with both weights' columns and rows of two bytes.
         fit = call.device.shared_bytes // 2 // (BLOCK * (2 * tiles.bm + 2 * bn))

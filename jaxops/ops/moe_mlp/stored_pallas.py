@@ -28,9 +28,10 @@ def unit_of_stored(
     (_, F, K), bn, rows_of_x = weights[0].values.shape, tiles.bn, unquantized(x)
 
     def products(refs, group, rows, j, times):
-        a = Side(0, *refs[:2], rows_of_x.scaling, (), jnp.int32(0), rows)
+        a = Side(0, refs[0], refs[1], rows_of_x.scaling, (), jnp.int32(0), rows)
         columns = jnp.minimum(j * bn + jnp.arange(bn, dtype=jnp.int32), F - 1)
-        bs = [Side(1, *refs[2 * n : 2 * n + 2], w.scaling, (group,), j * bn, columns) for n, w in enumerate(weights, 1)]
+        scalings = enumerate((w.scaling for w in weights), 1)
+        bs = [Side(1, refs[2 * n], refs[2 * n + 1], each, (group,), j * bn, columns) for n, each in scalings]
         return sums_of_steps(a, bs, jnp.int32(0), times * pl.cdiv(K, BLOCK))
 
     operands = [rows_of_x.values, rows_of_x.scales[None], *(part for w in weights for part in (w.values, w.scales))]

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 
 
 def tile_bound(M: int, G: int, bm: int) -> int:
-    """The most row tiles for any offsets: each group, and each run of rows outside, may end in a partial tile."""
-    return -(-M // bm) + G + 1
+    """The most row tiles for any offsets: each group, and each run of rows outside, may end in a partial tile, and each
+    tile has a row. An M that is a symbol (`jax.export`) is not compared."""
+    bound = -(-M // bm) + G + 1
+    return min(M, bound) if isinstance(M, int) else bound
 
 
 def row_tiles(t: jax.Array, lo: jax.Array, hi: jax.Array, G: int, bm: int) -> tuple[jax.Array, jax.Array, jax.Array]:

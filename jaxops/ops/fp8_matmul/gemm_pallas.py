@@ -122,13 +122,16 @@ def _rows_kernel(
     group, start, end = _load_entry(schedule_ref, t, 3)
     inside = group < G
     rows, cols = start + jnp.arange(tiles.bm, dtype=jnp.int32), j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
-    # Clipped, not masked: a tile may read a neighbour's rows, whose results are not stored.
-    a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1))
-    stack, cols_in = (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1)
-    b = Side(1, b_ref, b_scales_ref, scalings[1], stack, j * tiles.bn, cols_in)
-    (acc,) = sums_of_steps(a, [b], jnp.int32(0), inside.astype(jnp.int32) * pl.cdiv(K, BLOCK))
-    out = jnp.where(inside, acc, 0.0).astype(out_ref.dtype)  # the scales of rows outside may be NaN
-    plgpu.store(out_ref.at[rows[:, None], cols[None, :]], out, mask=(rows < end)[:, None] & (cols < N)[None, :])
+
+    @pl.when(start < end)  # of few rows most entries are past the last tile
+    def _():
+        # Clipped, not masked: a tile may read a neighbour's rows, whose results are not stored.
+        a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1))
+        stack, cols_in = (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1)
+        b = Side(1, b_ref, b_scales_ref, scalings[1], stack, j * tiles.bn, cols_in)
+        (acc,) = sums_of_steps(a, [b], jnp.int32(0), inside.astype(jnp.int32) * pl.cdiv(K, BLOCK))
+        out = jnp.where(inside, acc, 0.0).astype(out_ref.dtype)  # the scales of rows outside may be NaN
+        plgpu.store(out_ref.at[rows[:, None], cols[None, :]], out, mask=(rows < end)[:, None] & (cols < N)[None, :])
 
 
 def _contraction_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, tiles: Tiles, scalings):

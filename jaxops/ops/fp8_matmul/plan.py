@@ -124,12 +124,19 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, device.cores)
     bm, bn = (min(128, max(16, power_of_2(size))) for size in (out_rows, out_cols))
     if not p.quantize_lhs:
-        # Reading rhs bounds a few rows, so that most of a pipeline is its steps. Twice the rows of a mean group, since
-        # each further tile of a group reads its matrix again.
-        bm = min(bm, 64, max(16, power_of_2(2 * out_rows // max(p.G, 1))))
-        bn = min(bn, 128 if p.G else 64)
-        return Tiles("pallas", bm, bn, 4, stages=5 if bm < 64 else 4)
+        return _heuristic_of_few_rows(bm, p.G, out_rows, out_cols, device.cores)
     return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)
+
+
+def _heuristic_of_few_rows(bm: int, G: int, rows: int, columns: int, cores: int) -> Tiles:
+    """Reading rhs bounds them: three programs a multiprocessor, or, where tiles are too few for one, narrower ones with
+    a longer pipeline. Twice the rows of a mean group, since each further tile of a group reads its matrix again."""
+    bm = min(bm, 64, max(16, power_of_2(2 * rows // max(G, 1))))
+    high = min(rows, G) if G else -(-rows // bm)
+    programs = lambda bn: high * -(-columns // bn)
+    bn = next((bn for bn in (128, 64, 32) if 4 * programs(bn) >= 3 * cores), 16)
+    bn = min(bn, max(16, power_of_2(columns)))
+    return Tiles("pallas", bm, bn, 4, stages=3 if programs(bn) >= 2 * cores else 6)
 
 
 # Speed of tiles of 192 rows over that of 128 rows, where both fill the card, by the scaling. H200, 2026-11-21, 8192^3,

@@ -83,7 +83,7 @@ def unit_pallas(
       tail: a group's last rows, if at most this many, use tiles of this height; 0 for none.
     """
     (M, F), G = shape, offsets.shape[0] - 1
-    bound = min(M, tile_bound(M, G, tiles.bm))
+    bound = tile_bound(M, G, tiles.bm)
     how = {"products": products, "count": len(operands), "G": G, "bound": bound, "gathers": indices is not None}
     h = out_struct((M, F), dtype, like=operands[0])
     return tuple(

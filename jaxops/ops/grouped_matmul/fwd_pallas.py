@@ -112,8 +112,7 @@ def fwd_pallas(
       parts: modalities of this launch; None for one array of weights.
     """
     (M, N), G = out.shape, offsets.shape[0] - 1
-    # A tile has a row: few rows need no program for each group.
-    bound, spans = min(M, tile_bound(M, G, tiles.bm)), () if parts is None else tuple(part.runs for part in parts)
+    bound, spans = tile_bound(M, G, tiles.bm), () if parts is None else tuple(part.runs for part in parts)
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
     operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *([] if extra is None else [extra]))
     how = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}

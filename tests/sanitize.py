@@ -50,6 +50,8 @@ TILES = [
     Tiles(128, 256, 64, warps=8),
 ]
 
+FEW_ROWS = [Tiles(64, 64, 64, stages=4, tail=16), Tiles(16, 32, 128, stages=5)]
+
 ROWS = [
     (adaln.Tiles(16, 1, 128, 1, ahead=True), adaln.Tiles(64, 1, 64, 2, ahead=True)),
     (adaln.Tiles(8, 2, 256, 4), adaln.Tiles(4, 4, 32, 4)),
@@ -204,8 +206,8 @@ def fp8_weights_alone() -> None:
 
 
 def grouped_glu() -> None:
-    """Both activation kernels, with gate and up as two arrays and as one; blocks larger and smaller than the arrays. On
-    Hopper also the fused forward."""
+    """Both activation kernels, with gate and up as two arrays and as one; blocks larger and smaller than the arrays.
+    The forward in one kernel, on Hopper both of them."""
     rng = np.random.default_rng(0)
     x, w_gate, w_up, dh = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N))
@@ -215,6 +217,7 @@ def grouped_glu() -> None:
         (units.Plan("pallas", block, block, Plan("pallas")), joined)
         for block, joined in itertools.product(blocks, (False, True))
     ]
+    plans += [(units.Plan("pallas", fused=tiles), False) for tiles in FEW_ROWS]
     for plan, joined in plans + ([(units.Plan("triton"), False)] if current_device().is_hopper else []):
 
         @jax.jit
@@ -237,7 +240,7 @@ def moe_mlp() -> None:
     )
     good = jaxops.route(jnp.asarray(rng.normal(size=(M, 3)), jnp.float32), 2, capacity=2 * M // 3)
     bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, 2)), row_indices=jnp.resize(wild, 2 * M))
-    plans = [experts.Plan("pallas")]
+    plans = [experts.Plan("pallas"), *(experts.Plan(unit=units.Plan(fused=tiles)) for tiles in FEW_ROWS)]
     if current_device().is_hopper:
         plans += [
             experts.Plan("triton", fused=experts.TileOrder(panel, dynamic))
@@ -257,6 +260,24 @@ def moe_mlp() -> None:
             for offsets in (routing.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)):
                 jax.block_until_ready(run(dataclasses.replace(routing, group_offsets=offsets)))
         print(plan, save, "done", flush=True)
+
+
+def moe_mlp_stored() -> None:
+    """Weights stored in FP8: rows copied, and gathered by the unit's kernel."""
+    rng = np.random.default_rng(0)
+    wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
+    x, *weights = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (3, N, K)))
+    stored = [jaxops.quantize(w, scaling="block_128x128", layouts="col") for w in weights]
+    good = jaxops.route(jnp.asarray(rng.normal(size=(M, 3)), jnp.float32), 2, capacity=2 * M // 3)
+    bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, 2)), row_indices=jnp.resize(wild, 2 * M))
+    tiles = [fp8_matmul.Tiles("pallas", 16, 32, 4, 5), fp8_matmul.Tiles("pallas", 64, 64, 4, 3)]
+    gathered = [experts.Plan(unit=fp8_matmul.Plan("pallas", fwd=each), gather=True) for each in tiles]
+    for plan in (experts.Plan(gather=False), *gathered):
+        run = jax.jit(lambda routing, plan=plan: jaxops.moe_mlp(x, *stored, routing, plan=plan))
+        for routing in (good, bad):
+            for offsets in (routing.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)):
+                jax.block_until_ready(run(dataclasses.replace(routing, group_offsets=offsets)))
+        print(plan, "done", flush=True)
 
 
 def routing() -> None:
@@ -393,6 +414,7 @@ if __name__ == "__main__":
             many_overlapping_groups,
             grouped_glu,
             moe_mlp,
+            moe_mlp_stored,
             row_kernels,
             quantize,
             routing,

@@ -1,7 +1,7 @@
 """Gated linear units over ragged, device-side row groups: the first half of a mixture-of-experts layer's experts."""
 
 from jaxops.ops.grouped_glu.api import glu_of_rows, grouped_glu
-from jaxops.ops.grouped_glu.fwd_pallas import unit_pallas
+from jaxops.ops.grouped_glu.fwd_pallas import Unit, launch_unit
 from jaxops.ops.grouped_glu.plan import (
     SAVES,
     FusedTiles,
@@ -22,11 +22,12 @@ __all__ = [
     "Problem",
     "TileOrder",
     "Tiles",
+    "Unit",
     "candidates",
     "few_rows",
     "few_rows_columns",
     "glu_of_rows",
     "grouped_glu",
+    "launch_unit",
     "make_plan",
-    "unit_pallas",
 ]

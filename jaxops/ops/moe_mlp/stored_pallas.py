@@ -1,7 +1,5 @@
 """The gated unit of few gathered rows and weights stored in FP8, as one Pallas kernel lowered through Triton."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -9,7 +7,7 @@ from jax.experimental import pallas as pl
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.traced_once import traced_once
 from jaxops.ops.fp8_matmul import Operand, Side, Tiles, sums_of_steps, unquantized
-from jaxops.ops.grouped_glu import unit_pallas
+from jaxops.ops.grouped_glu import Unit, launch_unit
 
 
 @traced_once("activation", "tiles", "interpret")
@@ -35,6 +33,5 @@ def unit_of_stored(
         return sums_of_steps(a, bs, jnp.int32(0), times * pl.cdiv(K, BLOCK))
 
     operands = [rows_of_x.values, rows_of_x.scales[None], *(part for w in weights for part in (w.values, w.scales))]
-    how: dict[str, Any] = {"activation": activation, "tiles": tiles, "interpret": interpret}
-    how |= {"shape": (indices.shape[0], F), "dtype": x.dtype, "save": False, "tail": 0, "name": "moe_mlp_stored_unit"}
-    return unit_pallas(products, operands, offsets, indices, **how)[0]
+    unit = Unit("moe_mlp_stored_unit", (indices.shape[0], F), x.dtype, activation, tiles, interpret)
+    return launch_unit(unit, products, operands, offsets, indices)[0]

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxops.offload import named
 from models.decoder.config import DecoderConfig
+from models.decoder.norm import normalized, normalized_heads
 from models.decoder.rope import Turns, rotate
 from models.decoder.weights import linear_of, matrix_of
 from models.tensor_parallel import all_rows, devices, narrow, wide
@@ -32,12 +33,6 @@ class Seen(NamedTuple):
     turns: Turns
     remember: Callable[..., KeysValues]
     attend: Callable[[jax.Array, jax.Array, jax.Array, Window, jax.Array | None], jax.Array]
-
-
-def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
-    """norm(x), whose backward keeps only x: recomputing the float32 intermediates costs less than storing them."""
-    graphdef, params = nnx.split(norm)
-    return jax.checkpoint(lambda params, x: nnx.merge(graphdef, params)(x), prevent_cse=False)(params, x)
 
 
 def soft_attention(
@@ -77,7 +72,8 @@ def soft_attention(
         total = jnp.sum(shares, axis=-1, keepdims=True)
         if sinks is not None:
             total = total + jnp.exp(sinks - most)
-        return _mixed((shares / total).astype(v.dtype), v, heads_first).reshape(B, T, heads, -1)
+        shares = jnp.where(mask[:, None, None], shares / total, 0)
+        return _mixed(shares.astype(v.dtype), v, heads_first).reshape(B, T, heads, -1)
 
     return named(attention, NAME)(q, k, v, mask, sinks)
 
@@ -135,15 +131,15 @@ class Attention(nnx.Module):
         """Queries, keys and values of own heads, [B, T, heads, head_dim]."""
         c = self.config
         parts = wide(x, self.q, self.k, self.v)
-        norms = (self.q_norm, self.k_norm, None)
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         counts = (c.heads // devices(), c.kv_heads // devices(), c.kv_heads // devices())
         if c.qk_norm == "all_heads":
-            parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
+            parts[:2] = [normalized(norm, part) for norm, part in zip(norms, parts[:2], strict=True)]
         if c.qkv_clip is not None:
             parts = [jnp.clip(part, -c.qkv_clip, c.qkv_clip) for part in parts]
         parts = [part.reshape(B, T, count, c.head_dim) for part, count in zip(parts, counts, strict=True)]
         if c.qk_norm is True:
-            parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
+            parts[:2] = normalized_heads(norms, parts[:2])
         return parts
 
 

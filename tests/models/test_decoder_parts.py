@@ -15,7 +15,9 @@ from jaxops.offload import Policy
 from models import hf_quantized
 from models.decoder import Decoder, DecoderConfig, Latent, RopeScaling
 from models.decoder.attention import soft_attention
+from models.decoder.cache import Places, write
 from models.decoder.model import lengths_of
+from models.decoder.norm import normalized, normalized_heads
 from models.decoder.rope import rotate, turns
 from models.decoder.weights import StoredFp8Linear, matrix_of
 from tests.jaxprs import equations
@@ -129,6 +131,48 @@ def test_a_single_token_attends_to_the_latents(window):
     assert max(sizes(2)) >= 2 * length * LATENT.heads * 6
 
 
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 2e-6), ("bfloat16", 2**-7)])
+def test_norms_are_those_of_flax(dtype, rtol):
+    """And their gradients; heads of two norms with their own scales and epsilons."""
+    rng = np.random.default_rng(0)
+    norms = [nnx.RMSNorm(7, epsilon=epsilon, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)) for epsilon in (0.3, 1e-3)]
+    for norm in norms:
+        norm.scale[...] = jnp.asarray(rng.normal(size=7), jnp.float32)
+    parts = [jnp.asarray(rng.normal(size=(2, 3, heads, 7)), dtype) for heads in (4, 1)]
+    weights = [jnp.asarray(rng.normal(size=x.shape), dtype) for x in parts]
+    made, params = zip(*map(nnx.split, norms), strict=True)
+
+    def run(way):
+        """The results, and the gradient of a weighted sum of them."""
+        results = lambda params, parts: way([nnx.merge(*given) for given in zip(made, params, strict=True)], parts)
+        found, back = jax.vjp(results, params, parts)
+        return found, back(weights)
+
+    wanted = run(lambda norms, parts: [norm(x) for norm, x in zip(norms, parts, strict=True)])
+    one_by_one = run(lambda norms, parts: [normalized(norm, x) for norm, x in zip(norms, parts, strict=True)])
+    together = run(normalized_heads)
+    for found in (one_by_one, together):
+        for ours, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert ours.dtype == other.dtype
+            np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (ours, other)), rtol=rtol, atol=4 * rtol)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("heads", [(), (2,)], ids=["latents", "heads"])
+def test_a_token_is_written_at_its_position(rows, heads):
+    """Padding is not, not even where the cache is full."""
+    rng = np.random.default_rng(0)
+    old, new = rng.normal(size=(rows, *heads, 5, 4)), rng.normal(size=(rows, 1, *heads, 4))
+    run = jax.jit(lambda old, new, at, count: write((old,), (new,), Places.after(at, count, 1))[0])
+    for at, count in (([4, 0, 2], [1, 0, 1]), ([5, 5, 1], [0, 0, 1]), ([2, 4, 5], [1, 1, 0])):
+        wanted = old.copy()
+        for row in np.flatnonzero(count[:rows]):
+            wanted[row, ..., at[row], :] = new[row, 0]
+        given = (jnp.asarray(x[:rows], jnp.int32) for x in (at, count))
+        found = run(jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32), *given)
+        np.testing.assert_array_equal(found, wanted.astype(np.float32))
+
+
 def test_the_matrix_of_a_linear_layer():
     rng = np.random.default_rng(0)
     stored = StoredFp8Linear(150, 260, config=LATENT, use_bias=False, rngs=nnx.Rngs(0))
@@ -236,7 +280,7 @@ def test_attention_with_sinks_caps_and_other_values(cap, sinking):
     np.testing.assert_allclose(got, slope, rtol=2e-2, atol=2e-2)
 
 
-def test_a_query_that_sees_nothing_is_finite():
+def test_a_query_that_sees_nothing_gets_zero():
     x = jnp.ones((1, 2, 2, 4))
     nothing = jnp.zeros((1, 2, 2), bool)
     run = lambda x, sinks: soft_attention(x, x, x, nothing, sinks, scale=1.0, cap=None)
@@ -244,7 +288,7 @@ def test_a_query_that_sees_nothing_is_finite():
     (value, gradient), without = jax.jit(lambda x: (summed(x), run(x, None)))(x)
     assert value == 0
     assert np.isfinite(gradient).all()
-    assert np.isfinite(without).all()
+    assert not np.any(without)
 
 
 @pytest.mark.parametrize(

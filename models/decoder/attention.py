@@ -13,7 +13,7 @@ from jaxops.offload import named
 from models.decoder.config import DecoderConfig
 from models.decoder.norm import normalized, normalized_heads
 from models.decoder.rope import Turns, rotate
-from models.decoder.weights import linear_of, matrix_of
+from models.decoder.weights import SideBySide, linear_of, matrix_of
 from models.tensor_parallel import all_rows, devices, narrow, wide
 
 KeysValues = tuple[jax.Array, ...]  # keys and values; of latent attention one array
@@ -110,6 +110,7 @@ class Attention(nnx.Module):
         self.q = linear(c.width, c.heads * c.head_dim)
         self.k = linear(c.width, c.kv_heads * c.head_dim)
         self.v = linear(c.width, c.kv_heads * c.head_dim)
+        self.qkv: SideBySide | None = nnx.data(None)  # instead of these: `join`
         self.out = linear_of(c)(c.heads * c.head_dim, c.width, use_bias=c.out_bias, rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, epsilon=c.norm_epsilon, dtype=jnp.dtype(c.dtype), rngs=rngs)
         whole = c.qk_norm == "all_heads"
@@ -130,7 +131,7 @@ class Attention(nnx.Module):
     def _project(self, x: jax.Array, B: int, T: int) -> list[jax.Array]:
         """Queries, keys and values of own heads, [B, T, heads, head_dim]."""
         c = self.config
-        parts = wide(x, self.q, self.k, self.v)
+        parts = wide(x, self.q, self.k, self.v) if self.qkv is None else self.qkv.parts(x)
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         counts = (c.heads // devices(), c.kv_heads // devices(), c.kv_heads // devices())
         if c.qk_norm == "all_heads":

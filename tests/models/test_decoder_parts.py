@@ -20,6 +20,7 @@ from models.decoder.model import lengths_of
 from models.decoder.norm import normalized, normalized_heads
 from models.decoder.rope import rotate, turns
 from models.decoder.weights import StoredFp8Linear, matrix_of
+from models.inference import for_inference
 from tests.jaxprs import equations
 
 SMALL = DecoderConfig(31, 12, 4, 4, 2, 6, 10, experts=4, top_k=2, backend="xla")
@@ -181,6 +182,34 @@ def test_the_matrix_of_a_linear_layer():
     np.testing.assert_array_equal(matrix_of(stored, "float32"), hf_quantized.from_fp8(values, scales).T)
     linear = nnx.Linear(3, 5, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(matrix_of(linear, "bfloat16"), linear.kernel[...].astype("bfloat16"))
+
+
+@pytest.mark.parametrize(("kv_heads", "hidden"), [(2, 128), (1, 70)], ids=["joined", "apart"])
+def test_stored_matrices_of_one_input_are_joined_for_inference(kv_heads, hidden):
+    """Where blocks of 128 columns fit. Of the last one they need not."""
+    config = dataclasses.replace(
+        SMALL, width=24, layers=2, heads=2, kv_heads=kv_heads, head_dim=64, hidden=hidden, experts=0, top_k=0
+    )
+    config = dataclasses.replace(config, stored_fp8=True, qkv_bias=True, mlp_bias=True, qk_norm=True)
+    rng = np.random.default_rng(0)
+    model = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    nnx.update(
+        model, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 4).astype(x.dtype), nnx.state(model))
+    )
+    joined = for_inference(model)
+    extend = nnx.jit(lambda model, *given: model.extend(*given))
+    cache, ones = model.empty_cache(2, 8), jnp.ones(2, jnp.int32)
+    for at, tokens in ((0, TOKENS[:, :4]), (4, TOKENS[:, 4:5])):
+        given = tokens, cache, at * ones, tokens.shape[1] * ones
+        wanted, found = extend(model, *given), extend(joined, *given)
+        for ours, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-5)
+        cache = wanted[1]
+    block = joined.blocks[0]
+    for whole, parts in ((block.attention.qkv, block.attention.q), (block.mlp.gate_up, block.mlp.gate)):
+        assert (whole is None) != (parts is None)
+    assert (block.attention.q is None) == (kv_heads == 2)
+    assert (block.mlp.gate is None) == (hidden == 128)
 
 
 @each_config

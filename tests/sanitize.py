@@ -260,7 +260,8 @@ def moe_mlp() -> None:
 
 
 def routing() -> None:
-    """Each kernel of the router: numbers of experts that are powers of two or not, expert groups, capacity; NaN."""
+    """Each kernel of the router: numbers of experts that are powers of two or not, expert groups, capacity; NaN; one
+    tile of tokens and several; logits of few tokens."""
     rng = np.random.default_rng(0)
     for E, k, options in (
         (64, 8, {}),
@@ -270,7 +271,9 @@ def routing() -> None:
     ):
         logits, bias = rng.normal(size=(M + 1, E)).astype(np.float32), jnp.asarray(rng.normal(size=E), jnp.float32)
         logits[7], logits[9, 1] = np.nan, np.inf
-        for tile in (None, routes.Tiles(8, 2, 4), routes.Tiles(16, 16)):
+        x, kernel = jnp.asarray(rng.normal(size=(3, K)), jnp.bfloat16), jnp.asarray(rng.normal(size=(K, E)), "float32")
+        jax.block_until_ready(routes.router_logits(x, kernel))
+        for tile in (None, routes.Tiles(8, 2, 4), routes.Tiles(16, 16), routes.Tiles(512, 16, 4)):
 
             @jax.jit
             def run(logits, bias, k=k, options=options, tile=tile):

@@ -131,7 +131,7 @@ class Router(nnx.Module):
           ValueError: x of another shape.
         """
         check_matrix(x, f"[T, in_features={self.in_features}]", self.in_features)
-        return checkpoint_name(router_logits(x, self.kernel[...]), "router.logits")
+        return checkpoint_name(router_logits(x, self.kernel[...], backend=self.backend), "router.logits")
 
     def choose(self, logits: jax.Array) -> Routing:
         """`jaxops.route` with this router's options and selection_bias: a call is `choose(logits(x))`.

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, packed_attention
+from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, packed_attention, route
 from tests.contracts.entry import Arguments, Op
 from tests.contracts.ops import OPS
 from tests.contracts.run import is_float
@@ -310,15 +310,15 @@ def test_permute_and_combine():
 
 
 def test_route():
-    """20 tokens in two tiles, 8 in one without a count. With a capacity the weights are written, not read."""
-    route = functools.partial(jaxops.route, backend="pallas")
-    costs = lambda T, c: pallas_costs(lambda x: route(x, 2, capacity=c), shape(T, 4, dtype="float32"))
-    plain, dropping, one = costs(20, None), costs(20, 3), costs(8, None)
+    """20 tokens in two tiles, then in one. With a capacity the weights are written, not read."""
+    call = lambda x, tile, c: jaxops.route(x, 2, capacity=c, plan=route.Plan("pallas", tile))
+    costs = lambda *how: pallas_costs(lambda x: call(x, *how), shape(20, 4, dtype="float32"))
+    plain, dropping, one = costs(route.Tiles(16, 16), None), costs(route.Tiles(16, 16), 3), costs(None, None)
     assert [flops for _, flops, _ in plain] == [80 * (8 + 4), 3 * 2 * 4, 80 * 5]
-    assert [flops for _, flops, _ in one] == [32 * (8 + 4), 32 * 5]
-    # logits, experts, weights, each tile's 4 counts and 5 sums
-    assert plain[0][2] == 320 + 160 + 160 + 2 * (16 + 20)
+    assert plain[0][2] == 320 + 160 + 160 + 2 * (16 + 20)  # logits, experts, weights, each tile's 4 counts and 5 sums
     assert dropping[2][2] == plain[2][2] + 160
+    # logits; experts, weights, positions and tokens; load, offsets, losses
+    assert one == [("route_fwd", 80 * (8 + 4) + 80 * 5, 320 + 4 * 160 + 16 + 20 + 8)]
 
 
 # Hopper's kernels, by hand

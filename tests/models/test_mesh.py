@@ -239,7 +239,7 @@ def test_kernels_say_over_which_axes_their_results_vary():
         text = str(jax.make_jaxpr(on_kernels(mesh))(params, (), packing.Batch(rows, rows, rows), key))
     assert all(
         f"name={name}\n" in text
-        for name in ("route_choose", "route_bwd", "permute", "grouped_glu_fwd", "grouped_matmul_wgrad")
+        for name in ("route_fwd", "route_bwd", "permute", "grouped_glu_fwd", "grouped_matmul_wgrad")
     )
 
 

@@ -122,7 +122,7 @@ def train(shape: str | None, parts: int) -> Outcome:
     return Outcome(first, read, jnp.zeros(()), text)
 
 
-@pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=2,tensor=2", "expert=2,tensor=2"])
+@pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=2,tensor=2"])
 def test_as_on_one_device(shape):
     mesh = make_mesh(shape)
     got = train(shape, parts_of(mesh))

@@ -282,7 +282,7 @@ TUNED = {
         "tflops",
     ),
     "permute": (permute.Problem(24, 48, 2, "float32"), ["permute", "combine", "combine_bwd"], "gbps"),
-    "route": (route.Problem(40, 16), ["fwd", "bwd"], "gbps"),
+    "route": (route.Problem(40, 32), ["fwd", "bwd"], "gbps"),
 }
 
 

@@ -103,12 +103,13 @@ def route(
             needed = "selection_bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost"
             raise TypeError(f"selection_bias is {dtype}; write {needed}.")
         selection_bias = jax.lax.stop_gradient(selection_bias)
-    device = device_of(logits, selection_bias)
-    plan = make_plan(Problem(T, E), device, tuned_rows("route", device), backend=backend, plan=plan)
-    normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
-    # An expert has at most T rows, since a token chooses it once. Choosing from all groups needs no groups.
-    capacity = None if capacity is None or capacity >= T else int(capacity)
+    # Choosing from all groups needs no groups.
     groups = (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
+    device = device_of(logits, selection_bias)
+    plan = make_plan(Problem(T, E, groups[0]), device, tuned_rows("route", device), backend=backend, plan=plan)
+    normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
+    # An expert has at most T rows, since a token chooses it once.
+    capacity = None if capacity is None or capacity >= T else int(capacity)
     spec = Spec(k, score, normalize, weight_scale, *groups, capacity)
     return _route(spec, plan, *vary_together(logits, selection_bias))
 

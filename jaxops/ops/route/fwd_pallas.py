@@ -1,12 +1,11 @@
-"""Routing forward in three Pallas kernels lowered through Triton: choose experts, count over tiles if there are
-several, assign rows."""
+"""Routing forward as Pallas kernels lowered through Triton. With several tiles of tokens they are three: choose
+experts, count over tiles, assign rows. One tile, as of a decode step, is one launch: its program counts all tokens."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -52,10 +51,14 @@ def _best_groups(scores: jax.Array, columns: Columns, top_groups: int) -> jax.Ar
     return jnp.broadcast_to((left == GONE).reshape(rows, 1, shape[2], 1), shape).reshape(rows, columns.width)
 
 
-def _choose_kernel(ref: dict, *, spec: Spec, tile: Tiles):
-    """A program's tokens: their experts and weights; how many of them chose each expert, and the sum of its shares."""
-    (T, E), k, pid = ref["logits"].shape, spec.k, pl.program_id(0)
-    columns = Columns(E, spec.expert_groups)
+def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Stores experts and weights of a program's tokens.
+
+    Returns:
+      [1, width] how many of them chose each expert, [1, width] the sum of its shares, [1, 1] the sum of the squared
+      logsumexp.
+    """
+    T, k = ref["logits"].shape[0], spec.k
     experts = columns.experts
     choice = jnp.arange(power_of_2(k), dtype=jnp.int32)[None, :]
     bias = columns.load_vector(ref["selection_bias"], 0.0) if "selection_bias" in ref else None
@@ -94,7 +97,14 @@ def _choose_kernel(ref: dict, *, spec: Spec, tile: Tiles):
 
     shape = (1, columns.width)
     zeros = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros((1, 1), jnp.float32))
-    counts, shares, z = each_step(pid, tile, T, body, zeros)
+    return each_step(pl.program_id(0), tile, T, body, zeros)
+
+
+def _choose_kernel(ref: dict, *, spec: Spec, tile: Tiles):
+    """A program's tokens: their experts and weights, and its own counts and sums."""
+    E, pid = ref["logits"].shape[1], pl.program_id(0)
+    columns = Columns(E, spec.expert_groups)
+    counts, shares, z = _choose(ref, spec, tile, columns)
     own, inside = jnp.broadcast_to(pid, (1, 1)), jnp.full((1, 1), True)
     columns.store(ref["counts"], own, inside, counts)
     columns.store(ref["sums"], own, inside, shares)
@@ -123,18 +133,19 @@ def _count_kernel(ref: dict, *, step: int):
     plgpu.store(ref["totals"].at[column], total, mask=column <= E)
 
 
-def _assign_kernel(ref: dict, *, spec: Spec, tile: Tiles):
-    """A program's tokens: the row of each choice, and each row's token. The first program writes offsets, losses."""
+def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Array) -> None:
+    """Stores the row of each choice of a program's tokens, and each row's token. The first program stores offsets.
+
+    Args:
+      before: [1, width], the tokens of the programs before this one that chose each expert.
+      load: [1, width], all tokens that did.
+    """
     (T, k), E, pid = ref["experts"].shape, ref["load"].shape[0], pl.program_id(0)
     columns = Columns(E)
     experts, shape = columns.experts, (tile.step, columns.width)
-    one = jnp.zeros((1, 1), jnp.int32)
-
-    load = columns.load_vector(ref["load"], 0)
     kept = load if spec.capacity is None else jnp.minimum(load, spec.capacity)
     starts = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - kept
     end = jnp.sum(kept, axis=1, keepdims=True, dtype=jnp.int32)
-    at, mask = columns.at(ref["before"], one + pid, one == 0)
 
     def body(row, row_in, before):
         def find(j, choice):
@@ -156,7 +167,7 @@ def _assign_kernel(ref: dict, *, spec: Spec, tile: Tiles):
             plgpu.store(at, jnp.zeros(shape, jnp.float32), mask=dropped)
         return before + jnp.sum(member.astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
 
-    each_step(pid, tile, T, body, plgpu.load(at, mask=mask, other=0))
+    each_step(pid, tile, T, body, before)
     if spec.capacity is not None:
         # Zeros in the row_indices behind the last expert's rows. Every program looks at an equal part of all rows.
         first = pid * tile.rows * k
@@ -167,11 +178,42 @@ def _assign_kernel(ref: dict, *, spec: Spec, tile: Tiles):
     @pl.when(pid == 0)
     def _():
         plgpu.store(ref["group_offsets"].at[experts], starts, mask=columns.inside)
-        plgpu.store(ref["group_offsets"].at[one + E], end)
+        plgpu.store(ref["group_offsets"].at[jnp.full((1, 1), E, jnp.int32)], end)
+
+
+def _store_losses(ref: dict, load: jax.Array, shares: jax.Array, z: jax.Array) -> None:
+    """From sums over all tokens, as `_choose` returns them."""
+    (T, k), E = ref["experts"].shape, ref["load"].shape[0]
+    one = jnp.zeros((1, 1), jnp.int32)
+    aux_loss = (E / (T * T * k)) * jnp.sum(load.astype(jnp.float32) * shares, axis=1, keepdims=True)
+    plgpu.store(ref["aux_loss"].at[one], aux_loss)
+    plgpu.store(ref["z_loss"].at[one], z * (1 / T))
+
+
+def _assign_kernel(ref: dict, *, spec: Spec, tile: Tiles):
+    """A program's tokens: the row of each choice, and each row's token. The first program writes offsets, losses."""
+    E, pid = ref["load"].shape[0], pl.program_id(0)
+    columns, one = Columns(E), jnp.zeros((1, 1), jnp.int32)
+    load = columns.load_vector(ref["load"], 0)
+    at, mask = columns.at(ref["before"], one + pid, one == 0)
+    _assign(ref, spec, tile, plgpu.load(at, mask=mask, other=0), load)
+
+    @pl.when(pid == 0)
+    def _():
         shares = columns.load_vector(ref["totals"], 0.0)
-        aux_loss = (E / (T * T * k)) * jnp.sum(load.astype(jnp.float32) * shares, axis=1, keepdims=True)
-        plgpu.store(ref["aux_loss"].at[one], aux_loss)
-        plgpu.store(ref["z_loss"].at[one], plgpu.load(ref["totals"].at[one + E]) * (1 / T))
+        _store_losses(ref, load, shares, plgpu.load(ref["totals"].at[one + E]))
+
+
+def _one_tile_kernel(ref: dict, *, spec: Spec, tile: Tiles, interpret: bool):
+    """All tokens in one program: `_choose`, then `_assign`, which reads what other threads of the program stored."""
+    columns = Columns(ref["load"].shape[0], spec.expert_groups)
+    load, shares, z = _choose(ref, spec, tile, columns)
+    plgpu.store(ref["load"].at[columns.experts], load, mask=columns.inside)
+    _store_losses(ref, load, shares, z)
+    if not interpret:  # Pallas' interpreter has no rule for a barrier, nor threads
+        plgpu.debug_barrier()
+    ungrouped = Columns(columns.E)  # of other columns than `load`, if experts are in groups
+    _assign(ref, spec, tile, jnp.zeros((1, ungrouped.width), jnp.int32), ungrouped.load_vector(ref["load"], 0))
 
 
 @traced_once("spec", "tile", "interpret")
@@ -189,18 +231,23 @@ def forward_pallas(
         how |= {"grid": (programs,), "warps": warps, "interpret": interpret, "name": f"route_{name}", "flops": flops}
         return launch_named(kernel, operands, out, **how)
 
-    static = {"spec": spec, "tile": tile}
+    static: dict[str, Any] = {"spec": spec, "tile": tile}
     weights, scalar = array(T, k, dtype="float32"), array(1, dtype="float32")
-    out = {"experts": array(T, k), "weights": weights, "counts": array(tiles, E)}
-    out["sums"] = array(tiles, E + 1, dtype="float32")
+    choices = {"experts": array(T, k), "weights": weights}
+    rows = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
+    rows |= {"aux_loss": scalar, "z_loss": scalar}
     operands: dict = {"logits": logits, "selection_bias": selection_bias}
     # A logit: about 8 for its scores and the losses' sums; in each choice it is compared twice, by key and by number.
-    chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out, flops=T * E * (8 + 2 * k))
+    # Then a token and expert: compared with each choice, counted, summed, and placed.
+    choosing, assigning = T * E * (8 + 2 * k), T * E * (k + 3)
 
-    if tiles == 1:  # it has counted all tokens, as those of a decode step
-        before = jnp.asarray(np.zeros((1, E), np.int32))  # a constant: jnp.zeros would be a launch of its own
-        counted = {"before": before, "load": chosen["counts"].reshape(E), "totals": chosen["sums"].reshape(E + 1)}
+    if tiles == 1:
+        kernel = functools.partial(_one_tile_kernel, interpret=interpret, **static)
+        found = run("fwd", kernel, operands, choices | {"load": array(E)} | rows, flops=choosing + assigning)
     else:
+        out = choices | {"counts": array(tiles, E), "sums": array(tiles, E + 1, dtype="float32")}
+        chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out, flops=choosing)
+
         out = {"before": array(tiles, E), "load": array(E), "totals": array(E + 1, dtype="float32")}
         operands = {"counts": chosen["counts"], "sums": chosen["sums"]}
         programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
@@ -208,16 +255,13 @@ def forward_pallas(
         warps, flops = max(1, step // 128), 3 * tiles * E
         counted = run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
 
-    out = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
-    out |= {"aux_loss": scalar, "z_loss": scalar}
-    operands, aliases = {"experts": chosen["experts"], **counted}, {}
-    if spec.capacity is not None:  # dropped choices' weights become 0, in place
-        operands["chosen_weights"], out["weights"], aliases = chosen["weights"], weights, {"chosen_weights": "weights"}
-    # A token and expert: compared with each choice, counted, summed, and placed. chosen_weights are not read.
-    how: dict[str, Any] = {"flops": T * E * (k + 3), "aliases": aliases}
-    how["bytes_accessed"] = bytes_of(chosen["experts"], *counted.values(), *out.values())
-    assigned = run("place", functools.partial(_assign_kernel, **static), operands, out, **how)
+        operands, aliases = {"experts": chosen["experts"], **counted}, {}
+        if spec.capacity is not None:  # dropped choices' weights become 0, in place
+            operands["chosen_weights"], rows["weights"] = chosen["weights"], weights
+            aliases = {"chosen_weights": "weights"}
+        # chosen_weights are not read
+        how = {"aliases": aliases, "bytes_accessed": bytes_of(chosen["experts"], *counted.values(), *rows.values())}
+        assigned = run("place", functools.partial(_assign_kernel, **static), operands, rows, flops=assigning, **how)
+        found = {"weights": chosen["weights"], "experts": chosen["experts"], "load": counted["load"]} | assigned
 
-    losses = {name: assigned[name].reshape(()) for name in ("aux_loss", "z_loss")}
-    parts = {"weights": chosen["weights"], "experts": chosen["experts"], "load": counted["load"]}
-    return Routing(**parts | assigned | losses)
+    return Routing(**found | {name: found[name].reshape(()) for name in ("aux_loss", "z_loss")})

@@ -6,15 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.checks import check_choice
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
+from jaxops.ops.route.logits_pallas import logits_pallas
 
 _MAX_LENGTH = 4096  # of a sum on tensor cores, which truncate instead of rounding: longer sums are split
+# Tokens up to which one kernel reads the float32 kernel for each of them. XLA would write the three parts to memory,
+# multiply, and sum: three kernels, and of a single token all products.
+_FEW = 16
 _PRODUCT: Any = {"precision": lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
 
 
-def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def router_logits(x: jax.Array, kernel: jax.Array, *, backend: str = "auto") -> jax.Array:
     """x @ kernel in float32, not in TF32, a GPU's default; the kernel's gradient has the same precision.
 
     On a GPU with bfloat16 tensor cores, a float32 number is split into a sum of three bfloat16 numbers, whose products
@@ -23,16 +28,26 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     which is rounded to bfloat16 anyway, omits terms below 2^-16 of it. Source: Henry, Tang, Heinecke, "Leveraging the
     bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.
 
+    At most 16 bfloat16 tokens, as of a decode step, are multiplied in float32 by a Pallas kernel: nearly all of its
+    time is reading the matrix.
+
     Args:
       x: [T, D], bfloat16, float16 or float32.
       kernel: [D, E], cast to float32.
+      backend: "xla" takes no Pallas kernel; "auto" and "pallas" take it for few tokens.
 
     Returns:
       [T, E] float32. The residual is x itself, not a float32 copy.
+
+    Raises:
+      ValueError: an unknown backend.
     """
+    check_choice("backend", backend, ("auto", "pallas", "xla"))
     kernel = kernel.astype(jnp.float32)
-    if x.dtype == jnp.bfloat16 and device_of(x, kernel).has((8, 0)):
-        return _split_matmul(*vary_together(x, kernel))
+    device = device_of(x, kernel)
+    if x.dtype == jnp.bfloat16 and device.has((8, 0)):
+        few = backend != "xla" and 0 < x.shape[0] <= _FEW and kernel.size > 0
+        return _split_matmul(few, device.interpret, *vary_together(x, kernel))
     return jax.checkpoint(_plain)(x, kernel)
 
 
@@ -62,8 +77,8 @@ def _dot_of_float32(x: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     return large + (middle + small)  # the smallest first
 
 
-def _forward(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _dot_of_float32(x, kernel, 1)
+def _forward(few: bool, interpret: bool, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return logits_pallas(x, kernel, interpret=interpret) if few else _dot_of_float32(x, kernel, 1)
 
 
 def _backward(x: jax.Array, kernel: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -80,12 +95,12 @@ def _plain_backward(x: jax.Array, kernel: jax.Array, dlogits: jax.Array):
 _gradients = differentiable_as(_backward, _plain_backward, static=0)
 
 
-def _fwd(x: jax.Array, kernel: jax.Array):
-    return _split_matmul(x, kernel), (x, kernel)
+def _fwd(few: bool, interpret: bool, x: jax.Array, kernel: jax.Array):
+    return _split_matmul(few, interpret, x, kernel), (x, kernel)
 
 
-def _bwd(operands, dlogits: jax.Array):
+def _bwd(few: bool, interpret: bool, operands, dlogits: jax.Array):
     return _gradients(*operands, dlogits)
 
 
-_split_matmul = differentiable(_forward, _fwd, _bwd, static=0)
+_split_matmul = differentiable(_forward, _fwd, _bwd, static=2)

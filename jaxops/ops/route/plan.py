@@ -13,6 +13,7 @@ PASSES = ("fwd", "bwd")
 SCORES = ("softmax", "sigmoid")
 # Added to a sum of scores before the division, as in DeepSeek-V3's own code: scores that all underflow give zeros.
 TINY = 1e-20
+_FEW_SCORES = 4096  # of the tokens that are one program: 16 a thread of 8 warps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of both forward passes over the tokens (one chooses experts, one finds the row of each choice), and of the
-    backward pass."""
+    """Tiles of the forward pass, whose two kernels over the tokens (one chooses experts, one finds the row of each
+    choice) are one launch if there is a single tile, and of the backward pass."""
 
     backend: Literal["pallas", "xla"] = "pallas"
     fwd: Tiles | None = None
@@ -71,10 +72,16 @@ class Plan(BasePlan):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a plan depends on: the static shape [T, E] of the logits."""
+    """What a plan depends on.
+
+    Attributes:
+      T, E: the shape of the logits.
+      groups: of experts, where a token may choose from a part of them only; else 1.
+    """
 
     T: int
     E: int
+    groups: int = 1
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
@@ -82,9 +89,13 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     maximum over experts would synchronise them. From 1,024 experts on, a warp for each 1,024.
 
     fwd takes 64 tokens a program, so that few counts are left to add up; fewer where that would make less than four
-    programs a multiprocessor.
+    programs a multiprocessor. As few tokens as up to 8 warps hold are one program, and one launch instead of three. Not
+    with groups of experts: in several warps they take too many registers.
     """
     width = power_of_2(problem.E)
+    few = power_of_2(problem.T)
+    if pass_name == "fwd" and problem.groups == 1 and few * width <= _FEW_SCORES:
+        return Tiles(few, few, max(1, few * width // 512))
     step = max(1, min(16, 512 // width))
     rows = 64 if pass_name == "fwd" else step
     while rows > step and -(-problem.T // rows) < 4 * device.cores:

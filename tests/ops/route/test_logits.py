@@ -1,5 +1,8 @@
 """The router's product: as precise as float32, in values and gradients, however it is computed."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from jaxops._lib.device import Device
 from jaxops.ops.route import logits, router_logits
+from tests.hopper import lower_for_h200
 
 # Both ways on a CPU; on a GPU what a router there takes.
 WAYS = ["plain", "parts", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -15,14 +19,8 @@ WAYS = ["plain", "parts", pytest.param("gpu", marks=pytest.mark.gpu)]
 @pytest.fixture(params=WAYS)
 def product(request, monkeypatch):
     if request.param != "gpu":
-        capability = (9, 0) if request.param == "parts" else None
-        monkeypatch.setattr(
-            logits,
-            "device_of",
-            lambda *operands: Device(
-                "NVIDIA H200" if capability else "cpu", "gpu" if capability else "cpu", capability
-            ),
-        )
+        capability = (9, 0) if request.param == "parts" else None  # of a CPU: few tokens' kernel is interpreted
+        monkeypatch.setattr(logits, "device_of", lambda *operands: Device("cpu", "cpu", capability))
     return router_logits
 
 
@@ -47,10 +45,13 @@ def allowed(lhs: np.ndarray, rhs: np.ndarray) -> float:
     return max(1e-6, error(np.cumsum(products, axis=1, dtype=np.float32)[:, -1], lhs @ rhs))
 
 
-@pytest.mark.parametrize(("T", "D", "E"), [(37, 65, 5), (64, 1000, 8), (1, 3, 1), (8194, 6, 2), (5, 8209, 3)])
+# Then sums in two pieces, and of a prime length; then few tokens, of columns and rows in several parts.
+SHAPES = [(37, 65, 5), (64, 1000, 8), (8194, 6, 2), (17, 8209, 3), (1, 3, 1), (1, 64, 16), (16, 2051, 19)]
+
+
+@pytest.mark.parametrize(("T", "D", "E"), SHAPES)
 def test_as_float32(product, T, D, E):
-    """TF32 would be 2e-4 off, two parts of the kernel 4e-6. Two shapes have sums in two pieces and of a prime
-    length."""
+    """TF32 would be 2e-4 off, two parts of the kernel 4e-6."""
     x, kernel, d = operands(T, D, E)
     y, vjp = jax.vjp(product, x, kernel)
     dx, dkernel = vjp(d)
@@ -81,6 +82,25 @@ def test_second_derivative(product):
         error(jax.grad(lambda kernel: gradient_of_kernel(product, x, kernel))(kernel), np.asarray(want, np.float64))
         < 1e-4
     )
+
+
+def test_few_tokens_are_one_kernel():
+    """Many tokens take none, nor does the xla backend."""
+    for T, backend, few in ((1, "auto", True), (16, "pallas", True), (17, "auto", False), (1, "xla", False)):
+        x, kernel = jax.ShapeDtypeStruct((T, 2048), "bfloat16"), jax.ShapeDtypeStruct((2048, 128), "float32")
+        text = lower_for_h200(functools.partial(router_logits, backend=backend), x, kernel)
+        assert (re.findall(r"= \"?stablehlo\.(\w+)", text) == ["custom_call"]) == few
+        assert ("router_logits" in text) == few
+    with pytest.raises(ValueError, match="backend"):
+        router_logits(jnp.ones((1, 4)), jnp.ones((4, 2)), backend="triton")
+
+
+def test_rows_do_not_mix(product):
+    """NaN in a token reaches no other one's logits."""
+    x, kernel, _ = operands(3, 65, 5)
+    y = product(x.at[1].set(jnp.nan), kernel)
+    assert np.isnan(y[1]).all()
+    np.testing.assert_array_equal(y[::2], product(x, kernel)[::2])
 
 
 def test_no_tokens(product):

@@ -29,6 +29,8 @@ VARIANTS = {
     "one-expert": Variant(1, 1, T=5, dtype="float16", capacity=3),
     "all-experts": Variant(11, 11, T=9, dtype="bfloat16", score="sigmoid"),  # too many choices to unroll
     "two-groups": Variant(6, 2, T=5, score="sigmoid", expert_groups=2),
+    "one-tile": Variant(12, 3, T=29, capacity=6, fwd=Tiles(32, 32)),
+    "one-tile-in-steps": dataclasses.replace(DEEPSEEK, fwd=Tiles(64, 8)),
     "one-token-groups-of-one": Variant(5, 3, T=1, expert_groups=5, top_expert_groups=4, selection_bias=True),
 }
 

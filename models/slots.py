@@ -175,7 +175,8 @@ def advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps:
         at = rows.at + active
         token = jnp.where(active, _draw(logits, rows.keys, at, fixed.sampling), rows.token)
         left = jnp.where(active & ~_is_end(token, fixed.ends), rows.left - 1, 0)
-        return done + 1, Rows(cache, token, at, left, rows.keys), tokens.at[done].set(token)
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, done, 0)
+        return done + 1, Rows(cache, token, at, left, rows.keys), tokens
 
     empty = jnp.zeros((steps, rows.token.shape[0]), jnp.int32)
     _, after, tokens = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows, empty))

@@ -50,6 +50,8 @@ TILES = [
     Tiles(128, 256, 64, warps=8),
 ]
 
+FEW_ROWS = [Tiles(64, 64, 64, stages=4, tail=16), Tiles(16, 32, 128, stages=5)]
+
 ROWS = [
     (adaln.Tiles(16, 1, 128, 1, ahead=True), adaln.Tiles(64, 1, 64, 2, ahead=True)),
     (adaln.Tiles(8, 2, 256, 4), adaln.Tiles(4, 4, 32, 4)),
@@ -204,8 +206,8 @@ def fp8_weights_alone() -> None:
 
 
 def grouped_glu() -> None:
-    """Both activation kernels, with gate and up as two arrays and as one; blocks larger and smaller than the arrays. On
-    Hopper also the fused forward."""
+    """Both activation kernels, with gate and up as two arrays and as one; blocks larger and smaller than the arrays.
+    The forward in one kernel, on Hopper both of them."""
     rng = np.random.default_rng(0)
     x, w_gate, w_up, dh = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (M, N))
@@ -215,6 +217,7 @@ def grouped_glu() -> None:
         (units.Plan("pallas", block, block, Plan("pallas")), joined)
         for block, joined in itertools.product(blocks, (False, True))
     ]
+    plans += [(units.Plan("pallas", fused=tiles), False) for tiles in FEW_ROWS]
     for plan, joined in plans + ([(units.Plan("triton"), False)] if current_device().is_hopper else []):
 
         @jax.jit
@@ -228,21 +231,26 @@ def grouped_glu() -> None:
         print(plan, joined, "done", flush=True)
 
 
-def moe_mlp() -> None:
-    """By Pallas and by Gluon, whose backward is this op's own; row positions valid, then broken in every way."""
-    rng = np.random.default_rng(0)
+def routings(rng: np.random.Generator, k: int = 2, E: int = 3) -> list[jaxops.Routing]:
+    """Of M tokens: row positions and offsets valid, then broken in every way."""
     wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
-    x, w_gate, w_up, w_down, dout = (
-        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, K, N), (3, N, K), (M, K))
-    )
-    good = jaxops.route(jnp.asarray(rng.normal(size=(M, 3)), jnp.float32), 2, capacity=2 * M // 3)
-    bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, 2)), row_indices=jnp.resize(wild, 2 * M))
-    plans = [experts.Plan("pallas")]
+    good = jaxops.route(jnp.asarray(rng.normal(size=(M, E)), jnp.float32), k, capacity=k * M // E)
+    bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, k)), row_indices=jnp.resize(wild, k * M))
+    offsets = [good.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)]
+    return [dataclasses.replace(r, group_offsets=each) for r, each in itertools.product((good, bad), offsets)]
+
+
+EXPERTS = ((M, K), (3, K, N), (3, K, N), (3, N, K))  # x and the weights
+
+
+def moe_mlp() -> None:
+    """By Pallas and by Gluon, whose backward is this op's own."""
+    rng = np.random.default_rng(0)
+    x, w_gate, w_up, w_down, dout = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (*EXPERTS, (M, K)))
+    plans = [experts.Plan("pallas"), *(experts.Plan(unit=units.Plan(fused=tiles)) for tiles in FEW_ROWS)]
     if current_device().is_hopper:
-        plans += [
-            experts.Plan("triton", fused=experts.TileOrder(panel, dynamic))
-            for panel, dynamic in ((4, False), (1, True))
-        ]
+        orders = (experts.TileOrder(4), experts.TileOrder(1, dynamic=True))
+        plans += [experts.Plan("triton", fused=order) for order in orders]
     for plan, save in itertools.product(plans, ("preactivations", "nothing")):
 
         @jax.jit
@@ -253,10 +261,23 @@ def moe_mlp() -> None:
             out, vjp = jax.vjp(f, x, routing.weights, w_gate, w_up, w_down)
             return out, vjp(dout)
 
-        for routing in (good, bad):
-            for offsets in (routing.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)):
-                jax.block_until_ready(run(dataclasses.replace(routing, group_offsets=offsets)))
+        for routing in routings(rng):
+            jax.block_until_ready(run(routing))
         print(plan, save, "done", flush=True)
+
+
+def moe_mlp_stored() -> None:
+    """Weights stored in FP8: rows copied, and gathered by the unit's kernel."""
+    rng = np.random.default_rng(0)
+    x, *weights = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in EXPERTS)
+    stored = [jaxops.quantize(w, scaling="block_128x128", layouts="col") for w in weights]
+    tiles = [fp8_matmul.Tiles("pallas", 16, 32, 4, 5), fp8_matmul.Tiles("pallas", 64, 64, 4, 3)]
+    gathered = [experts.Plan(unit=fp8_matmul.Plan("pallas", fwd=each), gather=True) for each in tiles]
+    for plan in (experts.Plan(gather=False), *gathered):
+        run = jax.jit(lambda routing, plan=plan: jaxops.moe_mlp(x, *stored, routing, plan=plan))
+        for routing in routings(rng):
+            jax.block_until_ready(run(routing))
+        print(plan, "done", flush=True)
 
 
 def routing() -> None:
@@ -290,36 +311,25 @@ def routing() -> None:
 
 
 def permute() -> None:
-    """Permute, combine and their gradients: widths that are powers of two or not, all choices at a time or fewer; row
-    positions valid, then broken in every way."""
+    """Permute, combine and their gradients: widths that are powers of two or not, all choices at a time or fewer."""
     rng = np.random.default_rng(0)
-    wild = jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32)
     for D, k in ((K, 3), (K + 1, 9), (64, 1)):
-        x, rows, logits = (jnp.asarray(rng.normal(size=size), "float32") for size in ((M, D), (M * k, D), (M, 16)))
-        good = jaxops.route(logits, k, capacity=M * k // 16)
-        bad = dataclasses.replace(good, row_positions=jnp.resize(wild, (M, k)), row_indices=jnp.resize(wild, M * k))
+        x, rows = (jnp.asarray(rng.normal(size=size), "float32") for size in ((M, D), (M * k, D)))
         for tile in (None, permuting.Tiles(4, 64, 2, 2), permuting.Tiles(1, 256, 16, 8)):
 
             @jax.jit
             def run(x, rows, routing, tile=tile):
+                plan = permuting.Plan("pallas", tile, tile, tile)
+
                 def both(x, rows, weights):
-                    routed, plan = (
-                        dataclasses.replace(routing, weights=weights),
-                        permuting.Plan("pallas", tile, tile, tile),
-                    )
+                    routed = dataclasses.replace(routing, weights=weights)
                     return jaxops.permute(x, routed, plan=plan), jaxops.combine(rows, routed, plan=plan)
 
                 out, vjp = jax.vjp(both, x, rows, routing.weights)
                 return out, vjp(out)
 
-            for dtype in ("float32", "bfloat16"):
-                for routing in (good, bad):
-                    for offsets in (routing.group_offsets, *(jnp.array(offsets, jnp.int32) for offsets in OFFSETS)):
-                        jax.block_until_ready(
-                            run(
-                                x.astype(dtype), rows.astype(dtype), dataclasses.replace(routing, group_offsets=offsets)
-                            )
-                        )
+            for dtype, routing in itertools.product(("float32", "bfloat16"), routings(rng, k, 16)):
+                jax.block_until_ready(run(x.astype(dtype), rows.astype(dtype), routing))
             print(D, k, tile, "done", flush=True)
 
 
@@ -393,6 +403,7 @@ if __name__ == "__main__":
             many_overlapping_groups,
             grouped_glu,
             moe_mlp,
+            moe_mlp_stored,
             row_kernels,
             quantize,
             routing,

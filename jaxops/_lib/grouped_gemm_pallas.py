@@ -10,26 +10,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 
-def sum_over_columns(
-    lhs_ref, rhs_ref, g, start, j, *, tile: tuple[int, int, int], times, transpose_rhs: bool, precision: lax.Precision
-) -> jax.Array:
-    """float32 [height, bn]: rows of lhs[M, K or more] from `start` on, times columns j * bn and on of rhs[g] of rhs[G,
-    K, N] ([G, N, K] with transpose_rhs).
-
-    Rows past M repeat the last one. Columns past N are zeros, or NaN if the row holds NaN.
+def sums_over_columns(
+    lhs_ref, rhs_refs, g, rows, j, *, tile: tuple[int, int], times=1, transpose_rhs: bool = False,
+    precision: lax.Precision,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """float32 [height, bn] for each of rhs_refs, arrays [G, K, N] ([G, N, K] with transpose_rhs) of one shape: rows
+    [height] of lhs[M, K or more], times columns j * bn and on of rhs[g]. Columns past N are zeros, or NaN if the row
+    holds NaN.
 
     Args:
-      tile: height, bn, bk.
-      times: 1, or 0 for a result of zeros.
+      rows: indices from 0 to M - 1.
+      tile: bn, bk.
+      times: 1, or 0 for results of zeros.
     """
-    height, bn, bk = tile
-    M = lhs_ref.shape[0]
-    K, N = (rhs_ref.shape[2], rhs_ref.shape[1]) if transpose_rhs else rhs_ref.shape[1:]
+    (bn, bk), height, shape = tile, rows.shape[0], rhs_refs[0].shape
+    K, N = (shape[2], shape[1]) if transpose_rhs else shape[1:]
     cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
-    # Rows of the next group may be read; they affect only rows that are not stored.
-    rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)
 
-    def step(k, acc, k_in=None):
+    def step(k, sums, k_in=None):
         ks = pl.ds(k * bk, bk)
         lhs_mask, rhs_mask = None, None if cols_in is None else cols_in[None, :]
         if k_in is not None:  # on both operands: numbers past K may be NaN
@@ -40,22 +38,21 @@ def sum_over_columns(
             lhs_ref.at[rows[:, None], k_cols[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0
         )
         other = None if rhs_mask is None else 0.0
+        mask, at = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)), (g, ks, pl.ds(j * bn, bn))
         if transpose_rhs:
-            mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)).T
-            b = plgpu.load(rhs_ref.at[g, pl.ds(j * bn, bn), ks], mask=mask, other=other)
-        else:
-            mask = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn))
-            b = plgpu.load(rhs_ref.at[g, ks, pl.ds(j * bn, bn)], mask=mask, other=other)
-        return acc + plgpu.dot(a, b, trans_b=transpose_rhs, precision=precision)
+            mask, at = None if mask is None else mask.T, (g, pl.ds(j * bn, bn), ks)
+        bs = [plgpu.load(rhs_ref.at[at], mask=mask, other=other) for rhs_ref in rhs_refs]
+        products = [plgpu.dot(a, b, trans_b=transpose_rhs, precision=precision) for b in bs]
+        return tuple(acc + product for acc, product in zip(sums, products, strict=True))
 
-    def last_step(k, acc):
-        return step(k, acc, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
+    def last_step(k, sums):
+        return step(k, sums, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
 
     full = K // bk
-    acc = lax.fori_loop(0, times * full, step, jnp.zeros((height, bn), jnp.float32))
+    sums = lax.fori_loop(0, times * full, step, (jnp.zeros((height, bn), jnp.float32),) * len(rhs_refs))
     if K % bk:
-        acc = lax.fori_loop(full, full + times, last_step, acc)
-    return acc
+        sums = lax.fori_loop(full, full + times, last_step, sums)
+    return sums
 
 
 def sum_over_rows(

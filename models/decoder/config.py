@@ -199,6 +199,8 @@ class DecoderConfig:
                 f"recipe is {self.recipe!r}, and expert_bias, clamp or stored_fp8 is set: experts in FP8 have no "
                 "biases or clamps, and stored float8 weights no recipe. Write recipe: null."
             )
+        if self.stored_fp8 and (self.expert_bias or self.clamp):
+            raise ValueError("stored_fp8 is set, and expert_bias or clamp: stored float8 experts have neither.")
 
     def check_tensor(self, devices: int) -> None:
         """Whether the mesh axis `tensor` can have so many devices.

@@ -144,7 +144,8 @@ class Experts(nnx.Module):
         return not c.stored_fp8 and not c.expert_bias and c.clamp is None
 
     def _product_by_product(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
-        """With stored FP8, biases or clamped units, which the fused layer lacks."""
+        """With stored FP8, biases or clamped units, which the layer of jaxops lacks. Stored FP8 of single tokens, as in
+        decoding, is one op, which does not quantize them."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         if self.sharded:
             tokens = lax.all_gather(tokens, EXPERTS, tiled=True)
@@ -153,7 +154,22 @@ class Experts(nnx.Module):
         if self.sharded:
             own = c.experts // lax.axis_size(EXPERTS)
             offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index(EXPERTS) * own, own + 1)
-        multiply = functools.partial(self._multiply, offsets=offsets, few=decodes(x))
+        # Partial sums of the devices are added in float32 and rounded once, as on one device.
+        dtype, out_dtype = jnp.dtype(c.dtype), jnp.float32 if self.sharded else jnp.dtype(c.dtype)
+        own = dataclasses.replace(routing, group_offsets=offsets)
+        if c.stored_fp8 and decodes(x):
+            gate, up, down = (getattr(self.moe, name).quantized(c.dtype) for name in ("gate", "up", "down"))
+            how: dict[str, Any] = {"out_dtype": out_dtype, "backend": c.backend}
+            y = jaxops.moe_mlp(tokens.astype(dtype), gate, up, down, own, **how)
+        else:
+            y = jaxops.combine(self._multiplied(tokens.astype(dtype), own), own, out_dtype=out_dtype)
+        if self.sharded:
+            y = lax.psum_scatter(y, EXPERTS, tiled=True).astype(dtype)
+        return y.reshape(x.shape), routing
+
+    def _multiplied(self, tokens: jax.Array, routing: jaxops.Routing) -> jax.Array:
+        """The rows of the down projection."""
+        c, multiply = self.config, functools.partial(self._multiply, offsets=routing.group_offsets)
         rows = jaxops.permute(tokens, routing)
         gate, up = multiply(rows, "gate"), multiply(rows, "up")
         if c.clamp is None:
@@ -161,20 +177,12 @@ class Experts(nnx.Module):
         else:
             gate, up = jnp.minimum(gate, c.clamp), jnp.clip(up, -c.clamp, c.clamp)
             hidden = (up + 1) * gate * jax.nn.sigmoid(GPT_OSS_SLOPE * gate)
-        down = multiply(hidden, "down")
-        if not self.sharded:
-            return jaxops.combine(down, routing).reshape(x.shape), routing
-        # Partial sums of the devices are added in float32 and rounded once, as on one device.
-        y = jaxops.combine(down, routing, out_dtype=jnp.float32)
-        y = lax.psum_scatter(y, EXPERTS, tiled=True).astype(down.dtype)
-        return y.reshape(x.shape), routing
+        return multiply(hidden, "down")
 
-    def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array, few: bool) -> jax.Array:
-        """few: rows are of single tokens, and not quantized for stored FP8 experts."""
+    def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array) -> jax.Array:
         c, weights = self.config, getattr(self.moe, name)
         if c.stored_fp8:
-            how: dict[str, Any] = {"quantize_lhs": not few, "backend": c.backend}
-            return jaxops.fp8_grouped_matmul(rows, weights.quantized(c.dtype), offsets, **how)
+            return jaxops.fp8_grouped_matmul(rows, weights.quantized(c.dtype), offsets, backend=c.backend)
         bias = None if self.bias is None else getattr(self.bias, name)[...]
         dtype = jnp.dtype(c.dtype)
         return jaxops.grouped_matmul(

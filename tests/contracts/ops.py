@@ -224,6 +224,7 @@ def without_tokens(routing: jaxops.Routing) -> jaxops.Routing:
     return dataclasses.replace(routing, aux_loss=jnp.float32(0), z_loss=jnp.float32(0))
 
 
+FEW = {"interpret": "few", "gpu": "few-gpu"}  # the kernel that gathers rows; grouped_glu has the others
 ROUTE = {"score": "sigmoid", "weight_scale": 2.5, "expert_groups": 4, "top_expert_groups": 2, "capacity": 5}
 TOKENS = {"T": 13, "D": 19, "k": 3, "E": 4}
 ROUTING_OPS = [
@@ -249,7 +250,7 @@ ROUTING_OPS = [
     Op(
         "moe_mlp", lambda a, **how: jaxops.moe_mlp(a["x"], a["gate"], a["up"], a["down"], routing_of(a), **how),
         mlp_shapes,
-        TOKENS | {"F": 37, "N": 11}, ways_of(mlp_plan, **EXACT), mlp_reference,
+        TOKENS | {"F": 37, "N": 11}, ways_of(lambda run: mlp_plan(FEW.get(run, run)), **EXACT), mlp_reference,
         wrt=("x", "gate", "up", "down", "weights"), local=("x", "weights", "routing"), integers=routing_integers,
         outside=mlp_outside,
         module=moe_mlp, problem=moe_mlp.Problem(16384, 2, 8, 4096, 14336, 4096, "bfloat16"), multiplies=True,

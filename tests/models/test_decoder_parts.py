@@ -16,6 +16,7 @@ from models import hf_quantized
 from models.decoder import Decoder, DecoderConfig, Latent, RopeScaling
 from models.decoder.attention import soft_attention
 from models.decoder.cache import Places, write
+from models.decoder.experts import Experts
 from models.decoder.model import lengths_of
 from models.decoder.norm import normalized, normalized_heads
 from models.decoder.rope import rotate, turns
@@ -212,6 +213,25 @@ def test_stored_matrices_of_one_input_are_joined_for_inference(kv_heads, hidden)
     assert (block.mlp.gate is None) == (hidden == 128)
 
 
+def test_stored_experts_of_single_tokens():
+    """Their rows are not quantized: as with the same matrices in half precision."""
+    config = dataclasses.replace(SMALL, dtype="bfloat16", stored_fp8=True)
+    rng = np.random.default_rng(0)
+    stored, whole = (Experts(dataclasses.replace(config, stored_fp8=kept), rngs=nnx.Rngs(0)) for kept in (True, False))
+    for name in ("gate", "up", "down"):
+        matrix, kept = getattr(whole.moe, name), getattr(stored.moe, name)
+        values = rng.normal(size=kept.weight.shape).astype(hf_quantized.FP8)
+        scales = rng.uniform(0.1, 0.3, size=kept.scale.shape).astype(np.float32)
+        kept.weight[...], kept.scale[...] = jnp.asarray(values), jnp.asarray(scales)
+        matrix[...] = jnp.stack([hf_quantized.from_fp8(*each).T for each in zip(values, scales, strict=True)])
+    nnx.update(stored.moe.router, nnx.state(whole.moe.router))
+    for tokens, limit in (((5, 1), 2e-2), ((1, 5), 1e-1)):
+        x = jnp.asarray(rng.normal(size=(*tokens, config.width)), "bfloat16")
+        found, wanted = (np.asarray(model(x)[0], np.float32) for model in (stored, whole))
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        assert limit / 10 < error < limit
+
+
 @each_config
 def test_recomputed_and_unrolled_layers_give_the_same_gradients(config):
     _, params, others = nnx.split(model_of(config), nnx.Param, ...)
@@ -331,6 +351,7 @@ def test_a_query_that_sees_nothing_gets_zero():
         ({"sliding": (1, 0), "window": 3}, "in order"),
         ({"sliding": (1,)}, "window is None"),
         ({"latent": Latent(4, None, 3)}, "latent attention needs rotary_dim"),
+        ({"expert_bias": True, "stored_fp8": True}, "stored float8 experts have neither"),
         ({"expert_bias": True, "recipe": "rowwise"}, "expert_bias, clamp or stored_fp8 is set: experts in FP8"),
         ({"clamp": 1.0, "recipe": "rowwise"}, "biases or clamps"),
         ({"expert_groups": 3}, "groups must be equal"),

@@ -6,6 +6,7 @@ bfloat16, which is exact, and multiplied. Portable, not fast; gemm_triton.py is 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ def _load_entry(schedule_ref, i: jax.Array, count: int) -> list[jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Side:
+class Side:
     """The rows of one operand that a program multiplies; every row index is valid.
 
     Attributes:
@@ -83,30 +84,34 @@ class _Side:
         return jnp.expand_dims(found, 1 - self.axis) if found.ndim else found
 
 
-def _multiply(a: _Side, b: _Side, first: jax.Array, steps: jax.Array) -> jax.Array:
-    """float32 [rows of a, rows of b], summed over `steps` K steps of 128 from step `first`; the last step is masked."""
-    K, sides = a.values_ref.shape[1], (a, b)
+def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array) -> list[jax.Array]:
+    """float32 [rows of a, rows of b] for each b, summed over `steps` K steps of 128 from step `first`; the last step is
+    masked."""
+    K = a.values_ref.shape[1]
     half = jnp.float16 if a.values_ref.dtype == jnp.float16 else jnp.bfloat16
 
     def factors(k):
         k = jnp.clip(k, 0, pl.cdiv(K, BLOCK) - 1)
-        return tuple(side.scales(k) for side in sides if side.by_steps)
+        return [[side.scales(k) for side in (a, b) if side.by_steps] for b in bs]
 
     def step(k, carry, k_in=None):
-        acc, now = carry
+        sums, now = carry
         ahead = factors(k + 1)  # Triton pipelines only what a product reads
-        product = plgpu.dot(a.load(k, k_in, half), b.load(k, k_in, half), trans_b=True)
-        return acc + functools.reduce(jnp.multiply, now, product), ahead
+        rows = a.load(k, k_in, half)
+        products = [plgpu.dot(rows, b.load(k, k_in, half), trans_b=True) for b in bs]
+        terms = [functools.reduce(jnp.multiply, each, x) for each, x in zip(now, products, strict=True)]
+        return [acc + term for acc, term in zip(sums, terms, strict=True)], ahead
 
     def last_step(k, carry):
         return step(k, carry, k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32) < K)
 
     whole = jnp.minimum(first + steps, K // BLOCK)
-    carry = jnp.zeros((a.rows.shape[0], b.rows.shape[0]), jnp.float32), factors(first)
+    carry = [jnp.zeros((a.rows.shape[0], b.rows.shape[0]), jnp.float32) for b in bs], factors(first)
     carry = lax.fori_loop(first, whole, step, carry)
     if K % BLOCK:
         carry = lax.fori_loop(whole, first + steps, last_step, carry)
-    return functools.reduce(jnp.multiply, [side.scales(first) for side in sides if not side.by_steps], carry[0])
+    constant = [[side.scales(first) for side in (a, b) if not side.by_steps] for b in bs]
+    return [functools.reduce(jnp.multiply, each, acc) for each, acc in zip(constant, carry[0], strict=True)]
 
 
 def _rows_kernel(
@@ -121,10 +126,10 @@ def _rows_kernel(
     @pl.when(start < end)  # of few rows most entries are past the last tile
     def _():
         # Clipped, not masked: a tile may read a neighbour's rows, whose results are not stored.
-        a = _Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1))
+        a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1))
         stack, cols_in = (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1)
-        b = _Side(1, b_ref, b_scales_ref, scalings[1], stack, j * tiles.bn, cols_in)
-        acc = _multiply(a, b, jnp.int32(0), inside.astype(jnp.int32) * pl.cdiv(K, BLOCK))
+        b = Side(1, b_ref, b_scales_ref, scalings[1], stack, j * tiles.bn, cols_in)
+        (acc,) = sums_of_steps(a, [b], jnp.int32(0), inside.astype(jnp.int32) * pl.cdiv(K, BLOCK))
         out = jnp.where(inside, acc, 0.0).astype(out_ref.dtype)  # the scales of rows outside may be NaN
         plgpu.store(out_ref.at[rows[:, None], cols[None, :]], out, mask=(rows < end)[:, None] & (cols < N)[None, :])
 
@@ -136,10 +141,10 @@ def _contraction_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, 
     g, start, end, first = _load_entry(schedule_ref, pl.program_id(0) // (num_i * num_j), 4)
     rows = i * tiles.bm + jnp.arange(tiles.bm, dtype=jnp.int32)
     cols = j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
-    a = _Side(0, a_ref, a_scales_ref, scalings[0], (), i * tiles.bm, jnp.minimum(rows, M - 1))
-    b = _Side(1, b_ref, b_scales_ref, scalings[1], (), j * tiles.bn, jnp.minimum(cols, N - 1))
+    a = Side(0, a_ref, a_scales_ref, scalings[0], (), i * tiles.bm, jnp.minimum(rows, M - 1))
+    b = Side(1, b_ref, b_scales_ref, scalings[1], (), j * tiles.bn, jnp.minimum(cols, N - 1))
     # No mask: the quantizer pads a group's last step with zeros.
-    acc = _multiply(a, b, first, (end - start + BLOCK - 1) // BLOCK)
+    (acc,) = sums_of_steps(a, [b], first, (end - start + BLOCK - 1) // BLOCK)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     plgpu.store(out_ref.at[jnp.clip(g, 0, G - 1), rows[:, None], cols[None, :]], acc.astype(out_ref.dtype), mask=mask)
 

@@ -1,7 +1,19 @@
 """Gated linear units over ragged, device-side row groups: the first half of a mixture-of-experts layer's experts."""
 
 from jaxops.ops.grouped_glu.api import glu_of_rows, grouped_glu
-from jaxops.ops.grouped_glu.plan import SAVES, FusedTiles, Plan, Problem, TileOrder, Tiles, candidates, make_plan
+from jaxops.ops.grouped_glu.fwd_pallas import Unit, launch_unit
+from jaxops.ops.grouped_glu.plan import (
+    SAVES,
+    FusedTiles,
+    Plan,
+    Problem,
+    TileOrder,
+    Tiles,
+    candidates,
+    few_rows,
+    few_rows_columns,
+    make_plan,
+)
 
 __all__ = [
     "SAVES",
@@ -10,8 +22,12 @@ __all__ = [
     "Problem",
     "TileOrder",
     "Tiles",
+    "Unit",
     "candidates",
+    "few_rows",
+    "few_rows_columns",
     "glu_of_rows",
     "grouped_glu",
+    "launch_unit",
     "make_plan",
 ]

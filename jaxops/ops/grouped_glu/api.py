@@ -17,8 +17,9 @@ from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.grouped_glu.plan import SAVES, Halves, Plan, Problem, Spec, make_plan
-from jaxops.ops.grouped_glu.unit_pallas import bwd_pallas, fwd_pallas
+from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
+from jaxops.ops.grouped_glu.plan import SAVES, FusedTiles, Halves, Plan, Problem, Spec, make_plan
+from jaxops.ops.grouped_glu.unit_pallas import unit_bwd_pallas, unit_fwd_pallas
 from jaxops.ops.grouped_glu.xla import bwd_xla, fwd_xla
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 
@@ -122,23 +123,28 @@ def glu_of_rows(
     precision, plan: Plan, save: bool,
 ) -> tuple[jax.Array, Halves]:  # fmt: skip
     """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is
-    checked, and plan is filled by `make_plan`. With row_indices [M] ("triton" only, no gradient) row m is
+    checked, and plan is filled by `make_plan`. With row_indices [M] (a plan with `fused` only, no gradient) row m is
     `x[row_indices[m]]`."""
     if row_indices is not None:
-        return _fused(plan, save, activation, x, weights, group_offsets, row_indices)
+        return _fused(plan, save, activation, precision, x, weights, group_offsets, row_indices)
     dtype = jnp.dtype(x.dtype)
     spec = Spec(plan, activation, True, precision, dtype, dtype, dtype, dtype)
     result: Any = _glu(spec, save, *vary_together(x, weights, group_offsets))
     return result
 
 
-def _fused(plan: Plan, save: bool, activation: str, *operands) -> tuple[jax.Array, Halves]:
+def _fused(plan: Plan, save: bool, activation: str, precision, *operands) -> tuple[jax.Array, Halves]:
     """h and, with save, the pre-activations, by one kernel."""
-    from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
-
     assert plan.fused is not None  # make_plan fills it
-    kernel = functools.partial(fwd_triton, activation=activation, save=save, **vars(plan.fused), cores=plan.on.cores)
-    h, *pre = sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
+    how: dict[str, Any] = {"activation": activation, "save": save}
+    if isinstance(plan.fused, FusedTiles):
+        from jaxops.ops.grouped_glu.fwd_triton import fwd_triton  # jax-triton is imported only where it is called
+
+        kernel = functools.partial(fwd_triton, **how, **vars(plan.fused), cores=plan.on.cores)
+        h, *pre = sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
+    else:
+        how |= {"tiles": plan.fused, "precision": precision, "interpret": plan.on.interpret}
+        h, *pre = fwd_pallas(*operands, **how)
     return h, tuple(pre)
 
 
@@ -151,7 +157,7 @@ def _glu_forward(spec: Spec, keep: bool, x: jax.Array, weights: Halves, offsets:
     """(h, the pre-activations if keep, else ())."""
     x, weights = x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights)
     if spec.plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
-        return _fused(spec.plan, keep, spec.activation, x, weights, offsets)
+        return _fused(spec.plan, keep, spec.activation, spec.precision, x, weights, offsets)
     pre = _preactivations(spec, x, weights, offsets)
     return unit_forward(spec, pre, offsets), pre if keep else ()
 
@@ -160,7 +166,7 @@ def unit_forward(spec: Spec, pre: Halves, offsets: jax.Array) -> jax.Array:
     """h of the pre-activations."""
     if spec.plan.fwd is None or 0 in pre[0].shape:
         return fwd_xla(spec, pre, offsets)
-    return fwd_pallas(spec, spec.plan.fwd, pre, offsets, interpret=spec.plan.on.interpret)
+    return unit_fwd_pallas(spec, spec.plan.fwd, pre, offsets, interpret=spec.plan.on.interpret)
 
 
 def _glu_fwd(spec: Spec, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
@@ -201,7 +207,7 @@ def unit_backward(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) ->
     """The pre-activations' gradients."""
     if spec.plan.bwd is None or 0 in dh.shape:
         return bwd_xla(spec, pre, dh, offsets)
-    return bwd_pallas(spec, spec.plan.bwd, pre, dh, offsets, interpret=spec.plan.on.interpret)
+    return unit_bwd_pallas(spec, spec.plan.bwd, pre, dh, offsets, interpret=spec.plan.on.interpret)
 
 
 _unit_gradients = differentiable_as(unit_backward, bwd_xla, static=1)

@@ -74,18 +74,20 @@ class Plan(BasePlan):
 
     With backend="triton" (Hopper) the forward's products and activation are one kernel; the backward's activation pass
     is Pallas'. H200, 2026-11-21, against "pallas": qwen3_30b 354 instead of 387 us, dsmoe16b 564 instead of 619,
-    mixtral_up 10.2 instead of 10.5 ms.
+    mixtral_up 10.2 instead of 10.5 ms. With "pallas" they are one kernel where the rows are few (`few_rows`).
 
     Attributes:
       products: plan of the grouped products, as of `jaxops.grouped_matmul(x, w_gate, group_offsets)`.
-      fused: of the "triton" backend's forward.
+      fused: of the forward's one kernel: `FusedTiles` with "triton"; with "pallas" tiles of `jaxops.grouped_matmul`,
+        with bn columns of gate and as many of up. With "pallas", None where the plan has tiles for fwd or products, or
+        rows are many: then the forward is products and an activation pass.
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
     fwd: Tiles | None = None
     bwd: Tiles | None = None
     products: grouped_matmul.Plan | None = None
-    fused: FusedTiles | None = None
+    fused: FusedTiles | grouped_matmul.Tiles | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,34 @@ class Problem:
         return grouped_matmul.Problem(self.G, self.M, self.K, self.F * (2 if self.joined else 1), self.dtype)
 
 
+def few_rows(M: int, G: int) -> bool:
+    """Whether reading the weights takes most of a forward over M rows in G groups.
+
+    A group of r rows does r operations for each byte of bfloat16 weights, where an H200 does about 200 in the time of a
+    byte. Each further tile of a group reads the group's weights again. With at most 16 rows in a mean group, no routing
+    has more than twice as many tiles as there are groups.
+    """
+    return M <= 2048 and M <= 16 * G
+
+
+def few_rows_columns(M: int, G: int, F: int, device: Device) -> int:
+    """Columns of gate of a program of the kernel for few rows: narrow where only narrow tiles fill the card."""
+    return min(64 if min(G, M) * -(-F // 64) >= 2 * device.cores else 32, max(16, power_of_2(F)))
+
+
+def _few_rows_tiles(problem: Problem, fwd: grouped_matmul.Tiles, device: Device) -> grouped_matmul.Tiles:
+    """fwd: of the products, whose tiles are as high as the down projection's: both then have the same work list."""
+    p, size = problem, jnp.dtype(problem.dtype).itemsize
+    bm, bn = min(fwd.bm, 64), few_rows_columns(p.M, p.G, p.F, device)
+    bk, stages = (256 // size, 5) if bn < 64 else (128 // size, 4)
+    bk = min(bk, max(16, power_of_2(p.K)))
+    tiles = grouped_matmul.Tiles(bm, bn, bk, 4, stages, tail=min(fwd.tail, bm // 2))
+    # Two programs a multiprocessor: while one fills its pipeline, or stores, the other loads.
+    while tiles.stages > 2 and 2 * dataclasses.replace(tiles, bn=2 * bn).shared_bytes(p.dtype) > device.shared_bytes:
+        tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)
+    return tiles
+
+
 def _triton(problem: Problem, device: Device) -> bool:
     return grouped_matmul.takes_triton("fwd", problem.product, device) and not (problem.joined or problem.recast)
 
@@ -144,11 +174,29 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
             raise NotImplementedError(
                 f"the triton backend writes h in the dtype of its products, {p.dtype}: cast x to that, or use 'pallas'."
             )
-    others: dict[str, Any] = {"products": call.part(grouped_matmul.make_plan, p.product, call.plan.products)}
-    if call.backend == "triton":
-        usual = FusedTiles(4, dynamic=True, stages=4) if p.M < 1024 * p.G else FusedTiles(8)
-        others["fused"] = call.plan.fused or usual
-    return others
+    products = call.part(grouped_matmul.make_plan, p.product, call.plan.products)
+    return {"products": products, "fused": None if call.backend == "xla" else _fused(call, products)}
+
+
+def _fused(call: Call[Problem, Plan], products: grouped_matmul.Plan) -> FusedTiles | grouped_matmul.Tiles | None:
+    p, plan, triton = call.problem, call.plan, call.backend == "triton"
+    if plan.fused is not None:
+        needed = FusedTiles if triton else grouped_matmul.Tiles
+        if not isinstance(plan.fused, needed) or getattr(plan.fused, "kernel", "pallas") != "pallas":
+            what = "grouped_glu.FusedTiles" if triton else "grouped_matmul.Tiles with kernel='pallas'"
+            raise ValueError(f"plan.fused={plan.fused}: backend={call.backend!r} takes {what}.")
+        if not triton and (p.joined or p.recast):
+            raise NotImplementedError(
+                "the kernel for few rows reads gate's and up's weights as two arrays and writes h in the dtype of its "
+                "products: leave out plan.fused."
+            )
+        return plan.fused
+    if triton:
+        return FusedTiles(4, dynamic=True, stages=4) if p.M < 1024 * p.G else FusedTiles(8)
+    apart = p.joined or p.recast or plan.fwd is not None or plan.products is not None
+    if apart or products.fwd is None or not few_rows(p.M, p.G):
+        return None
+    return _few_rows_tiles(p, products.fwd, call.device)
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:

@@ -86,7 +86,7 @@ def _launch(kernel, name: str, shape: tuple[int, ...], tiles: Tiles, *operands, 
 
 
 @traced_once("spec", "tiles", "interpret")
-def fwd_pallas(spec: Spec, tiles: Tiles, pre: Halves, offsets: jax.Array, *, interpret: bool) -> jax.Array:
+def unit_fwd_pallas(spec: Spec, tiles: Tiles, pre: Halves, offsets: jax.Array, *, interpret: bool) -> jax.Array:
     """h [M, F] in spec.out_dtype; rows outside the groups are zero. No size is 0."""
     shape = (pre[0].shape[0], pre[0].shape[1] * len(pre) // 2)
     out = out_struct(shape, spec.out_dtype, like=pre[0])
@@ -96,7 +96,9 @@ def fwd_pallas(spec: Spec, tiles: Tiles, pre: Halves, offsets: jax.Array, *, int
 
 
 @traced_once("spec", "tiles", "interpret")
-def bwd_pallas(spec: Spec, tiles: Tiles, pre: Halves, dh: jax.Array, offsets: jax.Array, *, interpret: bool) -> Halves:
+def unit_bwd_pallas(
+    spec: Spec, tiles: Tiles, pre: Halves, dh: jax.Array, offsets: jax.Array, *, interpret: bool
+) -> Halves:
     """The gradients of pre, in its shapes and dtype; rows outside the groups are zero. No size is 0."""
     out = [out_struct(half.shape, half.dtype, like=half) for half in pre]
     kernel = functools.partial(_bwd_kernel, activation=spec.activation, tiles=tiles)

@@ -20,14 +20,14 @@ def _split(pre: Halves, inside: jax.Array) -> list[jax.Array]:
 
 
 def fwd_xla(spec: Spec, pre: Halves, offsets: jax.Array) -> jax.Array:
-    """As `fwd_pallas`."""
+    """As `unit_fwd_pallas`."""
     inside = _inside(offsets, pre[0].shape[0])
     gate, up = _split(pre, inside)
     return jnp.where(inside, unit(spec.activation, gate, up), 0).astype(spec.out_dtype)
 
 
 def bwd_xla(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Halves:
-    """As `bwd_pallas`."""
+    """As `unit_bwd_pallas`."""
     inside = _inside(offsets, dh.shape[0])
     gate, up = _split(pre, inside)
     found = tuple(

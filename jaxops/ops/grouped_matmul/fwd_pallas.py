@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.grouped_gemm_pallas import sum_over_columns
+from jaxops._lib.grouped_gemm_pallas import sums_over_columns
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import schedule_rows
@@ -43,8 +43,10 @@ def _fwd_kernel(
     cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
 
     def product(rhs_ref, g, height: int, times) -> jax.Array:
-        how = {"tile": (height, bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
-        return sum_over_columns(lhs_ref, rhs_ref, g, start, j, **how)
+        # Rows of the next group may be read; they affect only rows that are not stored.
+        rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)
+        how = {"tile": (bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
+        return sums_over_columns(lhs_ref, [rhs_ref], g, rows, j, **how)[0]
 
     def store(tile) -> None:
         height = tile.shape[0]

@@ -14,14 +14,16 @@ from jaxops._lib.activations import ACTIVATIONS
 from jaxops._lib.checks import check_choice, check_flag, check_float, check_size, compute_dtype_of, float_dtype
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
+from jaxops._lib.fp8 import Quantized
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.fp8_matmul import check_grouped_recipe
+from jaxops.ops.fp8_matmul import check_grouped_recipe, shape_of
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 from jaxops.ops.moe_mlp import fp8
 from jaxops.ops.moe_mlp.plan import Plan, Problem, make_plan
+from jaxops.ops.moe_mlp.stored import mlp_stored
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
 from jaxops.ops.permute import check_routing, combine, permute
 from jaxops.ops.route import Routing, partial_routing
@@ -44,10 +46,11 @@ class Spec:
 
 
 def moe_mlp(
-    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, routing: Routing, *,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu", compute_dtype=None, out_dtype=None,
-    precision: lax.PrecisionLike = None, save: Literal["preactivations", "nothing"] = "preactivations",
-    recipe: str | None = None, pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
+    x: jax.Array, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
+    routing: Routing, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
+    compute_dtype=None, out_dtype=None, precision: lax.PrecisionLike = None,
+    save: Literal["preactivations", "nothing"] = "preactivations", recipe: str | None = None,
+    pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
 ) -> jax.Array:  # fmt: skip
     """The experts of a mixture-of-experts layer, from tokens to tokens: with e the expert of token t's choice j,
     `out[t] = sum_j weights[t, j] * (act(x[t] @ w_gate[e]) * (x[t] @ w_up[e])) @ w_down[e]`.
@@ -63,6 +66,10 @@ def moe_mlp(
     for the products of gate and up and their weight gradients, the cotangents for both gradients that read them.
     Differentiable once.
 
+    With `Quantized` weights, which a checkpoint has in FP8, neither x nor the values between the products are cast to
+    FP8: for a few tokens, as in decoding, where reading the weights takes the time. Differentiable once, in x and
+    routing.weights.
+
     >>> import jax.numpy as jnp, jaxops
     >>> routing = jaxops.route(jnp.array([[9., 0.], [0., 9.], [0., 0.]]), 1)  # to experts 0, 1 and 0
     >>> x, one, w_down = jnp.array([[1.], [2.], [3.]]), jnp.ones((2, 1, 1)), jnp.array([[[1.]], [[10.]]])
@@ -71,7 +78,8 @@ def moe_mlp(
 
     Args:
       x: [T, D], bfloat16, float16 or float32.
-      w_gate, w_up: [E, D, F]; dtype of x unless compute_dtype is given.
+      w_gate, w_up: [E, D, F]; dtype of x unless compute_dtype is given. Or all three weights are `Quantized` with
+        128x128 scales, by `Quantized.from_deepseek`.
       w_down: [E, F, N], dtype of w_gate.
       routing: of the T tokens to E experts, from `jaxops.route`.
       activation: as in `jaxops.grouped_glu`.
@@ -81,8 +89,9 @@ def moe_mlp(
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       save: "preactivations" keeps gate and up [T * k, F] for the backward, with a recipe also the rows and the weights
         in FP8; "nothing" recomputes them there.
-      recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`. x and the weights may then differ in dtype, and
-        compute_dtype (x's by default) is that of the values between the products.
+      recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`; None with `Quantized` weights. With a recipe or
+        `Quantized` weights, x and the weights may differ in dtype, and compute_dtype (x's by default) is that of the
+        values between the products.
       pow2_scales: whether FP8 scales are rounded up to powers of two.
       backend: "auto" takes the kernels on a GPU, XLA on CPU and TPU; "triton" (on Hopper), "pallas" (interpreted on a
         CPU) or "xla" runs or raises.
@@ -93,10 +102,11 @@ def moe_mlp(
 
     Raises:
       ValueError: shapes that do not fit together, an unknown activation, save, recipe or backend; precision with a
-        recipe, pow2_scales without one.
-      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, a routing that is
-        not a `Routing`; forward-mode differentiation (JAX's own error).
-      NotImplementedError: a precision algorithm that the kernels do not have; with a recipe a GPU without FP8.
+        recipe, pow2_scales without one; `Quantized` weights with a recipe, a precision or other scales.
+      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, only some weights
+        `Quantized`, a routing that is not a `Routing`; forward-mode differentiation (JAX's own error).
+      NotImplementedError: a precision algorithm that the kernels do not have; in FP8 a GPU without it, and with
+        `Quantized` weights backend "triton".
 
     Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out", with a recipe also "moe_mlp.rows",
     "moe_mlp.w_gate", "moe_mlp.w_up", "moe_mlp.w_down" (checkpoint names).
@@ -105,19 +115,10 @@ def moe_mlp(
     2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).
     """
     check_float("x", x, "[T, D]")
-    check_float("w_gate", w_gate, "[E, D, F]")
-    check_float("w_up", w_up, "[E, D, F]")
-    check_float("w_down", w_down, "[E, F, N]")
-    E, D, F = w_gate.shape
-    check_size("D of x (its columns)", x.shape[1], f"D of w_gate {tuple(w_gate.shape)}", D)
-    if w_up.shape != w_gate.shape:
-        raise ValueError(f"w_up has shape {tuple(w_up.shape)}; it must be that of w_gate, {tuple(w_gate.shape)}.")
-    if w_down.shape[:2] != (E, F):
-        needed = f"[E, F, N] with E, F = {E}, {F}, as w_gate is {tuple(w_gate.shape)}"
-        raise ValueError(f"w_down has shape {tuple(w_down.shape)}; it must be {needed}.")
-    for name, w in (("w_up", w_up), ("w_down", w_down)):
-        if w.dtype != w_gate.dtype:
-            raise TypeError(f"{name} is {w.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
+    experts = w_gate, w_up, w_down
+    E, D, F, N = _check_weights(experts)
+    stored = isinstance(w_gate, Quantized)
+    check_size("D of x (its columns)", x.shape[1], f"D of w_gate {(E, D, F)}", D)
     routing = check_routing(routing)
     T, k = routing.row_positions.shape
     offsets = routing.group_offsets.shape[0]
@@ -126,26 +127,57 @@ def moe_mlp(
     out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
-    sizes, device = (T, k, E, D, F, w_down.shape[2]), device_of(x, w_gate, routing)
+    sizes, device = (T, k, E, D, F, N), device_of(x, w_gate, routing)
     if check_flag("pow2_scales", pow2_scales) and recipe is None:
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
-    if recipe is not None:
+    if stored and recipe is not None:
+        raise ValueError(f"recipe={recipe!r}: with Quantized weights x is not quantized; leave recipe out.")
+    if stored or recipe is not None:
         if precision is not None:
-            raise ValueError(f"precision is {precision!r}; it must be None: recipe={recipe!r} sets the precision.")
-        how = check_grouped_recipe(recipe)
+            sets = "Quantized weights set" if stored else f"recipe={recipe!r} sets"
+            raise ValueError(f"precision is {precision!r}; it must be None: {sets} the precision.")
+        how = check_grouped_recipe("blockwise" if stored else recipe)
         compute = float_dtype("compute_dtype", x.dtype if compute_dtype is None else compute_dtype)
         rows = tuned_rows("fp8_matmul", device, "permute")
-        plan = make_plan(Problem(*sizes, compute.name, recipe), device, rows, backend=backend, plan=plan)
+        plan = make_plan(Problem(*sizes, compute.name, how.name, stored), device, rows, backend=backend, plan=plan)
         if 0 in sizes:
-            return jnp.zeros((T, sizes[-1]), out)
-        spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, x.dtype, w_gate.dtype)
-        return fp8.mlp_fp8(spec, *vary_together(x, (w_gate, w_up, w_down), routing))
+            return jnp.zeros((T, N), out)
+        spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, x.dtype, jnp.dtype(w_gate.dtype))
+        run = mlp_stored if stored else fp8.mlp_fp8
+        return run(spec, *vary_together(x, experts, routing))
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
     spec = Spec(plan, activation, save, precision, compute, out, x.dtype, w_gate.dtype)
-    return _mlp(spec, *vary_together(x, (w_gate, w_up, w_down), routing))
+    return _mlp(spec, *vary_together(x, experts, routing))
+
+
+def _check_weights(experts: tuple[Any, ...]) -> tuple[int, int, int, int]:
+    """E, D, F, N of the three weights: float arrays of one dtype, or all three Quantized."""
+    names, stored = ("w_gate", "w_up", "w_down"), [isinstance(w, Quantized) for w in experts]
+    if any(stored) and not all(stored):
+        found = ", ".join(f"{name} is a {type(w).__name__}" for name, w in zip(names, experts, strict=True))
+        raise TypeError(f"{found}: pass three arrays, or three Quantized.")
+    for name, w, shape in zip(names, experts, ("[E, D, F]", "[E, D, F]", "[E, F, N]"), strict=True):
+        if not any(stored):
+            check_float(name, w, shape)
+        elif w.values is None and w.values_t is None:
+            raise ValueError(f"{name} has neither a row nor a column layout.")
+        elif w.scaling != "block_128x128" or len(shape_of(w)) != 3:
+            found = f"{name} has {w.scaling} scales and shape {tuple(shape_of(w))}"
+            raise ValueError(f"{found}; it must be {shape} with block_128x128 scales, as of Quantized.from_deepseek.")
+    gate, up, down = (tuple(shape_of(w)) for w in experts)
+    E, D, F = gate
+    if up != gate:
+        raise ValueError(f"w_up has shape {up}; it must be that of w_gate, {gate}.")
+    if down[:2] != (E, F):
+        needed = f"[E, F, N] with E, F = {E}, {F}, as w_gate is {gate}"
+        raise ValueError(f"w_down has shape {down}; it must be {needed}.")
+    for name, w in zip(names[1:], experts[1:], strict=True):
+        if not any(stored) and w.dtype != experts[0].dtype:
+            raise TypeError(f"{name} is {w.dtype} and w_gate is {experts[0].dtype}: cast one of them.")
+    return E, D, F, down[2]
 
 
 def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:

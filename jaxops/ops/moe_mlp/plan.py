@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxops._lib.device import Device, runs_gluon
+from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.plans import ADA, AMPERE, BasePlan, Call, Planner
 from jaxops.ops import fp8_matmul, grouped_glu, grouped_matmul, permute
 
@@ -25,9 +26,11 @@ class Plan(BasePlan):
       down: plan of the down projection, as of `jaxops.grouped_matmul`, or of `jaxops.fp8_grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.
       fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe.
-      gather: "triton" only, not with a recipe, D a multiple of 64: the forward's first kernel gathers tokens' rows
-        itself, instead of reading a copy in the order of experts. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
-        it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %.
+      gather: not with a recipe. The forward's first kernel gathers tokens' rows itself, instead of reading a copy in
+        the order of experts. With "triton" for D a multiple of 64. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
+        it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %. With "pallas" for few
+        rows, where the unit is one kernel (its plan's `fused`; with weights stored in FP8 of tiles `fwd`, with bn
+        columns of gate and as many of up).
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
@@ -41,7 +44,8 @@ class Plan(BasePlan):
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What a plan depends on: T tokens [T, D] with k choices each, E experts' weights [E, D, F] and [E, F, N], the
-    dtype of the products, and the FP8 recipe or None."""
+    dtype of the products, and the FP8 recipe or None; whether the weights are stored in FP8 and the rows not quantized
+    (recipe "blockwise")."""
 
     T: int
     k: int
@@ -51,6 +55,7 @@ class Problem:
     N: int
     dtype: str
     recipe: str | None = None
+    stored: bool = False
 
     @property
     def R(self) -> int:
@@ -69,13 +74,14 @@ class Problem:
         """Of the unit's products and of the down projection."""
         assert self.recipe is not None
         sizes = ((self.D, self.F), (self.F, self.N))
-        unit, down = (fp8_matmul.Problem(self.R, K, N, self.recipe, self.dtype, self.E) for K, N in sizes)
+        how = {"recipe": self.recipe, "dtype": self.dtype, "G": self.E, "quantize_lhs": not self.stored}
+        unit, down = (fp8_matmul.Problem(self.R, K, N, **how) for K, N in sizes)
         return unit, down
 
 
 def _triton(problem: Problem, device: Device) -> bool:
     if problem.recipe is not None:
-        return runs_gluon(device)
+        return runs_gluon(device) and not problem.stored
     products = (("fwd", problem.unit.product), ("dgrad", problem.down))
     return all(grouped_matmul.takes_triton(name, product, device) for name, product in products)
 
@@ -83,6 +89,8 @@ def _triton(problem: Problem, device: Device) -> bool:
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p, plan, triton = call.problem, call.plan, call.backend == "triton"
     copies = permute.Problem(p.T, p.D, p.k, p.dtype), plan.rows, "pallas" if triton else call.backend
+    if p.stored:
+        return _stored_parts(call) | {"rows": call.part(permute.make_plan, *copies)}
     if p.recipe is not None:
         if plan.fused is not None or plan.gather:
             raise ValueError(f"recipe={p.recipe!r} has no kernels for the plan's fused and gather: leave them out.")
@@ -92,22 +100,44 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
             "down": call.part(fp8_matmul.make_plan, down, plan.down),
             "rows": call.part(permute.make_plan, *copies),
         }
-    fused = gather = None
+    unit = call.part(grouped_glu.make_plan, p.unit, plan.unit)
+    fused, gathers = None, unit.fused is not None
     if triton:
         for product in (p.unit.product, p.down):
             grouped_matmul.check_triton(product, call.device)
         short = p.R <= 128 * p.E  # groups
-        gather = p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not short if plan.gather is None else plan.gather
-        if gather and p.D % 64:
+        gathers = gathers and p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not short
+        if plan.gather and p.D % 64:
             raise NotImplementedError(f"rows are gathered 64 columns at a time, and x has D = {p.D}: leave out gather.")
         fused = plan.fused or TileOrder(4 if p.R < 1024 * p.E else 8, dynamic=short)
+    if plan.gather and unit.fused is None:
+        raise NotImplementedError("the unit's one kernel gathers rows, and plan.unit has none: leave out gather.")
     return {
-        "unit": call.part(grouped_glu.make_plan, p.unit, plan.unit),
+        "unit": unit,
         "down": call.part(grouped_matmul.make_plan, p.down, plan.down),
         "rows": call.part(permute.make_plan, *copies),
         "fused": fused,
-        "gather": gather,
+        "gather": gathers if plan.gather is None else plan.gather,
     }
+
+
+def _stored_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
+    """The plans of the products with stored weights, and whether the unit is one kernel that gathers."""
+    p, plan = call.problem, call.plan
+    if plan.fused is not None:
+        raise ValueError("weights stored in FP8 have no kernel for the plan's fused: leave it out.")
+    unit, down = (call.part(fp8_matmul.make_plan, *part) for part in zip(p.fp8, (plan.unit, plan.down), strict=True))
+    tiles = unit.fwd
+    gather = tiles is not None and grouped_glu.few_rows(p.R, p.E) if plan.gather is None else plan.gather
+    if tiles is None and gather:
+        raise NotImplementedError(f"backend={call.backend!r} has no kernel that gathers rows: leave out gather.")
+    if tiles is not None and gather and (plan.unit is None or plan.unit.fwd is None):
+        bn = grouped_glu.few_rows_columns(p.R, p.E, p.F, call.device)
+        # Two programs a multiprocessor, of stages with both weights' columns and rows of two bytes.
+        fit = call.device.shared_bytes // 2 // (BLOCK * (2 * tiles.bm + 2 * bn))
+        tiles = dataclasses.replace(tiles, bn=bn, stages=max(2, min(5, fit)))
+        unit = dataclasses.replace(unit, fwd=tiles)
+    return {"unit": unit, "down": down, "gather": gather}
 
 
 make_plan = Planner(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import Plan, Tiles
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from tests.compare import assert_close
@@ -17,12 +18,17 @@ from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 KERNELS = RUNS[1:]
+FUSED = ["fused", pytest.param("fused-gpu", marks=pytest.mark.gpu)]  # the forward's kernel for few rows
 
 
 def plan_of(run: str) -> Plan:
-    """Blocks smaller than the tests' sizes. "interpret" runs the activation kernels only, with products by XLA."""
+    """Blocks smaller than the tests' sizes. "interpret" runs the activation kernels only, with products by XLA;
+    "fused" the forward's kernel for few rows beside them."""
     if run == "xla":
         return Plan("xla")
+    if run in ("fused", "fused-gpu"):
+        tiles = grouped_matmul.Tiles(32, 16, 16, panel=2, tail=16)
+        return dataclasses.replace(plan_of({"fused": "interpret", "fused-gpu": "gpu"}[run]), fused=tiles)
     return Plan("pallas", Tiles(8, 32), Tiles(4, 16), product_plan_of("xla" if run == "interpret" else run))
 
 

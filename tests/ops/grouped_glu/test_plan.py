@@ -1,5 +1,7 @@
 """Plans of grouped_glu: the products' plan, heuristic, candidates; what is lowered for an H200."""
 
+import dataclasses
+import itertools
 import re
 
 import jax
@@ -8,7 +10,7 @@ import pytest
 import jaxops
 from jaxops._lib.device import Device, gluon_missing
 from jaxops.ops import grouped_glu, grouped_matmul
-from jaxops.ops.grouped_glu import Plan, Problem, Tiles, candidates
+from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_glu.plan import PASSES, heuristic
 from jaxops.ops.grouped_matmul.plan import PASSES as PRODUCT_PASSES
 from tests.hopper import lower_for_h200
@@ -16,9 +18,10 @@ from tests.plans import by_choices, choices
 
 make_plan = by_choices(grouped_glu.make_plan)
 
-H200, A100, CPU, TPU = (
+H200, A100, L4, CPU, TPU = (
     Device("NVIDIA H200", "gpu"),
     Device("NVIDIA A100-SXM4-80GB", "gpu"),
+    Device("NVIDIA L4", "gpu"),
     Device("cpu", "cpu"),
     Device("TPU v5 lite", "tpu"),
 )
@@ -60,6 +63,31 @@ def test_the_products_take_their_tuned_rows():
     }
     joined = Problem(8, 4096, 1024, 3584, "bfloat16", joined=True)
     assert [make_plan(p, A100, [row]).products.fwd == tiles for p in (PROBLEM, joined)] == [False, True]
+
+
+def test_few_rows_are_one_kernel():
+    """Whose tiles are as high as the products', and fit the card twice. Tiles for what it replaces are obeyed."""
+    for device, shape in itertools.product((H200, A100, L4), ((128, 1, 3), (128, 2048, 768), (8, 128, 14336))):
+        G, M, F = shape
+        for dtype in ("bfloat16", "float32"):
+            plan = make_plan(Problem(G, M, 2048, F, dtype), device, backend="pallas")
+            tiles = dataclasses.replace(plan.fused, bn=2 * plan.fused.bn)
+            assert (tiles.bm, tiles.tail) == (plan.products.fwd.bm, plan.products.fwd.tail)
+            assert 2 * tiles.shared_bytes(dtype) <= device.shared_bytes or tiles.stages == 2
+    few = Problem(8, 128, 1024, 3584, "bfloat16")
+    assert make_plan(few, H200).fused is not None
+    for other in ({"M": 129}, {"joined": True}, {"recast": True}):
+        assert make_plan(dataclasses.replace(few, **other), A100).fused is None
+    for plan in (Plan(fwd=Tiles(1, 64, 1)), Plan(products=grouped_matmul.Plan("pallas"))):
+        assert make_plan(few, H200, plan=plan).fused is None
+    assert make_plan(few, CPU).fused is None
+    given = grouped_matmul.Tiles(16, 16, 16)
+    assert make_plan(PROBLEM, A100, plan=Plan(fused=given)).fused == given
+    for fused in (FusedTiles(), grouped_matmul.Tiles(128, 128, 64, 8, kernel="triton")):
+        with pytest.raises(ValueError, match=r"plan\.fused=.*backend='pallas' takes grouped_matmul\.Tiles"):
+            make_plan(PROBLEM, A100, plan=Plan(fused=fused))
+    with pytest.raises(NotImplementedError, match="two arrays"):
+        make_plan(dataclasses.replace(few, joined=True), A100, plan=Plan(fused=given))
 
 
 def test_backend_by_device():
@@ -128,6 +156,11 @@ def test_a_call_is_these_kernels(activation):
     """The activation and its gradient are one each."""
     names = lowered(200, 64, 96, backend="pallas", activation=activation)
     assert names == [FWD, FWD, "grouped_glu_fwd", "grouped_glu_bwd", DGRAD, DGRAD, WGRAD, WGRAD]
+
+
+def test_few_rows_are_one_kernel_forward():
+    names = lowered(60, 64, 96, backend="pallas")
+    assert names == ["grouped_glu_fused", "grouped_glu_bwd", DGRAD, DGRAD, WGRAD, WGRAD]
 
 
 def test_one_array_is_one_product_each():

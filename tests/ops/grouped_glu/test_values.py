@@ -14,11 +14,13 @@ import pytest
 import jaxops
 from jaxops._lib.activations import ACTIVATIONS, unit_gradients
 from jaxops._lib.device import current_device
+from jaxops.ops import grouped_matmul
+from jaxops.ops.grouped_glu import Problem, glu_of_rows, make_plan
 from jaxops.ops.grouped_glu.api import _unit_gradients, unit_forward
 from jaxops.ops.grouped_glu.plan import Spec
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
-from tests.ops.grouped_glu.cases import KERNELS, RUNS, check, make_case, plan_of, run_all
+from tests.ops.grouped_glu.cases import FUSED, KERNELS, RUNS, check, make_case, plan_of, run_all
 
 ROUTINGS = [
     pytest.param([17, 40, 13], 0, 0, id="all-rows"),
@@ -36,7 +38,36 @@ def test_routings(run, joined, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run, joined=joined)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", FUSED)
+@pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
+def test_few_rows(run, sizes, before, after):
+    check(make_case(sizes, 19, 37, before=before, after=after), run)
+
+
+@pytest.mark.parametrize("run", FUSED)
+def test_few_rows_equal_products_and_activation(run):
+    """To the bit, where both take the same steps; also gate and up, and of gathered rows."""
+    case = make_case([17, 0, 25], 32, 48, dtype="bfloat16", before=3, after=5)
+    device, precision = current_device(), jax.lax.Precision.DEFAULT
+    fused = make_plan(Problem(3, 50, 32, 48, "bfloat16"), device, plan=plan_of(run))
+    products = grouped_matmul.Plan("pallas", fused.fused, fused.fused, fused.fused)
+    apart = dataclasses.replace(fused, fused=None, products=products)
+    indices = jnp.asarray(np.random.default_rng(0).integers(0, 50, 50), jnp.int32)
+    how = {"activation": "silu", "precision": precision, "save": True}
+
+    def unit(plan, x, *indices):
+        return jax.jit(lambda x: glu_of_rows(x, (case.w_gate, case.w_up), case.offsets, *indices, plan=plan, **how))(x)
+
+    clean = jnp.where(case.outside, 0, case.x)
+    for got, want in (
+        (unit(fused, case.x), unit(apart, case.x)),
+        (unit(fused, clean, indices), unit(apart, clean[indices])),
+    ):
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+
+
+@pytest.mark.parametrize("run", [*RUNS, *FUSED])
 @hypothesis.given(data=st.data())
 def test_random_routings(run, data):
     """One compiled shape, that of test_routings: any sizes, anywhere."""
@@ -60,7 +91,7 @@ def test_what_stands_outside_is_not_read(run, joined):
         assert not np.asarray(half)[case.outside[:, 0]].any()
 
 
-@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize("run", [*KERNELS, *FUSED])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "sigmoid"])
 def test_activations(run, activation):
     check(make_case([5, 0, 9], 8, 12, before=1, after=2), run, activation=activation)
@@ -96,7 +127,7 @@ def test_half(run, dtype, joined):
     check(make_case([17, 0, 25], 32, 48, dtype=dtype, before=3, after=5), run, kind=dtype, joined=joined)
 
 
-@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize("run", [*KERNELS, *FUSED])
 @pytest.mark.parametrize(("sizes", "K", "F"), [([31, 1], 5, 64)])
 def test_sizes(run, sizes, K, F):
     check(make_case(sizes, K, F), run)
@@ -155,7 +186,7 @@ def test_no_groups():
     np.testing.assert_array_equal(h, np.zeros((3, 1)))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*RUNS, *FUSED])
 def test_offsets_that_break_the_contract(run):
     """Below 0, past M, decreasing: some result of the right shape."""
     case = make_case([17, 40, 13], 19, 37)  # compiled already, for test_routings

@@ -13,11 +13,13 @@ from jaxops.ops import grouped_glu, permute
 from jaxops.ops.moe_mlp import Plan
 from jaxops.ops.moe_mlp.reference import moe_mlp_reference
 from tests.compare import assert_close
+from tests.ops.grouped_glu.cases import plan_of as unit_plan_of
 from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
 from tests.ops.permute.cases import TILE, make_routing
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
+FEW = ["few", pytest.param("few-gpu", marks=pytest.mark.gpu)]  # the forward's kernel for few rows, which gathers them
 QUICK = RUNS[::2]  # for what the kernels that are interpreted have no part in
 NAMES = ("out", "dx", "dweights", "dw_gate", "dw_up", "dw_down")
 
@@ -26,6 +28,9 @@ def plan_of(run: str) -> Plan:
     """Tiles smaller than the tests' sizes. Interpreted: the kernels of rows and activation only, not the products'."""
     if run == "xla":
         return Plan("xla")
+    if run in ("few", "few-gpu"):
+        plan = plan_of({"few": "interpret", "few-gpu": "gpu"}[run])
+        return dataclasses.replace(plan, unit=unit_plan_of({"few": "fused", "few-gpu": "fused-gpu"}[run]))
     products = product_plan_of("xla" if run == "interpret" else run)
     unit = grouped_glu.Plan("pallas", grouped_glu.Tiles(8, 32), grouped_glu.Tiles(4, 16), products)
     return Plan("pallas", unit, products, permute.Plan("pallas", TILE, TILE, TILE))

@@ -1,5 +1,6 @@
 """Plans of moe_mlp: the plans of its parts; the kernels of a call on a GPU. The Triton kernels: test_triton.py."""
 
+import dataclasses
 import re
 
 import jax
@@ -34,7 +35,7 @@ def of_parts(device: Device, backend: str, fused: TileOrder | None = None) -> Pl
         grouped_matmul.make_plan(DOWN, device, backend=backend),
     )
     rows = permute.make_plan(ROWS, device, backend="pallas" if backend == "triton" else backend)
-    return choices(Plan(backend, unit, down, rows, fused))  # pyright: ignore[reportArgumentType]
+    return choices(Plan(backend, unit, down, rows, fused, gather=False))  # pyright: ignore[reportArgumentType]
 
 
 def test_backend_by_device():
@@ -43,7 +44,9 @@ def test_backend_by_device():
         make_plan(PROBLEM, CPU)
         == make_plan(PROBLEM, TPU)
         == of_parts(CPU, "xla")
-        == choices(Plan("xla", grouped_glu.make_plan(UNIT, CPU), grouped_matmul.Plan("xla"), permute.Plan("xla")))
+        == choices(
+            Plan("xla", grouped_glu.make_plan(UNIT, CPU), grouped_matmul.Plan("xla"), permute.Plan("xla"), gather=False)
+        )
     )
     assert make_plan(PROBLEM, H200).backend == ("triton" if not gluon_missing() else "pallas")
     for device, backend in ((H200, "pallas"), (H200, "xla"), (CPU, "pallas"), (L4, "xla")):
@@ -97,12 +100,34 @@ def test_the_products_take_their_tuned_rows():
         ]
 
 
+def test_few_rows_are_gathered():
+    few = dataclasses.replace(PROBLEM, T=64)
+    assert make_plan(few, L4).gather is True
+    assert make_plan(few, L4, plan=Plan(gather=False)).gather is False
+    assert make_plan(few, L4, plan=Plan(unit=grouped_glu.Plan("xla"))).gather is False
+    for problem, plan in ((PROBLEM, Plan(gather=True)), (few, Plan("xla", gather=True))):
+        with pytest.raises(NotImplementedError, match=r"plan\.unit has none: leave out gather"):
+            make_plan(problem, L4, plan=plan)
+
+
 FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in ("fwd", "dgrad", "wgrad"))
 
 
-@pytest.mark.parametrize(("save", "again"), [("preactivations", []), ("nothing", ["permute", FWD, FWD])])
-def test_a_call_is_these_kernels(save, again):
-    """Beside those that list the products' work; nothing else stands there but what XLA compiles."""
+ONE, ALL = ["grouped_glu_fused"], ["permute", FWD, FWD, "grouped_glu_fwd"]
+
+
+@pytest.mark.parametrize(
+    ("T", "save", "unit", "again"),
+    [
+        (40, "preactivations", ALL, []),
+        (40, "nothing", ALL, ALL[:3]),
+        (32, "preactivations", ONE, []),
+        (32, "nothing", ONE, ONE),
+    ],
+)
+def test_a_call_is_these_kernels(T, save, unit, again):
+    """Beside those that list the products' work; nothing else stands there but what XLA compiles. With at most 16 rows
+    for each expert, the forward copies no rows."""
 
     def both(logits, dout, *operands):
         routing = jaxops.route(logits, 2, backend="xla")
@@ -110,14 +135,14 @@ def test_a_call_is_these_kernels(save, again):
         return out, vjp(dout)
 
     s = jax.ShapeDtypeStruct
-    shapes = [(40, 64), (4, 64, 96), (4, 64, 96), (4, 96, 32)]
+    shapes = [(T, 64), (4, 64, 96), (4, 64, 96), (4, 96, 32)]
     text = lower_for_h200(
-        both, s((40, 4), jnp.float32), s((40, 32), jnp.bfloat16), *(s(shape, jnp.bfloat16) for shape in shapes)
+        both, s((T, 4), jnp.float32), s((T, 32), jnp.bfloat16), *(s(shape, jnp.bfloat16) for shape in shapes)
     )
     names = re.findall(r'name = "((?:permute|grouped|combine|schedule)\w*)"', text)
     assert text.count("__gpu$xla.gpu.triton") == len(names)
     forward, backward = (
-        ["permute", FWD, FWD, "grouped_glu_fwd", FWD, "combine"],
+        [*unit, FWD, "combine"],
         ["permute", DGRAD, WGRAD, "permute", WGRAD, WGRAD, DGRAD, DGRAD, "permute_bwd"],
     )
     assert sorted(name for name in names if name[:8] != "schedule") == sorted(forward + again + backward)

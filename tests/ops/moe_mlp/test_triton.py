@@ -153,7 +153,7 @@ def test_which_rows_are_gathered():
         assert make_plan(dataclasses.replace(narrow, **change), H200).gather is False
     assert make_plan(PROBLEM, H200, plan=Plan("triton", gather=True)).gather is True
     assert make_plan(narrow, H200, plan=Plan("triton", gather=False)).gather is False
-    assert make_plan(narrow, H200, backend="pallas").gather is None
+    assert make_plan(narrow, H200, backend="pallas").gather is False
     with pytest.raises(NotImplementedError, match="64 columns at a time, and x has D = 1032"):
         make_plan(dataclasses.replace(PROBLEM, D=1032), H200, plan=Plan("triton", gather=True))
 

@@ -13,6 +13,7 @@ from jaxops._lib.activations import ACTIVATIONS
 from jaxops.ops.moe_mlp.xla import weights_of_rows
 from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import (
+    FEW,
     NAMES,
     QUICK,
     RUNS,
@@ -38,7 +39,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*RUNS, *FEW])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_variants(run, variant):
     for seed in range(2):
@@ -70,7 +71,7 @@ def test_activations(run, activation):
     check(make_case(variant), variant, run)
 
 
-@pytest.mark.parametrize("run", QUICK)
+@pytest.mark.parametrize("run", [*QUICK, *FEW])
 def test_nothing_saved(run):
     """The same to the bit as with what the forward saved."""
     case = make_case(SHARD)
@@ -146,7 +147,7 @@ def test_weights_of_zero(run):
     assert not any(np.asarray(got[name]).any() for name in NAMES if name != "dweights")
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*RUNS, *FEW])
 def test_bad_tokens_stay_with_themselves(run):
     """NaN in a token, its weight or its cotangent reaches only that token's results and its experts' gradients."""
     case = make_case(SHARD)
@@ -185,7 +186,7 @@ def test_bad_experts_stay_with_their_tokens(run):
         assert not np.asarray(got[name], np.float32)[sizes == 0].any()
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*RUNS, *FEW])
 def test_wild_positions_indices_and_offsets(run):
     """Some answer, of the right shape, from inside the arrays; a position that is none has no gradient."""
     case, shapes = make_case(SHARD), {name: x.shape for name, x in want_of(make_case(SHARD), SHARD).items()}

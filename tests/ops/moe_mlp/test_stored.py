@@ -1,0 +1,179 @@
+"""The experts with weights stored in FP8 and rows that are not quantized."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops._lib.device import Device
+from jaxops.ops import fp8_matmul, moe_mlp, permute
+from jaxops.ops.moe_mlp import Plan, Problem
+from tests.compare import assert_close
+from tests.hopper import lower_for_h200
+from tests.ops.moe_mlp.cases import SHARD, Variant, check_zeros, clean, make_case, want_of
+from tests.ops.permute.cases import TILE
+
+WEIGHTS = ("w_gate", "w_up", "w_down")
+TILES = fp8_matmul.Tiles("pallas", 16, 16)
+# The gradient is that of fp8_grouped_matmul.
+PRODUCTS = fp8_matmul.Plan("pallas", "before", TILES, *(2 * [fp8_matmul.Tiles("xla")]))
+ROWS = permute.Plan("pallas", *(3 * [TILE]))
+PLANS = {
+    "xla": Plan("xla"),
+    "gathered": Plan("pallas", PRODUCTS, fp8_matmul.Plan("xla"), ROWS, gather=True),
+    "copied": Plan("pallas", PRODUCTS, PRODUCTS, ROWS, gather=False),
+    "gpu": Plan("pallas"),
+}
+RUNS = ["xla", "gathered", pytest.param("gpu", marks=pytest.mark.gpu)]
+# Sums and columns of several blocks; neither is a multiple of a tile.
+WIDE = Variant(T=9, D=150, F=140, N=24, k=2, E=4, dtype="bfloat16", activation="gelu_tanh")
+VARIANTS = {
+    "shard": dataclasses.replace(SHARD, dtype="bfloat16", out_dtype="float32"),
+    "wide": WIDE,
+    "one-token": Variant(T=1, D=9, F=5, N=6, k=2, E=16, dtype="float16"),
+}
+
+
+def stored_case(variant: Variant, seed: int = 0) -> tuple[dict, dict]:
+    """The case, and the same with weights as they are in FP8."""
+    case = make_case(variant, seed)
+    kept = {name: jaxops.quantize(case[name], scaling="block_128x128", layouts="both") for name in WEIGHTS}
+    whole = {name: jaxops.dequantize(q).astype(jnp.float32) for name, q in kept.items()}
+    columns = {name: dataclasses.replace(q, values=None, scales=None) for name, q in kept.items()}
+    return case | columns, case | whole
+
+
+@functools.cache
+def compiled(variant: Variant, run: str):
+    """The result and the gradients that there are, by name."""
+
+    def everything(case: dict) -> dict:
+        def mlp(x, weights):
+            how = {"activation": variant.activation, "out_dtype": variant.out_dtype, "plan": PLANS[run]}
+            routing = dataclasses.replace(case["routing"], weights=weights)
+            return jaxops.moe_mlp(x, *(case[name] for name in WEIGHTS), routing, **how)
+
+        out, vjp = jax.vjp(mlp, case["x"], case["routing"].weights)
+        return dict(zip(("out", "dx", "dweights"), (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
+
+    return jax.jit(everything)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_values(variant, run):
+    """Against float32, with the numbers that the weights have in FP8."""
+    case, whole = stored_case(variant)
+    got, want = compiled(variant, run)(case), want_of(whole, variant)
+    dtypes = {"out": variant.out_dtype or variant.dtype, "dx": variant.dtype, "dweights": "float32"}
+    for name, dtype in dtypes.items():
+        assert got[name].dtype == dtype
+        assert_close(got[name], want[name], variant.dtype, name, scale=2, roundings=4)
+    check_zeros(got | dict.fromkeys(("dw_gate", "dw_up", "dw_down"), np.zeros(variant.experts)), case["routing"])
+
+
+@pytest.mark.parametrize("run", [pytest.param("interpret"), pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_gathered_and_copied_rows_give_the_same_bits(run):
+    case, _ = stored_case(WIDE)
+    both = [PLANS[name] for name in ("gathered", "copied")]
+    if run == "gpu":
+        both = [Plan("pallas", gather=gather) for gather in (True, False)]
+    call = functools.partial(jaxops.moe_mlp, case["x"], *(case[name] for name in WEIGHTS), case["routing"])
+    one, other = (
+        jax.jit(functools.partial(call, plan=dataclasses.replace(plan, down=both[0].down)))() for plan in both
+    )
+    np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+def test_wild_indices_and_offsets(run):
+    case, _ = stored_case(VARIANTS["shard"])
+    R = SHARD.T * SHARD.k
+    indices = np.random.default_rng(0).choice(np.array([-(2**31), -1, 0, SHARD.T, 2**31 - 1], np.int32), size=R)
+    for first, end in ((-9, 10**6), (2**31 - 1, -(2**31)), (20, 10)):
+        routing = dataclasses.replace(
+            case["routing"],
+            group_offsets=jnp.array([first, 7, 7, 11, end], jnp.int32),
+            row_indices=jnp.asarray(indices),
+        )
+        got = jax.block_until_ready(compiled(VARIANTS["shard"], run)(case | {"routing": routing}))
+        assert got["out"].shape == (SHARD.T, SHARD.N)
+
+
+def test_in_one_program():
+    """Under vmap and checkpoint the same as alone; nothing where a size is 0."""
+    case, _ = stored_case(VARIANTS["shard"])
+    case = clean(case)
+    x, experts = case["x"].astype(jnp.float32), [case[name] for name in WEIGHTS]
+
+    def loss(x):
+        return jnp.sum(jnp.sin(jaxops.moe_mlp(x, *experts, case["routing"], plan=PLANS["gathered"])))
+
+    want, gradient = jax.jit(jax.value_and_grad(loss))(x)
+    got = jax.jit(jax.vmap(jax.value_and_grad(jax.checkpoint(loss))))(jnp.stack([x, x]))
+    for g, w in zip(got, (jnp.stack([want] * 2), jnp.stack([gradient] * 2)), strict=True):
+        assert_close(g, w, "float32", scale=5)
+    nothing = jaxops.route(jnp.zeros((0, 4)), 2)
+    assert jaxops.moe_mlp(x[:0], *experts, nothing).shape == (0, SHARD.N)
+
+
+H200, A100, CPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("cpu", "cpu")
+DECODE = Problem(4, 8, 128, 2048, 768, 2048, "bfloat16", "blockwise", stored=True)
+
+
+def test_plan():
+    """One kernel for few rows, whose tiles are as high as those of the down projection: one work list for both."""
+    for device in (H200, Device("NVIDIA L4", "gpu")):
+        for problem in (DECODE, dataclasses.replace(DECODE, T=256), dataclasses.replace(DECODE, T=1, F=13)):
+            plan = moe_mlp.make_plan(problem, device)
+            tiles = plan.unit.fwd
+            assert (plan.backend, plan.gather, tiles.bm) == ("pallas", True, plan.down.fwd.bm)
+            step = 128 * (2 * tiles.bm + 2 * tiles.bn)  # bytes: rows in a half precision, two weights
+            assert 2 * tiles.stages * step <= device.shared_bytes or tiles.stages == 2
+    many = moe_mlp.make_plan(dataclasses.replace(DECODE, T=257), H200)
+    assert (many.gather, many.unit.fwd.bn) == (False, many.down.fwd.bn)
+    assert moe_mlp.make_plan(DECODE, H200, plan=PLANS["gathered"]).unit.fwd == TILES
+    assert (moe_mlp.make_plan(DECODE, CPU).backend, moe_mlp.make_plan(DECODE, A100).backend) == ("xla", "xla")
+
+
+def test_a_call_is_these_kernels():
+    def call(x, logits, *arrays):
+        experts = [jaxops.Quantized.from_deepseek(*arrays[i : i + 2]) for i in (0, 2, 4)]
+        return jaxops.moe_mlp(x, *experts, jaxops.route(logits, 2, backend="xla"))
+
+    s, unit, down = jax.ShapeDtypeStruct, (4, 96, 64), (4, 32, 96)
+    weights = [x for shape in (unit, unit, down) for x in (s(shape, "float8_e4m3fn"), s((4, 1, 1), "float32"))]
+    for T, kernels in ((32, ["moe_mlp_stored_unit"]), (33, ["permute", "fp8_matmul_rows", "fp8_matmul_rows"])):
+        text = lower_for_h200(call, s((T, 64), "bfloat16"), s((T, 4), "float32"), *weights)
+        names = re.findall(r'name = "((?:permute|moe_mlp|fp8|combine)\w*)"', text)
+        assert sorted(names) == sorted([*kernels, "fp8_matmul_rows", "combine"])
+
+
+def test_wrong_arguments():
+    case, whole = stored_case(SHARD)
+    gate, up, down = (case[name] for name in WEIGHTS)
+    call = functools.partial(jaxops.moe_mlp, case["x"])
+    routing = case["routing"]
+    with pytest.raises(TypeError, match=r"w_gate is a Quantized, w_up is a .*: pass three arrays, or three Quantized"):
+        call(gate, whole["w_up"], down, routing)
+    with pytest.raises(ValueError, match="recipe='blockwise': with Quantized weights x is not quantized"):
+        call(gate, up, down, routing, recipe="blockwise")
+    with pytest.raises(ValueError, match="precision is 'highest'; it must be None: Quantized weights set"):
+        call(gate, up, down, routing, precision="highest")
+    with pytest.raises(ValueError, match=r"w_down has rowwise scales and shape .*block_128x128 scales"):
+        call(gate, up, jaxops.quantize(whole["w_down"], scaling="rowwise", layouts="col"), routing)
+    with pytest.raises(ValueError, match="w_up has neither a row nor a column layout"):
+        call(gate, dataclasses.replace(up, values_t=None, scales_t=None), down, routing)
+    with pytest.raises(ValueError, match=r"w_down has shape .*it must be .*E, F, N"):
+        call(gate, up, down.T, routing)
+    with pytest.raises(NotImplementedError, match="quantize_lhs=False use 'pallas'"):
+        call(gate, up, down, routing, backend="triton")
+    with pytest.raises(NotImplementedError, match="backend='xla' has no kernel that gathers rows"):
+        call(gate, up, down, routing, plan=Plan("xla", gather=True))
+    with pytest.raises(ValueError, match="no kernel for the plan's fused"):
+        call(gate, up, down, routing, plan=Plan("pallas", fused=moe_mlp.TileOrder()))

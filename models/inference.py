@@ -8,7 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.decoder import Decoder
+from models.decoder.attention import Attention
 from models.decoder.block import Block
+from models.decoder.mlp import GatedUnit
+from models.decoder.weights import join
 from models.mesh import name_of
 
 # Matrices. Norms, biases, sinks and routers are small, and computed with in float32.
@@ -26,7 +29,8 @@ def for_inference(model: Decoder, *, consume: bool = False) -> Decoder:
     """The same model with `blocks` a list of single blocks and matrices cast to config.dtype, in evaluation mode.
 
     Results are the same: training casts the same matrices at every use. A step then reads each of them once, as it is
-    stored; out of a stack XLA would copy each layer's first. A model that is one already is returned as it is.
+    stored; out of a stack XLA would copy each layer's first. Stored float8 matrices of one input are put side by side,
+    as one. A model that is one already is returned as it is.
 
     Args:
       consume: whether the given model's arrays are freed one by one, so that a second copy of one array at the most is
@@ -59,5 +63,10 @@ def for_inference(model: Decoder, *, consume: bool = False) -> Decoder:
     new.blocks, new.dense_blocks = nnx.List([]), nnx.data(None)
     nnx.update(new, jax.tree.map_with_path(lambda path, x: convert(path, x, None), nnx.state(new)))
     new.blocks = nnx.List([blocks[number] for number in range(config.layers)])
+    for block in new.blocks:
+        if isinstance(block.attention, Attention):
+            join(block.attention, "qkv", "q", "k", "v")
+        if isinstance(block.mlp, GatedUnit):
+            join(block.mlp, "gate_up", "gate", "up")
     new.eval()
     return new

@@ -169,12 +169,14 @@ def advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps:
 
     def step(carry: tuple[jax.Array, Rows, jax.Array]) -> tuple[jax.Array, Rows, jax.Array]:
         done, rows, tokens = carry
-        active = rows.left > 0
+        # While the loop runs, a single row is active: XLA leaves out what treats others, a kernel a layer.
+        active = rows.left > 0 if rows.left.size > 1 else jnp.ones_like(rows.left, bool)
         logits, cache = model.extend(rows.token[:, None], rows.cache, rows.at, active.astype(jnp.int32))
         at = rows.at + active
         token = jnp.where(active, _draw(logits, rows.keys, at, fixed.sampling), rows.token)
         left = jnp.where(active & ~_is_end(token, fixed.ends), rows.left - 1, 0)
-        return done + 1, Rows(cache, token, at, left, rows.keys), tokens.at[done].set(token)
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, done, 0)
+        return done + 1, Rows(cache, token, at, left, rows.keys), tokens
 
     empty = jnp.zeros((steps, rows.token.shape[0]), jnp.int32)
     _, after, tokens = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows, empty))

@@ -11,8 +11,9 @@ from jax import lax
 
 from jaxops.offload import named
 from models.decoder.config import DecoderConfig
+from models.decoder.norm import normalized, normalized_heads
 from models.decoder.rope import Turns, rotate
-from models.decoder.weights import linear_of, matrix_of
+from models.decoder.weights import SideBySide, linear_of, matrix_of
 from models.tensor_parallel import all_rows, devices, narrow, wide
 
 KeysValues = tuple[jax.Array, ...]  # keys and values; of latent attention one array
@@ -32,12 +33,6 @@ class Seen(NamedTuple):
     turns: Turns
     remember: Callable[..., KeysValues]
     attend: Callable[[jax.Array, jax.Array, jax.Array, Window, jax.Array | None], jax.Array]
-
-
-def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
-    """norm(x), whose backward keeps only x: recomputing the float32 intermediates costs less than storing them."""
-    graphdef, params = nnx.split(norm)
-    return jax.checkpoint(lambda params, x: nnx.merge(graphdef, params)(x), prevent_cse=False)(params, x)
 
 
 def soft_attention(
@@ -77,7 +72,8 @@ def soft_attention(
         total = jnp.sum(shares, axis=-1, keepdims=True)
         if sinks is not None:
             total = total + jnp.exp(sinks - most)
-        return _mixed((shares / total).astype(v.dtype), v, heads_first).reshape(B, T, heads, -1)
+        shares = jnp.where(mask[:, None, None], shares / total, 0)
+        return _mixed(shares.astype(v.dtype), v, heads_first).reshape(B, T, heads, -1)
 
     return named(attention, NAME)(q, k, v, mask, sinks)
 
@@ -114,6 +110,7 @@ class Attention(nnx.Module):
         self.q = linear(c.width, c.heads * c.head_dim)
         self.k = linear(c.width, c.kv_heads * c.head_dim)
         self.v = linear(c.width, c.kv_heads * c.head_dim)
+        self.qkv: SideBySide | None = nnx.data(None)  # instead of these: `join`
         self.out = linear_of(c)(c.heads * c.head_dim, c.width, use_bias=c.out_bias, rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, epsilon=c.norm_epsilon, dtype=jnp.dtype(c.dtype), rngs=rngs)
         whole = c.qk_norm == "all_heads"
@@ -134,16 +131,16 @@ class Attention(nnx.Module):
     def _project(self, x: jax.Array, B: int, T: int) -> list[jax.Array]:
         """Queries, keys and values of own heads, [B, T, heads, head_dim]."""
         c = self.config
-        parts = wide(x, self.q, self.k, self.v)
-        norms = (self.q_norm, self.k_norm, None)
+        parts = wide(x, self.q, self.k, self.v) if self.qkv is None else self.qkv.parts(x)
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         counts = (c.heads // devices(), c.kv_heads // devices(), c.kv_heads // devices())
         if c.qk_norm == "all_heads":
-            parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
+            parts[:2] = [normalized(norm, part) for norm, part in zip(norms, parts[:2], strict=True)]
         if c.qkv_clip is not None:
             parts = [jnp.clip(part, -c.qkv_clip, c.qkv_clip) for part in parts]
         parts = [part.reshape(B, T, count, c.head_dim) for part, count in zip(parts, counts, strict=True)]
         if c.qk_norm is True:
-            parts = [part if norm is None else normalized(norm, part) for part, norm in zip(parts, norms, strict=True)]
+            parts[:2] = normalized_heads(norms, parts[:2])
         return parts
 
 

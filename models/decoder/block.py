@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from models.decoder.attention import Attention, KeysValues, LatentAttention, Seen, Window, normalized
+from models.decoder.attention import Attention, KeysValues, LatentAttention, Seen, Window
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Experts, Routed
 from models.decoder.mlp import GatedUnit
+from models.decoder.norm import normalized
 
 
 class Block(nnx.Module):

@@ -1,7 +1,7 @@
 """What a layer remembers of earlier tokens, for generation."""
 
 import functools
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,15 @@ def write(cache: KeysValues, new: KeysValues, places: Places) -> KeysValues:
 
 
 def _write(old: jax.Array, new: jax.Array, places: Places) -> jax.Array:
+    axis = old.ndim - 2  # of tokens
+    if new.shape[:2] == (1, 1):  # of a scatter XLA makes more kernels here
+        new = jnp.swapaxes(new, 1, axis).astype(old.dtype)
+        start: list[Any] = [0] * old.ndim
+        start[axis] = places.positions[0, 0]
+        kept = jax.lax.dynamic_slice(old, start, new.shape)
+        return jax.lax.dynamic_update_slice(old, jnp.where(places.valid[0, 0], new, kept), start)
     rows = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
-    positions = jnp.where(places.valid, places.positions, old.shape[old.ndim - 2])  # out of bounds: dropped
+    positions = jnp.where(places.valid, places.positions, old.shape[axis])  # out of bounds: dropped
     where = (rows, slice(None), positions) if old.ndim == 4 else (rows, positions)
     return old.at[where].set(new.astype(old.dtype), mode="drop")
 

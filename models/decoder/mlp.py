@@ -7,7 +7,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.decoder.config import DecoderConfig
-from models.decoder.weights import linear_of
+from models.decoder.weights import SideBySide, linear_of
 from models.tensor_parallel import narrow, wide
 
 
@@ -18,9 +18,10 @@ class GatedUnit(nnx.Module):
         linear = functools.partial(linear_of(config), use_bias=config.mlp_bias, rngs=rngs)
         self.gate = linear(config.width, hidden)
         self.up = linear(config.width, hidden)
+        self.gate_up: SideBySide | None = nnx.data(None)  # instead of these: `join`
         self.down = linear(hidden, config.width)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
-        gate, up = wide(x, self.gate, self.up)
+        gate, up = wide(x, self.gate, self.up) if self.gate_up is None else self.gate_up.parts(x)
         gate, up = checkpoint_name(gate, "mlp.gate"), checkpoint_name(up, "mlp.up")
         return narrow(jax.nn.silu(gate) * up, self.down), None

@@ -16,6 +16,7 @@ from models.decoder.block import Block
 from models.decoder.cache import Places, write
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Routed
+from models.decoder.norm import normalized
 from models.decoder.rope import turns
 from models.decoder.weights import dot_general
 from models.layers import apply_layers, stacked
@@ -210,7 +211,8 @@ class Decoder(nnx.Module):
 
         Args:
           cache: as of `empty_cache`; the first at[b] positions of row b are valid.
-          at: [B] int32, the position of each row's first token.
+          at: [B] int32, the position of each row's first token. The cache must have room: at + count is its length at
+            most.
           count: [B] int32, how many tokens of each row are valid, from its first; the others are padding and leave no
             trace. A row of none has meaningless logits.
           lengths: [B] int32, tokens of each row's text as far as they are known, for rope_scaling of kind "dynamic": a
@@ -241,14 +243,14 @@ class Decoder(nnx.Module):
             then = jnp.arange(k.shape[2 if heads_first else 1], dtype=jnp.int32)
             before = places.positions[:, :, None] - then[None, None, :]
             sees = before >= 0 if window is None else (before >= 0) & (before < window)
-            out = soft_attention(q, k, v, sees, sinks, scale=c.scale, cap=c.attention_cap, heads_first=heads_first)
-            return jnp.where(places.valid[:, :, None, None], out, 0)
+            sees = sees & places.valid[:, :, None]
+            return soft_attention(q, k, v, sees, sinks, scale=c.scale, cap=c.attention_cap, heads_first=heads_first)
 
         return attention
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., vocab] float32; over an axis `tensor` own rows -> all rows, own words."""
-        x = self.norm(x)
+        x = normalized(self.norm, x)
         logits = attend(self._whole("embed"), x) if self.head is None else wide(x, self._whole("head"))[0]
         logits, cap = logits.astype(jnp.float32), self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

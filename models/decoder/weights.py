@@ -1,7 +1,8 @@
 """The linear layers of a decoder: with float32 parameters, or float8 ones as a checkpoint has them."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +53,38 @@ class StoredFp8Linear(StoredFp8):
         dtype = self.config.dtype
         how: dict[str, Any] = {"quantize_lhs": not decodes(x), "backend": self.config.backend}
         y: Any = jaxops.fp8_matmul(x.astype(dtype), self.quantized(dtype), recipe="blockwise", **how)
-        return y if self.bias is None else y + self.bias[...].astype(dtype)
+        return y if self.bias is None else y + self.bias[...].astype(dtype).reshape(*(1,) * (y.ndim - 1), -1)
+
+
+class SideBySide(StoredFp8Linear):
+    """Linear layers of one input as one product, for inference: decoding has few rows, and then kernels are short.
+
+    Attributes:
+      ends: where each one's columns end, but for the last.
+    """
+
+    def __init__(self, layers: Sequence[StoredFp8Linear]):
+        self.config = layers[0].config
+        self.weight, self.scale = (
+            nnx.Param(jnp.concatenate([getattr(layer, name)[...] for layer in layers])) for name in ("weight", "scale")
+        )
+        biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+        self.bias = nnx.Param(jnp.concatenate(biases)) if biases else nnx.data(None)
+        self.ends = tuple(itertools.accumulate(layer.weight.shape[0] for layer in layers[:-1]))
+
+    def parts(self, x: jax.Array) -> list[jax.Array]:
+        """Each one's result."""
+        return jnp.split(self(x), self.ends, axis=-1)
+
+
+def join(module: nnx.Module, whole: str, *parts: str) -> None:
+    """Replaces the module's layers `parts` by the attribute `whole`, a `SideBySide`, where they are stored float8
+    matrices whose blocks of 128 columns fit side by side."""
+    layers = [getattr(module, part) for part in parts]
+    if all(isinstance(x, StoredFp8Linear) for x in layers) and not any(x.weight.shape[0] % BLOCK for x in layers[:-1]):
+        setattr(module, whole, SideBySide(layers))
+        for part in parts:
+            setattr(module, part, nnx.data(None))
 
 
 def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, *how: Any, **more: Any) -> jax.Array:

@@ -158,8 +158,8 @@ def test_padding_is_the_same_in_all_rows_and_layers(model, monkeypatch):
         np.testing.assert_array_equal(x[1, 0], x[2, 1])
 
 
-def test_a_cache_is_as_long_as_its_longest_row(model, monkeypatch):
-    """Rounded up, and shorter again behind it; never so short that a token is not written."""
+def test_a_cache_is_as_long_as_its_longest_row(model, alone, monkeypatch):
+    """Rounded up, and shorter again behind it; never so short that a token is not written. Of a single row."""
     lengths, needed, advance = [], [], slots.advance
 
     def watched(fixed, params, rows, stop, steps):
@@ -169,12 +169,27 @@ def test_a_cache_is_as_long_as_its_longest_row(model, monkeypatch):
         return rows, drawn
 
     monkeypatch.setattr(slots, "advance", watched)
-    generate(model, [PROMPTS[n] for n in (1, 3, 4)], 20, batching=Batching(slots=1, piece=128, steps=5, bucket=16))
+    batching = Batching(slots=1, piece=128, steps=5, bucket=16)
+    got = generate(model, [PROMPTS[n] for n in (1, 3, 4)], 20, batching=batching)
+    assert [completion.tokens[:LENGTH] for completion in got] == [alone[n] for n in (1, 3, 4)]
     assert max(needed) == 70 + 20 - 1
     assert all(need <= length for need, length in zip(needed, lengths, strict=True))
     assert [length for length, _ in itertools.groupby(lengths)] == [16, 32, 96, 16, 32]
     assert slots.next_length(100, 0, 120, 64) == 120
     assert [slots.next_length(n, 256, 4096, 64) for n in (10, 120, 129, 256, 257, 300)] == [64, 128, 256, 256, 384, 384]
+
+
+def test_rows_that_rest_stay_as_they_are(model):
+    """With others that draw, and a single one."""
+    graphdef, params = nnx.split(model)
+    for stop in ([True], [False, True, False]):
+        rows = slots.empty_rows(model, len(stop), 16)._replace(left=jnp.array([5, 5, 0][: len(stop)]))
+        rows = rows._replace(cache=jax.tree.map(jnp.ones_like, rows.cache), at=rows.at + 3)
+        rows, drawn = slots.advance(slots.Fixed(graphdef, Sampling(), ()), params, rows, np.array(stop), 4)
+        np.testing.assert_array_equal(drawn.made, [4 * (n == 0 and len(stop) > 1) for n in range(len(stop))])
+        np.testing.assert_array_equal(rows.at, 3 + drawn.made)
+        for leaf in jax.tree.leaves(rows.cache):
+            np.testing.assert_array_equal(np.all(leaf == 1, axis=(1, 2, 3)), drawn.made == 0)
 
 
 def test_prompts_that_are_prefilled_together():

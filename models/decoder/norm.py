@@ -1,0 +1,53 @@
+"""RMS norms (Zhang and Sennrich 2019, arXiv:1910.07467), written so that XLA needs few kernels for them.
+
+Parameters and numbers are those of `nnx.RMSNorm`, up to the order of float32 roundings. Statistics are float32. The
+backward keeps only the input: recomputing the float32 intermediates costs less than storing them.
+
+XLA for GPUs makes one kernel of a norm if only unary operations are between its reduction and the product with x (JAX
+0.11.2). So epsilon and the division by the number of features are inside the sum, and the scale comes last.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+
+def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """norm(x)."""
+
+    def run(scale: jax.Array, x: jax.Array) -> jax.Array:
+        return _scaled(norm, x, lax.rsqrt(jnp.sum(_terms(norm, x), axis=-1, keepdims=True)), scale)
+
+    return jax.checkpoint(run, prevent_cse=False)(_scale(norm), x)
+
+
+def normalized_heads(norms: Sequence[nnx.RMSNorm], parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Each norm of its part, [B, T, heads, head_dim], with one reduction for all: in decoding, one kernel less."""
+
+    def run(scales: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
+        terms = jnp.concatenate([_terms(norm, x) for norm, x in zip(norms, parts, strict=True)], axis=2)
+        ends = np.cumsum([x.shape[2] for x in parts])[:-1]
+        factors = jnp.split(lax.rsqrt(jnp.sum(terms, axis=-1, keepdims=True)), ends, axis=2)
+        return [_scaled(*given) for given in zip(norms, parts, factors, scales, strict=True)]
+
+    return jax.checkpoint(run, prevent_cse=False)([_scale(norm) for norm in norms], list(parts))
+
+
+def _scale(norm: nnx.RMSNorm) -> jax.Array:
+    assert norm.scale is not None
+    return norm.scale[...]
+
+
+def _terms(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """float32, of which the sum over the last axis is the mean square and epsilon."""
+    return (jnp.square(x.astype(jnp.float32)) + norm.epsilon) * (1 / x.shape[-1])
+
+
+def _scaled(norm: nnx.RMSNorm, x: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
+    """x * factors * scale in the norm's dtype, to which scale is rounded, too."""
+    scale = scale.astype(norm.dtype).astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), -1)
+    return (x.astype(jnp.float32) * factors * scale).astype(norm.dtype)

@@ -65,7 +65,7 @@ def grouped_glu(
         gradients that are never rounded to it.
       precision: of float32 products, as in `grouped_matmul`.
       save: "preactivations" keeps gate and up [M, F] for the backward; "nothing" multiplies again there.
-      backend: "auto" takes the kernels on a GPU (one kernel forward for few rows, and on Hopper with Python >= 3.12) and
+      backend: "auto" takes the kernels on a GPU (one kernel forward for few rows, and on Hopper with Python >= 3.12),
         XLA on a CPU or TPU. "triton", "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan` instead of the tuned or heuristic one.
 

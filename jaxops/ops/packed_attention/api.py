@@ -88,13 +88,14 @@ def packed_attention(
         text that is its own index + 1, of a row of an image the row after the image.
       precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`.
       longest: rows of the longest sequence that may come, if known: a hint, for backends whose cost depends on it. By
-        "cudnn" a longer sequence makes all results NaN; by the way "banded" of "xla" it is truncated.
+        "cudnn", which takes it with crowd, a longer sequence makes all results NaN; by the way "banded" of "xla" it is
+        truncated.
       crowd: for "cudnn", at most how many sequences start within rows 0 to longest - 1, longest to 2 * longest - 1 and
         so on; B by default. More sequences make all results NaN. cuDNN's time and memory grow with it: a step of a DiT
         takes 171 ms with 4, 185 with 64 (H200, 2026-11-22).
-      backend: "auto" takes "cudnn" where it can (on a GPU, bfloat16 or float16, causal or whole sequences), "pallas"
-        or "xla" on a GPU where it cannot, and "xla" elsewhere. "cudnn", "pallas" (interpreted on a CPU) or "xla" runs
-        or raises.
+      backend: "auto" takes "cudnn" where it can (on a GPU, bfloat16 or float16, causal or whole sequences), but for
+        causal sequences of at most 1,024 rows on the mean; "pallas" for these and for other masks, and "xla"
+        elsewhere. "cudnn", "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -124,10 +125,10 @@ def packed_attention(
     crowd = None if crowd is None else check_integer("crowd", crowd, 1)
     precision, compute = resolve_precision(precision, q.dtype)
     mask = "rows" if window is not None or visible_until is not None else "causal" if causal else "whole"
-    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest)
+    B = sequence_offsets.shape[0] - 1
+    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest, B)
     device = device_of(q, k, v, sequence_offsets)
     plan = make_plan(problem, device, tuned_rows("packed_attention", device), backend=backend, plan=plan)
-    B = sequence_offsets.shape[0] - 1
     q, k, v, sequence_offsets, kv_offsets, visible_until = vary_together(
         q, k, v, sequence_offsets, kv_offsets, visible_until
     )
@@ -136,7 +137,9 @@ def packed_attention(
     limits = {"T": T, "S": S, "causal": causal, "window": window}
     arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits))
     if plan.backend == "cudnn":
-        how = {"causal": causal, "scale": factor, "longest": min(longest or T, T), "crowd": crowd or B}
+        # Without a crowd, rows of `longest` take up to 12 % more time than one row of all (H200, 2026-11-24).
+        whole = longest is None or crowd is None
+        how = {"causal": causal, "scale": factor, "longest": T if whole else min(longest, T), "crowd": crowd or B}
         return _cudnn(arrays, sequence_offsets, **how)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
     spec = Spec(factor, precision, longest, pairs)

@@ -74,7 +74,7 @@ def test_what_it_is_given(causal):
             assert not np.asarray(got, np.float32)[outside].any()
 
 
-@pytest.mark.parametrize("limits", [{"longest": 10}, {"longest": 40, "crowd": 2}], ids=["longer", "more"])
+@pytest.mark.parametrize("limits", [{"longest": 10, "crowd": 4}, {"longest": 40, "crowd": 2}], ids=["longer", "more"])
 @pytest.mark.usefixtures("stand_in")
 def test_more_than_was_said_is_nan(limits):
     q, k, v, _ = half(0, ROWS)

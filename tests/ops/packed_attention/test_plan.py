@@ -26,11 +26,15 @@ PLAIN = Problem(16384, 16384, 24, 8, 128, "bfloat16", "causal")
     ("change", "backend", "way"),
     [
         ({}, "cudnn", None),
+        ({"sequences": 15}, "cudnn", None),
+        ({"sequences": 16}, "pallas", None),
+        ({"sequences": 16, "head_dim": 256}, "xla", "blocks"),
+        ({"sequences": 16, "mask": "whole"}, "cudnn", None),
         ({"mask": "rows"}, "pallas", None),
-        ({"mask": "rows", "longest": 1024}, "xla", "banded"),
-        ({"mask": "rows", "longest": 8192}, "xla", "blocks"),
-        ({"cross": True}, "pallas", None),
-        ({"cross": True, "longest": 100}, "xla", "blocks"),
+        ({"mask": "rows", "longest": 1024}, "pallas", None),
+        ({"mask": "rows", "longest": 1024, "head_dim": 264}, "xla", "banded"),
+        ({"cross": True, "longest": 100}, "pallas", None),
+        ({"cross": True, "longest": 100, "head_dim": 264}, "xla", "blocks"),
         ({"dtype": "float32"}, "xla", "blocks"),
         ({"dtype": "float32", "longest": 1024}, "xla", "banded"),
         ({"dtype": "float32", "T": 256, "S": 256}, "xla", "dense"),
@@ -47,7 +51,7 @@ def test_what_auto_takes_on_a_gpu(change, backend, way):
 
 def test_explicit_then_tuned_then_heuristic():
     tiles, other = Tiles(16, 16), Tiles(32, 32)
-    sizes = {name: x for name, x in vars(PLAIN).items() if name not in ("cross", "longest")}
+    sizes = {name: x for name, x in vars(PLAIN).items() if name not in ("cross", "longest", "sequences")}
     row = {"op": "packed_attention", "pass": "fwd", **sizes, "T": 9000, "tiles": dataclasses.asdict(other)}
     rows = [row, row | {"pass": "dq"}, row | {"pass": "dkv", "heads": 16}]
     plan = make_plan(PLAIN, H200, rows, plan=Plan(fwd=tiles))

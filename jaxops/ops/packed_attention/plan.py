@@ -169,7 +169,7 @@ def _auto(problem: Problem, device: Device) -> str:
     p = problem
     kernels = device.has(AMPERE) and p.head_dim <= _WIDEST
     if not _cudnn_cannot(p, device):
-        short = p.mask == "causal" and p.sequences is not None and p.T <= _SHORT * p.sequences
+        short = p.mask == "causal" and p.sequences is not None and _SHORT * p.sequences >= p.T
         return "pallas" if kernels and short else "cudnn"
     return "pallas" if kernels and (p.mask == "rows" or p.cross) else "xla"
 

@@ -3,6 +3,7 @@
 docs/checkpoints.md lists architectures and features.
 """
 
+import functools
 import json
 import pathlib
 import re
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from models.decoder import Decoder, DecoderConfig
 from models.hf_config import MODELS, OF_A_RUN, read_config, write_config
-from models.hf_files import INDEX, Tensor, new_header, write_file
+from models.hf_files import INDEX, Tensor, in_a_thread, new_header, write_file
 from models.hf_names import EMBEDDING, HEAD, Entry, Path, table
 from models.hf_place import Placed
 from models.hf_tensors import Stored, is_finite, read_headers, stored_in
@@ -63,8 +64,8 @@ def load(
 ) -> tuple[str, Decoder]:
     """(architecture, model) of a checkpoint, read tensor by tensor into parameters on their devices.
 
-    The host holds one tensor at a time, of experts in one tensor one expert, and parameters of less than 16 MB a device
-    until they are whole.
+    The host holds two tensors at a time, of experts in one tensor two experts, and parameters of less than 16 MB a
+    device until they are whole.
 
     Args:
       folder: has config.json and model.safetensors, or the files of model.safetensors.index.json. A SHA256SUMS, as
@@ -120,20 +121,23 @@ def load(
     placed = {path: Placed(shapes[path].shape, dtypes[path], splits.get(path)) for path in paths}
     sent: list[jax.Array] = []
     finite: dict[str, list[Any]] = {}
-    for name, found in stored.items():
+    reads = [
+        (name, at)
+        for name, found in stored.items()
+        for at in _reads(found, uses.get(name, []))
+        if name not in uses or any(placed[entry.path].wants((*index, *at)) for entry, index in uses[name])
+    ]
+    arrays = in_a_thread(functools.partial(stored[name].read, *at) for name, at in reads)
+    for (name, at), array in zip(reads, arrays, strict=True):
+        # One tensor is read while the one before is copied; a slow device would otherwise leave many on the host.
+        jax.block_until_ready([part for part in sent if not part.is_deleted()])
+        sent = []
         own = uses.get(name, [])
-        for at in _reads(found, own):
-            if own and not any(placed[entry.path].wants((*index, *at)) for entry, index in own):
-                continue
-            array = found.read(*at)
-            # One tensor is read while the one before is copied; a slow device would otherwise leave many on the host.
-            jax.block_until_ready([part for part in sent if not part.is_deleted()])
-            sent = []
-            flags = finite.setdefault(name, [] if own else [is_finite(array)])
-            for entry, index in own:
-                copies, checks = placed[entry.path].put((*index, *at), entry.from_tensor(array))
-                sent += copies
-                flags += checks
+        flags = finite.setdefault(name, [] if own else [is_finite(array)])
+        for entry, index in own:
+            copies, checks = placed[entry.path].put((*index, *at), entry.from_tensor(array))
+            sent += copies
+            flags += checks
     for name, flags in jax.device_get(finite).items():
         if not all(flags):
             wrong.append(f"{name} in {stored[name].tensors[0].file.name} has a NaN or an infinity")

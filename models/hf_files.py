@@ -1,13 +1,14 @@
-"""Files of safetensors, read and written tensor by tensor: the host never holds more than one.
+"""Files of safetensors, read and written tensor by tensor.
 
 The format is a header's length (8 bytes, little-endian), the header in JSON, and the tensors' bytes.
 """
 
+import concurrent.futures
 import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -67,6 +68,19 @@ class Tensor:
                     raise ValueError(f"{self.file} cannot be read: it ends within {self.name}. Copy the file again.")
                 done += got
         return data.view(DTYPES[self.dtype]).reshape(shape)
+
+
+def in_a_thread(reads: Iterable[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
+    """The arrays that `reads` return, in their order. The next one is read while the caller uses one."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        before = None
+        for read in reads:
+            following = thread.submit(read)
+            if before is not None:
+                yield before.result()
+            before = following
+        if before is not None:
+            yield before.result()
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:

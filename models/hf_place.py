@@ -21,10 +21,11 @@ def _update(part: jax.Array, piece: jax.Array, at: jax.Array, transposed: bool) 
     piece = (piece.T if transposed else piece).astype(part.dtype)
     leading = part.ndim - piece.ndim
     start = [at[axis] for axis in range(leading)] + [jnp.int32(0)] * piece.ndim
-    # As bits: of bfloat16 XLA for CPUs converts the whole part to float32 and back.
-    bits, dtype = jnp.dtype(f"uint{8 * part.dtype.itemsize}"), part.dtype
-    part, piece = (lax.bitcast_convert_type(x, bits) for x in (part, piece.reshape((1,) * leading + piece.shape)))
-    return lax.bitcast_convert_type(lax.dynamic_update_slice(part, piece, start), dtype), finite
+    piece, dtype = piece.reshape((1,) * leading + piece.shape), part.dtype
+    if dtype == jnp.bfloat16:  # as bits: XLA for CPUs converts the whole part to float32 and back
+        part, piece = (lax.bitcast_convert_type(x, jnp.uint16) for x in (part, piece))
+    part = lax.dynamic_update_slice(part, piece, start)
+    return lax.bitcast_convert_type(part, dtype) if dtype == jnp.bfloat16 else part, finite
 
 
 Bounds = tuple[tuple[int, int], ...]  # start and end along each axis

@@ -94,8 +94,8 @@ def packed_attention(
         so on; B by default. More sequences make all results NaN. cuDNN's time and memory grow with it: a step of a DiT
         takes 171 ms with 4, 185 with 64 (H200, 2026-11-22).
       backend: "auto" takes "cudnn" where it can (on a GPU, bfloat16 or float16, causal or whole sequences), but for
-        causal sequences of at most 1,024 rows on the mean; "pallas" for these and for other masks, and "xla"
-        elsewhere. "cudnn", "pallas" (interpreted on a CPU) or "xla" runs or raises.
+        causal sequences with `longest` up to 2,048; "pallas" for these and for other masks, and "xla" elsewhere.
+        "cudnn", "pallas" (interpreted on a CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -125,10 +125,10 @@ def packed_attention(
     crowd = None if crowd is None else check_integer("crowd", crowd, 1)
     precision, compute = resolve_precision(precision, q.dtype)
     mask = "rows" if window is not None or visible_until is not None else "causal" if causal else "whole"
-    B = sequence_offsets.shape[0] - 1
-    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest, B)
+    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest)
     device = device_of(q, k, v, sequence_offsets)
     plan = make_plan(problem, device, tuned_rows("packed_attention", device), backend=backend, plan=plan)
+    B = sequence_offsets.shape[0] - 1
     q, k, v, sequence_offsets, kv_offsets, visible_until = vary_together(
         q, k, v, sequence_offsets, kv_offsets, visible_until
     )

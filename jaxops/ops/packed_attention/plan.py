@@ -113,7 +113,6 @@ class Problem:
       mask: "whole" or "causal", or "rows" where a window or visible_until says what each row sees.
       cross: keys have offsets of their own.
       longest: rows of the longest sequence, or None.
-      sequences: how many, or None.
     """
 
     T: int
@@ -125,7 +124,6 @@ class Problem:
     mask: Literal["whole", "causal", "rows"] = "whole"
     cross: bool = False
     longest: int | None = None
-    sequences: int | None = None
 
 
 def _cudnn_cannot(problem: Problem, device: Device) -> str:
@@ -157,19 +155,19 @@ def _can_band(problem: Problem) -> bool:
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
-_SHORT = 1024  # rows of the mean causal sequence up to which the kernels are taken where cuDNN can run, too
+_SHORT = 2048  # rows of the longest causal sequence up to which the kernels are taken where cuDNN can run, too
 
 
 def _auto(problem: Problem, device: Device) -> str:
     """H200, 2026-11-24, 16,384 rows, us forward, and forward and backward (results/nvidia_h200/packed_attention.jsonl).
-    16 causal sequences, 16 heads of 64: 194 and 768 by the kernels, 244 and 882 by cuDNN; 32 heads of 128, 8 of keys:
-    647 and 2,367, 592 and 2,648. One sequence: cuDNN is 1.2 to 1.8 times faster; whole sequences: up to 1.4 times.
-    Other masks: the kernels are 6 to 28 times faster than XLA's ways.
+    16 causal sequences of 256 to 1,792 rows, 16 heads of 64: 194 and 768 by the kernels, 244 and 882 by cuDNN; 32 heads
+    of 128, 8 of keys: 647 and 2,367, 592 and 2,648. One sequence: cuDNN is 1.2 to 1.8 times faster; whole sequences: up
+    to 1.5 times. Other masks: the kernels are 6 to 28 times faster than XLA's ways.
     """
     p = problem
     kernels = device.has(AMPERE) and p.head_dim <= _WIDEST
     if not _cudnn_cannot(p, device):
-        short = p.mask == "causal" and p.sequences is not None and _SHORT * p.sequences >= p.T
+        short = p.mask == "causal" and p.longest is not None and p.longest <= _SHORT
         return "pallas" if kernels and short else "cudnn"
     return "pallas" if kernels and (p.mask == "rows" or p.cross) else "xla"
 

@@ -26,10 +26,10 @@ PLAIN = Problem(16384, 16384, 24, 8, 128, "bfloat16", "causal")
     ("change", "backend", "way"),
     [
         ({}, "cudnn", None),
-        ({"sequences": 15}, "cudnn", None),
-        ({"sequences": 16}, "pallas", None),
-        ({"sequences": 16, "head_dim": 256}, "xla", "blocks"),
-        ({"sequences": 16, "mask": "whole"}, "cudnn", None),
+        ({"longest": 2049}, "cudnn", None),
+        ({"longest": 2048}, "pallas", None),
+        ({"longest": 2048, "head_dim": 256}, "xla", "banded"),
+        ({"longest": 2048, "mask": "whole"}, "cudnn", None),
         ({"mask": "rows"}, "pallas", None),
         ({"mask": "rows", "longest": 1024}, "pallas", None),
         ({"mask": "rows", "longest": 1024, "head_dim": 264}, "xla", "banded"),
@@ -51,7 +51,7 @@ def test_what_auto_takes_on_a_gpu(change, backend, way):
 
 def test_explicit_then_tuned_then_heuristic():
     tiles, other = Tiles(16, 16), Tiles(32, 32)
-    sizes = {name: x for name, x in vars(PLAIN).items() if name not in ("cross", "longest", "sequences")}
+    sizes = {name: x for name, x in vars(PLAIN).items() if name not in ("cross", "longest")}
     row = {"op": "packed_attention", "pass": "fwd", **sizes, "T": 9000, "tiles": dataclasses.asdict(other)}
     rows = [row, row | {"pass": "dq"}, row | {"pass": "dkv", "heads": 16}]
     plan = make_plan(PLAIN, H200, rows, plan=Plan(fwd=tiles))

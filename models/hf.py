@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from models.decoder import Decoder, DecoderConfig
 from models.hf_config import MODELS, OF_A_RUN, read_config, write_config
-from models.hf_files import INDEX, Tensor, in_a_thread, new_header, write_file
+from models.hf_files import INDEX, Tensor, new_header, read_ahead, write_file
 from models.hf_names import EMBEDDING, HEAD, Entry, Path, table
 from models.hf_place import Placed
 from models.hf_tensors import Stored, is_finite, read_headers, stored_in
@@ -127,7 +127,7 @@ def load(
         for at in _reads(found, uses.get(name, []))
         if name not in uses or any(placed[entry.path].wants((*index, *at)) for entry, index in uses[name])
     ]
-    arrays = in_a_thread(functools.partial(stored[name].read, *at) for name, at in reads)
+    arrays = read_ahead(functools.partial(stored[name].read, *at) for name, at in reads)
     for (name, at), array in zip(reads, arrays, strict=True):
         # One tensor is read while the one before is copied; a slow device would otherwise leave many on the host.
         jax.block_until_ready([part for part in sent if not part.is_deleted()])

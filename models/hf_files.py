@@ -70,8 +70,8 @@ class Tensor:
         return data.view(DTYPES[self.dtype]).reshape(shape)
 
 
-def in_a_thread(reads: Iterable[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
-    """The arrays that `reads` return, in their order. The next one is read while the caller uses one."""
+def read_ahead(reads: Iterable[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
+    """The arrays that `reads` return, in their order. A thread reads the next one while the caller uses one."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         before = None
         for read in reads:

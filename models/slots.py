@@ -169,7 +169,8 @@ def advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps:
 
     def step(carry: tuple[jax.Array, Rows, jax.Array]) -> tuple[jax.Array, Rows, jax.Array]:
         done, rows, tokens = carry
-        # While the loop runs, a single row is active: XLA leaves out what treats others, a kernel a layer.
+        # The loop ends when no row is active, so a single row is active in each step. As a constant this spares XLA the
+        # choice between the cache's new and old values, a kernel a layer.
         active = rows.left > 0 if rows.left.size > 1 else jnp.ones_like(rows.left, bool)
         logits, cache = model.extend(rows.token[:, None], rows.cache, rows.at, active.astype(jnp.int32))
         at = rows.at + active

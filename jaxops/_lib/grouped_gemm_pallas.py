@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 
 def sums_over_columns(
-    lhs_ref, rhs_refs, g, rows, j, *, tile: tuple[int, int], times=1, transpose_rhs: bool = False,
+    lhs_ref, rhs_refs, g, rows, j, *, tile: tuple[int, int], times, transpose_rhs: bool = False,
     precision: lax.Precision,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """float32 [height, bn] for each of rhs_refs, arrays [G, K, N] ([G, N, K] with transpose_rhs) of one shape: rows

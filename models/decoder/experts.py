@@ -152,8 +152,8 @@ class Experts(nnx.Module):
         routing = self.moe.router(tokens)
         offsets = routing.group_offsets
         if self.sharded:
-            own = c.experts // lax.axis_size(EXPERTS)
-            offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index(EXPERTS) * own, own + 1)
+            count = c.experts // lax.axis_size(EXPERTS)
+            offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index(EXPERTS) * count, count + 1)
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         dtype, out_dtype = jnp.dtype(c.dtype), jnp.float32 if self.sharded else jnp.dtype(c.dtype)
         own = dataclasses.replace(routing, group_offsets=offsets)

@@ -1,7 +1,8 @@
 """C = A @ B.T of FP8 operands as Pallas kernels lowered through Triton: for every GPU from Ada on, and the interpreter.
 
 Triton compiles no FP8 wgmma from Pallas' dot, and takes no dot of two FP8 formats: the operands are converted to
-bfloat16, which is exact, and multiplied. Portable, not fast; gemm_triton.py is the fast kernel.
+bfloat16, which is exact, and multiplied. On Hopper gemm_triton.py is faster for FP8 by FP8; rows that are not quantized
+have these kernels alone.
 """
 
 import dataclasses
@@ -123,7 +124,7 @@ def _rows_kernel(
     inside = group < G
     rows, cols = start + jnp.arange(tiles.bm, dtype=jnp.int32), j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
 
-    @pl.when(start < end)  # of few rows most entries are past the last tile
+    @pl.when(start < end)  # with few rows most entries of the work list are past the last tile
     def _():
         # Clipped, not masked: a tile may read a neighbour's rows, whose results are not stored.
         a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1))

@@ -182,9 +182,9 @@ def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
         return (None,)
     recipe, offsets, dlhs, drhs, dout_q = spec.recipe, saved.offsets, None, None, None
     columns = needs_drhs and not recipe.gw_hp
-    if needs_dlhs or columns:
+    if spec.quantize_lhs and (needs_dlhs or columns):
         layouts = "both" if needs_dlhs and columns else "row" if needs_dlhs else "col"
-        dout_q: Any = cast(spec, dout, recipe.dout, layouts, offsets)[0] if spec.quantize_lhs else None
+        dout_q: Any = cast(spec, dout, recipe.dout, layouts, offsets)[0]
     if needs_dlhs:
         rows = rows_of(dout_q) if spec.quantize_lhs else unquantized(dout)
         dlhs = multiply(spec, "dgrad", rows, rows_of(saved.rhs), offsets, spec.lhs_dtype)

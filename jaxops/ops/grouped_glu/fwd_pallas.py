@@ -25,8 +25,9 @@ from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.grouped_matmul import Tiles
 
-# (refs of the operands, group, rows [height] of x, column tile, 1) -> gate and up, float32 [height, bn]. The compiler
-# does not know that the last one is 1: it would unroll a short loop, of which each instruction is then a cold one.
+# (refs of the operands, group, rows [height] of x, column tile, 1) -> gate and up, float32 [height, bn]. The last one
+# is not a constant, so that the compiler does not unroll a loop over all of K: a program would wait to fetch each
+# instruction of it once.
 Products = Callable[[Sequence[Any], jax.Array, jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
 
 

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.activations import activate
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.precision import named_cast
 from jaxops.ops import fp8_matmul
 from jaxops.ops.fp8_matmul import Recipe, cast, cols_of, half_precision_wgrad, multiply, name_quantized, rows_of
 from jaxops.ops.moe_mlp.plan import Plan
-from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
+from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, unit_xla, weights_of_rows
 from jaxops.ops.permute import combine, permute
 from jaxops.ops.route import Routing, partial_routing
 
@@ -71,7 +70,7 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
     rows_q, _ = cast(unit, rows, recipe.lhs, layouts, offsets)
     gate, up = (multiply(unit, "fwd", rows_of(rows_q), cols_of(w), offsets, unit.out_dtype) for w in weights[:2])
     gate, up = checkpoint_name(gate, "moe_mlp.gate"), checkpoint_name(up, "moe_mlp.up")
-    h = (activate(gate.astype(jnp.float32), spec.activation) * up.astype(jnp.float32)).astype(spec.compute_dtype)
+    h = unit_xla(spec.activation, gate, up)
     h_q, _ = cast(down, h, recipe.lhs, "row", offsets)
     y = multiply(down, "fwd", rows_of(h_q), cols_of(weights[2]), offsets, down.out_dtype)
     out = checkpoint_name(combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows), "moe_mlp.out")

@@ -5,14 +5,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxops._lib.activations import activate
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import Quantized
 from jaxops.ops.fp8_matmul import cols_of, fp8_grouped_matmul
 from jaxops.ops.moe_mlp.fp8 import Spec
 from jaxops.ops.moe_mlp.stored_pallas import unit_of_stored
+from jaxops.ops.moe_mlp.xla import unit_xla
 from jaxops.ops.permute import combine, permute
 from jaxops.ops.route import Routing, partial_routing
 
@@ -29,8 +28,7 @@ def _run(spec: Spec, gather: bool, x: jax.Array, experts: Experts, routing: Rout
         h = unit_of_stored(x, weights, offsets, routing.row_indices, **how)
     else:
         rows = permute(x, routing, plan=plan.rows)
-        gate, up = (multiply(rows, w, offsets, plan=plan.unit).astype(jnp.float32) for w in experts[:2])
-        h = (activate(gate, spec.activation) * up).astype(spec.compute_dtype)
+        h = unit_xla(spec.activation, *(multiply(rows, w, offsets, plan=plan.unit) for w in experts[:2]))
     y = multiply(h, experts[2], offsets, plan=plan.down)
     return combine(y, routing, out_dtype=spec.out_dtype, plan=plan.rows)
 

@@ -1,10 +1,15 @@
-"""Elementwise work and gathers: the backward of the activation, and values of choices as values of rows and back."""
+"""Elementwise work and gathers: the gated unit and its backward, and values of choices as values of rows and back."""
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import unit_gradients
+from jaxops._lib.activations import activate, unit_gradients
 from jaxops.ops.route import Routing, choices_with_row, rows_in_groups
+
+
+def unit_xla(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The gated unit, computed in float32, in gate's dtype; differentiable to any order."""
+    return (activate(gate.astype(jnp.float32), activation) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def unit_bwd_xla(

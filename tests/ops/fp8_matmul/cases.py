@@ -159,6 +159,17 @@ def apply(case: Case, x, w, recipe: str, run: str, **options):
     return jaxops.fp8_matmul(x, w, recipe=recipe, **options)
 
 
+def y_and_dx(case: Case, w8: jaxops.Quantized, recipe: str, run: str, **options) -> tuple[jax.Array, jax.Array]:
+    """The op's y by a quantized weight, and the gradient of x, in one program."""
+
+    @jax.jit
+    def f(x, dy, w8):
+        y, vjp = jax.vjp(lambda x: apply(case, x, w8, recipe, run, **options), x)
+        return y, *vjp(dy)
+
+    return f(case.x, case.dy, w8)
+
+
 @functools.partial(jax.jit, static_argnames=("recipe", "run", "pow2"))
 def _run_all(arrays, amax, recipe: str, run: str, pow2: bool):
     case = Case(*arrays)

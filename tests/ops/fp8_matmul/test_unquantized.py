@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,7 +11,7 @@ import jaxops
 from jaxops._lib.device import Device
 from jaxops.ops.fp8_matmul import Problem, make_plan
 from tests.compare import assert_close
-from tests.ops.fp8_matmul.cases import RUNS, Case, apply, make_case, quantized_w
+from tests.ops.fp8_matmul.cases import RUNS, Case, make_case, quantized_w, y_and_dx
 
 BY = RUNS[:3]  # Hopper's kernel multiplies FP8 by FP8
 
@@ -48,12 +47,8 @@ def test_values(run, recipe, dtype, sizes):
     case = make_case(21, 139, 150, sizes=sizes, before=0 if sizes is None else 2, dtype=dtype)
     w8 = quantized_w(case.w, recipe, "both")
 
-    @jax.jit
-    def f(x, dy, w8):
-        y, vjp = jax.vjp(lambda x: apply(case, x, w8, recipe, run, quantize_lhs=False), x)
-        return y, *vjp(dy)
-
-    for name, got, want in zip(("y", "dx"), f(case.x, case.dy, w8), reference(case, w8), strict=True):
+    found = y_and_dx(case, w8, recipe, run, quantize_lhs=False)
+    for name, got, want in zip(("y", "dx"), found, reference(case, w8), strict=True):
         assert got.dtype == dtype
         assert_close(got, want, dtype, name=name, scale=10 if run == "gpu" else 1)
         assert not np.asarray(got)[case.outside].any()

@@ -1,7 +1,5 @@
 """`all_gather_matmul` and `matmul_reduce_scatter`: products across a mesh axis, each the gradient of the other."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -13,6 +11,8 @@ from jaxops._lib.checks import check_choice, check_float, check_size, compute_dt
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import barrier, vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
+from jaxops.parallel.plan import BACKENDS
+from jaxops.parallel.products import Spec, dot, gather_products, scatter_products
 
 Weights = tuple[jax.Array, ...]
 Biases = tuple[jax.Array | None, ...]
@@ -140,20 +140,9 @@ def matmul_reduce_scatter(
     return _matmul_scatter(*operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    """The static arguments."""
-
-    axis_name: str
-    dtype: jnp.dtype  # of what is sent and of the results
-    multiplied: jnp.dtype  # of the products' operands: not dtype if the precision asks for another one
-    precision: lax.Precision
-    w_dtypes: tuple[jnp.dtype, ...]  # of the gradients of the weights
-
-
 def _prepare(
     name: str, shape: str, x: jax.Array, weights: Weights, biases: Biases, rows: Any, axis_name: str, options: tuple
-) -> tuple[_Spec, jax.Array, Weights, Biases, Rows]:
+) -> tuple[Spec, jax.Array, Weights, Biases, Rows]:
     """The arguments of the custom_vjp, after all checks. name: x's checkpoint name where it is cast."""
     compute_dtype, precision, backend = options
     x_name = name.split(".")[1]
@@ -163,7 +152,7 @@ def _prepare(
         check_size("w.shape[0]", w.shape[0], f"{x_name}.shape[1]", x.shape[1])
         if bias is not None and jnp.shape(bias) != (w.shape[1],):
             raise ValueError(f"bias has shape {jnp.shape(bias)}; it must be {(w.shape[1],)}, a number per column of w.")
-    check_choice("backend", backend, ("auto", "xla"))
+    check_choice("backend", backend, ("auto", *BACKENDS))
     dtype, *_ = [compute_dtype_of(x_name, x, "w", w, compute_dtype, "the gradient of w stays") for w in weights]
     found, multiplied = resolve_precision(precision, dtype)
     if not isinstance(axis_name, str):
@@ -176,7 +165,7 @@ def _prepare(
         ) from None
     # index: the operands vary over this axis too, so that JAX sums the gradient of one that is replicated over it.
     x, rows, _, *others = vary_together(x, _check_rows(rows), index, *weights, *biases)
-    spec = _Spec(axis_name, dtype, multiplied, found, tuple(jnp.dtype(w.dtype) for w in weights))
+    spec = Spec(axis_name, dtype, multiplied, found, tuple(jnp.dtype(w.dtype) for w in weights), backend)
     return spec, named_cast(x, dtype, name), tuple(others[: len(weights)]), tuple(others[len(weights) :]), rows
 
 
@@ -198,80 +187,59 @@ def _mask(rows: Rows, x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
     return jnp.where((first + jnp.arange(x.shape[0], dtype=jnp.int32) < rows)[:, None], x, 0)
 
 
-def _mask_own(spec: _Spec, rows: Rows, x: jax.Array) -> jax.Array:
+def _mask_own(spec: Spec, rows: Rows, x: jax.Array) -> jax.Array:
     """`_mask` of this device's own rows."""
     return _mask(rows, x, lax.axis_index(spec.axis_name) * x.shape[0])
-
-
-def _gather(spec: _Spec, x: jax.Array) -> jax.Array:
-    """[devices * m, ...] from every device's x [m, ...]."""
-    if not x.size:  # XLA's all-gather takes no size of 0
-        return jnp.concatenate([x] * lax.axis_size(spec.axis_name))
-    return lax.all_gather(x, spec.axis_name, tiled=True)
-
-
-def _scatter_sum(spec: _Spec, x: jax.Array) -> jax.Array:
-    """This device's [M / devices, ...] of the sum of every device's x [M, ...], each rounded to spec.dtype before."""
-    x = x.astype(spec.dtype)
-    if not x.size:
-        return x[: x.shape[0] // lax.axis_size(spec.axis_name)]
-    return lax.psum_scatter(x, spec.axis_name, tiled=True)
-
-
-def _dot(spec: _Spec, a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """The product in float32."""
-    a, b = (operand.astype(spec.multiplied) for operand in (a, b))
-    axes = ((contracted[0],), (contracted[1],))
-    return lax.dot_general(a, b, (axes, ((), ())), precision=spec.precision, preferred_element_type=jnp.float32)
 
 
 def _bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
     return None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)
 
 
-def _gather_forward(spec: _Spec, x: jax.Array, weights: Weights, biases: Biases, rows: Rows) -> Weights:
-    gathered = _gather(spec, _mask_own(spec, rows, x))
+def _gather_forward(spec: Spec, x: jax.Array, weights: Weights, biases: Biases, rows: Rows) -> Weights:
+    products, _ = gather_products(spec, _mask_own(spec, rows, x), weights, rows, transposed=False)
 
-    def product(w: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = _dot(spec, gathered, w, (1, 0))
-        return (y if bias is None else _mask(rows, y + bias.astype(jnp.float32)[None])).astype(spec.dtype)
+    def biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+        if bias is not None:
+            y = _mask(rows, y.astype(jnp.float32) + bias.astype(jnp.float32)[None])
+        return y.astype(spec.dtype)
 
-    return tuple(map(product, weights, biases))
+    return tuple(map(biased, products, biases))
 
 
-def _gather_fwd(spec: _Spec, *operands):
+def _gather_fwd(spec: Spec, *operands):
     return checkpoint_name(_gather_matmul(spec, *operands), "all_gather_matmul.out"), operands
 
 
-def _gather_bwd(spec: _Spec, operands, dys: Weights):
+def _gather_bwd(spec: Spec, operands, dys: Weights):
     x, weights, biases, rows = operands
     # The barrier delays the gather until the cotangents exist: XLA would otherwise keep the forward's gathered rows.
     x, dys = barrier((x, dys))
     dys = tuple(_mask(rows, dy) for dy in dys)
-    dx = functools.reduce(jnp.add, [_dot(spec, dy, w, (1, 1)) for dy, w in zip(dys, weights, strict=True)])
-    gathered = _gather(spec, _mask_own(spec, rows, x))
-    dws = tuple(_dot(spec, gathered, dy, (0, 0)).astype(dtype) for dy, dtype in zip(dys, spec.w_dtypes, strict=True))
-    return _scatter_sum(spec, dx), dws, tuple(map(_bias_gradient, biases, dys)), None
+    pairs = tuple(zip(dys, weights, strict=True))
+    dx, gathered = scatter_products(spec, pairs, _mask_own(spec, rows, x), rows, transposed=True)
+    dws = tuple(dot(spec, gathered, dy, (0, 0)).astype(dtype) for dy, dtype in zip(dys, spec.w_dtypes, strict=True))
+    return dx, dws, tuple(map(_bias_gradient, biases, dys)), None
 
 
-def _scatter_forward(spec: _Spec, h: jax.Array, weights: Weights, biases: Biases, rows: Rows) -> jax.Array:
-    y, (bias,) = _scatter_sum(spec, _dot(spec, _mask(rows, h), weights[0], (1, 0))), biases
+def _scatter_forward(spec: Spec, h: jax.Array, weights: Weights, biases: Biases, rows: Rows) -> jax.Array:
+    y, _ = scatter_products(spec, ((_mask(rows, h), weights[0]),), None, rows, transposed=False)
+    (bias,) = biases
     if bias is not None:
         y = _mask_own(spec, rows, y.astype(jnp.float32) + bias.astype(jnp.float32)[None])
     return y.astype(spec.dtype)
 
 
-def _scatter_fwd(spec: _Spec, *operands):
+def _scatter_fwd(spec: Spec, *operands):
     return checkpoint_name(_matmul_scatter(spec, *operands), "matmul_reduce_scatter.out"), operands
 
 
-def _scatter_bwd(spec: _Spec, operands, dy: jax.Array):
-    h, (w,), (bias,), rows = operands
+def _scatter_bwd(spec: Spec, operands, dy: jax.Array):
+    h, weights, (bias,), rows = operands
     dy = _mask_own(spec, rows, dy)
-    gathered = _gather(spec, dy)
-    dh = _dot(spec, gathered, w, (1, 1)).astype(spec.dtype)
-    dw = _dot(spec, _mask(rows, h), gathered, (0, 0)).astype(spec.w_dtypes[0])
-    return dh, (dw,), (_bias_gradient(bias, dy),), None
+    (dh,), gathered = gather_products(spec, dy, weights, rows, transposed=True)
+    dw = dot(spec, _mask(rows, h), gathered, (0, 0)).astype(spec.w_dtypes[0])
+    return dh.astype(spec.dtype), (dw,), (_bias_gradient(bias, dy),), None
 
 
 _gather_matmul = differentiable(_gather_forward, _gather_fwd, _gather_bwd, static=1)

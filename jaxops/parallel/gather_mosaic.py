@@ -1,0 +1,72 @@
+"""All-gather of rows, then a product, in one kernel."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxops._lib.manual_axes import vary_as
+from jaxops.parallel.mainloop_mosaic import CONSUMERS, HALF, Place, Problem, call, consume, produce
+from jaxops.parallel.plan import DEEP, HIGH, Tiles
+from jaxops.parallel.sending_mosaic import Sender
+
+
+def gather_matmul(
+    x: jax.Array, w: jax.Array, rows: jax.Array | None, axis_name: str, tiles: Tiles, *, transposed: bool
+) -> tuple[jax.Array, jax.Array]:
+    """([devices * m, n], all devices' rows [devices * m, K]) of x [m, K] and w [K, n], or [n, K] if transposed.
+
+    The own rows are multiplied first, while they are sent; then each other device's, when they are here.
+
+    Args:
+      rows: int32 scalar: the result is zero from this row on, without its products; x is zero there. None for all.
+    """
+    devices = lax.axis_size(axis_name)
+    (m, depth), n = x.shape, w.shape[0 if transposed else 1]
+    p = Problem(axis_name, devices, m, n, (depth,), transposed)
+
+    def body(*refs_and_scratch):
+        *refs, scratch = refs_and_scratch
+        x_ref, w_ref, *bound, y_ref, gathered_ref = refs
+        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((devices + 1,)))
+        own, thread = lax.axis_index(axis_name), lax.axis_index("warpgroup")
+        source = lambda place: p.after(own, place.phase)
+        empty = (lambda place: source(place) * m + place.row >= bound[0][0]) if bound else None
+
+        def load(_, place: Place, k, a_smem, b_smem, barrier):
+            window = pl.ds(place.row, HIGH), pl.ds(k, DEEP)
+
+            @pl.when(place.phase == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(x_ref.at[window], a_smem, barrier)
+
+            @pl.when(place.phase != 0)
+            def _():
+                plgpu.copy_gmem_to_smem(gathered_ref.at[(source(place), *window)], a_smem, barrier)
+
+            rows, columns = pl.ds(k, DEEP), pl.ds(place.column, tiles.wide)
+            w_tile = w_ref.at[columns, rows] if transposed else w_ref.at[rows, columns]
+            plgpu.copy_gmem_to_smem(w_tile, b_smem, barrier)
+
+        def store(place: Place, row, column, smem):
+            plgpu.copy_smem_to_gmem(smem, y_ref.at[source(place), pl.ds(row, HALF), pl.ds(column, DEEP)])
+
+        @pl.when(thread < CONSUMERS)
+        def _():
+            consume(p, tiles, store, None, empty, None, scratch)
+
+        @pl.when(thread == CONSUMERS)
+        def _():
+            sender = Sender(p, tiles, x_ref, gathered_ref, semaphores, scratch)
+            wait = lambda place: pl.when(place.phase > 0)(lambda: sender.wait(source(place)))
+            produce(p, tiles, semaphores.at[devices], load, sender, wait, empty, None, scratch)
+
+    out_types = [jax.ShapeDtypeStruct((devices, m, columns), x.dtype) for columns in (n, depth)]
+    found = call("all_gather_matmul", body, p, tiles, out_types)(x, w, *_bound(rows))
+    y, gathered = (vary_as(jax.typeof(x), array) for array in found)
+    return y.reshape(devices * m, n), gathered.reshape(devices * m, depth)
+
+
+def _bound(rows: jax.Array | None) -> tuple[jax.Array, ...]:
+    return () if rows is None else (jnp.reshape(rows, (1,)),)

@@ -1,0 +1,137 @@
+"""How a product across devices runs: in one kernel with its communication, or as XLA's collective and product."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+from jaxops._lib.device import Device
+from jaxops._lib.plans import BasePlan
+from jaxops._lib.recorded import note
+
+HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
+CONSUMERS = 2  # warpgroups that multiply
+SEGMENT = 256  # columns of rows that are sent at once: the most that TMA takes in a dimension
+BACKENDS = "mosaic", "xla"
+OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the kernel runs.
+
+    Attributes:
+      wide: columns of a tile: 64, 128, 192 or 256.
+      stages: steps in shared memory.
+      outputs: parts of a result's tile in shared memory, of 64 columns for each multiplying warpgroup.
+      sent: rows of a segment that is sent at once.
+      group: tiles of the minor dimension that are taken together.
+      columns_first: whether the minor dimension is the columns.
+      programs: of a device.
+    """
+
+    wide: int = 256
+    stages: int = 4
+    outputs: int = 1
+    sent: int = 16
+    group: int = 8
+    columns_first: bool = False
+    programs: int = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(BasePlan):
+    """Of one product.
+
+    Attributes:
+      backend: "mosaic" for the kernel, or "xla".
+      tiles: of the kernel.
+      why: what keeps the kernel from being taken; empty if it is taken.
+    """
+
+    backend: Literal["mosaic", "xla"] = "mosaic"
+    tiles: Tiles | None = None
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a plan depends on: the product [m, depth] x [depth, n] of a device's rows with what it has of w.
+
+    Attributes:
+      devices: on the axis.
+      depths: contracted sizes: several if products are summed.
+      dtype: of what is sent.
+      transposed: whether w is [n, depth], as in a backward.
+      exact: whether the products' operands are of dtype, and not of another one that the precision asks for.
+      sent: columns of the rows that are gathered.
+      processes: of JAX.
+    """
+
+    devices: int
+    m: int
+    n: int
+    depths: tuple[int, ...]
+    dtype: str
+    transposed: bool = False
+    exact: bool = True
+    sent: int = 8
+    processes: int = 1
+
+
+def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Plan:
+    """Decides how to run `problem` on `device`; a pure function.
+
+    Raises:
+      NotImplementedError: backend="mosaic" for what the kernel cannot do.
+    """
+    note(problem)
+    why = _refused(problem, device)
+    if backend == "mosaic" and why:
+        raise NotImplementedError(f"backend='mosaic': {why}. Write backend='auto' or 'xla'.")
+    if backend == "xla" or why:
+        return Plan("xla", why=why or "backend='xla'", device=device)
+    return Plan("mosaic", _heuristic(problem, device), device=device)
+
+
+def _refused(problem: Problem, device: Device) -> str:
+    if problem.devices == 1:
+        return "one device on the axis has nothing to send"
+    if not device.is_hopper:
+        return f"the kernel needs a Hopper GPU, and this is {device.kind}"
+    if jax.__version_info__ < OLDEST:
+        return f"the kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, and this is {jax.__version__}"
+    if problem.processes > 1:
+        return "the kernel was only tried with one process for all devices"
+    if problem.dtype not in ("bfloat16", "float16") or not problem.exact:
+        return "the kernel multiplies bfloat16 and float16 in themselves"
+    if not problem.m or not problem.n or not all(problem.depths):
+        return "a size is 0"
+    if any(size % 8 for size in (problem.n, problem.sent, *problem.depths)):
+        return f"TMA needs sizes that are multiples of 8, and these are {problem.n}, {problem.sent}, {problem.depths}"
+    if not problem.transposed and problem.n % DEEP:
+        return f"the kernel's tiles of w need a multiple of {DEEP} columns, and w has {problem.n}"
+    return ""
+
+
+def _heuristic(problem: Problem, device: Device) -> Tiles:
+    """The width that needs the least time by its waves of tiles.
+
+    Two H200s, 2026-11-24: (M, K, N) = (16384, 2880, 5760) takes 442 us with 192 columns and 457 with 256, (4096, 4096,
+    14336) 378 and 356.
+    """
+
+    def time(wide: int) -> float:
+        tiles = problem.devices * -(-problem.m // HIGH) * -(-problem.n // wide)
+        return -(-tiles // device.cores) * wide * (1.04 if wide < 256 else 1)
+
+    wide = min((256, 192), key=time)
+    return Tiles(wide, outputs=1 if wide == 256 else 3, programs=device.cores)
+
+
+def senders(tiles: int, programs: int, n: int) -> int:
+    """How many of a phase's tiles send rows: few, so that the last rows arrive before the next phase, but at least as
+    many as run at once, and enough that the link carries about 250 of its 400 GB/s: a producer that waits for the link
+    does not load. A phase multiplies 700 TFLOP/s: it sends 700e12 / n bytes a second.
+    """
+    return min(tiles, max(programs, int(tiles * 2800 / n)))

@@ -1,0 +1,118 @@
+"""Sends a device's rows to all other devices, beside a product's tiles."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxops.parallel.mainloop_mosaic import Place, Problem
+from jaxops.parallel.plan import SEGMENT, Tiles, senders
+
+FLUSHED = 8  # steps into the next tile: until then a tile's copies have mostly ended
+
+
+class Sender:
+    """Copies x's rows into `gathered_ref[own]` of every device, in segments, by the producer of each program.
+
+    In phase p the first tiles each send a share of the rows to the device that comes p + 1 before this one, which
+    reads them in its phase p + 1. They are not all tiles, so that the last rows arrive before that phase begins.
+    State: the phase of a tile whose copies have not been signalled, or -1; its next segment and the end of its
+    segments; how many this program has sent.
+    """
+
+    def __init__(self, p: Problem, tiles: Tiles, x_ref, gathered_ref, semaphores, scratch):
+        self.p, self.x_ref, self.gathered_ref, self.semaphores = p, x_ref, gathered_ref, semaphores
+        self.smem, self.loaded, self.high = scratch["sent_smem"], scratch["loaded"], tiles.sent
+        self.own = lax.axis_index(p.axis_name)
+        m, k = x_ref.shape
+        self.across = pl.cdiv(k, SEGMENT)
+        self.segments = pl.cdiv(m, tiles.sent) * self.across
+        down, across = p.tiles(tiles)
+        self.tiles = senders(down * across, tiles.programs, p.n)
+        self.pace = max(1, p.steps * 6 // 10 // pl.cdiv(self.segments, self.tiles))
+
+    def start(self):
+        return jnp.int32(-1), jnp.int32(0), jnp.int32(0), jnp.int32(0)
+
+    def begin(self, place: Place, state):
+        """Of a tile; whatever another device waits for is sent before this one may wait."""
+        waiting, _, _, sent = state
+        sends = (place.phase < self.p.devices - 1) & (place.number < self.tiles)
+        first, end = (self._bound(place.number + i) for i in range(2))
+        first, end = jnp.where(sends, first, 0), jnp.where(sends, end, 0)
+        waiting = lax.cond(place.phase > 0, self._flush, lambda waiting: waiting, waiting)
+
+        @pl.when(first < end)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._load(first, sent)
+
+        return waiting, first, end, sent, jnp.where(sends, place.phase, -1)
+
+    def advance(self, k, state):
+        """After the tile's step k."""
+        waiting, segment, end, sent, phase = state
+        waiting = lax.cond(k == min(FLUSHED, self.p.steps - 1), self._flush, lambda waiting: waiting, waiting)
+        send = (segment < end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
+        segment, sent = lax.cond(send, self._send, lambda segment, sent, *_: (segment, sent), segment, sent, end, phase)
+        return waiting, segment, end, sent, phase
+
+    def end(self, state):
+        waiting, segment, end, sent, phase = state
+        _, sent = lax.fori_loop(
+            segment, jnp.maximum(segment, end), lambda _, carry: self._send(*carry, end, phase), (segment, sent)
+        )
+        # Still waiting only if the tile was empty.
+        waiting = lax.cond(phase >= 0, self._flush, lambda waiting: waiting, waiting)
+        return jnp.where(phase >= 0, phase, waiting), jnp.int32(0), jnp.int32(0), sent
+
+    def finish(self, state) -> None:
+        """Ends when all other devices' rows are here."""
+        self._flush(state[0])
+        for number in range(1, self.p.devices):
+            self.wait(self.p.after(self.own, number))
+
+    def wait(self, source) -> None:
+        pl.semaphore_wait(self.semaphores.at[source], self.tiles, decrement=False)
+
+    def _bound(self, number):
+        return lax.div(number * self.segments, jnp.int32(self.tiles))
+
+    def _device(self, phase):
+        return self.p.after(self.own, self.p.devices - 1 - phase)
+
+    def _flush(self, waiting):
+        @pl.when(waiting >= 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0)
+            pl.semaphore_signal(self.semaphores.at[self.own], 1, device_id={self.p.axis_name: self._device(waiting)})
+
+        return jnp.int32(-1)
+
+    def _window(self, segment):
+        row, column = lax.div(segment, jnp.int32(self.across)), lax.rem(segment, jnp.int32(self.across))
+        return pl.ds(row * self.high, self.high), pl.ds(column * SEGMENT, SEGMENT)
+
+    def _load(self, segment, sent) -> None:
+        slot = lax.rem(sent, jnp.int32(2))
+        plgpu.copy_gmem_to_smem(self.x_ref.at[self._window(segment)], self.smem.at[slot], self.loaded.at[slot])
+
+    def _send(self, segment, sent, end, phase):
+        slot = lax.rem(sent, jnp.int32(2))
+
+        @pl.when(segment + 1 < end)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._load(segment + 1, sent + 1)
+
+        plgpu.barrier_wait(self.loaded.at[slot])
+        here = (self.own, *self._window(segment))
+
+        def copy(gathered_ref) -> None:
+            plgpu.copy_smem_to_gmem(self.smem.at[slot], gathered_ref.at[here])
+
+        for number in range(self.p.devices - 1):  # a peer's TMA descriptors are made on the host, which knows no phase
+            there = plgpu.remote_ref(self.gathered_ref, {self.p.axis_name: self._device(jnp.int32(number))})
+            pl.when(phase == number)(lambda there=there: copy(there))
+        pl.when(phase == 0)(lambda: copy(self.gathered_ref))
+        return segment + 1, sent + 1

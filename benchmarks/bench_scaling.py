@@ -40,9 +40,19 @@ ONE, WHOLE = "one", "whole"
 AXES = ("data", "fsdp", "expert", "tensor")
 SMOKE_DEVICES = 2
 
-# Sets of XLA's options to compare, over those of the models' steps.
+# Sets of XLA's options to compare, over those of the models' steps. Jaxlib 0.11.2 knows all of them, and no
+# xla_gpu_enable_pipelined_all_reduce, _all_gather, _reduce_scatter or _collectives.
+_COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
+    "no_graphs": {"xla_gpu_enable_command_buffer": ""},  # CUDA graphs may put kernels and collectives on one stream
+    "apart": {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in _COMBINED},
+    "joined": {f"xla_gpu_{kind}_combine_threshold_bytes": 1_000_000_000 for kind in _COMBINED},
+    "overlap_2": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    "channels_8": {"xla_gpu_nccl_collective_max_nchannels": 8},  # each holds a multiprocessor
+    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
+    "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
+    "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
 }
 
 

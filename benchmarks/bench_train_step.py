@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from flax import nnx
+from jax.sharding import Mesh
 
 from benchmarks import harness
 from benchmarks.traces import device_events
@@ -25,6 +27,8 @@ from models import loop, train_dit, train_lm
 from models.data import Corpus
 from models.dit import DiTConfig
 from models.images import Batch as Images
+from models.layers import options_for
+from models.mesh import create_sharded, parts_of, replicate, shardings
 from models.precision import PRECISIONS
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 from models.tokenizer import Bytes
@@ -52,6 +56,7 @@ class Workload(NamedTuple):
       batches: on the device.
       tokens, flops: of a step; flops that training needs, without recomputation.
       shape: of its rows.
+      mesh: of the devices; None for one.
     """
 
     start: Callable[[], Any]
@@ -60,6 +65,7 @@ class Workload(NamedTuple):
     tokens: int
     flops: float
     shape: dict[str, int]
+    mesh: Mesh | None = None
 
 
 def lm_flops(preset: Preset, batch: Any) -> float:
@@ -81,13 +87,14 @@ def corpus() -> Corpus:
     return train_lm.read_corpus((), Bytes())
 
 
-def lm(preset: Preset, backend: str, precision: str, steps: int) -> Workload:
+def lm(preset: Preset, backend: str, precision: str, steps: int, mesh: Mesh | None = None) -> Workload:
     """On packed sources of Python's standard library, as bytes."""
     documents = corpus().train
     rows = train_lm.make_rows(preset, documents)
     preset = train_lm.with_room(train_lm.configure(preset, None, backend, PRECISIONS[precision]), rows)
     make = train_lm.make_batches(preset, documents, rows)
-    graphdef = jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0]
+    alone = mesh is None
+    graphdef = jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0] if alone else train_lm.sharded_graphdef(preset)
     c = preset.model
     shape = {
         "T": preset.batch * preset.context,
@@ -98,14 +105,15 @@ def lm(preset: Preset, backend: str, precision: str, steps: int) -> Workload:
     }
     batches = [make(step) for step in range(steps)]
     flops = float(np.mean([lm_flops(preset, batch) for batch in batches]))
-    step = train_lm.make_step(graphdef, preset)
+    step = train_lm.make_step(graphdef, preset, mesh)
     return Workload(
-        lambda: train_lm.init_state(preset, 0)[1],
+        lambda: train_lm.start_state(preset, mesh)[1],
         step,
-        [loop.place(batch) for batch in batches],
+        [loop.place(batch, mesh) for batch in batches],
         shape["T"],
         flops,
         shape,
+        mesh,
     )
 
 
@@ -124,25 +132,55 @@ def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
     return Images(tokens, offsets, grids, rng.integers(0, sizes.classes, (1, preset.images)).astype(np.int32))
 
 
-def dit(preset: DiTPreset, backend: str, precision: str, steps: int) -> Workload:
+def parts_in_turn(model: Any, batch: Images, key: jax.Array) -> tuple[jax.Array, loop.Measured]:
+    """The objective over a mesh, on one device: of parts [parts, ...], each with the noise of its number."""
+    graphdef, state = nnx.split(model)
+
+    def of_part(given: tuple[Images, jax.Array]) -> jax.Array:
+        part, number = given
+        own_key = jax.random.fold_in(key, number)
+        return part.counted() * train_dit.objective(nnx.merge(graphdef, state), part, own_key)[0]
+
+    numbers = jnp.arange(len(batch.tokens))
+    loss = jnp.sum(jax.lax.map(of_part, (batch, numbers))) / jnp.maximum(batch.counted(), 1)
+    return loss, loop.Measured(loss)
+
+
+def dit(
+    preset: DiTPreset, backend: str, precision: str, steps: int, mesh: Mesh | None = None, parts: int | None = None
+) -> Workload:
+    """On packed images of random sizes.
+
+    Args:
+      parts: computes on one device what a mesh with so many parts of a batch does; None for a batch without parts.
+    """
     preset = dataclasses.replace(train_dit.with_precision(preset, PRECISIONS[precision]), backend=backend)
     sizes = train_dit.sizes_of(preset, token=16, classes=1000, longest=preset.longest, crowd=4)
-    batches = [images(preset, sizes, step) for step in range(steps)]
-    square = float(np.mean([np.sum(np.diff(batch.sequence_offsets[0]).astype(float) ** 2) for batch in batches]))
-    each = preset.width**2
+    count = parts or parts_of(mesh)
+    each = dataclasses.replace(preset, tokens=preset.tokens // count, images=preset.images // count)
+    packed = [[images(each, sizes, step * count + part) for part in range(count)] for step in range(steps)]
+    batches = [jax.tree.map(lambda *x: np.concatenate(x), *some) for some in packed]
+    square = float(np.mean([np.sum(np.diff(batch.sequence_offsets).astype(float) ** 2) for batch in batches]))
     flops = (
-        6 * each * preset.layers * (12 * preset.tokens + 6 * preset.images) + 12 * preset.layers * preset.width * square
+        6 * preset.width**2 * preset.layers * (12 * preset.tokens + 6 * preset.images)
+        + 12 * preset.layers * preset.width * square
     )
+    if mesh is not None or parts is not None:
+        batches = [jax.tree.map(lambda x: x[None], batch) for batch in batches]
     graphdef = jax.eval_shape(lambda: train_dit.init_state(sizes, preset, 0))[0]
+    if parts is not None:
+        step = loop.make_step(graphdef, preset, parts_in_turn, None, options_for(preset.policy))
+    else:
+        step = train_dit.make_step(graphdef if mesh is None else train_dit.sharded_graphdef(sizes), preset, mesh)
     shape = {"T": preset.tokens, "D": preset.width, "layers": preset.layers, "images": preset.images}
-    step = train_dit.make_step(graphdef, preset)
     return Workload(
-        lambda: train_dit.init_state(sizes, preset, 0)[1],
+        lambda: create_sharded(lambda: train_dit.init_state(sizes, preset, 0), mesh)[1],
         step,
-        [loop.place(batch) for batch in batches],
+        [loop.place(batch, mesh) for batch in batches],
         preset.tokens,
         flops,
         shape,
+        mesh,
     )
 
 
@@ -167,6 +205,7 @@ class Measured(NamedTuple):
 
     Attributes:
       us: from one step's end to the next one's.
+      losses: of each step.
       bytes: that a step needs at its peak.
       kernels: (name, microseconds) of one step, the longest first.
     """
@@ -179,35 +218,54 @@ class Measured(NamedTuple):
 
 
 def measure(workload: Workload, limit_s: float) -> Measured:
-    """Timed steps, then one under the profiler.
+    """Timed steps, then one under the profiler."""
+    begin = time.perf_counter()
+    compiled = compile_step(workload)
+    compile_s = time.perf_counter() - begin
+    state, us, losses = run_steps(compiled, workload.start(), workload, limit_s)
+    kernels = profiled(lambda: compiled(state, workload.batches[0], key_of(workload)))
+    return Measured(us, losses, needed_bytes(compiled)[0], compile_s, kernels)
+
+
+def run_steps(
+    compiled: Any, state: Any, workload: Workload, limit_s: float
+) -> tuple[loop.TrainState, list[float], list[float]]:
+    """(state, microseconds from one step's end to the next one's, losses) of a step a batch; state is donated.
 
     As in training, a step is started before the host waits for the previous one, which hides the host's work. The end
     of the last step is not timed: the end of a program that the host waits in is seen late, all others by the same
-    delay.
+    delay. WARMUP steps are not timed.
     """
-    begin = time.perf_counter()
-    compiled = compile_step(workload)
-    compile_s, losses, ends = time.perf_counter() - begin, [], []
-    state, key, ahead = workload.start(), jax.random.key(0), None
+    losses, ends, ahead, key = [], [], None, key_of(workload)
     begin = time.perf_counter()
     for batch in workload.batches:
         state, metrics = compiled(state, batch, key)
         if ahead is not None:
-            losses.append(float(ahead.loss))
+            losses.append(float(ahead))
             ends.append(time.perf_counter())
+        ahead = metrics.loss
         if len(ends) > WARMUP and ends[-1] - begin > limit_s:
             break
-        ahead = metrics
+    losses += [] if ahead is None else [float(ahead)]
     jax.block_until_ready(state)  # the profile is of one step alone
-    us = [1e6 * (end - start) for start, end in itertools.pairwise(ends[WARMUP - 1 :])]
-    return Measured(
-        us, losses, needed_bytes(compiled)[0], compile_s, profiled(lambda: compiled(state, workload.batches[0], key))
-    )
+    return state, [1e6 * (end - start) for start, end in itertools.pairwise(ends[WARMUP - 1 :])], losses
+
+
+def key_of(workload: Workload) -> jax.Array:
+    return replicate(jax.random.key(0), workload.mesh)
+
+
+def state_of(workload: Workload) -> Any:
+    """Shapes of the state before the first step, over a mesh with shardings."""
+    state, mesh = jax.eval_shape(workload.start), workload.mesh
+    if mesh is None:
+        return state
+    give = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(give, state, shardings(state, mesh))
 
 
 def compile_step(workload: Workload) -> Any:
-    state = jax.eval_shape(workload.start)
-    return workload.step.lower(state, workload.batches[0], jax.random.key(0)).compile()
+    return workload.step.lower(state_of(workload), workload.batches[0], key_of(workload)).compile()
 
 
 def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:

@@ -279,15 +279,15 @@ def end(left_out: int) -> None:
         raise typer.Exit(1)
 
 
-def begin(name: str, out: str, smoke: bool) -> pathlib.Path:
-    """The file of a benchmark's rows.
+def begin(name: str, out: str, smoke: bool, devices: int = 1) -> pathlib.Path:
+    """The file of a benchmark's rows, of a case that runs on so many devices.
 
     Raises:
       typer.BadParameter: the rows are no results, but would be written among them.
     """
     if not out and (smoke or not on_gpu()):
         raise typer.BadParameter("without a GPU, or with --smoke, the rows are no results: pass --out.")
-    return results_folder(out) / f"{name}.jsonl"
+    return results_folder(out, devices) / f"{name}.jsonl"
 
 
 def print_left_out(what: str, error: Exception) -> None:

@@ -29,7 +29,7 @@ PEERS = (
     "deepgemm",
 )
 _CASE = ("op", "pass", "name", "dtype", "dist", "recipe")
-_VARIANT = ("scaling", "layouts", "cast")  # entries that distinguish rows of some ops
+_VARIANT = ("scaling", "layouts", "cast", "mesh", "options")  # entries that distinguish rows of some ops, if texts
 
 
 def read_rows(folder: pathlib.Path) -> list[dict]:
@@ -44,7 +44,7 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
                 case = (
                     *(row[key] for key in _CASE[:-1]),
                     recipe,
-                    *(row.get(key) for key in _VARIANT),
+                    *_texts(row, _VARIANT),
                     json.dumps(row["shape"], sort_keys=True),
                 )
                 newest[case, row["backend"]] = row
@@ -56,10 +56,15 @@ def is_own(row: dict) -> bool:
     return bool(row["vs"]) or (row["backend"] not in PEERS and row["op"] not in ("copy", "matmul"))
 
 
+def _texts(row: dict, keys: Iterable[str]) -> list[str | None]:
+    """`scaling` of a step over several devices is a number, and distinguishes nothing."""
+    return [value if isinstance(value := row.get(key), str) else None for key in keys]
+
+
 def variant(row: dict) -> list[str]:
     """Marks the cast, before or inside the product, that the plan chooses."""
     chosen = ["(chosen)"] if row.get("chosen") else []
-    return [row[key] for key in _VARIANT if row.get(key)] + chosen
+    return list(filter(None, _texts(row, _VARIANT))) + chosen
 
 
 def series(row: dict) -> str:
@@ -68,7 +73,7 @@ def series(row: dict) -> str:
 
 
 def case_name(row: dict) -> tuple[str, ...]:
-    return (row["name"], *filter(None, (row["dist"], row.get("scaling"), row.get("layouts"))))
+    return (row["name"], *filter(None, (row["dist"], *_texts(row, ("scaling", "layouts", "mesh")))))
 
 
 def speed(row: dict) -> str:

@@ -66,9 +66,9 @@ def append_row(file: pathlib.Path, row: dict) -> None:
         lines.write(json.dumps(row) + "\n")
 
 
-def results_folder(out: str) -> pathlib.Path:
-    """`out`, or benchmarks/results/<device>."""
-    device = jax.devices()[0].device_kind.lower().replace(" ", "_")
+def results_folder(out: str, devices: int = 1) -> pathlib.Path:
+    """`out`, or benchmarks/results/<device>; of several devices <device>_x<devices>."""
+    device = jax.devices()[0].device_kind.lower().replace(" ", "_") + (f"_x{devices}" if devices > 1 else "")
     return pathlib.Path(out) if out else ROOT / "benchmarks" / "results" / device
 
 

@@ -7,16 +7,23 @@ import gzip
 import json
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from benchmarks import harness
+from jaxops.profiling import trace
 from jaxops.profiling.trace import recorded
 
-KERNELS, ON_DEVICE, TO_HOST, TO_DEVICE = LANES = ("kernels", "copies on the device", "to the host", "to the device")
+KERNELS, ON_DEVICE, TO_HOST, TO_DEVICE, COLLECTIVES = LANES = (
+    "kernels",
+    "copies on the device",
+    "to the host",
+    "to the device",
+    "between devices",
+)
 WINDOW = (
     2.5 / 24
 )  # of the copies' time that a picture shows at large: some layers of as many as the benchmark's models have
@@ -32,7 +39,7 @@ class Event(NamedTuple):
     @property
     def lane(self) -> str:
         if not self.name.startswith("Memcpy"):
-            return KERNELS
+            return COLLECTIVES if "nccl" in self.name.lower() else KERNELS
         return {"D2H": TO_HOST, "H2D": TO_DEVICE}.get(self.name[6:9], ON_DEVICE)
 
 
@@ -43,6 +50,10 @@ def device_events(run: Callable[[], Any]) -> list[Event]:
         return []
     with recorded() as events:
         jax.block_until_ready(run())
+    return named(events)
+
+
+def named(events: Iterable[trace.Event]) -> list[Event]:
     return [Event(re.sub(r"[._]\d+", "", event.name), event.start_us, event.us) for event in events]
 
 
@@ -74,7 +85,7 @@ def read_trace(file: pathlib.Path) -> list[Event]:
 
 
 def draw_trace(file: pathlib.Path) -> pathlib.Path:
-    """<name>.png beside <name>.trace.json.gz: the whole step, and a few layers of its forward and its backward.
+    """<name>.png beside <name>.trace.json.gz: the whole step, and a few layers of each kind of transfer.
 
     Needs matplotlib (extra `bench`).
     """
@@ -82,8 +93,9 @@ def draw_trace(file: pathlib.Path) -> pathlib.Path:
 
     events = read_trace(file)
     spans = {lane: [(event.start_us / 1e3, event.us / 1e3) for event in events if event.lane == lane] for lane in LANES}
+    lanes = [lane for lane in LANES if spans[lane]]
     windows = {"step": (0.0, max(event.start_us + event.us for event in events) / 1e3)}
-    for part, lane in (("forward", TO_HOST), ("backward", TO_DEVICE)):
+    for part, lane in (("forward", TO_HOST), ("backward", TO_DEVICE), (COLLECTIVES, COLLECTIVES)):
         if starts := [start for start, _ in spans[lane]]:
             middle, width = (
                 float(np.median(starts)),
@@ -94,13 +106,17 @@ def draw_trace(file: pathlib.Path) -> pathlib.Path:
     for axis, (part, (first, last)) in zip(
         figure.subplots(len(windows), squeeze=False)[:, 0], windows.items(), strict=True
     ):
-        for row, lane in enumerate(LANES):
+        for row, lane in enumerate(lanes):
             seen = [(start, long) for start, long in spans[lane] if start < last and start + long > first]
             axis.broken_barh(
-                seen, (row - 0.4, 0.8), facecolors=f"C{row}", edgecolor="white", linewidth=0 if part == "step" else 0.3
+                seen,
+                (row - 0.4, 0.8),
+                facecolors=f"C{LANES.index(lane)}",
+                edgecolor="white",
+                linewidth=0 if part == "step" else 0.3,
             )
-        axis.set(xlim=(first, last), ylim=(len(LANES) - 0.5, -0.5), title=part)
-        axis.set_yticks(range(len(LANES)), LANES)
+        axis.set(xlim=(first, last), ylim=(len(lanes) - 0.5, -0.5), title=part)
+        axis.set_yticks(range(len(lanes)), lanes)
     figure.supxlabel("milliseconds")
     path = file.with_name(file.name.removesuffix(".trace.json.gz") + ".png")
     figure.savefig(path, dpi=110)

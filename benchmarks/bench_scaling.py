@@ -1,0 +1,326 @@
+"""Training steps over all devices of one process against one device: speed, exposed communication, memory, losses.
+
+python -m benchmarks.bench_scaling                                     # lm 3b and dit 1b on every mesh
+python -m benchmarks.bench_scaling --workloads lm --meshes data,fsdp   # some of them
+python -m benchmarks.bench_scaling --smoke --out /tmp/x                # tiny models on host devices
+
+Each mesh has one axis over all N devices, and N times the batch of one device. Three kinds of steps are measured:
+
+- `one`: one device, its own batch. `scaling` of the others is their tokens/s over N times its.
+- `whole`: one device, the whole batch of the mesh. Its losses are what a mesh's are compared with. It runs twice, the
+  second time from parameters that differ in their last bit: `loss_apart_alone` is how far apart rounding alone brings
+  two runs.
+- a mesh, such as `data=2`.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from benchmarks import bench_train_step, harness
+from benchmarks.bench_train_step import APART, WARMUP, Workload, key_of, run_steps, speeds, state_of
+from benchmarks.traces import named, write_trace
+from jaxops.offload.reports import needed_bytes
+from jaxops.profiling.trace import Event, exposed_us, recorded, union_us
+from models.mesh import make_mesh, parts_of
+from models.precision import PRECISIONS
+from models.presets import DIT_PRESETS, PRESETS, DiTPreset
+from models.schedule import with_steps
+
+ONE, WHOLE = "one", "whole"
+AXES = ("data", "fsdp", "expert", "tensor")
+SMOKE_DEVICES = 2
+
+# Sets of XLA's options to compare, over those of the models' steps. Jaxlib 0.11.2 knows all of them, and no
+# xla_gpu_enable_pipelined_all_reduce, _all_gather, _reduce_scatter or _collectives.
+_COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no_graphs": {"xla_gpu_enable_command_buffer": ""},  # CUDA graphs may put kernels and collectives on one stream
+    "apart": {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in _COMBINED},
+    "joined": {f"xla_gpu_{kind}_combine_threshold_bytes": 1_000_000_000 for kind in _COMBINED},
+    "overlap_2": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    "channels_8": {"xla_gpu_nccl_collective_max_nchannels": 8},  # each holds a multiprocessor
+    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
+    "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
+    "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
+}
+
+
+class Case(NamedTuple):
+    """A step to measure.
+
+    Attributes:
+      mesh: of `make_mesh`, such as "data=2"; ONE or WHOLE on one device.
+      make: its workload.
+      whole: for a mesh the case on one device with the same losses, by name.
+      options: of OPTIONS.
+    """
+
+    name: str
+    mesh: str
+    make: Callable[[], Workload]
+    whole: str = ""
+    options: str = "default"
+
+
+class Sizes(NamedTuple):
+    """A workload: its name in rows, the preset of one device, and the axes that are measured."""
+
+    name: str
+    preset: Any
+    axes: tuple[str, ...]
+
+
+WORKLOADS = {
+    "lm": Sizes("moe_3b", PRESETS["3b"], AXES),
+    "dit": Sizes("dit_1b", DIT_PRESETS["1b"], ("data", "tensor")),
+}
+SMOKE = {
+    "lm": Sizes("moe_smoke", bench_train_step.SMOKE["moe_smoke"][1], AXES),
+    "dit": Sizes("dit_smoke", dataclasses.replace(bench_train_step.SMOKE["dit_smoke"][1], heads=4), ("data", "tensor")),
+}
+
+
+def grown(preset: Any, devices: int) -> Any:
+    """With the batch of so many devices."""
+    if isinstance(preset, DiTPreset):
+        return dataclasses.replace(preset, tokens=devices * preset.tokens, images=devices * preset.images)
+    return dataclasses.replace(preset, batch=devices * preset.batch)
+
+
+def cases_of(sizes: Sizes, axes: Sequence[str], options: Sequence[str], precision: str, steps: int) -> list[Case]:
+    """In the order in which they run: what others are compared with comes first."""
+    devices = jax.device_count()
+    one = with_steps(sizes.preset, steps)  # the learning rate rises at once: the losses depend on the gradients
+    whole, images = grown(one, devices), isinstance(one, DiTPreset)
+    make = bench_train_step.dit if images else bench_train_step.lm
+    of = lambda preset, **more: lambda: make(preset, "auto", precision, steps, **more)
+    found, meshes = {ONE: Case(ONE, ONE, of(one))}, []
+    for axis in axes:
+        mesh = make_mesh(f"{axis}={devices}")
+        # The parts of a batch of images are packed, and draw their noise, by themselves.
+        parts = {"parts": parts_of(mesh)} if images else {}
+        alone = f"{WHOLE} in {parts_of(mesh)}" if images else WHOLE
+        found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
+        name = f"{axis}={devices}"
+        meshes += [Case(f"{name} {chosen}", name, of(whole, mesh=mesh), alone, chosen) for chosen in options]
+    return [*found.values(), *meshes]
+
+
+class Shares(NamedTuple):
+    """A profiled step, in milliseconds; of several devices the largest.
+
+    Attributes:
+      exposed: while a collective runs, and no kernel and no copy of the same device.
+      collectives: while a collective runs. It runs from its start on one device, so it may wait for the others.
+      kernels: while a kernel runs.
+      idle: while nothing runs, from the first event to the last one.
+    """
+
+    exposed: float
+    collectives: float
+    kernels: float
+    idle: float
+
+
+def shares_of(events: Sequence[Event]) -> Shares:
+    found = [Shares(0.0, 0.0, 0.0, 0.0)]
+    for device in {event.device for event in events}:
+        own = [event for event in events if event.device == device]
+        collectives = [event for event in own if event.kind == "communication"]
+        others = [event for event in own if event.kind != "communication"]
+        kernels = [event for event in own if event.kind == "kernel"]
+        span = max(event.end_us for event in own) - min(event.start_us for event in own)
+        us = exposed_us(collectives, others), union_us(collectives), union_us(kernels), span - union_us(own)
+        found.append(Shares(*(each / 1e3 for each in us)))
+    return Shares(*map(max, zip(*found, strict=True)))
+
+
+class Built(NamedTuple):
+    """A compiled case.
+
+    Attributes:
+      start: makes the state before the first step.
+      seconds: of tracing and compiling the step, beside other compilations.
+    """
+
+    workload: Workload
+    start: Callable[[], Any]
+    step: Any
+    seconds: float
+
+
+@dataclasses.dataclass
+class Run:
+    """The cases of one workload.
+
+    Attributes:
+      until: when the last step may start, in seconds of `time.perf_counter`.
+      one: tokens a second of one device.
+      losses: of the cases so far, by name.
+      apart_alone: of the WHOLE cases, by name: see the module.
+    """
+
+    sizes: Sizes
+    file: pathlib.Path
+    precision: str
+    until: float
+    one: float | None = None
+    losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    apart_alone: dict[str, float] = dataclasses.field(default_factory=dict)
+    failed: int = 0
+
+    def all(self, cases: Sequence[Case], workers: int) -> None:
+        """The first case is compiled and measured alone: what XLA's autotuner chose for it, the others take. They are
+        compiled together. Nothing is measured while something is compiled.
+        """
+        with ThreadPoolExecutor(workers) as pool:
+            self.case(cases[0], self.build(cases[0], pool))
+            building = [(case, self.build(case, pool)) for case in cases[1:]]
+            wait(future for _, future in building)
+        for case, future in building:
+            self.case(case, future)
+
+    def left(self) -> float:
+        return self.until - time.perf_counter()
+
+    def build(self, case: Case, pool: ThreadPoolExecutor) -> "Future[Built]":
+        """Traced on this thread and compiled in the pool."""
+        begin = time.perf_counter()
+        try:
+            if self.left() <= 0:
+                raise TimeoutError("the time limit")
+            workload = case.make()
+            state = state_of(workload)
+            split = None if workload.mesh is None else jax.tree.map(lambda x: x.sharding, state)
+            start = jax.jit(workload.start, out_shardings=split).lower()
+            lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
+        except Exception as error:
+            failed: Future[Built] = Future()
+            failed.set_exception(error)
+            return failed
+        traced = time.perf_counter() - begin
+
+        def compiled() -> Built:
+            begin = time.perf_counter()
+            step = lowered.compile(OPTIONS[case.options] or None)
+            return Built(workload, start.compile(), step, traced + time.perf_counter() - begin)
+
+        return pool.submit(compiled)
+
+    def case(self, case: Case, built: "Future[Built]") -> None:
+        """Measures and writes a case; of one that fails the error is printed."""
+        try:
+            built.result()
+            if self.left() <= 0:
+                raise TimeoutError("the time limit")
+            self.measure(case, built.result())
+        except Exception as error:
+            harness.print_left_out(f"{self.sizes.name} {case.name}", error)
+            self.failed += not isinstance(error, TimeoutError)
+
+    def measure(self, case: Case, built: Built) -> None:
+        workload, step = built.workload, built.step
+        state, us, losses = run_steps(step, built.start(), workload, self.left())
+        with recorded() as events:
+            state = jax.block_until_ready(step(state, workload.batches[0], key_of(workload)))
+        del state
+        self.losses[case.name] = losses
+        if case.mesh == WHOLE:
+            _, _, again = run_steps(step, nudged(built.start()), workload, self.left())
+            self.apart_alone[case.name] = largest_difference(losses, again)
+        self.write(case, built, us, shares_of(events))
+        if case.mesh not in (ONE, WHOLE) and harness.on_gpu():
+            name = f"train_step_{self.sizes.name}_{case.mesh.partition('=')[0]}_{case.options}"
+            first = named(event for event in events if event.device == 0)
+            write_trace(first, self.file.with_name(f"{name}.trace.json.gz"))
+
+    def write(self, case: Case, built: Built, us: list[float], shares: Shares) -> None:
+        """The row, after a check of the first loss.
+
+        Raises:
+          ArithmeticError: the first loss is not that of one device.
+        """
+        workload, losses = built.workload, self.losses[case.name]
+        devices = 1 if workload.mesh is None else workload.mesh.size
+        times = harness.Times.of(us)
+        facts: dict[str, Any] = {"recipe": PRECISIONS[self.precision].recipe, "mesh": case.mesh, "devices": devices}
+        facts |= speeds(workload, times)
+        facts["mfu"] /= devices
+        if case.mesh == ONE:
+            self.one = facts["tokens_per_s"]
+        if self.one is not None:
+            facts["scaling"] = facts["tokens_per_s"] / (devices * self.one)
+        facts |= {f"{name}_ms": each for name, each in shares._asdict().items()}
+        facts |= {"peak_bytes": needed_bytes(built.step)[0], "compile_s": built.seconds, "options": case.options}
+        facts["loss"] = [round(loss, 6) for loss in losses]
+        alone = case.name if case.mesh == WHOLE else case.whole
+        if alone in self.apart_alone:
+            facts["loss_apart_alone"] = self.apart_alone[alone]
+        if case.whole in self.losses:
+            facts["loss_apart"] = largest_difference(losses, self.losses[case.whole])
+            first = self.losses[case.whole][0]
+            if not abs(losses[0] / first - 1) < APART:
+                raise ArithmeticError(f"the first loss is {losses[0]}, that of one device {first}")
+        named_case = {"op": "train_step", "pass": "step", "name": self.sizes.name, "shape": workload.shape}
+        named_case |= {"dtype": np.dtype(PRECISIONS[self.precision].dtype).name, "dist": "", "backend": "jaxops"}
+        harness.append_row(self.file, harness.make_row(named_case, times, None, {}, None, **facts))
+        line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s"
+        shown = ("scaling", *(f"{name}_ms" for name in Shares._fields), "loss_apart", "loss_apart_alone")
+        line += "".join(f", {name} {facts[name]:.3g}" for name in shown if name in facts)
+        line += f", {facts['peak_bytes'] / 1e9:.1f} GB, compiled in {built.seconds:.0f} s"
+        print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
+
+
+def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Of the steps that both have."""
+    return max(abs(loss - other) for loss, other in zip(losses, others, strict=False))
+
+
+def nudged(state: Any) -> Any:
+    """With parameters that differ in their last bit; the state is donated."""
+    up = lambda x: x * (1 + jnp.finfo(x.dtype).eps)
+    return jax.jit(lambda state: state._replace(params=jax.tree.map(up, state.params)), donate_argnums=0)(state)
+
+
+def main(
+    workloads: str = typer.Option(",".join(WORKLOADS)),
+    meshes: str = typer.Option(",".join(AXES), help="Each over all devices. A model without experts has no expert."),
+    precision: str = typer.Option("bfloat16", help="Of " + ", ".join(PRECISIONS) + "."),
+    steps: int = typer.Option(10, min=WARMUP + 2, help="Of each case: two warm up, and the last is not timed."),
+    options: str = typer.Option("default", help=f"XLA's, of {', '.join(OPTIONS)}; each mesh runs with each."),
+    time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
+    workers: int = typer.Option(8, help="Steps that are compiled together."),
+    out: str = harness.OUT,
+    smoke: bool = typer.Option(False, help="Tiny models on host devices, every code path; needs --out."),
+) -> None:
+    """Appends to <out>/train_step.jsonl after each case; exits with 1 if a case failed."""
+    begin = time.perf_counter()
+    harness.take_memory()
+    if smoke:
+        with contextlib.suppress(RuntimeError):  # the devices are there already
+            jax.config.update("jax_num_cpu_devices", SMOKE_DEVICES)
+    file = harness.begin("train_step", out, smoke, jax.device_count())
+    precision, failed = "float32" if smoke else precision, 0
+    for name in harness.names(workloads):
+        sizes = (SMOKE if smoke else WORKLOADS)[name]
+        axes = [axis for axis in harness.names(meshes) if axis in sizes.axes]
+        run = Run(sizes, file, precision, begin + time_limit)
+        run.all(cases_of(sizes, axes, harness.names(options), precision, steps), workers)
+        failed += run.failed
+        jax.clear_caches()
+    harness.end(failed)
+
+
+if __name__ == "__main__":
+    typer.run(main)

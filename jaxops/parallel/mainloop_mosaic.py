@@ -215,10 +215,12 @@ def produce(p: Problem, tiles: Tiles, counter, load, sender, wait_for_rows, empt
             count = steps if empty is None else jnp.where(empty(place), 0, steps)
             step, sent = lax.fori_loop(0, count, load_step, (step, sent))
             before += steps
-        claim(i + 1)
         if sender is not None:
             sent = sender.end(sent)
-        return (step, sent) if load_parts is None else (load_parts(place, step, slot_of), sent)
+        if load_parts is not None:
+            step = load_parts(place, step, slot_of)
+        claim(i + 1)  # after all that this tile waits for: meanwhile another program takes the next one
+        return step, sent
 
     claim(jnp.int32(0))
     init = jnp.int32(0), jnp.int32(0) if sender is None else sender.start()
@@ -251,24 +253,30 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
         steps = jnp.int32(p.steps) if empty is None else jnp.where(empty(place), 0, p.steps)
 
         def accumulate(acc_ref):
-            def multiply(k, _):
-                if stored is not None:
-                    pl.when(k == p.steps // 2)(lambda: stored(*before))
+            def multiply(k, begin):
                 slot = slot_of(first + k)
                 plgpu.barrier_wait(full.at[slot])
                 b = b_smem.at[slot]
                 plgpu.wgmma(acc_ref, a_smem.at[slot, mine], b.transpose((1, 0)) if p.transposed else b)
                 plgpu.wgmma_wait(1)
-                pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(first + k - 1)]))
+                pl.when(k > begin)(lambda: plgpu.barrier_arrive(free.at[slot_of(first + k - 1)]))
+                return begin
 
-            lax.fori_loop(0, steps, multiply, None)
-            acc = acc_ref[...]
-            pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(first + steps - 1)]))
-            return acc
+            def multiply_steps(begin, end):
+                lax.fori_loop(begin, end, multiply, begin)
+                plgpu.wgmma_wait(0)
+                pl.when(begin < end)(lambda: plgpu.barrier_arrive(free.at[slot_of(first + end - 1)]))
+
+            if stored is None:
+                multiply_steps(jnp.int32(0), steps)
+            else:  # not within a loop, where ptxas would wait for each product
+                half = lax.div(steps, jnp.int32(2))
+                multiply_steps(jnp.int32(0), half)
+                stored(*before)
+                multiply_steps(half, steps)
+            return acc_ref[...]
 
         acc = pl.run_scoped(accumulate, plgpu.ACC((HALF, tiles.wide), jnp.float32))
-        if stored is not None:
-            pl.when(steps == 0)(lambda: stored(*before))
         pieces = tuple(acc[:, j * DEEP : (j + 1) * DEEP] for j in range(pieces_of_tile))
         others = jnp.int32(0) if parts is None else parts(place)
         if parts is not None:

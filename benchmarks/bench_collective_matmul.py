@@ -21,7 +21,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -112,48 +112,68 @@ class Built(NamedTuple):
     seconds: float
 
 
-def build(run: Run, side: Side, args: Sequence[jax.Array], calls: int) -> "Future[Built]":
+@dataclasses.dataclass
+class Case:
+    """An op or the MLP at a shape.
+
+    Attributes:
+      configs: of the sides that are JAX's example.
+      built: a program a side, when `build` has returned.
+    """
+
+    op: str
+    shape: DenseShape
+    args: tuple[jax.Array, ...]
+    sides: dict[str, Side]
+    configs: dict[str, dict]
+    built: "dict[str, Future[Built]]" = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run, op: str, shape: DenseShape) -> "Case":
+        """With the sides that are asked for."""
+        sides = {name: side for name, side in SIDES[op].items() if name in (OWN, *run.peers)}
+        configs = {}
+        if EXAMPLE in run.peers and op == GATHER:
+            try:
+                for number, (config, call) in enumerate(examples()):
+                    sides[f"{EXAMPLE} {number}"] = SIDES[op][OWN]._replace(call=call)
+                    configs[f"{EXAMPLE} {number}"] = config
+            except ImportError as error:
+                harness.print_left_out(EXAMPLE, error)
+        return cls(op, shape, operands(op, shape, run.over, DTYPE), sides, configs)
+
+
+def build(run: Run, cases: Sequence[Case]) -> None:
+    """Compiles all sides of all cases.
+
+    The products alone come first: what XLA's autotuner chooses for them, while little else runs, XLA's other sides
+    take. The others are compiled together, and nothing is measured meanwhile.
+    """
+    for alone in (True, False):
+        for case in cases:
+            for name, side in case.sides.items():
+                if (name == GEMM) == alone:
+                    case.built[name] = start_building(run, side, case)
+        wait(future for case in cases for future in case.built.values())
+
+
+def start_building(run: Run, side: Side, case: Case) -> "Future[Built]":
     """Lowered on this thread and compiled in the pool."""
-    found: Future[Built] = Future()
     begin = time.perf_counter()
     try:
-        mine = placed(run, side, args)
-        lowered = program(side, run.over, calls).lower(*mine)
+        args = placed(run, side, case.args)
+        lowered = program(side, run.over, CALLS[case.op]).lower(*args)
     except Exception as error:
-        found.set_exception(error)
-        return found
+        failed: Future[Built] = Future()
+        failed.set_exception(error)
+        return failed
     lowering = time.perf_counter() - begin
 
     def compiled() -> Built:
         begin = time.perf_counter()
-        return Built(lowered.compile(), mine, lowering + time.perf_counter() - begin)
+        return Built(lowered.compile(), args, lowering + time.perf_counter() - begin)
 
     return run.pool.submit(compiled)
-
-
-def build_all(run: Run, op: str, args: Sequence[jax.Array]) -> tuple[dict[str, "Future[Built]"], dict[str, dict]]:
-    """(the sides that are asked for, the configs of JAX's example by side).
-
-    The product alone is compiled first: what XLA's autotuner chooses for it, while nothing else runs, XLA's other side
-    takes. The others are compiled together.
-    """
-    sides, configs = {OWN: SIDES[op][OWN]}, {}
-    sides |= {name: SIDES[op][name] for name in (GEMM, XLA) if name in run.peers and name in SIDES[op]}
-    if EXAMPLE in run.peers and op == GATHER:
-        try:
-            found = examples()
-        except ImportError as error:
-            harness.print_left_out(EXAMPLE, error)
-            found = []
-        for number, (config, call) in enumerate(found):
-            sides[f"{EXAMPLE} {number}"] = SIDES[op][OWN]._replace(call=call)
-            configs[f"{EXAMPLE} {number}"] = config
-    built = {}
-    for name in sorted(sides, key=lambda name: (name != GEMM, name != XLA)):
-        built[name] = build(run, sides[name], args, CALLS[op])
-        if name in (GEMM, XLA):
-            built[name].exception()  # waits
-    return built, configs
 
 
 def wanted(run: Run, side: Side, args: Sequence[jax.Array]) -> Any:
@@ -178,20 +198,24 @@ def check(run: Run, side: Side, got: tuple, want: Any, limits: str) -> float:
     Raises:
       ArithmeticError: a result is wrong.
     """
-    errors = jax.jit(
-        jax.shard_map(
-            _errors, mesh=run.over, in_specs=((side.results,) * len(got), side.results), out_specs=P(AXIS),
-            check_vma=False,
-        )
-    )(got, want)  # fmt: skip
+    errors = _errors(run.over, side.results, len(got))(got, want)
     max_err, rms_err = np.max(np.asarray(errors), axis=0).tolist()
     return checks.demand_right(max_err, rms_err, limits)
 
 
-def _errors(got: tuple, want: Any) -> jax.Array:
-    """[1, 2], of one device."""
-    of_call = lambda call: jax.tree.leaves(jax.tree.map(checks.relative_errors, samples(call), want))
-    return jnp.max(jnp.stack([errors for call in got for errors in of_call(call)]), axis=0)[None]
+@functools.cache
+def _errors(over: Mesh, results: Any, calls: int) -> Callable[[tuple, Any], jax.Array]:
+    """[devices, 2] of the results of so many calls and what is wanted of each."""
+
+    def of_all(want: jax.Array, *found: jax.Array) -> jax.Array:
+        return jnp.max(jax.vmap(checks.relative_errors, (0, None))(jnp.stack(found), want), axis=0)
+
+    def local(got: tuple, want: Any) -> jax.Array:
+        each = jax.tree.leaves(jax.tree.map(of_all, want, *map(samples, got)))
+        return jnp.max(jnp.stack(each), axis=0)[None]
+
+    specs = ((results,) * calls, results)
+    return jax.jit(jax.shard_map(local, mesh=over, in_specs=specs, out_specs=P(AXIS), check_vma=False))
 
 
 def ready(run: Run, name: str, timed: Timed, check_results: Callable[[tuple], float], **facts) -> harness.Ready:
@@ -208,23 +232,23 @@ def ready(run: Run, name: str, timed: Timed, check_results: Callable[[tuple], fl
     return harness.Ready(variant, max_err, {"devices": run.over.size} | facts)
 
 
-def measure_case(run: Run, op: str, shape: DenseShape) -> None:
-    """An op or the MLP: every side is checked, then all of JAX's are timed together, then torch's."""
-    args = operands(op, shape, run.over, DTYPE)
-    built, configs = build_all(run, op, args)
+def measure_case(run: Run, case: Case) -> None:
+    """Every side is checked, then all of JAX's are timed together, then torch's."""
+    op, shape = case.op, case.shape
     timed: dict[str, Timed] = {}
-    want = functools.cache(lambda name: wanted(run, SIDES[op][name], placed(run, SIDES[op][name], args)))
+    want = functools.cache(lambda name: wanted(run, SIDES[op][name], placed(run, SIDES[op][name], case.args)))
 
     def make(name: str) -> harness.Ready:
-        found = built[name].result()
+        found, side = case.built[name].result(), case.sides[name]
         timed[name] = Timed(found.program, found.args, CALLS[op])
-        side, limits = SIDES[op].get(name, SIDES[op][OWN]), LIMITS[op]
-        right = lambda results: check(run, side, results, want(GEMM if name == GEMM else XLA), limits)
-        facts = {"compile_s": found.seconds} | ({"config": configs[name]} if name in configs else {})
-        return ready(run, name, timed[name], right, **facts)
+        # A product alone, whose devices' parts nobody sums, has another result than XLA's side.
+        exact = GEMM if name == GEMM and op == SCATTER else XLA
+        right = lambda results: check(run, side, results, want(exact), LIMITS[op])
+        config = {"config": case.configs[name]} if name in case.configs else {}
+        return ready(run, name, timed[name], right, compile_s=found.seconds, **config)
 
     label = f"{shape.name} {op}"
-    sides = run.ready_sides(OWN, label, {name: functools.partial(make, name) for name in built})
+    sides = run.ready_sides(OWN, label, {name: functools.partial(make, name) for name in case.built})
     if run.torch is not None:
         run.torch.wait_started()
     times = harness.interleave([side.variant for side in sides.values()], run.rounds)
@@ -237,9 +261,8 @@ def measure_case(run: Run, op: str, shape: DenseShape) -> None:
     if GEMM in times:
         for name, t in times.items():
             sides[name].facts["of_gemm"] = t.us_p50 / times[GEMM].us_p50
-    case = harness.case_of(op, "fwd+bwd" if op == MLP else "fwd", shape, DTYPE)
-    flops = run.flops(op, shape)
-    run.write(OWN, case, sides, times, "tflops", flops)
+    row = harness.case_of(op, "fwd+bwd" if op == MLP else "fwd", shape, DTYPE)
+    run.write(OWN, row, sides, times, "tflops", run.flops(op, shape))
     parts = [f"{name} {t.us_p50:.1f} us (host {sides[name].facts['host_us']:.1f})" for name, t in times.items()]
     print(f"{label:52}{' | '.join(parts)}", flush=True)
 
@@ -298,8 +321,8 @@ def measure_lengths(run: Run, op: str, shape: DenseShape) -> None:
     facts = {"backend": OWN, "lengths": MANY, "compilations": call._cache_size()}
     for name, t in times.items():
         sides[name].facts |= facts | {"host_us": timed[name].host_us}
-        case = harness.case_of(op, "fwd", padded, DTYPE, f"{name} bucket")
-        run.write_side(case, name, sides[name], t, {}, "tflops", run.flops(op, padded))
+        row = harness.case_of(op, "fwd", padded, DTYPE, f"{name} bucket")
+        run.write_side(row, name, sides[name], t, {}, "tflops", run.flops(op, padded))
     parts = [f"{name} {t.us_p50:.1f} us" for name, t in times.items()]
     print(f"{label:52}{' | '.join(parts)} | {facts['compilations']} compilations", flush=True)
 
@@ -309,12 +332,21 @@ def placed(run: Run, side: Side, args: Sequence[jax.Array]) -> tuple[jax.Array, 
     return tuple(jax.device_put(x, NamedSharding(run.over, lies)) for x, lies in zip(args, side.operands, strict=True))
 
 
-def measure(run: Run, op: str, shape: DenseShape) -> None:
-    if op != LENGTHS:
-        measure_case(run, op, shape)
-    elif shape.name in WITH_LENGTHS:
-        for product in (GATHER, SCATTER):
-            measure_lengths(run, product, shape)
+def measure_shape(run: Run, shape: DenseShape, ops: Sequence[str]) -> None:
+    """All cases of a shape, as far as the time limit lets them start."""
+    jobs: dict[str, Callable[[], None]] = {}
+    if time.perf_counter() < run.until:
+        cases = [Case.of(run, op, shape) for op in ops if op in SIDES]
+        build(run, cases)
+        jobs = {case.op: functools.partial(measure_case, run, case) for case in cases}
+    for op in ops:
+        if time.perf_counter() >= run.until:
+            print(f"  left out: {shape.name} {op}: the time limit", flush=True)
+        elif op != LENGTHS:
+            jobs[op]()
+        elif shape.name in WITH_LENGTHS:
+            for product in (GATHER, SCATTER):
+                measure_lengths(run, product, shape)
 
 
 def main(
@@ -339,11 +371,7 @@ def main(
     torch = TorchCards(over.size, str(harness.ROOT)) if of_torch else None
     run = Run(file=file, rounds=rounds, ceiling=None, peers=peers, over=over, torch=torch, until=begin + time_limit)
     for shape in [SMOKE] if smoke else [shapes.COLLECTIVE[name] for name in harness.names(shape_names)]:
-        for op in harness.names(ops):
-            if time.perf_counter() > run.until:
-                print(f"  left out: {shape.name} {op}: the time limit", flush=True)
-            else:
-                measure(run, op, shape)
+        measure_shape(run, shape, harness.names(ops))
         run.done(shape.name)
     if torch is not None:
         torch.close()

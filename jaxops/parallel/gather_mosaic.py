@@ -7,9 +7,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxops._lib.manual_axes import vary_as
-from jaxops.parallel.mainloop_mosaic import CONSUMERS, HALF, Place, Problem, call, consume, produce
+from jaxops.parallel.mainloop_mosaic import CONSUMERS, COUNTER, HALF, SENT, Place, Problem, call, consume, produce
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
-from jaxops.parallel.sending_mosaic import Sender
+from jaxops.parallel.sending_mosaic import Sender, segment_of
 
 
 def gather_matmul(
@@ -29,7 +29,7 @@ def gather_matmul(
     def body(*refs_and_scratch):
         *refs, scratch = refs_and_scratch
         x_ref, w_ref, *bound, y_ref, gathered_ref = refs
-        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((devices + 1,)))
+        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((SENT + devices,)))
         own, thread = lax.axis_index(axis_name), lax.axis_index("warpgroup")
         source = lambda place: p.after(own, place.phase)
         empty = (lambda place: source(place) * m + place.row >= bound[0][0]) if bound else None
@@ -60,10 +60,10 @@ def gather_matmul(
         def _():
             sender = Sender(p, tiles, x_ref, gathered_ref, semaphores, scratch)
             wait = lambda place: pl.when(place.phase > 0)(lambda: sender.wait(source(place)))
-            produce(p, tiles, semaphores.at[devices], load, sender, wait, empty, None, scratch)
+            produce(p, tiles, semaphores.at[COUNTER], load, sender, wait, empty, None, scratch)
 
     out_types = [jax.ShapeDtypeStruct((devices, m, columns), x.dtype) for columns in (n, depth)]
-    found = call("all_gather_matmul", body, p, tiles, out_types)(x, w, *_bound(rows))
+    found = call("all_gather_matmul", body, p, tiles, segment_of(tiles, m, depth), out_types)(x, w, *_bound(rows))
     y, gathered = (vary_as(jax.typeof(x), array) for array in found)
     return y.reshape(devices * m, n), gathered.reshape(devices * m, depth)
 

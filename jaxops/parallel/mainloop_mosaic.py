@@ -19,9 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, SEGMENT, Tiles
+from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, Tiles
 
 HALF = HIGH // CONSUMERS
+# Semaphores: the tiles' counter, one of each sending device, and, apart from these, one of each part of a tile.
+COUNTER, SENT, PARTS = 0, 32, 64
 AHEAD = 2  # places for claimed tiles
 
 
@@ -56,8 +58,15 @@ class Problem:
         return lax.rem(own + number, jnp.int32(self.devices))
 
 
-def call(name: str, body: Callable[..., None], p: Problem, tiles: Tiles, out_types: list[jax.ShapeDtypeStruct]):
-    """The kernel of body(*refs, scratch), over all programs of a device."""
+def call(
+    name: str,
+    body: Callable[..., None],
+    p: Problem,
+    tiles: Tiles,
+    segment: tuple[int, int],
+    out_types: list[jax.ShapeDtypeStruct],
+):
+    """The kernel of body(*refs, scratch), over all programs of a device. segment: as of `segment_of`."""
     dtype = out_types[0].dtype
     stages = tiles.stages
     scratch = {
@@ -66,7 +75,7 @@ def call(name: str, body: Callable[..., None], p: Problem, tiles: Tiles, out_typ
             (stages, *((tiles.wide, DEEP) if p.transposed else (DEEP, tiles.wide))), dtype, transforms=_SWIZZLED
         ),
         "out_smem": _two_views((CONSUMERS, tiles.outputs, HALF, DEEP), dtype),
-        "sent_smem": plgpu.SMEM((2, tiles.sent, SEGMENT), dtype),
+        "sent_smem": plgpu.SMEM((2, *segment), dtype),
         "tile_smem": plgpu.SMEM((AHEAD,), jnp.int32),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
@@ -223,8 +232,8 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
 
     Args:
       store: (place, first row, first column, shared memory): starts the copy of 64 rows and columns of the result.
-      stored: (phase): called when the copies of a tile of that phase had time to end; -1 before the first tile. None
-        if nothing waits for them.
+      stored: (phase, number of a tile in it): called when the tile's copies had time to end; phase -1 before the
+        first tile. None if nothing waits for them.
       empty: as of `produce`.
       parts: (place) -> how many other devices' parts are added; None for none.
     """
@@ -235,17 +244,16 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
     mine = pl.ds(me * HALF, HALF)
     slot_of = lambda step: lax.rem(step, jnp.int32(tiles.stages))
     pieces_of_tile = tiles.wide // DEEP
-    signalled = 3 * p.steps // 4
 
     def of_tile(place: Place, i, carry):
-        first, before = carry
+        first, *before = carry
         plgpu.barrier_arrive(scratch["taken"].at[lax.rem(i, jnp.int32(AHEAD))])
         steps = jnp.int32(p.steps) if empty is None else jnp.where(empty(place), 0, p.steps)
 
         def accumulate(acc_ref):
             def multiply(k, _):
                 if stored is not None:
-                    pl.when(k == signalled)(lambda: stored(before))
+                    pl.when(k == p.steps // 2)(lambda: stored(*before))
                 slot = slot_of(first + k)
                 plgpu.barrier_wait(full.at[slot])
                 b = b_smem.at[slot]
@@ -260,7 +268,7 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
 
         acc = pl.run_scoped(accumulate, plgpu.ACC((HALF, tiles.wide), jnp.float32))
         if stored is not None:
-            pl.when(steps == 0)(lambda: stored(before))
+            pl.when(steps == 0)(lambda: stored(*before))
         pieces = tuple(acc[:, j * DEEP : (j + 1) * DEEP] for j in range(pieces_of_tile))
         others = jnp.int32(0) if parts is None else parts(place)
         if parts is not None:
@@ -282,9 +290,9 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
             written[...] = piece.astype(written.dtype)
             plgpu.commit_smem()
             store(place, place.row + me * HALF, place.column + j * DEEP, copied)
-        return first + steps + others * pieces_of_tile, place.phase
+        return first + steps + others * pieces_of_tile, place.phase, place.number
 
-    _, last = _each_tile(p, tiles, of_tile, (jnp.int32(0), jnp.int32(-1)), scratch)
+    _, *last = _each_tile(p, tiles, of_tile, (jnp.int32(0), jnp.int32(-1), jnp.int32(0)), scratch)
     if stored is not None:
-        stored(last)
+        stored(*last)
     plgpu.wait_smem_to_gmem(0)

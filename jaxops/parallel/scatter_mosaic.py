@@ -7,9 +7,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxops._lib.manual_axes import vary_as
-from jaxops.parallel.mainloop_mosaic import CONSUMERS, HALF, Place, Problem, call, consume, produce
+from jaxops.parallel.mainloop_mosaic import CONSUMERS, COUNTER, HALF, PARTS, Place, Problem, call, consume, produce
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
-from jaxops.parallel.sending_mosaic import Sender
+from jaxops.parallel.sending_mosaic import Sender, segment_of
 
 
 def matmul_scatter(
@@ -43,16 +43,16 @@ def matmul_scatter(
         bound_ref, refs = (None, refs) if rows is None else (refs[0], refs[1:])
         x_ref, refs = (None, refs) if x is None else (refs[0], refs[1:])
         y_ref, parts_ref, *gathered_ref = refs
-        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((2 * devices + 1,)))
-        received, sent = (semaphores.at[pl.ds(i * devices, devices)] for i in range(2))
+        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((PARTS + devices * down * across,)))
+        part_of = lambda source, number: semaphores.at[PARTS + source * (down * across) + number]
         own, thread = lax.axis_index(axis_name), lax.axis_index("warpgroup")
         owner = lambda phase: p.after(own, 1 + phase)
         empty = None
         if bound_ref is not None:
             empty = lambda place: owner(place.phase) * m + place.row >= bound_ref[0]
-        parts = lambda place: jnp.where(
-            (place.phase == last) if empty is None else (place.phase == last) & ~empty(place), last, 0
-        )
+        # An empty tile waits for its parts, too: without them the kernel may not end, and their memory be used again.
+        awaited = lambda place: jnp.where(place.phase == last, last, 0)
+        parts = awaited if empty is None else lambda place: jnp.where(empty(place), 0, awaited(place))
 
         def load(pair, place: Place, k, a_smem, b_smem, barrier):
             h_ref, w_ref = pairs[pair]
@@ -63,14 +63,10 @@ def matmul_scatter(
             w_tile = w_ref.at[columns, rows] if transposed else w_ref.at[rows, columns]
             plgpu.copy_gmem_to_smem(w_tile, b_smem, barrier)
 
-        def wait(source) -> None:
-            """For all its parts. Without them this kernel may not end: the next one may use their memory."""
-            pl.semaphore_wait(received.at[source], CONSUMERS * down * across, decrement=False)
-
         def load_parts(place: Place, step, slot_of):
             def of_device(number, step):
                 source = owner(number)
-                wait(source)
+                pl.semaphore_wait(part_of(source, place.number), CONSUMERS, decrement=False)
 
                 def load_part(j, step):
                     slot, columns = slot_of(step), pl.ds(place.column + j * DEEP, DEEP)
@@ -79,9 +75,10 @@ def matmul_scatter(
                     plgpu.barrier_arrive(barrier)  # for the copy of w, which there is none of
                     return step + 1
 
-                return lax.fori_loop(0, tiles.wide // DEEP, load_part, step)
+                count = tiles.wide // DEEP
+                return lax.fori_loop(0, count if empty is None else jnp.where(empty(place), 0, count), load_part, step)
 
-            return lax.fori_loop(0, parts(place), of_device, step)
+            return lax.fori_loop(0, awaited(place), of_device, step)
 
         def store(place: Place, row, column, smem):
             rows, columns = pl.ds(row, HALF), pl.ds(column, DEEP)
@@ -97,11 +94,11 @@ def matmul_scatter(
                 def _(there=there):
                     plgpu.copy_smem_to_gmem(smem, there.at[own, rows, columns])
 
-        def stored(phase):
+        def stored(phase, number):
             @pl.when((phase >= 0) & (phase != last))
             def _():
                 plgpu.wait_smem_to_gmem(0)
-                pl.semaphore_signal(received.at[own], 1, device_id={axis_name: owner(phase)})
+                pl.semaphore_signal(part_of(own, number), 1, device_id={axis_name: owner(phase)})
 
         @pl.when(thread < CONSUMERS)
         def _():
@@ -109,16 +106,15 @@ def matmul_scatter(
 
         @pl.when(thread == CONSUMERS)
         def _():
-            sender = None if x_ref is None else Sender(p, tiles, x_ref, gathered_ref[0], sent, scratch)
-            produce(p, tiles, semaphores.at[2 * devices], load, sender, None, empty, load_parts, scratch)
-            for number in range(last):
-                wait(owner(number))
+            sender = None if x_ref is None else Sender(p, tiles, x_ref, gathered_ref[0], semaphores, scratch)
+            produce(p, tiles, semaphores.at[COUNTER], load, sender, None, empty, load_parts, scratch)
 
+    segment = (8, 8) if x is None else segment_of(tiles, *x.shape)
     shapes = [(m, n), (devices, m, n), *([] if x is None else [(devices, *x.shape)])]
     inputs = [array for h, w in operands for array in (h.reshape(devices, m, h.shape[1]), w)]
     inputs += [] if rows is None else [jnp.reshape(rows, (1,))]
     inputs += [] if x is None else [x]
     out_types = [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
-    found = call("matmul_reduce_scatter", body, p, tiles, out_types)(*inputs)
+    found = call("matmul_reduce_scatter", body, p, tiles, segment, out_types)(*inputs)
     y, _, *gathered = (vary_as(jax.typeof(h), array) for array in found)
     return y, gathered[0].reshape(-1, gathered[0].shape[2]) if gathered else None

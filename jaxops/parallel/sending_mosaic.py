@@ -5,8 +5,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxops.parallel.mainloop_mosaic import Place, Problem
+from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem
 from jaxops.parallel.plan import SEGMENT, Tiles, senders
+
+
+def segment_of(tiles: Tiles, m: int, k: int) -> tuple[int, int]:
+    """Rows and columns that are sent at once."""
+    return min(tiles.sent, m), min(SEGMENT, k)
+
 
 FLUSHED = 8  # steps into the next tile: until then a tile's copies have mostly ended
 
@@ -22,11 +28,12 @@ class Sender:
 
     def __init__(self, p: Problem, tiles: Tiles, x_ref, gathered_ref, semaphores, scratch):
         self.p, self.x_ref, self.gathered_ref, self.semaphores = p, x_ref, gathered_ref, semaphores
-        self.smem, self.loaded, self.high = scratch["sent_smem"], scratch["loaded"], tiles.sent
+        self.smem, self.loaded = scratch["sent_smem"], scratch["loaded"]
         self.own = lax.axis_index(p.axis_name)
-        m, k = x_ref.shape
-        self.across = pl.cdiv(k, SEGMENT)
-        self.segments = pl.cdiv(m, tiles.sent) * self.across
+        self.m, self.k = x_ref.shape
+        self.high, self.wide = segment_of(tiles, *x_ref.shape)
+        self.across = pl.cdiv(self.k, self.wide)
+        self.segments = pl.cdiv(self.m, self.high) * self.across
         down, across = p.tiles(tiles)
         self.tiles = senders(down * across, tiles.programs, p.n)
         self.pace = max(1, p.steps * 6 // 10 // pl.cdiv(self.segments, self.tiles))
@@ -73,7 +80,7 @@ class Sender:
             self.wait(self.p.after(self.own, number))
 
     def wait(self, source) -> None:
-        pl.semaphore_wait(self.semaphores.at[source], self.tiles, decrement=False)
+        pl.semaphore_wait(self.semaphores.at[SENT + source], self.tiles, decrement=False)
 
     def _bound(self, number):
         return lax.div(number * self.segments, jnp.int32(self.tiles))
@@ -85,13 +92,17 @@ class Sender:
         @pl.when(waiting >= 0)
         def _():
             plgpu.wait_smem_to_gmem(0)
-            pl.semaphore_signal(self.semaphores.at[self.own], 1, device_id={self.p.axis_name: self._device(waiting)})
+            pl.semaphore_signal(
+                self.semaphores.at[SENT + self.own], 1, device_id={self.p.axis_name: self._device(waiting)}
+            )
 
         return jnp.int32(-1)
 
     def _window(self, segment):
+        """The last ones overlap with others: TMA clips no contiguous copy, so none may reach past the rows."""
         row, column = lax.div(segment, jnp.int32(self.across)), lax.rem(segment, jnp.int32(self.across))
-        return pl.ds(row * self.high, self.high), pl.ds(column * SEGMENT, SEGMENT)
+        row = jnp.minimum(row * self.high, self.m - self.high)
+        return pl.ds(row, self.high), pl.ds(jnp.minimum(column * self.wide, self.k - self.wide), self.wide)
 
     def _load(self, segment, sent) -> None:
         slot = lax.rem(sent, jnp.int32(2))

@@ -26,6 +26,8 @@ WORKERS = {
     "quantize": "fp8",
     "fp8_matmul": "fp8",
     "fp8_grouped_matmul": "fp8",
+    "all_gather_matmul": "collective",
+    "matmul_reduce_scatter": "collective",
 }
 _HELD_SECONDS = 0.1  # at most, per question
 
@@ -67,6 +69,11 @@ class TorchProcess:
     def times_us(self, iterations: int) -> list[float]:
         """Times of the case that was prepared last."""
         return self.ask(do="time", iterations=iterations)["us"]
+
+    def kill(self) -> None:
+        """Ends the process at once; a request that waits for it fails."""
+        if (process := self._process) is not None:
+            process.kill()
 
     def close(self) -> int | None:
         """Ends the process, if there is one, and returns its exit code."""

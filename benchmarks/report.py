@@ -27,6 +27,10 @@ PEERS = (
     "torch_grouped_mm",
     "torch_compile",
     "deepgemm",
+    "gemm",
+    "mosaic_example",
+    "torch_symmetric",
+    "torch_nccl",
 )
 _CASE = ("op", "pass", "name", "dtype", "dist", "recipe")
 _VARIANT = ("scaling", "layouts", "cast", "mesh", "options")  # entries that distinguish rows of some ops, if texts

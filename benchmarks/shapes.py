@@ -94,6 +94,20 @@ DENSE = {
 }
 
 
+# Of products across devices: M tokens of all of them, and N columns (of the first product) over all of them.
+COLLECTIVE = {
+    shape.name: shape
+    for shape in (
+        DenseShape(2048, 4096, 8192),
+        DenseShape(2048, 4096, 14336),
+        DenseShape(4096, 4096, 14336),
+        DenseShape(8192, 8192, 28672),
+        DenseShape(16384, 2880, 5760),
+        DenseShape(10006, 4096, 14336),
+    )
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class MatrixShape:
     """x[M, K], to be quantised."""

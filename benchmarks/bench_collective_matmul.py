@@ -322,7 +322,8 @@ def measure_lengths(run: Run, op: str, shape: DenseShape) -> None:
     for name, t in times.items():
         sides[name].facts |= facts | {"host_us": timed[name].host_us}
         row = harness.case_of(op, "fwd", padded, DTYPE, f"{name} bucket")
-        run.write_side(row, name, sides[name], t, {}, "tflops", run.flops(op, padded))
+        valid = dataclasses.replace(padded, M=sides[name].facts["rows"])
+        run.write_side(row, name, sides[name], t, {}, "tflops", run.flops(op, valid))
     parts = [f"{name} {t.us_p50:.1f} us" for name, t in times.items()]
     print(f"{label:52}{' | '.join(parts)} | {facts['compilations']} compilations", flush=True)
 

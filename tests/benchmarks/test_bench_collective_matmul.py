@@ -57,7 +57,7 @@ def test_smoke_run_writes_a_row_for_each_side_that_works(tmp_path):
         assert row["host_us"] > 0
         assert 0 < row["max_err"] < 0.1
         passes = 6 if row["op"] == MLP else 1
-        flops = passes * 2 * row["shape"]["M"] * SMOKE.K * SMOKE.N / 4
+        flops = passes * 2 * row.get("rows", row["shape"]["M"]) * SMOKE.K * SMOKE.N / 4
         assert row["tflops"] == pytest.approx(flops / row["us_p50"] / 1e6, rel=1e-3)
     own, gemm, torch = (
         next(row for row in rows if row["op"] == GATHER and row["backend"] == name)

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxops._lib.manual_axes import vary_as
 from jaxops.parallel.mainloop_mosaic import CONSUMERS, COUNTER, HALF, SENT, Place, Problem, call, consume, produce
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
-from jaxops.parallel.sending_mosaic import Sender, segment_of
+from jaxops.parallel.sending_mosaic import Sender, chunk_of
 
 
 def gather_matmul(
@@ -49,8 +49,9 @@ def gather_matmul(
             w_tile = w_ref.at[columns, rows] if transposed else w_ref.at[rows, columns]
             plgpu.copy_gmem_to_smem(w_tile, b_smem, barrier)
 
-        def store(place: Place, row, column, smem):
-            plgpu.copy_smem_to_gmem(smem, y_ref.at[source(place), pl.ds(row, HALF), pl.ds(column, DEEP)])
+        def store(place: Place, me, piece, smem, _):
+            rows, columns = pl.ds(place.row + me * HALF, HALF), pl.ds(place.column + piece * DEEP, DEEP)
+            plgpu.copy_smem_to_gmem(smem, y_ref.at[source(place), rows, columns])
 
         @pl.when(thread < CONSUMERS)
         def _():
@@ -63,7 +64,7 @@ def gather_matmul(
             produce(p, tiles, semaphores.at[COUNTER], load, sender, wait, empty, None, scratch)
 
     out_types = [jax.ShapeDtypeStruct((devices, m, columns), x.dtype) for columns in (n, depth)]
-    found = call("all_gather_matmul", body, p, tiles, segment_of(tiles, m, depth), out_types)(x, w, *_bound(rows))
+    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), out_types)(x, w, *_bound(rows))
     y, gathered = (vary_as(jax.typeof(x), array) for array in found)
     return y.reshape(devices * m, n), gathered.reshape(devices * m, depth)
 

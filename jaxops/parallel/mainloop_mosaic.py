@@ -63,19 +63,19 @@ def call(
     body: Callable[..., None],
     p: Problem,
     tiles: Tiles,
-    segment: tuple[int, int],
+    chunk: tuple[int, int],
     out_types: list[jax.ShapeDtypeStruct],
 ):
-    """The kernel of body(*refs, scratch), over all programs of a device. segment: as of `segment_of`."""
+    """The kernel of body(*refs, scratch), over all programs of a device. chunk: rows, columns that are sent at once."""
     dtype = out_types[0].dtype
     stages = tiles.stages
     scratch = {
-        "a_smem": _two_views((stages, HIGH, DEEP), dtype),
+        "a_smem": _views((stages, HIGH, DEEP), dtype),
         "b_smem": plgpu.SMEM(
             (stages, *((tiles.wide, DEEP) if p.transposed else (DEEP, tiles.wide))), dtype, transforms=_SWIZZLED
         ),
-        "out_smem": _two_views((CONSUMERS, tiles.outputs, HALF, DEEP), dtype),
-        "sent_smem": plgpu.SMEM((2, *segment), dtype),
+        "out_smem": _views((CONSUMERS, tiles.outputs, HALF, DEEP), dtype),
+        "sent_smem": plgpu.SMEM((2, *chunk), dtype),
         "tile_smem": plgpu.SMEM((AHEAD,), jnp.int32),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
@@ -103,14 +103,15 @@ def call(
 _SWIZZLED = plgpu.TilingTransform((8, DEEP)), plgpu.SwizzleTransform(2 * DEEP)
 
 
-def _two_views(shape: tuple[int, ...], dtype) -> Any:
-    """Shared memory as TMA copies it, and as wgmma and registers read and write it.
+def _views(shape: tuple[int, ...], dtype) -> Any:
+    """Shared memory as TMA copies it, as wgmma and registers read and write it, and as bytes in a row.
 
-    The bytes are the same, for 64 columns are one tile wide. But Mosaic's tiled copies take no arrays of a number of
-    rows that is no multiple of 8.
+    All are the same bytes: 64 columns are one tile wide. Mosaic's tiled copies take no arrays of a number of rows that
+    is no multiple of 8, and another device's memory must be written in a row: see `sending_mosaic`.
     """
     copied = plgpu.SMEM(shape, dtype, transforms=_SWIZZLED[1:])
-    return plgpu.RefUnion(copied, plgpu.SMEM(shape, dtype, transforms=_SWIZZLED))
+    written = plgpu.SMEM(shape, dtype, transforms=_SWIZZLED)
+    return plgpu.RefUnion(copied, written, plgpu.SMEM((*shape[:-2], shape[-2] // HALF, HALF * DEEP), dtype))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -233,7 +234,7 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
     """A multiplying warpgroup.
 
     Args:
-      store: (place, first row, first column, shared memory): starts the copy of 64 rows and columns of the result.
+      store: (place, warpgroup, piece, shared memory, the same in a row): starts the copy of 64 rows and columns.
       stored: (phase, number of a tile in it): called when the tile's copies had time to end; phase -1 before the
         first tile. None if nothing waits for them.
       empty: as of `produce`.
@@ -241,7 +242,7 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
     """
     plgpu.set_max_registers(232, action="increase")
     full, free = scratch["full"], scratch["free"]
-    (_, a_smem), b_smem = scratch["a_smem"], scratch["b_smem"]
+    (_, a_smem, _), b_smem = scratch["a_smem"], scratch["b_smem"]
     me = lax.axis_index("warpgroup")
     mine = pl.ds(me * HALF, HALF)
     slot_of = lambda step: lax.rem(step, jnp.int32(tiles.stages))
@@ -293,11 +294,11 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
 
             pieces = lax.fori_loop(0, others, add, pieces)
         for j, piece in enumerate(pieces):
-            copied, written = (view.at[me, j % tiles.outputs] for view in scratch["out_smem"])
+            copied, written, row = (view.at[me, j % tiles.outputs] for view in scratch["out_smem"])
             plgpu.wait_smem_to_gmem(tiles.outputs - 1, wait_read_only=True)
             written[...] = piece.astype(written.dtype)
             plgpu.commit_smem()
-            store(place, place.row + me * HALF, place.column + j * DEEP, copied)
+            store(place, me, j, copied, row)
         return first + steps + others * pieces_of_tile, place.phase, place.number
 
     _, *last = _each_tile(p, tiles, of_tile, (jnp.int32(0), jnp.int32(-1), jnp.int32(0)), scratch)

@@ -11,7 +11,7 @@ from jaxops._lib.recorded import note
 
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply
-SEGMENT = 256  # columns of rows that are sent at once: the most that TMA takes in a dimension
+CHUNK = 4096  # elements that are sent at once
 BACKENDS = "mosaic", "xla"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
 
@@ -24,7 +24,6 @@ class Tiles:
       wide: columns of a tile: 64, 128, 192 or 256.
       stages: steps in shared memory.
       outputs: parts of a result's tile in shared memory, of 64 columns for each multiplying warpgroup.
-      sent: rows of a segment that is sent at once.
       group: tiles of the minor dimension that are taken together.
       columns_first: whether the minor dimension is the columns.
       programs: of a device.
@@ -33,7 +32,6 @@ class Tiles:
     wide: int = 256
     stages: int = 4
     outputs: int = 1
-    sent: int = 16
     group: int = 8
     columns_first: bool = False
     programs: int = 132
@@ -75,7 +73,7 @@ class Problem:
     dtype: str
     transposed: bool = False
     exact: bool = True
-    sent: int = 8
+    sent: int = 64
     processes: int = 1
 
 
@@ -109,6 +107,8 @@ def _refused(problem: Problem, device: Device) -> str:
         return "a size is 0"
     if any(size % 8 for size in (problem.n, problem.sent, *problem.depths)):
         return f"TMA needs sizes that are multiples of 8, and these are {problem.n}, {problem.sent}, {problem.depths}"
+    if problem.sent < 64 and problem.m < 8:
+        return f"[{problem.m}, {problem.sent}] are too few numbers to send"
     if not problem.transposed and problem.n % DEEP:
         return f"the kernel's tiles of w need a multiple of {DEEP} columns, and w has {problem.n}"
     return ""

@@ -69,7 +69,7 @@ def scatter_products(
     """
     (h, w), devices = pairs[0], lax.axis_size(spec.axis_name)
     depths = tuple(h.shape[1] for h, _ in pairs)
-    sent = 8 if x is None else x.shape[1]
+    sent = 64 if x is None else x.shape[1]
     plan = _plan(spec, h.shape[0] // devices, w.shape[0 if transposed else 1], depths, transposed, sent)
     if plan.backend == "xla":
         products = [dot(spec, h, w, (1, 1 if transposed else 0)) for h, w in pairs]

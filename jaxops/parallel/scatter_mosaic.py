@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxops._lib.manual_axes import vary_as
 from jaxops.parallel.mainloop_mosaic import CONSUMERS, COUNTER, HALF, PARTS, Place, Problem, call, consume, produce
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
-from jaxops.parallel.sending_mosaic import Sender, segment_of
+from jaxops.parallel.sending_mosaic import IN_A_ROW, Sender, chunk_of
 
 
 def matmul_scatter(
@@ -35,6 +35,7 @@ def matmul_scatter(
     m, n, last = h.shape[0] // devices, w.shape[0 if transposed else 1], devices - 1
     p = Problem(axis_name, devices, m, n, tuple(h.shape[1] for h, _ in operands), transposed)
     down, across = p.tiles(tiles)
+    pieces = tiles.wide // DEEP
 
     def body(*refs_and_scratch):
         *refs, scratch = refs_and_scratch
@@ -68,31 +69,30 @@ def matmul_scatter(
                 source = owner(number)
                 pl.semaphore_wait(part_of(source, place.number), CONSUMERS, decrement=False)
 
-                def load_part(j, step):
-                    slot, columns = slot_of(step), pl.ds(place.column + j * DEEP, DEEP)
-                    part, barrier = parts_ref.at[source, pl.ds(place.row, HIGH), columns], scratch["full"].at[slot]
-                    plgpu.copy_gmem_to_smem(part, scratch["a_smem"][0].at[slot], barrier)
+                def load_part(piece, step):
+                    slot = slot_of(step)
+                    barrier = scratch["full"].at[slot]
+                    plgpu.copy_gmem_to_smem(
+                        parts_ref.at[source, place.number, piece], scratch["a_smem"][2].at[slot], barrier, **IN_A_ROW
+                    )
                     plgpu.barrier_arrive(barrier)  # for the copy of w, which there is none of
                     return step + 1
 
-                count = tiles.wide // DEEP
-                return lax.fori_loop(0, count if empty is None else jnp.where(empty(place), 0, count), load_part, step)
+                count = pieces if empty is None else jnp.where(empty(place), 0, pieces)
+                return lax.fori_loop(0, count, load_part, step)
 
             return lax.fori_loop(0, awaited(place), of_device, step)
 
-        def store(place: Place, row, column, smem):
-            rows, columns = pl.ds(row, HALF), pl.ds(column, DEEP)
-
+        def store(place: Place, me, piece, smem, in_a_row):
             @pl.when(place.phase == last)
             def _():
+                rows, columns = pl.ds(place.row + me * HALF, HALF), pl.ds(place.column + piece * DEEP, DEEP)
                 plgpu.copy_smem_to_gmem(smem, y_ref.at[rows, columns])
 
-            for phase in range(last):  # a peer's TMA descriptors are made on the host, which knows no phase
-                there = plgpu.remote_ref(parts_ref, {axis_name: owner(jnp.int32(phase))})
-
-                @pl.when(place.phase == phase)
-                def _(there=there):
-                    plgpu.copy_smem_to_gmem(smem, there.at[own, rows, columns])
+            @pl.when(place.phase != last)
+            def _():
+                there = plgpu.remote_ref(parts_ref, {axis_name: owner(place.phase)})
+                plgpu.copy_smem_to_gmem(in_a_row, there.at[own, place.number, piece, pl.ds(me, 1)])
 
         def stored(phase, number):
             @pl.when((phase >= 0) & (phase != last))
@@ -109,12 +109,12 @@ def matmul_scatter(
             sender = None if x_ref is None else Sender(p, tiles, x_ref, gathered_ref[0], semaphores, scratch)
             produce(p, tiles, semaphores.at[COUNTER], load, sender, None, empty, load_parts, scratch)
 
-    segment = (8, 8) if x is None else segment_of(tiles, *x.shape)
-    shapes = [(m, n), (devices, m, n), *([] if x is None else [(devices, *x.shape)])]
+    parts_shape = (devices, down * across, pieces, CONSUMERS, HALF * DEEP)
+    shapes = [(m, n), parts_shape, *([] if x is None else [(devices, *x.shape)])]
     inputs = [array for h, w in operands for array in (h.reshape(devices, m, h.shape[1]), w)]
     inputs += [] if rows is None else [jnp.reshape(rows, (1,))]
     inputs += [] if x is None else [x]
     out_types = [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
-    found = call("matmul_reduce_scatter", body, p, tiles, segment, out_types)(*inputs)
+    found = call("matmul_reduce_scatter", body, p, tiles, (1, 8) if x is None else chunk_of(x), out_types)(*inputs)
     y, _, *gathered = (vary_as(jax.typeof(h), array) for array in found)
     return y, gathered[0].reshape(-1, gathered[0].shape[2]) if gathered else None

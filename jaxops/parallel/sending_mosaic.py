@@ -1,4 +1,11 @@
-"""Sends a device's rows to all other devices, beside a product's tiles."""
+"""Sends a device's rows to all other devices, beside a product's tiles.
+
+Another device's memory is only written by copies of bytes in a row. They find its address on the device, in a table
+that XLA fills before each call. For other copies Mosaic makes a TMA descriptor on the host, when the kernel is
+launched. A CUDA graph keeps it when the other device's buffer has moved: JAX 0.11.2, seen on two H200s.
+"""
+
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,37 +13,43 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem
-from jaxops.parallel.plan import SEGMENT, Tiles, senders
-
-
-def segment_of(tiles: Tiles, m: int, k: int) -> tuple[int, int]:
-    """Rows and columns that are sent at once."""
-    return min(tiles.sent, m), min(SEGMENT, k)
-
+from jaxops.parallel.plan import CHUNK, Tiles, senders
 
 FLUSHED = 8  # steps into the next tile: until then a tile's copies have mostly ended
 
 
+# In bounds: without this a copy from global memory is no copy of bytes in a row.
+IN_A_ROW = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+
+
+def chunk_of(x) -> tuple[int, int]:
+    """Rows and columns that are sent at once: whole rows, or a part of one; multiples of 128 bytes."""
+    m, k = x.shape
+    together = 64 // math.gcd(k, 64)
+    rows = min(m, CHUNK // k) // together * together
+    return (rows, k) if rows else (1, min(k, CHUNK) // 64 * 64)
+
+
 class Sender:
-    """Copies x's rows into `gathered_ref[own]` of every device, in segments, by the producer of each program.
+    """Copies x's rows into `gathered_ref[own]` of every device, in chunks, by the producer of each program.
 
     In phase p the first tiles each send a share of the rows to the device that comes p + 1 before this one, which
     reads them in its phase p + 1. They are not all tiles, so that the last rows arrive before that phase begins.
-    State: the phase of a tile whose copies have not been signalled, or -1; its next segment and the end of its
-    segments; how many this program has sent.
+    State: the phase of a tile whose copies have not been signalled, or -1; its next chunk and the end of its chunks;
+    how many this program has sent.
     """
 
     def __init__(self, p: Problem, tiles: Tiles, x_ref, gathered_ref, semaphores, scratch):
-        self.p, self.x_ref, self.gathered_ref, self.semaphores = p, x_ref, gathered_ref, semaphores
+        self.p, self.semaphores = p, semaphores
+        self.x_ref, self.gathered_ref = x_ref, gathered_ref
+        (self.m, self.k), (self.high, self.wide) = x_ref.shape, chunk_of(x_ref)
+        self.across = pl.cdiv(self.k, self.wide)
         self.smem, self.loaded = scratch["sent_smem"], scratch["loaded"]
         self.own = lax.axis_index(p.axis_name)
-        self.m, self.k = x_ref.shape
-        self.high, self.wide = segment_of(tiles, *x_ref.shape)
-        self.across = pl.cdiv(self.k, self.wide)
-        self.segments = pl.cdiv(self.m, self.high) * self.across
+        self.chunks = pl.cdiv(self.m, self.high) * self.across
         down, across = p.tiles(tiles)
         self.tiles = senders(down * across, tiles.programs, p.n)
-        self.pace = max(1, p.steps * 6 // 10 // pl.cdiv(self.segments, self.tiles))
+        self.pace = max(1, p.steps * 6 // 10 // pl.cdiv(self.chunks, self.tiles))
 
     def start(self):
         return jnp.int32(-1), jnp.int32(0), jnp.int32(0), jnp.int32(0)
@@ -58,16 +71,16 @@ class Sender:
 
     def advance(self, k, state):
         """After the tile's step k."""
-        waiting, segment, end, sent, phase = state
+        waiting, chunk, end, sent, phase = state
         waiting = lax.cond(k == min(FLUSHED, self.p.steps - 1), self._flush, lambda waiting: waiting, waiting)
-        send = (segment < end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
-        segment, sent = lax.cond(send, self._send, lambda segment, sent, *_: (segment, sent), segment, sent, end, phase)
-        return waiting, segment, end, sent, phase
+        send = (chunk < end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
+        chunk, sent = lax.cond(send, self._send, lambda chunk, sent, *_: (chunk, sent), chunk, sent, end, phase)
+        return waiting, chunk, end, sent, phase
 
     def end(self, state):
-        waiting, segment, end, sent, phase = state
+        waiting, chunk, end, sent, phase = state
         _, sent = lax.fori_loop(
-            segment, jnp.maximum(segment, end), lambda _, carry: self._send(*carry, end, phase), (segment, sent)
+            chunk, jnp.maximum(chunk, end), lambda _, carry: self._send(*carry, end, phase), (chunk, sent)
         )
         # Still waiting only if the tile was empty.
         waiting = lax.cond(phase >= 0, self._flush, lambda waiting: waiting, waiting)
@@ -83,7 +96,7 @@ class Sender:
         pl.semaphore_wait(self.semaphores.at[SENT + source], self.tiles, decrement=False)
 
     def _bound(self, number):
-        return lax.div(number * self.segments, jnp.int32(self.tiles))
+        return lax.div(number * self.chunks, jnp.int32(self.tiles))
 
     def _device(self, phase):
         return self.p.after(self.own, self.p.devices - 1 - phase)
@@ -98,32 +111,28 @@ class Sender:
 
         return jnp.int32(-1)
 
-    def _window(self, segment):
-        """The last ones overlap with others: TMA clips no contiguous copy, so none may reach past the rows."""
-        row, column = lax.div(segment, jnp.int32(self.across)), lax.rem(segment, jnp.int32(self.across))
+    def _window(self, number):
+        """The last ones overlap with those before."""
+        row, column = lax.div(number, jnp.int32(self.across)), lax.rem(number, jnp.int32(self.across))
         row = jnp.minimum(row * self.high, self.m - self.high)
         return pl.ds(row, self.high), pl.ds(jnp.minimum(column * self.wide, self.k - self.wide), self.wide)
 
-    def _load(self, segment, sent) -> None:
+    def _load(self, number, sent) -> None:
         slot = lax.rem(sent, jnp.int32(2))
-        plgpu.copy_gmem_to_smem(self.x_ref.at[self._window(segment)], self.smem.at[slot], self.loaded.at[slot])
+        x = self.x_ref.at[self._window(number)]
+        plgpu.copy_gmem_to_smem(x, self.smem.at[slot], self.loaded.at[slot], **IN_A_ROW)
 
-    def _send(self, segment, sent, end, phase):
+    def _send(self, chunk, sent, end, phase):
         slot = lax.rem(sent, jnp.int32(2))
 
-        @pl.when(segment + 1 < end)
+        @pl.when(chunk + 1 < end)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._load(segment + 1, sent + 1)
+            self._load(chunk + 1, sent + 1)
 
         plgpu.barrier_wait(self.loaded.at[slot])
-        here = (self.own, *self._window(segment))
-
-        def copy(gathered_ref) -> None:
-            plgpu.copy_smem_to_gmem(self.smem.at[slot], gathered_ref.at[here])
-
-        for number in range(self.p.devices - 1):  # a peer's TMA descriptors are made on the host, which knows no phase
-            there = plgpu.remote_ref(self.gathered_ref, {self.p.axis_name: self._device(jnp.int32(number))})
-            pl.when(phase == number)(lambda there=there: copy(there))
-        pl.when(phase == 0)(lambda: copy(self.gathered_ref))
-        return segment + 1, sent + 1
+        here = self.own, *self._window(chunk)
+        there = plgpu.remote_ref(self.gathered_ref, {self.p.axis_name: self._device(phase)})
+        plgpu.copy_smem_to_gmem(self.smem.at[slot], there.at[here])
+        pl.when(phase == 0)(lambda: plgpu.copy_smem_to_gmem(self.smem.at[slot], self.gathered_ref.at[here]))
+        return chunk + 1, sent + 1

@@ -32,7 +32,7 @@ class _ParallelLinear(LinearParameters):
         rngs: nnx.Rngs,
     ):
         check_sizes(in_features=in_features, out_features=out_features)
-        check_backend(backend)
+        check_backend(backend, "mosaic")
         super().__init__(
             in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype,
             kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,

@@ -49,20 +49,23 @@ def all_gather_matmul(
       w: [K, n] this device's columns, or a tuple of such arrays: x is gathered once and the result is a tuple. dtype of
         x unless compute_dtype is given.
       axis_name: the mesh axis. Device d has rows d * m to (d + 1) * m - 1 of all.
-      bias: [n], added in float32; for a tuple w a tuple, with None where there is no bias.
+      bias: [n], added in float32, to the kernel's product after it is rounded; for a tuple w a tuple, with None where
+        there is no bias.
       rows: int32 scalar on the device: how many of all devices' rows are valid, from the first one. The values of the
         others are not read, and the results are zero there. Pad to a `jaxops.bucket_length`: new values never
         recompile.
       compute_dtype: dtype to which x and w are cast inside, and of the result. The gradient of a float32 w is float32
         and never rounded to compute_dtype.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
-      backend: "auto" or "xla": `jax.lax.all_gather`, then the product.
+      backend: "mosaic" gathers and multiplies in one kernel; "xla" is `jax.lax.all_gather`, then the product. "auto"
+        takes the kernel where it can run (docs/parallel.md).
 
     Returns:
       [devices * m, n] in compute_dtype; a tuple for a tuple w.
 
     Raises:
       ValueError: shapes that do not fit, an axis that does not exist here, an unknown backend.
+      NotImplementedError: backend="mosaic" where the kernel cannot run.
       TypeError: dtypes that differ without compute_dtype or are not floats, rows that are not an integer.
 
     Residuals: "all_gather_matmul.x" where x was cast, "all_gather_matmul.out" (docs/residual_names.md).
@@ -118,13 +121,14 @@ def matmul_reduce_scatter(
       bias: [K], added once, in float32, after the sum.
       rows: as in `all_gather_matmul`: how many of the M rows are valid.
       compute_dtype, precision: as in `all_gather_matmul`; each device's part of the sum is rounded to compute_dtype.
-      backend: "auto" or "xla": the product, then `jax.lax.psum_scatter`.
+      backend: as in `all_gather_matmul`; "xla" is the product, then `jax.lax.psum_scatter`.
 
     Returns:
       [M / devices, K] in compute_dtype.
 
     Raises:
-      ValueError, TypeError: as `all_gather_matmul`; ValueError: M that is no multiple of the devices.
+      ValueError, TypeError, NotImplementedError: as `all_gather_matmul`; ValueError: M that is no multiple of the
+        devices.
 
     Residuals: "matmul_reduce_scatter.h" where h was cast, "matmul_reduce_scatter.out" (docs/residual_names.md).
 
@@ -218,6 +222,7 @@ def _gather_bwd(spec: Spec, operands, dys: Weights):
     dys = tuple(_mask(rows, dy) for dy in dys)
     pairs = tuple(zip(dys, weights, strict=True))
     dx, gathered = scatter_products(spec, pairs, _mask_own(spec, rows, x), rows, transposed=True)
+    assert gathered is not None  # x was passed
     dws = tuple(dot(spec, gathered, dy, (0, 0)).astype(dtype) for dy, dtype in zip(dys, spec.w_dtypes, strict=True))
     return dx, dws, tuple(map(_bias_gradient, biases, dys)), None
 

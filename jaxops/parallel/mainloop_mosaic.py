@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, Tiles
 
+plgpu: Any = mosaic_gpu  # the signatures of JAX 0.10, which pyright may read, differ
 HALF = HIGH // CONSUMERS
 # Semaphores: the tiles' counter, one of each sending device, and, apart from these, one of each part of a tile.
 COUNTER, SENT, PARTS = 0, 32, 64

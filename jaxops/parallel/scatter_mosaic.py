@@ -4,10 +4,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxops._lib.manual_axes import vary_as
-from jaxops.parallel.mainloop_mosaic import CONSUMERS, COUNTER, HALF, PARTS, Place, Problem, call, consume, produce
+from jaxops.parallel.mainloop_mosaic import (
+    CONSUMERS,
+    COUNTER,
+    HALF,
+    PARTS,
+    Place,
+    Problem,
+    call,
+    consume,
+    plgpu,
+    produce,
+)
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
 from jaxops.parallel.sending_mosaic import IN_A_ROW, Sender, chunk_of
 

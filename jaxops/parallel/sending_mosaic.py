@@ -10,9 +10,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem
+from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem, plgpu
 from jaxops.parallel.plan import CHUNK, Tiles, senders
 
 FLUSHED = 8  # steps into the next tile: until then a tile's copies have mostly ended
@@ -60,7 +59,7 @@ class Sender:
         sends = (place.phase < self.p.devices - 1) & (place.number < self.tiles)
         first, end = (self._bound(place.number + i) for i in range(2))
         first, end = jnp.where(sends, first, 0), jnp.where(sends, end, 0)
-        waiting = lax.cond(place.phase > 0, self._flush, lambda waiting: waiting, waiting)
+        waiting = self._flush(place.phase > 0, waiting)
 
         @pl.when(first < end)
         def _():
@@ -72,23 +71,23 @@ class Sender:
     def advance(self, k, state):
         """After the tile's step k."""
         waiting, chunk, end, sent, phase = state
-        waiting = lax.cond(k == min(FLUSHED, self.p.steps - 1), self._flush, lambda waiting: waiting, waiting)
+        waiting = self._flush(k == min(FLUSHED, self.p.steps - 1), waiting)
         send = (chunk < end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
-        chunk, sent = lax.cond(send, self._send, lambda chunk, sent, *_: (chunk, sent), chunk, sent, end, phase)
+        one = lambda chunk, sent: self._send(chunk, sent, end, phase)
+        chunk, sent = lax.cond(send, one, lambda chunk, sent: (chunk, sent), chunk, sent)
         return waiting, chunk, end, sent, phase
 
     def end(self, state):
         waiting, chunk, end, sent, phase = state
-        _, sent = lax.fori_loop(
-            chunk, jnp.maximum(chunk, end), lambda _, carry: self._send(*carry, end, phase), (chunk, sent)
-        )
+        one = lambda _, at: self._send(at[0], at[1], end, phase)
+        _, sent = lax.fori_loop(chunk, jnp.maximum(chunk, end), one, (chunk, sent))
         # Still waiting only if the tile was empty.
-        waiting = lax.cond(phase >= 0, self._flush, lambda waiting: waiting, waiting)
+        waiting = self._flush(phase >= 0, waiting)
         return jnp.where(phase >= 0, phase, waiting), jnp.int32(0), jnp.int32(0), sent
 
     def finish(self, state) -> None:
         """Ends when all other devices' rows are here."""
-        self._flush(state[0])
+        self._flush(True, state[0])
         for number in range(1, self.p.devices):
             self.wait(self.p.after(self.own, number))
 
@@ -101,15 +100,17 @@ class Sender:
     def _device(self, phase):
         return self.p.after(self.own, self.p.devices - 1 - phase)
 
-    def _flush(self, waiting):
-        @pl.when(waiting >= 0)
+    def _flush(self, condition, waiting):
+        """If so, waits for the copies of the tile that has not been signalled, and signals it."""
+
+        @pl.when(condition & (waiting >= 0))
         def _():
             plgpu.wait_smem_to_gmem(0)
             pl.semaphore_signal(
                 self.semaphores.at[SENT + self.own], 1, device_id={self.p.axis_name: self._device(waiting)}
             )
 
-        return jnp.int32(-1)
+        return jnp.where(condition, -1, waiting)
 
     def _window(self, number):
         """The last ones overlap with those before."""

@@ -1,0 +1,85 @@
+"""What takes the kernel, what XLA, and why; and that the kernel lowers for a Hopper GPU."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import pytest
+
+from jaxops._lib.device import Device
+from jaxops.parallel import products
+from jaxops.parallel.plan import OLDEST, Problem, make_plan
+from tests.parallel.cases import AXIS, PRODUCTS, mesh_of, over
+
+H200 = Device("NVIDIA H200", "gpu")
+PROBLEM = Problem(devices=2, m=2048, n=7168, depths=(4096,), dtype="bfloat16", sent=4096)
+
+
+@pytest.fixture
+def new_enough():
+    with mock.patch.object(jax, "__version_info__", OLDEST):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"dtype": "float16", "m": 5003, "depths": (8, 72), "n": 64}, ""),
+        ({"transposed": True, "n": 8}, ""),
+        ({"devices": 1}, "one device"),
+        ({"processes": 2}, "one process"),
+        ({"dtype": "float32"}, "bfloat16 and float16"),
+        ({"exact": False}, "bfloat16 and float16"),
+        ({"m": 0}, "a size is 0"),
+        ({"depths": (4096, 0)}, "a size is 0"),
+        ({"depths": (4100,)}, "multiples of 8"),
+        ({"n": 7160}, "a multiple of 64 columns"),
+        ({"sent": 4100}, "multiples of 8"),
+        ({"m": 7, "sent": 56}, "too few"),
+    ],
+)
+def test_what_the_kernel_takes(changes, why, new_enough):
+    problem = dataclasses.replace(PROBLEM, **changes)
+    plan = make_plan(problem, H200)
+    assert plan.backend == ("xla" if why else "mosaic")
+    assert why in plan.why
+    assert (plan.tiles is None) == bool(why)
+    assert make_plan(problem, H200, backend="xla").backend == "xla"
+    if why:
+        with pytest.raises(NotImplementedError, match=r"backend='mosaic': .*Write backend='auto' or 'xla'"):
+            make_plan(problem, H200, backend="mosaic")
+
+
+def test_where_the_kernel_runs(new_enough):
+    for kind, platform in (("NVIDIA A100", "gpu"), ("NVIDIA B200", "gpu"), ("cpu", "cpu")):
+        assert "needs a Hopper GPU" in make_plan(PROBLEM, Device(kind, platform)).why
+    with mock.patch.object(jax, "__version_info__", (0, 10, 2)):
+        assert "needs JAX 0.11.2" in make_plan(PROBLEM, H200).why
+
+
+def test_tiles(new_enough):
+    """256 columns unless 192 fill the waves better."""
+    wide = lambda **changes: make_plan(dataclasses.replace(PROBLEM, **changes), H200).tiles.wide
+    assert (wide(), wide(m=1024), wide(m=8192, n=2880, depths=(2880,))) == (256, 192, 192)
+
+
+@pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernels need a newer JAX")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_lowering(name):
+    """Forward and gradients are one kernel each, and no collective of XLA."""
+    f = over(mesh_of(4), name, bias=True, rows=True, backend="mosaic")
+
+    def step(x, w, bias, rows):
+        y, vjp = jax.vjp(lambda *operands: f(*operands, rows), x, w, bias)
+        return y, *vjp(y)
+
+    gathers = name == "all_gather_matmul"
+    shapes = ((400, 128), (128, 256), (256,)) if gathers else ((400, 512), (512, 192), (192,))
+    arguments = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    with mock.patch.object(products, "current_device", return_value=H200):
+        traced = jax.jit(step).trace(*arguments, jax.ShapeDtypeStruct((), "int32"))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
+    assert not [op for op in ("stablehlo.all_gather", "stablehlo.reduce_scatter") if op in text]
+    assert AXIS in text

@@ -34,6 +34,7 @@ from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
 from jaxops.tuning import current_device
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
+from tests.parallel.sanitized import collective_products
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
 OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
@@ -411,6 +412,7 @@ if __name__ == "__main__":
             fp8_products,
             fp8_weights_alone,
             packed_attention,
+            collective_products,
         )
     }
     for name in sys.argv[1:] or checks:

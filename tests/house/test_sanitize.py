@@ -12,3 +12,5 @@ def test_every_op_with_kernels():
     ops = {file.parent.name for file in kernels}
     assert len(ops) > 8
     assert not [op for op in ops if not re.search(rf"jaxops\.{op}\(", source)]
+    assert list(ROOT.glob("jaxops/parallel/*_mosaic.py"))
+    assert "collective_products" in source

@@ -74,7 +74,7 @@ def gather_matmul(
             produce(p, tiles, semaphores.at[COUNTER], load, sender, wait, empty, None, scratch)
 
     out_types = [jax.ShapeDtypeStruct((devices, m, columns), x.dtype) for columns in (n, depth)]
-    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), out_types)(x, w, *_bound(rows))
+    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), [x, w, *_bound(rows)], out_types)
     y, gathered = (vary_as(jax.typeof(x), array) for array in found)
     return y.reshape(devices * m, n), gathered.reshape(devices * m, depth)
 

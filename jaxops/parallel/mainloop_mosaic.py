@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from jaxops._lib.costs import Cost
 from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, Tiles
 
 plgpu: Any = mosaic_gpu  # the signatures of JAX 0.10, which pyright may read, differ
@@ -65,9 +66,10 @@ def call(
     p: Problem,
     tiles: Tiles,
     chunk: tuple[int, int],
+    operands: list[jax.Array],
     out_types: list[jax.ShapeDtypeStruct],
-):
-    """The kernel of body(*refs, scratch), over all programs of a device. chunk: rows, columns that are sent at once."""
+) -> list[jax.Array]:
+    """The results of body(*refs, scratch), over all programs of a device. chunk: rows and columns sent at once."""
     dtype = out_types[0].dtype
     stages = tiles.stages
     scratch = {
@@ -86,10 +88,11 @@ def call(
     }
 
     def kernel(*refs, **scratch):
-        body(*refs, scratch)
+        with Cost.detached():
+            body(*refs, scratch)
 
     kernel.__name__ = name
-    return plgpu.kernel(
+    launch = plgpu.kernel(
         kernel,
         out_type=out_types,
         scratch_types=scratch,
@@ -99,6 +102,9 @@ def call(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
+    flops = 2 * p.devices * p.m * p.n * sum(p.depths)
+    with Cost.of(flops, operands, out_types, None).attached():
+        return launch(*operands)
 
 
 _SWIZZLED = plgpu.TilingTransform((8, DEEP)), plgpu.SwizzleTransform(2 * DEEP)

@@ -125,6 +125,6 @@ def matmul_scatter(
     inputs += [] if rows is None else [jnp.reshape(rows, (1,))]
     inputs += [] if x is None else [x]
     out_types = [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
-    found = call("matmul_reduce_scatter", body, p, tiles, (1, 8) if x is None else chunk_of(x), out_types)(*inputs)
+    found = call("matmul_reduce_scatter", body, p, tiles, (1, 8) if x is None else chunk_of(x), inputs, out_types)
     y, _, *gathered = (vary_as(jax.typeof(h), array) for array in found)
     return y, gathered[0].reshape(-1, gathered[0].shape[2]) if gathered else None

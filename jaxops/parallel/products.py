@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxops._lib.device import current_device
 from jaxops._lib.differentiable import differentiable_as
+from jaxops.parallel.device_order import if_devices_ascend
 from jaxops.parallel.plan import Plan, Problem, make_plan
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
@@ -87,8 +88,12 @@ def _plan(spec: Spec, m: int, n: int, depths: tuple[int, ...], transposed: bool,
     return make_plan(problem, current_device(), backend=spec.backend)
 
 
-def _example_by_example(call: Any, *operands: Any) -> Any:
-    """call(*operands), which vmap runs in a loop: a batch of kernels would share its counters."""
+def _launch(spec: Spec, kernel: Any, plain: Any, *operands: Any) -> Any:
+    """kernel(*operands), which vmap runs in a loop: a batch of kernels would share its counters.
+
+    With backend="auto", plain(*operands) on meshes that kernels cannot run on.
+    """
+    call = kernel if spec.backend == "mosaic" else functools.partial(if_devices_ascend, kernel, plain)
     return jax.custom_batching.sequential_vmap(call)(*operands)
 
 
@@ -96,8 +101,8 @@ def _gather_in_kernel(spec: Spec, plan: Plan, transposed: bool, x: jax.Array, w:
     from jaxops.parallel.gather_mosaic import gather_matmul
 
     assert plan.tiles is not None  # make_plan fills it
-    call = functools.partial(gather_matmul, axis_name=spec.axis_name, tiles=plan.tiles, transposed=transposed)
-    return _example_by_example(call, x, w, rows)
+    kernel = functools.partial(gather_matmul, axis_name=spec.axis_name, tiles=plan.tiles, transposed=transposed)
+    return _launch(spec, kernel, functools.partial(_gather_plain, spec, plan, transposed), x, w, rows)
 
 
 def _gather_plain(spec: Spec, plan: Plan, transposed: bool, x: jax.Array, w: jax.Array, rows: jax.Array | None):
@@ -109,8 +114,8 @@ def _scatter_in_kernel(spec: Spec, plan: Plan, transposed: bool, pairs: Pairs, x
     from jaxops.parallel.scatter_mosaic import matmul_scatter
 
     assert plan.tiles is not None  # make_plan fills it
-    call = functools.partial(matmul_scatter, axis_name=spec.axis_name, tiles=plan.tiles, transposed=transposed)
-    return _example_by_example(call, pairs, x, rows)
+    kernel = functools.partial(matmul_scatter, axis_name=spec.axis_name, tiles=plan.tiles, transposed=transposed)
+    return _launch(spec, kernel, functools.partial(_scatter_plain, spec, plan, transposed), pairs, x, rows)
 
 
 def _scatter_plain(spec: Spec, plan: Plan, transposed: bool, pairs: Pairs, x: Any, rows: jax.Array | None):

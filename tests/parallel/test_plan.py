@@ -64,23 +64,43 @@ def test_tiles(new_enough):
     assert (wide(), wide(m=1024), wide(m=8192, n=2880, depths=(2880,))) == (256, 192, 192)
 
 
-@pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernels need a newer JAX")
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_lowering(name):
-    """Forward and gradients are one kernel each, which states its cost, and no collective of XLA."""
-    f = over(mesh_of(4), name, bias=True, rows=True, backend="mosaic")
+def lowered(name: str, order: int, backend: str) -> str:
+    """Forward and gradients on four devices, for an H200."""
+    f = over(mesh_of(4, order=order), name, bias=True, rows=True, backend=backend)
 
     def step(x, w, bias, rows):
         y, vjp = jax.vjp(lambda *operands: f(*operands, rows), x, w, bias)
         return y, *vjp(y)
 
-    gathers = name == "all_gather_matmul"
-    shapes = ((400, 128), (128, 256), (256,)) if gathers else ((400, 512), (512, 192), (192,))
+    shapes = ((400, 128), (128, 256), (256,)) if name == "all_gather_matmul" else ((400, 512), (512, 192), (192,))
     arguments = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
     with mock.patch.object(products, "current_device", return_value=H200):
         traced = jax.jit(step).trace(*arguments, jax.ShapeDtypeStruct((), "int32"))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+COLLECTIVES = ("stablehlo.all_gather", "stablehlo.reduce_scatter")
+newer = pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernels need a newer JAX")
+
+
+@newer
+@pytest.mark.parametrize("backend", ["auto", "mosaic"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_lowering(name, backend):
+    """Forward and gradients are one kernel each, which states its cost, and no collective of XLA."""
+    text = lowered(name, 1, backend)
     kernels = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-    flops = 2 * 400 * 128 * (64 if gathers else 192)
+    flops = 2 * 400 * 128 * (64 if name == "all_gather_matmul" else 192)
     assert [f'jaxops_flops = "{flops}"' in line for line in kernels] == [True, True]
-    assert not [op for op in ("stablehlo.all_gather", "stablehlo.reduce_scatter") if op in text]
+    assert not [op for op in COLLECTIVES if op in text]
+
+
+@newer
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_devices_that_do_not_ascend(name):
+    """Mosaic's kernels know no such meshes."""
+    text = lowered(name, -1, "auto")
+    assert "@mosaic_gpu_v2" not in text
+    assert [op for op in COLLECTIVES if op in text]
+    with pytest.raises(NotImplementedError, match="row-major device ids"):
+        lowered(name, -1, "mosaic")

@@ -20,12 +20,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from jaxops._lib.costs import Cost
-from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, Tiles
+from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, MOST, Tiles
 
 plgpu: Any = mosaic_gpu  # the signatures of JAX 0.10, which pyright may read, differ
 HALF = HIGH // CONSUMERS
 # Semaphores: the tiles' counter, one of each sending device, and, apart from these, one of each part of a tile.
-COUNTER, SENT, PARTS = 0, 32, 64
+COUNTER, SENT, PARTS = 0, 32, 32 + MOST
 AHEAD = 2  # places for claimed tiles
 
 

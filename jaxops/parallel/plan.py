@@ -12,6 +12,7 @@ from jaxops._lib.recorded import note
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply
 CHUNK = 4096  # elements that are sent at once
+MOST = 32  # devices
 BACKENDS = "mosaic", "xla"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
 
@@ -95,6 +96,8 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Pla
 def _refused(problem: Problem, device: Device) -> str:
     if problem.devices == 1:
         return "one device on the axis has nothing to send"
+    if problem.devices > MOST:
+        return f"the kernel knows at most {MOST} devices, and the axis has {problem.devices}"
     if not device.is_hopper:
         return f"the kernel needs a Hopper GPU, and this is {device.kind}"
     if jax.__version_info__ < OLDEST:

@@ -28,6 +28,7 @@ def new_enough():
         ({"dtype": "float16", "m": 5003, "depths": (8, 72), "n": 64}, ""),
         ({"transposed": True, "n": 8}, ""),
         ({"devices": 1}, "one device"),
+        ({"devices": 33}, "at most 32 devices"),
         ({"processes": 2}, "one process"),
         ({"dtype": "float32"}, "bfloat16 and float16"),
         ({"exact": False}, "bfloat16 and float16"),

@@ -103,7 +103,8 @@ def call(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     flops = 2 * p.devices * p.m * p.n * sum(p.depths)
-    with Cost.of(flops, operands, out_types, None).attached():
+    # Without x64, where every Python number and every index of a loop would be int64.
+    with jax.enable_x64(False), Cost.of(flops, operands, out_types, None).attached():
         return launch(*operands)
 
 

@@ -85,11 +85,12 @@ newer = pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernels ne
 
 
 @newer
-@pytest.mark.parametrize("backend", ["auto", "mosaic"])
+@pytest.mark.parametrize(("backend", "x64"), [("auto", False), ("auto", True), ("mosaic", False)])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_lowering(name, backend):
+def test_lowering(name, backend, x64):
     """Forward and gradients are one kernel each, which states its cost, and no collective of XLA."""
-    text = lowered(name, 1, backend)
+    with jax.enable_x64(x64):
+        text = lowered(name, 1, backend)
     kernels = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
     flops = 2 * 400 * 128 * (64 if name == "all_gather_matmul" else 192)
     assert [f'jaxops_flops = "{flops}"' in line for line in kernels] == [True, True]

@@ -2,8 +2,9 @@
 
 Each program of a device has one warpgroup that loads tiles of 64 deep by TMA and sends rows to other devices, and two
 that multiply. Programs claim tiles one by one from a counter. A tile waits only for other devices' work on tiles that
-come before it in their order, so the kernel ends however few of its programs run: NCCL may hold multiprocessors of one
-device and wait for those of another.
+come before it in their order, so the kernel ends however few of its programs run, if any does: NCCL may hold
+multiprocessors of one device and wait for those of another. Two such kernels must not run at once on a device; XLA runs
+one after the other.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, MOST, Tiles
 
 plgpu: Any = mosaic_gpu  # the signatures of JAX 0.10, which pyright may read, differ
 HALF = HIGH // CONSUMERS
-# Semaphores: the tiles' counter, one of each sending device, and, apart from these, one of each part of a tile.
+# Semaphores: the tiles' counter, the first of those of sending devices, the first of those of tiles' parts.
 COUNTER, SENT, PARTS = 0, 32, 32 + MOST
 AHEAD = 2  # places for claimed tiles
 
@@ -114,8 +115,8 @@ _SWIZZLED = plgpu.TilingTransform((8, DEEP)), plgpu.SwizzleTransform(2 * DEEP)
 def _views(shape: tuple[int, ...], dtype) -> Any:
     """Shared memory as TMA copies it, as wgmma and registers read and write it, and as bytes in a row.
 
-    All are the same bytes: 64 columns are one tile wide. Mosaic's tiled copies take no arrays of a number of rows that
-    is no multiple of 8, and another device's memory must be written in a row: see `sending_mosaic`.
+    All are the same bytes: the array is one swizzled tile, 64 columns, wide. Mosaic's tiled copies take no arrays of a
+    number of rows that is no multiple of 8, and another device's memory must be written in a row: see `sending_mosaic`.
     """
     copied = plgpu.SMEM(shape, dtype, transforms=_SWIZZLED[1:])
     written = plgpu.SMEM(shape, dtype, transforms=_SWIZZLED)
@@ -135,6 +136,17 @@ def _claim(_, counter, tile) -> None:
     pointers = [utils.memref_ptr(counter), utils.memref_ptr(tile)]
     llvm.inline_asm(void, pointers, asm, "l,r", has_side_effects=True)
     utils.warpgroup_barrier()
+
+
+@plgpu.inline_mgpu()
+def _fence(_) -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)
+
+
+def wait_for(semaphore, value: int) -> None:
+    """Until the semaphore has this value. TMA may then read what was written before its signals."""
+    pl.semaphore_wait(semaphore, value, decrement=False)
+    _fence()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +205,7 @@ def produce(p: Problem, tiles: Tiles, counter, load, sender, wait_for_rows, empt
     a_smem, b_smem, full, free = scratch["a_smem"][0], scratch["b_smem"], scratch["full"], scratch["free"]
 
     def claim(i):
-        """This program's tile i. Not long before it begins: who starts first would take two early tiles."""
+        """This program's tile i. Claimed late: a program that started early would otherwise hold two early tiles."""
         slot = lax.rem(i, jnp.int32(AHEAD))
         pl.when(i >= AHEAD)(lambda: plgpu.barrier_wait(scratch["taken"].at[slot]))
         _claim(counter, scratch["tile_smem"].at[slot])
@@ -296,6 +308,7 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
                     slot = slot_of(first + steps + number * pieces_of_tile + j)
                     plgpu.barrier_wait(full.at[slot])
                     part = plgpu.load(a_smem.at[slot, mine], layout=plgpu.Layout.WGMMA)
+                    plgpu.commit_smem()  # this read before TMA's next write
                     plgpu.barrier_arrive(free.at[slot])
                     found.append(piece + part.astype(jnp.float32))
                 return tuple(found)

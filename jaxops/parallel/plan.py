@@ -12,7 +12,7 @@ from jaxops._lib.recorded import note
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply
 CHUNK = 4096  # elements that are sent at once
-MOST = 32  # devices
+MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
 
@@ -65,6 +65,7 @@ class Problem:
       exact: whether the products' operands are of dtype, and not of another one that the precision asks for.
       sent: columns of the rows that are gathered.
       processes: of JAX.
+      manual: whether `jax.shard_map` is over all axes of the mesh.
     """
 
     devices: int
@@ -76,6 +77,7 @@ class Problem:
     exact: bool = True
     sent: int = 64
     processes: int = 1
+    manual: bool = True
 
 
 def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Plan:
@@ -100,10 +102,14 @@ def _refused(problem: Problem, device: Device) -> str:
         return f"the kernel knows at most {MOST} devices, and the axis has {problem.devices}"
     if not device.is_hopper:
         return f"the kernel needs a Hopper GPU, and this is {device.kind}"
+    if "PCIe" in device.kind:
+        return f"the kernel needs NVLink, and this is {device.kind}"
     if jax.__version_info__ < OLDEST:
         return f"the kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, and this is {jax.__version__}"
     if problem.processes > 1:
         return "the kernel was only tried with one process for all devices"
+    if not problem.manual:
+        return "the kernel needs jax.shard_map over all axes of the mesh"
     if problem.dtype not in ("bfloat16", "float16") or not problem.exact:
         return "the kernel multiplies bfloat16 and float16 in themselves"
     if not problem.m or not problem.n or not all(problem.depths):
@@ -112,8 +118,9 @@ def _refused(problem: Problem, device: Device) -> str:
         return f"TMA needs sizes that are multiples of 8, and these are {problem.n}, {problem.sent}, {problem.depths}"
     if problem.sent < 64 and problem.m < 8:
         return f"[{problem.m}, {problem.sent}] are too few numbers to send"
-    if not problem.transposed and problem.n % DEEP:
-        return f"the kernel's tiles of w need a multiple of {DEEP} columns, and w has {problem.n}"
+    columns = problem.depths if problem.transposed else (problem.n,)
+    if any(number % DEEP for number in columns):
+        return f"the kernel's tiles of w need a multiple of {DEEP} columns, and w has {', '.join(map(str, columns))}"
     return ""
 
 
@@ -135,6 +142,6 @@ def _heuristic(problem: Problem, device: Device) -> Tiles:
 def senders(tiles: int, programs: int, n: int) -> int:
     """How many of a phase's tiles send rows: few, so that the last rows arrive before the next phase, but at least as
     many as run at once, and enough that the link carries about 250 of its 400 GB/s: a producer that waits for the link
-    does not load. A phase multiplies 700 TFLOP/s: it sends 700e12 / n bytes a second.
+    does not load. At 700 TFLOP/s a phase sends 700e12 / n bytes a second: 2,800 / n times as many as 250e9.
     """
     return min(tiles, max(programs, int(tiles * 2800 / n)))

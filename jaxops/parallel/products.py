@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxops._lib.device import current_device
 from jaxops._lib.differentiable import differentiable_as
-from jaxops.parallel.device_order import if_devices_ascend
+from jaxops.parallel.device_numbers import if_devices_in_order
 from jaxops.parallel.plan import Plan, Problem, make_plan
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
@@ -81,19 +81,21 @@ def scatter_products(
 
 
 def _plan(spec: Spec, m: int, n: int, depths: tuple[int, ...], transposed: bool, sent: int) -> Plan:
+    mesh = jax.sharding.get_abstract_mesh()
     problem = Problem(
         lax.axis_size(spec.axis_name), m, n, depths, spec.dtype.name, transposed,
         exact=spec.multiplied == spec.dtype, sent=sent, processes=jax.process_count(),
+        manual=spec.axis_name in mesh.axis_names and set(mesh.manual_axes) == set(mesh.axis_names),
     )  # fmt: skip
     return make_plan(problem, current_device(), backend=spec.backend)
 
 
 def _launch(spec: Spec, kernel: Any, plain: Any, *operands: Any) -> Any:
-    """kernel(*operands), which vmap runs in a loop: a batch of kernels would share its counters.
+    """kernel(*operands). vmap runs it in a loop, for the programs of a batch would share one counter of tiles.
 
     With backend="auto", plain(*operands) on meshes that kernels cannot run on.
     """
-    call = kernel if spec.backend == "mosaic" else functools.partial(if_devices_ascend, kernel, plain)
+    call = kernel if spec.backend == "mosaic" else functools.partial(if_devices_in_order, kernel, plain)
     return jax.custom_batching.sequential_vmap(call)(*operands)
 
 

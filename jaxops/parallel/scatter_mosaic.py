@@ -17,6 +17,7 @@ from jaxops.parallel.mainloop_mosaic import (
     consume,
     plgpu,
     produce,
+    wait_for,
 )
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
 from jaxops.parallel.sending_mosaic import IN_A_ROW, Sender, chunk_of
@@ -61,7 +62,8 @@ def matmul_scatter(
         empty = None
         if bound_ref is not None:
             empty = lambda place: owner(place.phase) * m + place.row >= bound_ref[0]
-        # An empty tile waits for its parts, too: without them the kernel may not end, and their memory be used again.
+        # An empty tile waits for its parts, too: the kernel must not end before they have arrived, because their memory
+        # is then used for other things.
         awaited = lambda place: jnp.where(place.phase == last, last, 0)
         parts = awaited if empty is None else lambda place: jnp.where(empty(place), 0, awaited(place))
 
@@ -77,7 +79,7 @@ def matmul_scatter(
         def load_parts(place: Place, step, slot_of):
             def of_device(number, step):
                 source = owner(number)
-                pl.semaphore_wait(part_of(source, place.number), CONSUMERS, decrement=False)
+                wait_for(part_of(source, place.number), CONSUMERS)
 
                 def load_part(piece, step):
                     slot = slot_of(step)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem, plgpu
+from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem, plgpu, wait_for
 from jaxops.parallel.plan import CHUNK, Tiles, senders
 
 FLUSHED = 8  # steps into the next tile: until then a tile's copies have mostly ended
 
 
-# In bounds: without this a copy from global memory is no copy of bytes in a row.
+# Promises that the copy is in bounds; otherwise Mosaic makes a tiled copy of it.
 IN_A_ROW = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
 
@@ -34,8 +34,9 @@ class Sender:
 
     In phase p the first tiles each send a share of the rows to the device that comes p + 1 before this one, which
     reads them in its phase p + 1. They are not all tiles, so that the last rows arrive before that phase begins.
-    State: the phase of a tile whose copies have not been signalled, or -1; its next chunk and the end of its chunks;
-    how many this program has sent.
+    State: the phase of a tile whose copies have not been signalled, or -1; the next chunk of the current tile and the
+    end of its chunks; how many this program has sent; and, from `begin` to `end`, the current tile's phase if it sends,
+    or -1.
     """
 
     def __init__(self, p: Problem, tiles: Tiles, x_ref, gathered_ref, semaphores, scratch):
@@ -92,10 +93,11 @@ class Sender:
             self.wait(self.p.after(self.own, number))
 
     def wait(self, source) -> None:
-        pl.semaphore_wait(self.semaphores.at[SENT + source], self.tiles, decrement=False)
+        wait_for(self.semaphores.at[SENT + source], self.tiles)
 
     def _bound(self, number):
-        return lax.div(number * self.chunks, jnp.int32(self.tiles))
+        each, more = divmod(self.chunks, self.tiles)  # not number * chunks: that can be more than int32 holds
+        return number * each + jnp.minimum(number, more)
 
     def _device(self, phase):
         return self.p.after(self.own, self.p.devices - 1 - phase)
@@ -113,7 +115,7 @@ class Sender:
         return jnp.where(condition, -1, waiting)
 
     def _window(self, number):
-        """The last ones overlap with those before."""
+        """The last chunk begins early enough to end at the edge, and sends some numbers twice."""
         row, column = lax.div(number, jnp.int32(self.across)), lax.rem(number, jnp.int32(self.across))
         row = jnp.minimum(row * self.high, self.m - self.high)
         return pl.ds(row, self.high), pl.ds(jnp.minimum(column * self.wide, self.k - self.wide), self.wide)

@@ -5,11 +5,13 @@ from unittest import mock
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import jaxops
 from jaxops._lib.device import Device
 from jaxops.parallel import products
 from jaxops.parallel.plan import OLDEST, Problem, make_plan
-from tests.parallel.cases import PRODUCTS, mesh_of, over
+from tests.parallel.cases import AXIS, PRODUCTS, mesh_of, over
 
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(devices=2, m=2048, n=7168, depths=(4096,), dtype="bfloat16", sent=4096)
@@ -28,7 +30,9 @@ def new_enough():
         ({"dtype": "float16", "m": 5003, "depths": (8, 72), "n": 64}, ""),
         ({"transposed": True, "n": 8}, ""),
         ({"devices": 1}, "one device"),
-        ({"devices": 33}, "at most 32 devices"),
+        ({"devices": 9}, "at most 8 devices"),
+        ({"manual": False}, "all axes of the mesh"),
+        ({"transposed": True, "depths": (320, 72)}, "a multiple of 64 columns, and w has 320, 72"),
         ({"processes": 2}, "one process"),
         ({"dtype": "float32"}, "bfloat16 and float16"),
         ({"exact": False}, "bfloat16 and float16"),
@@ -55,6 +59,7 @@ def test_what_the_kernel_takes(changes, why, new_enough):
 def test_where_the_kernel_runs(new_enough):
     for kind, platform in (("NVIDIA A100", "gpu"), ("NVIDIA B200", "gpu"), ("cpu", "cpu")):
         assert "needs a Hopper GPU" in make_plan(PROBLEM, Device(kind, platform)).why
+    assert "needs NVLink" in make_plan(PROBLEM, Device("NVIDIA H100 PCIe", "gpu")).why
     with mock.patch.object(jax, "__version_info__", (0, 10, 2)):
         assert "needs JAX 0.11.2" in make_plan(PROBLEM, H200).why
 
@@ -99,10 +104,25 @@ def test_lowering(name, backend, x64):
 
 @newer
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_devices_that_do_not_ascend(name):
+def test_devices_out_of_order(name):
     """Mosaic's kernels know no such meshes."""
     text = lowered(name, -1, "auto")
     assert "@mosaic_gpu_v2" not in text
     assert [op for op in COLLECTIVES if op in text]
     with pytest.raises(NotImplementedError, match="row-major device ids"):
         lowered(name, -1, "mosaic")
+
+
+@newer
+@pytest.mark.parametrize("kind", ["partly manual", "abstract"])
+def test_meshes_that_take_xla(kind):
+    mesh, columns = mesh_of(2, 2, names=("data", AXIS)), P(None, AXIS)
+    how: dict = {"mesh": mesh, "axis_names": {AXIS}} if kind == "partly manual" else {"mesh": mesh.abstract_mesh}
+    f = jax.shard_map(
+        lambda x, w: jaxops.all_gather_matmul(x, w, AXIS), in_specs=(P(AXIS), columns), out_specs=columns, **how
+    )
+    operands = jax.ShapeDtypeStruct((400, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 256), "bfloat16")
+    with mock.patch.object(products, "current_device", return_value=H200):
+        text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" not in text
+    assert COLLECTIVES[0] in text

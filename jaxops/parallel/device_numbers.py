@@ -9,8 +9,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 
-def if_devices_ascend(kernel: Callable, plain: Callable, *operands: Any) -> Any:
-    """kernel(*operands) where the numbers of the mesh's devices ascend, as JAX's Mosaic kernels need; else plain's.
+def if_devices_in_order(kernel: Callable, plain: Callable, *operands: Any) -> Any:
+    """kernel(*operands) if the mesh's devices are numbered 0, 1, 2 and so on in order, which JAX's Mosaic kernels need;
+    else plain(*operands).
 
     Both give results of the same types. For `jax.jit`; neither `jax.vmap` nor a gradient may reach it.
     """
@@ -24,7 +25,7 @@ def if_devices_ascend(kernel: Callable, plain: Callable, *operands: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(result), found)
 
 
-_choose = Primitive("if_devices_ascend")
+_choose = Primitive("if_devices_in_order")
 _choose.multiple_results = True
 
 
@@ -36,9 +37,9 @@ def _types(*_: Any, kernel: Any, plain: Any) -> Any:
 
 def _lower(context: Any, *operands: Any, kernel: Any, plain: Any) -> Any:
     mesh = getattr(context.module_context.axis_context, "mesh", None)
-    numbers = getattr(mesh, "device_ids", None)  # an abstract mesh has none
-    ascend = numbers is None or np.array_equal(numbers.ravel(), np.arange(numbers.size))
-    name, chosen = ("kernel", kernel) if ascend else ("plain", plain)
+    # An abstract mesh has no devices yet.
+    in_order = isinstance(mesh, jax.sharding.Mesh) and np.array_equal(mesh.device_ids.ravel(), np.arange(mesh.size))
+    name, chosen = ("kernel", kernel) if in_order else ("plain", plain)
     return mlir.core_call_lowering(context, *operands, name=name, call_jaxpr=chosen)
 
 

@@ -1,8 +1,9 @@
 """Sends a device's rows to all other devices, beside a product's tiles.
 
 Another device's memory is only written by copies of bytes in a row. They find its address on the device, in a table
-that XLA fills before each call. For other copies Mosaic makes a TMA descriptor on the host, when the kernel is
-launched. A CUDA graph keeps it when the other device's buffer has moved: JAX 0.11.2, seen on two H200s.
+that is filled before each execution. For other copies Mosaic makes a TMA descriptor on the host, when the kernel is
+launched, and a CUDA graph that is kept does not see that the other device's buffer has moved. On two H200s with JAX
+0.11.2 such copies gave wrong results from some execution on, in programs of several operations; copies in a row none.
 """
 
 import math

@@ -1,7 +1,6 @@
 """All-gather of rows, then a product, in one kernel."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -13,8 +12,10 @@ from jaxops.parallel.mainloop_mosaic import (
     SENT,
     Place,
     Problem,
+    bound_of,
     call,
     consume,
+    load_w,
     plgpu,
     produce,
 )
@@ -55,9 +56,7 @@ def gather_matmul(
             def _():
                 plgpu.copy_gmem_to_smem(gathered_ref.at[(source(place), *window)], a_smem, barrier)
 
-            rows, columns = pl.ds(k, DEEP), pl.ds(place.column, tiles.wide)
-            w_tile = w_ref.at[columns, rows] if transposed else w_ref.at[rows, columns]
-            plgpu.copy_gmem_to_smem(w_tile, b_smem, barrier)
+            load_w(p, tiles, w_ref, place, k, b_smem, barrier)
 
         def store(place: Place, me, piece, smem, _):
             rows, columns = pl.ds(place.row + me * HALF, HALF), pl.ds(place.column + piece * DEEP, DEEP)
@@ -74,10 +73,6 @@ def gather_matmul(
             produce(p, tiles, semaphores.at[COUNTER], load, sender, wait, empty, None, scratch)
 
     out_types = [jax.ShapeDtypeStruct((devices, m, columns), x.dtype) for columns in (n, depth)]
-    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), [x, w, *_bound(rows)], out_types)
+    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), [x, w, *bound_of(rows)], out_types)
     y, gathered = (vary_as(jax.typeof(x), array) for array in found)
     return y.reshape(devices * m, n), gathered.reshape(devices * m, depth)
-
-
-def _bound(rows: jax.Array | None) -> tuple[jax.Array, ...]:
-    return () if rows is None else (jnp.reshape(rows, (1,)),)

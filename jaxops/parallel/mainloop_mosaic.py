@@ -168,7 +168,7 @@ class Place:
 def _place(p: Problem, tiles: Tiles, tile) -> Place:
     down, across = p.tiles(tiles)
     phase, number = lax.div(tile, jnp.int32(down * across)), lax.rem(tile, jnp.int32(down * across))
-    row, column = plgpu.planar_snake(number, (down, across), int(tiles.columns_first), tiles.group)
+    row, column = plgpu.planar_snake(number, (down, across), 0, tiles.group)
     return Place(phase, number, row * HIGH, column * tiles.wide)
 
 
@@ -189,6 +189,17 @@ def _each_tile(p: Problem, tiles: Tiles, body, init, scratch):
     first = jnp.int32(0)
     state = first, read(first), init
     return lax.while_loop(lambda state: state[1] < p.devices * down * across, step, state)[2]
+
+
+def bound_of(rows: jax.Array | None) -> list[jax.Array]:
+    """The operand of a kernel that has `rows`; none without."""
+    return [] if rows is None else [jnp.reshape(rows, (1,))]
+
+
+def load_w(p: Problem, tiles: Tiles, w_ref, place: Place, k, smem, barrier) -> None:
+    """Starts the copy of a step's tile of w."""
+    rows, columns = pl.ds(k, DEEP), pl.ds(place.column, tiles.wide)
+    plgpu.copy_gmem_to_smem(w_ref.at[columns, rows] if p.transposed else w_ref.at[rows, columns], smem, barrier)
 
 
 def produce(p: Problem, tiles: Tiles, counter, load, sender, wait_for_rows, empty, load_parts, scratch) -> None:

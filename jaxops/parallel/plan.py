@@ -25,8 +25,7 @@ class Tiles:
       wide: columns of a tile: 64, 128, 192 or 256.
       stages: steps in shared memory.
       outputs: parts of a result's tile in shared memory, of 64 columns for each multiplying warpgroup.
-      group: tiles of the minor dimension that are taken together.
-      columns_first: whether the minor dimension is the columns.
+      group: tiles down that are taken together, for each column of tiles.
       programs: of a device.
     """
 
@@ -34,7 +33,6 @@ class Tiles:
     stages: int = 4
     outputs: int = 1
     group: int = 8
-    columns_first: bool = False
     programs: int = 132
 
 

@@ -50,12 +50,10 @@ def gather_products(
     plan = _plan(spec, x.shape[0], columns[widest], (x.shape[1],), transposed, x.shape[1])
     if plan.backend == "xla":
         gathered = gather(spec, x)
-        return tuple(dot(spec, gathered, w, (1, 1 if transposed else 0)) for w in weights), gathered
+        return tuple(_times(spec, gathered, w, transposed) for w in weights), gathered
     x, weights = x.astype(spec.dtype), tuple(w.astype(spec.dtype) for w in weights)
     first, gathered = _gather_kernel(spec, plan, transposed, x, weights[widest], rows)
-    products = [
-        first if i == widest else dot(spec, gathered, w, (1, 1 if transposed else 0)) for i, w in enumerate(weights)
-    ]
+    products = [first if i == widest else _times(spec, gathered, w, transposed) for i, w in enumerate(weights)]
     return tuple(products), gathered
 
 
@@ -73,7 +71,7 @@ def scatter_products(
     sent = 64 if x is None else x.shape[1]
     plan = _plan(spec, h.shape[0] // devices, w.shape[0 if transposed else 1], depths, transposed, sent)
     if plan.backend == "xla":
-        products = [dot(spec, h, w, (1, 1 if transposed else 0)) for h, w in pairs]
+        products = [_times(spec, h, w, transposed) for h, w in pairs]
         summed = scatter_sum(spec, functools.reduce(jnp.add, products))
         return summed, None if x is None else gather(spec, x)
     pairs = tuple((h.astype(spec.dtype), w.astype(spec.dtype)) for h, w in pairs)
@@ -108,8 +106,8 @@ def _gather_in_kernel(spec: Spec, plan: Plan, transposed: bool, x: jax.Array, w:
 
 
 def _gather_plain(spec: Spec, plan: Plan, transposed: bool, x: jax.Array, w: jax.Array, rows: jax.Array | None):
-    gathered = gather(spec, x)
-    return dot(spec, gathered, w, (1, 1 if transposed else 0)).astype(spec.dtype), gathered
+    (y,), gathered = gather_products(dataclasses.replace(spec, backend="xla"), x, (w,), rows, transposed=transposed)
+    return y.astype(spec.dtype), gathered
 
 
 def _scatter_in_kernel(spec: Spec, plan: Plan, transposed: bool, pairs: Pairs, x: Any, rows: jax.Array | None):
@@ -148,3 +146,8 @@ def dot(spec: Spec, a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> 
     a, b = (operand.astype(spec.multiplied) for operand in (a, b))
     axes = ((contracted[0],), (contracted[1],))
     return lax.dot_general(a, b, (axes, ((), ())), precision=spec.precision, preferred_element_type=jnp.float32)
+
+
+def _times(spec: Spec, rows: jax.Array, w: jax.Array, transposed: bool) -> jax.Array:
+    """rows @ w, or rows @ w.T, in float32."""
+    return dot(spec, rows, w, (1, 1 if transposed else 0))

@@ -13,8 +13,10 @@ from jaxops.parallel.mainloop_mosaic import (
     PARTS,
     Place,
     Problem,
+    bound_of,
     call,
     consume,
+    load_w,
     plgpu,
     produce,
     wait_for,
@@ -72,9 +74,7 @@ def matmul_scatter(
             plgpu.copy_gmem_to_smem(
                 h_ref.at[owner(place.phase), pl.ds(place.row, HIGH), pl.ds(k, DEEP)], a_smem, barrier
             )
-            rows, columns = pl.ds(k, DEEP), pl.ds(place.column, tiles.wide)
-            w_tile = w_ref.at[columns, rows] if transposed else w_ref.at[rows, columns]
-            plgpu.copy_gmem_to_smem(w_tile, b_smem, barrier)
+            load_w(p, tiles, w_ref, place, k, b_smem, barrier)
 
         def load_parts(place: Place, step, slot_of):
             def of_device(number, step):
@@ -124,8 +124,7 @@ def matmul_scatter(
     parts_shape = (devices, down * across, pieces, CONSUMERS, HALF * DEEP)
     shapes = [(m, n), parts_shape, *([] if x is None else [(devices, *x.shape)])]
     inputs = [array for h, w in operands for array in (h.reshape(devices, m, h.shape[1]), w)]
-    inputs += [] if rows is None else [jnp.reshape(rows, (1,))]
-    inputs += [] if x is None else [x]
+    inputs += [*bound_of(rows), *([] if x is None else [x])]
     out_types = [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
     found = call("matmul_reduce_scatter", body, p, tiles, (1, 8) if x is None else chunk_of(x), inputs, out_types)
     y, _, *gathered = (vary_as(jax.typeof(h), array) for array in found)

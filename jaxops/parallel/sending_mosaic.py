@@ -16,8 +16,6 @@ from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem, plgpu, wait_fo
 from jaxops.parallel.plan import CHUNK, Tiles, senders
 
 FLUSHED = 8  # steps into the next tile: until then a tile's copies have mostly ended
-
-
 # Promises that the copy is in bounds; otherwise Mosaic makes a tiled copy of it.
 IN_A_ROW = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
@@ -35,9 +33,8 @@ class Sender:
 
     In phase p the first tiles each send a share of the rows to the device that comes p + 1 before this one, which
     reads them in its phase p + 1. They are not all tiles, so that the last rows arrive before that phase begins.
-    State: the phase of a tile whose copies have not been signalled, or -1; the next chunk of the current tile and the
-    end of its chunks; how many this program has sent; and, from `begin` to `end`, the current tile's phase if it sends,
-    or -1.
+    State: the phase of a tile whose copies have not been signalled, or -1; how many chunks this program has sent. From
+    `begin` to `end` also the current tile's next chunk, the end of its chunks, and its phase if it sends, or -1.
     """
 
     def __init__(self, p: Problem, tiles: Tiles, x_ref, gathered_ref, semaphores, scratch):
@@ -53,11 +50,11 @@ class Sender:
         self.pace = max(1, p.steps * 6 // 10 // pl.cdiv(self.chunks, self.tiles))
 
     def start(self):
-        return jnp.int32(-1), jnp.int32(0), jnp.int32(0), jnp.int32(0)
+        return jnp.int32(-1), jnp.int32(0)
 
     def begin(self, place: Place, state):
         """Of a tile; whatever another device waits for is sent before this one may wait."""
-        waiting, _, _, sent = state
+        waiting, sent = state
         sends = (place.phase < self.p.devices - 1) & (place.number < self.tiles)
         first, end = (self._bound(place.number + i) for i in range(2))
         first, end = jnp.where(sends, first, 0), jnp.where(sends, end, 0)
@@ -68,24 +65,24 @@ class Sender:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._load(first, sent)
 
-        return waiting, first, end, sent, jnp.where(sends, place.phase, -1)
+        return waiting, sent, first, end, jnp.where(sends, place.phase, -1)
 
     def advance(self, k, state):
         """After the tile's step k."""
-        waiting, chunk, end, sent, phase = state
+        waiting, sent, chunk, end, phase = state
         waiting = self._flush(k == min(FLUSHED, self.p.steps - 1), waiting)
         send = (chunk < end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
         one = lambda chunk, sent: self._send(chunk, sent, end, phase)
         chunk, sent = lax.cond(send, one, lambda chunk, sent: (chunk, sent), chunk, sent)
-        return waiting, chunk, end, sent, phase
+        return waiting, sent, chunk, end, phase
 
     def end(self, state):
-        waiting, chunk, end, sent, phase = state
+        waiting, sent, chunk, end, phase = state
         one = lambda _, at: self._send(at[0], at[1], end, phase)
         _, sent = lax.fori_loop(chunk, jnp.maximum(chunk, end), one, (chunk, sent))
         # Still waiting only if the tile was empty.
         waiting = self._flush(phase >= 0, waiting)
-        return jnp.where(phase >= 0, phase, waiting), jnp.int32(0), jnp.int32(0), sent
+        return jnp.where(phase >= 0, phase, waiting), sent
 
     def finish(self, state) -> None:
         """Ends when all other devices' rows are here."""

@@ -15,14 +15,13 @@ Beside the two ops there are
 - `lengths`: both ops with a hundred numbers of `rows` in one bucket; `compilations` counts the programs.
 """
 
-import contextlib
 import dataclasses
 import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,21 +103,13 @@ class Timed:
         return statistics.median(self.starts_us) / self.calls
 
 
-class Built(NamedTuple):
-    """A compiled program of a side, its arguments, and the seconds of lowering and compiling."""
-
-    program: Any
-    args: tuple
-    seconds: float
-
-
 @dataclasses.dataclass
 class Case:
     """An op or the MLP at a shape.
 
     Attributes:
       configs: of the sides that are JAX's example.
-      built: a program a side, when `build` has returned.
+      built: (program, its arguments) a side, when `build` has returned.
     """
 
     op: str
@@ -126,7 +117,7 @@ class Case:
     args: tuple[jax.Array, ...]
     sides: dict[str, Side]
     configs: dict[str, dict]
-    built: "dict[str, Future[Built]]" = dataclasses.field(default_factory=dict)
+    built: "dict[str, Future[harness.Compiled]]" = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Run, op: str, shape: DenseShape) -> "Case":
@@ -157,23 +148,13 @@ def build(run: Run, cases: Sequence[Case]) -> None:
         wait(future for case in cases for future in case.built.values())
 
 
-def start_building(run: Run, side: Side, case: Case) -> "Future[Built]":
-    """Lowered on this thread and compiled in the pool."""
-    begin = time.perf_counter()
-    try:
+def start_building(run: Run, side: Side, case: Case) -> "Future[harness.Compiled]":
+    def trace() -> Callable[[], Any]:
         args = placed(run, side, case.args)
         lowered = program(side, run.over, CALLS[case.op]).lower(*args)
-    except Exception as error:
-        failed: Future[Built] = Future()
-        failed.set_exception(error)
-        return failed
-    lowering = time.perf_counter() - begin
+        return lambda: (lowered.compile(), args)
 
-    def compiled() -> Built:
-        begin = time.perf_counter()
-        return Built(lowered.compile(), args, lowering + time.perf_counter() - begin)
-
-    return run.pool.submit(compiled)
+    return harness.start_compiling(run.pool, trace)
 
 
 def wanted(run: Run, side: Side, args: Sequence[jax.Array]) -> Any:
@@ -240,7 +221,8 @@ def measure_case(run: Run, case: Case) -> None:
 
     def make(name: str) -> harness.Ready:
         found, side = case.built[name].result(), case.sides[name]
-        timed[name] = Timed(found.program, found.args, CALLS[op])
+        call, args = found.result
+        timed[name] = Timed(call, args, CALLS[op])
         # A product alone, whose devices' parts nobody sums, has another result than XLA's side.
         exact = GEMM if name == GEMM and op == SCATTER else XLA
         right = lambda results: check(run, side, results, want(exact), LIMITS[op])
@@ -363,8 +345,7 @@ def main(
     begin = time.perf_counter()
     harness.leave_room_for_torch()
     if smoke:
-        with contextlib.suppress(RuntimeError):  # the devices are there already
-            jax.config.update("jax_num_cpu_devices", SMOKE_DEVICES)
+        harness.host_devices(SMOKE_DEVICES)
     over = mesh_of_all()
     file = harness.begin("collective_matmul", out, smoke, over.size)
     peers = [name for name in harness.names(sides) if name != OWN]

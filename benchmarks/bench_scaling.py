@@ -13,7 +13,6 @@ Each mesh has one axis over all N devices, and N times the batch of one device. 
 - a mesh, such as `data=2`.
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import time
@@ -151,12 +150,12 @@ class Built(NamedTuple):
 
     Attributes:
       start: makes the state before the first step.
-      seconds: of tracing and compiling the step, beside other compilations.
+      seconds: of tracing and compiling, beside other compilations.
     """
 
     workload: Workload
-    start: Callable[[], Any]
     step: Any
+    start: Callable[[], Any]
     seconds: float
 
 
@@ -194,10 +193,8 @@ class Run:
     def left(self) -> float:
         return self.until - time.perf_counter()
 
-    def build(self, case: Case, pool: ThreadPoolExecutor) -> "Future[Built]":
-        """Traced on this thread and compiled in the pool."""
-        begin = time.perf_counter()
-        try:
+    def build(self, case: Case, pool: ThreadPoolExecutor) -> "Future[harness.Compiled]":
+        def trace() -> Callable[[], Any]:
             if self.left() <= 0:
                 raise TimeoutError("the time limit")
             workload = case.make()
@@ -205,26 +202,18 @@ class Run:
             split = None if workload.mesh is None else jax.tree.map(lambda x: x.sharding, state)
             start = jax.jit(workload.start, out_shardings=split).lower()
             lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
-        except Exception as error:
-            failed: Future[Built] = Future()
-            failed.set_exception(error)
-            return failed
-        traced = time.perf_counter() - begin
+            return lambda: (workload, lowered.compile(OPTIONS[case.options] or None), start.compile())
 
-        def compiled() -> Built:
-            begin = time.perf_counter()
-            step = lowered.compile(OPTIONS[case.options] or None)
-            return Built(workload, start.compile(), step, traced + time.perf_counter() - begin)
+        return harness.start_compiling(pool, trace)
 
-        return pool.submit(compiled)
-
-    def case(self, case: Case, built: "Future[Built]") -> None:
+    def case(self, case: Case, built: "Future[harness.Compiled]") -> None:
         """Measures and writes a case; of one that fails the error is printed."""
         try:
-            built.result()
+            found = built.result()
             if self.left() <= 0:
                 raise TimeoutError("the time limit")
-            self.measure(case, built.result())
+            workload, step, start = found.result
+            self.measure(case, Built(workload, step, start, found.seconds))
         except Exception as error:
             harness.print_left_out(f"{self.sizes.name} {case.name}", error)
             self.failed += not isinstance(error, TimeoutError)
@@ -308,8 +297,7 @@ def main(
     begin = time.perf_counter()
     harness.take_memory()
     if smoke:
-        with contextlib.suppress(RuntimeError):  # the devices are there already
-            jax.config.update("jax_num_cpu_devices", SMOKE_DEVICES)
+        harness.host_devices(SMOKE_DEVICES)
     file = harness.begin("train_step", out, smoke, jax.device_count())
     precision, failed = "float32" if smoke else precision, 0
     for name in harness.names(workloads):

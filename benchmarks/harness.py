@@ -1,12 +1,14 @@
 """What every benchmark shares: interleaved device times, checks before times, the machine's ceilings, options."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -277,6 +279,37 @@ def end(left_out: int) -> None:
     if left_out:
         print(f"jaxops was left out {left_out} times", flush=True)
         raise typer.Exit(1)
+
+
+def host_devices(count: int) -> None:
+    """So many devices of a CPU, for --smoke."""
+    with contextlib.suppress(RuntimeError):  # the devices are there already
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+class Compiled(NamedTuple):
+    """result: what was compiled. seconds: of tracing and compiling, beside other compilations."""
+
+    result: Any
+    seconds: float
+
+
+def start_compiling(pool: Executor, trace: Callable[[], Callable[[], Any]]) -> "Future[Compiled]":
+    """Traces on this thread, by trace(), and compiles in the pool, by what it returns. Failures are the future's."""
+    begin = time.perf_counter()
+    try:
+        compiling = trace()
+    except Exception as error:
+        failed: Future[Compiled] = Future()
+        failed.set_exception(error)
+        return failed
+    traced = time.perf_counter() - begin
+
+    def compiled() -> Compiled:
+        begin = time.perf_counter()
+        return Compiled(compiling(), traced + time.perf_counter() - begin)
+
+    return pool.submit(compiled)
 
 
 def begin(name: str, out: str, smoke: bool, devices: int = 1) -> pathlib.Path:

@@ -4,3 +4,4 @@ import jax
 import pytest
 
 needs_four = pytest.mark.skipif(jax.device_count() != 4, reason="needs four devices")
+needs_two = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")

@@ -21,6 +21,17 @@ PRODUCTS = {
 }
 
 
+DEVICES = jax.device_count()
+# For the tests of the kernels, of a device: rows, contracted size, columns. Rows below and above a tile and no multiple
+# of 8; sizes that are no multiple of a tile; more tiles than programs.
+SIZES = [(1, 72, 64), (129, 200, 320), (200, 256, 320), (625, 1000, 576), (2048, 264, 1920), (7, 2888, 64)]
+
+
+def whole(name: str, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """Of all devices."""
+    return (DEVICES * m, k, DEVICES * n) if name == "all_gather_matmul" else (DEVICES * m, DEVICES * k, n)
+
+
 def mesh_of(*devices: int, names: tuple[str, ...] = (AXIS,), order: int = 1) -> Mesh:
     """order: -1 for devices whose numbers descend."""
     count = int(np.prod(devices))

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from tests.parallel.cases import PRODUCTS, make, mesh_of, over, results
-from tests.parallel.test_kernels import DEVICES, SIZES, whole
+from tests.parallel.cases import DEVICES, PRODUCTS, SIZES, make, mesh_of, over, results, whole
 
 
 def collective_products() -> None:

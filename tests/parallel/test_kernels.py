@@ -11,22 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from tests.compare import assert_close
-from tests.parallel.cases import AXIS, PRODUCTS, make, mesh_of, over, results, wanted
+from tests.devices import needs_two
+from tests.parallel.cases import AXIS, DEVICES, PRODUCTS, SIZES, make, mesh_of, over, results, wanted, whole
 from tests.parallel.test_values import check
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs"),
-]
-DEVICES = jax.device_count()
-# Of a device: rows, contracted size, columns. Rows below and above a tile and no multiple of 8; sizes that are no
-# multiple of a tile; more tiles than programs.
-SIZES = [(1, 72, 64), (129, 200, 320), (200, 256, 320), (625, 1000, 576), (2048, 264, 1920), (7, 2888, 64)]
-
-
-def whole(name: str, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Of all devices."""
-    return (DEVICES * m, k, DEVICES * n) if name == "all_gather_matmul" else (DEVICES * m, DEVICES * k, n)
+pytestmark = [pytest.mark.gpu, needs_two]
 
 
 @pytest.mark.parametrize(

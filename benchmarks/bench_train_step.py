@@ -93,8 +93,8 @@ def lm(preset: Preset, backend: str, precision: str, steps: int, mesh: Mesh | No
     rows = train_lm.make_rows(preset, documents)
     preset = train_lm.with_room(train_lm.configure(preset, None, backend, PRECISIONS[precision]), rows)
     make = train_lm.make_batches(preset, documents, rows)
-    alone = mesh is None
-    graphdef = jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0] if alone else train_lm.sharded_graphdef(preset)
+    alone = lambda: jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0]
+    graphdef = alone() if mesh is None else train_lm.sharded_graphdef(preset, mesh)
     c = preset.model
     shape = {
         "T": preset.batch * preset.context,
@@ -171,7 +171,7 @@ def dit(
     if parts is not None:
         step = loop.make_step(graphdef, preset, parts_in_turn, None, options_for(preset.policy))
     else:
-        step = train_dit.make_step(graphdef if mesh is None else train_dit.sharded_graphdef(sizes), preset, mesh)
+        step = train_dit.make_step(graphdef if mesh is None else train_dit.sharded_graphdef(sizes, mesh), preset, mesh)
     shape = {"T": preset.tokens, "D": preset.width, "layers": preset.layers, "images": preset.images}
     return Workload(
         lambda: create_sharded(lambda: train_dit.init_state(sizes, preset, 0), mesh)[1],

@@ -1,5 +1,6 @@
 """The loss of a decoder language model."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -23,7 +24,8 @@ def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Arra
     """
     x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
     targets = batch.targets.astype(jnp.int32).ravel()
-    losses = cross_entropies(model.logits, model.config.vocab, x.reshape(-1, x.shape[-1]), targets)
+    logits = functools.partial(model.logits, last=model.last_layer())
+    losses = cross_entropies(logits, model.config.vocab, x.reshape(-1, x.shape[-1]), targets)
     return jnp.sum(jnp.where(batch.counts().ravel(), losses, 0.0)) / jnp.maximum(batch.counted(), 1), routed
 
 

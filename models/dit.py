@@ -14,7 +14,7 @@ import jaxops
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
 from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
-from models.mesh import gather, gathered
+from models.mesh import Splits, whole_layers, whole_part
 from models.precision import Attends, Backend, Dtype, Recipe, linear_layer
 from models.tensor_parallel import check_heads, devices, first_row, narrow, own_rows, total, whole_columns, wide
 
@@ -146,15 +146,11 @@ class Mlp(nnx.Module):
 
 
 class DiT(nnx.Module):
-    """Noisy tokens in, the velocity from image to noise out (Peebles & Xie 2022, arXiv:2212.09748).
+    """Noisy tokens in, the velocity from image to noise out (Peebles & Xie 2022, arXiv:2212.09748)."""
 
-    Args:
-      sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of the parameters.
-    """
-
-    def __init__(self, config: DiTConfig, *, sharded: bool = False, rngs: nnx.Rngs):
+    def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
         c = self.config = config
-        self.sharded = sharded
+        self.splits: Splits | None = None  # set by `models.mesh.over`
         dtype = jnp.dtype(c.dtype)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         modulated: dict[str, Any] = {"per": "sequence", "dtype": dtype, "backend": c.backend}
@@ -188,7 +184,7 @@ class DiT(nnx.Module):
         """
         c, width = self.config, self.config.width
         c.check_tensor(devices())
-        part = lambda name: gathered(self, name, c.dtype, c.sums) if self.sharded else getattr(self, name)
+        part = functools.partial(whole_part, self)
         cond = part("time")(time) + part("label")(labels)
         own = own_rows(tokens)
         # Where the images are among own rows: from below 0 to more than there are, and of AdaLN's within them.
@@ -204,7 +200,7 @@ class DiT(nnx.Module):
             policy=c.policy,
             unroll=c.unroll,
             training=not self.use_running_average,
-            whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
+            whole=whole_layers(self, "blocks"),
         )
         return part("leave")(part("norm")(x, cond, offsets)).astype(jnp.float32)
 

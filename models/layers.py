@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy, compiler_options, scan
+from models.mesh import ONCE, SHARDS
 
 # Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
 # layer's input.
@@ -33,7 +34,7 @@ def apply_layers(
     policy: Policy | None,
     unroll: bool,
     training: bool,
-    whole: Callable[[nnx.State], nnx.State] | None = None,
+    whole: Sequence[Callable[..., nnx.State]] | None = None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """x through all layers, and the layers' other results, stacked for each stack.
 
@@ -47,7 +48,9 @@ def apply_layers(
         copies them into stacks and out again. A step of the 1b DiT preset takes 155 ms and 49 GB unrolled, in a loop,
         whose stacks were zero-filled, 208 ms and 64 GB (H200, 2026-11-22). Compilation takes longer.
       training: whether the histories that the layers write are kept.
-      whole: from a layer's stored parameters to those it computes with; None for the same.
+      whole: for each stack, from a layer's stored parameters to those it computes with, as of
+        `models.mesh.whole_layers`; None for the same. A policy sees what is gathered `ONCE` as the layer's input, if
+        layers are unrolled; a loop would gather it for all layers before the first, so each iteration gathers.
 
     Raises:
       ValueError: unroll with an offloading policy; a policy with a name that no value of a layer has.
@@ -66,7 +69,8 @@ def apply_layers(
     ]
     outs: list[list[Any]] = [[] for _ in stacks]
     for number, _ in runs:
-        x, out = _run(split[number][0], call, x, next(parts[number]), policy, unroll, whole)
+        gathers = None if whole is None else whole[number]
+        x, out = _run(split[number][0], call, x, next(parts[number]), policy, unroll, gathers)
         outs[number].append(out)
     joined: list[Any] = [jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *of) for of in outs]
     if training:
@@ -96,30 +100,63 @@ def _run(
     stack: Any,
     policy: Policy | None,
     unroll: bool,
-    whole: Callable[[nnx.State], nnx.State] | None,
+    gathers: Callable[..., nnx.State] | None,
 ) -> tuple[jax.Array, tuple[Any, nnx.State]]:
+    inner = tuple(axis for axis in SHARDS if axis not in ONCE) if unroll else SHARDS
+
     def layer(x: jax.Array, state: tuple[nnx.State, nnx.State, Any]) -> tuple[jax.Array, tuple[Any, nnx.State]]:
         params, others, own = state
-        module = nnx.merge(graphdef, params if whole is None else whole(params), others, copy=True)
+        module = nnx.merge(graphdef, params if gathers is None else gathers(params, axes=inner), others, copy=True)
         x, out = call(module, x, own)
         return x, (out, nnx.state(module, AmaxHistory))
 
+    def first(state: tuple[nnx.State, nnx.State, Any]) -> tuple[nnx.State, nnx.State, Any]:
+        return state if gathers is None else (gathers(state[0], axes=ONCE), *state[1:])
+
     if unroll:
         if policy is not None:
-            policy.check(layer, x, jax.tree.map(lambda leaf: leaf[0], stack))
+            policy.check(layer, x, first(jax.tree.map(lambda leaf: leaf[0], stack)))
             layer = jax.checkpoint(layer, policy=policy)
-        return _one_after_another(layer, x, stack)
+        return _one_after_another(lambda x, state: layer(x, first(state)), x, stack, in_order=gathers is not None)
     return jax.lax.scan(layer, x, stack) if policy is None else scan(layer, x, stack, policy=policy)
 
 
-def _one_after_another(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, stacks: Any) -> tuple[Any, Any]:
-    """As `jax.lax.scan`. The gradient of `jnp.unstack` is one concatenation; indexing would add a stack a layer."""
+def _one_after_another(
+    layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, stacks: Any, *, in_order: bool
+) -> tuple[Any, Any]:
+    """As `jax.lax.scan`. The gradient of `jnp.unstack` is one concatenation; indexing would add a stack a layer.
+
+    Args:
+      in_order: whether the backward sums a layer's gradients over devices before it begins with the layer two below.
+    """
     leaves, tree = jax.tree.flatten(stacks)
+    states = [tree.unflatten(parts) for parts in zip(*map(jnp.unstack, leaves), strict=True)]
     outs = []
-    for parts in zip(*map(jnp.unstack, leaves), strict=True):
-        x, out = layer(x, jax.tree.unflatten(tree, parts))
+    for number, state in enumerate(states):
+        if in_order and number + 1 < len(states):
+            x, states[number + 1] = _together(x, states[number + 1])
+        x, out = layer(x, state)
         outs.append(out)
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
+
+
+@jax.custom_vjp
+def _together(*trees: Any) -> tuple[Any, ...]:
+    """The trees. In the backward the gradient of none is used before all are there.
+
+    XLA would sum all layers' gradients over devices last, when few kernels are left to run beside.
+    """
+    return trees
+
+
+_together.defvjp(lambda *trees: (trees, None), lambda _, grads: _barrier(grads))
+
+
+def _barrier(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    leaves, tree = jax.tree.flatten(grads)
+    kept = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+    found = iter(jax.lax.optimization_barrier(kept))
+    return tree.unflatten([leaf if leaf.dtype == jax.dtypes.float0 else next(found) for leaf in leaves])
 
 
 def _offloaded(policy: Policy | None) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 The batch is split over the first three axes. The axes differ in what each device stores:
 
-- `data`: all parameters, and a shard of the optimizer's state and of the averaged weights (ZeRO stage 1, Rajbhandari et
-  al. 2019, arXiv:1910.02054). Gradients are summed block by block beside the backward, and after the update the new
-  parameters are all-gathered.
-- `fsdp`: a shard of each large parameter and of its optimizer state. A block's parameters are all-gathered where they
-  are used, in the compute dtype, and its gradients reduce-scattered.
-- `expert`: its own experts. It gathers the tokens of all devices of the axis, runs its experts over them, and
-  reduce-scatters the sums to the tokens' devices.
+- `data`: a shard of each large parameter, of its optimizer state and of its average. A step all-gathers the parameters
+  once, block by block and in the compute dtype, and reduce-scatters each block's gradients beside the backward (ZeRO
+  stage 1, Rajbhandari et al. 2019, arXiv:1910.02054; no device has all parameters in float32).
+- `fsdp`: the same, but a block's parameters are gathered where they are used, and under a `policy` again in the
+  backward, so that one block's at most are whole (stage 3).
+- `expert`: its own experts, and all else as over `data`. It gathers the tokens of all devices of the axis, runs its
+  experts over them, and reduce-scatters the sums to the tokens' devices.
 - `tensor`: its own heads, hidden columns, experts and words of the vocabulary, and between the products its own rows of
   the same part of the batch (models/tensor_parallel.py).
 
@@ -19,6 +19,8 @@ step are outside, where XLA splits elementwise work itself: a step is written as
 `split_objective` around its objective.
 """
 
+import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -42,26 +44,24 @@ EXPERTS = ("expert", TENSOR)  # the axes over which experts are split
 _COLUMNS = r"\b(attention/(q|k|v|kv)|mixer/qkv|mlp/(shared/)?(gate|up)|mlp/wide|modulation|head)"
 _ROWS = r"\b(attention/out|mixer/out|mlp/(shared/)?down|mlp/narrow)"
 
-# The first pattern that matches a parameter's path gives the split of its last axes. Leading axes, such as layers, are
-# not split, nor are arrays without a match: norms, most biases, histories, counts. The paths of an optimizer's moments
-# and of the average end like their parameter's. `fsdp` splits the leading axis where it can: XLA would transpose what
-# it gathers along another one.
+# The first pattern that matches a parameter's path says how `expert` and `tensor` split its last axes, and along which
+# of these, the best first, `SHARDS` may split it: XLA would transpose what it gathers along another than the leading
+# one. Axes before these, such as layers, are not split, nor are arrays without a match: norms, most biases, histories,
+# counts. The paths of an optimizer's moments and of the average end like their parameter's.
 RULES = (
-    (r"\bmoe/((text|image)/)?(gate|up|down)\b", P(EXPERTS, "fsdp", None)),  # [experts, in, out]
-    (r"\bmlp/bias/(gate|up|down)\b", P(EXPERTS, None)),  # [experts, out]
-    (rf"{_COLUMNS}/kernel\b", P("fsdp", TENSOR)),  # [in, out]
-    (rf"{_COLUMNS}/bias\b", P(TENSOR)),  # [out]
-    (rf"{_ROWS}/kernel\b", P((TENSOR, "fsdp"), None)),  # [in, out]
-    (r"\bsinks\b", P(TENSOR)),  # [heads]
-    (r"\bembed/embedding\b", P(TENSOR, "fsdp")),  # [vocab, width]
-    (
-        r"\b(embedding|enter/kernel)\b",
-        P(None, "fsdp"),
-    ),  # of tokens, labels or an image's patch: of these there may be any number, so by the width
-    (r"\bkernel\b", P("fsdp", None)),  # [in, out]
+    (r"\bmoe/((text|image)/)?(gate|up|down)\b", P(EXPERTS, None, None), (0, 1)),  # [experts, in, out]
+    (r"\bmlp/bias/(gate|up|down)\b", P(EXPERTS, None), ()),  # [experts, out]
+    (rf"{_COLUMNS}/kernel\b", P(None, TENSOR), (0,)),  # [in, out]
+    (rf"{_COLUMNS}/bias\b", P(TENSOR), ()),  # [out]
+    (rf"{_ROWS}/kernel\b", P(TENSOR, None), (0,)),  # [in, out]
+    (r"\bsinks\b", P(TENSOR), ()),  # [heads]
+    (r"\bembed/embedding\b", P(TENSOR, None), (0, 1)),  # [vocab, width]
+    (r"\b(embedding|enter/kernel)\b", P(None, None), (0, 1)),  # of labels or of an image's patch, any number
+    (r"\bkernel\b", P(None, None), (0,)),  # [in, out]
 )
+SHARDS = ("fsdp", "data", "expert")  # the axes of a parameter's shards, where `expert` does not split experts
+ONCE = ("data", "expert")  # those over which a step gathers once
 _WIDE = re.compile(r"\brouter\b")  # split parameters that are float32 in the computation, too
-_UPDATED = re.compile(r"^(opt_state|average)\b")  # parts of a training state that only the update reads
 
 
 def make_mesh(shape: str) -> Mesh:
@@ -107,34 +107,33 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def split_of(path: tuple, rank: int) -> P:
-    """The sharding of an array of a training state, by its path."""
-    split = next((split for pattern, split in RULES if re.search(pattern, name_of(path))), P())
-    return P(*[None] * (rank - len(split)), *split)
+def split_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The sharding of an array of a training state, by its path: of all its axes.
 
-
-def _over_data(path: tuple, shape: tuple[int, ...], split: P, mesh: Mesh) -> P:
-    """With the axis `data` too, for what only the update reads, where it divides the leading axis (layers, if there are
-    any). XLA would transpose arrays that it gathers along another axis.
+    Of `SHARDS` the last ones are left out where they divide no axis that they may split; `fsdp` must.
     """
-    if not any(split) or not _UPDATED.search(name_of(path)):
-        return split
-    axes = _axes(split[0])
-    divides = shape[0] % math.prod(mesh.shape[axis] for axis in (*axes, "data")) == 0
-    return P((*axes, "data"), *split[1:]) if divides else split
+    _, split, places = next((rule for rule in RULES if re.search(rule[0], name_of(path))), ("", P(), ()))
+    entries = [_axes(entry) for entry in split]
+    shards = [axis for axis in SHARDS if axis not in sum(entries, ())]
+    first, sizes = len(shape) - len(entries), mesh.shape
+    for count in range(len(shards), 0, -1):
+        for place in places:
+            axes = (*entries[place], *shards[:count])
+            if shape[first + place] % math.prod(sizes[axis] for axis in axes) == 0 or (count, place) == (1, places[-1]):
+                entries[place] = axes
+                return P(*[None] * first, *entries)
+    return P(*[None] * first, *entries)
 
 
 def shardings(state: Tree, mesh: Mesh) -> Tree:
     """A `NamedSharding` for each array (or shape) of a training state.
-
-    Of the optimizer's state and the averaged weights, each device along `data` has a part, too.
 
     Raises:
       typer.BadParameter: an axis of the mesh does not divide the axis that it splits.
     """
 
     def sharding(path: tuple, x: Any) -> NamedSharding:
-        split = split_of(path, x.ndim)
+        split = split_of(path, x.shape, mesh)
         for number, entry in enumerate(split):
             axes = [axis for axis in _axes(entry) if mesh.shape[axis] > 1]
             if x.shape[number] % math.prod(mesh.shape[axis] for axis in axes):
@@ -146,7 +145,7 @@ def shardings(state: Tree, mesh: Mesh) -> Tree:
                 )
         # In XLA's form of a step's result shardings: otherwise the second step, which gets the first one's results,
         # would compile again.
-        used = [_used(axis, mesh) for axis in _over_data(path, x.shape, split, mesh)]
+        used = [_used(axis, mesh) for axis in split]
         while used and used[-1] is None:
             used.pop()
         return NamedSharding(mesh, P(*used))
@@ -231,56 +230,118 @@ def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
 
 
-def gather(params: Tree, dtype: Any = jnp.float32, sums: Any = jnp.float32) -> Tree:
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """How the parameters of a model are split over a mesh: a part of the model's graphdef.
+
+    Attributes:
+      named: each parameter's name in the model, and its specification.
+    """
+
+    named: tuple[tuple[str, P], ...]
+
+    @staticmethod
+    def of(params: Any, mesh: Mesh) -> "Splits":
+        """Of whole parameters, or their shapes."""
+        found = jax.tree.leaves_with_path(params)
+        return Splits(tuple((name_of(path), split_of(path, x.shape, mesh)) for path, x in found))
+
+
+def over(model: nnx.Module, mesh: Mesh) -> nnx.GraphDef:
+    """The graphdef of a model, or of its shapes, as `split_objective` calls it over a mesh."""
+    model.splits = Splits.of(nnx.state(model, nnx.Param), mesh)
+    return nnx.split(model)[0]
+
+
+def gather(
+    params: Tree,
+    splits: Splits,
+    within: str = "",
+    *,
+    dtype: Any = jnp.float32,
+    sums: Any = jnp.float32,
+    axes: tuple[str, ...] = SHARDS,
+) -> Tree:
     """Inside `split_objective`: from a device's parts of the parameters to those it computes with.
 
-    Shards along `fsdp` are all-gathered; those along `expert` and `tensor` stay split. The transpose sums the devices'
-    gradients as soon as the backward has computed them: so call it block by block. With a `policy` a block's parameters
-    are gathered again in the backward, so that one block's at most are whole; without it all gathered blocks are kept
-    until the backward.
+    Shards are all-gathered; parts along `tensor`, and of experts along `expert`, stay split. The transpose sums the
+    devices' gradients as soon as the backward has computed them: so call it block by block.
 
     Args:
+      params: of the model, or those of a part of it, such as one layer of a stack.
+      within: the name of that part in the model.
       dtype: of the computation. Large parameters are gathered in it, except those of routers.
       sums: dtype in which the gradients of large parameters are summed over devices; dtype if that is wider. Below
         float32 the parameters are rounded to it, too.
+      axes: of `SHARDS`: all, or first `ONCE` and then the others.
     """
-    sums = jnp.promote_types(sums, dtype)
+    sums, named = jnp.promote_types(sums, dtype), dict(splits.named)
 
     def whole(path: tuple, x: jax.Array) -> jax.Array:
-        split = [_axes(entry) for entry in split_of(path, x.ndim)]
+        name = name_of(path)
+        split = [_axes(entry) for entry in named[f"{within}/{name}" if within else name]]
+        split = split[len(split) - x.ndim :] if split else []  # a layer lacks the stack's leading axis
         own = sum(split, ())
         # Not the biases that only `tensor` splits.
-        large = any(axis in own for axis in BATCH) and _WIDE.search(name_of(path)) is None
-        x = lax.pcast(x.astype(sums) if large else x, tuple(axis for axis in AXES if axis not in own), to="varying")
-        gathered = [number for number, axes in enumerate(split) if "fsdp" in axes]
-        return _all_gather(x, gathered[0], dtype if large else x.dtype) if gathered else x
+        large = any(axis in own for axis in BATCH) and _WIDE.search(name) is None
+        if "data" in axes:
+            x = lax.pcast(x.astype(sums) if large else x, tuple(axis for axis in AXES if axis not in own), to="varying")
+        to, place = dtype if large else x.dtype, next((i for i, entry in enumerate(split) if "fsdp" in entry), None)
+        if place is None:
+            return x
+        shards = [axis for axis in split[place][split[place].index("fsdp") :] if lax.axis_size(axis) > 1]
+        once, again = (tuple(axis for axis in shards if (axis in ONCE) == now) for now in (True, False))
+        if once and "data" in axes:
+            x = _all_gather(x, once, place, to, x.dtype if again else to)
+        return _all_gather(x, again, place, to, to) if again and "fsdp" in axes else x
 
     return jax.tree.map_with_path(whole, params)
 
 
-def gathered(model: nnx.Module, name: str, dtype: Any, sums: Any) -> Any:
-    """The model's part of this name, with `gather`ed parameters: `RULES` look at names from the model on.
-
-    Its other variables are the model's own: what a call writes to them, such as a history of FP8, the model has.
-    """
-    graphdef, params, others = nnx.split(getattr(model, name), nnx.Param, ...)
-    return nnx.merge(graphdef, gather({name: params}, dtype, sums)[name], others)
-
-
-def _all_gather(x: jax.Array, axis: int, dtype: Any) -> jax.Array:
-    """Along `fsdp`, in dtype; the devices' gradients are summed in x's dtype."""
-    if lax.axis_size("fsdp") == 1:
-        return x
+def _all_gather(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any, out_dtype: Any) -> jax.Array:
+    """Sent in dtype; the devices' gradients are summed in x's dtype."""
 
     @jax.custom_vjp
     def gathered(x: jax.Array) -> jax.Array:
-        return lax.all_gather(x.astype(dtype), "fsdp", axis=axis, tiled=True)
+        return lax.all_gather(x.astype(dtype), over, axis=axis, tiled=True).astype(out_dtype)
 
     def bwd(_: None, d: jax.Array) -> tuple[jax.Array]:
-        return (lax.psum_scatter(d.astype(x.dtype), "fsdp", scatter_dimension=axis, tiled=True),)
+        return (lax.psum_scatter(d.astype(x.dtype), over, scatter_dimension=axis, tiled=True),)
 
     gathered.defvjp(lambda x: (gathered(x), None), bwd)
     return gathered(x)
+
+
+def whole_part(model: Any, name: str) -> Any:
+    """The model's part of this name, with `gather`ed parameters; without a mesh as it is.
+
+    Its other variables are the model's own: what a call writes to them, such as a history of FP8, the model has.
+    """
+    part, c = getattr(model, name), model.config
+    if model.splits is None:
+        return part
+    graphdef, params, others = nnx.split(part, nnx.Param, ...)
+    return nnx.merge(graphdef, gather(params, model.splits, name, dtype=c.dtype, sums=c.sums), others)
+
+
+def before_loop(model: Any, name: str) -> Any:
+    """`whole_part` for a loop, in which it would be gathered by each iteration.
+
+    Over a mesh its parameters are float32 again, so that the iterations' gradients are summed in it.
+    """
+    part = whole_part(model, name)
+    if model.splits is None:
+        return part
+    graphdef, params, others = nnx.split(part, nnx.Param, ...)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.float32), params), others)
+
+
+def whole_layers(model: Any, *names: str) -> list[Callable[..., Any]] | None:
+    """For `models.layers.apply_layers`, of each stack of layers: `gather` of a layer's parameters, with `axes`."""
+    splits, c = model.splits, model.config
+    if splits is None:
+        return None
+    return [functools.partial(gather, splits=splits, within=name, dtype=c.dtype, sums=c.sums) for name in names]
 
 
 Objective = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
@@ -310,7 +371,7 @@ def split_objective(
         return loss, (measured, lax.pmax(jax.tree.map(varying, lax.stop_gradient(histories)), AXES))
 
     def whole(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
-        splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.ndim), params)
+        splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.shape, mesh), params)
         specs = (splits, P(), P(BATCH), P())
         return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(
             params, histories, batch, key

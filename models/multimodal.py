@@ -24,7 +24,7 @@ from models.decoder.rope import turns
 from models.dit import TimeEmbedding, position_embedding, segments
 from models.interleaved import Batch
 from models.layers import apply_layers, stacked
-from models.mesh import gather, gathered
+from models.mesh import Splits, before_loop, whole_layers, whole_part
 from models.modality_experts import ModalityExperts, Routed
 from models.precision import Backend, Dtype, Recipe, linear_layer
 from models.tensor_parallel import attend, devices, embed, first_row, own_rows, whole_columns, wide
@@ -235,7 +235,7 @@ class Multimodal(nnx.Module):
 
     def __init__(self, config: MultimodalConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
-        self.sharded = sharded
+        self.splits: Splits | None = None  # set by `models.mesh.over`
         dtype = jnp.dtype(c.dtype)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         self.embed = nnx.Embed(
@@ -268,9 +268,9 @@ class Multimodal(nnx.Module):
         # Where segments are among own rows: from below 0 to more than there are.
         offsets = batch.segment_offsets - first_row(batch.size)
         place = position_embedding(offsets, batch.grids, of_image.shape[0], c.width)
-        image = self._whole("enter")(jnp.where(of_image, own_rows(batch.patches), 0)).astype(jnp.float32) + place
-        x = jnp.where(of_image, image, embed(self._whole("embed"), batch.tokens)).astype(c.dtype)
-        cond = self._whole("time")(time)
+        image = whole_part(self, "enter")(jnp.where(of_image, own_rows(batch.patches), 0)).astype(jnp.float32) + place
+        x = jnp.where(of_image, image, embed(whole_part(self, "embed"), batch.tokens, c.backend)).astype(c.dtype)
+        cond = whole_part(self, "time")(time)
         x, (routed,) = apply_layers(
             (self.blocks,),
             lambda block, x, _: block(x, cond, layout),
@@ -280,23 +280,27 @@ class Multimodal(nnx.Module):
             policy=c.policy,
             unroll=c.unroll,
             training=not self.use_running_average,
-            whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
+            whole=whole_layers(self, "blocks"),
         )
-        scale, shift = self._whole("modulation")(cond, layout)
+        scale, shift = whole_part(self, "modulation")(cond, layout)
         how = {"norm": "rms", "epsilon": c.norm_epsilon, "per": "sequence", "backend": c.backend}
         return jaxops.adaln(x, scale, shift, layout.segment_offsets, **how), routed
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def last_layer(self) -> Any:
+        """What `logits` multiplies by, for several calls in a loop."""
+        return before_loop(self, "embed" if self.head is None else "head")
+
+    def logits(self, x: jax.Array, last: Any = None) -> jax.Array:
         """Normalized rows of text [N, width] -> [N, vocab] float32.
 
         Over a mesh axis `tensor` from own rows: all rows, own words.
+
+        Args:
+          last: `last_layer()`, which it calls itself by default.
         """
-        logits = attend(self._whole("embed"), x) if self.head is None else wide(x, self._whole("head"))[0]
-        return logits.astype(jnp.float32)
+        last = self.last_layer() if last is None else last
+        return (attend(last, x) if self.head is None else wide(x, last)[0]).astype(jnp.float32)
 
     def velocities(self, x: jax.Array) -> jax.Array:
         """Normalized rows [N, width] -> [N, patch_values] float32, which mean nothing for text."""
-        return self._whole("leave")(x).astype(jnp.float32)
-
-    def _whole(self, name: str) -> Any:
-        return gathered(self, name, self.config.dtype, self.config.sums) if self.sharded else getattr(self, name)
+        return whole_part(self, "leave")(x).astype(jnp.float32)

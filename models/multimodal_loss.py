@@ -1,5 +1,6 @@
 """The loss of a `Multimodal`: next-token loss on text and rectified flow on images."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -55,8 +56,9 @@ def losses_of(
     errors = jnp.mean((model.velocities(x) - own_rows(noise - patches)) ** 2, axis=1)
     drawn = layout.of_image & ~batch.is_read[layout.segment]
     predicted = batch.targets >= 0
+    logits = functools.partial(model.logits, last=model.last_layer())
     entropies = cross_entropies(
-        model.logits, model.config.vocab, rows_at(x, batch.predicting), jnp.where(predicted, batch.targets, 0)
+        logits, model.config.vocab, rows_at(x, batch.predicting), jnp.where(predicted, batch.targets, 0)
     )
     losses = Losses(
         jnp.sum(jnp.where(predicted, entropies, 0)),

@@ -21,6 +21,7 @@ from jax import lax
 
 import jaxops
 from jaxops.nn import Fp8Linear
+from models.embedding import look_up
 from models.mesh import TENSOR
 
 
@@ -156,17 +157,19 @@ def whole_columns(linear: Any) -> Any:
     return _WholeLinear if linear is nnx.Linear else functools.partial(_WholeFp8Linear, **linear.keywords)
 
 
-def total(x: jax.Array) -> jax.Array:
-    """The sum of what the devices have from their own rows."""
+def total(x: Any) -> Any:
+    """The sum of what the devices have from their own rows or words; of each array of a tree."""
     return x if devices() == 1 else lax.psum(x, TENSOR)
 
 
-def embed(layer: nnx.Embed, tokens: jax.Array) -> jax.Array:
+def embed(layer: nnx.Embed, tokens: jax.Array, backend: str) -> jax.Array:
     """Embeddings of tokens, [..., width]; over several devices those of own rows, [rows, width].
 
-    Each device has some words of the vocabulary.
+    Each device has some words of the vocabulary. backend: as of `look_up`.
     """
-    return layer(tokens) if devices() == 1 else _looked_up(layer, tokens.ravel(), layer.embedding.shape[0])
+    table = layer.embedding[...]
+    of = lambda words: look_up(table, words, layer.dtype, backend)
+    return of(tokens) if devices() == 1 else _looked_up(of, tokens.ravel(), table.shape[0])
 
 
 def rows_at(x: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -191,13 +194,14 @@ def attend(layer: nnx.Embed, x: jax.Array) -> jax.Array:
 
 def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Cross-entropies [N] of logits float32 [N, own words] and targets [N]: no device has the logits of all words."""
-    if devices() == 1:
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    most = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=1)), TENSOR)
-    at, own = _own_numbers(targets, logits.shape[1])
-    chosen = jnp.where(own, jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0] - most, 0)
-    sums, chosen = lax.psum((jnp.sum(jnp.exp(logits - most[:, None]), axis=1), chosen), TENSOR)
-    return jnp.log(sums) - chosen
+    most = lax.stop_gradient(jnp.max(logits, axis=1))
+    most = most if devices() == 1 else lax.pmax(most, TENSOR)
+    # A sum and not an index, whose gradient is a scatter into zeros; a product and not a select, whose gradient has
+    # zeros, too, which a loop around it keeps in memory.
+    words = jnp.arange(logits.shape[1], dtype=targets.dtype) + first_row(logits.shape[1] * devices())
+    chosen = jnp.sum(logits * (words[None] == targets[:, None]), axis=1)
+    sums, chosen = total((jnp.sum(jnp.exp(logits - most[:, None]), axis=1), chosen))
+    return jnp.log(sums) - (chosen - most)
 
 
 def _own_numbers(numbers: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -33,7 +33,7 @@ from models.images import (
 )
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState
-from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, parts_of, replicate
+from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, over, parts_of, replicate
 from models.precision import PRECISIONS, Precision, for_this_machine
 from models.presets import DIT_PRESETS, DiTPreset
 from models.report import History, draw_grid, plot_report
@@ -109,9 +109,9 @@ def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd
     return DiTConfig(token=token, classes=classes, longest=longest, crowd=crowd, **named)
 
 
-def sharded_graphdef(sizes: DiTConfig) -> nnx.GraphDef:
+def sharded_graphdef(sizes: DiTConfig, mesh: Mesh) -> nnx.GraphDef:
     """Of the model as it is called over a mesh."""
-    return nnx.split(nnx.eval_shape(lambda: DiT(sizes, sharded=True, rngs=nnx.Rngs(0))))[0]
+    return over(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), mesh)
 
 
 def init_state(sizes: DiTConfig, preset: DiTPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
@@ -168,7 +168,7 @@ def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple
     mesh = run.mesh
     graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
-    stepped = graphdef if mesh is None else sharded_graphdef(sizes)
+    stepped = graphdef if mesh is None else sharded_graphdef(sizes, mesh)
     training = Training(
         preset,
         make_step(stepped, preset, mesh),

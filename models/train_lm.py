@@ -25,7 +25,7 @@ from models.distributed import is_first
 from models.hf_config import OF_A_RUN, end_token, fitting, read_config
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState
-from models.mesh import TENSOR, create_sharded, parts_of, replicate, rows_of_process, shard_state, shardings
+from models.mesh import TENSOR, create_sharded, over, parts_of, replicate, rows_of_process, shard_state, shardings
 from models.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
 from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
 from models.presets import PRESETS, Preset
@@ -184,9 +184,9 @@ def make_model(preset: Preset, seed: int, mesh: Mesh | None = None) -> Decoder:
         return hf.load(preset.init_from, mesh=mesh, **{name: getattr(preset.model, name) for name in OF_A_RUN})[1]
 
 
-def sharded_graphdef(preset: Preset) -> nnx.GraphDef:
+def sharded_graphdef(preset: Preset, mesh: Mesh) -> nnx.GraphDef:
     """Of the model as it is called over a mesh."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(preset.model, sharded=True, rngs=nnx.Rngs(0))))[0]
+    return over(nnx.eval_shape(lambda: Decoder(preset.model, sharded=True, rngs=nnx.Rngs(0))), mesh)
 
 
 def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
@@ -276,7 +276,8 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
     graphdef, state = start_state(preset, mesh)
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
-    stepped, key = graphdef if mesh is None else sharded_graphdef(preset), replicate(jax.random.key(preset.seed), mesh)
+    stepped = graphdef if mesh is None else sharded_graphdef(preset, mesh)
+    key = replicate(jax.random.key(preset.seed), mesh)
     training = Training(
         preset,
         make_step(stepped, preset, mesh),

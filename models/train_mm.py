@@ -33,7 +33,7 @@ from models.interleaved import (
 )
 from models.layers import options_for, remark
 from models.loop import Measured, Run, Training, TrainState
-from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, parts_of, replicate
+from models.mesh import TENSOR, by_device, create_sharded, micro_batches, of_own_batch, over, parts_of, replicate
 from models.multimodal import Multimodal
 from models.multimodal_loss import loss_fn
 from models.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
@@ -189,9 +189,9 @@ def init_state(preset: MultimodalPreset, seed: int) -> tuple[nnx.GraphDef, Train
     return graphdef, loop.init_state(preset, params, histories)
 
 
-def sharded_graphdef(preset: MultimodalPreset) -> nnx.GraphDef:
+def sharded_graphdef(preset: MultimodalPreset, mesh: Mesh) -> nnx.GraphDef:
     """Of the model as it is called over a mesh."""
-    return nnx.split(nnx.eval_shape(lambda: Multimodal(preset.model, sharded=True, rngs=nnx.Rngs(0))))[0]
+    return over(nnx.eval_shape(lambda: Multimodal(preset.model, sharded=True, rngs=nnx.Rngs(0))), mesh)
 
 
 def objective(preset: MultimodalPreset, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
@@ -255,7 +255,7 @@ def train(preset: MultimodalPreset, material: Material, run: Run) -> tuple[Multi
     mesh = run.mesh
     graphdef, state = create_sharded(lambda: init_state(preset, preset.seed), mesh)
     key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
-    stepped = graphdef if mesh is None else sharded_graphdef(preset)
+    stepped = graphdef if mesh is None else sharded_graphdef(preset, mesh)
     training = Training(
         preset,
         make_step(stepped, preset, mesh),

@@ -20,7 +20,7 @@ from models.decoder.norm import normalized
 from models.decoder.rope import turns
 from models.decoder.weights import dot_general
 from models.layers import apply_layers, stacked
-from models.mesh import gather, gathered
+from models.mesh import Splits, before_loop, whole_layers, whole_part
 from models.tensor_parallel import attend, devices, embed, wide
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
@@ -84,7 +84,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
-        self.sharded = sharded
+        self.splits: Splits | None = None  # set by `models.mesh.over`
         dtype = jnp.dtype(c.dtype)
 
         self.embed = nnx.Embed(
@@ -126,13 +126,13 @@ class Decoder(nnx.Module):
         x, outs = apply_layers(
             self._stacks(),
             lambda block, x, window: block(x, seen, window)[:2],
-            embed(self._whole("embed"), tokens),
+            embed(whole_part(self, "embed"), tokens, c.backend),
             layers=c.stacks(),
             each=windows,
             policy=c.policy,
             unroll=c.unroll,
             training=not self.use_running_average,
-            whole=functools.partial(gather, dtype=c.dtype, sums=c.sums) if self.sharded else None,
+            whole=whole_layers(self, "blocks", "dense_blocks"),
         )
         return x, outs[0]
 
@@ -248,12 +248,17 @@ class Decoder(nnx.Module):
 
         return attention
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[..., width] -> [..., vocab] float32; over an axis `tensor` own rows -> all rows, own words."""
-        x = normalized(self.norm, x)
-        logits = attend(self._whole("embed"), x) if self.head is None else wide(x, self._whole("head"))[0]
+    def last_layer(self) -> Any:
+        """What `logits` multiplies by, for several calls in a loop."""
+        return before_loop(self, "embed" if self.head is None else "head")
+
+    def logits(self, x: jax.Array, last: Any = None) -> jax.Array:
+        """[..., width] -> [..., vocab] float32; over an axis `tensor` own rows -> all rows, own words.
+
+        Args:
+          last: `last_layer()`, which it calls itself by default.
+        """
+        x, last = normalized(self.norm, x), self.last_layer() if last is None else last
+        logits = attend(last, x) if self.head is None else wide(x, last)[0]
         logits, cap = logits.astype(jnp.float32), self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-    def _whole(self, name: str) -> Any:
-        return gathered(self, name, self.config.dtype, self.config.sums) if self.sharded else getattr(self, name)

@@ -149,7 +149,7 @@ def first_step(accumulate: int, mesh_shape: str | None = None):
     batch = jax.tree.map(lambda x: x.reshape(accumulate, 8 // accumulate, 16), batch)
     graphdef, state = train_lm.init_state(preset, 0)
     if mesh is not None:
-        graphdef, state = train_lm.sharded_graphdef(preset), shard_state(state, mesh)
+        graphdef, state = train_lm.sharded_graphdef(preset, mesh), shard_state(state, mesh)
     key, heldout = replicate(jax.random.key(0), mesh), loop.place(train_lm.heldout_batches(preset, documents), mesh)
     loss = train_lm.make_evaluate(graphdef, preset, mesh)(state.params, state.histories, heldout, key)
     state, metrics = train_lm.make_step(graphdef, preset, mesh)(state, loop.place(batch, mesh), key)

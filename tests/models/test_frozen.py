@@ -53,7 +53,7 @@ def two_steps(shape: str | None = None):
     graphdef, state = train_lm.init_state(PRESET, 0)
     before = by_name(state.params)
     if mesh is not None:
-        graphdef, state = train_lm.sharded_graphdef(PRESET), shard_state(state, mesh)
+        graphdef, state = train_lm.sharded_graphdef(PRESET, mesh), shard_state(state, mesh)
     step, read = train_lm.make_step(graphdef, PRESET, mesh), []
     for number in range(2):
         batch = loop.place(batches_of(PRESET)(number), mesh)

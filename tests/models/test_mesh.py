@@ -23,6 +23,7 @@ from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.mesh import (
     AXES,
+    Splits,
     gather,
     make_mesh,
     of_own_batch,
@@ -90,7 +91,7 @@ def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1) 
     mesh, preset = None if shape is None else make_mesh(shape), preset_of(config, accumulate)
     graphdef, state = train_lm.init_state(preset_of(dataclasses.replace(config, policy=None)), 0)
     if mesh is not None:
-        graphdef, state = train_lm.sharded_graphdef(preset), shard_state(state, mesh)
+        graphdef, state = train_lm.sharded_graphdef(preset, mesh), shard_state(state, mesh)
     key = replicate(jax.random.key(0), mesh)
     batches = [loop.place(batches_of(preset)(step), mesh) for step in range(3)]
     # Compiled before it is called, it takes no other shardings: each step's state is split as the one before.
@@ -148,24 +149,16 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize(
-    ("shape", "config", "shares"),
-    [
-        ("fsdp=4", DENSE, (1 / 4, 1 / 4)),
-        ("fsdp=2,expert=2", SPARSE, (1 / 2, 1 / 2)),
-        ("data=2,fsdp=2", DENSE, (1 / 2, 1 / 4)),
-    ],
+    ("shape", "config"), [("fsdp=4", DENSE), ("fsdp=2,expert=2", SPARSE), ("data=2,fsdp=2", DENSE)]
 )
-def test_as_on_one_device(shape, config, shares):
-    """shares: how much of each matrix a device stores, of parameters and of moments, without the experts.
-
-    FSDP gathers its matrices layer by layer.
-    """
+def test_as_on_one_device(shape, config):
+    """A device stores a quarter of each matrix and of its moments. FSDP gathers its matrices layer by layer."""
     remat = shape == "fsdp=4"
     got = train(dataclasses.replace(config, policy=Policy() if remat else None), shape, accumulate=2 if remat else 1)
     assert_as_alone(config, got)
-    for part, share in zip((got.first.params, got.first.opt_state), shares, strict=True):
-        assert {fraction(x) for x in matrices(part)} == {share}
-        assert {fraction(x) for x in experts(part)} == ({share / 2} if config.experts else set())
+    for part in (got.first.params, got.first.opt_state):
+        assert {fraction(x) for x in matrices(part)} == {1 / 4}
+        assert {fraction(x) for x in experts(part)} == ({1 / 4} if config.experts else set())
     if config.experts:
         assert "[2,16,24]" in got.program, "a layer's experts of one device, put together"
         assert not re.search(r"\[(2,)?4,(16,24|24,16)\]", got.program), "no device ever has all experts"
@@ -177,7 +170,7 @@ def test_as_on_one_device(shape, config, shares):
 def on_kernels(mesh, **options):
     """The gradient of a model on Pallas' kernels as a function of (params, histories, batch, key)."""
     preset = preset_of(dataclasses.replace(SPARSE, backend="pallas"))
-    graphdef = train_lm.sharded_graphdef(preset)
+    graphdef = train_lm.sharded_graphdef(preset, mesh)
 
     def objective(params, histories, batch, key):
         loss, measured = train_lm.objective(preset, preset.pack, nnx.merge(graphdef, params, copy=True), batch, key)
@@ -247,11 +240,11 @@ def test_parts_count_what_they_hold():
     """A toy model with different weights, keys and histories in its parts."""
     mesh = make_mesh("data=2,fsdp=2")
     params, x = {"kernel": jnp.arange(12.0).reshape(4, 3)}, np.arange(32, dtype=np.float32).reshape(8, 4)
-    counts = np.array([1, 0, 2, 2, 0, 0, 1, 0], np.float32)
+    counts, splits = np.array([1, 0, 2, 2, 0, 0, 1, 0], np.float32), Splits.of(params, mesh)
 
     def objective(params, histories, batch, key):
         x, counts = batch
-        per_row = jnp.sum(jnp.sin(x @ gather(params)["kernel"]), axis=1)
+        per_row = jnp.sum(jnp.sin(x @ gather(params, splits)["kernel"]), axis=1)
         loss = jnp.sum(counts * per_row) / jnp.maximum(jnp.sum(counts), 1)
         return loss, (jax.random.uniform(key), jnp.maximum(histories, jnp.max(x)))
 
@@ -284,7 +277,7 @@ def test_dit():
     tokens, labels = rng.normal(size=(4, 10, 4)).astype(np.float32), np.arange(8, dtype=np.int32).reshape(4, 2) % 3
     batch = Batch(tokens=tokens, labels=labels, sequence_offsets=offsets, grids=grids)
 
-    sharded = train_dit.sharded_graphdef(config)
+    sharded = train_dit.sharded_graphdef(config, mesh)
     value = loop.make_value(
         sharded, of_own_batch(functools.partial(train_dit.objective, label_dropout=0.1), mesh), mesh, training=True
     )
@@ -311,39 +304,46 @@ def test_what_is_whole_on_each_device():
         for path, split in jax.tree.leaves_with_path(shardings(shapes, mesh))
     }
     assert {name.split("/")[-2] for name, split in names.items() if split == P()} == {"scale", "amax_history"}
-    assert names["blocks/mlp/moe/down/value"] == P(None, "expert", "fsdp")
-    assert names["blocks/mlp/moe/router/kernel/value"] == P(None, "fsdp")
-    assert names["head/kernel/value"] == P("fsdp")
+    assert names["blocks/mlp/moe/down/value"] == P(None, ("expert", "fsdp"))
+    assert names["blocks/mlp/moe/router/kernel/value"] == P(None, ("fsdp", "expert"))
+    assert names["head/kernel/value"] == P(("fsdp", "expert"))
 
 
-def test_what_only_the_update_reads_is_split_over_data():
-    """By layers, or beside fsdp on the leading axis; not where data does not divide it."""
+def test_where_shards_are():
+    """Along the first axis that may be split and that all axes of `SHARDS` divide; otherwise over fewer of them."""
     mesh = make_mesh("data=2,fsdp=2")
-    arrays = [{"kernel": jnp.zeros(shape)} for shape in ((2, 8, 4), (3, 8, 4), (8, 4), (6, 4))]
-    state = loop.TrainState(arrays, (), arrays, (arrays, {"scale": jnp.zeros((2, 8))}), jnp.zeros(()))
-    found = jax.tree.map(lambda sharding: sharding.spec, shardings(state, mesh))
-    layers, one = P(None, "fsdp"), P("fsdp")
-    assert [x["kernel"] for x in found.params] == [layers, layers, one, one]
-    for part in (found.average, found.opt_state[0]):
-        assert [x["kernel"] for x in part] == [P("data", "fsdp"), layers, P(("fsdp", "data")), one]
-    assert found.opt_state[1]["scale"] == P()
+    shapes = {
+        "kernel": [(2, 8, 4), (8, 4), (6, 4)],
+        "moe/up": [(3, 4, 2, 6), (3, 2, 4, 6), (3, 2, 2, 6)],
+        "embedding": [(8, 2), (6, 4), (3, 6)],
+        "scale": [(2, 8)],
+    }
+    arrays = {f"params/{name}": [jnp.zeros(shape) for shape in some] for name, some in shapes.items()}
+    found = jax.tree.map(lambda sharding: sharding.spec, shardings(arrays, mesh))
+    both = ("fsdp", "data")
+    assert found["params/kernel"] == [P(None, both), P(both), P("fsdp")]
+    assert found["params/moe/up"] == [P(None, both), P(None, None, both), P(None, "fsdp")]
+    assert found["params/embedding"] == [P(both), P(None, both), P(None, "fsdp")]
+    assert found["params/scale"] == [P()]
 
 
 @pytest.mark.parametrize("devices", [[256, 1, 0, 0], [256, 0, 1, 0]], ids=["over fsdp", "over data"])
+@pytest.mark.parametrize("rows", [4, 2], ids=["shards over data", "whole over data"])
 @pytest.mark.parametrize(("sums", "large"), [("float32", 257), ("bfloat16", 256)])
-def test_gradients_are_summed_in_the_chosen_dtype(sums, large, devices):
+def test_gradients_are_summed_in_the_chosen_dtype(sums, large, devices, rows):
     """256 + 1 is 256 in bfloat16. Routers and norms are float32 in any case."""
     mesh = make_mesh("data=2,fsdp=2")
-    params = {"kernel": jnp.ones((4, 2)), "router": {"kernel": jnp.ones((4, 2))}, "scale": jnp.ones((1, 4))}
+    params = {"kernel": jnp.ones((rows, 2)), "router": {"kernel": jnp.ones((rows, 2))}, "scale": jnp.ones((1, rows))}
+    splits = Splits.of(params, mesh)
 
     def objective(params, histories, batch, key):
-        whole = gather(params, "bfloat16", sums)
+        whole = gather(params, splits, dtype="bfloat16", sums=sums)
         kernel, router, scale = whole["kernel"], whole["router"]["kernel"], whole["scale"]
         assert [x.dtype for x in (kernel, router, scale)] == [jnp.bfloat16, jnp.float32, jnp.float32]
         loss = jnp.sum(batch.astype(jnp.bfloat16) @ kernel) + jnp.sum(batch @ router) + jnp.sum(batch * scale)
         return 4 * loss, ((), ())  # each device counts for a quarter
 
-    x = jnp.array(devices, jnp.float32)[:, None] * jnp.ones((1, 4))
+    x = jnp.array(devices, jnp.float32)[:, None] * jnp.ones((1, rows))
     grad = jax.jit(jax.grad(split_objective(objective, mesh), has_aux=True))
     grads, _ = grad(shard_state(params, mesh), (), shard_batch(x, mesh), jax.random.key(0))
     want = {"kernel": large, "router": {"kernel": 257}, "scale": 257}

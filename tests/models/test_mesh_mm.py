@@ -12,7 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 from models import loop, train_mm
 from models.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, stack
-from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state, split_of
+from models.mesh import (
+    AXES,
+    Splits,
+    gather,
+    make_mesh,
+    of_own_batch,
+    parts_of,
+    replicate,
+    shard_batch,
+    shard_state,
+    split_of,
+)
 from models.modality_experts import ModalityExperts
 from models.multimodal import Multimodal, MultimodalConfig
 from models.multimodal_loss import losses_of
@@ -106,7 +117,7 @@ def train(shape: str | None, parts: int) -> Outcome:
     mesh = None if shape is None else make_mesh(shape)
     state = shard_state(loop.init_state(PRESET, random_params(MODEL)[1], nnx.State({})), mesh)
     key = replicate(jax.random.key(0), mesh)
-    step = alone() if mesh is None else train_mm.make_step(train_mm.sharded_graphdef(PRESET), PRESET, mesh)
+    step = alone() if mesh is None else train_mm.make_step(train_mm.sharded_graphdef(PRESET, mesh), PRESET, mesh)
     empty = [] if mesh is not None else (PARTS - parts) * [lay_out([], ROOM)]
     read, first, text = [], None, ""
     for number in range(3):
@@ -128,11 +139,9 @@ def test_as_on_one_device(shape):
     got = train(shape, parts_of(mesh))
     assert_same(got, train(None, parts_of(mesh)))
     params = got.first.params
-    split = 1 / mesh.shape["tensor"] / mesh.shape["fsdp"]
     sides = [params["blocks"]["moe"][name] for name in ("text", "image")]
-    shares = {fraction(side[name][...]) for side in sides for name in ("gate", "up", "down")}
-    assert shares == {split / mesh.shape["expert"]}
-    assert {fraction(x) for x in matrices([params["blocks"]["attention"], params["embed"]])} == {split}
+    assert {fraction(side[name][...]) for side in sides for name in ("gate", "up", "down")} == {1 / 4}
+    assert {fraction(x) for x in matrices([params["blocks"]["attention"], params["embed"]])} == {1 / 4}
 
 
 def test_experts_count_all_rows_once():
@@ -143,10 +152,12 @@ def test_experts_count_all_rows_once():
     )
     x = jnp.asarray(rng.normal(size=(24, MODEL.width)), jnp.float32)
     rows = x, jnp.asarray(rng.random(24) < 0.6), jnp.asarray(rng.random(24) < 0.8)
-    specs = jax.tree.map_with_path(lambda path, x: split_of(("moe", *path), x.ndim), params)
+    mesh = make_mesh("expert=2,tensor=2")
+    specs = jax.tree.map_with_path(lambda path, x: split_of(("moe", *path), x.shape, mesh), params)
+    splits = Splits.of({"moe": params}, mesh)
     over = jax.shard_map(
-        lambda params, *rows: nnx.merge(sharded, params)(*rows),
-        mesh=make_mesh("expert=2,tensor=2"),
+        lambda params, *rows: nnx.merge(sharded, gather(params, splits, "moe"))(*rows),
+        mesh=mesh,
         in_specs=(specs, *[P(AXES)] * 3),
         out_specs=(P(AXES), P()),
     )
@@ -178,7 +189,7 @@ def test_fp8():
     batch, objective = batch_of(0, 1), functools.partial(train_mm.objective, preset)
     first = lambda model, batch, key: objective(model, batch, jax.random.fold_in(key, 0))
     alone = loop.make_value(graphdef, first, None, training=True)
-    over = loop.make_value(train_mm.sharded_graphdef(preset), of_own_batch(objective, mesh), mesh, training=True)
+    over = loop.make_value(train_mm.sharded_graphdef(preset, mesh), of_own_batch(objective, mesh), mesh, training=True)
     key = jax.random.key(0)
     want, (_, wanted) = jax.jit(alone)(params, histories, jax.tree.map(lambda x: x[0], batch), key)
     given = shard_state(params, mesh), shard_state(histories, mesh), shard_batch(batch, mesh)

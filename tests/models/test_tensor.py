@@ -17,7 +17,18 @@ from models import decoder_loss, loop, train_dit, train_lm
 from models.decoder import DecoderConfig, Experts
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
-from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state, split_of
+from models.mesh import (
+    AXES,
+    Splits,
+    gather,
+    make_mesh,
+    of_own_batch,
+    parts_of,
+    replicate,
+    shard_batch,
+    shard_state,
+    split_of,
+)
 from models.presets import DiTPreset
 from tests.compare import assert_close
 from tests.devices import needs_four
@@ -55,10 +66,9 @@ def test_a_decoder_as_on_one_device(shape, config):
     got = train(config, shape)
     assert_as_alone(config, got)
     mesh = make_mesh(shape)
-    split = mesh.shape["tensor"] * mesh.shape["fsdp"]
-    router = {1 / mesh.shape["fsdp"]}
-    assert {fraction(x) for x in matrices(got.first.params)} == {1 / split} | router
-    assert {fraction(x) for x in experts(got.first.params)} == {1 / split / mesh.shape["expert"]}
+    router = {1 / parts_of(mesh)}
+    assert {fraction(x) for x in matrices(got.first.params)} == {1 / 4} | router
+    assert {fraction(x) for x in experts(got.first.params)} == {1 / 4}
     words = 256 // mesh.shape["tensor"]
     assert f"f32[{64 // parts_of(mesh)},{words}]" in got.program, "logits of a device's words"
     assert not re.search(r"f32\[(\d+,)+256\]", got.program), "no device has all words'"
@@ -70,10 +80,12 @@ def test_experts_count_all_tokens_once():
         nnx.split(Experts(MIXED, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
     )
     x = jnp.asarray(np.random.default_rng(0).normal(size=(24, MIXED.width)), jnp.float32)
-    specs = jax.tree.map_with_path(lambda path, x: split_of(("mlp", *path), x.ndim), params)
+    mesh = make_mesh("expert=2,tensor=2")
+    specs = jax.tree.map_with_path(lambda path, x: split_of(("mlp", *path), x.shape, mesh), params)
+    splits = Splits.of({"mlp": params}, mesh)
     run = jax.shard_map(
-        lambda params, x: nnx.merge(sharded, params)(x),
-        mesh=make_mesh("expert=2,tensor=2"),
+        lambda params, x: nnx.merge(sharded, gather(params, splits, "mlp"))(x),
+        mesh=mesh,
         in_specs=(specs, P(AXES)),
         out_specs=(P(AXES), P()),
     )
@@ -101,7 +113,10 @@ def test_what_a_decoder_sends():
     mesh, batch = make_mesh("data=2,tensor=2"), batches_of(preset)(0)
     params = jax.eval_shape(lambda: train_lm.init_state(preset, 0)[1].params)
     value = loop.make_value(
-        train_lm.sharded_graphdef(preset), functools.partial(train_lm.objective, preset, True), mesh, training=True
+        train_lm.sharded_graphdef(preset, mesh),
+        functools.partial(train_lm.objective, preset, True),
+        mesh,
+        training=True,
     )
     given = (params, nnx.State({}), jax.tree.map(lambda x: x[0], batch), jax.random.key(0))
     own, all_rows = ((16, 16), "bfloat16"), ((32, 16), "bfloat16")
@@ -186,7 +201,7 @@ def train_images(parts: int, shape: str | None = None) -> Outcome:
     if mesh is None:
         step = loop.make_step(graphdef, DIT, in_turn)
     else:
-        step = train_dit.make_step(train_dit.sharded_graphdef(sizes), DIT, mesh)
+        step = train_dit.make_step(train_dit.sharded_graphdef(sizes, mesh), DIT, mesh)
     batches = [loop.place(images(number, parts), mesh) for number in range(3)]
     step = step.lower(state, batches[0], key).compile()
     state, metrics = step(state, batches[0], key)
@@ -216,7 +231,7 @@ def test_a_dit_in_fp8():
     params, batch = moved(params), jax.tree.map(lambda x: x[0], images(0, 1))
     alone = loop.make_value(graphdef, in_turn, None, training=True)
     own = of_own_batch(train_dit.objective, mesh)
-    over = loop.make_value(train_dit.sharded_graphdef(sizes), own, mesh, training=True)
+    over = loop.make_value(train_dit.sharded_graphdef(sizes, mesh), own, mesh, training=True)
     want, (_, wanted) = jax.jit(alone)(params, histories, batch, jax.random.key(0))
     given = shard_state(params, mesh), shard_state(histories, mesh), shard_batch(batch, mesh)
     got, (_, found) = jax.jit(over)(*given, replicate(jax.random.key(0), mesh))

@@ -24,11 +24,18 @@ class Tiles:
     Attributes:
       kernel: "triton" (Hopper), "pallas", or "xla", which has no tiles and becomes cuBLASLt where scales are
         tensorwise.
-      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`. "pallas"
+        fwd and dgrad: bm may be 1, for a tile without tensor cores, whose bn may be less.
       warps: warps a program ("pallas").
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
         L2.
+      bk: with bm=1, how many numbers of the contracted dimension are loaded at a time, before any of them is used: a
+        multiple of 128; its largest power of two must not be small. Otherwise 128.
+      split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
+      swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
+        takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, without a way back
+        to shared memory.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -37,10 +44,22 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     panel: int = 8
+    bk: int = BLOCK
+    split: int = 1
+    swap: bool = False
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
-        if self.kernel != "triton":
+        check_fields(self, "bk", "split")
+        if self.bk % BLOCK or (self.bk > BLOCK and self.bm > 1):
+            raise ValueError(f"Tiles.bk={self.bk} must be 128, or with bm=1 a multiple of 128.")
+        if (self.split, self.swap) != (1, False) and self.kernel != "pallas":
+            raise ValueError(f"Tiles of kernel={self.kernel!r} have no split and no swap: leave them out.")
+        if self.swap and self.bm == 1:
+            raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
+        if self.kernel == "pallas" and self.bm == 1:
+            check_fields(self, "bn", power_of_2=True)
+        elif self.kernel != "triton":
             check_fields(self, "bm", "bn", power_of_2=True, least=16)
         elif (self.bm, self.bn) not in HOPPER_TILES:
             known = ", ".join(f"{bm}x{bn}" for bm, bn in HOPPER_TILES)
@@ -53,7 +72,7 @@ class Tiles:
     @property
     def shared_bytes(self) -> int:
         """Shared memory in bytes: the load pipeline, and for "triton" the buffers that tiles are stored from."""
-        pipeline = self.stages * BLOCK * (self.bm + self.bn)
+        pipeline = 0 if self.bm == 1 else self.stages * BLOCK * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
         return pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256

@@ -34,7 +34,9 @@ def sums_over_columns(
     def load(k, k_in):
         """Of step k: lhs [height, bk], or [bk] of a single row, and each rhs [bk, bn] or transposed."""
         ks, k_cols = pl.ds(k * bk, bk), k * bk + jnp.arange(bk, dtype=jnp.int32)
-        mask = masked.both(*(None if x is None else jnp.expand_dims(x, 1 - a) for x, a in ((k_in, axis), (cols_in, 1 - axis))))
+        mask = masked.both(
+            *(None if x is None else jnp.expand_dims(x, 1 - a) for x, a in ((k_in, axis), (cols_in, 1 - axis)))
+        )
         at = (g, pl.ds(j * bn, bn), ks) if transpose_rhs else (g, ks, pl.ds(j * bn, bn))
         mask = None if mask is None else jnp.broadcast_to(mask, (bn, bk) if transpose_rhs else (bk, bn))
         bs = [plgpu.load(rhs_ref.at[at], mask=mask, other=None if mask is None else 0.0) for rhs_ref in rhs_refs]

@@ -132,18 +132,19 @@ def _sums_of_one_row(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.A
         weights = [[b.load(*part) for b in bs] for part in parts]
         rows = [a.load_one_row(*part).astype(jnp.float32) for part in parts]
         factors = [[[side.scales_of_columns(ks) for side in (a, b) if side.by_steps] for b in bs] for ks in columns]
+        totals: list[Any] = [0.0] * len(bs)
         for x, scales, ws in zip(rows, factors, weights, strict=True):
             scaled = [functools.reduce(jnp.multiply, each, x)[None, :] for each in scales]
             products = [x * _converted(w, jnp.float32) for x, w in zip(scaled, ws, strict=True)]
-            sums = [acc + jnp.sum(product, axis=1)[None, :] for acc, product in zip(sums, products, strict=True)]
-        return sums
+            totals = [total + product for total, product in zip(totals, products, strict=True)]
+        return [acc + jnp.sum(total, axis=1)[None, :] for acc, total in zip(sums, totals, strict=True)]
 
     sums, constant = [jnp.zeros((1, b.rows.shape[0]), jnp.float32) for b in bs], _constant_scales(a, bs)
     whole = jnp.minimum(first + steps, K // bk)
     if K // bk:
         sums = lax.fori_loop(first, whole, step, sums)
     if K % bk:
-        sums = lax.fori_loop(whole, first + steps, functools.partial(step, masked=True), sums)
+        sums = lax.fori_loop(jnp.maximum(first, whole), first + steps, functools.partial(step, masked=True), sums)
     return _scaled(sums, constant)
 
 
@@ -184,7 +185,7 @@ def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Arra
     carry = [jnp.zeros(x if a.axis == 0 else x[::-1], jnp.float32) for x in shapes], factors(first)
     carry = lax.fori_loop(first, whole, step, carry)
     if K % BLOCK:
-        carry = lax.fori_loop(whole, first + steps, last_step, carry)
+        carry = lax.fori_loop(jnp.maximum(first, whole), first + steps, last_step, carry)
     return _scaled(carry[0], constant)
 
 

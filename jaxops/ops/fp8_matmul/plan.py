@@ -129,6 +129,12 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     return {"cast": cast}
 
 
+def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    if pass_name == "wgrad" and (tiles.bm == 1 or tiles.split > 1 or tiles.swap):
+        raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm=1, split or swap; leave them out.")
+    return tiles
+
+
 def casts_inside(problem: Problem, backend: str) -> bool:
     """Whether the forward can cast lhs inside its product."""
     blocks = RECIPES[problem.recipe].lhs.scaling == "block_1x128"
@@ -142,20 +148,70 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if kernel == "triton":
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, device.cores)
     bm, bn = (min(128, max(16, power_of_2(size))) for size in (out_rows, out_cols))
-    if not p.quantize_lhs:
-        return _heuristic_of_few_rows(bm, p.G, out_rows, out_cols, device.cores)
+    if not p.quantize_lhs and pass_name != "wgrad":  # rhs, stored in FP8, has no gradient
+        return _heuristic_of_few_rows(p, out_rows, p.N if pass_name == "dgrad" else p.K, out_cols, device)
     return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)
 
 
-def _heuristic_of_few_rows(bm: int, G: int, rows: int, columns: int, cores: int) -> Tiles:
-    """Reading rhs bounds them: three programs a multiprocessor, or, where tiles are too few for one, narrower ones with
-    a longer pipeline. Twice the rows of a mean group, since each further tile of a group reads its matrix again."""
-    bm = min(bm, 64, max(16, power_of_2(2 * rows // max(G, 1))))
-    high = min(rows, G) if G else -(-rows // bm)
-    programs = lambda bn: high * -(-columns // bn)
-    bn = next((bn for bn in (128, 64, 32) if 4 * programs(bn) >= 3 * cores), 16)
-    bn = min(bn, max(16, power_of_2(columns)))
-    return Tiles("pallas", bm, bn, 4, stages=3 if programs(bn) >= 2 * cores else 6)
+def _heuristic_of_few_rows(problem: Problem, rows: int, steps: int, columns: int, device: Device) -> Tiles:
+    """Reading rhs bounds them. Memory delivers 26 KB a multiprocessor in the time of one access: two programs of a
+    multiprocessor and more have to wait for as much between them.
+
+    Args:
+      rows, columns: of the result.
+      steps: numbers that are summed.
+    """
+    G, cores = problem.G, device.cores
+    if single_rows(rows, G):
+        return one_row_tiles(rows, steps, columns, cores)
+    steps = -(-steps // BLOCK)
+    if G:
+        # Twice the rows of a mean group, since each further tile of a group reads its matrix again.
+        bm = min(64, max(16, power_of_2(2 * rows // G)))
+        programs = lambda bn: min(rows, G) * -(-columns // bn)
+        bn = next((bn for bn in (128, 64, 32) if 4 * programs(bn) >= 3 * cores), 16)
+        bn = min(bn, max(16, power_of_2(columns)))
+        wanted = 3 if programs(bn) >= 2 * cores else 6
+        return Tiles("pallas", bm, bn, 4, stages=min(wanted, _stages_that_fit(bm, bn, device)))
+    bm = min(128, max(16, power_of_2(rows)))
+    bn = min(max(32, bm), max(16, power_of_2(columns)))
+    swap = bm >= 64 <= bn
+    # Parts of at least four steps, until nearly all multiprocessors have a program, and two of few rows, whose parts of
+    # sums are small.
+    programs, split = -(-rows // bm) * -(-columns // bn), 1
+    while 8 * split <= steps and 4 * programs * split < (6 if bm < 64 else 3) * cores:
+        split *= 2
+    stages, warps = min(4, _stages_that_fit(bm, bn, device)), 8 if bm * bn == 128 * 128 else 4
+    return Tiles("pallas", bm, bn, warps, stages=stages, split=split, swap=swap)
+
+
+def _stages_that_fit(bm: int, bn: int, device: Device) -> int:
+    """With rows in a half precision."""
+    return max(2, device.shared_bytes // (BLOCK * (2 * bm + bn)))
+
+
+def single_rows(rows: int, G: int) -> bool:
+    """Whether tiles are of one row: of a dense product, or of groups so many that few have a second row, which reads
+    the group's matrix again."""
+    return 4 * rows <= max(G, 4)
+
+
+def one_row_tiles(rows: int, steps: int, columns: int, cores: int, matrices: int = 1) -> Tiles:
+    """All of a sum at a time, up to 4,096 numbers; 32 KB a program, in 128 bytes a thread; more than one
+    program a multiprocessor.
+
+    Args:
+      rows, columns: of the result.
+      steps: numbers that are summed.
+      matrices: that a program multiplies with.
+    """
+    steps = -(-steps // BLOCK) * BLOCK
+    width = max(256, steps & -steps) if steps > BLOCK else BLOCK
+    bk = -(-steps // -(-steps // 4096) // width) * width
+    bn = power_of_2(max(1, (1 << 15) // (matrices * bk)) + 1) // 2
+    while bn > 4 and 2 * rows * -(-columns // bn) < 3 * cores:
+        bn //= 2
+    return Tiles("pallas", 1, min(bn, power_of_2(columns), 64), 8, stages=1, bk=bk)
 
 
 # Speed of tiles of 192 rows over that of 128 rows, where both fill the card, by the scaling. H200, 2026-11-21, 8192^3,
@@ -210,6 +266,7 @@ PLANNER = Planner(
     _key,
     lambda _: ADA,
     lambda problem, device: runs_gluon(device) and problem.quantize_lhs,
+    fit=_fit,
     others=_others,
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

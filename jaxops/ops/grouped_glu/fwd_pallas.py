@@ -25,8 +25,8 @@ from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_matmul import Tiles
 
 # (refs of the operands, group, rows [height] of x, column tile, how many of the rows count) -> gate and up, float32
-# [height, bn]. At least one row counts: the smaller of that number and 1, a loop's factor, is not a constant, so that the
-# compiler does not unroll a loop over all of K: a program would wait to fetch each instruction of it once.
+# [height, bn]. At least one row counts, and min(how many, 1) is no constant: as a factor of a loop's bound it keeps the
+# compiler from unrolling a loop over all of K, whose instructions a program would wait for once each.
 Products = Callable[[Sequence[Any], jax.Array, jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
 
 

@@ -115,7 +115,9 @@ def fwd_pallas(
     (M, N), G = out.shape, offsets.shape[0] - 1
     bound, spans = tile_bound(M, G, tiles.bm), () if parts is None else tuple(part.runs for part in parts)
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
-    work = (work_of_rows if parts is None else functools.partial(schedule_rows, spans=spans))(offsets, M, tiles.bm, interpret)
+    work = (work_of_rows if parts is None else functools.partial(schedule_rows, spans=spans))(
+        offsets, M, tiles.bm, interpret
+    )
     operands = (work, lhs, *rhs, *([] if extra is None else [extra]))
     how = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}
     return launch(

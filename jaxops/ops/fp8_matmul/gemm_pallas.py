@@ -173,7 +173,8 @@ def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Arra
         columns = k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         rows = _converted(a.load(columns, k_in), half)
         operands = [(rows, _converted(b.load(columns, k_in), half)) for b in bs]
-        products = [plgpu.dot(*(x if a.axis == 0 else x[::-1]), trans_b=True) for x in operands]
+        ordered = operands if a.axis == 0 else [(y, x) for x, y in operands]
+        products = [plgpu.dot(x, y, trans_b=True) for x, y in ordered]
         terms = [functools.reduce(jnp.multiply, each, x) for each, x in zip(now, products, strict=True)]
         return [acc + term for acc, term in zip(sums, terms, strict=True)], ahead
 

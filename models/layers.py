@@ -102,7 +102,8 @@ def _run(
     unroll: bool,
     gathers: Callable[..., nnx.State] | None,
 ) -> tuple[jax.Array, tuple[Any, nnx.State]]:
-    inner = tuple(axis for axis in SHARDS if axis not in ONCE) if unroll else SHARDS
+    once = () if not unroll else SHARDS if policy is None else ONCE
+    inner = tuple(axis for axis in SHARDS if axis not in once)
 
     def layer(x: jax.Array, state: tuple[nnx.State, nnx.State, Any]) -> tuple[jax.Array, tuple[Any, nnx.State]]:
         params, others, own = state
@@ -111,7 +112,7 @@ def _run(
         return x, (out, nnx.state(module, AmaxHistory))
 
     def first(state: tuple[nnx.State, nnx.State, Any]) -> tuple[nnx.State, nnx.State, Any]:
-        return state if gathers is None else (gathers(state[0], axes=ONCE), *state[1:])
+        return state if gathers is None else (gathers(state[0], axes=once), *state[1:])
 
     if unroll:
         if policy is not None:
@@ -130,33 +131,31 @@ def _one_after_another(
       in_order: whether the backward sums a layer's gradients over devices before it begins with the layer two below.
     """
     leaves, tree = jax.tree.flatten(stacks)
-    states = [tree.unflatten(parts) for parts in zip(*map(jnp.unstack, leaves), strict=True)]
+    states = [list(parts) for parts in zip(*map(jnp.unstack, leaves), strict=True)]
+    # Of vectors, such as scales, XLA puts the sums of several layers into one, which would have to wait for the last.
+    tied = [i for i, leaf in enumerate(leaves) if leaf.ndim > 2 and jnp.issubdtype(leaf.dtype, jnp.floating)]
     outs = []
     for number, state in enumerate(states):
         if in_order and number + 1 < len(states):
-            x, states[number + 1] = _together(x, states[number + 1])
-        x, out = layer(x, state)
+            after = states[number + 1]
+            x, *some = _together(x, *(after[i] for i in tied))
+            for i, leaf in zip(tied, some, strict=True):
+                after[i] = leaf
+        x, out = layer(x, tree.unflatten(state))
         outs.append(out)
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 
 
 @jax.custom_vjp
-def _together(*trees: Any) -> tuple[Any, ...]:
-    """The trees. In the backward the gradient of none is used before all are there.
+def _together(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays. In the backward the gradient of none is used before all are there.
 
     XLA would sum all layers' gradients over devices last, when few kernels are left to run beside.
     """
-    return trees
+    return arrays
 
 
-_together.defvjp(lambda *trees: (trees, None), lambda _, grads: _barrier(grads))
-
-
-def _barrier(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    leaves, tree = jax.tree.flatten(grads)
-    kept = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
-    found = iter(jax.lax.optimization_barrier(kept))
-    return tree.unflatten([leaf if leaf.dtype == jax.dtypes.float0 else next(found) for leaf in leaves])
+_together.defvjp(lambda *arrays: (arrays, None), lambda _, grads: jax.lax.optimization_barrier(grads))
 
 
 def _offloaded(policy: Policy | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jax_triton.triton_lib
 from jax.interpreters import partial_eval
 
-from jaxops._lib.costs import Cost
+from jaxops._lib.costs import Cost, allocated
 from jaxops._lib.manual_axes import vary_as
 
 
@@ -226,7 +226,7 @@ def _launch(
         number = len(_operands(arguments[:i]))
         if isinstance(argument, OutTile):
             aliases[number] = argument.result
-            before = jax.lax.empty(*results[argument.result]) if argument.before is None else argument.before
+            before = allocated(*results[argument.result]) if argument.before is None else argument.before
             describe = row_windows if argument.layout.rank == 3 else TensorDescriptor.from_array
             arguments[i] = describe(before, argument.block, layout=argument.layout)
         elif isinstance(argument, Scratch):

@@ -118,44 +118,18 @@ def _run(
         if policy is not None:
             policy.check(layer, x, first(jax.tree.map(lambda leaf: leaf[0], stack)))
             layer = jax.checkpoint(layer, policy=policy)
-        return _one_after_another(lambda x, state: layer(x, first(state)), x, stack, in_order=gathers is not None)
+        return _one_after_another(lambda x, state: layer(x, first(state)), x, stack)
     return jax.lax.scan(layer, x, stack) if policy is None else scan(layer, x, stack, policy=policy)
 
 
-def _one_after_another(
-    layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, stacks: Any, *, in_order: bool
-) -> tuple[Any, Any]:
-    """As `jax.lax.scan`. The gradient of `jnp.unstack` is one concatenation; indexing would add a stack a layer.
-
-    Args:
-      in_order: whether the backward sums a layer's gradients over devices before it begins with the layer two below.
-    """
+def _one_after_another(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, stacks: Any) -> tuple[Any, Any]:
+    """As `jax.lax.scan`. The gradient of `jnp.unstack` is one concatenation; indexing would add a stack a layer."""
     leaves, tree = jax.tree.flatten(stacks)
-    states = [list(parts) for parts in zip(*map(jnp.unstack, leaves), strict=True)]
-    # Of vectors, such as scales, XLA puts the sums of several layers into one, which would have to wait for the last.
-    tied = [i for i, leaf in enumerate(leaves) if leaf.ndim > 2 and jnp.issubdtype(leaf.dtype, jnp.floating)]
     outs = []
-    for number, state in enumerate(states):
-        if in_order and number + 1 < len(states):
-            after = states[number + 1]
-            x, *some = _together(x, *(after[i] for i in tied))
-            for i, leaf in zip(tied, some, strict=True):
-                after[i] = leaf
-        x, out = layer(x, tree.unflatten(state))
+    for parts in zip(*map(jnp.unstack, leaves), strict=True):
+        x, out = layer(x, jax.tree.unflatten(tree, parts))
         outs.append(out)
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
-
-
-@jax.custom_vjp
-def _together(*arrays: Any) -> tuple[Any, ...]:
-    """The arrays. In the backward the gradient of none is used before all are there.
-
-    XLA would sum all layers' gradients over devices last, when few kernels are left to run beside.
-    """
-    return arrays
-
-
-_together.defvjp(lambda *arrays: (arrays, None), lambda _, grads: jax.lax.optimization_barrier(grads))
 
 
 def _offloaded(policy: Policy | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import re
 import sys
 import warnings
@@ -46,12 +47,15 @@ class Device:
       capability: an NVIDIA GPU's compute capability, (9, 0) for Hopper; None elsewhere. By default, from the name.
       cores: multiprocessors: how many programs a persistent kernel starts. By default those of an H100 or H200, also
         for the interpreter on a CPU.
+      shared: whether collectives may hold some of them, as inside a mesh of several devices. Then the programs of a
+        persistent kernel start at different times.
     """
 
     kind: str
     platform: str
     capability: Capability | None = None
     cores: int = 0
+    shared: bool = False
 
     def __post_init__(self):
         if self.platform == "cuda":
@@ -121,10 +125,12 @@ def device_of(*operands) -> Device:
 
 def current_device() -> Device:
     """The device of a call whose operands have none: the mesh's, or JAX's default device."""
-    mesh = jax.sharding.get_abstract_mesh().abstract_device
-    if mesh is not None:
-        return Device(mesh.device_kind, mesh.platform, cores=mesh.num_cores or 0)
-    return _of_jax(default_device())
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if device is None:
+        return _of_jax(default_device())
+    several = math.prod(mesh.shape[axis] for axis in mesh.manual_axes) > 1
+    return Device(device.device_kind, device.platform, cores=device.num_cores or 0, shared=several)
 
 
 def default_device() -> Any:

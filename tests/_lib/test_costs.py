@@ -22,7 +22,7 @@ from tests.hopper import H200, lower_for_h200
 from tests.ops.moe_mlp.cases import plan_of as mlp_plan
 
 CALL = r"stablehlo\.custom_call @(?:__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)\("
-COST = r'mhlo\.frontend_attributes = \{jaxops_bytes = "(\d+)", jaxops_flops = "(\d+)"\}'
+COST = r'frontend_attributes = \{jaxops_bytes = "(\d+)", jaxops_flops = "(\d+)", latency_metadata = "(\d+)"\}'
 
 
 def costs_of(text: str) -> list[tuple[str, int, int]]:

@@ -194,7 +194,7 @@ def _fused(call: Call[Problem, Plan], products: grouped_matmul.Plan) -> FusedTil
             )
         return plan.fused
     if triton:
-        return FusedTiles(4, dynamic=True, stages=4) if p.M < 1024 * p.G else FusedTiles(8)
+        return FusedTiles(4, dynamic=True, stages=4) if p.M < 1024 * p.G else FusedTiles(8, dynamic=call.device.shared)
     apart = p.joined or p.recast or plan.fwd is not None or plan.products is not None
     if apart or products.fwd is None or not few_rows(p.M, p.G):
         return None

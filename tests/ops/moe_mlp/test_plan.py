@@ -100,6 +100,18 @@ def test_the_products_take_their_tuned_rows():
         ]
 
 
+@pytest.mark.skipif(bool(gluon_missing()), reason="Hopper's kernels need Python 3.12")
+def test_beside_collectives_programs_take_tiles_as_they_get_free():
+    """Of what the plan chooses itself."""
+    alone, beside = (make_plan(PROBLEM, dataclasses.replace(H200, shared=shared)) for shared in (False, True))
+    orders = lambda plan: [
+        part.dynamic for part in (plan.fused, plan.unit.fused, plan.unit.products.dgrad, plan.down.fwd, plan.down.wgrad)
+    ]
+    assert (orders(alone), orders(beside)) == ([False, False, False, False, True], [True] * 5)
+    explicit = grouped_matmul.Plan("triton", alone.down.fwd)
+    assert not grouped_matmul.make_plan(DOWN, dataclasses.replace(H200, shared=True), plan=explicit).fwd.dynamic
+
+
 def test_few_rows_are_gathered():
     few = dataclasses.replace(PROBLEM, T=64)
     assert make_plan(few, L4).gather is True

@@ -1,8 +1,10 @@
 """Every op and layer under jax_enable_x64: the same results and gradients, of the same dtypes."""
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -10,33 +12,48 @@ import pytest
 from tests.contracts.run import EVERYTHING, cases, check, cotangents_of, everything, parts, small, wanted
 
 
-@pytest.fixture
-def x64() -> Iterator[None]:
+@contextlib.contextmanager
+def x64(on: bool = True) -> Iterator[None]:
+    """For the whole process, as a user sets it."""
     was = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", on)
     try:
         yield
     finally:
         jax.config.update("jax_enable_x64", was)
 
 
-@pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret", "gpu")))
-@pytest.mark.usefixtures("x64")
-def test_x64(name, way):
-    """No float64 array in the program (Python's numbers are float64 scalars), and the same dtypes of results. A program
-    that differs from the one without x64 is run and compared with the reference, unless a layer's, made of ops."""
+def given(name: str) -> tuple:
     op = EVERYTHING[name]
-    arguments, cotangents = small(op), cotangents_of(op)
-    given = *parts(op, arguments), cotangents
-    traced = jax.jit(functools.partial(everything, op, way)).trace(*given)
-    jax.config.update("jax_enable_x64", False)
-    plain = jax.jit(functools.partial(everything, op, way)).trace(*given)
-    dtypes = [jax.tree.map(lambda x: x.dtype, t.out_info) for t in (traced, plain)]
+    return *parts(op, small(op)), cotangents_of(op)
+
+
+@functools.cache
+def traced(name: str, way: str, wide: bool) -> Any:
+    arguments = given(name)
+    with x64(wide):
+        return jax.jit(functools.partial(everything, EVERYTHING[name], way)).trace(*arguments)
+
+
+@pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret", "gpu")))
+def test_dtypes(name, way):
+    """No float64 array in the program (Python's numbers are float64 scalars), and the same dtypes of results."""
+    wide, plain = (traced(name, way, wide) for wide in (True, False))
+    dtypes = [jax.tree.map(lambda x: x.dtype, t.out_info) for t in (wide, plain)]
     assert dtypes[0] == dtypes[1]
-    text = str(traced.jaxpr)
-    assert not re.search(r"f64\[\d", text)
-    if text == str(plain.jaxpr) or name.startswith("nn."):
+    assert not re.search(r"f64\[\d", str(wide.jaxpr))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), cases(("xla", "interpret", "gpu"), where=lambda op, way: not op.name.startswith("nn."))
+)
+def test_values(name, way):
+    """A program that differs from the one without x64 is run and compared with the reference. Layers consist of ops."""
+    op = EVERYTHING[name]
+    wide, plain = (traced(name, way, wide) for wide in (True, False))
+    if str(wide.jaxpr) == str(plain.jaxpr):
         return
-    want = wanted(op, arguments, cotangents)
-    jax.config.update("jax_enable_x64", True)
-    check(op, way, traced.lower().compile()(*given), want)
+    held, others, cotangents = given(name)
+    want = wanted(op, held | others, cotangents)
+    with x64():
+        check(op, way, wide.lower().compile()(held, others, cotangents), want)

@@ -130,20 +130,20 @@ def test_over_a_mesh(done):
 
 
 def test_their_gradients_are_not_computed():
-    """A step that trains the head alone has no backward through the blocks."""
+    """A step that trains the head alone has no backward through the blocks. Counted before XLA removes unused work."""
 
     def flops(freeze: tuple[str, ...], **sizes) -> float:
-        model = dataclasses.replace(CONFIG, **{"experts": 0, "top_k": 0, "hidden": 200, "unroll": True} | sizes)
+        model = dataclasses.replace(CONFIG, **{"experts": 0, "top_k": 0, "hidden": 400, "unroll": True} | sizes)
         preset = dataclasses.replace(PRESET, accumulate=1, ema=None, freeze=freeze, model=model)
         graphdef, state = jax.eval_shape(lambda: train_lm.init_state(preset, 0))
         batch = batches_of(preset)(0)
         step = loop.make_step(graphdef, preset, lambda *given: train_lm.objective(preset, True, *given))
-        return step.lower(state, batch, jax.eval_shape(lambda: jax.random.key(0))).compile().cost_analysis()["flops"]
+        return step.lower(state, batch, jax.eval_shape(lambda: jax.random.key(0))).cost_analysis()["flops"]
 
     whole, blocks, head = flops(()), flops((r"^blocks.*kernel",)), flops((r"^(embed|blocks|norm)",))
     assert head < 0.5 * whole
     assert head < blocks < 0.75 * whole
-    experts = {"experts": 3, "top_k": 2, "hidden": 200, "layers": 1}
+    experts = {"experts": 3, "top_k": 2, "hidden": 400, "layers": 1}
     assert flops(("moe/(gate|up|down)",), **experts) < 0.8 * flops((), **experts)
 
 

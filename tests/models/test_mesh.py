@@ -51,7 +51,7 @@ CORPUS = split(
 
 
 class Outcome(NamedTuple):
-    """Results of the steps, and their program; `first` is the state after the first step."""
+    """Results of the steps, and their program; `first` is the state after the first step, `heldout` the loss before."""
 
     first: Any
     metrics: list[loop.Metrics]
@@ -87,7 +87,7 @@ def copied(state: Any) -> Any:
 
 
 @functools.cache
-def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1) -> Outcome:
+def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1, evaluates: bool = True) -> Outcome:
     mesh, preset = None if shape is None else make_mesh(shape), preset_of(config, accumulate)
     graphdef, state = train_lm.init_state(preset_of(dataclasses.replace(config, policy=None)), 0)
     if mesh is not None:
@@ -96,8 +96,10 @@ def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1) 
     batches = [loop.place(batches_of(preset)(step), mesh) for step in range(3)]
     # Compiled before it is called, it takes no other shardings: each step's state is split as the one before.
     step = train_lm.make_step(graphdef, preset, mesh).lower(state, batches[0], key).compile()
-    heldout = loop.place(train_lm.heldout_batches(preset, CORPUS.heldout), mesh)
-    before = train_lm.make_evaluate(graphdef, preset, mesh)(state.params, state.histories, heldout, key)
+    before = jnp.zeros(())
+    if evaluates:
+        heldout = loop.place(train_lm.heldout_batches(preset, CORPUS.heldout), mesh)
+        before = train_lm.make_evaluate(graphdef, preset, mesh)(state.params, state.histories, heldout, key)
     state, metrics = step(state, batches[0], key)
     first, read = copied(state), [metrics]
     for batch in batches[1:]:

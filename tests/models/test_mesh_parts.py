@@ -1,6 +1,7 @@
 """Over a mesh, blocks of two kinds with most of the decoder's parts train as on one device."""
 
 import dataclasses
+import functools
 
 import jax
 import pytest
@@ -10,30 +11,34 @@ from models.decoder import Latent
 from models.mesh import name_of
 from tests.devices import needs_four
 from tests.models.test_decoder_parts import LATENT, MUCH
-from tests.models.test_mesh import assert_as_alone, fraction, train
+from tests.models.test_mesh import assert_same, fraction, train
 
 pytestmark = needs_four
-SIZES = {"vocab": 256, "width": 16, "head_dim": 8, "hidden": 12, "dense_hidden": 20, "layers": 3}
+SIZES = {"vocab": 256, "width": 16, "head_dim": 8, "hidden": 12, "dense_hidden": 20}
 CONFIGS = {
-    "much": dataclasses.replace(MUCH, **SIZES, sliding=(0, 2), dense_layers=(1,)),
-    "latent": dataclasses.replace(LATENT, **SIZES, latent=Latent(4, 6, 4)),
+    "much": dataclasses.replace(MUCH, **SIZES, layers=2, sliding=(0,), dense_layers=(1,)),
+    "latent": dataclasses.replace(LATENT, **SIZES, layers=3, latent=Latent(4, 6, 4)),
 }
 
 
 OVER = {"much": "expert=2,tensor=2", "latent": "fsdp=2,tensor=2"}  # other meshes: test_mesh.py, test_tensor.py
 
 
+# Evaluations over meshes: test_mesh.py.
+train_only = functools.partial(train, evaluates=False)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_mesh_trains_as_one_device(name):
-    config, got = CONFIGS[name], train(CONFIGS[name], OVER[name])
-    assert_as_alone(config, got)
+    config, got = CONFIGS[name], train_only(CONFIGS[name], OVER[name])
+    assert_same(got, train_only(config))
     biases = [x for path, x in jax.tree.leaves_with_path(got.first.params) if "bias/gate" in name_of(path)]
     assert [fraction(x) for x in biases] == [0.25] * config.expert_bias
 
 
 def test_the_bias_of_the_choice_stays():
     """No optimizer moves it, and it is not lost."""
-    first = train(CONFIGS["latent"], OVER["latent"]).first
+    first = train_only(CONFIGS["latent"], OVER["latent"]).first
     kept = jax.tree.leaves(first.histories, is_leaf=lambda x: isinstance(x, RouterBias))
     assert [x.shape for x in kept] == [(2, 4)]
     assert "selection_bias" not in str(jax.tree.structure(first.params))

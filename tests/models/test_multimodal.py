@@ -152,7 +152,7 @@ def test_new_lengths_do_not_compile():
 
 def as_decoder(model: Multimodal) -> Decoder:
     """A decoder with the same weights."""
-    decoder = Decoder(model.config.decoder(), rngs=nnx.Rngs(0))
+    decoder = nnx.jit(lambda: Decoder(model.config.decoder(), rngs=nnx.Rngs(0)))()
     blocks, ours = decoder.blocks, model.blocks
     nnx.update(blocks.attention, nnx.state(ours.attention))
     blocks.attention_norm.scale[...], blocks.mlp_norm.scale[...] = (ours.modulation.scale[:, i] for i in range(2))

@@ -1,5 +1,6 @@
 """Random packings and masks, the three backends, and a stand-in for cuDNN's ragged layout."""
 
+import functools
 import types
 
 import jax
@@ -30,6 +31,10 @@ def arrays(seed: int, rows: int = T, keys: int | None = None, dim: int = DIM) ->
 
 def ends_of(before: int, lengths: list[int], rows: int) -> np.ndarray:
     return np.minimum(np.cumsum([before, *lengths]), rows).astype(np.int32)
+
+
+# Eagerly each operation would be a program of its own. As there, every one rounds its result.
+jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
 
 def with_gradients(function, q, k, v, dout) -> tuple[jax.Array, ...]:

@@ -16,7 +16,7 @@ from jaxops.offload import residual_bytes
 from jaxops.ops.packed_attention import Plan, Problem, cudnn, make_plan
 from jaxops.ops.packed_attention.cudnn import sequences_by_row
 from tests.compare import assert_close
-from tests.ops.packed_attention.cases import H200, arrays, cudnn_stand_in, with_gradients
+from tests.ops.packed_attention.cases import H200, arrays, cudnn_stand_in, jit, with_gradients
 
 ROWS, DIM = 50, 16
 ON_H200 = Plan("cudnn", device=H200)
@@ -64,12 +64,21 @@ def test_what_it_is_given(causal):
     ends = jnp.array([3, 15, 15, 16, 37, 48], jnp.int32)
     outside = np.r_[0:3, 48:ROWS]
     spoilt = [x.at[outside].set(jnp.nan) for x in (q, k, v, dout)]
-    want = with_gradients(
-        lambda *x: jaxops.packed_attention(*x, ends, causal=causal, backend="xla"), q, k, v, dout.at[outside].set(0)
-    )
-    for limits in ({}, {"longest": 21, "crowd": 3}, {"longest": 1000}):
-        call = lambda *x, limits=limits: jaxops.packed_attention(*x, ends, causal=causal, plan=ON_H200, **limits)
-        for got, wanted in zip(with_gradients(call, *spoilt), want, strict=True):
+    clean = q, k, v, dout.at[outside].set(0)
+    every = [{}, {"longest": 21, "crowd": 3}, {"longest": 1000}]
+
+    @jit
+    def run(clean, spoilt):
+        call = functools.partial(jaxops.packed_attention, causal=causal)
+        found = [
+            with_gradients(lambda *x, limits=limits: call(*x, ends, plan=ON_H200, **limits), *spoilt)
+            for limits in every
+        ]
+        return with_gradients(lambda *x: call(*x, ends, backend="xla"), *clean), found
+
+    want, found = run(clean, spoilt)
+    for results in found:
+        for got, wanted in zip(results, want, strict=True):
             assert_close(got, wanted, "bfloat16", scale=4)
             assert not np.asarray(got, np.float32)[outside].any()
 
@@ -78,7 +87,8 @@ def test_what_it_is_given(causal):
 @pytest.mark.usefixtures("stand_in")
 def test_more_than_was_said_is_nan(limits):
     q, k, v, _ = half(0, ROWS)
-    out = jaxops.packed_attention(q, k, v, jnp.array([0, 5, 9, 20, ROWS], jnp.int32), plan=ON_H200, **limits)
+    ends = jnp.array([0, 5, 9, 20, ROWS], jnp.int32)
+    out = jit(lambda *x: jaxops.packed_attention(*x, ends, plan=ON_H200, **limits))(q, k, v)
     assert np.isnan(np.asarray(out, np.float32)).all()
 
 

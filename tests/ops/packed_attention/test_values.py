@@ -27,6 +27,7 @@ from tests.ops.packed_attention.cases import (
     T,
     arrays,
     ends_of,
+    jit,
     with_gradients,
 )
 
@@ -125,8 +126,10 @@ def test_text_and_images():
     offsets, both = np.array([0, document, 2 * document], np.int32), np.r_[until, until + document].astype(np.int32)
     mask = np.kron(np.eye(2, dtype=bool), sees)
     want = jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask[None, None])[0]
-    for plan in PLANS.values():
-        got = jaxops.packed_attention(q, k, v, offsets, visible_until=both, longest=document, plan=plan, **EXACT)
+    how = {"visible_until": both, "longest": document, **EXACT}
+    for got in jit(lambda *x: [jaxops.packed_attention(*x, offsets, plan=plan, **how) for plan in PLANS.values()])(
+        q, k, v
+    ):
         assert_close(got, want, "float32")
 
 
@@ -154,6 +157,12 @@ def test_no_row_sees_another_sequence(way):
     assert not np.asarray(call(q, k, v, ends, visible_until=-far)[0]).any()
 
 
+@functools.cache
+def at_offsets(way):
+    call = lambda offsets, *x: jaxops.packed_attention(*x, offsets, causal=True, plan=PLANS[way], **EXACT)
+    return jit(lambda q, k, v, dout, offsets: with_gradients(functools.partial(call, offsets), q, k, v, dout))
+
+
 @pytest.mark.parametrize("way", ["blocks", "pallas"])
 @pytest.mark.parametrize(
     "bad", [[5, 3, 40, -7, 2**31 - 1], [-(2**31), 2**31 - 1, 0, 9, 4], [50, 60, 70, 80, 90]], ids=["a", "b", "c"]
@@ -166,9 +175,7 @@ def test_bad_offsets_stay_in_bounds(way, bad):
     assert (np.asarray(first) >= 0).all()
     assert (np.asarray(end) <= T).all()
     assert ((np.asarray(inside) >= 0) & (np.asarray(inside) <= T)).all()
-    found = with_gradients(
-        lambda *x: jaxops.packed_attention(*x, bad, causal=True, plan=PLANS[way], **EXACT), q, k, v, dout
-    )
+    found = at_offsets(way)(q, k, v, dout, bad)
     assert all(np.isfinite(np.asarray(x)).all() for x in found)
 
 
@@ -187,31 +194,41 @@ def test_blocks_that_see(packing, seed, whole, bq, bk):
         assert not whole or (start[j], stop[j]) == (least, most)
 
 
+def every_plan(*operands, **how) -> dict:
+    """Results and gradients by way, in one program; the reference's are float32."""
+
+    def run(*operands):
+        wide = [x.astype(jnp.float32) for x in operands]
+        of_reference = {name: value for name, value in how.items() if name not in ("longest", "precision")}
+        found = {"reference": with_gradients(lambda *x: packed_attention_reference(*x, **of_reference), *wide)}
+        for way, plan in PLANS.items():
+            call = lambda *x, plan=plan: jaxops.packed_attention(*x, plan=plan, **how)
+            found[way] = with_gradients(call, *operands)
+        return found
+
+    return jit(run)(*operands)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("way", PLANS)
-def test_16_bit(way, dtype):
+def test_16_bit(dtype):
     """Of rows that are longer than a block, with scores far from 0, in the ways' own sums of float32."""
-    q, k, v, dout = (jnp.asarray(x, dtype) for x in arrays(1, dim=12))
-    offsets = jnp.array([0, 30, T], jnp.int32)
-    how = {"causal": True, "scale": 1.5}
-    wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
-    want = with_gradients(lambda *x: packed_attention_reference(*x, offsets, **how), *wide)
-    got = with_gradients(
-        lambda *x: jaxops.packed_attention(*x, offsets, longest=30, plan=PLANS[way], **how), q, k, v, dout
-    )
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-        assert a.dtype == dtype
-        assert_close(a, b, "bfloat16", scale=4, name=name)  # the probabilities are rounded, too
+    operands = [jnp.asarray(x, dtype) for x in arrays(1, dim=12)]
+    offsets = np.array([0, 30, T], np.int32)
+    found = every_plan(*operands, sequence_offsets=offsets, causal=True, scale=1.5, longest=30)
+    want = found.pop("reference")
+    for way, got in found.items():
+        for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            assert a.dtype == dtype
+            assert_close(a, b, "bfloat16", scale=4, name=f"{way} {name}")  # the probabilities are rounded, too
 
 
 def test_large_scores_do_not_overflow():
-    q, k, v, dout = arrays(2)
     offsets = np.array([0, 20, T], np.int32)
-    want = with_gradients(lambda *x: packed_attention_reference(*x, offsets, scale=100.0), q, k, v, dout)
-    for plan in PLANS.values():
-        call = lambda *x, plan=plan: jaxops.packed_attention(*x, offsets, scale=100.0, longest=20, plan=plan, **EXACT)
-        for got, wanted in zip(with_gradients(call, q, k, v, dout), want, strict=True):
-            assert_close(got, wanted, "float32", scale=200)
+    found = every_plan(*map(jnp.asarray, arrays(2)), sequence_offsets=offsets, scale=100.0, longest=20, **EXACT)
+    want = found.pop("reference")
+    for way, results in found.items():
+        for got, wanted in zip(results, want, strict=True):
+            assert_close(got, wanted, "float32", scale=200, name=way)
 
 
 @pytest.mark.gpu

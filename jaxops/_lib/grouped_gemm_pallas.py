@@ -9,55 +9,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib import masked_pallas as masked
-
 
 def sums_over_columns(
-    lhs_ref, rhs_refs, g, rows, j, *, tile: tuple[int, int], count, transpose_rhs: bool = False,
+    lhs_ref, rhs_refs, g, rows, j, *, tile: tuple[int, int], times, transpose_rhs: bool = False,
     precision: lax.Precision,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """float32 [height, bn] for each of rhs_refs, arrays [G, K, N] ([G, N, K] with transpose_rhs) of one shape: rows
     [height] of lhs[M, K or more], times columns j * bn and on of rhs[g]. Columns past N are zeros, or NaN if the row
-    holds NaN. A single row is multiplied without tensor cores, in float32.
+    holds NaN.
 
     Args:
       rows: indices from 0 to M - 1.
       tile: bn, bk.
-      count: how many of the rows are read, from the first one on; results of the others are zeros.
+      times: 1, or 0 for results of zeros.
     """
     (bn, bk), height, shape = tile, rows.shape[0], rhs_refs[0].shape
     K, N = (shape[2], shape[1]) if transpose_rhs else shape[1:]
     cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
-    rows_in = jnp.arange(height, dtype=jnp.int32) < count
-    axis = 1 if transpose_rhs else 0  # of rhs, that is contracted
-
-    def load(k, k_in):
-        """Of step k: lhs [height, bk], or [bk] of a single row, and each rhs [bk, bn] or transposed."""
-        ks, k_cols = pl.ds(k * bk, bk), k * bk + jnp.arange(bk, dtype=jnp.int32)
-        mask = masked.both(
-            *(None if x is None else jnp.expand_dims(x, 1 - a) for x, a in ((k_in, axis), (cols_in, 1 - axis)))
-        )
-        at = (g, pl.ds(j * bn, bn), ks) if transpose_rhs else (g, ks, pl.ds(j * bn, bn))
-        mask = None if mask is None else jnp.broadcast_to(mask, (bn, bk) if transpose_rhs else (bk, bn))
-        bs = [plgpu.load(rhs_ref.at[at], mask=mask, other=None if mask is None else 0.0) for rhs_ref in rhs_refs]
-        if height == 1:  # not [1, bk], whose layout Triton would give to all that it is multiplied with
-            return masked.load(lhs_ref, (rows, k_cols), k_in), bs
-        lhs_mask = masked.both(rows_in[:, None], None if k_in is None else k_in[None, :])
-        return masked.load(lhs_ref, (rows[:, None], k_cols[None, :]), lhs_mask), bs
 
     def step(k, sums, k_in=None):
-        a, bs = load(k, k_in)
-        if height == 1:
-            a = jnp.expand_dims(a.astype(jnp.float32), 1 - axis)
-            products = [jnp.sum(a * b.astype(jnp.float32), axis=axis)[None, :] for b in bs]
-        else:
-            products = [plgpu.dot(a, b, trans_b=transpose_rhs, precision=precision) for b in bs]
+        ks = pl.ds(k * bk, bk)
+        lhs_mask, rhs_mask = None, None if cols_in is None else cols_in[None, :]
+        if k_in is not None:  # on both operands: numbers past K may be NaN
+            lhs_mask = jnp.broadcast_to(k_in[None, :], (height, bk))
+            rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
+        k_cols = k * bk + jnp.arange(bk, dtype=jnp.int32)
+        a = plgpu.load(
+            lhs_ref.at[rows[:, None], k_cols[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0
+        )
+        other = None if rhs_mask is None else 0.0
+        mask, at = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)), (g, ks, pl.ds(j * bn, bn))
+        if transpose_rhs:
+            mask, at = None if mask is None else mask.T, (g, pl.ds(j * bn, bn), ks)
+        bs = [plgpu.load(rhs_ref.at[at], mask=mask, other=other) for rhs_ref in rhs_refs]
+        products = [plgpu.dot(a, b, trans_b=transpose_rhs, precision=precision) for b in bs]
         return tuple(acc + product for acc, product in zip(sums, products, strict=True))
 
     def last_step(k, sums):
         return step(k, sums, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
 
-    full, times = K // bk, jnp.minimum(count, 1)
+    full = K // bk
     sums = lax.fori_loop(0, times * full, step, (jnp.zeros((height, bn), jnp.float32),) * len(rhs_refs))
     if K % bk:
         sums = lax.fori_loop(full, full + times, last_step, sums)

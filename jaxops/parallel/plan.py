@@ -32,7 +32,7 @@ class Tiles:
     wide: int = 256
     stages: int = 4
     outputs: int = 1
-    group: int = 16
+    group: int = 8
     programs: int = 132
 
 

@@ -24,18 +24,11 @@ class Tiles:
     Attributes:
       kernel: "triton" (Hopper), "pallas", or "xla", which has no tiles and becomes cuBLASLt where scales are
         tensorwise.
-      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`. "pallas"
-        fwd and dgrad: bm may be 1, for a tile without tensor cores, whose bn may be less.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
       warps: warps a program ("pallas").
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
         L2.
-      bk: with bm=1, how many numbers of the contracted dimension are loaded at a time, before any of them is used: a
-        multiple of 128; its largest power of two must not be small. Otherwise 128.
-      split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
-      swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
-        takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, without a way back
-        to shared memory.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -44,22 +37,10 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     panel: int = 8
-    bk: int = BLOCK
-    split: int = 1
-    swap: bool = False
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
-        check_fields(self, "bk", "split")
-        if self.bk % BLOCK or (self.bk > BLOCK and self.bm > 1):
-            raise ValueError(f"Tiles.bk={self.bk} must be 128, or with bm=1 a multiple of 128.")
-        if (self.split, self.swap) != (1, False) and self.kernel != "pallas":
-            raise ValueError(f"Tiles of kernel={self.kernel!r} have no split and no swap: leave them out.")
-        if self.swap and self.bm == 1:
-            raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
-        if self.kernel == "pallas" and self.bm == 1:
-            check_fields(self, "bn", power_of_2=True)
-        elif self.kernel != "triton":
+        if self.kernel != "triton":
             check_fields(self, "bm", "bn", power_of_2=True, least=16)
         elif (self.bm, self.bn) not in HOPPER_TILES:
             known = ", ".join(f"{bm}x{bn}" for bm, bn in HOPPER_TILES)
@@ -72,7 +53,7 @@ class Tiles:
     @property
     def shared_bytes(self) -> int:
         """Shared memory in bytes: the load pipeline, and for "triton" the buffers that tiles are stored from."""
-        pipeline = 0 if self.bm == 1 else self.stages * BLOCK * (self.bm + self.bn)
+        pipeline = self.stages * BLOCK * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
         return pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256
@@ -129,12 +110,6 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     return {"cast": cast}
 
 
-def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    if pass_name == "wgrad" and (tiles.bm == 1 or tiles.split > 1 or tiles.swap):
-        raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm=1, split or swap; leave them out.")
-    return tiles
-
-
 def casts_inside(problem: Problem, backend: str) -> bool:
     """Whether the forward can cast lhs inside its product."""
     blocks = RECIPES[problem.recipe].lhs.scaling == "block_1x128"
@@ -148,70 +123,20 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if kernel == "triton":
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, device.cores)
     bm, bn = (min(128, max(16, power_of_2(size))) for size in (out_rows, out_cols))
-    if not p.quantize_lhs and pass_name != "wgrad":  # rhs, stored in FP8, has no gradient
-        return _heuristic_of_few_rows(p, out_rows, p.N if pass_name == "dgrad" else p.K, out_cols, device)
+    if not p.quantize_lhs:
+        return _heuristic_of_few_rows(bm, p.G, out_rows, out_cols, device.cores)
     return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)
 
 
-def _heuristic_of_few_rows(problem: Problem, rows: int, steps: int, columns: int, device: Device) -> Tiles:
-    """Reading rhs bounds them. Memory delivers 26 KB a multiprocessor in the time of one access: two programs of a
-    multiprocessor and more have to wait for as much between them.
-
-    Args:
-      rows, columns: of the result.
-      steps: numbers that are summed.
-    """
-    G, cores = problem.G, device.cores
-    if single_rows(rows, G):
-        return one_row_tiles(rows, steps, columns, cores)
-    steps = -(-steps // BLOCK)
-    if G:
-        # Twice the rows of a mean group, since each further tile of a group reads its matrix again.
-        bm = min(64, max(16, power_of_2(2 * rows // G)))
-        programs = lambda bn: min(rows, G) * -(-columns // bn)
-        bn = next((bn for bn in (128, 64, 32) if 4 * programs(bn) >= 3 * cores), 16)
-        bn = min(bn, max(16, power_of_2(columns)))
-        wanted = 3 if programs(bn) >= 2 * cores else 6
-        return Tiles("pallas", bm, bn, 4, stages=min(wanted, _stages_that_fit(bm, bn, device)))
-    bm = min(128, max(16, power_of_2(rows)))
-    bn = min(max(32, bm), max(16, power_of_2(columns)))
-    swap = bm >= 64 <= bn
-    # Parts of at least four steps, until nearly all multiprocessors have a program, and two of few rows, whose parts of
-    # sums are small.
-    programs, split = -(-rows // bm) * -(-columns // bn), 1
-    while 8 * split <= steps and 4 * programs * split < (6 if bm < 64 else 3) * cores:
-        split *= 2
-    stages, warps = min(4, _stages_that_fit(bm, bn, device)), 8 if bm * bn == 128 * 128 else 4
-    return Tiles("pallas", bm, bn, warps, stages=stages, split=split, swap=swap)
-
-
-def _stages_that_fit(bm: int, bn: int, device: Device) -> int:
-    """With rows in a half precision."""
-    return max(2, device.shared_bytes // (BLOCK * (2 * bm + bn)))
-
-
-def single_rows(rows: int, G: int) -> bool:
-    """Whether tiles are of one row: of a dense product, or of groups so many that few have a second row, which reads
-    the group's matrix again."""
-    return 4 * rows <= max(G, 4)
-
-
-def one_row_tiles(rows: int, steps: int, columns: int, cores: int, matrices: int = 1) -> Tiles:
-    """All of a sum at a time, up to 4,096 numbers; 32 KB a program, in 128 bytes a thread; more than one
-    program a multiprocessor.
-
-    Args:
-      rows, columns: of the result.
-      steps: numbers that are summed.
-      matrices: that a program multiplies with.
-    """
-    steps = -(-steps // BLOCK) * BLOCK
-    width = max(256, steps & -steps) if steps > BLOCK else BLOCK
-    bk = -(-steps // -(-steps // 4096) // width) * width
-    bn = power_of_2(max(1, (1 << 15) // (matrices * bk)) + 1) // 2
-    while bn > 4 and 2 * rows * -(-columns // bn) < 3 * cores:
-        bn //= 2
-    return Tiles("pallas", 1, min(bn, power_of_2(columns), 64), 8, stages=1, bk=bk)
+def _heuristic_of_few_rows(bm: int, G: int, rows: int, columns: int, cores: int) -> Tiles:
+    """Reading rhs bounds them: three programs a multiprocessor, or, where tiles are too few for one, narrower ones with
+    a longer pipeline. Twice the rows of a mean group, since each further tile of a group reads its matrix again."""
+    bm = min(bm, 64, max(16, power_of_2(2 * rows // max(G, 1))))
+    high = min(rows, G) if G else -(-rows // bm)
+    programs = lambda bn: high * -(-columns // bn)
+    bn = next((bn for bn in (128, 64, 32) if 4 * programs(bn) >= 3 * cores), 16)
+    bn = min(bn, max(16, power_of_2(columns)))
+    return Tiles("pallas", bm, bn, 4, stages=3 if programs(bn) >= 2 * cores else 6)
 
 
 # Speed of tiles of 192 rows over that of 128 rows, where both fill the card, by the scaling. H200, 2026-11-21, 8192^3,
@@ -266,7 +191,6 @@ PLANNER = Planner(
     _key,
     lambda _: ADA,
     lambda problem, device: runs_gluon(device) and problem.quantize_lhs,
-    fit=_fit,
     others=_others,
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -19,14 +19,15 @@ from jaxops._lib.activations import unit as activated
 from jaxops._lib.grouped_gemm_pallas import sums_over_columns
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import tile_of, work_of_rows
+from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
+from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.grouped_matmul import Tiles
 
-# (refs of the operands, group, rows [height] of x, column tile, how many of the rows count) -> gate and up, float32
-# [height, bn]. At least one row counts, and min(how many, 1) is no constant: as a factor of a loop's bound it keeps the
-# compiler from unrolling a loop over all of K, whose instructions a program would wait for once each.
+# (refs of the operands, group, rows [height] of x, column tile, 1) -> gate and up, float32 [height, bn]. The last one
+# is not a constant, so that the compiler does not unroll a loop over all of K: a program would wait to fetch each
+# instruction of it once.
 Products = Callable[[Sequence[Any], jax.Array, jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
 
 
@@ -62,7 +63,7 @@ def _kernel(work_ref, *refs, unit: Unit, products: Products, count: int, G: int,
     operands, outs = refs[:count], refs[count:]
     (M, F), bn = unit.shape, unit.tiles.bn
     t, j = panel_order(pl.program_id(0), bound, pl.cdiv(F, bn), unit.tiles.panel)
-    group, start, end = tile_of(work_ref, t, G, M, unit.tiles.bm)
+    group, start, end = (masked.load(work_ref, (i * (work_ref.shape[0] // COLUMNS) + t,)) for i in range(3))
     # Clips that change nothing, as in grouped_matmul's kernel: no int32 offset overflows.
     j, start = jnp.clip(j, 0, pl.cdiv(F, bn) - 1), jnp.clip(start, 0, M)
 
@@ -73,11 +74,12 @@ def _kernel(work_ref, *refs, unit: Unit, products: Products, count: int, G: int,
             masked.store(ref, (rows[:, None], cols[None, :]), result, mask)
 
     def multiply(height: int) -> None:
+        # Rows of the next group may be read; they affect only rows that are not stored.
         rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)
         if indices_ref is not None:
             rows = jnp.clip(masked.load(indices_ref, (rows,)), 0, operands[0].shape[0] - 1)
         # Activated as they are saved: the backward sees the same numbers.
-        pre = products(operands, jnp.clip(group, 0, G - 1), rows, j, end - start)
+        pre = products(operands, jnp.clip(group, 0, G - 1), rows, j, jnp.minimum(end - start, 1))
         pre = [half.astype(unit.dtype) for half in pre]
         store(height, [activated(unit.activation, *pre), *pre][: len(outs)])
 
@@ -103,7 +105,7 @@ def launch_unit(
     (M, F), G, tiles = unit.shape, offsets.shape[0] - 1, unit.tiles
     bound = tile_bound(M, G, tiles.bm)
     how = {"products": products, "count": len(operands), "G": G, "bound": bound, "gathers": indices is not None}
-    work = work_of_rows(offsets, M, tiles.bm, unit.interpret)
+    work = schedule_rows(offsets, M, tiles.bm, unit.interpret)
     return tuple(
         launch(
             functools.partial(_kernel, unit=unit, **how),
@@ -126,8 +128,8 @@ def fwd_pallas(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """As `fwd_triton`, of any sizes above 0 and float32, too."""
 
-    def products(refs, group, rows, j, count):
-        how: dict[str, Any] = {"tile": (tiles.bn, tiles.bk), "count": count, "precision": precision}
+    def products(refs, group, rows, j, times):
+        how: dict[str, Any] = {"tile": (tiles.bn, tiles.bk), "times": times, "precision": precision}
         return sums_over_columns(refs[0], refs[1:], group, rows, j, **how)
 
     shape = (x.shape[0] if indices is None else indices.shape[0], weights[0].shape[2])

@@ -147,8 +147,6 @@ def few_rows_columns(M: int, G: int, F: int, device: Device) -> int:
 def _few_rows_tiles(problem: Problem, fwd: grouped_matmul.Tiles, device: Device) -> grouped_matmul.Tiles:
     """fwd: of the products, whose tiles are as high as the down projection's: both then have the same work list."""
     p, size = problem, jnp.dtype(problem.dtype).itemsize
-    if fwd.bm == 1:
-        return grouped_matmul.Tiles(1, min(32, max(16, power_of_2(p.F))), min(512, max(16, power_of_2(p.K))), 8, 1)
     bm, bn = min(fwd.bm, 64), few_rows_columns(p.M, p.G, p.F, device)
     bk, stages = (256 // size, 5) if bn < 64 else (128 // size, 4)
     bk = min(bk, max(16, power_of_2(p.K)))

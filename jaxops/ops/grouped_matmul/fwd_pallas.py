@@ -12,15 +12,16 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.grouped_gemm_pallas import sums_over_columns
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import schedule_rows, tile_in_list, tile_of, work_of_rows
+from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
+from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.grouped_matmul.modalities import Part, cost_of, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
 def _fwd_kernel(
-    work_ref,
+    tiles_ref,
     lhs_ref,
     *refs,
     count: int,
@@ -35,18 +36,16 @@ def _fwd_kernel(
     M, N = out_ref.shape
     bm, bn = tiles.bm, tiles.bn
     t, j = panel_order(pl.program_id(0), bound, pl.cdiv(N, bn), tiles.panel)
-    if parts is None:
-        group, start, end = tile_of(work_ref, t, rhs_refs[0].shape[0], M, bm)
-    else:
-        group, start, end = tile_in_list(work_ref, t)
+    group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t]) for i in range(3))
     # Clips that change nothing, but from which the compiler knows that no int32 offset overflows: it then steps 64-bit
     # pointers instead of widening each offset in each step (H200, 2026-11-21, mixtral_up: 669 against 612 TFLOP/s).
     j, start = jnp.clip(j, 0, pl.cdiv(N, bn) - 1), jnp.clip(start, 0, M)
     cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
 
-    def product(rhs_ref, g, height: int, count) -> jax.Array:
+    def product(rhs_ref, g, height: int, times) -> jax.Array:
+        # Rows of the next group may be read; they affect only rows that are not stored.
         rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)
-        how = {"tile": (bn, tiles.bk), "count": count, "transpose_rhs": transpose_rhs, "precision": precision}
+        how = {"tile": (bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
         return sums_over_columns(lhs_ref, [rhs_ref], g, rows, j, **how)[0]
 
     def store(tile) -> None:
@@ -60,14 +59,14 @@ def _fwd_kernel(
         """One array of weights. Rows outside the groups take no step and are stored as zeros."""
         G = rhs_refs[0].shape[0]
         inside, g = group < G, jnp.clip(group, 0, G - 1)
-        acc = product(rhs_refs[0], g, height, jnp.where(inside, end - start, 0))
+        acc = product(rhs_refs[0], g, height, inside.astype(jnp.int32))
         if bias_ref:
             bias = plgpu.load(bias_ref[0].at[g, pl.ds(j * bn, bn)], mask=(cols < N) & inside, other=0.0)
             acc += bias.astype(jnp.float32)[None, :]
         store(acc)
 
     def multiply_modality(rhs_ref, first: int, width: int, height: int) -> None:
-        acc = product(rhs_ref, jnp.clip(group - first, 0, rhs_ref.shape[0] - 1), height, jnp.maximum(end - start, 1))
+        acc = product(rhs_ref, jnp.clip(group - first, 0, rhs_ref.shape[0] - 1), height, 1)
         if width % bn and width < N:  # columns past the modality's are zeros, even if the row holds NaN
             acc = jnp.where((cols < width)[None, :], acc, 0)
         store(acc)
@@ -115,10 +114,7 @@ def fwd_pallas(
     (M, N), G = out.shape, offsets.shape[0] - 1
     bound, spans = tile_bound(M, G, tiles.bm), () if parts is None else tuple(part.runs for part in parts)
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
-    work = (work_of_rows if parts is None else functools.partial(schedule_rows, spans=spans))(
-        offsets, M, tiles.bm, interpret
-    )
-    operands = (work, lhs, *rhs, *([] if extra is None else [extra]))
+    operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *([] if extra is None else [extra]))
     how = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}
     return launch(
         functools.partial(_fwd_kernel, count=len(rhs), **how),

@@ -21,8 +21,7 @@ class Tiles:
 
     Attributes:
       kernel: "pallas", or "triton": a persistent kernel for Hopper, one program a multiprocessor.
-      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`. "pallas" fwd
-        and dgrad: bm may be 1, for a tile without tensor cores.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
       bk: step along the contracted dimension. A power of two, at least 16; "triton": 64.
       warps: warps a program (1, 2, 4, 8 or 16); "triton": 8 consumer warps.
       stages: pipeline stages; each holds one step of both operands in shared memory.
@@ -65,9 +64,7 @@ class Tiles:
             raise ValueError(
                 f"{self}: the triton kernel has tiles of {sizes}, with bk=64, warps=8, tail=0 and at least 2 stages."
             )
-        check_fields(
-            self, *(() if (self.bm, self.kernel) == (1, "pallas") else ("bm",)), "bn", "bk", power_of_2=True, least=16
-        )
+        check_fields(self, "bm", "bn", "bk", power_of_2=True, least=16)
         check_fields(self, "warps", power_of_2=True, most=16)
         check_fields(self, "stages", "panel")
         if self.tail:
@@ -88,7 +85,7 @@ class Tiles:
         return self.bn if self._hopper_bytes(self.bn) <= HOPPER_SHARED_BYTES else self.bn // 2
 
     def _pipeline(self, itemsize: int) -> int:
-        return 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn) * itemsize
+        return self.stages * self.bk * (self.bm + self.bn) * itemsize
 
     def _hopper_bytes(self, stored: int) -> int:
         return self._pipeline(2) + 2 * self.part * stored * 2 + 512
@@ -202,8 +199,6 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
-    if pass_name == "wgrad" and tiles.bm == 1:
-        raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm=1; write 16 or more.")
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
     if call.device.shared and tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
@@ -235,9 +230,6 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
         bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
-    elif half and 4 * problem.M <= problem.G:
-        # Few groups have a second row, which reads the group's matrix again: tiles of one row, without tensor cores.
-        bm, bn, bk, stages = 1, *((16, 512) if pass_name == "dgrad" else (32, 256)), 1
     elif half and rows < _LEAST_ROWS:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and,
         # with 128 columns, 21 instead of 27.
@@ -252,7 +244,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         # and 20.6 instead of 24.2 (K 768, N 2048), with the schedule; 32 rows: 40 instead of 47, 39 instead of 43.
         if bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
             bn, bk, stages = 128, *((128, 5) if problem.M <= 16 else (64, 3))
-    bm, bn = min(bm, cover(out_rows, bm)), cover(out_cols, bn)
+    bm, bn = cover(out_rows, bm), cover(out_cols, bn)
     peel, tail = pass_name == "wgrad" and rows >= 1024, _tail(pass_name, problem, bm)
     tiles = Tiles(bm, bn, cover(step, bk), warps if bm * bn >= 128 * 256 else 4, stages, peel=peel, tail=tail)
     while tiles.shared_bytes(problem.dtype) > device.shared_bytes:

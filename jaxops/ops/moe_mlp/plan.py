@@ -132,18 +132,12 @@ def _stored_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
     if tiles is None and gather:
         raise NotImplementedError(f"backend={call.backend!r} has no kernel that gathers rows: leave out gather.")
     if tiles is not None and gather and (plan.unit is None or plan.unit.fwd is None):
-        unit = dataclasses.replace(unit, fwd=_stored_tiles(p, tiles, call.device))
+        bn = grouped_glu.few_rows_columns(p.R, p.E, p.F, call.device)
+        # Two programs a multiprocessor, of stages with both weights' columns and rows of two bytes.
+        fit = call.device.shared_bytes // 2 // (BLOCK * (2 * tiles.bm + 2 * bn))
+        tiles = dataclasses.replace(tiles, bn=bn, stages=max(2, min(5, fit)))
+        unit = dataclasses.replace(unit, fwd=tiles)
     return {"unit": unit, "down": down, "gather": gather}
-
-
-def _stored_tiles(p: Problem, tiles: fp8_matmul.Tiles, device: Device) -> fp8_matmul.Tiles:
-    """Of the unit's one kernel, which reads two matrices; tiles: of one."""
-    if tiles.bm == 1:
-        return fp8_matmul.one_row_tiles(p.R, p.D, p.F, device.cores, matrices=2)
-    bn = grouped_glu.few_rows_columns(p.R, p.E, p.F, device)
-    # Two programs a multiprocessor, of stages with both weights' columns and rows of two bytes.
-    fit = device.shared_bytes // 2 // (BLOCK * (2 * tiles.bm + 2 * bn))
-    return dataclasses.replace(tiles, bn=bn, stages=max(2, min(5, fit)))
 
 
 make_plan = Planner(

@@ -178,46 +178,6 @@ def test_one_stage_would_wait_for_itself():
     assert Tiles("pallas", 128, 128, stages=1).stages == 1
 
 
-def test_tiles_of_few_rows():
-    """One row takes no tensor core; the numbers that it loads at a time are whole blocks. Nothing of it is wgrad's."""
-    assert Tiles("pallas", 1, 4, bk=384, split=2).shared_bytes == 0
-    for wrong, message in (
-        ({"bm": 1, "bk": 100}, "multiple of 128"),
-        ({"bm": 16, "bk": 256}, "with bm=1 a multiple"),
-        ({"bm": 1, "swap": True}, "no tensor core"),
-        ({"bm": 1, "bn": 24}, "power of two"),
-        ({"bn": 8}, "at least 16"),
-        ({"kernel": "triton", "split": 2}, "no split and no swap"),
-        ({"split": 0}, "at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Tiles(**wrong)
-    for tiles in (Tiles(bm=1), Tiles(split=2), Tiles(swap=True)):
-        with pytest.raises(ValueError, match=r"plan\.wgrad=.*no bm=1, split or swap"):
-            make_plan(PROBLEM, L4, plan=Plan("pallas", wgrad=tiles))
-
-
-@hypothesis.given(
-    M=st.integers(1, 4096), K=st.integers(1, 20_000), N=st.integers(1, 20_000), G=st.sampled_from([0, 8, 128])
-)
-def test_heuristic_of_rows_that_are_not_quantized(M, K, N, G):
-    """Fits with rows of two bytes; parts of sums are there only where tiles do not fill the card."""
-    problem = Problem(M, K, N, "blockwise", "bfloat16", G, False)
-    for device in (H200, L4):
-        for name, steps, columns in (("fwd", K, N), ("dgrad", N, K)):
-            tiles = heuristic(name, problem, device)
-            assert 128 * tiles.stages * (2 * tiles.bm + tiles.bn) <= device.shared_bytes
-            programs = -(-M // tiles.bm) * -(-columns // tiles.bn)
-            assert tiles.split == 1 or (
-                G == 0 and programs < 1.5 * device.cores and 128 * tiles.split * 4 <= steps + 127
-            )
-            assert tiles.bn < 2 * max(16, columns)
-            if tiles.bm == 1:
-                assert M == 1 or 4 * M <= G
-                assert tiles.bk & -tiles.bk >= min(256, steps) // 2
-                assert tiles.bk * tiles.bn <= 1 << 15
-
-
 def test_tiles_that_it_has():
     for bm, bn in ((128, 128), (192, 128), (128, 256)):
         assert (Tiles("triton", bm, bn).bm, Tiles("triton", bm, bn).bn) == (bm, bn)

@@ -26,8 +26,6 @@ def plan_of(run: str) -> Plan:
     "fused" the forward's kernel for few rows beside them."""
     if run == "xla":
         return Plan("xla")
-    if run == "fused-one-row":
-        return dataclasses.replace(plan_of("interpret"), fused=grouped_matmul.Tiles(1, 32, 16, panel=2))
     if run in ("fused", "fused-gpu"):
         tiles = grouped_matmul.Tiles(32, 16, 16, panel=2, tail=16)
         return dataclasses.replace(plan_of({"fused": "interpret", "fused-gpu": "gpu"}[run]), fused=tiles)

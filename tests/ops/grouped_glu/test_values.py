@@ -38,7 +38,7 @@ def test_routings(run, joined, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run, joined=joined)
 
 
-@pytest.mark.parametrize("run", [*FUSED, "fused-one-row"])
+@pytest.mark.parametrize("run", FUSED)
 @pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
 def test_few_rows(run, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run)

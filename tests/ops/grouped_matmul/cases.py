@@ -32,8 +32,6 @@ def plan_of(run: str) -> Plan:
             Tiles(32, 16, 16, panel=3, tail=16),
             Tiles(16, 16, 16, panel=2, peel=True),
         )
-    if run == "one-row":  # of forward and dgrad, without tensor cores
-        return Plan("pallas", Tiles(1, 32, 16, panel=2), Tiles(1, 16, 32, panel=3), Tiles(16, 16, 16, peel=True))
     if run == "triton":
         ping_pong, wide, narrow = (
             Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", ping_pong=each)

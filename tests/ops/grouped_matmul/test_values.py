@@ -37,7 +37,7 @@ ROUTINGS = [
 ]
 
 
-@pytest.mark.parametrize("run", [*RUNS, "one-row"])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["rhs", "transposed"])
 @pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
 def test_float32(run, transpose_rhs, sizes, before, after):

@@ -61,6 +61,11 @@ class Cost:
 
 
 def allocated(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """`jax.lax.empty`, which takes no time: as a custom call XLA's scheduler would count it like a kernel."""
-    with set_xla_metadata(latency_metadata="0"):
+    """`jax.lax.empty`, which XLA's scheduler would count like a kernel."""
+    with takes(0):
         return jax.lax.empty(shape, dtype)
+
+
+def takes(nanoseconds: int) -> contextlib.AbstractContextManager:
+    """Tells XLA's scheduler how long the operation that is bound inside takes."""
+    return set_xla_metadata(latency_metadata=str(nanoseconds))

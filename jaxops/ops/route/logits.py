@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxops._lib.checks import check_choice
+from jaxops._lib.costs import takes
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
@@ -17,6 +17,8 @@ _MAX_LENGTH = 4096  # of a sum on tensor cores, which truncate instead of roundi
 # Tokens up to which one kernel reads the float32 kernel for each of them. XLA would write the three parts to memory,
 # multiply, and sum: three kernels, and of a single token all products.
 _FEW = 16
+# XLA's scheduler takes these thin products for 1,200 to 1,500 us long, and would run little else beside a collective.
+_NANOSECONDS = 41_000  # 16,384 tokens of 2,048 numbers, 64 experts (H200, 2026-11-25)
 _PRODUCT: Any = {"precision": lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
 
 
@@ -73,7 +75,7 @@ def _dot_of_float32(x: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     pieces = next((n for n in range(-(-length // _MAX_LENGTH), 65) if n and length % n == 0), 1)
     x = x.reshape(*x.shape[:axis], pieces, length // pieces, *x.shape[axis + 1 :])
     parts = jnp.concatenate(_split(b), axis=1).reshape(pieces, length // pieces, 3 * E)
-    with set_xla_metadata(latency_metadata="41000"):
+    with takes(_NANOSECONDS):
         products = lax.dot_general(x, parts, (((axis + 1,), (1,)), ((axis,), (0,))), **_PRODUCT)
     large, middle, small = jnp.split(jnp.sum(products, axis=0), 3, axis=1)
     return large + (middle + small)  # the smallest first

@@ -112,7 +112,10 @@ def split_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
 
     Of `SHARDS` the last ones are left out where they divide no axis that they may split; `fsdp` must.
     """
-    _, split, places = next((rule for rule in RULES if re.search(rule[0], name_of(path))), ("", P(), ()))
+    rule: tuple[str, P, tuple[int, ...]] = next(
+        (rule for rule in RULES if re.search(rule[0], name_of(path))), ("", P(), ())
+    )
+    _, split, places = rule
     entries = [_axes(entry) for entry in split]
     shards = [axis for axis in SHARDS if axis not in sum(entries, ())]
     first, sizes = len(shape) - len(entries), mesh.shape
@@ -247,7 +250,7 @@ class Splits:
         return Splits(tuple((name_of(path), split_of(path, x.shape, mesh)) for path, x in found))
 
 
-def over(model: nnx.Module, mesh: Mesh) -> nnx.GraphDef:
+def over(model: Any, mesh: Mesh) -> nnx.GraphDef:
     """The graphdef of a model, or of its shapes, as `split_objective` calls it over a mesh."""
     model.splits = Splits.of(nnx.state(model, nnx.Param), mesh)
     return nnx.split(model)[0]

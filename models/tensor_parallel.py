@@ -12,7 +12,7 @@ written once.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +168,7 @@ def embed(layer: nnx.Embed, tokens: jax.Array, backend: str) -> jax.Array:
     Each device has some words of the vocabulary. backend: as of `look_up`.
     """
     table = layer.embedding[...]
-    of = lambda words: look_up(table, words, layer.dtype, backend)
+    of = lambda words: cast(jax.Array, look_up(table, words, layer.dtype, backend))
     return of(tokens) if devices() == 1 else _looked_up(of, tokens.ravel(), table.shape[0])
 
 

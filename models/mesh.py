@@ -112,17 +112,14 @@ def split_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
 
     Of `SHARDS` the last ones are left out where they divide no axis that they may split; `fsdp` must.
     """
-    rule: tuple[str, P, tuple[int, ...]] = next(
-        (rule for rule in RULES if re.search(rule[0], name_of(path))), ("", P(), ())
-    )
-    _, split, places = rule
+    _, split, places = next((rule for rule in RULES if re.search(rule[0], name_of(path))), ("", P(), ()))
     entries = [_axes(entry) for entry in split]
     shards = [axis for axis in SHARDS if axis not in sum(entries, ())]
     first, sizes = len(shape) - len(entries), mesh.shape
     for count in range(len(shards), 0, -1):
-        for place in places:
+        for left, place in zip(range(len(places), 0, -1), places, strict=True):
             axes = (*entries[place], *shards[:count])
-            if shape[first + place] % math.prod(sizes[axis] for axis in axes) == 0 or (count, place) == (1, places[-1]):
+            if shape[first + place] % math.prod(sizes[axis] for axis in axes) == 0 or count == left == 1:
                 entries[place] = axes
                 return P(*[None] * first, *entries)
     return P(*[None] * first, *entries)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device, device_of
@@ -111,6 +112,15 @@ def test_the_mesh_tells():
     x = jnp.ones(2)
     with jax.sharding.use_abstract_mesh(mesh):
         assert device_of(x) == Device("NVIDIA H200", "gpu", (9, 0), 132)
+
+
+@pytest.mark.parametrize(("devices", "shared"), [(1, False), (2, True)])
+def test_collectives_share_a_device_of_several(devices, shared):
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    found = []
+    inside = jax.shard_map(lambda x: found.append(device_of(x)) or x, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    jax.jit(inside).trace(jnp.ones(2))
+    assert [device.shared for device in found] == [shared]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ The batch is split over the first three axes. The axes differ in what each devic
 
 - `data`: a shard of each large parameter, of its optimizer state and of its average. A step all-gathers the parameters
   once, block by block and in the compute dtype, and reduce-scatters each block's gradients beside the backward (ZeRO
-  stage 1, Rajbhandari et al. 2019, arXiv:1910.02054; no device has all parameters in float32).
+  stage 1, Rajbhandari et al. 2019, arXiv:1910.02054; no device has all parameters in float32). A scan over layers
+  gathers them as `fsdp` does.
 - `fsdp`: the same, but a block's parameters are gathered where they are used, and under a `policy` again in the
   backward, so that one block's at most are whole (stage 3).
 - `expert`: its own experts, and all else as over `data`. It gathers the tokens of all devices of the axis, runs its

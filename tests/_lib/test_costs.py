@@ -13,7 +13,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._lib.costs import Cost, allocated
 from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, packed_attention, route
 from tests.contracts.entry import Arguments, Op
 from tests.contracts.ops import OPS
@@ -23,7 +22,7 @@ from tests.hopper import H200, lower_for_h200
 from tests.ops.moe_mlp.cases import plan_of as mlp_plan
 
 CALL = r"stablehlo\.custom_call @(?:__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)\("
-COST = r'frontend_attributes = \{jaxops_bytes = "(\d+)", jaxops_flops = "(\d+)", latency_metadata = "(\d+)"\}'
+COST = r'mhlo\.frontend_attributes = \{jaxops_bytes = "(\d+)", jaxops_flops = "(\d+)", latency_metadata = "(\d+)"\}'
 
 
 def costs_of(text: str) -> list[tuple[str, int, int]]:
@@ -62,14 +61,6 @@ def triton_costs(fn, *shapes) -> list[tuple[int, int]]:
         gluon.compiled(fn, *shapes)
     assert "triton_kernel_call_ffi" in texts[0]
     return [(flops, moved) for name, flops, moved in costs_of(texts[0]) if flops and not name]
-
-
-def test_what_the_scheduler_reads():
-    """Nanoseconds: of a product by its operations, of a copy by its bytes; of an allocation none."""
-    assert Cost(600_000_000_000, 1).nanoseconds == 1_002_000
-    assert Cost(0, 3_500_000).nanoseconds == 3_000
-    text = jax.jit(lambda: allocated((3,), "float32")).lower().as_text()
-    assert 'latency_metadata = "0"' in text
 
 
 def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:

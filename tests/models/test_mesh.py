@@ -33,6 +33,7 @@ from models.mesh import (
     shard_state,
     shardings,
     split_objective,
+    split_of,
 )
 from models.presets import Preset
 from tests.compare import assert_close
@@ -112,6 +113,12 @@ def fraction(x: jax.Array) -> float:
     """The fraction of an array on one device."""
     (share,) = {shard.data.size / x.size for shard in x.addressable_shards}
     return share
+
+
+def split_part(name: str, params, mesh) -> tuple[Any, Any]:
+    """Of a model's part of this name: its parameters' specifications, and what gathers them inside `jax.shard_map`."""
+    specs = jax.tree.map_with_path(lambda path, x: split_of((name, *path), x.shape, mesh), params)
+    return specs, functools.partial(gather, splits=Splits.of({name: params}, mesh), within=name)
 
 
 def experts(state) -> list[jax.Array]:

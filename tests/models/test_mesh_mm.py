@@ -12,18 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from models import loop, train_mm
 from models.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, stack
-from models.mesh import (
-    AXES,
-    Splits,
-    gather,
-    make_mesh,
-    of_own_batch,
-    parts_of,
-    replicate,
-    shard_batch,
-    shard_state,
-    split_of,
-)
+from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
 from models.modality_experts import ModalityExperts
 from models.multimodal import Multimodal, MultimodalConfig
 from models.multimodal_loss import losses_of
@@ -31,7 +20,7 @@ from models.presets import MultimodalPreset
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.models.test_interleaved import image_of, text_of
-from tests.models.test_mesh import Outcome, assert_same, copied, fraction, matrices
+from tests.models.test_mesh import Outcome, assert_same, copied, fraction, matrices, split_part
 
 pytestmark = needs_four
 MODEL = MultimodalConfig(
@@ -153,10 +142,9 @@ def test_experts_count_all_rows_once():
     x = jnp.asarray(rng.normal(size=(24, MODEL.width)), jnp.float32)
     rows = x, jnp.asarray(rng.random(24) < 0.6), jnp.asarray(rng.random(24) < 0.8)
     mesh = make_mesh("expert=2,tensor=2")
-    specs = jax.tree.map_with_path(lambda path, x: split_of(("moe", *path), x.shape, mesh), params)
-    splits = Splits.of({"moe": params}, mesh)
+    specs, whole = split_part("moe", params, mesh)
     over = jax.shard_map(
-        lambda params, *rows: nnx.merge(sharded, gather(params, splits, "moe"))(*rows),
+        lambda params, *rows: nnx.merge(sharded, whole(params))(*rows),
         mesh=mesh,
         in_specs=(specs, *[P(AXES)] * 3),
         out_specs=(P(AXES), P()),

@@ -17,18 +17,7 @@ from models import decoder_loss, loop, train_dit, train_lm
 from models.decoder import DecoderConfig, Experts
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
-from models.mesh import (
-    AXES,
-    Splits,
-    gather,
-    make_mesh,
-    of_own_batch,
-    parts_of,
-    replicate,
-    shard_batch,
-    shard_state,
-    split_of,
-)
+from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
 from models.presets import DiTPreset
 from tests.compare import assert_close
 from tests.devices import needs_four
@@ -42,6 +31,7 @@ from tests.models.test_mesh import (
     fraction,
     matrices,
     preset_of,
+    split_part,
     train,
 )
 
@@ -81,10 +71,9 @@ def test_experts_count_all_tokens_once():
     )
     x = jnp.asarray(np.random.default_rng(0).normal(size=(24, MIXED.width)), jnp.float32)
     mesh = make_mesh("expert=2,tensor=2")
-    specs = jax.tree.map_with_path(lambda path, x: split_of(("mlp", *path), x.shape, mesh), params)
-    splits = Splits.of({"mlp": params}, mesh)
+    specs, whole = split_part("mlp", params, mesh)
     run = jax.shard_map(
-        lambda params, x: nnx.merge(sharded, gather(params, splits, "mlp"))(x),
+        lambda params, x: nnx.merge(sharded, whole(params))(x),
         mesh=mesh,
         in_specs=(specs, P(AXES)),
         out_specs=(P(AXES), P()),

@@ -24,11 +24,18 @@ class Tiles:
     Attributes:
       kernel: "triton" (Hopper), "pallas", or "xla", which has no tiles and becomes cuBLASLt where scales are
         tensorwise.
-      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`. "pallas"
+        fwd and dgrad: bm may be 1, for a tile without tensor cores, whose bn may be less; with swap bm may be 8.
       warps: warps a program ("pallas").
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
         L2.
+      bk: "pallas" fwd and dgrad: numbers of the contracted dimension in a step, a multiple of 128. With bm=1 all of a
+        step are loaded before any is used, and the largest power of two in bk must not be small.
+      split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
+      swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
+        takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
+        warp, without a way back to shared memory.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -37,11 +44,24 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     panel: int = 8
+    bk: int = BLOCK
+    split: int = 1
+    swap: bool = False
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
-        if self.kernel != "triton":
-            check_fields(self, "bm", "bn", power_of_2=True, least=16)
+        check_fields(self, "bk", "split")
+        if self.bk % BLOCK:
+            raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
+        if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
+            raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
+        if self.swap and self.bm == 1:
+            raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
+        if self.kernel == "pallas" and self.bm == 1:
+            check_fields(self, "bn", power_of_2=True)
+        elif self.kernel != "triton":
+            check_fields(self, "bm", power_of_2=True, least=8 if self.swap else 16)
+            check_fields(self, "bn", power_of_2=True, least=16)
         elif (self.bm, self.bn) not in HOPPER_TILES:
             known = ", ".join(f"{bm}x{bn}" for bm, bn in HOPPER_TILES)
             raise ValueError(f"Tiles of {self.bm}x{self.bn}: the triton kernel has {known}.")
@@ -53,7 +73,7 @@ class Tiles:
     @property
     def shared_bytes(self) -> int:
         """Shared memory in bytes: the load pipeline, and for "triton" the buffers that tiles are stored from."""
-        pipeline = self.stages * BLOCK * (self.bm + self.bn)
+        pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
         return pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256
@@ -108,6 +128,12 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
             raise NotImplementedError("the triton kernel multiplies FP8 by FP8; with quantize_lhs=False use 'pallas'.")
         check_gluon(call.device)
     return {"cast": cast}
+
+
+def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
+        raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
+    return tiles
 
 
 def casts_inside(problem: Problem, backend: str) -> bool:
@@ -191,6 +217,7 @@ PLANNER = Planner(
     _key,
     lambda _: ADA,
     lambda problem, device: runs_gluon(device) and problem.quantize_lhs,
+    fit=_fit,
     others=_others,
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

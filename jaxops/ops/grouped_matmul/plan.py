@@ -41,6 +41,8 @@ class Tiles:
         bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
         dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
         tiles of 128 rows as with tiles of 32 (1,657 and 1,648 us), and one group of all rows is 2.3 times faster.
+      split: of `grouped_glu`'s one kernel for few rows only: parts of each sum, each a program's; a second pass adds
+        them.
     """
 
     bm: int
@@ -54,9 +56,11 @@ class Tiles:
     kernel: Literal["pallas", "triton"] = "pallas"
     ping_pong: bool = False
     dynamic: bool = False
+    split: int = 1
 
     def __post_init__(self):
         check_fields(self, "kernel", among=KERNELS)
+        check_fields(self, "split")
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
         if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in HOPPER_TILES):
@@ -199,6 +203,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
+    if tiles.split > 1:
+        raise ValueError(f"plan.{pass_name}={tiles}: only grouped_glu's kernel for few rows has split; leave it out.")
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
     if call.device.shared and tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:

@@ -20,7 +20,7 @@ from jaxops.ops.grouped_glu.api import _unit_gradients, unit_forward
 from jaxops.ops.grouped_glu.plan import Spec
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
-from tests.ops.grouped_glu.cases import FUSED, KERNELS, RUNS, check, make_case, plan_of, run_all
+from tests.ops.grouped_glu.cases import FUSED, KERNELS, RUNS, SPLIT, check, make_case, plan_of, run_all
 
 ROUTINGS = [
     pytest.param([17, 40, 13], 0, 0, id="all-rows"),
@@ -38,7 +38,7 @@ def test_routings(run, joined, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run, joined=joined)
 
 
-@pytest.mark.parametrize("run", FUSED)
+@pytest.mark.parametrize("run", [*FUSED, *SPLIT])
 @pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
 def test_few_rows(run, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run)

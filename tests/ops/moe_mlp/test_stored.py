@@ -22,14 +22,18 @@ WEIGHTS = ("w_gate", "w_up", "w_down")
 TILES = fp8_matmul.Tiles("pallas", 16, 16)
 # The gradient is that of fp8_grouped_matmul.
 PRODUCTS = fp8_matmul.Plan("pallas", "before", TILES, *(2 * [fp8_matmul.Tiles("xla")]))
+ONE_ROW = fp8_matmul.Tiles("pallas", 1, 8, 4, 1, bk=256)
+SWAPPED = fp8_matmul.Tiles("pallas", 8, 64, 4, 2, split=2, swap=True)
 ROWS = permute.Plan("pallas", *(3 * [TILE]))
 PLANS = {
     "xla": Plan("xla"),
     "gathered": Plan("pallas", PRODUCTS, fp8_matmul.Plan("xla"), ROWS, gather=True),
     "copied": Plan("pallas", PRODUCTS, PRODUCTS, ROWS, gather=False),
+    "one-row": Plan("pallas", *(2 * [dataclasses.replace(PRODUCTS, fwd=ONE_ROW)]), ROWS, gather=True),
+    "swapped": Plan("pallas", *(2 * [dataclasses.replace(PRODUCTS, fwd=SWAPPED)]), ROWS, gather=True),
     "gpu": Plan("pallas"),
 }
-RUNS = ["xla", "gathered", pytest.param("gpu", marks=pytest.mark.gpu)]
+RUNS = ["xla", "gathered", "one-row", "swapped", pytest.param("gpu", marks=pytest.mark.gpu)]
 # Sums and columns of several blocks; neither is a multiple of a tile.
 WIDE = Variant(T=9, D=150, F=140, N=24, k=2, E=4, dtype="bfloat16", activation="gelu_tanh")
 VARIANTS = {
@@ -127,7 +131,7 @@ DECODE = Problem(4, 8, 128, 2048, 768, 2048, "bfloat16", "blockwise", stored=Tru
 
 
 def test_plan():
-    """One kernel for few rows, whose tiles are as high as those of the down projection: one work list for both."""
+    """One kernel for few rows, whose tiles are as high as those of the down projection."""
     for device in (H200, Device("NVIDIA L4", "gpu")):
         for problem in (DECODE, dataclasses.replace(DECODE, T=256), dataclasses.replace(DECODE, T=1, F=13)):
             plan = moe_mlp.make_plan(problem, device)

@@ -51,7 +51,7 @@ TILES = [
     Tiles(128, 256, 64, warps=8),
 ]
 
-FEW_ROWS = [Tiles(64, 64, 64, stages=4, tail=16), Tiles(16, 32, 128, stages=5)]
+FEW_ROWS = [Tiles(64, 64, 64, stages=4, tail=16), Tiles(16, 32, 128, stages=5), Tiles(16, 32, 64, stages=3, split=2)]
 
 ROWS = [
     (adaln.Tiles(16, 1, 128, 1, ahead=True), adaln.Tiles(64, 1, 64, 2, ahead=True)),
@@ -273,6 +273,8 @@ def moe_mlp_stored() -> None:
     x, *weights = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in EXPERTS)
     stored = [jaxops.quantize(w, scaling="block_128x128", layouts="col") for w in weights]
     tiles = [fp8_matmul.Tiles("pallas", 16, 32, 4, 5), fp8_matmul.Tiles("pallas", 64, 64, 4, 3)]
+    swapped = fp8_matmul.Tiles("pallas", 8, 64, 4, 3, split=2, swap=True)
+    tiles += [fp8_matmul.Tiles("pallas", 1, 16, 4, 1, bk=256), swapped]
     gathered = [experts.Plan(unit=fp8_matmul.Plan("pallas", fwd=each), gather=True) for each in tiles]
     for plan in (experts.Plan(gather=False), *gathered):
         run = jax.jit(lambda routing, plan=plan: jaxops.moe_mlp(x, *stored, routing, plan=plan))

@@ -10,17 +10,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows, tile_of, work_of_rows
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS, schedule_one
+from jaxops._lib.work_list import COLUMNS
 
 
 def columns(schedule) -> np.ndarray:
     return np.asarray(schedule).reshape(COLUMNS, -1)
-
-
-@pytest.mark.parametrize("M", [1, 63, 64, 65, 200])
-def test_one_group_is_known_without_a_launch(M):
-    one, found = columns(schedule_one(M, 64)), columns(schedule_rows(jnp.array([0, M], jnp.int32), M, 64, True))
-    np.testing.assert_array_equal(one, found[:, : one.shape[1]])
 
 
 def test_rows():

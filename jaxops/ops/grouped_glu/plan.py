@@ -145,7 +145,7 @@ def few_rows_columns(M: int, G: int, F: int, device: Device) -> int:
 
 
 def _few_rows_tiles(problem: Problem, fwd: grouped_matmul.Tiles, device: Device) -> grouped_matmul.Tiles:
-    """fwd: of the products, whose tiles are as high as the down projection's: both then have the same work list."""
+    """fwd: of the products, whose height the tiles have."""
     p, size = problem, jnp.dtype(problem.dtype).itemsize
     bm, bn = min(fwd.bm, 64), few_rows_columns(p.M, p.G, p.F, device)
     bk, stages = (256 // size, 5) if bn < 64 else (128 // size, 4)

@@ -95,7 +95,7 @@ def _kernel(work_ref, *refs, unit: Unit, products: Products, count: int, G: int,
 def _results(unit: Unit, pre: Sequence[jax.Array]) -> list[jax.Array]:
     """h, gate and up: activated as they are saved, so that the backward sees the same numbers."""
     pre = [half.astype(unit.dtype) for half in pre]
-    return [activated(unit.activation, *pre), *pre]
+    return [activated(unit.activation, *pre).astype(unit.dtype), *pre]
 
 
 def launch_unit(

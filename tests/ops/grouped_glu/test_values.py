@@ -133,6 +133,11 @@ def test_sizes(run, sizes, K, F):
     check(make_case(sizes, K, F), run)
 
 
+@pytest.mark.parametrize("run", SPLIT)
+def test_split_sums_in_half(run):
+    check(make_case([17, 0, 25], 40, 48, dtype="bfloat16", before=3, after=5), run, kind="bfloat16")
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_nothing_saved(run):
     """The same to the bit as with what the forward saved."""

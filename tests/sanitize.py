@@ -272,9 +272,8 @@ def moe_mlp_stored() -> None:
     rng = np.random.default_rng(0)
     x, *weights = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in EXPERTS)
     stored = [jaxops.quantize(w, scaling="block_128x128", layouts="col") for w in weights]
-    tiles = [fp8_matmul.Tiles("pallas", 16, 32, 4, 5), fp8_matmul.Tiles("pallas", 64, 64, 4, 3)]
-    swapped = fp8_matmul.Tiles("pallas", 8, 64, 4, 3, split=2, swap=True)
-    tiles += [fp8_matmul.Tiles("pallas", 1, 16, 4, 1, bk=256), swapped]
+    sizes = (16, 32, 4, 5), (64, 64, 4, 3), (1, 16, 4, 1, 8, 256), (8, 64, 4, 3, 8, 128, 2, True)
+    tiles = [fp8_matmul.Tiles("pallas", *each) for each in sizes]
     gathered = [experts.Plan(unit=fp8_matmul.Plan("pallas", fwd=each), gather=True) for each in tiles]
     for plan in (experts.Plan(gather=False), *gathered):
         run = jax.jit(lambda routing, plan=plan: jaxops.moe_mlp(x, *stored, routing, plan=plan))

@@ -13,7 +13,7 @@ from jaxops._lib import masked_pallas as masked
 
 
 def sums_over_columns(
-    lhs_ref, rhs_refs, g, rows, j, *, tile: tuple[int, int], times, rows_in: jax.Array | None = None,
+    lhs_ref, rhs_refs, g, rows: tuple[jax.Array, jax.Array | None], j, *, tile: tuple[int, int], times,
     part: tuple[jax.Array, int] | None = None, transpose_rhs: bool = False, precision: lax.Precision,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """float32 [height, bn] for each of rhs_refs, arrays [G, K, N] ([G, N, K] with transpose_rhs) of one shape: rows
@@ -21,13 +21,13 @@ def sums_over_columns(
     holds NaN.
 
     Args:
-      rows: indices from 0 to M - 1.
+      rows: indices from 0 to M - 1; and which of them are read, or None for all. Results of the others are zeros.
       tile: bn, bk.
       times: 1, or 0 for results of zeros.
-      rows_in: [height], which of the rows are read; results of the others are zeros. None for all.
       part: the sum is split into so many parts of whole steps; this is that number of them. None for all of it.
     """
-    (bn, bk), height, shape = tile, rows.shape[0], rhs_refs[0].shape
+    (bn, bk), (rows, rows_in), shape = tile, rows, rhs_refs[0].shape
+    height = rows.shape[0]
     K, N = (shape[2], shape[1]) if transpose_rhs else shape[1:]
     cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
 

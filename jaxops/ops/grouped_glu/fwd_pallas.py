@@ -145,7 +145,7 @@ def fwd_pallas(
         rows_in = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
         how: dict[str, Any] = {"tile": (tiles.bn, tiles.bk), "times": jnp.minimum(count, 1), "precision": precision}
         part = None if number is None else (number, tiles.split)
-        return sums_over_columns(refs[0], refs[1:], group, rows, j, rows_in=rows_in, part=part, **how)
+        return sums_over_columns(refs[0], refs[1:], group, (rows, rows_in), j, part=part, **how)
 
     shape = (x.shape[0] if indices is None else indices.shape[0], weights[0].shape[2])
     unit = Unit("grouped_glu_fused", shape, x.dtype, activation, tiles, interpret, save, tiles.tail)

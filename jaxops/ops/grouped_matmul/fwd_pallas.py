@@ -50,7 +50,7 @@ def _fwd_kernel(
         # is mostly empty, and its weights take the time.
         rows_in = rows < end if finds_own(M) else None
         how = {"tile": (bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
-        return sums_over_columns(lhs_ref, [rhs_ref], g, jnp.clip(rows, 0, M - 1), j, rows_in=rows_in, **how)[0]
+        return sums_over_columns(lhs_ref, [rhs_ref], g, (jnp.clip(rows, 0, M - 1), rows_in), j, **how)[0]
 
     def store(tile) -> None:
         height = tile.shape[0]

@@ -26,8 +26,8 @@ def sums_over_columns(
       times: 1, or 0 for results of zeros.
       part: the sum is split into so many parts of whole steps; this is that number of them. None for all of it.
     """
-    (bn, bk), (rows, rows_in), shape = tile, rows, rhs_refs[0].shape
-    height = rows.shape[0]
+    (bn, bk), (indices, rows_in), shape = tile, rows, rhs_refs[0].shape
+    height = indices.shape[0]
     K, N = (shape[2], shape[1]) if transpose_rhs else shape[1:]
     cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
 
@@ -39,7 +39,7 @@ def sums_over_columns(
             lhs_mask = masked.both(lhs_mask, k_in[None, :])
             rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
         k_cols = k * bk + jnp.arange(bk, dtype=jnp.int32)
-        a = masked.load(lhs_ref, (rows[:, None], k_cols[None, :]), lhs_mask)
+        a = masked.load(lhs_ref, (indices[:, None], k_cols[None, :]), lhs_mask)
         other = None if rhs_mask is None else 0.0
         mask, at = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)), (g, ks, pl.ds(j * bn, bn))
         if transpose_rhs:

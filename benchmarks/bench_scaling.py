@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
 
+import models.mesh
 from benchmarks import bench_train_step, harness
 from benchmarks.bench_train_step import APART, WARMUP, Workload, key_of, run_steps, speeds, state_of
 from benchmarks.traces import named, write_trace
@@ -52,6 +54,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
+    # XLA's fusions of products lose the time that the router's products state.
+    "cublas": {"xla_gpu_enable_triton_gemm": False},
+    # Each device keeps its own gradients: what their sums cost, to compare a profile's exposed communication with.
+    "unsummed": {},
+    "unsummed_unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
 }
 
 
@@ -112,7 +119,10 @@ def cases_of(sizes: Sizes, axes: Sequence[str], options: Sequence[str], precisio
         alone = f"{WHOLE} in {parts_of(mesh)}" if images else WHOLE
         found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
         name = f"{axis}={devices}"
-        meshes += [Case(f"{name} {chosen}", name, of(whole, mesh=mesh), alone, chosen) for chosen in options]
+        meshes += [
+            Case(f"{name} {chosen}", name, of(whole, mesh=mesh), "" if "unsummed" in chosen else alone, chosen)
+            for chosen in options
+        ]
     return [*found.values(), *meshes]
 
 
@@ -201,7 +211,9 @@ class Run:
             state = state_of(workload)
             split = None if workload.mesh is None else jax.tree.map(lambda x: x.sharding, state)
             start = jax.jit(workload.start, out_shardings=split).lower()
-            lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
+            sums = own_part if "unsummed" in case.options else models.mesh.sum_scatter
+            with mock.patch.object(models.mesh, "sum_scatter", sums):
+                lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
             return lambda: (workload, lowered.compile(OPTIONS[case.options] or None), start.compile())
 
         return harness.start_compiling(pool, trace)
@@ -269,6 +281,12 @@ class Run:
         line += "".join(f", {name} {facts[name]:.3g}" for name in shown if name in facts)
         line += f", {facts['peak_bytes'] / 1e9:.1f} GB, compiled in {built.seconds:.0f} s"
         print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
+
+
+def own_part(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
+    """In place of `models.mesh.sum_scatter`: this device's part of its own x."""
+    size = x.shape[axis] // jax.lax.axis_size(over)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(over) * size, size, axis)
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:

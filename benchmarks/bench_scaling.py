@@ -54,8 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
-    # XLA's fusions of products lose the time that the router's products state.
-    "cublas": {"xla_gpu_enable_triton_gemm": False},
+    "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
     # Each device keeps its own gradients: what their sums cost, to compare a profile's exposed communication with.
     "unsummed": {},
     "unsummed_unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},

@@ -14,6 +14,7 @@ Each mesh has one axis over all N devices, and N times the batch of one device. 
 """
 
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -263,6 +264,7 @@ class Run:
             facts["scaling"] = facts["tokens_per_s"] / (devices * self.one)
         facts |= {f"{name}_ms": each for name, each in shares._asdict().items()}
         facts |= {"peak_bytes": needed_bytes(built.step)[0], "compile_s": built.seconds, "options": case.options}
+        facts["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         facts["loss"] = [round(loss, 6) for loss in losses]
         alone = case.name if case.mesh == WHOLE else case.whole
         if alone in self.apart_alone:
@@ -305,6 +307,9 @@ def main(
     precision: str = typer.Option("bfloat16", help="Of " + ", ".join(PRECISIONS) + "."),
     steps: int = typer.Option(10, min=WARMUP + 2, help="Of each case: two warm up, and the last is not timed."),
     options: str = typer.Option("default", help=f"XLA's, of {', '.join(OPTIONS)}; each mesh runs with each."),
+    connections: int = typer.Option(
+        0, help="CUDA_DEVICE_MAX_CONNECTIONS; with 1 kernels of all streams start in the host's order. 0: CUDA's own."
+    ),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
     workers: int = typer.Option(8, help="Steps that are compiled together."),
     out: str = harness.OUT,
@@ -312,7 +317,7 @@ def main(
 ) -> None:
     """Appends to <out>/train_step.jsonl after each case; exits with 1 if a case failed."""
     begin = time.perf_counter()
-    harness.take_memory()
+    harness.take_memory(**({"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)} if connections else {}))
     if smoke:
         harness.host_devices(SMOKE_DEVICES)
     file = harness.begin("train_step", out, smoke, jax.device_count())

@@ -49,10 +49,13 @@ DIT = DiTPreset(
 
 @pytest.mark.parametrize(
     ("shape", "config"),
-    [("tensor=4", MIXED), ("data=2,tensor=2", UNTIED), ("fsdp=2,tensor=2", UNTIED), ("expert=2,tensor=2", MIXED)],
+    [("tensor=4", MIXED), ("data=2,tensor=2", UNTIED)],
 )
 def test_a_decoder_as_on_one_device(shape, config):
-    """Attention with sinks, a dense block and one with experts; tied and untied logits."""
+    """Attention with sinks, a dense block and one with experts; tied and untied logits.
+
+    Beside fsdp and expert: test_mesh_parts.py.
+    """
     got = train(config, shape)
     assert_as_alone(config, got)
     mesh = make_mesh(shape)

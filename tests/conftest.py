@@ -56,6 +56,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    # First, in a new process: a profile and a memory report read every program that the process has.
+    items.sort(key=lambda item: "profiling" not in item.nodeid)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         for item in marked:

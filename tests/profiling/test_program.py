@@ -57,7 +57,8 @@ def test_the_slowest_of_the_first_functions_is_the_step(clock, step, program, ca
     report = profile_program(["python", program, "14"], steps=2, say=lines.append)
     assert jax.jit is jit
     assert report.program == f"jit_{step}"
-    assert lines == [f"profiled '{step}'; jitted functions and their calls: {{'init': 1, 'train_step': 14, 'look': 14}}"]
+    calls = {"init": 1, "train_step": 14, "look": 14}
+    assert lines == [f"profiled '{step}'; jitted functions and their calls: {calls}"]
     assert "the program's end" in capsys.readouterr().out
 
 

@@ -241,8 +241,8 @@ def test_stored_experts_of_single_tokens():
 
 
 IN_A_LOOP, UNROLLED = {"policy": Policy(keep=("attention", "mlp"), offload=("carry",))}, {"unroll": True}
-# One layer of each kind, and of one a loop of two.
-TWO_KINDS = dataclasses.replace(MUCH, layers=2, sliding=(0,), dense_layers=(0,))
+# Of each a second layer of one kind: between them one of the other, or in a loop behind it.
+TWO_KINDS = dataclasses.replace(MUCH, layers=3, sliding=(0,), dense_layers=(1,))
 LOOPED = dataclasses.replace(LATENT, layers=3)
 
 

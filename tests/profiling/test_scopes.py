@@ -47,6 +47,16 @@ class Net(nnx.Module):
         return self.head(jax.checkpoint(lambda x: self.mlp(x))(x))
 
 
+@pytest.fixture(autouse=True)
+def own_names():
+    """The cache on disk ignores names: a program that took long to compile came from it with those of another one."""
+    key = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, key)
+    jax.config.update(key, True)
+    yield
+    jax.config.update(key, before)
+
+
 def scopes_of(step, *args):
     text = step.lower(*args).compile().as_text()
     names = re.findall(r'op_name="(jit[^"]*)"', text)

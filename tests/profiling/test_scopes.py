@@ -47,12 +47,12 @@ class Net(nnx.Module):
         return self.head(jax.checkpoint(lambda x: self.mlp(x))(x))
 
 
-@pytest.fixture(autouse=True)
-def own_names():
-    """The cache on disk ignores names: a program that took long to compile came from it with those of another one."""
-    key = "jax_compilation_cache_include_metadata_in_key"
+@pytest.fixture
+def all_on_disk():
+    """Every program is stored in the cache on disk, which ignores names."""
+    key = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, key)
-    jax.config.update(key, True)
+    jax.config.update(key, 0)
     yield
     jax.config.update(key, before)
 
@@ -63,7 +63,7 @@ def scopes_of(step, *args):
     return {str(scope_of(name)) for name in names}
 
 
-def test_modules_have_paths_inside_only():
+def test_modules_have_paths_inside_only(all_on_disk):
     net, x = Net(nnx.Rngs(0)), jnp.ones((4, 8))
     step = jax.jit(jax.grad(lambda state, x: nnx.merge(nnx.graphdef(net), state)(x).sum()))
     before = Net.__call__, nnx.Linear.__call__

@@ -1,6 +1,6 @@
 """`MoE`: a mixture-of-experts layer, from tokens to tokens."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +25,9 @@ from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
+
+
+_ROWS = 1024  # of an expert in a piece
 
 
 class MoE(nnx.Module):
@@ -76,6 +79,10 @@ class MoE(nnx.Module):
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
         sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
         is that of all devices' tokens, in the devices' order.
+      pieces: with gather_tokens, in how many pieces the tokens of a device are gathered and their results sent back, so
+        that a piece is sent while the experts multiply another. None takes two where an expert has so many rows that
+        the products stay as fast, else one. More than one needs a `Router` without a capacity, which scores each
+        device's tokens there.
       recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights are quantized from param_dtype, tokens from dtype.
       dtype: dtype of the products (with a recipe, of the values between them) and of the result; promoted from x and
         the parameters by default. Gradients of parameters have param_dtype and are never rounded to dtype; the sum over
@@ -97,7 +104,7 @@ class MoE(nnx.Module):
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
         activation: Activation = "silu", expert_axis: str | tuple[str, ...] | None = None, gather_tokens: bool = False,
-        recipe: str | None = None, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
+        pieces: int | None = None, recipe: str | None = None, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init, pow2_scales: bool = False,
         backend: str = "auto", rngs: nnx.Rngs,
     ):  # fmt: skip
@@ -106,6 +113,8 @@ class MoE(nnx.Module):
         check_backend(backend, "triton", "pallas")
         if gather_tokens and expert_axis is None:
             raise ValueError("gather_tokens=True needs expert_axis, the mesh axis over which the tokens are split.")
+        if pieces is not None:
+            check_sizes(pieces=pieces)
         check_activation(activation)
 
         def make_kernel(*shape: int) -> nnx.Param[jax.Array]:
@@ -116,12 +125,14 @@ class MoE(nnx.Module):
         if isinstance(self.router, Router) and (self.router.in_features, self.router.num_experts) != sizes:
             found = self.router.in_features, self.router.num_experts
             raise ValueError(f"the router has (in_features, num_experts) = {found}; this layer has {sizes}.")
+        if (pieces or 1) > 1 and not (gather_tokens and self._takes_pieces):
+            raise ValueError(f"pieces={pieces} needs gather_tokens=True and a `Router` without a capacity.")
         self.gate = make_kernel(in_features, hidden_features)
         self.up = make_kernel(in_features, hidden_features)
         self.down = make_kernel(hidden_features, in_features)
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
         self.activation: Activation = activation
-        self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
+        self.expert_axis, self.gather_tokens, self.pieces = expert_axis, gather_tokens, pieces
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 
@@ -146,34 +157,73 @@ class MoE(nnx.Module):
         if self.expert_axis is not None:
             devices = devices_on("expert_axis", self.expert_axis, ", or make it without expert_axis")
         dtype = canonicalize_dtype(x, gate, up, down, dtype=self.dtype)
-        tokens = own = x.reshape(-1, self.in_features)
-        if self.gather_tokens:
-            tokens = lax.all_gather(tokens.astype(dtype), self.expert_axis, tiled=True)
-        routing = self.router(tokens)
-        if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
-            raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
-        whole = self.expert_axis is None or self.gather_tokens
-        tokens, out_dtype = tokens.astype(dtype), dtype if whole else jnp.float32
-        own_experts = self._own_experts(routing, gate.shape[0], devices)
-        y = moe_mlp(
-            tokens, gate, up, down, own_experts, activation=self.activation, compute_dtype=dtype, out_dtype=out_dtype,
-            precision=self.precision, recipe=self.recipe, pow2_scales=self.pow2_scales, backend=self.backend,
-        )  # fmt: skip
-        if self.gather_tokens:
-            parts = lax.all_to_all(y.reshape(devices, *own.shape), self.expert_axis, 0, 0)
-            y = jnp.sum(parts.astype(jnp.float32), axis=0).astype(dtype)
-        elif self.expert_axis is not None:
-            y = lax.psum(y, self.expert_axis).astype(dtype)
-        return y.reshape(x.shape), routing
-
-    def _own_experts(self, routing: Routing, experts: int, devices: int) -> Routing:
-        """The routing with the offsets of this device's experts."""
-        if devices * experts != self.num_experts:
-            found = f"this device has {experts} of num_experts={self.num_experts} experts, and "
+        if devices * gate.shape[0] != self.num_experts:
+            found = f"this device has {gate.shape[0]} of num_experts={self.num_experts} experts, and "
             found += f"expert_axis={self.expert_axis!r} has {devices} devices"
             raise ValueError(f"{found}: split the first axis of gate, up and down evenly over expert_axis.")
-        if self.expert_axis is None:
-            return routing
-        first = lax.axis_index(self.expert_axis) * experts
-        offsets = lax.dynamic_slice_in_dim(routing.group_offsets, first, experts + 1)
-        return dataclasses.replace(routing, group_offsets=offsets)
+        tokens = x.reshape(-1, self.in_features)
+        parts, routing, routings = self._routed(tokens, dtype, devices)
+        if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
+            raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
+        axis, wide = self.expert_axis, self.expert_axis is not None and not self.gather_tokens
+        if axis is not None:
+            routings = tuple(each.own(gate.shape[0], axis) for each in routings)
+        ys = moe_mlp(
+            parts, gate, up, down, routings, activation=self.activation, compute_dtype=dtype,
+            out_dtype=jnp.float32 if wide else dtype, precision=self.precision, recipe=self.recipe,
+            pow2_scales=self.pow2_scales, backend=self.backend,
+        )  # fmt: skip
+        if axis is not None:
+            ys = [lax.psum(y, axis).astype(dtype) if wide else _to_own_tokens(y, axis, devices) for y in ys]
+        return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
+
+    @property
+    def _takes_pieces(self) -> bool:
+        """Whether the choices for a token are the same whichever tokens are routed with it."""
+        return isinstance(self.router, Router) and self.router.capacity is None
+
+    def _routed(
+        self, tokens: jax.Array, dtype: Dtype, devices: int
+    ) -> tuple[tuple[jax.Array, ...], Routing, tuple[Routing, ...]]:
+        """The tokens that this device's experts see, in pieces; the routing of all of them, and of each piece."""
+        if not self.gather_tokens:
+            routing = self.router(tokens)
+            return (tokens.astype(dtype),), routing, (routing,)
+        gather = functools.partial(lax.all_gather, axis_name=self.expert_axis, tiled=True)
+        router, T = self.router, tokens.shape[0]
+        ends = _ends(T, self.pieces or _pieces(T * devices, router, self.recipe) if self._takes_pieces else 1)
+        parts = tuple(gather(part) for part in jnp.split(tokens.astype(dtype), ends))
+        if not isinstance(router, Router):
+            routing = router(parts[0])
+            return parts, routing, (routing,)
+        # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
+        logits = gather(router.logits(tokens.astype(dtype)))
+        routing = router.choose(logits)
+        if not ends:
+            return parts, routing, (routing,)
+        pieces = jnp.split(logits.reshape(devices, T, -1), ends, axis=1)
+        return parts, routing, tuple(router.choose(piece.reshape(-1, self.num_experts)) for piece in pieces)
+
+
+def _ends(T: int, pieces: int) -> list[int]:
+    """The first tokens of all pieces but the first; the pieces of T tokens are as even as possible, and none empty."""
+    pieces = max(1, min(pieces, T))
+    return [T * number // pieces for number in range(1, pieces)]
+
+
+def _pieces(T: int, router: Router, recipe: str | None) -> int:
+    """FP8 would cast the weights, and add their gradients in memory, once a piece."""
+    return 2 if recipe is None and T * router.k >= 2 * _ROWS * router.num_experts else 1
+
+
+def _to_own_tokens(y: jax.Array, axis: str | tuple[str, ...], devices: int) -> jax.Array:
+    """[T, D]: the sums over the devices, added in float32, of the rows of own tokens among y [devices * T, D]."""
+
+    @jax.custom_vjp
+    def summed(y: jax.Array) -> jax.Array:
+        parts = lax.all_to_all(y.reshape(devices, -1, y.shape[1]), axis, 0, 0)
+        return jnp.sum(parts.astype(jnp.float32), axis=0).astype(y.dtype)
+
+    # JAX's own transpose would send a copy of the cotangent for each device.
+    summed.defvjp(lambda y: (summed(y), None), lambda _, d: (lax.all_gather(d, axis, tiled=True),))
+    return summed(y)

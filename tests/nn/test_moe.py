@@ -162,13 +162,15 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
         assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
 
 
-@pytest.mark.parametrize("gather_tokens", [False, True])
-def test_shard_map_over_experts(gather_tokens):
-    """Each device has a share of the experts, and of the tokens; results and gradients equal those of one device."""
+@pytest.mark.parametrize("split", [{}, {"pieces": 1}, {"pieces": 2}, {"pieces": 5}], ids=str)
+def test_shard_map_over_experts(split):
+    """Each device has a share of the experts, and with pieces of the tokens; 5 pieces do not divide its 12. Results and
+    gradients equal those of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    split = {"expert_axis": "expert", "gather_tokens": gather_tokens}
+    gather_tokens = bool(split)
+    split = {"expert_axis": "expert", "gather_tokens": gather_tokens} | split
     (alone, params), (graphdef, _) = (nnx.split(make(**how)) for how in ({}, split))
     x, rows = tokens(), P("expert") if gather_tokens else P()
     specs = jax.tree.map_with_path(

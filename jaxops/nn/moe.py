@@ -25,6 +25,7 @@ from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
+from jaxops.parallel import add_own_rows, gather_pieces
 
 
 _ROWS = 1024  # of an expert in a piece
@@ -173,8 +174,10 @@ class MoE(nnx.Module):
             out_dtype=jnp.float32 if wide else dtype, precision=self.precision, recipe=self.recipe,
             pow2_scales=self.pow2_scales, backend=self.backend,
         )  # fmt: skip
-        if axis is not None:
-            ys = [lax.psum(y, axis).astype(dtype) if wide else _to_own_tokens(y, axis, devices) for y in ys]
+        if wide:
+            ys = [lax.psum(y, axis).astype(dtype) for y in ys]
+        elif axis is not None:
+            ys = add_own_rows(ys, axis)
         return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
 
     @property
@@ -189,20 +192,20 @@ class MoE(nnx.Module):
         if not self.gather_tokens:
             routing = self.router(tokens)
             return (tokens.astype(dtype),), routing, (routing,)
-        gather = functools.partial(lax.all_gather, axis_name=self.expert_axis, tiled=True)
-        router, T = self.router, tokens.shape[0]
-        ends = _ends(T, self.pieces or _pieces(T * devices, router, self.recipe) if self._takes_pieces else 1)
-        parts = tuple(gather(part) for part in jnp.split(tokens.astype(dtype), ends))
+        axis, router, T = self.expert_axis, self.router, tokens.shape[0]
+        own = tokens.astype(dtype)
         if not isinstance(router, Router):
-            routing = router(parts[0])
+            parts = gather_pieces([own], axis)
+            routing = router(*parts)
             return parts, routing, (routing,)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
-        logits = gather(router.logits(tokens.astype(dtype)))
+        ends = _ends(T, self.pieces or _pieces(T * devices, router, self.recipe) if self._takes_pieces else 1)
+        logits, *parts = gather_pieces([router.logits(own), *jnp.split(own, ends)], axis)
         routing = router.choose(logits)
         if not ends:
-            return parts, routing, (routing,)
+            return tuple(parts), routing, (routing,)
         pieces = jnp.split(logits.reshape(devices, T, -1), ends, axis=1)
-        return parts, routing, tuple(router.choose(piece.reshape(-1, self.num_experts)) for piece in pieces)
+        return tuple(parts), routing, tuple(router.choose(piece.reshape(-1, self.num_experts)) for piece in pieces)
 
 
 def _ends(T: int, pieces: int) -> list[int]:
@@ -214,16 +217,3 @@ def _ends(T: int, pieces: int) -> list[int]:
 def _pieces(T: int, router: Router, recipe: str | None) -> int:
     """FP8 would cast the weights, and add their gradients in memory, once a piece."""
     return 2 if recipe is None and T * router.k >= 2 * _ROWS * router.num_experts else 1
-
-
-def _to_own_tokens(y: jax.Array, axis: str | tuple[str, ...], devices: int) -> jax.Array:
-    """[T, D]: the sums over the devices, added in float32, of the rows of own tokens among y [devices * T, D]."""
-
-    @jax.custom_vjp
-    def summed(y: jax.Array) -> jax.Array:
-        parts = lax.all_to_all(y.reshape(devices, -1, y.shape[1]), axis, 0, 0)
-        return jnp.sum(parts.astype(jnp.float32), axis=0).astype(y.dtype)
-
-    # JAX's own transpose would send a copy of the cotangent for each device.
-    summed.defvjp(lambda y: (summed(y), None), lambda _, d: (lax.all_gather(d, axis, tiled=True),))
-    return summed(y)

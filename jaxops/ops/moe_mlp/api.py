@@ -25,7 +25,7 @@ from jaxops.ops.moe_mlp import fp8
 from jaxops.ops.moe_mlp.plan import Plan, Problem, make_plan
 from jaxops.ops.moe_mlp.stored import mlp_stored
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
-from jaxops.ops.permute import check_routing, combine, permute
+from jaxops.ops.permute import check_routing, combine, permute, permute_within_groups
 from jaxops.ops.route import Routing, partial_routing
 
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
@@ -283,7 +283,8 @@ def _backward_of_piece(
     unit, down, offsets = spec.plan.unit, spec.plan.down, routing.group_offsets
     assert unit is not None and unit.products is not None and down is not None  # noqa: PT018  # make_plan fills them
     gate, up = pre or _up(spec, True, x, experts, routing)[1]
-    dy = permute(dout.astype(spec.compute_dtype), routing, plan=spec.plan.rows)
+    to_rows = functools.partial(permute_within_groups, routing=routing, plan=spec.plan.rows)
+    dy = to_rows(dout.astype(spec.compute_dtype))
     dgate, dup, h, dots = _down_and_unit_bwd(spec, dy, experts[2], gate, up, routing)
     wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=dtype)
     dw_down = wgrad(h, dy, accumulate_into=sums[2], plan=down)
@@ -292,7 +293,7 @@ def _backward_of_piece(
     (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **how))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.
     _, _, x = lax.optimization_barrier((dw_down, dx, x))
-    rows = permute(x, routing, plan=spec.plan.rows)
+    rows = to_rows(x)
     pairs = zip((dgate, dup), sums[:2], strict=True)
     dw_gate, dw_up = (wgrad(rows, d, accumulate_into=before, plan=unit.products) for d, before in pairs)
     return dx, (dw_gate, dw_up, dw_down), sums_of_choices(dots, routing)

@@ -199,7 +199,8 @@ class MoE(nnx.Module):
             routing = router(*parts)
             return parts, routing, (routing,)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
-        ends = _ends(T, self.pieces or _pieces(T * devices, router, self.recipe) if self._takes_pieces else 1)
+        pieces = self.pieces or _pieces(T, devices, router, self.recipe)
+        ends = _ends(T, pieces if self._takes_pieces else 1)
         logits, *parts = gather_pieces([router.logits(own), *jnp.split(own, ends)], axis)
         routing = router.choose(logits)
         if not ends:
@@ -214,6 +215,7 @@ def _ends(T: int, pieces: int) -> list[int]:
     return [T * number // pieces for number in range(1, pieces)]
 
 
-def _pieces(T: int, router: Router, recipe: str | None) -> int:
+def _pieces(T: int, devices: int, router: Router, recipe: str | None) -> int:
     """FP8 would cast the weights, and add their gradients in memory, once a piece."""
-    return 2 if recipe is None and T * router.k >= 2 * _ROWS * router.num_experts else 1
+    rows = T * devices * router.k // router.num_experts  # of an expert
+    return 2 if devices > 1 and recipe is None and rows >= 2 * _ROWS else 1

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._lib.device import gluon_missing
-from jaxops.nn import MoE, Router, RouterBias
+from jaxops.nn import MoE, Router, RouterBias, moe
 from tests.compare import assert_close
 from tests.hopper import on_h200
 from tests.jaxprs import equations
@@ -226,6 +226,25 @@ def test_gathered_tokens_in_bfloat16():
 def test_gather_tokens_needs_an_axis():
     with pytest.raises(ValueError, match="gather_tokens=True needs expert_axis"):
         make(gather_tokens=True)
+
+
+def test_pieces_need_choices_by_token():
+    """A capacity depends on which tokens are routed together, and a function may, too."""
+    split = {"expert_axis": "expert", "gather_tokens": True, "pieces": 2}
+    for options in ({"pieces": 2}, split | {"router": {"capacity": 3}}):
+        with pytest.raises(ValueError, match="pieces=2 needs gather_tokens=True and a `Router` without a capacity"):
+            make(**options)
+    with pytest.raises(ValueError, match="pieces"):
+        make(**split | {"pieces": 0})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "devices", "recipe", "pieces"),
+    [(4096, 2, None, 2), (4095, 2, None, 1), (8192, 1, None, 1), (4096, 2, "rowwise", 1)],
+)
+def test_number_of_pieces(tokens, devices, recipe, pieces):
+    """Two where each expert has 2,048 rows: of 4,096 tokens a device on two devices with k = 2 of 8 experts."""
+    assert moe._pieces(tokens, devices, Router(D, 8, 2, rngs=nnx.Rngs(0)), recipe) == pieces
 
 
 def test_a_sum_over_devices_is_rounded_once():

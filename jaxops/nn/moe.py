@@ -1,6 +1,5 @@
 """`MoE`: a mixture-of-experts layer, from tokens to tokens."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,6 @@ from jaxops.nn.router import Router
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
 from jaxops.parallel import add_own_rows, gather_pieces
-
 
 _ROWS = 1024  # of an expert in a piece
 
@@ -67,6 +65,10 @@ class MoE(nnx.Module):
       router: the router.
       gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share.
       down: [num_experts, hidden_features, in_features], likewise.
+      pieces: may be set. With gather_tokens, in how many pieces the tokens of a device are gathered and their results
+        sent back, so that a piece is sent while the experts multiply another. None, as it is made, takes two where an
+        expert has so many rows that the products stay as fast, else one. More than one needs a `Router` without a
+        capacity.
 
     Args:
       num_experts: experts E, of all devices together.
@@ -80,10 +82,6 @@ class MoE(nnx.Module):
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
         sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
         is that of all devices' tokens, in the devices' order.
-      pieces: with gather_tokens, in how many pieces the tokens of a device are gathered and their results sent back, so
-        that a piece is sent while the experts multiply another. None takes two where an expert has so many rows that
-        the products stay as fast, else one. More than one needs a `Router` without a capacity, which scores each
-        device's tokens there.
       recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights are quantized from param_dtype, tokens from dtype.
       dtype: dtype of the products (with a recipe, of the values between them) and of the result; promoted from x and
         the parameters by default. Gradients of parameters have param_dtype and are never rounded to dtype; the sum over
@@ -105,7 +103,7 @@ class MoE(nnx.Module):
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
         activation: Activation = "silu", expert_axis: str | tuple[str, ...] | None = None, gather_tokens: bool = False,
-        pieces: int | None = None, recipe: str | None = None, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
+        recipe: str | None = None, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init, pow2_scales: bool = False,
         backend: str = "auto", rngs: nnx.Rngs,
     ):  # fmt: skip
@@ -114,8 +112,6 @@ class MoE(nnx.Module):
         check_backend(backend, "triton", "pallas")
         if gather_tokens and expert_axis is None:
             raise ValueError("gather_tokens=True needs expert_axis, the mesh axis over which the tokens are split.")
-        if pieces is not None:
-            check_sizes(pieces=pieces)
         check_activation(activation)
 
         def make_kernel(*shape: int) -> nnx.Param[jax.Array]:
@@ -126,14 +122,13 @@ class MoE(nnx.Module):
         if isinstance(self.router, Router) and (self.router.in_features, self.router.num_experts) != sizes:
             found = self.router.in_features, self.router.num_experts
             raise ValueError(f"the router has (in_features, num_experts) = {found}; this layer has {sizes}.")
-        if (pieces or 1) > 1 and not (gather_tokens and self._takes_pieces):
-            raise ValueError(f"pieces={pieces} needs gather_tokens=True and a `Router` without a capacity.")
         self.gate = make_kernel(in_features, hidden_features)
         self.up = make_kernel(in_features, hidden_features)
         self.down = make_kernel(hidden_features, in_features)
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
         self.activation: Activation = activation
-        self.expert_axis, self.gather_tokens, self.pieces = expert_axis, gather_tokens, pieces
+        self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
+        self.pieces: int | None = None
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 
@@ -149,7 +144,7 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError: x of another shape, a router with another number of experts, a share of the experts that does not
-            fit expert_axis, a call outside of `jax.shard_map` with expert_axis.
+            fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces of a router that has none.
           TypeError: dtypes that the kernels do not multiply.
         """
         check_columns(x, self.in_features)
@@ -180,11 +175,6 @@ class MoE(nnx.Module):
             ys = add_own_rows(ys, axis)
         return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
 
-    @property
-    def _takes_pieces(self) -> bool:
-        """Whether the choices for a token are the same whichever tokens are routed with it."""
-        return isinstance(self.router, Router) and self.router.capacity is None
-
     def _routed(
         self, tokens: jax.Array, dtype: Dtype, devices: int
     ) -> tuple[tuple[jax.Array, ...], Routing, tuple[Routing, ...]]:
@@ -193,14 +183,20 @@ class MoE(nnx.Module):
             routing = self.router(tokens)
             return (tokens.astype(dtype),), routing, (routing,)
         axis, router, T = self.expert_axis, self.router, tokens.shape[0]
+        assert axis is not None  # __init__ checks it
         own = tokens.astype(dtype)
+        # A capacity depends on which tokens are routed together, and another router may, too.
+        splits = isinstance(router, Router) and router.capacity is None
+        if self.pieces not in (None, 1):
+            check_sizes(pieces=self.pieces)
+            if not splits:
+                raise ValueError(f"pieces={self.pieces} needs a `Router` without a capacity: write pieces=None.")
         if not isinstance(router, Router):
             parts = gather_pieces([own], axis)
             routing = router(*parts)
             return parts, routing, (routing,)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
-        pieces = self.pieces or _pieces(T, devices, router, self.recipe)
-        ends = _ends(T, pieces if self._takes_pieces else 1)
+        ends = _ends(T, self.pieces or _pieces(T, devices, router, self.recipe)) if splits else []
         logits, *parts = gather_pieces([router.logits(own), *jnp.split(own, ends)], axis)
         routing = router.choose(logits)
         if not ends:

@@ -1,5 +1,4 @@
-"""Tokens to the experts of other devices and results back, in pieces: a piece is sent while the experts multiply another
-one.
+"""Tokens to the experts of other devices and results back, in pieces: one is sent while the experts multiply another.
 
 A device's collectives run one after another. XLA's scheduler places work beside one of several that could start
 together, and beside none of the others: so each waits for the one before, in the forward and in the backward.

@@ -162,17 +162,17 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
         assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
 
 
-@pytest.mark.parametrize("split", [{}, {"pieces": 1}, {"pieces": 2}, {"pieces": 5}], ids=str)
-def test_shard_map_over_experts(split):
+@pytest.mark.parametrize("pieces", [None, 1, 2, 5])
+def test_shard_map_over_experts(pieces):
     """Each device has a share of the experts, and with pieces of the tokens; 5 pieces do not divide its 12. Results and
     gradients equal those of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    gather_tokens = bool(split)
-    split = {"expert_axis": "expert", "gather_tokens": gather_tokens} | split
-    (alone, params), (graphdef, _) = (nnx.split(make(**how)) for how in ({}, split))
-    x, rows = tokens(), P("expert") if gather_tokens else P()
+    layer = make(expert_axis="expert", gather_tokens=pieces is not None)
+    layer.pieces = pieces
+    (alone, params), (graphdef, _) = nnx.split(make()), nnx.split(layer)
+    x, rows = tokens(), P("expert") if pieces else P()
     specs = jax.tree.map_with_path(
         lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
     )
@@ -229,13 +229,13 @@ def test_gather_tokens_needs_an_axis():
 
 
 def test_pieces_need_choices_by_token():
-    """A capacity depends on which tokens are routed together, and a function may, too."""
-    split = {"expert_axis": "expert", "gather_tokens": True, "pieces": 2}
-    for options in ({"pieces": 2}, split | {"router": {"capacity": 3}}):
-        with pytest.raises(ValueError, match="pieces=2 needs gather_tokens=True and a `Router` without a capacity"):
-            make(**options)
-    with pytest.raises(ValueError, match="pieces"):
-        make(**split | {"pieces": 0})
+    """A capacity depends on which tokens are routed together."""
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    layer = make(expert_axis="expert", gather_tokens=True, router={"capacity": 3})
+    for layer.pieces, found in ((2, "pieces=2 needs a `Router` without a capacity"), (0, "pieces")):
+        call = jax.shard_map(lambda x: layer(x)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        with pytest.raises(ValueError, match=found):
+            jax.eval_shape(call, tokens())
 
 
 @pytest.mark.parametrize(

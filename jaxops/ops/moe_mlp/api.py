@@ -135,6 +135,8 @@ def moe_mlp(
     if stored and recipe is not None:
         raise ValueError(f"recipe={recipe!r}: with Quantized weights x is not quantized; leave recipe out.")
     spec: Any
+    first: Any = w_gate
+    w_dtype = jnp.dtype(first.dtype)
     if stored or recipe is not None:
         if precision is not None:
             sets = "Quantized weights set" if stored else f"recipe={recipe!r} sets"
@@ -143,21 +145,20 @@ def moe_mlp(
         compute = float_dtype("compute_dtype", xs[0].dtype if compute_dtype is None else compute_dtype)
         rows = tuned_rows("fp8_matmul", device, "permute")
         plan = make_plan(Problem(*sizes, compute.name, how.name, stored), device, rows, backend=backend, plan=plan)
-        w_dtype = jnp.dtype(w_gate.dtype)
         spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, xs[0].dtype, w_dtype)
         run = mlp_stored if stored else fp8.mlp_fp8
         pieces = zip(xs, routings, strict=True)
         found = tuple(
-            jnp.zeros((x.shape[0], shape[2]), out) if 0 in (*x.shape, *sizes)
+            jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
             else run(spec, *vary_together(x, experts, routing))
             for x, routing in pieces
         )  # fmt: skip
         return found[0] if whole else found
-    compute = compute_dtype_of("x", xs[0], "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
+    compute = compute_dtype_of("x", xs[0], "w_gate", first, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
-    spec = Spec(plan, activation, save, precision, compute, out, xs[0].dtype, w_gate.dtype)
+    spec = Spec(plan, activation, save, precision, compute, out, xs[0].dtype, w_dtype)
     found = _mlp(spec, *vary_together(xs, experts, routings))
     return found[0] if whole else found
 
@@ -280,15 +281,16 @@ def _backward_of_piece(
     spec: Spec, dtype: jnp.dtype, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array, sums: Any
 ) -> Any:
     """sums: of the experts' gradients over the pieces before, in dtype; each None for the first piece."""
-    unit, down, offsets = spec.plan.unit, spec.plan.down, routing.group_offsets
-    assert unit is not None and unit.products is not None and down is not None  # noqa: PT018  # make_plan fills them
+    unit, down, copies, offsets = spec.plan.unit, spec.plan.down, spec.plan.rows, routing.group_offsets
+    assert unit is not None and unit.products is not None  # noqa: PT018  # make_plan fills them
+    assert down is not None and copies is not None  # noqa: PT018
     gate, up = pre or _up(spec, True, x, experts, routing)[1]
-    to_rows = functools.partial(permute_within_groups, routing=routing, plan=spec.plan.rows)
+    to_rows = functools.partial(permute_within_groups, routing=routing, plan=copies)
     dy = to_rows(dout.astype(spec.compute_dtype))
     dgate, dup, h, dots = _down_and_unit_bwd(spec, dy, experts[2], gate, up, routing)
     wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=dtype)
     dw_down = wgrad(h, dy, accumulate_into=sums[2], plan=down)
-    _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
+    _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=copies), x)
     how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": unit.products.swapped}
     (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **how))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.

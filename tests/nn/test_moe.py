@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._lib.device import gluon_missing
-from jaxops.nn import MoE, Router, RouterBias
+from jaxops.nn import MoE, Router, RouterBias, moe
 from tests.compare import assert_close
 from tests.hopper import on_h200
 from tests.jaxprs import equations
@@ -162,15 +162,17 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
         assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
 
 
-@pytest.mark.parametrize("gather_tokens", [False, True])
-def test_shard_map_over_experts(gather_tokens):
-    """Each device has a share of the experts, and of the tokens; results and gradients equal those of one device."""
+@pytest.mark.parametrize("pieces", [None, 1, 2, 5])
+def test_shard_map_over_experts(pieces):
+    """Each device has a share of the experts, and with pieces of the tokens; 5 pieces do not divide its 12. Results and
+    gradients equal those of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    split = {"expert_axis": "expert", "gather_tokens": gather_tokens}
-    (alone, params), (graphdef, _) = (nnx.split(make(**how)) for how in ({}, split))
-    x, rows = tokens(), P("expert") if gather_tokens else P()
+    layer = make(expert_axis="expert", gather_tokens=pieces is not None)
+    layer.pieces = pieces
+    (alone, params), (graphdef, _) = nnx.split(make()), nnx.split(layer)
+    x, rows = tokens(), P("expert") if pieces else P()
     specs = jax.tree.map_with_path(
         lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
     )
@@ -224,6 +226,25 @@ def test_gathered_tokens_in_bfloat16():
 def test_gather_tokens_needs_an_axis():
     with pytest.raises(ValueError, match="gather_tokens=True needs expert_axis"):
         make(gather_tokens=True)
+
+
+def test_pieces_need_choices_by_token():
+    """A capacity depends on which tokens are routed together."""
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    layer = make(expert_axis="expert", gather_tokens=True, router={"capacity": 3})
+    for layer.pieces, found in ((2, "pieces=2 needs a `Router` without a capacity"), (0, "pieces")):
+        call = jax.shard_map(lambda x: layer(x)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        with pytest.raises(ValueError, match=found):
+            jax.eval_shape(call, tokens())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "devices", "recipe", "pieces"),
+    [(4096, 2, None, 2), (4095, 2, None, 1), (8192, 1, None, 1), (4096, 2, "rowwise", 1)],
+)
+def test_number_of_pieces(tokens, devices, recipe, pieces):
+    """Two where each expert has 2,048 rows: of 4,096 tokens a device on two devices with k = 2 of 8 experts."""
+    assert moe._pieces(tokens, devices, Router(D, 8, 2, rngs=nnx.Rngs(0)), recipe) == pieces
 
 
 def test_a_sum_over_devices_is_rounded_once():

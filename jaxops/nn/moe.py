@@ -26,8 +26,6 @@ from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
 from jaxops.parallel import add_own_rows, gather_pieces
 
-_ROWS = 1024  # of an expert in a piece
-
 
 class MoE(nnx.Module):
     """A mixture of experts: k of E gated linear units (SwiGLU by default) per token, added with the router's weights.
@@ -65,10 +63,9 @@ class MoE(nnx.Module):
       router: the router.
       gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share.
       down: [num_experts, hidden_features, in_features], likewise.
-      pieces: may be set. With gather_tokens, in how many pieces the tokens of a device are gathered and their results
-        sent back, so that a piece is sent while the experts multiply another. None, as it is made, takes two where an
-        expert has so many rows that the products stay as fast, else one. More than one needs a `Router` without a
-        capacity.
+      pieces: 1, and may be set. With gather_tokens, in how many pieces the tokens of a device are gathered and their
+        results sent back, so that a piece is sent while the experts multiply another. More than one needs a `Router`
+        without a capacity. Not measured on GPUs yet.
 
     Args:
       num_experts: experts E, of all devices together.
@@ -128,7 +125,7 @@ class MoE(nnx.Module):
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
         self.activation: Activation = activation
         self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
-        self.pieces: int | None = None
+        self.pieces = 1
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 
@@ -187,16 +184,15 @@ class MoE(nnx.Module):
         own = tokens.astype(dtype)
         # A capacity depends on which tokens are routed together, and another router may, too.
         splits = isinstance(router, Router) and router.capacity is None
-        if self.pieces not in (None, 1):
-            check_sizes(pieces=self.pieces)
-            if not splits:
-                raise ValueError(f"pieces={self.pieces} needs a `Router` without a capacity: write pieces=None.")
+        check_sizes(pieces=self.pieces)
+        if self.pieces > 1 and not splits:
+            raise ValueError(f"pieces={self.pieces} needs a `Router` without a capacity: write pieces=1.")
         if not isinstance(router, Router):
             parts = gather_pieces([own], axis)
             routing = router(*parts)
             return parts, routing, (routing,)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
-        ends = _ends(T, self.pieces or _pieces(T, devices, router, self.recipe)) if splits else []
+        ends = _ends(T, self.pieces)
         logits, *parts = gather_pieces([router.logits(own), *jnp.split(own, ends)], axis)
         routing = router.choose(logits)
         if not ends:
@@ -209,9 +205,3 @@ def _ends(T: int, pieces: int) -> list[int]:
     """The first tokens of all pieces but the first; the pieces of T tokens are as even as possible, and none empty."""
     pieces = max(1, min(pieces, T))
     return [T * number // pieces for number in range(1, pieces)]
-
-
-def _pieces(T: int, devices: int, router: Router, recipe: str | None) -> int:
-    """FP8 would cast the weights, and add their gradients in memory, once a piece."""
-    rows = T * devices * router.k // router.num_experts  # of an expert
-    return 2 if devices > 1 and recipe is None and rows >= 2 * _ROWS else 1

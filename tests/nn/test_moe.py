@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._lib.device import gluon_missing
-from jaxops.nn import MoE, Router, RouterBias, moe
+from jaxops.nn import MoE, Router, RouterBias
 from tests.compare import assert_close
 from tests.hopper import on_h200
 from tests.jaxprs import equations
@@ -170,7 +170,7 @@ def test_shard_map_over_experts(pieces):
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     layer = make(expert_axis="expert", gather_tokens=pieces is not None)
-    layer.pieces = pieces
+    layer.pieces = pieces or 1
     (alone, params), (graphdef, _) = nnx.split(make()), nnx.split(layer)
     x, rows = tokens(), P("expert") if pieces else P()
     specs = jax.tree.map_with_path(
@@ -236,15 +236,6 @@ def test_pieces_need_choices_by_token():
         call = jax.shard_map(lambda x: layer(x)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
         with pytest.raises(ValueError, match=found):
             jax.eval_shape(call, tokens())
-
-
-@pytest.mark.parametrize(
-    ("tokens", "devices", "recipe", "pieces"),
-    [(4096, 2, None, 2), (4095, 2, None, 1), (8192, 1, None, 1), (4096, 2, "rowwise", 1)],
-)
-def test_number_of_pieces(tokens, devices, recipe, pieces):
-    """Two where each expert has 2,048 rows: of 4,096 tokens a device on two devices with k = 2 of 8 experts."""
-    assert moe._pieces(tokens, devices, Router(D, 8, 2, rngs=nnx.Rngs(0)), recipe) == pieces
 
 
 def test_a_sum_over_devices_is_rounded_once():

@@ -63,9 +63,9 @@ class MoE(nnx.Module):
       router: the router.
       gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share.
       down: [num_experts, hidden_features, in_features], likewise.
-      pieces: 1, and may be set. With gather_tokens, in how many pieces the tokens of a device are gathered and their
-        results sent back, so that a piece is sent while the experts multiply another. More than one needs a `Router`
-        without a capacity. Not measured on GPUs yet.
+      pieces: in how many pieces the tokens of a device are gathered and their results sent back, so that a piece is
+        sent while the experts multiply another. 1 unless you set it. More need gather_tokens=True and a `Router`
+        without a capacity that does not override `__call__`. Not measured on GPUs yet.
 
     Args:
       num_experts: experts E, of all devices together.
@@ -141,7 +141,8 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError: x of another shape, a router with another number of experts, a share of the experts that does not
-            fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces of a router that has none.
+            fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces that are below 1 or
+            that the layer cannot make.
           TypeError: dtypes that the kernels do not multiply.
         """
         check_columns(x, self.in_features)
@@ -176,29 +177,30 @@ class MoE(nnx.Module):
         self, tokens: jax.Array, dtype: Dtype, devices: int
     ) -> tuple[tuple[jax.Array, ...], Routing, tuple[Routing, ...]]:
         """The tokens that this device's experts see, in pieces; the routing of all of them, and of each piece."""
-        if not self.gather_tokens:
-            routing = self.router(tokens)
-            return (tokens.astype(dtype),), routing, (routing,)
         axis, router, T = self.expert_axis, self.router, tokens.shape[0]
+        scorer = router if isinstance(router, Router) and type(router).__call__ is Router.__call__ else None
+        check_sizes(pieces=self.pieces)
+        # With a capacity a token's experts depend on the tokens that are routed with it.
+        if self.pieces > 1 and not (self.gather_tokens and scorer is not None and scorer.capacity is None):
+            needed = "gather_tokens=True, and a `Router` without a capacity that does not override `__call__`"
+            raise ValueError(f"pieces={self.pieces} needs {needed}: write pieces=1.")
+        if not self.gather_tokens:
+            routing = router(tokens)
+            return (tokens.astype(dtype),), routing, (routing,)
         assert axis is not None  # __init__ checks it
         own = tokens.astype(dtype)
-        # A capacity depends on which tokens are routed together, and another router may, too.
-        splits = isinstance(router, Router) and router.capacity is None
-        check_sizes(pieces=self.pieces)
-        if self.pieces > 1 and not splits:
-            raise ValueError(f"pieces={self.pieces} needs a `Router` without a capacity: write pieces=1.")
-        if not isinstance(router, Router):
+        if scorer is None:
             parts = gather_pieces([own], axis)
             routing = router(*parts)
             return parts, routing, (routing,)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
         ends = _ends(T, self.pieces)
-        logits, *parts = gather_pieces([router.logits(own), *jnp.split(own, ends)], axis)
-        routing = router.choose(logits)
+        logits, *parts = gather_pieces([scorer.logits(own), *jnp.split(own, ends)], axis)
+        routing = scorer.choose(logits)
         if not ends:
             return tuple(parts), routing, (routing,)
         pieces = jnp.split(logits.reshape(devices, T, -1), ends, axis=1)
-        return tuple(parts), routing, tuple(router.choose(piece.reshape(-1, self.num_experts)) for piece in pieces)
+        return tuple(parts), routing, tuple(scorer.choose(piece.reshape(-1, self.num_experts)) for piece in pieces)
 
 
 def _ends(T: int, pieces: int) -> list[int]:

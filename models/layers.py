@@ -140,9 +140,9 @@ def _offloaded(policy: Policy | None) -> tuple[str, ...]:
 def options_for(policy: Policy | None, mesh: Mesh | None = None) -> dict[str, Any]:
     """XLA options for a step whose layers have that policy; mesh: of a model with routers.
 
-    Over several devices without XLA's own kernels for products: made from one, the call of cuBLAS loses the time that
-    the router's products state, and XLA's scheduler puts collectives beside them that take ten times as long. A step of
-    the 3b preset on two H200s with `data=2` takes 177.3 ms instead of 179.8 (2026-11-25).
+    Over several devices XLA's Triton products are off. Where its autotuner replaces one by cuBLAS, the call loses the
+    time that the router's products state, and XLA's scheduler hides a collective behind a product that takes a tenth of
+    its time. A step of the 3b preset on two H200s with `data=2` takes 177.3 ms instead of 179.8 (2026-11-25).
     """
     options = compiler_options(offloads=bool(_offloaded(policy)))
     if options and mesh is not None and mesh.size > 1:

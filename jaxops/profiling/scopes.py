@@ -106,7 +106,7 @@ def module_scopes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_metadata() -> Iterator[None]:
-    """Otherwise the cache would return an equal program with the names of another source."""
+    """Programs compiled inside are not taken from JAX's cache on disk with the names of another source."""
     key = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, key)
     jax.config.update(key, True)

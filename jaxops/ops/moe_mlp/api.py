@@ -29,7 +29,7 @@ from jaxops.ops.permute import check_routing, combine, permute, permute_within_g
 from jaxops.ops.route import Routing, partial_routing
 
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
-Arrays = tuple[jax.Array, ...]  # of each piece one
+Arrays = tuple[jax.Array, ...]  # one a piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Spec:
 
 
 def moe_mlp(
-    x: Any, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
-    routing: Any, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
+    x: jax.Array | Arrays, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
+    routing: Routing | tuple[Routing, ...], *,
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
     compute_dtype=None, out_dtype=None, precision: lax.PrecisionLike = None,
     save: Literal["preactivations", "nothing"] = "preactivations", recipe: str | None = None,
     pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
@@ -120,23 +121,21 @@ def moe_mlp(
     2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).
     """
     experts = w_gate, w_up, w_down
-    shape, stored = _check_weights(experts), isinstance(w_gate, Quantized)
-    whole = not isinstance(x, tuple)
-    xs, routings = ((x,), (routing,)) if whole else (x, tuple(routing))
-    routings = _check_pieces(xs, routings, shape)
+    shape = _check_weights(experts)
+    stored = isinstance(w_gate, Quantized)
+    xs: Arrays = x if isinstance(x, tuple) else (x,)
+    routings = _check_pieces(xs, routing if isinstance(x, tuple) else (routing,), shape)
     out = float_dtype("out_dtype", xs[0].dtype if out_dtype is None else out_dtype)
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
-    # Plans know no single rows: that of the largest piece is all pieces'.
+    # One plan for all pieces, made for the largest.
     sizes = (max(x.shape[0] for x in xs), routings[0].row_positions.shape[1], *shape)
     device = device_of(xs, w_gate, routings)
     if check_flag("pow2_scales", pow2_scales) and recipe is None:
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
     if stored and recipe is not None:
         raise ValueError(f"recipe={recipe!r}: with Quantized weights x is not quantized; leave recipe out.")
-    spec: Any
-    first: Any = w_gate
-    w_dtype = jnp.dtype(first.dtype)
+    w_dtype = jnp.dtype(w_gate.dtype)
     if stored or recipe is not None:
         if precision is not None:
             sets = "Quantized weights set" if stored else f"recipe={recipe!r} sets"
@@ -147,25 +146,26 @@ def moe_mlp(
         plan = make_plan(Problem(*sizes, compute.name, how.name, stored), device, rows, backend=backend, plan=plan)
         spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, xs[0].dtype, w_dtype)
         run = mlp_stored if stored else fp8.mlp_fp8
-        pieces = zip(xs, routings, strict=True)
         found = tuple(
             jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
             else run(spec, *vary_together(x, experts, routing))
-            for x, routing in pieces
+            for x, routing in zip(xs, routings, strict=True)
         )  # fmt: skip
-        return found[0] if whole else found
-    compute = compute_dtype_of("x", xs[0], "w_gate", first, compute_dtype, "the weights' gradients stay")
+        return found if isinstance(x, tuple) else found[0]
+    compute = compute_dtype_of("x", xs[0], "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
     spec = Spec(plan, activation, save, precision, compute, out, xs[0].dtype, w_dtype)
     found = _mlp(spec, *vary_together(xs, experts, routings))
-    return found[0] if whole else found
+    return found if isinstance(x, tuple) else found[0]
 
 
-def _check_pieces(xs: Arrays, routings: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Routing, ...]:
+def _check_pieces(xs: Arrays, routings: Any, shape: tuple[int, ...]) -> tuple[Routing, ...]:
     """The parts of the routings that the op reads, checked against x and the weights' E, D, F, N."""
     E, D, F, _ = shape
+    if not isinstance(routings, tuple):
+        raise TypeError(f"x is a tuple and routing is a {type(routings).__name__}; pass a tuple of a Routing a piece.")
     check_size("len(routing)", len(routings), "the number of pieces of x", len(xs))
     if not xs:
         raise ValueError("x is an empty tuple; pass an array, or a tuple of at least one.")
@@ -280,10 +280,10 @@ def _backward(spec: Spec, xs: Arrays, experts: Experts, pres, routings: tuple[Ro
 def _backward_of_piece(
     spec: Spec, dtype: jnp.dtype, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array, sums: Any
 ) -> Any:
-    """sums: of the experts' gradients over the pieces before, in dtype; each None for the first piece."""
+    """sums: the experts' gradients so far, in dtype, to which this piece's are added; each None for the first piece."""
     unit, down, copies, offsets = spec.plan.unit, spec.plan.down, spec.plan.rows, routing.group_offsets
-    assert unit is not None and unit.products is not None  # noqa: PT018  # make_plan fills them
-    assert down is not None and copies is not None  # noqa: PT018
+    # make_plan fills them
+    assert unit is not None and unit.products is not None and down is not None and copies is not None  # noqa: PT018
     gate, up = pre or _up(spec, True, x, experts, routing)[1]
     to_rows = functools.partial(permute_within_groups, routing=routing, plan=copies)
     dy = to_rows(dout.astype(spec.compute_dtype))

@@ -169,8 +169,8 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles,
 
 
 @traced_once("tile", "clear", "interpret")
-def permute_pallas(tile: Tiles, x: jax.Array, routing: Routing, *, clear: bool = True, interpret: bool) -> jax.Array:
-    """[R, D] in x's dtype. No size is 0. clear: whether rows outside all groups are zeroed or not written."""
+def permute_pallas(tile: Tiles, x: jax.Array, routing: Routing, *, clear: bool, interpret: bool) -> jax.Array:
+    """[R, D] in x's dtype. No size is 0. clear: rows outside all groups are zeroed; otherwise not written."""
     chunks, out = pl.cdiv(x.shape[1], tile.block), out_struct((routing.row_positions.size, x.shape[1]), x.dtype, like=x)
     kernel = functools.partial(_permute_kernel, clear=clear)
     return _launch(kernel, tile, routing, x, chunks=chunks, out=out, interpret=interpret, name="permute", flops=0)

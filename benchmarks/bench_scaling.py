@@ -14,17 +14,20 @@ Each mesh has one axis over all N devices, and N times the batch of one device. 
 """
 
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
 
+import models.mesh
 from benchmarks import bench_train_step, harness
 from benchmarks.bench_train_step import APART, WARMUP, Workload, key_of, run_steps, speeds, state_of
 from benchmarks.traces import named, write_trace
@@ -52,6 +55,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
+    "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
+    # Each device keeps its own gradients: what their sums cost, to compare a profile's exposed communication with.
+    "unsummed": {},
+    "unsummed_unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
 }
 
 
@@ -112,7 +119,10 @@ def cases_of(sizes: Sizes, axes: Sequence[str], options: Sequence[str], precisio
         alone = f"{WHOLE} in {parts_of(mesh)}" if images else WHOLE
         found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
         name = f"{axis}={devices}"
-        meshes += [Case(f"{name} {chosen}", name, of(whole, mesh=mesh), alone, chosen) for chosen in options]
+        meshes += [
+            Case(f"{name} {chosen}", name, of(whole, mesh=mesh), "" if "unsummed" in chosen else alone, chosen)
+            for chosen in options
+        ]
     return [*found.values(), *meshes]
 
 
@@ -201,7 +211,9 @@ class Run:
             state = state_of(workload)
             split = None if workload.mesh is None else jax.tree.map(lambda x: x.sharding, state)
             start = jax.jit(workload.start, out_shardings=split).lower()
-            lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
+            sums = own_part if "unsummed" in case.options else models.mesh.sum_scatter
+            with mock.patch.object(models.mesh, "sum_scatter", sums):
+                lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
             return lambda: (workload, lowered.compile(OPTIONS[case.options] or None), start.compile())
 
         return harness.start_compiling(pool, trace)
@@ -252,6 +264,7 @@ class Run:
             facts["scaling"] = facts["tokens_per_s"] / (devices * self.one)
         facts |= {f"{name}_ms": each for name, each in shares._asdict().items()}
         facts |= {"peak_bytes": needed_bytes(built.step)[0], "compile_s": built.seconds, "options": case.options}
+        facts["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         facts["loss"] = [round(loss, 6) for loss in losses]
         alone = case.name if case.mesh == WHOLE else case.whole
         if alone in self.apart_alone:
@@ -271,6 +284,12 @@ class Run:
         print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
 
 
+def own_part(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
+    """In place of `models.mesh.sum_scatter`: this device's part of its own x."""
+    size = x.shape[axis] // jax.lax.axis_size(over)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(over) * size, size, axis)
+
+
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
     """Of the steps that both have."""
     return max(abs(loss - other) for loss, other in zip(losses, others, strict=False))
@@ -288,6 +307,9 @@ def main(
     precision: str = typer.Option("bfloat16", help="Of " + ", ".join(PRECISIONS) + "."),
     steps: int = typer.Option(10, min=WARMUP + 2, help="Of each case: two warm up, and the last is not timed."),
     options: str = typer.Option("default", help=f"XLA's, of {', '.join(OPTIONS)}; each mesh runs with each."),
+    connections: int = typer.Option(
+        0, help="CUDA_DEVICE_MAX_CONNECTIONS; with 1 kernels of all streams start in the host's order. 0: CUDA's own."
+    ),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
     workers: int = typer.Option(8, help="Steps that are compiled together."),
     out: str = harness.OUT,
@@ -295,7 +317,7 @@ def main(
 ) -> None:
     """Appends to <out>/train_step.jsonl after each case; exits with 1 if a case failed."""
     begin = time.perf_counter()
-    harness.take_memory()
+    harness.take_memory(**({"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)} if connections else {}))
     if smoke:
         harness.host_devices(SMOKE_DEVICES)
     file = harness.begin("train_step", out, smoke, jax.device_count())

@@ -4,6 +4,7 @@ Imports numpy only: torch's process reads it too.
 """
 
 import dataclasses
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -11,6 +12,20 @@ DISTS = ("balanced", "skewed", "one_group", "half")
 PASSES = ("fwd", "dgrad", "wgrad")
 SAMPLED_ROWS = 64
 _SEED = 0
+
+
+Shape = TypeVar("Shape", bound="Named")
+
+
+class Named(Protocol):
+    """A workload."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def by_name(*shapes: Shape) -> dict[str, Shape]:
+    return {shape.name: shape for shape in shapes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +56,14 @@ class GroupedShape:
         return {"G": self.G, "M": self.M, "K": self.K, "N": self.N}
 
 
-GROUPED = {
-    shape.name: shape
-    for shape in (
-        GroupedShape("mixtral_up", 8, 32768, 4096, 14336),
-        GroupedShape("mixtral_down", 8, 32768, 14336, 4096),
-        GroupedShape("dsmoe16b", 64, 32768, 2048, 1408),
-        GroupedShape("qwen3_30b", 128, 32768, 2048, 768),
-        GroupedShape("dsv3", 256, 32768, 7168, 2048),
-        GroupedShape("dsv3_small", 256, 4096, 7168, 2048),
-    )
-}
+GROUPED = by_name(
+    GroupedShape("mixtral_up", 8, 32768, 4096, 14336),
+    GroupedShape("mixtral_down", 8, 32768, 14336, 4096),
+    GroupedShape("dsmoe16b", 64, 32768, 2048, 1408),
+    GroupedShape("qwen3_30b", 128, 32768, 2048, 768),
+    GroupedShape("dsv3", 256, 32768, 7168, 2048),
+    GroupedShape("dsv3_small", 256, 4096, 7168, 2048),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,31 +93,25 @@ class DenseShape:
         return GroupedShape(self.name, 1, self.M, self.K, self.N)
 
 
-DENSE = {
-    shape.name: shape
-    for shape in (
-        DenseShape(8192, 4096, 4096),
-        DenseShape(8192, 4096, 14336),
-        DenseShape(8192, 7168, 2048),
-        DenseShape(8192, 8192, 8192),
-        DenseShape(16384, 4096, 16384),
-        DenseShape(15872, 4096, 16384),
-    )
-}
+DENSE = by_name(
+    DenseShape(8192, 4096, 4096),
+    DenseShape(8192, 4096, 14336),
+    DenseShape(8192, 7168, 2048),
+    DenseShape(8192, 8192, 8192),
+    DenseShape(16384, 4096, 16384),
+    DenseShape(15872, 4096, 16384),
+)
 
 
 # Of products across devices: M tokens of all of them, and N columns (of the first product) over all of them.
-COLLECTIVE = {
-    shape.name: shape
-    for shape in (
-        DenseShape(2048, 4096, 8192),
-        DenseShape(2048, 4096, 14336),
-        DenseShape(4096, 4096, 14336),
-        DenseShape(8192, 8192, 28672),
-        DenseShape(16384, 2880, 5760),
-        DenseShape(10006, 4096, 14336),
-    )
-}
+COLLECTIVE = by_name(
+    DenseShape(2048, 4096, 8192),
+    DenseShape(2048, 4096, 14336),
+    DenseShape(4096, 4096, 14336),
+    DenseShape(8192, 8192, 28672),
+    DenseShape(16384, 2880, 5760),
+    DenseShape(10006, 4096, 14336),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +134,13 @@ class MatrixShape:
         return self.M * self.K
 
 
-MATRICES = {
-    shape.name: shape
-    for shape in (
-        MatrixShape(*dims) for dims in [(8192, 4096), (8192, 14336), (16384, 4096), (32768, 7168), (16384, 16384)]
-    )
-}
+MATRICES = by_name(
+    MatrixShape(8192, 4096),
+    MatrixShape(8192, 14336),
+    MatrixShape(16384, 4096),
+    MatrixShape(32768, 7168),
+    MatrixShape(16384, 16384),
+)
 
 
 def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
@@ -241,15 +248,12 @@ _MOVED = {
 PACKED_OPS = ("adaln", "gated_residual_adaln")
 PACKED_PASSES = ("fwd", "bwd", "fwd+bwd")
 PACKED_DISTS = ("unequal", "many", "one", "single", "third_empty")
-PACKED = {
-    shape.name: shape
-    for shape in (
-        PackedShape("t65536_d1024", 65536, 1024, 64, PACKED_DISTS),
-        PackedShape("t65536_d3072", 65536, 3072, 64, PACKED_DISTS),
-        PackedShape("t65536_d4096", 65536, 4096, 64),
-        PackedShape("t16384_d3072", 16384, 3072, 16),
-    )
-}
+PACKED = by_name(
+    PackedShape("t65536_d1024", 65536, 1024, 64, PACKED_DISTS),
+    PackedShape("t65536_d3072", 65536, 3072, 64, PACKED_DISTS),
+    PackedShape("t65536_d4096", 65536, 4096, 64),
+    PackedShape("t16384_d3072", 16384, 3072, 16),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,18 +300,15 @@ def visible_pairs(mask: str, offsets: np.ndarray) -> int:
     return int(np.sum(visible_until(mask, offsets) - start))
 
 
-ATTENTION = {
-    shape.name: shape
-    for shape in (
-        AttentionShape("t4096_16x64", 4096, 16, 64, 16),
-        AttentionShape("t4096_24x128", 4096, 24, 128, 24),
-        AttentionShape("t16384_16x64", 16384, 16, 64, 16),
-        AttentionShape("t16384_24x128", 16384, 24, 128, 24),
-        AttentionShape("t16384_32x128_kv8", 16384, 32, 128, 8),
-        AttentionShape("t65536_16x64", 65536, 16, 64, 16),
-        AttentionShape("t65536_32x128_kv8", 65536, 32, 128, 8),
-    )
-}
+ATTENTION = by_name(
+    AttentionShape("t4096_16x64", 4096, 16, 64, 16),
+    AttentionShape("t4096_24x128", 4096, 24, 128, 24),
+    AttentionShape("t16384_16x64", 16384, 16, 64, 16),
+    AttentionShape("t16384_24x128", 16384, 24, 128, 24),
+    AttentionShape("t16384_32x128_kv8", 16384, 32, 128, 8),
+    AttentionShape("t65536_16x64", 65536, 16, 64, 16),
+    AttentionShape("t65536_32x128_kv8", 65536, 32, 128, 8),
+)
 
 
 def sequence_lengths(dist: str, B: int, T: int) -> np.ndarray:

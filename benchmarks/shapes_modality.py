@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.shapes import GroupedShape, group_sizes
+from benchmarks.shapes import GroupedShape, by_name, group_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +33,16 @@ class ModalityShape:
         return np.concatenate([group_sizes(dist, part.G, part.M) for part in self.parts])
 
 
-MODALITIES = {
-    shape.name: shape
-    for shape in (
-        ModalityShape(
-            "vision_text", (GroupedShape("vision", 8, 24576, 2048, 4096), GroupedShape("text", 64, 8192, 2048, 1024))
+MODALITIES = by_name(
+    ModalityShape(
+        "vision_text", (GroupedShape("vision", 8, 24576, 2048, 4096), GroupedShape("text", 64, 8192, 2048, 1024))
+    ),
+    ModalityShape(
+        "text_image_audio",
+        (
+            GroupedShape("text", 32, 12288, 2048, 1408),
+            GroupedShape("image", 8, 16384, 4096, 4096),
+            GroupedShape("audio", 16, 4096, 1024, 768),
         ),
-        ModalityShape(
-            "text_image_audio",
-            (
-                GroupedShape("text", 32, 12288, 2048, 1408),
-                GroupedShape("image", 8, 16384, 4096, 4096),
-                GroupedShape("audio", 16, 4096, 1024, 768),
-            ),
-        ),
-    )
-}
+    ),
+)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.shapes import group_sizes, in_proportion
+from benchmarks.shapes import by_name, group_sizes, in_proportion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +49,14 @@ class RouteShape:
         return 4 * self.T * (rows * self.E + choices * self.k)
 
 
-ROUTES = {
-    shape.name: shape
-    for T in (4096, 32768)
-    for shape in (
-        RouteShape("mixtral", T, 8, 2),
-        RouteShape("qwen3_30b", T, 128, 8),
-        RouteShape("dsv3", T, 256, 8, expert_groups=8, top_expert_groups=4),
-    )
-}
+ROUTES = by_name(
+    RouteShape("mixtral", 4096, 8, 2),
+    RouteShape("qwen3_30b", 4096, 128, 8),
+    RouteShape("dsv3", 4096, 256, 8, expert_groups=8, top_expert_groups=4),
+    RouteShape("mixtral", 32768, 8, 2),
+    RouteShape("qwen3_30b", 32768, 128, 8),
+    RouteShape("dsv3", 32768, 256, 8, expert_groups=8, top_expert_groups=4),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +91,11 @@ class PermuteShape:
         return self.T * (itemsize * self.D * (token + choice * self.k) + 4 * numbers * self.k)
 
 
-PERMUTES = {
-    shape.name: shape
-    for shape in (
-        PermuteShape("qwen3_30b", 32768, 2048, 128, 8),
-        PermuteShape("qwen3_30b", 4096, 2048, 128, 8),
-        PermuteShape("mixtral", 16384, 4096, 8, 2),
-    )
-}
+PERMUTES = by_name(
+    PermuteShape("qwen3_30b", 32768, 2048, 128, 8),
+    PermuteShape("qwen3_30b", 4096, 2048, 128, 8),
+    PermuteShape("mixtral", 16384, 4096, 8, 2),
+)
 
 ROUTERS = PERMUTES | {"dsv3_t32768": PermuteShape("dsv3", 32768, 7168, 256, 8)}
 
@@ -145,11 +141,8 @@ def preferences(dist: str, shape: MoeShape) -> np.ndarray:
     return found
 
 
-MOES = {
-    shape.name: shape
-    for shape in (
-        MoeShape("qwen3_30b_t4096", 4096, 128, 8, 2048, 768),
-        MoeShape("qwen3_30b_t32768", 32768, 128, 8, 2048, 768),
-        MoeShape("mixtral_t16384", 16384, 8, 2, 4096, 14336),
-    )
-}
+MOES = by_name(
+    MoeShape("qwen3_30b_t4096", 4096, 128, 8, 2048, 768),
+    MoeShape("qwen3_30b_t32768", 32768, 128, 8, 2048, 768),
+    MoeShape("mixtral_t16384", 16384, 8, 2, 4096, 14336),
+)

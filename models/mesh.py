@@ -306,11 +306,13 @@ def _all_gather(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any, out_
     def gathered(x: jax.Array) -> jax.Array:
         return lax.all_gather(x.astype(dtype), over, axis=axis, tiled=True).astype(out_dtype)
 
-    def bwd(_: None, d: jax.Array) -> tuple[jax.Array]:
-        return (lax.psum_scatter(d.astype(x.dtype), over, scatter_dimension=axis, tiled=True),)
-
-    gathered.defvjp(lambda x: (gathered(x), None), bwd)
+    gathered.defvjp(lambda x: (gathered(x), None), lambda _, d: (sum_scatter(d.astype(x.dtype), over, axis),))
     return gathered(x)
+
+
+def sum_scatter(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
+    """This device's part along `axis` of the sum of all devices' x."""
+    return lax.psum_scatter(x, over, scatter_dimension=axis, tiled=True)
 
 
 def whole_part(model: Any, name: str) -> Any:

@@ -66,29 +66,30 @@ class ModalityExperts(nnx.Module):
         """
         logits = self.text.router(x.astype(jnp.float32)), self.image.router(x.astype(jnp.float32))
         if not self.sharded:
-            y, routing = self._mixed(x, logits, of_image, in_document, 1, 0)
+            y, routing = self._mixed(x, logits, of_image, in_document, 1)
             return y, self._routed(logits, of_image, in_document, routing.load, 1, lambda x: x)
         of_image, in_document = varying(of_image), varying(in_document)
         gathered: Any = functools.partial(lax.all_gather, axis_name=EXPERTS, tiled=True)
         all_rows = gathered(x), gathered(logits), gathered(of_image), gathered(in_document)
         devices = lax.axis_size(EXPERTS)
-        y, routing = self._mixed(*all_rows, devices, lax.axis_index(EXPERTS))
+        y, routing = self._mixed(*all_rows, devices)
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         own = lax.psum_scatter(y, EXPERTS, tiled=True).astype(x.dtype)
         load = lax.psum(routing.load, AXES) // devices  # each device of those axes has counted the same
         return own, self._routed(logits, of_image, in_document, load, devices, lambda x: lax.psum(x, AXES))
 
     def _mixed(
-        self, x: jax.Array, logits: Sides, of_image: jax.Array, in_document: jax.Array, devices: int,
-        device: int | jax.Array,
-    ) -> tuple[jax.Array, jaxops.Routing]:  # fmt: skip
+        self, x: jax.Array, logits: Sides, of_image: jax.Array, in_document: jax.Array, devices: int
+    ) -> tuple[jax.Array, jaxops.Routing]:
         c = self.config
         routing = route_by_modality(
             *logits, of_image, in_document, devices, k=c.top_k, normalize=c.normalize, backend=c.backend
         )
         experts = (c.text_experts + c.image_experts) // devices
-        offsets = lax.dynamic_slice_in_dim(routing.group_offsets, device * experts, experts + 1)
-        routing = jaxops.Routing(**(vars(routing) | {"group_offsets": offsets}))
+        if self.sharded:
+            routing = routing.own(experts, EXPERTS)
+        else:  # without the groups of rows outside of documents
+            routing = dataclasses.replace(routing, group_offsets=routing.group_offsets[: experts + 1])
         units = [Units(side.gate[...], side.up[...], side.down[...]) for side in (self.text, self.image)]
         dtype = jnp.dtype(c.dtype)
         out_dtype = jnp.float32 if self.sharded else dtype
@@ -96,7 +97,7 @@ class ModalityExperts(nnx.Module):
             how: dict[str, Any] = {"compute_dtype": dtype, "out_dtype": out_dtype, "backend": c.backend}
             return apply_units_fp8(x, units, routing, recipe=c.recipe, **how), routing
         rows = jaxops.permute(x, routing, backend=c.backend)
-        down = apply_units(rows, units, offsets, dtype=dtype, backend=c.backend)
+        down = apply_units(rows, units, routing.group_offsets, dtype=dtype, backend=c.backend)
         return jaxops.combine(down, routing, out_dtype=out_dtype, backend=c.backend), routing
 
     def _routed(

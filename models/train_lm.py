@@ -236,7 +236,11 @@ def make_step(
     graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
     return loop.make_step(
-        graphdef, preset, functools.partial(objective, preset, preset.pack), mesh, options_for(preset.model.policy)
+        graphdef,
+        preset,
+        functools.partial(objective, preset, preset.pack),
+        mesh,
+        options_for(preset.model.policy, mesh),
     )
 
 

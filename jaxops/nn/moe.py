@@ -1,6 +1,5 @@
 """`MoE`: a mixture-of-experts layer, from tokens to tokens."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
+from jaxops.parallel import add_own_rows, gather_pieces
 
 
 class MoE(nnx.Module):
@@ -63,6 +63,9 @@ class MoE(nnx.Module):
       router: the router.
       gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share.
       down: [num_experts, hidden_features, in_features], likewise.
+      pieces: in how many pieces the tokens of a device are gathered and their results sent back, so that a piece is
+        sent while the experts multiply another. 1 unless you set it. More need gather_tokens=True and a `Router`
+        without a capacity that does not override `__call__`. Not measured on GPUs yet.
 
     Args:
       num_experts: experts E, of all devices together.
@@ -122,6 +125,7 @@ class MoE(nnx.Module):
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
         self.activation: Activation = activation
         self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
+        self.pieces = 1
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 
@@ -137,7 +141,8 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError: x of another shape, a router with another number of experts, a share of the experts that does not
-            fit expert_axis, a call outside of `jax.shard_map` with expert_axis.
+            fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces that are below 1 or
+            that the layer cannot make.
           TypeError: dtypes that the kernels do not multiply.
         """
         check_columns(x, self.in_features)
@@ -146,34 +151,59 @@ class MoE(nnx.Module):
         if self.expert_axis is not None:
             devices = devices_on("expert_axis", self.expert_axis, ", or make it without expert_axis")
         dtype = canonicalize_dtype(x, gate, up, down, dtype=self.dtype)
-        tokens = own = x.reshape(-1, self.in_features)
-        if self.gather_tokens:
-            tokens = lax.all_gather(tokens.astype(dtype), self.expert_axis, tiled=True)
-        routing = self.router(tokens)
-        if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
-            raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
-        whole = self.expert_axis is None or self.gather_tokens
-        tokens, out_dtype = tokens.astype(dtype), dtype if whole else jnp.float32
-        own_experts = self._own_experts(routing, gate.shape[0], devices)
-        y = moe_mlp(
-            tokens, gate, up, down, own_experts, activation=self.activation, compute_dtype=dtype, out_dtype=out_dtype,
-            precision=self.precision, recipe=self.recipe, pow2_scales=self.pow2_scales, backend=self.backend,
-        )  # fmt: skip
-        if self.gather_tokens:
-            parts = lax.all_to_all(y.reshape(devices, *own.shape), self.expert_axis, 0, 0)
-            y = jnp.sum(parts.astype(jnp.float32), axis=0).astype(dtype)
-        elif self.expert_axis is not None:
-            y = lax.psum(y, self.expert_axis).astype(dtype)
-        return y.reshape(x.shape), routing
-
-    def _own_experts(self, routing: Routing, experts: int, devices: int) -> Routing:
-        """The routing with the offsets of this device's experts."""
-        if devices * experts != self.num_experts:
-            found = f"this device has {experts} of num_experts={self.num_experts} experts, and "
+        if devices * gate.shape[0] != self.num_experts:
+            found = f"this device has {gate.shape[0]} of num_experts={self.num_experts} experts, and "
             found += f"expert_axis={self.expert_axis!r} has {devices} devices"
             raise ValueError(f"{found}: split the first axis of gate, up and down evenly over expert_axis.")
-        if self.expert_axis is None:
-            return routing
-        first = lax.axis_index(self.expert_axis) * experts
-        offsets = lax.dynamic_slice_in_dim(routing.group_offsets, first, experts + 1)
-        return dataclasses.replace(routing, group_offsets=offsets)
+        tokens = x.reshape(-1, self.in_features)
+        parts, routing, routings = self._routed(tokens, dtype, devices)
+        if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
+            raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
+        axis, wide = self.expert_axis, self.expert_axis is not None and not self.gather_tokens
+        if axis is not None:
+            routings = tuple(each.own(gate.shape[0], axis) for each in routings)
+        ys = moe_mlp(
+            parts, gate, up, down, routings, activation=self.activation, compute_dtype=dtype,
+            out_dtype=jnp.float32 if wide else dtype, precision=self.precision, recipe=self.recipe,
+            pow2_scales=self.pow2_scales, backend=self.backend,
+        )  # fmt: skip
+        if wide:
+            ys = [lax.psum(y, axis).astype(dtype) for y in ys]
+        elif axis is not None:
+            ys = add_own_rows(ys, axis)
+        return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
+
+    def _routed(
+        self, tokens: jax.Array, dtype: Dtype, devices: int
+    ) -> tuple[tuple[jax.Array, ...], Routing, tuple[Routing, ...]]:
+        """The tokens that this device's experts see, in pieces; the routing of all of them, and of each piece."""
+        axis, router, T = self.expert_axis, self.router, tokens.shape[0]
+        scorer = router if isinstance(router, Router) and type(router).__call__ is Router.__call__ else None
+        check_sizes(pieces=self.pieces)
+        # With a capacity a token's experts depend on the tokens that are routed with it.
+        if self.pieces > 1 and not (self.gather_tokens and scorer is not None and scorer.capacity is None):
+            needed = "gather_tokens=True, and a `Router` without a capacity that does not override `__call__`"
+            raise ValueError(f"pieces={self.pieces} needs {needed}: write pieces=1.")
+        if not self.gather_tokens:
+            routing = router(tokens)
+            return (tokens.astype(dtype),), routing, (routing,)
+        assert axis is not None  # __init__ checks it
+        own = tokens.astype(dtype)
+        if scorer is None:
+            parts = gather_pieces([own], axis)
+            routing = router(*parts)
+            return parts, routing, (routing,)
+        # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
+        ends = _ends(T, self.pieces)
+        logits, *parts = gather_pieces([scorer.logits(own), *jnp.split(own, ends)], axis)
+        routing = scorer.choose(logits)
+        if not ends:
+            return tuple(parts), routing, (routing,)
+        pieces = jnp.split(logits.reshape(devices, T, -1), ends, axis=1)
+        return tuple(parts), routing, tuple(scorer.choose(piece.reshape(-1, self.num_experts)) for piece in pieces)
+
+
+def _ends(T: int, pieces: int) -> list[int]:
+    """The first tokens of all pieces but the first; the pieces of T tokens are as even as possible, and none empty."""
+    pieces = max(1, min(pieces, T))
+    return [T * number // pieces for number in range(1, pieces)]

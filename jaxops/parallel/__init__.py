@@ -1,5 +1,7 @@
-"""Matrix products across the devices of a mesh axis, for tensor and sequence parallelism."""
+"""Matrix products across the devices of a mesh axis, for tensor and sequence parallelism, and what sends tokens to
+experts."""
 
 from jaxops.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from jaxops.parallel.token_pieces import add_own_rows, gather_pieces
 
-__all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
+__all__ = ["add_own_rows", "all_gather_matmul", "gather_pieces", "matmul_reduce_scatter"]

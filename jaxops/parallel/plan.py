@@ -123,10 +123,11 @@ def _refused(problem: Problem, device: Device) -> str:
 
 
 def _heuristic(problem: Problem, device: Device) -> Tiles:
-    """The width that needs the least time by its waves of tiles.
+    """The tile width that needs the least time by its waves of tiles; larger groups of tiles where K is short.
 
-    Two H200s, 2026-11-24: (M, K, N) = (16384, 2880, 5760) takes 442 us with 192 columns and 457 with 256, (4096, 4096,
-    14336) 378 and 356.
+    Two H200s: (M, K, N) = (16384, 2880, 5760) takes 442 us with 192 columns and 457 with 256, (4096, 4096, 14336) 378
+    and 356 (2026-11-24). In groups of 16 the latter takes 391 us, of 8 402; (8192, 8192, 28672) 3,032 and 2,919
+    (2026-11-25).
     """
 
     def time(wide: int) -> float:
@@ -134,7 +135,8 @@ def _heuristic(problem: Problem, device: Device) -> Tiles:
         return -(-tiles // device.cores) * wide * (1.04 if wide < 256 else 1)
 
     wide = min((256, 192), key=time)
-    return Tiles(wide, outputs=1 if wide == 256 else 3, programs=device.cores)
+    group = 16 if max(problem.depths) <= 4096 else 8
+    return Tiles(wide, outputs=1 if wide == 256 else 3, group=group, programs=device.cores)
 
 
 def senders(tiles: int, programs: int, n: int) -> int:

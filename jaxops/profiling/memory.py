@@ -1,10 +1,9 @@
 """The peak of device memory that a compiled program needs, and what holds it."""
 
 import collections
-import contextlib
 import dataclasses
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -164,24 +163,12 @@ def memory(step: Any, *args: Any, **kwargs: Any) -> Memory:
         if args or kwargs:
             raise TypeError("memory takes a compiled program alone; pass arguments with the jitted function instead.")
     elif hasattr(step, "trace"):
-        with module_scopes(), _own_metadata():
+        with module_scopes():
             traced = step.trace(*args, **kwargs)
             jaxpr, compiled = traced.jaxpr, traced.lower().compile()
     else:
         raise TypeError(f"memory needs a function from jax.jit or a compiled program, not {type(step).__name__}.")
     return memory_of(compiled, jaxpr)
-
-
-@contextlib.contextmanager
-def _own_metadata() -> Iterator[None]:
-    """Programs compiled inside do not come from JAX's cache with the line numbers of an older source."""
-    key = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, key)
-    jax.config.update(key, True)
-    try:
-        yield
-    finally:
-        jax.config.update(key, before)
 
 
 def memory_of(compiled: Any, jaxpr: Any) -> Memory:

@@ -96,12 +96,24 @@ def module_scopes() -> Iterator[None]:
     """Functions traced inside have a named scope for each call of an nnx module: the path of attributes that lead to it
     from the module around it, or its class.
 
-    Functions that were compiled before are traced and compiled again: scopes are part of the program. flax is not
-    imported; without it nothing happens.
+    Functions that were compiled before are traced and compiled again: scopes are part of the program. They come from
+    JAX's cache on disk only with their own names and line numbers. flax is not imported; without it there are no paths.
     """
     nnx = sys.modules.get("flax.nnx")
-    with contextlib.nullcontext() if nnx is None else _patched(nnx.Module), scoped():
+    with contextlib.nullcontext() if nnx is None else _patched(nnx.Module), scoped(), _own_metadata():
         yield
+
+
+@contextlib.contextmanager
+def _own_metadata() -> Iterator[None]:
+    """Programs compiled inside are not taken from JAX's cache on disk with the names of another source."""
+    key = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, key)
+    jax.config.update(key, True)
+    try:
+        yield
+    finally:
+        jax.config.update(key, before)
 
 
 _stack = threading.local()

@@ -51,12 +51,13 @@ class DecoderRouter(Router):
         self.sharded = sharded
         self.bias: Any = nnx.Param(jnp.zeros(c.experts, jnp.float32)) if c.expert_bias else nnx.data(None)
 
-    def __call__(self, x: jax.Array) -> jaxops.Routing:
-        """Sharded, x are the tokens of all devices of the mesh axes `EXPERTS`."""
-        logits = self.logits(x)
-        if self.bias is not None:
-            logits = logits + self.bias[...][None, :]
-        routing = self.choose(logits)
+    def logits(self, x: jax.Array) -> jax.Array:
+        logits = super().logits(x)
+        return logits if self.bias is None else logits + self.bias[...][None, :]
+
+    def choose(self, logits: jax.Array) -> jaxops.Routing:
+        """Sharded, of the tokens of all devices of the mesh axes `EXPERTS`."""
+        routing = super().choose(logits)
         if not self.sharded:
             return routing
         load = lax.psum(routing.load, AXES) // lax.axis_size(EXPERTS)  # each device of those axes has counted the same
@@ -150,13 +151,9 @@ class Experts(nnx.Module):
         if self.sharded:
             tokens = lax.all_gather(tokens, EXPERTS, tiled=True)
         routing = self.moe.router(tokens)
-        offsets = routing.group_offsets
-        if self.sharded:
-            count = c.experts // lax.axis_size(EXPERTS)
-            offsets = lax.dynamic_slice_in_dim(offsets, lax.axis_index(EXPERTS) * count, count + 1)
+        own = routing.own(c.experts // lax.axis_size(EXPERTS), EXPERTS) if self.sharded else routing
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         dtype, out_dtype = jnp.dtype(c.dtype), jnp.float32 if self.sharded else jnp.dtype(c.dtype)
-        own = dataclasses.replace(routing, group_offsets=offsets)
         if c.stored_fp8 and decodes(x):
             gate, up, down = (getattr(self.moe, name).quantized(c.dtype) for name in ("gate", "up", "down"))
             how: dict[str, Any] = {"out_dtype": out_dtype, "backend": c.backend}

@@ -42,13 +42,14 @@ def test_half_of_the_rows_are_of_images_and_flops_are_counted():
 
 
 def test_smoke_run(tmp_path, monkeypatch):
+    """Two sides that are one program on a CPU, which the second one loads."""
     monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
     case = bench_multimodal.SMOKE["multimodal_smoke"]
-    few = bench_multimodal.Case(case.preset, [("padded_experts", 128), ("jaxops", 128)], [])
+    few = bench_multimodal.Case(case.preset, [("xla_adaln", 128), ("jaxops", 128)], [])
     monkeypatch.setattr(bench_multimodal, "SMOKE", {"multimodal_smoke": few})
     result = run(bench_multimodal.main, "--smoke", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "multimodal.jsonl").read_text().splitlines()]
-    assert [row["backend"] for row in rows] == ["padded_experts", "jaxops"]
+    assert [row["backend"] for row in rows] == ["xla_adaln", "jaxops"]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4)
-    assert set(rows[1]["vs"]) == {"padded_experts"}
+    assert set(rows[1]["vs"]) == {"xla_adaln"}

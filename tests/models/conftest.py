@@ -6,7 +6,7 @@ import functools
 import jax
 import pytest
 
-from models import train_dit, train_lm
+from models import train_dit, train_lm, train_mm
 from models.presets import PRESETS
 from tests.models.interrupted_run import EVERY, TINY, train
 
@@ -34,6 +34,7 @@ def _share_first_states(module):
 
 for _module in (train_lm, train_dit):
     _share_first_states(_module)
+for _module in (train_lm, train_dit, train_mm):
     for _name in ("make_step", "make_evaluate"):
         setattr(_module, _name, functools.cache(getattr(_module, _name)))
 

@@ -41,7 +41,7 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     value, logits, gradients = loss_and_gradients(model, expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
     np.testing.assert_allclose(value, expected["loss"][0], rtol=1e-5)
-    found = traverse_util.flatten_dict(nnx.to_pure_dict(gradients))
+    found = jax.tree.map(np.asarray, traverse_util.flatten_dict(nnx.to_pure_dict(gradients)))
     entries = [entry for entry in hf.table(architecture, model.config) if entry.path in found]  # not routers' buffers
     uses = hf.uses_of(entries, found)
     assert {f"gradient:{name}" for name in uses} == {key for key in expected if key.startswith("gradient:")}

@@ -90,12 +90,12 @@ def test_which_dtypes_matrices_may_have(folder):
 
 
 def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
-    """numpy's memory while a checkpoint of 25 MB is read and saved, whose largest tensor in float32 has 0.5 MB."""
-    config = dataclasses.replace(CONFIG, width=256, hidden=512, experts=8, layers=4, dense_layers=(), dense_hidden=None)
+    """numpy's memory while a checkpoint of 12 MB is read and saved, whose largest tensor in float32 has 0.5 MB."""
+    config = dataclasses.replace(CONFIG, width=256, hidden=512, experts=8, layers=2, dense_layers=(), dense_hidden=None)
     architecture, model = "Qwen3MoeForCausalLM", nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
     hf.save(tmp_path, architecture, model, dtype="bfloat16")
     total, largest = (tmp_path / "model.safetensors").stat().st_size, 512 * 256 * 4
-    assert total > 25_000_000
+    assert total > 12_500_000
     monkeypatch.setattr(hf_place, "SMALL", 0)
     for run in (
         lambda name: hf.load(tmp_path, param_dtype="float32"),
@@ -110,4 +110,4 @@ def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert peak < 8 * largest < total / 5
+        assert peak < 4 * largest < total / 5

@@ -113,7 +113,7 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
         state_of(whole, 2),
     )
 
-    train(tmp_path, save_every=EVERY, resume=True, mesh="data=2,fsdp=2")
+    train(tmp_path, save_every=EVERY, resume=True, mesh="data=2,tensor=2")  # the next test has the program, too
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "5"]
     for got, want in zip(lines_of(tmp_path), lines_of(whole), strict=True):
         assert got == pytest.approx(want, rel=1e-3)
@@ -123,7 +123,7 @@ def test_two_processes_are_killed_and_four_devices_go_on(whole, tmp_path):
 def test_a_run_changes_its_mesh(whole, tmp_path):
     """From one device to a mesh with `tensor`, from there to one without, and to one device."""
     out = Path(shutil.copytree(whole, tmp_path / "out"))
-    for done, mesh in ((2, "data=2,tensor=2"), (4, "data=4"), (4, None)):
+    for done, mesh in ((2, "data=2,tensor=2"), (4, "data=2,fsdp=2"), (4, None)):
         for step in saved_steps(out / "checkpoints"):
             if step > done:
                 shutil.rmtree(out / "checkpoints" / str(step))

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxops.offload import Policy
 from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.layers import OFFLOADED, options_for, remark
+from models.mesh import make_mesh
 
 LOOPS = {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
 
@@ -24,6 +26,17 @@ LOOPS = {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_dus_accum
 def test_nothing_moves(policy):
     assert remark(policy) == ""
     assert options_for(policy) == ({} if jax.default_backend() == "cpu" else LOOPS)
+
+
+def test_options_over_a_mesh():
+    """Of a GPU; XLA for CPUs knows their names, too."""
+    mesh = make_mesh(f"data={jax.device_count()}")
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+        assert options_for(None) == LOOPS
+        more = {"xla_gpu_enable_triton_gemm": False} if mesh.size > 1 else {}
+        assert options_for(None, mesh) == LOOPS | more
+    if jax.default_backend() == "cpu":
+        assert options_for(None, mesh) == {}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")

@@ -122,8 +122,9 @@ def train(shape: str | None, parts: int) -> Outcome:
     return Outcome(first, read, jnp.zeros(()), text)
 
 
-@pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=2,tensor=2"])
-def test_as_on_one_device(shape):
+def test_as_on_one_device():
+    """Over the axis `expert`: the next test."""
+    shape = "fsdp=2,tensor=2"
     mesh = make_mesh(shape)
     got = train(shape, parts_of(mesh))
     assert_same(got, train(None, parts_of(mesh)))

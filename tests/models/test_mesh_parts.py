@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import pytest
 
 from jaxops.nn import RouterBias
 from models.decoder import Latent
-from models.mesh import name_of
+from models.mesh import make_mesh, name_of, parts_of
 from tests.devices import needs_four
 from tests.models.test_decoder_parts import LATENT, MUCH
-from tests.models.test_mesh import assert_same, fraction, train
+from tests.models.test_mesh import assert_same, experts, fraction, matrices, train
 
 pytestmark = needs_four
 SIZES = {"vocab": 256, "width": 16, "head_dim": 8, "hidden": 12, "dense_hidden": 20}
@@ -32,6 +33,10 @@ train_only = functools.partial(train, evaluates=False)
 def test_a_mesh_trains_as_one_device(name):
     config, got = CONFIGS[name], train_only(CONFIGS[name], OVER[name])
     assert_same(got, train_only(config))
+    assert {fraction(x) for x in experts(got.first.params)} == {1 / 4}
+    assert {fraction(x) for x in matrices(got.first.params)} == {1 / 4, 1 / 2}, "routers over one axis of the two"
+    assert f"f32[{64 // parts_of(make_mesh(OVER[name]))},128]" in got.program, "logits of a device's words"
+    assert not re.search(r"f32\[(\d+,)+256\]", got.program), "no device has all words'"
     biases = [x for path, x in jax.tree.leaves_with_path(got.first.params) if "bias/gate" in name_of(path)]
     assert [fraction(x) for x in biases] == [0.25] * config.expert_bias
 

@@ -49,10 +49,13 @@ DIT = DiTPreset(
 
 @pytest.mark.parametrize(
     ("shape", "config"),
-    [("tensor=4", MIXED), ("data=2,tensor=2", UNTIED), ("fsdp=2,tensor=2", UNTIED), ("expert=2,tensor=2", MIXED)],
+    [("tensor=4", MIXED), ("data=2,tensor=2", UNTIED)],
 )
 def test_a_decoder_as_on_one_device(shape, config):
-    """Attention with sinks, a dense block and one with experts; tied and untied logits."""
+    """Attention with sinks, a dense block and one with experts; tied and untied logits.
+
+    Beside fsdp and expert: test_mesh_parts.py.
+    """
     got = train(config, shape)
     assert_as_alone(config, got)
     mesh = make_mesh(shape)
@@ -201,13 +204,12 @@ def train_images(parts: int, shape: str | None = None) -> Outcome:
     return Outcome(first, read, jnp.zeros(()), step.as_text())
 
 
-@pytest.mark.parametrize(("shape", "parts"), [("tensor=4", 1), ("fsdp=2,tensor=2", 2)])
-def test_a_dit_as_on_one_device(shape, parts):
-    """Averaged weights, too."""
-    mesh = make_mesh(shape)
-    assert parts_of(mesh) == parts
-    got = train_images(parts, shape)
-    assert_same(got, train_images(parts))
+def test_a_dit_as_on_one_device():
+    """Averaged weights, too. Over tensor=4: the next test."""
+    mesh = make_mesh("fsdp=2,tensor=2")
+    assert parts_of(mesh) == 2
+    got = train_images(2, "fsdp=2,tensor=2")
+    assert_same(got, train_images(2))
     split, fsdp = 1 / mesh.shape["tensor"] / mesh.shape["fsdp"], 1 / mesh.shape["fsdp"]
     assert {fraction(x) for x in matrices(got.first.params["blocks"])} == {split}
     assert {fraction(x) for x in matrices(got.first.params)} == {split, fsdp}

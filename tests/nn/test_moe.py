@@ -162,15 +162,17 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
         assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
 
 
-@pytest.mark.parametrize("gather_tokens", [False, True])
-def test_shard_map_over_experts(gather_tokens):
-    """Each device has a share of the experts, and of the tokens; results and gradients equal those of one device."""
+@pytest.mark.parametrize("pieces", [None, 1, 2, 5])
+def test_shard_map_over_experts(pieces):
+    """Each device has a share of the experts, and with pieces of the tokens; 5 pieces do not divide its 12. Results and
+    gradients equal those of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    split = {"expert_axis": "expert", "gather_tokens": gather_tokens}
-    (alone, params), (graphdef, _) = (nnx.split(make(**how)) for how in ({}, split))
-    x, rows = tokens(), P("expert") if gather_tokens else P()
+    layer = make(expert_axis="expert", gather_tokens=pieces is not None)
+    layer.pieces = pieces or 1
+    (alone, params), (graphdef, _) = nnx.split(make()), nnx.split(layer)
+    x, rows = tokens(), P("expert") if pieces else P()
     specs = jax.tree.map_with_path(
         lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
     )
@@ -224,6 +226,33 @@ def test_gathered_tokens_in_bfloat16():
 def test_gather_tokens_needs_an_axis():
     with pytest.raises(ValueError, match="gather_tokens=True needs expert_axis"):
         make(gather_tokens=True)
+
+
+def test_pieces_need_choices_by_token():
+    """A capacity depends on which tokens are routed together."""
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    layer = make(expert_axis="expert", gather_tokens=True, router={"capacity": 3})
+    for layer.pieces, found in ((2, "pieces=2 needs .*a `Router` without a capacity"), (0, "pieces")):
+        call = jax.shard_map(lambda x: layer(x)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        with pytest.raises(ValueError, match=found):
+            jax.eval_shape(call, tokens())
+    alone = make()
+    alone.pieces = 2
+    with pytest.raises(ValueError, match="pieces=2 needs gather_tokens=True"):
+        alone(tokens())
+
+
+class FirstExpert(Router):
+    def __call__(self, x):
+        return self.choose(self.logits(x).at[:, 0].set(100.0))
+
+
+def test_a_router_that_overrides_its_call_is_called():
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    layer = make(expert_axis="expert", gather_tokens=True)
+    layer.router = FirstExpert(D, E, K, rngs=nnx.Rngs(0))
+    call = jax.shard_map(lambda x: layer(x)[1].load, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    assert jax.jit(call)(tokens())[0] == T
 
 
 def test_a_sum_over_devices_is_rounded_once():

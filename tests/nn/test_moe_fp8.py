@@ -20,7 +20,6 @@ from tests.parallel.cases import mesh_of
 
 # More columns than a block of 128 has; expert 3 has no rows.
 T, E, D, F, K, EMPTY = 36, 9, 136, 150, 2, 3
-RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.delayed]
 
 
 def make(recipe: str | None, **options) -> MoE:
@@ -76,9 +75,11 @@ def errors(got, want) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_beside_float32(recipe):
-    """Within the error of FP8; in float32 it would be 1e-6. The empty expert has no gradient."""
+    """Within the error of FP8; in float32 it would be 1e-6. The empty expert has no gradient. The op's tests have all
+    recipes.
+    """
     x, dout = normal(1, T, D), normal(2, T, D)
     (ours, params), (plain, _) = layer_of(recipe), layer_of(None)
     got, want = (result_and_gradients(layer, params, x, dout) for layer in (ours, plain))

@@ -10,14 +10,12 @@ from flax import nnx
 
 import jaxops
 from jaxops.nn import MoE, SharedExperts
-from jaxops.ops import fp8_matmul
 from tests.compare import assert_close
 from tests.hopper import on_h200
 from tests.jaxprs import equations
 
 # More columns than a block of 128 has.
 T, D, F = 36, 136, 150
-RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.delayed]
 
 
 def make(recipe: str | None = None, **options) -> SharedExperts:
@@ -90,7 +88,7 @@ def test_values(options):
 
 
 @pytest.mark.parametrize(
-    "options", [*({"recipe": recipe} for recipe in RECIPES), {"recipe": "blockwise", "pow2_scales": True}], ids=str
+    "options", [{"recipe": "rowwise"}, {"recipe": "blockwise"}, {"recipe": "blockwise", "pow2_scales": True}], ids=str
 )
 def test_fp8(options):
     """The numbers of a `MoE` with one expert, and within the error of FP8 from float32, where it would be 1e-6."""

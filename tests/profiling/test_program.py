@@ -1,6 +1,7 @@
 """`python -m jaxops.profiling`, of programs that know nothing of it."""
 
 import sys
+import types
 
 import jax
 import pytest
@@ -48,14 +49,16 @@ def program(tmp_path, monkeypatch):
     return str(file)
 
 
-def test_the_slowest_of_the_first_functions_is_the_step(program, capsys):
+@pytest.mark.parametrize(("clock", "step"), [((0, 3, 10, 11), "train_step"), ((0, 1, 10, 13), "look")])
+def test_the_slowest_of_the_first_functions_is_the_step(clock, step, program, capsys, monkeypatch):
+    """By a clock that is read before and after the second call of each, in the program's order."""
+    monkeypatch.setattr("jaxops.profiling.program.time", types.SimpleNamespace(perf_counter=iter(clock).__next__))
     lines, jit = [], jax.jit
     report = profile_program(["python", program, "14"], steps=2, say=lines.append)
     assert jax.jit is jit
-    assert report.program == "jit_train_step"
-    assert lines == [
-        "profiled 'train_step'; jitted functions and their calls: {'init': 1, 'train_step': 14, 'look': 14}"
-    ]
+    assert report.program == f"jit_{step}"
+    calls = {"init": 1, "train_step": 14, "look": 14}
+    assert lines == [f"profiled '{step}'; jitted functions and their calls: {calls}"]
     assert "the program's end" in capsys.readouterr().out
 
 

@@ -25,10 +25,11 @@ from jaxops.ops.moe_mlp import fp8
 from jaxops.ops.moe_mlp.plan import Plan, Problem, make_plan
 from jaxops.ops.moe_mlp.stored import mlp_stored
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
-from jaxops.ops.permute import check_routing, combine, permute
+from jaxops.ops.permute import check_routing, combine, permute, permute_within_groups
 from jaxops.ops.route import Routing, partial_routing
 
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
+Arrays = tuple[jax.Array, ...]  # one a piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +47,13 @@ class Spec:
 
 
 def moe_mlp(
-    x: jax.Array, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
-    routing: Routing, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
+    x: jax.Array | Arrays, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
+    routing: Routing | tuple[Routing, ...], *,
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
     compute_dtype=None, out_dtype=None, precision: lax.PrecisionLike = None,
     save: Literal["preactivations", "nothing"] = "preactivations", recipe: str | None = None,
     pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
-) -> jax.Array:  # fmt: skip
+) -> Any:  # fmt: skip
     """The experts of a mixture-of-experts layer, from tokens to tokens: with e the expert of token t's choice j,
     `out[t] = sum_j weights[t, j] * (act(x[t] @ w_gate[e]) * (x[t] @ w_up[e])) @ w_down[e]`.
 
@@ -61,6 +63,10 @@ def moe_mlp(
     rows. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, all weights
     and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that holds
     some of the experts passes a Routing with its slice of the offsets, and the results are summed over the devices.
+
+    Tokens may come in pieces, such as those of one gather each: x and routing are then tuples, and so is the result. A
+    piece's result and its gradient of x depend on no other piece, so collectives of one run beside the products of
+    another. Each piece's weight gradients are added to those of the pieces before inside the product.
 
     With an FP8 `recipe` all products are those of `jaxops.fp8_grouped_matmul`, and each tensor is cast once: the rows
     for the products of gate and up and their weight gradients, the cotangents for both gradients that read them.
@@ -77,11 +83,11 @@ def moe_mlp(
     Array([ 1., 40.,  9.], dtype=float32)
 
     Args:
-      x: [T, D], bfloat16, float16 or float32.
+      x: [T, D], bfloat16, float16 or float32; or a tuple of pieces, of one dtype and any T each.
       w_gate, w_up: [E, D, F]; dtype of x unless compute_dtype is given. Or all three weights are `Quantized` with
         128x128 scales, by `Quantized.from_deepseek`.
       w_down: [E, F, N], dtype of w_gate.
-      routing: of the T tokens to E experts, from `jaxops.route`.
+      routing: of the T tokens to E experts, from `jaxops.route`; a tuple of one a piece, with equal k.
       activation: as in `jaxops.grouped_glu`.
       compute_dtype: dtype to which x and the weights are cast inside. Gradients of float32 weights stay float32 and are
         never rounded to compute_dtype.
@@ -98,7 +104,7 @@ def moe_mlp(
       plan: a `Plan`, instead of the one made of the ops' own plans.
 
     Returns:
-      [T, N] in out_dtype.
+      [T, N] in out_dtype; a tuple for pieces.
 
     Raises:
       ValueError: shapes that do not fit together, an unknown activation, save, recipe or backend; precision with a
@@ -114,43 +120,70 @@ def moe_mlp(
     Source: the experts of Mixtral (Jiang et al. 2024, arXiv:2401.04088) over MegaBlocks' grouped products (Gale et al.
     2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).
     """
-    check_float("x", x, "[T, D]")
     experts = w_gate, w_up, w_down
-    E, D, F, N = _check_weights(experts)
+    shape = _check_weights(experts)
     stored = isinstance(w_gate, Quantized)
-    check_size("D of x (its columns)", x.shape[1], f"D of w_gate {(E, D, F)}", D)
-    routing = check_routing(routing)
-    T, k = routing.row_positions.shape
-    offsets = routing.group_offsets.shape[0]
-    check_size("len(routing.group_offsets)", offsets, "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
-    check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
-    out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
+    xs: Arrays = x if isinstance(x, tuple) else (x,)
+    routings = _check_pieces(xs, routing if isinstance(x, tuple) else (routing,), shape)
+    out = float_dtype("out_dtype", xs[0].dtype if out_dtype is None else out_dtype)
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("save", save, SAVES)
-    sizes, device = (T, k, E, D, F, N), device_of(x, w_gate, routing)
+    # One plan for all pieces, made for the largest.
+    sizes = (max(x.shape[0] for x in xs), routings[0].row_positions.shape[1], *shape)
+    device = device_of(xs, w_gate, routings)
     if check_flag("pow2_scales", pow2_scales) and recipe is None:
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
     if stored and recipe is not None:
         raise ValueError(f"recipe={recipe!r}: with Quantized weights x is not quantized; leave recipe out.")
+    w_dtype = jnp.dtype(w_gate.dtype)
     if stored or recipe is not None:
         if precision is not None:
             sets = "Quantized weights set" if stored else f"recipe={recipe!r} sets"
             raise ValueError(f"precision is {precision!r}; it must be None: {sets} the precision.")
         how = check_grouped_recipe("blockwise" if stored else recipe)
-        compute = float_dtype("compute_dtype", x.dtype if compute_dtype is None else compute_dtype)
+        compute = float_dtype("compute_dtype", xs[0].dtype if compute_dtype is None else compute_dtype)
         rows = tuned_rows("fp8_matmul", device, "permute")
         plan = make_plan(Problem(*sizes, compute.name, how.name, stored), device, rows, backend=backend, plan=plan)
-        if 0 in sizes:
-            return jnp.zeros((T, N), out)
-        spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, x.dtype, jnp.dtype(w_gate.dtype))
+        spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, xs[0].dtype, w_dtype)
         run = mlp_stored if stored else fp8.mlp_fp8
-        return run(spec, *vary_together(x, experts, routing))
-    compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
+        found = tuple(
+            jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
+            else run(spec, *vary_together(x, experts, routing))
+            for x, routing in zip(xs, routings, strict=True)
+        )  # fmt: skip
+        return found if isinstance(x, tuple) else found[0]
+    compute = compute_dtype_of("x", xs[0], "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
-    spec = Spec(plan, activation, save, precision, compute, out, x.dtype, w_gate.dtype)
-    return _mlp(spec, *vary_together(x, experts, routing))
+    spec = Spec(plan, activation, save, precision, compute, out, xs[0].dtype, w_dtype)
+    found = _mlp(spec, *vary_together(xs, experts, routings))
+    return found if isinstance(x, tuple) else found[0]
+
+
+def _check_pieces(xs: Arrays, routings: Any, shape: tuple[int, ...]) -> tuple[Routing, ...]:
+    """The parts of the routings that the op reads, checked against x and the weights' E, D, F, N."""
+    E, D, F, _ = shape
+    if not isinstance(routings, tuple):
+        raise TypeError(f"x is a tuple and routing is a {type(routings).__name__}; pass a tuple of a Routing a piece.")
+    check_size("len(routing)", len(routings), "the number of pieces of x", len(xs))
+    if not xs:
+        raise ValueError("x is an empty tuple; pass an array, or a tuple of at least one.")
+    checked = []
+    for x, routing in zip(xs, routings, strict=True):
+        check_float("x", x, "[T, D]")
+        check_size("D of x (its columns)", x.shape[1], f"D of w_gate {(E, D, F)}", D)
+        own = check_routing(routing)
+        T, k = own.row_positions.shape
+        offsets = own.group_offsets.shape[0]
+        check_size("len(routing.group_offsets)", offsets, "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
+        check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
+        if x.dtype != xs[0].dtype:
+            raise TypeError(f"a piece of x is {x.dtype} and the first one {xs[0].dtype}: cast one of them.")
+        if checked and k != (first := checked[0].row_positions.shape[1]):
+            raise ValueError(f"a piece of routing has k={k} and the first one k={first}: all pieces need the same k.")
+        checked.append(own)
+    return tuple(checked)
 
 
 def _check_weights(experts: tuple[Any, ...]) -> tuple[int, int, int, int]:
@@ -203,46 +236,68 @@ def _down(spec: Spec, h: jax.Array, w_down: jax.Array, routing: Routing) -> jax.
     return combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows)
 
 
-def _fwd(spec: Spec, x: jax.Array, experts: Experts, routing: Routing):
-    x = named_cast(x, spec.compute_dtype, "moe_mlp.x")
+def _fwd(spec: Spec, xs: Arrays, experts: Experts, routings: tuple[Routing, ...]):
+    xs = tuple(named_cast(x, spec.compute_dtype, "moe_mlp.x") for x in xs)
     experts = tuple(w.astype(spec.compute_dtype) for w in experts)
-    h, pre = _up(spec, spec.save == "preactivations", x, experts, routing)
-    pre = tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in zip(pre, ("gate", "up"), strict=bool(pre)))
-    out = checkpoint_name(_down(spec, h, experts[2], routing), "moe_mlp.out")
-    return out, (x, experts, pre, routing)
+    out, pres = [], []
+    for x, routing in zip(xs, routings, strict=True):
+        h, pre = _up(spec, spec.save == "preactivations", x, experts, routing)
+        named = zip(pre, ("gate", "up"), strict=bool(pre))
+        pres.append(tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named))
+        out.append(checkpoint_name(_down(spec, h, experts[2], routing), "moe_mlp.out"))
+    return tuple(out), (xs, experts, tuple(pres), routings)
 
 
 def _forward(spec: Spec, *operands) -> Any:
     return _fwd(dataclasses.replace(spec, save="nothing"), *operands)[0]
 
 
-def _bwd(spec: Spec, residuals, dout: jax.Array):
-    x, *others = residuals
+def _bwd(spec: Spec, residuals, douts: Arrays):
+    xs, *others = residuals
     # Not before dout exists: XLA would share the rows' copy or the products with the forward, and keep them.
-    x, dout = lax.optimization_barrier((x, dout))
-    dx, dexperts, dweights = _gradients(spec, x, *others, dout)
-    return dx.astype(spec.x_dtype), dexperts, partial_routing(weights=dweights)
+    pairs = [lax.optimization_barrier(pair) for pair in zip(xs, douts, strict=True)]
+    xs, douts = zip(*pairs, strict=True)
+    dxs, dexperts, dweights = _gradients(spec, xs, *others, douts)
+    return tuple(dx.astype(spec.x_dtype) for dx in dxs), dexperts, tuple(partial_routing(weights=d) for d in dweights)
 
 
 _mlp = differentiable(_forward, _fwd, _bwd, static=1)
 
 
-def _backward(spec: Spec, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array) -> Any:
-    """The gradients of x, in the compute dtype, of the experts' weights, in their own, and of the router's weights."""
-    unit, down, offsets = spec.plan.unit, spec.plan.down, routing.group_offsets
-    assert unit is not None and unit.products is not None and down is not None  # noqa: PT018  # make_plan fills them
+def _backward(spec: Spec, xs: Arrays, experts: Experts, pres, routings: tuple[Routing, ...], douts: Arrays) -> Any:
+    """The gradients of xs, in the compute dtype, of the experts' weights, in their own, and of the router's weights."""
+    # Sums over pieces are rounded once.
+    dtype = spec.w_dtype if len(xs) == 1 else jnp.dtype("float32")
+    dexperts: tuple[Any, ...] = (None,) * len(experts)
+    dxs, dweights = [], []
+    for x, pre, routing, dout in zip(xs, pres, routings, douts, strict=True):
+        dx, dexperts, d = _backward_of_piece(spec, dtype, x, experts, pre, routing, dout, dexperts)
+        dxs.append(dx)
+        dweights.append(d)
+    return tuple(dxs), tuple(d.astype(spec.w_dtype) for d in dexperts), tuple(dweights)
+
+
+def _backward_of_piece(
+    spec: Spec, dtype: jnp.dtype, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array, sums: Any
+) -> Any:
+    """sums: the experts' gradients so far, in dtype, to which this piece's are added; each None for the first piece."""
+    unit, down, copies, offsets = spec.plan.unit, spec.plan.down, spec.plan.rows, routing.group_offsets
+    # make_plan fills them
+    assert unit is not None and unit.products is not None and down is not None and copies is not None  # noqa: PT018
     gate, up = pre or _up(spec, True, x, experts, routing)[1]
-    dy = permute(dout.astype(spec.compute_dtype), routing, plan=spec.plan.rows)
+    to_rows = functools.partial(permute_within_groups, routing=routing, plan=copies)
+    dy = to_rows(dout.astype(spec.compute_dtype))
     dgate, dup, h, dots = _down_and_unit_bwd(spec, dy, experts[2], gate, up, routing)
-    wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=spec.w_dtype)
-    dw_down = wgrad(h, dy, plan=down)
-    _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
+    wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=dtype)
+    dw_down = wgrad(h, dy, accumulate_into=sums[2], plan=down)
+    _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=copies), x)
     how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": unit.products.swapped}
     (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **how))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.
     _, _, x = lax.optimization_barrier((dw_down, dx, x))
-    rows = permute(x, routing, plan=spec.plan.rows)
-    dw_gate, dw_up = (wgrad(rows, d, plan=unit.products) for d in (dgate, dup))
+    rows = to_rows(x)
+    pairs = zip((dgate, dup), sums[:2], strict=True)
+    dw_gate, dw_up = (wgrad(rows, d, accumulate_into=before, plan=unit.products) for d, before in pairs)
     return dx, (dw_gate, dw_up, dw_down), sums_of_choices(dots, routing)
 
 
@@ -263,17 +318,20 @@ def _down_and_unit_bwd(
     return unit_bwd_xla(spec.activation, dh, gate, up, weights)
 
 
-def _plain_backward(spec: Spec, x: jax.Array, experts: Experts, _, routing: Routing, dout: jax.Array) -> Any:
+def _plain_backward(spec: Spec, xs: Arrays, experts: Experts, _, routings: tuple[Routing, ...], douts: Arrays) -> Any:
     """Made of the forward's ops, which have gradients of any order. gate and up are recomputed."""
 
-    def forward(x, experts, weights):
-        own = dataclasses.replace(routing, weights=weights)
-        h, _ = _up_plain(spec, False, x, experts, own)
-        return _down(spec, h, experts[2], own)
+    def forward(xs, experts, weights):
+        found = []
+        for x, routing, own in zip(xs, routings, weights, strict=True):
+            routing = dataclasses.replace(routing, weights=own)
+            h, _ = _up_plain(spec, False, x, experts, routing)
+            found.append(_down(spec, h, experts[2], routing))
+        return tuple(found)
 
-    _, vjp = jax.vjp(forward, x, experts, routing.weights)
-    dx, dexperts, dweights = vjp(dout)
-    return dx, tuple(d.astype(spec.w_dtype) for d in dexperts), dweights
+    _, vjp = jax.vjp(forward, xs, experts, tuple(routing.weights for routing in routings))
+    dxs, dexperts, dweights = vjp(douts)
+    return dxs, tuple(d.astype(spec.w_dtype) for d in dexperts), dweights
 
 
 _gradients = differentiable_as(_backward, _plain_backward, static=1)

@@ -64,6 +64,15 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
     return _permute(plan, *vary_together(x, routing))
 
 
+def permute_within_groups(x: jax.Array, routing: Routing, *, plan: Plan) -> jax.Array:
+    """`permute` that leaves rows outside all groups uninitialised, for ops that read rows of groups only.
+
+    A device with half of the experts writes half as much. Nothing is checked, `make_plan` has filled the plan, and
+    there is no gradient.
+    """
+    return _permute_forward(plan, x, routing, clear=False)
+
+
 def combine(
     rows: jax.Array, routing: Routing, *, out_dtype=None, backend: str = "auto", plan: Plan | None = None
 ) -> jax.Array:
@@ -139,11 +148,11 @@ def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
     return partial_routing(weights=routing.weights, **fields)
 
 
-def _permute_forward(plan: Plan, x: jax.Array, routing: Routing) -> Any:
+def _permute_forward(plan: Plan, x: jax.Array, routing: Routing, *, clear: bool = True) -> Any:
     if plan.backend == "xla" or 0 in (*x.shape, routing.row_indices.shape[0]):
         return permute_xla(x, routing)
     assert plan.permute is not None  # make_plan fills it
-    return permute_pallas(plan.permute, x, routing, interpret=plan.on.interpret)
+    return permute_pallas(plan.permute, x, routing, clear=clear, interpret=plan.on.interpret)
 
 
 def _permute_fwd(plan: Plan, x: jax.Array, routing: Routing):

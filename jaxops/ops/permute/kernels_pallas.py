@@ -153,7 +153,7 @@ def _launch(kernel, tile: Tiles, routing: Routing, *operands: jax.Array, chunks:
     return launch(functools.partial(kernel, tile=tile), *operands, grid=grid, warps=tile.warps, **how)
 
 
-def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles):
+def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles, clear: bool):
     """Reads each token's row once and writes it to all its choices' rows. A program over rows would read a token from
     memory once per choice: the rows between its experts do not fit in the L2."""
     tokens, columns = Tokens.and_columns(x_ref.shape[1], tile, positions_ref, offsets_ref)
@@ -161,19 +161,19 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles)
 
     def body(choices, carry):
         columns.store(rows_ref, choices.position, choices.has_row, x)
-        tokens.clear(rows_ref, choices, columns)
+        if clear:
+            tokens.clear(rows_ref, choices, columns)
         return carry
 
     tokens.each_batch(body, 0)
 
 
-@traced_once("tile", "interpret")
-def permute_pallas(tile: Tiles, x: jax.Array, routing: Routing, *, interpret: bool) -> jax.Array:
-    """[R, D] in x's dtype. No size is 0."""
+@traced_once("tile", "clear", "interpret")
+def permute_pallas(tile: Tiles, x: jax.Array, routing: Routing, *, clear: bool, interpret: bool) -> jax.Array:
+    """[R, D] in x's dtype. No size is 0. clear: rows outside all groups are zeroed; otherwise not written."""
     chunks, out = pl.cdiv(x.shape[1], tile.block), out_struct((routing.row_positions.size, x.shape[1]), x.dtype, like=x)
-    return _launch(
-        _permute_kernel, tile, routing, x, chunks=chunks, out=out, interpret=interpret, name="permute", flops=0
-    )
+    kernel = functools.partial(_permute_kernel, clear=clear)
+    return _launch(kernel, tile, routing, x, chunks=chunks, out=out, interpret=interpret, name="permute", flops=0)
 
 
 def _combine_kernel(positions_ref, offsets_ref, *refs, tile: Tiles):

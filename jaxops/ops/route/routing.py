@@ -5,6 +5,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxops._lib.ragged import clip_bounds
 
@@ -40,6 +41,13 @@ class Routing:
     load: jax.Array
     aux_loss: jax.Array
     z_loss: jax.Array
+
+    def own(self, experts: int, axis_name: str | tuple[str, ...]) -> "Routing":
+        """With the offsets of this device's experts, inside `jax.shard_map`: of `experts` on each device of axis_name.
+        Other devices' rows then lie outside all groups."""
+        first = lax.axis_index(axis_name) * experts
+        offsets = lax.dynamic_slice_in_dim(self.group_offsets, first, experts + 1)
+        return dataclasses.replace(self, group_offsets=offsets)
 
 
 def partial_routing(**fields: jax.Array) -> Routing:

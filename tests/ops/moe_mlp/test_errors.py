@@ -36,6 +36,9 @@ GOOD = {
 ERRORS = {
     "x-rank": ({"x": zeros(2, T, D)}, ValueError, r"x has shape \(2, 5, 4\).*\[T, D\]"),
     "x-list": ({"x": [[1.0] * D] * T}, TypeError, r"x is a list.*\[T, D\]"),
+    "pieces-routing": ({"x": (zeros(T, D),)}, TypeError, r"x is a tuple and routing is a Routing.*a Routing a piece"),
+    "pieces-none": ({"x": (), "routing": ()}, ValueError, r"x is an empty tuple"),
+    "pieces-more": ({"x": (zeros(T, D),), "routing": 2 * (ROUTING,)}, ValueError, r"len\(routing\)"),
     "x-int": ({"x": zeros(T, D, dtype="int32")}, TypeError, r"x is int32.*bfloat16, float16, float32.*x\.astype"),
     "w_gate-rank": ({"w_gate": zeros(D, F)}, ValueError, r"w_gate has shape \(4, 6\).*\[E, D, F\]"),
     "w_gate-int": ({"w_gate": zeros(E, D, F, dtype="int8")}, TypeError, r"w_gate is int8.*w_gate\.astype"),

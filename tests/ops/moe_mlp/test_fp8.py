@@ -1,4 +1,7 @@
-"""The experts in FP8 beside the same ops one after another in jnp, with the same casts, and beside float32."""
+"""The experts in FP8 beside the same ops one after another in jnp, with the same casts, and beside float32.
+
+In a scan, under vmap and checkpoint: tests/nn/test_moe_fp8.py.
+"""
 
 import dataclasses
 import functools
@@ -7,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jaxops
 from jaxops._lib.activations import activate
 from jaxops.ops import fp8_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp.xla import weights_of_rows
-from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import NAMES, SHARD, Variant, check_zeros, clean, make_case, want_of
 from tests.ops.permute.cases import TILE
 
@@ -23,8 +24,8 @@ TILES = fp8_matmul.Tiles("pallas", 16, 16)
 PALLAS = moe_mlp.Plan(
     "pallas", *(2 * [fp8_matmul.Plan("pallas", "before", *(3 * [TILES]))]), permute.Plan("pallas", *(3 * [TILE]))
 )
-# What is interpreted: the kernels of one recipe of each scaling.
-RUNS = [*((recipe, "xla") for recipe in RECIPES), ("blockwise", "interpret"), ("rowwise_with_gw_hp", "interpret")]
+# What is interpreted: the kernels of one recipe; of blocks in tests/nn/test_moe_fp8.py.
+RUNS = [*((recipe, "xla") for recipe in RECIPES), ("rowwise_with_gw_hp", "interpret")]
 RUNS += [pytest.param(recipe, "gpu", marks=pytest.mark.gpu) for recipe in RECIPES]
 
 
@@ -154,24 +155,3 @@ def test_wrong_arguments():
         call(recipe="rowwise", plan=moe_mlp.Plan("xla", gather=True))
     with pytest.raises(TypeError, match=r"plan is a jaxops\.ops\.grouped_matmul\.Plan"):
         call(recipe="rowwise", plan=moe_mlp.Plan("xla", down=jaxops.ops.grouped_matmul.Plan("xla")))
-
-
-def test_in_one_program():
-    """Under scan, checkpoint and vmap: the same as alone."""
-    case = clean(make_case(SHARD))
-    x, experts = case["x"], [case[name] for name in ("w_gate", "w_up", "w_down")]
-
-    def loss(x, *experts):
-        return jnp.sum(jnp.sin(jaxops.moe_mlp(x, *experts, case["routing"], recipe="rowwise", backend="xla")))
-
-    def nested(x, *experts):
-        batched = jax.checkpoint(lambda x: jnp.sum(jax.vmap(lambda x: loss(x, *experts))(x)))
-        return lax.scan(lambda sum, x: (sum + batched(x), None), 0.0, x)[0]
-
-    want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(x, *experts)
-    got = jax.jit(jax.value_and_grad(nested, argnums=(0, 1, 2, 3)))(jnp.tile(x, (2, 2, 1, 1)), *experts)
-    assert_close(got[0], 4 * want[0], "float32", scale=5)
-    for dx in got[1][0].reshape(4, *x.shape):
-        assert_close(dx, want[1][0], "float32", scale=5)
-    for g, w in zip(got[1][1:], want[1][1:], strict=True):
-        assert_close(g, 4 * w, "float32", scale=5)

@@ -43,11 +43,16 @@ VARIANTS = {
 }
 
 
+@jax.jit
+def as_stored(weights: dict) -> tuple[dict, dict]:
+    kept = {name: jaxops.quantize(w, scaling="block_128x128", layouts="both") for name, w in weights.items()}
+    return kept, {name: jaxops.dequantize(q).astype(jnp.float32) for name, q in kept.items()}
+
+
 def stored_case(variant: Variant, seed: int = 0) -> tuple[dict, dict]:
     """The case, and the same with weights as they are in FP8."""
     case = make_case(variant, seed)
-    kept = {name: jaxops.quantize(case[name], scaling="block_128x128", layouts="both") for name in WEIGHTS}
-    whole = {name: jaxops.dequantize(q).astype(jnp.float32) for name, q in kept.items()}
+    kept, whole = as_stored({name: case[name] for name in WEIGHTS})
     columns = {name: dataclasses.replace(q, values=None, scales=None) for name, q in kept.items()}
     return case | columns, case | whole
 

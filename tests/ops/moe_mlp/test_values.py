@@ -217,6 +217,34 @@ def test_shards_add_up(run):
 
 
 @pytest.mark.parametrize("run", QUICK)
+@pytest.mark.parametrize("w_dtype", ["float32", "bfloat16"])
+def test_pieces(run, w_dtype):
+    """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece."""
+    v = dataclasses.replace(SHARD, first=0, last=None)
+    case, logits = clean(make_case(v)), jnp.asarray(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
+    experts = tuple(case[name].astype(w_dtype) for name in ("w_gate", "w_up", "w_down"))
+    x, cuts = case["x"].astype("float32"), (5, 6)
+
+    def whole(x, logits, *experts):
+        return mlp(v, run, x, *experts, jaxops.route(logits, v.k), compute_dtype="float32")
+
+    def in_pieces(x, logits, *experts):
+        routings = tuple(jaxops.route(some, v.k) for some in jnp.split(logits, cuts))
+        ys = mlp(v, run, tuple(jnp.split(x, cuts)), *experts, routings, compute_dtype="float32")
+        return jnp.concatenate(ys)
+
+    def results(f, *operands):
+        y, vjp = jax.vjp(f, *operands)
+        return y, *vjp(case["dout"].astype(y.dtype))
+
+    got, want = (jax.jit(functools.partial(results, f))(x, logits, *experts) for f in (in_pieces, whole))
+    names = ("y", "dx", "dlogits", "dw_gate", "dw_up", "dw_down")
+    for name, ours, wanted in zip(names, got, want, strict=True):
+        assert ours.dtype == wanted.dtype, name
+        assert_close(ours, wanted, "bfloat16" if ours.dtype == jnp.bfloat16 else "float32", name)
+
+
+@pytest.mark.parametrize("run", QUICK)
 def test_with_route(run):
     """With a capacity: result and all gradients equal those of each token's experts, one by one."""
     v = dataclasses.replace(SHARD, first=0, last=None)

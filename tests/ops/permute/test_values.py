@@ -2,6 +2,7 @@
 indices."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.permute import Tiles
+from jaxops._lib.device import device_of
+from jaxops.ops.permute import Problem, Tiles, make_plan, permute_within_groups
 from tests.compare import assert_close
 from tests.ops.permute.cases import RUNS, SHARD, Variant, check, compiled, make_case
 
@@ -31,6 +33,20 @@ VARIANTS = {
 def test_variants(run, variant):
     for seed in range(3):
         check(make_case(variant, seed), variant, run)
+
+
+@pytest.mark.parametrize("run", RUNS[:2])
+def test_within_groups(run):
+    """The rows of the groups are those of `permute`."""
+    v, case = SHARD, make_case(SHARD)
+    plan = make_plan(Problem(v.T, v.D, v.k, v.dtype), device_of(case["x"]), (), plan=v.plan_for(run))
+    got, want = (
+        jax.jit(functools.partial(copy, plan=plan))(case["x"], case["routing"])
+        for copy in (permute_within_groups, jaxops.permute)
+    )
+    first, end = case["routing"].group_offsets[0], case["routing"].group_offsets[-1]
+    assert 0 < first < end < len(want)
+    np.testing.assert_array_equal(got[first:end], want[first:end])
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ import typer
 import jaxops
 from benchmarks import harness
 from benchmarks.bench_offload import RESERVED, Measured, largest, measure, without_jaxops
-from benchmarks.bench_train_step import APART, SHOWN, Workload, compile_step, speeds
+from benchmarks.bench_train_step import APART, SHOWN, Workload, key_of, speeds, state_of
 from benchmarks.traces import KERNELS
 from jaxops.offload import Policy
 from jaxops.offload.reports import needed_bytes
@@ -53,6 +54,7 @@ POLICIES: dict[str, Policy | None] = {
     OURS: OFFLOAD,
 }
 PATCH = 2
+WORKERS = 12  # programs that are compiled together
 
 
 def products_apart(
@@ -196,22 +198,41 @@ SMOKE = {
 }
 
 
+def build(side: str, rows: int, preset: MultimodalPreset, smoke: bool) -> Callable[[], tuple[Workload, Any]]:
+    """Traces a side's step; the result compiles it. What is traced is kept by JAX: it forgets the side before."""
+    jax.clear_caches()
+    with replaced(side):
+        work = workload(resized(preset, rows, POLICIES[side]), "float32" if smoke else "bfloat16", 3)
+        start = jax.jit(work.start).lower()
+        lowered = work.step.lower(state_of(work), work.batches[0], key_of(work))
+    return lambda: (work._replace(start=start.compile()), lowered.compile())
+
+
 def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_s: float, smoke: bool) -> int:
-    """The number of failed runs. Programs that are only compiled come first: a run's row needs their numbers."""
+    """The number of failed programs.
+
+    All are compiled before the first runs, together but for the first one: the others take what XLA's autotuner chose
+    for it.
+    """
     needed: dict[tuple[str, int], int] = {}
     per_token: dict[tuple[str, int], float] = {}
     losses: dict[int, float] = {}
     failed = 0
-    for compile_only, (side, rows) in [*((True, it) for it in case.compiled), *((False, it) for it in case.runs)]:
+    with ThreadPoolExecutor(WORKERS) as pool:
+        start = lambda it: harness.start_compiling(pool, functools.partial(build, *it, case.preset, smoke))
+        building = [start(case.runs[0])]
+        wait(building)
+        building += [start(it) for it in [*case.runs[1:], *case.compiled]]
+    # A run's row needs the bytes of the programs that are only compiled: they come first.
+    order = [*zip(case.compiled, building[len(case.runs) :], strict=True), *zip(case.runs, building, strict=False)]
+    for n, ((side, rows), future) in enumerate(order):
         try:
-            with replaced(side):
-                work = workload(resized(case.preset, rows, POLICIES[side]), "float32" if smoke else "bfloat16", 3)
-                if compile_only:
-                    needed[side, rows] = needed_bytes(compile_step(work))[0]
-                    print(f"{name} {side} of {rows:,} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
-                    continue
-                measured = measure(work, limit_s)
-            needed[side, rows] = measured.report.device_bytes
+            work, step = future.result().result
+            needed[side, rows] = needed_bytes(step)[0]
+            if n < len(case.compiled):
+                print(f"{name} {side} of {rows:,} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
+                continue
+            measured = measure(work, harness.Compiled(step, future.result().seconds), limit_s)
             first = losses.setdefault(rows, measured.losses[0])
             if not abs(measured.losses[0] / first - 1) <= APART:
                 raise ArithmeticError(f"the first loss is {measured.losses[0]}, that of the first side {first}")
@@ -220,8 +241,6 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
         except Exception as error:
             failed += 1
             harness.print_left_out(f"{side} of {rows:,} rows at {name}", error)
-        finally:
-            jax.clear_caches()
     return failed
 
 

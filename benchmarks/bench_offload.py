@@ -135,11 +135,13 @@ class Measured(NamedTuple):
     events: list[Event]
 
 
-def measure(workload: Workload, limit_s: float) -> Measured:
-    """A warm-up step, which pins host memory, then timed steps for `limit_s`, then one step under the profiler."""
-    begin = time.perf_counter()
-    compiled = compile_step(workload)
-    compile_s, us, losses = time.perf_counter() - begin, [], []
+def measure(workload: Workload, built: harness.Compiled, limit_s: float) -> Measured:
+    """A warm-up step, which pins host memory, then timed steps for `limit_s`, then one step under the profiler.
+
+    Args:
+      built: the compiled step.
+    """
+    compiled, us, losses = built.result, [], []
     state, key = workload.start(), jax.random.key(0)
     for batch in itertools.cycle(workload.batches):
         start = time.perf_counter()
@@ -150,7 +152,7 @@ def measure(workload: Workload, limit_s: float) -> Measured:
             break
     profile = us[-1] < LONG_US
     events = device_events(lambda: compiled(state, workload.batches[0], key)) if profile else []
-    return Measured(us[1:], losses, compile_s, report(compiled), events)
+    return Measured(us[1:], losses, built.seconds, report(compiled), events)
 
 
 def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
@@ -202,7 +204,10 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
                     needed[side, rows] = needed_bytes(compile_step(workload))[0]
                     print(f"{name} {side} of {rows} rows: {needed[side, rows] / 1e9:.1f} GB", flush=True)
                 else:
-                    measured = measure(workload, limit_s)
+                    begin = time.perf_counter()
+                    step = compile_step(workload)
+                    built = harness.Compiled(step, time.perf_counter() - begin)
+                    measured = measure(workload, built, limit_s)
                     needed[side, rows] = measured.report.device_bytes
                     per_token[side] = float(np.median(measured.us)) / workload.tokens
                     print(

@@ -25,8 +25,8 @@ FUSED, SPLIT = ([run, pytest.param(f"{run}-gpu", marks=pytest.mark.gpu)] for run
 def plan_of(run: str) -> Plan:
     """Blocks smaller than the tests' sizes. "interpret" runs the activation kernels only, with products by XLA;
     "fused" the forward's kernel for few rows beside them."""
-    if run == "xla":
-        return Plan("xla")
+    if run in ("xla", "own"):  # "own": tiles of the plan's choice
+        return Plan("xla" if run == "xla" else "pallas")
     if run.startswith("fused"):
         tiles = grouped_matmul.Tiles(32, 16, 16, panel=2, tail=16, split=2 if "split" in run else 1)
         return dataclasses.replace(plan_of("gpu" if run.endswith("gpu") else "interpret"), fused=tiles)

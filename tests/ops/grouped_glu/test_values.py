@@ -44,6 +44,14 @@ def test_few_rows(run, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run)
 
 
+@pytest.mark.parametrize("run", ["own", pytest.param("own-gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_tiles_of_few_rows(run, dtype):
+    """Sums in four parts and whole; one program for both routings of the first."""
+    for sizes, K in (((1, 0, 4), 1100), ((0, 2, 3), 1100), ((11, 0, 7), 40)):
+        check(make_case(sizes, K, 37, before=1, after=2, dtype=dtype), "own", kind=dtype)
+
+
 @pytest.mark.parametrize("run", FUSED)
 def test_few_rows_equal_products_and_activation(run):
     """To the bit, where both take the same steps; also gate and up, and of gathered rows."""

@@ -286,10 +286,10 @@ class Run:
         print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
 
 
-def own_part(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
+def own_part(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any) -> jax.Array:
     """In place of `models.mesh.sum_scatter`: this device's part of its own x."""
     size = x.shape[axis] // jax.lax.axis_size(over)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(over) * size, size, axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(over) * size, size, axis).astype(dtype)
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:

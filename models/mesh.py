@@ -306,13 +306,26 @@ def _all_gather(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any, out_
     def gathered(x: jax.Array) -> jax.Array:
         return lax.all_gather(x.astype(dtype), over, axis=axis, tiled=True).astype(out_dtype)
 
-    gathered.defvjp(lambda x: (gathered(x), None), lambda _, d: (sum_scatter(d.astype(x.dtype), over, axis),))
+    gathered.defvjp(lambda x: (gathered(x), None), lambda _, d: (sum_scatter(d, over, axis, x.dtype),))
     return gathered(x)
 
 
-def sum_scatter(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
-    """This device's part along `axis` of the sum of all devices' x."""
-    return lax.psum_scatter(x, over, scatter_dimension=axis, tiled=True)
+def sum_scatter(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any) -> jax.Array:
+    """This device's part along `axis` of the sum of all devices' x, added up in dtype.
+
+    Values of a narrower dtype are sent as they are, each part to its device, and added up there: a reduce-scatter would
+    send them in dtype.
+    """
+    if jnp.promote_types(x.dtype, dtype) == x.dtype:
+        return lax.psum_scatter(x.astype(dtype), over, scatter_dimension=axis, tiled=True)
+    devices, own = lax.axis_size(over), lax.axis_index(over)
+    size = x.shape[axis] // devices
+    part = lambda device: lax.dynamic_slice_in_dim(x, device % devices * size, size, axis)
+    total = part(own).astype(dtype)
+    for step in range(1, devices):
+        ring = [(device, (device + step) % devices) for device in range(devices)]
+        total += lax.ppermute(part(own + step), over, ring).astype(dtype)
+    return total
 
 
 def whole_part(model: Any, name: str) -> Any:

@@ -36,6 +36,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxops.parallel import gather_parts, sum_parts
+
 Tree = TypeVar("Tree")
 BATCH = ("data", "fsdp", "expert")  # the axes over which a batch is split
 TENSOR = "tensor"
@@ -300,32 +302,14 @@ def gather(
 
 
 def _all_gather(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any, out_dtype: Any) -> jax.Array:
-    """Sent in dtype; the devices' gradients are summed in x's dtype."""
+    """Sent in dtype; the devices' gradients are sent in out_dtype and summed in x's dtype."""
 
     @jax.custom_vjp
     def gathered(x: jax.Array) -> jax.Array:
-        return lax.all_gather(x.astype(dtype), over, axis=axis, tiled=True).astype(out_dtype)
+        return gather_parts(x.astype(dtype), over, axis).astype(out_dtype)
 
-    gathered.defvjp(lambda x: (gathered(x), None), lambda _, d: (sum_scatter(d, over, axis, x.dtype),))
+    gathered.defvjp(lambda x: (gathered(x), None), lambda _, d: (sum_parts(d, over, axis, dtype=x.dtype),))
     return gathered(x)
-
-
-def sum_scatter(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any) -> jax.Array:
-    """This device's part along `axis` of the sum of all devices' x, added up in dtype.
-
-    Values of a narrower dtype are sent as they are, each part to its device, and added up there: a reduce-scatter would
-    send them in dtype.
-    """
-    if jnp.promote_types(x.dtype, dtype) == x.dtype:
-        return lax.psum_scatter(x.astype(dtype), over, scatter_dimension=axis, tiled=True)
-    devices, own = lax.axis_size(over), lax.axis_index(over)
-    size = x.shape[axis] // devices
-    part = lambda device: lax.dynamic_slice_in_dim(x, device % devices * size, size, axis)
-    total = part(own).astype(dtype)
-    for step in range(1, devices):
-        ring = [(device, (device + step) % devices) for device in range(devices)]
-        total += lax.ppermute(part(own + step), over, ring).astype(dtype)
-    return total
 
 
 def whole_part(model: Any, name: str) -> Any:

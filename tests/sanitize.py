@@ -51,7 +51,7 @@ TILES = [
     Tiles(128, 256, 64, warps=8),
 ]
 
-FEW_ROWS = [Tiles(64, 64, 64, stages=4, tail=16), Tiles(16, 32, 128, stages=5)]
+FEW_ROWS = [Tiles(64, 64, 64, stages=4, tail=16), Tiles(16, 32, 128, stages=5), Tiles(16, 32, 64, stages=3, split=2)]
 
 ROWS = [
     (adaln.Tiles(16, 1, 128, 1, ahead=True), adaln.Tiles(64, 1, 64, 2, ahead=True)),
@@ -272,7 +272,8 @@ def moe_mlp_stored() -> None:
     rng = np.random.default_rng(0)
     x, *weights = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in EXPERTS)
     stored = [jaxops.quantize(w, scaling="block_128x128", layouts="col") for w in weights]
-    tiles = [fp8_matmul.Tiles("pallas", 16, 32, 4, 5), fp8_matmul.Tiles("pallas", 64, 64, 4, 3)]
+    sizes = (16, 32, 4, 5), (64, 64, 4, 3), (1, 16, 4, 1, 8, 256), (8, 64, 4, 3, 8, 128, 2, True)
+    tiles = [fp8_matmul.Tiles("pallas", *each) for each in sizes]
     gathered = [experts.Plan(unit=fp8_matmul.Plan("pallas", fwd=each), gather=True) for each in tiles]
     for plan in (experts.Plan(gather=False), *gathered):
         run = jax.jit(lambda routing, plan=plan: jaxops.moe_mlp(x, *stored, routing, plan=plan))

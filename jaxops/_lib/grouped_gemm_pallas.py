@@ -9,34 +9,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib import masked_pallas as masked
+
 
 def sums_over_columns(
-    lhs_ref, rhs_refs, g, rows, j, *, tile: tuple[int, int], times, transpose_rhs: bool = False,
-    precision: lax.Precision,
+    lhs_ref, rhs_refs, g, rows: tuple[jax.Array, jax.Array | None], j, *, tile: tuple[int, int], times,
+    part: tuple[jax.Array, int] | None = None, transpose_rhs: bool = False, precision: lax.Precision,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """float32 [height, bn] for each of rhs_refs, arrays [G, K, N] ([G, N, K] with transpose_rhs) of one shape: rows
     [height] of lhs[M, K or more], times columns j * bn and on of rhs[g]. Columns past N are zeros, or NaN if the row
     holds NaN.
 
     Args:
-      rows: indices from 0 to M - 1.
+      rows: indices from 0 to M - 1; and which of them are read, or None for all. Results of the others are zeros.
       tile: bn, bk.
       times: 1, or 0 for results of zeros.
+      part: the sum is split into so many parts of whole steps; this is that number of them. None for all of it.
     """
-    (bn, bk), height, shape = tile, rows.shape[0], rhs_refs[0].shape
+    (bn, bk), (indices, rows_in), shape = tile, rows, rhs_refs[0].shape
+    height = indices.shape[0]
     K, N = (shape[2], shape[1]) if transpose_rhs else shape[1:]
     cols_in = None if N % bn == 0 else j * bn + jnp.arange(bn, dtype=jnp.int32) < N
 
     def step(k, sums, k_in=None):
         ks = pl.ds(k * bk, bk)
-        lhs_mask, rhs_mask = None, None if cols_in is None else cols_in[None, :]
+        lhs_mask = None if rows_in is None else rows_in[:, None]
+        rhs_mask = None if cols_in is None else cols_in[None, :]
         if k_in is not None:  # on both operands: numbers past K may be NaN
-            lhs_mask = jnp.broadcast_to(k_in[None, :], (height, bk))
+            lhs_mask = masked.both(lhs_mask, k_in[None, :])
             rhs_mask = k_in[:, None] if rhs_mask is None else k_in[:, None] & rhs_mask
         k_cols = k * bk + jnp.arange(bk, dtype=jnp.int32)
-        a = plgpu.load(
-            lhs_ref.at[rows[:, None], k_cols[None, :]], mask=lhs_mask, other=None if lhs_mask is None else 0.0
-        )
+        a = masked.load(lhs_ref, (indices[:, None], k_cols[None, :]), lhs_mask)
         other = None if rhs_mask is None else 0.0
         mask, at = None if rhs_mask is None else jnp.broadcast_to(rhs_mask, (bk, bn)), (g, ks, pl.ds(j * bn, bn))
         if transpose_rhs:
@@ -49,7 +52,13 @@ def sums_over_columns(
         return step(k, sums, k * bk + jnp.arange(bk, dtype=jnp.int32) < K)
 
     full = K // bk
-    sums = lax.fori_loop(0, times * full, step, (jnp.zeros((height, bn), jnp.float32),) * len(rhs_refs))
+    first, end = 0, times * full
+    if part is not None:
+        number, parts = part
+        steps = pl.cdiv(pl.cdiv(K, bk), parts)
+        first, end = number * steps, jnp.minimum((number + 1) * steps, full)
+        times = (number == full // steps).astype(jnp.int32)  # of the last step
+    sums = lax.fori_loop(first, end, step, (jnp.zeros((height, bn), jnp.float32),) * len(rhs_refs))
     if K % bk:
         sums = lax.fori_loop(full, full + times, last_step, sums)
     return sums

@@ -16,6 +16,9 @@ from jaxops._lib.tiling import row_tiles, tile_bound
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS, Spans
 
+# Rows up to which each program finds its own tile in the offsets: the list is a launch of 2 us, and one more gap
+# between two (H200, 2026-11-24, 8 rows in 128 groups), as much as reading 10 MB takes.
+_FEW = 2048
 _ELEMENTS = 2048  # of a program's [block, runs] comparison: 16 registers a thread at 4 warps
 
 
@@ -91,6 +94,36 @@ def schedule_rows(offsets: jax.Array, M: int, bm: int, interpret: bool, spans: S
     G = offsets.shape[0] - 1
     kernel = functools.partial(_rows_kernel, G=G, M=M, bm=bm, spans=spans)
     return _launch(kernel, offsets, tile_bound(M, G, bm), G + 2, interpret, "schedule_rows")
+
+
+def work_of_rows(offsets: jax.Array, M: int, bm: int, interpret: bool) -> jax.Array:
+    """What `tile_of` reads: the list of `schedule_rows`, or, for few rows, the offsets themselves."""
+    return offsets if finds_own(M) else schedule_rows(offsets, M, bm, interpret)
+
+
+def tile_of(work_ref, t: jax.Array, G: int, M: int, bm: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Group (G outside the groups), first row and end of a program's row tile t; a tile past the last one has no rows.
+
+    Args:
+      work_ref: of `work_of_rows` with the same M and bm.
+    """
+    if not finds_own(M):
+        return tile_in_list(work_ref, t)
+    r = jnp.arange(power_of_2(G + 2), dtype=jnp.int32)
+    lo, hi = runs(lambda i: plgpu.load(work_ref.at[i]), r, G, M)
+    group, start, end = (jnp.sum(x, dtype=jnp.int32) for x in row_tiles(jnp.full(1, t, jnp.int32), lo, hi, G, bm))
+    return group, start, end
+
+
+def tile_in_list(work_ref, t: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `tile_of`, of a list of `schedule_rows`."""
+    group, start, end = (plgpu.load(work_ref.at[n * (work_ref.shape[0] // COLUMNS) + t]) for n in range(3))
+    return group, start, end
+
+
+def finds_own(M: int) -> bool:
+    """Whether M rows are few: programs find their own tiles. An M that is a symbol (`jax.export`) is not compared."""
+    return isinstance(M, int) and M <= _FEW
 
 
 @traced_once("M", "interpret", "bm", "parts")

@@ -129,19 +129,18 @@ PRODUCT = grouped_matmul.Plan("pallas", TILES, TILES, TILES)
 
 
 def test_grouped_matmul():
-    """lhs has 96 * 40 * 2 = 7,680 bytes, rhs 3 * 40 * 24 * 2 = 5,760, the result 96 * 24 * 2 = 4,608. Work lists have 6
-    columns of int32: of row tiles at most 2 + 3 + 1, padded to 8 entries, of groups 3, padded to 4."""
+    """lhs has 96 * 40 * 2 = 7,680 bytes, rhs 3 * 40 * 24 * 2 = 5,760, the result 96 * 24 * 2 = 4,608. Few rows have
+    no list of their tiles: the offsets' 16 bytes are read. The list of groups has 6 columns of int32, of 3 entries
+    padded to 4."""
     operands = shape(96, 40), shape(3, 40, 24), i32(4)
     call = functools.partial(jaxops.grouped_matmul, plan=PRODUCT)
     assert pallas_costs(call, *operands) == [
-        ("schedule_rows", 0, 16 + 192),
-        ("grouped_matmul_fwd", 184_320, 18_240),  # 2 * 96 * 40 * 24
+        ("grouped_matmul_fwd", 184_320, 18_064),  # 2 * 96 * 40 * 24
     ]
     assert set(pallas_costs(gradients(call), *operands)) == {
-        ("schedule_rows", 0, 208),
         ("schedule_groups", 0, 16 + 96),
-        ("grouped_matmul_fwd", 184_320, 18_240),
-        ("grouped_matmul_dgrad", 184_320, 18_240),
+        ("grouped_matmul_fwd", 184_320, 18_064),
+        ("grouped_matmul_dgrad", 184_320, 18_064),
         ("grouped_matmul_wgrad", 184_320, 18_144),
     }
 
@@ -152,7 +151,7 @@ def test_a_bias_is_read_and_an_accumulator_read_and_written():
         lambda lhs, rhs, offsets, bias: call(lhs, rhs, offsets, bias=bias),
         shape(96, 40), shape(3, 40, 24), i32(4), shape(3, 24),
     )  # fmt: skip
-    assert with_bias[-1] == ("grouped_matmul_fwd", 184_320, 18_240 + 144)
+    assert with_bias[-1] == ("grouped_matmul_fwd", 184_320, 18_064 + 144)
     wgrad = pallas_costs(
         lambda lhs, dout, offsets, sums: jaxops.grouped_wgrad(lhs, dout, offsets, accumulate_into=sums, plan=PRODUCT),
         shape(96, 40), shape(96, 24), i32(4), shape(3, 40, 24, dtype="float32"),
@@ -185,7 +184,7 @@ def test_grouped_glu():
     call = functools.partial(jaxops.grouped_glu, plan=plan)
     fwd, bwd = without_lists(pallas_costs(call, *operands)), pallas_costs(gradients(call), *operands)
     # The activation, times up; gate, up, h, and 4 offsets.
-    assert fwd == [("grouped_matmul_fwd", 184_320, 18_240)] * 2 + [("grouped_glu_fwd", 4_608, 3 * 4_608 + 16)]
+    assert fwd == [("grouped_matmul_fwd", 184_320, 18_064)] * 2 + [("grouped_glu_fwd", 4_608, 3 * 4_608 + 16)]
     # 5 operations; dh, gate, up, and two gradients.
     assert ("grouped_glu_bwd", 11_520, 5 * 4_608 + 16) in bwd
     assert sum(flops for name, flops, _ in bwd if name.startswith("grouped_matmul")) == 6 * 184_320
@@ -206,12 +205,12 @@ def test_moe_mlp():
 
 def test_fp8_matmul():
     """Values 128 * 256 and 384 * 256, scales of 1x128 blocks 2 * 128 * 4, of 128x128 blocks 3 * 2 * 4 bytes, the result
-    98,304, and the work list's 6 numbers."""
+    98,304."""
     found = pallas_costs(functools.partial(jaxops.fp8_matmul, backend="pallas"), shape(128, 256), shape(256, 384))
     assert found == [
         ("quantize_cast", 3 * 98_304, 196_608 + 98_304 + 24),  # rhs, for its columns
         ("quantize_cast", 3 * 32_768, 65_536 + 32_768 + 1_024),
-        ("fp8_matmul_rows", 25_165_824, 32_768 + 1_024 + 98_304 + 24 + 98_304 + 24),
+        ("fp8_matmul_rows", 25_165_824, 32_768 + 1_024 + 98_304 + 24 + 98_304),
     ]
 
 
@@ -393,8 +392,8 @@ def test_under_transformations():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = without_lists(costs_of(text))
     assert {name for name, _, _ in found} == {f"grouped_matmul_{name}" for name in ("fwd", "dgrad", "wgrad")}
-    # A shard's 96 rows; 96 * 40 * 2 bytes twice, 3 * 40 * 40 * 2, and the work list.
-    assert {cost[1:] for cost in found} == {(307_200, 24_960 + 192), (307_200, 24_960 + 96)}
+    # A shard's 96 rows; 96 * 40 * 2 bytes twice, 3 * 40 * 40 * 2, and the offsets, or the list of groups.
+    assert {cost[1:] for cost in found} == {(307_200, 24_960 + 16), (307_200, 24_960 + 96)}
 
 
 def test_under_vmap():

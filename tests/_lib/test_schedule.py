@@ -4,19 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows
-from jaxops._lib.work_list import COLUMNS, schedule_one
+from jaxops._lib.launch_pallas import launch
+from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows, tile_of, work_of_rows
+from jaxops._lib.tiling import tile_bound
+from jaxops._lib.work_list import COLUMNS
 
 
 def columns(schedule) -> np.ndarray:
     return np.asarray(schedule).reshape(COLUMNS, -1)
-
-
-@pytest.mark.parametrize("M", [1, 63, 64, 65, 200])
-def test_one_group_is_known_without_a_launch(M):
-    one, found = columns(schedule_one(M, 64)), columns(schedule_rows(jnp.array([0, M], jnp.int32), M, 64, True))
-    np.testing.assert_array_equal(one, found[:, : one.shape[1]])
 
 
 def test_rows():
@@ -51,6 +49,25 @@ def test_no_more_tiles_than_entries():
         schedule = columns(schedule_rows(jnp.array([0, 100] * 15, jnp.int32), 100, 8, True, spans))
         assert schedule[4].max() <= schedule.shape[1]
         assert schedule[2].max() <= 100
+
+
+@pytest.mark.parametrize("M", [100, 2049], ids=["found", "listed"])
+@pytest.mark.parametrize("bm", [1, 16])
+@pytest.mark.parametrize("offsets", [(5, 75, 75, 90), (0, 0, 100, 100), (-3, 30, 20, 10_000)], ids=str)
+def test_a_program_finds_its_tile(offsets, bm, M):
+    """Few rows have no list: each program's tile is the entry that the list would have."""
+    offsets, count = jnp.array(offsets, jnp.int32), tile_bound(M, 3, bm)
+    work = work_of_rows(offsets, M, bm, True)
+    assert (work is offsets) == (M == 100)
+
+    def kernel(work_ref, out_ref):
+        for i, number in enumerate(tile_of(work_ref, pl.program_id(0), 3, M, bm)):
+            plgpu.store(out_ref.at[jnp.int32(i), pl.program_id(0)], number)
+
+    out = jax.ShapeDtypeStruct((3, count), jnp.int32)
+    found = launch(kernel, work, out=out, grid=(count,), warps=4, interpret=True, name="find", flops=0)
+    want = columns(schedule_rows(offsets, M, bm, True))[:3, :count]
+    np.testing.assert_array_equal(found, want)
 
 
 def test_groups():

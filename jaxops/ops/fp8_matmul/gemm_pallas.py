@@ -3,6 +3,10 @@
 Triton compiles no FP8 wgmma from Pallas' dot, and takes no dot of two FP8 formats: the operands are converted to
 bfloat16, which is exact, and multiplied. On Hopper gemm_triton.py is faster for FP8 by FP8; rows that are not quantized
 have these kernels alone.
+
+With few rows, reading B takes the time: what is loaded at a time, over how many programs, decides. A tile of one row
+is multiplied without tensor cores, in float32. Sums may be split over programs: a second pass adds the parts in their
+order, elementwise, so that XLA does it in the operation that reads the result.
 """
 
 import dataclasses
@@ -16,14 +20,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib import masked_pallas as masked
 from jaxops._lib.costs import bytes_of
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows
+from jaxops._lib.schedule_pallas import finds_own, schedule_groups, tile_of, work_of_rows
+from jaxops._lib.sums import sum_of_parts
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
-from jaxops._lib.work_list import COLUMNS, schedule_one
+from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -41,6 +47,7 @@ class Side:
       axis: of the result, 0 or 1.
       stack: (index in the stack,), or () without one.
       first, rows: the tile's first row, before it is clipped, and all rows.
+      exists: [rows], which of them are read; the others are zeros. None for all.
     """
 
     axis: int
@@ -50,19 +57,17 @@ class Side:
     stack: tuple[jax.Array, ...]
     first: jax.Array
     rows: jax.Array
+    exists: jax.Array | None = None
 
-    def load(self, k: jax.Array, k_in: jax.Array | None, dtype: Any) -> jax.Array:
-        """[rows, 128] of step k in a half precision, zeros where k_in is false: memory past K may hold NaN."""
-        columns = k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        mask = None if k_in is None else jnp.broadcast_to(k_in[None, :], (self.rows.shape[0], BLOCK))
-        at = self.values_ref.at[(*self.stack, self.rows[:, None], columns[None, :])]
-        values = plgpu.load(at, mask=mask, other=None if mask is None else 0.0)
-        if values.dtype.itemsize == 1 and dtype == jnp.bfloat16:
-            # Through float16 and float32, exactly. Triton's cast from e5m2 to bfloat16 turns NaN into finite numbers
-            # (H200, 2026-11-23, JAX 0.11.2); that from e4m3 has an instruction from float16 to bfloat16 for each
-            # number, at an eighth of the rate of those from float32 (sm_90, Triton 3.9).
-            values = values.astype(jnp.float16).astype(jnp.float32)
-        return values.astype(dtype)
+    def load(self, columns: jax.Array, k_in: jax.Array | None) -> jax.Array:
+        """[rows, columns], zeros where k_in is false: memory past K may hold NaN."""
+        exists = None if self.exists is None else self.exists[:, None]
+        mask = masked.both(exists, None if k_in is None else k_in[None, :])
+        return masked.load(self.values_ref, (*self.stack, self.rows[:, None], columns[None, :]), mask)
+
+    def load_one_row(self, columns: jax.Array, k_in: jax.Array | None) -> jax.Array:
+        """[columns]. Not [1, columns], whose layout Triton would give to all that it is multiplied with."""
+        return masked.load(self.values_ref, (*self.stack, self.rows, columns), k_in)
 
     @property
     def by_steps(self) -> bool:
@@ -78,61 +83,158 @@ class Side:
         elif self.scaling == "block_1x128":
             index = (k, self.rows)
         elif self.rows.shape[0] <= BLOCK:  # a tile is in one block
-            index = (jnp.minimum(self.first // BLOCK, self.scales_ref.shape[-2] - 1), k)
+            index = (self._block, k)
         else:
             index = (self.rows // BLOCK, k)
         found = plgpu.load(self.scales_ref.at[(*self.stack, *index)])
         return jnp.expand_dims(found, 1 - self.axis) if found.ndim else found
 
+    def scales_of_columns(self, columns: jax.Array) -> jax.Array:
+        """Factors of the columns of a tile of one row, or of at most 128 rows of 128x128 blocks: [columns]."""
+        k = jnp.minimum(columns // BLOCK, pl.cdiv(self.values_ref.shape[-1], BLOCK) - 1)
+        index = (k, self.rows) if self.scaling == "block_1x128" else (self._block, k)
+        return masked.load(self.scales_ref, (*self.stack, *index))
 
-def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array) -> list[jax.Array]:
-    """float32 [rows of a, rows of b] for each b, summed over `steps` K steps of 128 from step `first`; the last step is
-    masked."""
+    @property
+    def _block(self) -> jax.Array:
+        """The block of 128 rows of a tile of at most as many."""
+        return jnp.minimum(self.first // BLOCK, self.scales_ref.shape[-2] - 1)
+
+
+def _converted(values: jax.Array, dtype: Any) -> jax.Array:
+    """In bfloat16, float16 or float32."""
+    if values.dtype.itemsize == 1 and dtype != jnp.float16:
+        # Through float16 and float32, exactly. Triton's cast from e5m2 to bfloat16 turns NaN into finite numbers
+        # (H200, 2026-11-23, JAX 0.11.2); that from e4m3 has an instruction from float16 to bfloat16 for each
+        # number, at an eighth of the rate of those from float32 (sm_90, Triton 3.9).
+        values = values.astype(jnp.float16).astype(jnp.float32)
+    return values.astype(dtype)
+
+
+def sums_of_rows(tiles: Tiles, a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array) -> list[jax.Array]:
+    """float32 [rows of a, rows of b] for each b, summed over `steps` steps of `tiles.bk` columns from step `first`."""
+    if tiles.bm == 1:
+        return _sums_of_one_row(a, bs, first, steps, tiles.bk)
+    if not tiles.swap:
+        return sums_of_steps(a, bs, first, steps, tiles.bk)
+    b_first = [dataclasses.replace(b, axis=0) for b in bs]
+    return [acc.T for acc in sums_of_steps(dataclasses.replace(a, axis=1), b_first, first, steps, tiles.bk)]
+
+
+def part_of_steps(tiles: Tiles, K: int, number: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """First step and count of steps of part `number` of sums over K; None for whole sums."""
+    steps = pl.cdiv(K, tiles.bk)
+    if number is None:
+        return jnp.int32(0), jnp.int32(steps)
+    each = pl.cdiv(steps, tiles.split)
+    return number * each, jnp.clip(steps - number * each, 0, each)  # none or less where the sum is short
+
+
+def _sums_of_one_row(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array, bk: int) -> list[jax.Array]:
+    """As `sums_of_rows`, of a tile of one row, in float32 without tensor cores. All bk columns of a step are loaded
+    before any of them is used."""
+    K = a.values_ref.shape[1]
+    width = bk & -bk  # Triton's sizes are powers of two
+
+    def step(i, sums, masked=False):
+        columns = [i * bk + start + jnp.arange(width, dtype=jnp.int32) for start in range(0, bk, width)]
+        parts = [(ks, ks < K if masked else None) for ks in columns]
+        weights = [[b.load(*part) for b in bs] for part in parts]
+        rows = [a.load_one_row(*part).astype(jnp.float32) for part in parts]
+        factors = [[[side.scales_of_columns(ks) for side in (a, b) if side.by_steps] for b in bs] for ks in columns]
+        totals: list[Any] = [0.0] * len(bs)
+        for x, scales, ws in zip(rows, factors, weights, strict=True):
+            scaled = [functools.reduce(jnp.multiply, each, x)[None, :] for each in scales]
+            products = [x * _converted(w, jnp.float32) for x, w in zip(scaled, ws, strict=True)]
+            totals = [total + product for total, product in zip(totals, products, strict=True)]
+        return [acc + jnp.sum(total, axis=1)[None, :] for acc, total in zip(sums, totals, strict=True)]
+
+    sums, constant = [jnp.zeros((1, b.rows.shape[0]), jnp.float32) for b in bs], _constant_scales(a, bs)
+    whole = jnp.minimum(first + steps, K // bk)
+    if K // bk:
+        sums = lax.fori_loop(first, whole, step, sums)
+    if K % bk:
+        sums = lax.fori_loop(jnp.maximum(first, whole), first + steps, functools.partial(step, masked=True), sums)
+    return _scaled(sums, constant)
+
+
+def _constant_scales(a: Side, bs: Sequence[Side]) -> list[list[jax.Array]]:
+    """For each b the scales that are the same in all steps: loaded before the sum, not waited for after it."""
+    return [[side.scales(jnp.int32(0)) for side in (a, b) if not side.by_steps] for b in bs]
+
+
+def _scaled(sums: Sequence[jax.Array], scales: list[list[jax.Array]]) -> list[jax.Array]:
+    return [functools.reduce(jnp.multiply, each, acc) for each, acc in zip(scales, sums, strict=True)]
+
+
+def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array, bk: int = BLOCK) -> list[jax.Array]:
+    """float32 [rows of a, rows of b] for each b, or transposed where b's axis is 0, summed over `steps` K steps of bk
+    from step `first`; the last step is masked."""
     K = a.values_ref.shape[1]
     half = jnp.float16 if a.values_ref.dtype == jnp.float16 else jnp.bfloat16
 
-    def factors(k):
-        k = jnp.clip(k, 0, pl.cdiv(K, BLOCK) - 1)
-        return [[side.scales(k) for side in (a, b) if side.by_steps] for b in bs]
+    def factors(i):
+        """Of each block of step i."""
+        ks = [jnp.clip(i * (bk // BLOCK) + n, 0, pl.cdiv(K, BLOCK) - 1) for n in range(bk // BLOCK)]
+        return [[[side.scales(k) for side in (a, b) if side.by_steps] for b in bs] for k in ks]
 
-    def step(k, carry, k_in=None):
+    def step(i, carry, masked=False):
         sums, now = carry
-        ahead = factors(k + 1)  # Triton pipelines only what a product reads
-        rows = a.load(k, k_in, half)
-        products = [plgpu.dot(rows, b.load(k, k_in, half), trans_b=True) for b in bs]
-        terms = [functools.reduce(jnp.multiply, each, x) for each, x in zip(now, products, strict=True)]
-        return [acc + term for acc, term in zip(sums, terms, strict=True)], ahead
+        ahead = factors(i + 1)  # Triton pipelines only what a product reads
+        for n, scales in enumerate(now):
+            columns = i * bk + n * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            k_in = columns < K if masked else None
+            rows = _converted(a.load(columns, k_in), half)
+            operands = [(rows, _converted(b.load(columns, k_in), half)) for b in bs]
+            ordered = operands if a.axis == 0 else [(y, x) for x, y in operands]
+            products = [plgpu.dot(x, y, trans_b=True) for x, y in ordered]
+            terms = [functools.reduce(jnp.multiply, each, x) for each, x in zip(scales, products, strict=True)]
+            sums = [acc + term for acc, term in zip(sums, terms, strict=True)]
+        return sums, ahead
 
-    def last_step(k, carry):
-        return step(k, carry, k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32) < K)
-
-    whole = jnp.minimum(first + steps, K // BLOCK)
-    carry = [jnp.zeros((a.rows.shape[0], b.rows.shape[0]), jnp.float32) for b in bs], factors(first)
+    whole = jnp.minimum(first + steps, K // bk)
+    shapes, constant = [(a.rows.shape[0], b.rows.shape[0]) for b in bs], _constant_scales(a, bs)
+    carry = [jnp.zeros(x if a.axis == 0 else x[::-1], jnp.float32) for x in shapes], factors(first)
     carry = lax.fori_loop(first, whole, step, carry)
-    if K % BLOCK:
-        carry = lax.fori_loop(whole, first + steps, last_step, carry)
-    constant = [[side.scales(first) for side in (a, b) if not side.by_steps] for b in bs]
-    return [functools.reduce(jnp.multiply, each, acc) for each, acc in zip(constant, carry[0], strict=True)]
+    if K % bk:
+        carry = lax.fori_loop(jnp.maximum(first, whole), first + steps, functools.partial(step, masked=True), carry)
+    return _scaled(carry[0], constant)
 
 
-def _rows_kernel(
-    schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, G: int, num_i: int, tiles: Tiles, scalings
-):
-    (M, N), K = out_ref.shape, a_ref.shape[1]
+def _rows_kernel(*refs, G: int | None, num_i: int, tiles: Tiles, scalings):
+    """refs: `work_of_rows` with groups; the operands; the result, [M, N], or with `tiles.split` [split, M, N]."""
+    *work_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref = refs
+    (*_, M, N), K = out_ref.shape, a_ref.shape[1]
     t, j = panel_order(pl.program_id(0), num_i, pl.cdiv(N, tiles.bn), tiles.panel)
-    group, start, end = _load_entry(schedule_ref, t, 3)
-    inside = group < G
+    if G is None:  # one matrix, without a work list
+        group, start = jnp.int32(0), t * tiles.bm
+        end = jnp.minimum(start + tiles.bm, M)
+    else:
+        group, start, end = tile_of(work_ref[0], t, G, M, tiles.bm)
     rows, cols = start + jnp.arange(tiles.bm, dtype=jnp.int32), j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
+    number = pl.program_id(1) if tiles.split > 1 else None
+    at = (rows[:, None], cols[None, :]) if number is None else (number, rows[:, None], cols[None, :])
+    first, steps = part_of_steps(tiles, K, number)
 
-    @pl.when(start < end)  # with few rows most entries of the work list are past the last tile
-    def _():
-        # Clipped, not masked: a tile may read a neighbour's rows, whose results are not stored.
-        a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1))
-        stack, cols_in = (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1)
+    def store(values):
+        mask = (rows < end)[:, None] & (cols < N)[None, :]
+        plgpu.store(out_ref.at[at], jnp.broadcast_to(values, mask.shape).astype(out_ref.dtype), mask=mask)
+
+    def multiply():
+        # Few rows read no others: a tile is mostly empty. Elsewhere a tile may read a neighbour's rows, whose results
+        # are not stored.
+        exists = rows < end if finds_own(M) and not (G is None and M % tiles.bm == 0) else None
+        a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1), exists)
+        stack, cols_in = () if G is None else (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1)
         b = Side(1, b_ref, b_scales_ref, scalings[1], stack, j * tiles.bn, cols_in)
-        (acc,) = sums_of_steps(a, [b], jnp.int32(0), inside.astype(jnp.int32) * pl.cdiv(K, BLOCK))
-        out = jnp.where(inside, acc, 0.0).astype(out_ref.dtype)  # the scales of rows outside may be NaN
-        plgpu.store(out_ref.at[rows[:, None], cols[None, :]], out, mask=(rows < end)[:, None] & (cols < N)[None, :])
+        # Not a constant: the compiler would unroll a loop over all of K.
+        store(sums_of_rows(tiles, a, [b], first, jnp.minimum(end - start, 1) * steps)[0])
+
+    if G is None:
+        multiply()
+    else:  # with few rows most entries of the work list are past the last tile
+        pl.when((start < end) & (group < G))(multiply)
+        pl.when((start < end) & (group >= G))(lambda: store(jnp.zeros((1, 1), jnp.float32)))
 
 
 def _contraction_kernel(schedule_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *, tiles: Tiles, scalings):
@@ -159,33 +261,36 @@ def multiply_pallas(
     (M, _), N = a.values.shape, b.values.shape[-2]
     num_i, num_j = pl.cdiv(M, tiles.bm), pl.cdiv(N, tiles.bn)
     if offsets is None:
-        b = Operand(b.values[None], b.scales[None], b.scaling)
-        return _launch(jnp.asarray(schedule_one(M, tiles.bm)), a, b, shape=(M, N), programs=num_i * num_j, **how)
+        return _launch(None, a, b, shape=(M, N), programs=num_i * num_j, **how)
     G = offsets.shape[0] - 1
     if length is not None:
         schedule = schedule_groups(offsets, length, interpret)
         return _launch(schedule, a, b, length=length, shape=(G, M, N), programs=G * num_i * num_j, **how)
-    schedule, programs = schedule_rows(offsets, M, tiles.bm, interpret), tile_bound(M, G, tiles.bm) * num_j
-    return _launch(schedule, a, b, shape=(M, N), programs=programs, **how)
+    work, programs = work_of_rows(offsets, M, tiles.bm, interpret), tile_bound(M, G, tiles.bm) * num_j
+    return _launch(work, a, b, shape=(M, N), programs=programs, **how)
 
 
 @traced_once("length", "shape", "programs", "out_dtype", "tiles", "interpret")
 def _launch(
-    schedule: jax.Array, a: Operand, b: Operand, *, length: int | None = None, shape: tuple[int, ...], programs: int,
+    work: jax.Array | None, a: Operand, b: Operand, *, length: int | None = None, shape: tuple[int, ...], programs: int,
     out_dtype, tiles: Tiles, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """shape: of the result, [M, N], or [G, M, N] of a ragged contraction, over `length` rows."""
+    """work: of rows, None without groups; or of groups. shape: of the result, [M, N], or [G, M, N] of a ragged
+    contraction, over `length` rows."""
     scales = [x.scales[..., None] if x.scaling == "tensorwise" else x.scales for x in (a, b)]
     how: dict[str, Any] = {"tiles": tiles, "scalings": (a.scaling, b.scaling)}
+    out, grid, split = out_struct(shape, out_dtype, like=a.values), (programs,), tiles.split
     if len(shape) == 3:
-        kernel, name = functools.partial(_contraction_kernel, **how), "fp8_matmul_contraction"
+        kernel, name, split = functools.partial(_contraction_kernel, **how), "fp8_matmul_contraction", 1
     else:
-        num_i = programs // pl.cdiv(shape[1], tiles.bn)
-        kernel, name = functools.partial(_rows_kernel, G=b.values.shape[0], num_i=num_i, **how), "fp8_matmul_rows"
-    out = out_struct(shape, out_dtype, like=a.values)
-    return launch(
-        kernel, schedule, a.values, scales[0], b.values, scales[1], out=out,
-        grid=(programs,), warps=tiles.warps, stages=tiles.stages, interpret=interpret, name=name,
+        num_i, G = programs // pl.cdiv(shape[1], tiles.bn), None if work is None else b.values.shape[0]
+        kernel, name = functools.partial(_rows_kernel, G=G, num_i=num_i, **how), "fp8_matmul_rows"
+    if split > 1:
+        out, grid = out_struct((split, *shape), jnp.float32, like=a.values), (programs, split)
+    found = launch(
+        kernel, *([] if work is None else [work]), a.values, scales[0], b.values, scales[1], out=out,
+        grid=grid, warps=tiles.warps, stages=tiles.stages, interpret=interpret, name=name,
         flops=2 * shape[-2] * shape[-1] * (length or a.values.shape[1]),
-        bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out) if length else None,
+        bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(work, out) if length else None,
     )  # fmt: skip
+    return found if split == 1 else sum_of_parts(found).astype(out_dtype)

@@ -9,6 +9,7 @@ from jaxops._lib.device import Device, check_gluon, runs_gluon
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.plans import ADA, BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
+from jaxops._lib.sums import parts_of_sums
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -24,11 +25,18 @@ class Tiles:
     Attributes:
       kernel: "triton" (Hopper), "pallas", or "xla", which has no tiles and becomes cuBLASLt where scales are
         tensorwise.
-      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`. "pallas"
+        fwd and dgrad: bm may be 1, for a tile without tensor cores, whose bn may be less; with swap bm may be 8.
       warps: warps a program ("pallas").
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
         L2.
+      bk: "pallas" fwd and dgrad: numbers of the contracted dimension in a step, a multiple of 128. With bm=1 all of a
+        step are loaded before any is used, and the largest power of two in bk must not be small.
+      split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
+      swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
+        takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
+        warp, without a way back to shared memory.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -37,11 +45,24 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     panel: int = 8
+    bk: int = BLOCK
+    split: int = 1
+    swap: bool = False
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
-        if self.kernel != "triton":
-            check_fields(self, "bm", "bn", power_of_2=True, least=16)
+        check_fields(self, "bk", "split")
+        if self.bk % BLOCK:
+            raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
+        if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
+            raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
+        if self.swap and self.bm == 1:
+            raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
+        if self.kernel == "pallas" and self.bm == 1:
+            check_fields(self, "bn", power_of_2=True)
+        elif self.kernel != "triton":
+            check_fields(self, "bm", power_of_2=True, least=8 if self.swap else 16)
+            check_fields(self, "bn", power_of_2=True, least=16)
         elif (self.bm, self.bn) not in HOPPER_TILES:
             known = ", ".join(f"{bm}x{bn}" for bm, bn in HOPPER_TILES)
             raise ValueError(f"Tiles of {self.bm}x{self.bn}: the triton kernel has {known}.")
@@ -53,7 +74,7 @@ class Tiles:
     @property
     def shared_bytes(self) -> int:
         """Shared memory in bytes: the load pipeline, and for "triton" the buffers that tiles are stored from."""
-        pipeline = self.stages * BLOCK * (self.bm + self.bn)
+        pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
         return pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256
@@ -110,6 +131,12 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     return {"cast": cast}
 
 
+def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
+        raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
+    return tiles
+
+
 def casts_inside(problem: Problem, backend: str) -> bool:
     """Whether the forward can cast lhs inside its product."""
     blocks = RECIPES[problem.recipe].lhs.scaling == "block_1x128"
@@ -122,21 +149,37 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     out_rows, out_cols = {"fwd": (p.M, p.N), "dgrad": (p.M, p.K), "wgrad": (p.K, p.N)}[pass_name]
     if kernel == "triton":
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, device.cores)
+    if not p.quantize_lhs and pass_name != "wgrad":
+        return _heuristic_of_few_rows(p, out_cols, p.K if pass_name == "fwd" else p.N, device)
     bm, bn = (min(128, max(16, power_of_2(size))) for size in (out_rows, out_cols))
-    if not p.quantize_lhs:
-        return _heuristic_of_few_rows(bm, p.G, out_rows, out_cols, device.cores)
     return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)
 
 
-def _heuristic_of_few_rows(bm: int, G: int, rows: int, columns: int, cores: int) -> Tiles:
-    """Reading rhs bounds them: three programs a multiprocessor, or, where tiles are too few for one, narrower ones with
-    a longer pipeline. Twice the rows of a mean group, since each further tile of a group reads its matrix again."""
-    bm = min(bm, 64, max(16, power_of_2(2 * rows // max(G, 1))))
-    high = min(rows, G) if G else -(-rows // bm)
+def _heuristic_of_few_rows(problem: Problem, columns: int, length: int, device: Device) -> Tiles:
+    """Tiles of unquantized rows for sums over `length`, where reading rhs takes the time.
+
+    Twice the rows of a mean group, since each further tile of a group reads its matrix again. Up to 16 rows five
+    programs a multiprocessor, and of more, whose products take longer than reading rhs, one. H200, 2026-11-25, cold
+    weights, 1 to 256 tokens (dense 2048x5120 and 4096x2048, 128 experts of 768x2048): at most 2 % longer than the
+    fastest of 19 to 56 tiles in each of twelve cases.
+    """
+    M, G = problem.M, problem.G
+    bm = max(8, min(power_of_2(M), power_of_2(2 * M // G), 64) if G else min(power_of_2(M), 128))
+    high, each = min(M, G) if G else -(-M // bm), 5 if bm <= 16 else 1
     programs = lambda bn: high * -(-columns // bn)
-    bn = next((bn for bn in (128, 64, 32) if 4 * programs(bn) >= 3 * cores), 16)
-    bn = min(bn, max(16, power_of_2(columns)))
-    return Tiles("pallas", bm, bn, 4, stages=3 if programs(bn) >= 2 * cores else 6)
+    if bm == 8:
+        bn, warps, stages, swap = 64, 4, 4, True
+    elif G:
+        bn, warps, stages, swap = 128, 4, 3, False
+    elif bm == 16:
+        bn, warps, stages, swap = 64, 4, 4, False
+    elif bm == 128 and 2 * programs(64) <= device.cores:
+        bn, warps, stages, swap = 64, 4, 4, True
+    else:
+        bn, warps, stages, swap = 128, 8, 4 if bm < 128 else 3, True
+    fit = device.shared_bytes // (BLOCK * (2 * bm + bn))  # lhs has two bytes
+    split = parts_of_sums(length, programs(bn), device.cores, each)
+    return Tiles("pallas", bm, bn, warps, min(stages, fit), split=split, swap=swap)
 
 
 # Speed of tiles of 192 rows over that of 128 rows, where both fill the card, by the scaling. H200, 2026-11-21, 8192^3,
@@ -191,6 +234,7 @@ PLANNER = Planner(
     _key,
     lambda _: ADA,
     lambda problem, device: runs_gluon(device) and problem.quantize_lhs,
+    fit=_fit,
     others=_others,
 )
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -11,7 +11,7 @@ from jaxops.ops.grouped_glu.plan import (
     Tiles,
     candidates,
     few_rows,
-    few_rows_columns,
+    few_rows_cut,
     make_plan,
 )
 
@@ -25,7 +25,7 @@ __all__ = [
     "Unit",
     "candidates",
     "few_rows",
-    "few_rows_columns",
+    "few_rows_cut",
     "glu_of_rows",
     "grouped_glu",
     "launch_unit",

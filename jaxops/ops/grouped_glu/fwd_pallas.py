@@ -19,16 +19,17 @@ from jaxops._lib.activations import unit as activated
 from jaxops._lib.grouped_gemm_pallas import sums_over_columns
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import schedule_rows
+from jaxops._lib.schedule_pallas import tile_of, work_of_rows
+from jaxops._lib.sums import sum_of_parts
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
-from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.grouped_matmul import Tiles
 
-# (refs of the operands, group, rows [height] of x, column tile, 1) -> gate and up, float32 [height, bn]. The last one
-# is not a constant, so that the compiler does not unroll a loop over all of K: a program would wait to fetch each
-# instruction of it once.
-Products = Callable[[Sequence[Any], jax.Array, jax.Array, jax.Array, jax.Array], Sequence[jax.Array]]
+# (refs of the operands, group, rows [height] of x, column tile, how many of the rows count, the number of a part of the
+# sums or None for all) -> gate and up, float32 [height, bn]. At least one row counts, and min(how many, 1) is no
+# constant: as a factor of a loop's bound it keeps the compiler from unrolling a loop over all of K, whose instructions
+# a program would wait for once each.
+Products = Callable[[Sequence[Any], jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], Sequence[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Unit:
       dtype: of h, gate and up.
       activation: of the gate.
       save: whether gate and up are results, too.
-      tiles: bm rows, bn columns of gate and as many of up; panel, warps and stages. Of `grouped_matmul`, or of
-        `fp8_matmul`.
+      tiles: bm rows, bn columns of gate and as many of up; panel, warps and stages; split: parts of the sums, which a
+        second pass adds and activates. Of `grouped_matmul`, or of `fp8_matmul`.
       tail: a group's last rows, if at most this many, use tiles of this height; 0 for none.
       interpret: runs in Pallas' interpreter.
     """
@@ -58,12 +59,14 @@ class Unit:
 
 
 def _kernel(work_ref, *refs, unit: Unit, products: Products, count: int, G: int, bound: int, gathers: bool):
-    """refs: with `gathers` the indices; `count` operands, x first; h, and gate and up if they are results."""
+    """refs: with `gathers` the indices; `count` operands, x first; h, and gate and up if they are results; with
+    `tiles.split` instead gate and up, float32 [split, M, F]."""
     indices_ref, refs = (refs[0], refs[1:]) if gathers else (None, refs)
     operands, outs = refs[:count], refs[count:]
-    (M, F), bn = unit.shape, unit.tiles.bn
+    (M, F), bn, split = unit.shape, unit.tiles.bn, unit.tiles.split
+    number = pl.program_id(1) if split > 1 else None
     t, j = panel_order(pl.program_id(0), bound, pl.cdiv(F, bn), unit.tiles.panel)
-    group, start, end = (masked.load(work_ref, (i * (work_ref.shape[0] // COLUMNS) + t,)) for i in range(3))
+    group, start, end = tile_of(work_ref, t, G, M, unit.tiles.bm)
     # Clips that change nothing, as in grouped_matmul's kernel: no int32 offset overflows.
     j, start = jnp.clip(j, 0, pl.cdiv(F, bn) - 1), jnp.clip(start, 0, M)
 
@@ -71,17 +74,15 @@ def _kernel(work_ref, *refs, unit: Unit, products: Products, count: int, G: int,
         rows, cols = (first + jnp.arange(n, dtype=jnp.int32) for first, n in ((start, height), (j * bn, bn)))
         mask = masked.both((rows < end)[:, None], None if F % bn == 0 else (cols < F)[None, :])
         for ref, result in zip(outs, results, strict=True):
-            masked.store(ref, (rows[:, None], cols[None, :]), result, mask)
+            at = (rows[:, None], cols[None, :])
+            masked.store(ref, at if number is None else (number, *at), result, mask)
 
     def multiply(height: int) -> None:
-        # Rows of the next group may be read; they affect only rows that are not stored.
         rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)
         if indices_ref is not None:
             rows = jnp.clip(masked.load(indices_ref, (rows,)), 0, operands[0].shape[0] - 1)
-        # Activated as they are saved: the backward sees the same numbers.
-        pre = products(operands, jnp.clip(group, 0, G - 1), rows, j, jnp.minimum(end - start, 1))
-        pre = [half.astype(unit.dtype) for half in pre]
-        store(height, [activated(unit.activation, *pre), *pre][: len(outs)])
+        pre = products(operands, jnp.clip(group, 0, G - 1), rows, j, end - start, number)
+        store(height, pre if split > 1 else _results(unit, pre)[: len(outs)])
 
     # A program past the last tile has nothing to do, and leaves.
     inside, high = (start < end) & (group < G), end - start > unit.tail
@@ -89,6 +90,12 @@ def _kernel(work_ref, *refs, unit: Unit, products: Products, count: int, G: int,
     if unit.tail:
         pl.when(inside & ~high)(functools.partial(multiply, unit.tail))
     pl.when((start < end) & (group >= G))(lambda: store(unit.tiles.bm, [jnp.zeros((1, 1), jnp.float32)] * len(outs)))
+
+
+def _results(unit: Unit, pre: Sequence[jax.Array]) -> list[jax.Array]:
+    """h, gate and up: activated as they are saved, so that the backward sees the same numbers."""
+    pre = [half.astype(unit.dtype) for half in pre]
+    return [activated(unit.activation, *pre).astype(unit.dtype), *pre]
 
 
 def launch_unit(
@@ -105,20 +112,26 @@ def launch_unit(
     (M, F), G, tiles = unit.shape, offsets.shape[0] - 1, unit.tiles
     bound = tile_bound(M, G, tiles.bm)
     how = {"products": products, "count": len(operands), "G": G, "bound": bound, "gathers": indices is not None}
-    work = schedule_rows(offsets, M, tiles.bm, unit.interpret)
-    return tuple(
-        launch(
-            functools.partial(_kernel, unit=unit, **how),
-            *(work, *([] if indices is None else [indices]), *operands),
-            out=[out_struct((M, F), unit.dtype, like=operands[0])] * (3 if unit.save else 1),
-            grid=(bound * pl.cdiv(F, tiles.bn),),
-            warps=tiles.warps,
-            stages=tiles.stages,
-            interpret=unit.interpret,
-            name=unit.name,
-            flops=2 * 2 * M * operands[0].shape[1] * F,
-        )
+    work, count = work_of_rows(offsets, M, tiles.bm, unit.interpret), 3 if unit.save else 1
+    grid: tuple[int, ...] = (bound * pl.cdiv(F, tiles.bn),)
+    out = [out_struct((M, F), unit.dtype, like=operands[0])] * count
+    if tiles.split > 1:
+        grid += (tiles.split,)
+        out = [out_struct((tiles.split, M, F), jnp.float32, like=operands[0])] * 2
+    results = launch(
+        functools.partial(_kernel, unit=unit, **how),
+        *(work, *([] if indices is None else [indices]), *operands),
+        out=out,
+        grid=grid,
+        warps=tiles.warps,
+        stages=tiles.stages,
+        interpret=unit.interpret,
+        name=unit.name,
+        flops=2 * 2 * M * operands[0].shape[1] * F,
     )
+    if tiles.split > 1:
+        results = _results(unit, [sum_of_parts(parts) for parts in results])[:count]
+    return tuple(results)
 
 
 @traced_once("activation", "save", "tiles", "precision", "interpret")
@@ -128,9 +141,11 @@ def fwd_pallas(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """As `fwd_triton`, of any sizes above 0 and float32, too."""
 
-    def products(refs, group, rows, j, times):
-        how: dict[str, Any] = {"tile": (tiles.bn, tiles.bk), "times": times, "precision": precision}
-        return sums_over_columns(refs[0], refs[1:], group, rows, j, **how)
+    def products(refs, group, rows, j, count, number):
+        rows_in = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
+        how: dict[str, Any] = {"tile": (tiles.bn, tiles.bk), "times": jnp.minimum(count, 1), "precision": precision}
+        part = None if number is None else (number, tiles.split)
+        return sums_over_columns(refs[0], refs[1:], group, (rows, rows_in), j, part=part, **how)
 
     shape = (x.shape[0] if indices is None else indices.shape[0], weights[0].shape[2])
     unit = Unit("grouped_glu_fused", shape, x.dtype, activation, tiles, interpret, save, tiles.tail)

@@ -12,16 +12,15 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.grouped_gemm_pallas import sums_over_columns
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import schedule_rows
+from jaxops._lib.schedule_pallas import finds_own, schedule_rows, tile_in_list, tile_of, work_of_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
-from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.grouped_matmul.modalities import Part, cost_of, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 
 
 def _fwd_kernel(
-    tiles_ref,
+    work_ref,
     lhs_ref,
     *refs,
     count: int,
@@ -36,17 +35,22 @@ def _fwd_kernel(
     M, N = out_ref.shape
     bm, bn = tiles.bm, tiles.bn
     t, j = panel_order(pl.program_id(0), bound, pl.cdiv(N, bn), tiles.panel)
-    group, start, end = (plgpu.load(tiles_ref.at[i * (tiles_ref.shape[0] // COLUMNS) + t]) for i in range(3))
+    if parts is None:
+        group, start, end = tile_of(work_ref, t, rhs_refs[0].shape[0], M, bm)
+    else:
+        group, start, end = tile_in_list(work_ref, t)
     # Clips that change nothing, but from which the compiler knows that no int32 offset overflows: it then steps 64-bit
     # pointers instead of widening each offset in each step (H200, 2026-11-21, mixtral_up: 669 against 612 TFLOP/s).
     j, start = jnp.clip(j, 0, pl.cdiv(N, bn) - 1), jnp.clip(start, 0, M)
     cols = j * bn + jnp.arange(bn, dtype=jnp.int32)
 
     def product(rhs_ref, g, height: int, times) -> jax.Array:
-        # Rows of the next group may be read; they affect only rows that are not stored.
-        rows = jnp.clip(start + jnp.arange(height, dtype=jnp.int32), 0, M - 1)
+        rows = start + jnp.arange(height, dtype=jnp.int32)
+        # Rows of the next group may be read; they affect only rows that are not stored. Few rows read no others: a tile
+        # is mostly empty, and its weights take the time.
+        rows_in = rows < end if finds_own(M) else None
         how = {"tile": (bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
-        return sums_over_columns(lhs_ref, [rhs_ref], g, rows, j, **how)[0]
+        return sums_over_columns(lhs_ref, [rhs_ref], g, (jnp.clip(rows, 0, M - 1), rows_in), j, **how)[0]
 
     def store(tile) -> None:
         height = tile.shape[0]
@@ -114,7 +118,9 @@ def fwd_pallas(
     (M, N), G = out.shape, offsets.shape[0] - 1
     bound, spans = tile_bound(M, G, tiles.bm), () if parts is None else tuple(part.runs for part in parts)
     name = f"{'' if parts is None else 'modality_'}grouped_matmul_{'dgrad' if transpose_rhs else 'fwd'}"
-    operands = (schedule_rows(offsets, M, tiles.bm, interpret, spans), lhs, *rhs, *([] if extra is None else [extra]))
+    schedule = work_of_rows if parts is None else functools.partial(schedule_rows, spans=spans)
+    work = schedule(offsets, M, tiles.bm, interpret)
+    operands = (work, lhs, *rhs, *([] if extra is None else [extra]))
     how = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}
     return launch(
         functools.partial(_fwd_kernel, count=len(rhs), **how),

@@ -41,6 +41,8 @@ class Tiles:
         bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
         dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
         tiles of 128 rows as with tiles of 32 (1,657 and 1,648 us), and one group of all rows is 2.3 times faster.
+      split: of `grouped_glu`'s one kernel for few rows only: parts of each sum, each a program's; a second pass adds
+        them.
     """
 
     bm: int
@@ -54,9 +56,11 @@ class Tiles:
     kernel: Literal["pallas", "triton"] = "pallas"
     ping_pong: bool = False
     dynamic: bool = False
+    split: int = 1
 
     def __post_init__(self):
         check_fields(self, "kernel", among=KERNELS)
+        check_fields(self, "split")
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
         if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in HOPPER_TILES):
@@ -199,6 +203,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
+    if tiles.split > 1:
+        raise ValueError(f"plan.{pass_name}={tiles}: only grouped_glu's kernel for few rows has split; leave it out.")
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
     if call.device.shared and tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
@@ -242,8 +248,9 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         # A few rows, as of decoding, whose tiles hardly fill the card: narrower ones, of which a multiprocessor loads
         # more ahead. H200, 2026-11-24, 128 experts, each of 8 rows another's: 22.9 instead of 29.9 us (K 2048, N 768)
         # and 20.6 instead of 24.2 (K 768, N 2048), with the schedule; 32 rows: 40 instead of 47, 39 instead of 43.
+        # H200, 2026-11-25, 8 rows (K 768, N 2048): 9.9 us with four stages, 10.2 with five.
         if bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
-            bn, bk, stages = 128, *((128, 5) if problem.M <= 16 else (64, 3))
+            bn, bk, stages = 128, *((128, 4) if problem.M <= 16 else (64, 3))
     bm, bn = cover(out_rows, bm), cover(out_cols, bn)
     peel, tail = pass_name == "wgrad" and rows >= 1024, _tail(pass_name, problem, bm)
     tiles = Tiles(bm, bn, cover(step, bk), warps if bm * bn >= 128 * 256 else 4, stages, peel=peel, tail=tail)

@@ -2,11 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
-from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.fp8_matmul import Operand, Side, Tiles, sums_of_steps, unquantized
+from jaxops.ops.fp8_matmul import Operand, Side, Tiles, part_of_steps, sums_of_rows, unquantized
 from jaxops.ops.grouped_glu import Unit, launch_unit
 
 
@@ -25,12 +23,14 @@ def unit_of_stored(
     """
     (_, F, K), bn, rows_of_x = weights[0].values.shape, tiles.bn, unquantized(x)
 
-    def products(refs, group, rows, j, times):
-        a = Side(0, refs[0], refs[1], rows_of_x.scaling, (), jnp.int32(0), rows)
+    def products(refs, group, rows, j, count, number):
+        exists = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
+        a = Side(0, refs[0], refs[1], rows_of_x.scaling, (), jnp.int32(0), rows, exists)
         columns = jnp.minimum(j * bn + jnp.arange(bn, dtype=jnp.int32), F - 1)
         scalings = enumerate((w.scaling for w in weights), 1)
         bs = [Side(1, refs[2 * n], refs[2 * n + 1], each, (group,), j * bn, columns) for n, each in scalings]
-        return sums_of_steps(a, bs, jnp.int32(0), times * pl.cdiv(K, BLOCK))
+        first, steps = part_of_steps(tiles, K, number)
+        return sums_of_rows(tiles, a, bs, first, jnp.minimum(count, 1) * steps)
 
     operands = [rows_of_x.values, rows_of_x.scales[None], *(part for w in weights for part in (w.values, w.scales))]
     unit = Unit("moe_mlp_stored_unit", (indices.shape[0], F), x.dtype, activation, tiles, interpret)

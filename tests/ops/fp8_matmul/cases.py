@@ -33,6 +33,8 @@ def options_of(run: str) -> dict:
         pytest.skip("needs a Hopper GPU and jax-triton")
     if run in ("xla", "triton"):
         return {"backend": run}
+    if run == "own":  # tiles of the plan's choice
+        return {"backend": "pallas"}
     if run == "interpret":
         return {
             "plan": Plan(

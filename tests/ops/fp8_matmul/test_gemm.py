@@ -117,6 +117,39 @@ def test_sizes(run, sizes):
     check(multiply(a, b, run=run, out_dtype="bfloat16"), wide(a) @ wide(b).T, run, "bfloat16")
 
 
+OF_FEW_ROWS = {
+    "one-row": Tiles("pallas", 1, 8, 2, 1, bk=384, panel=2),
+    "one-row-split": Tiles("pallas", 1, 32, 4, 1, split=3),
+    "swapped": Tiles("pallas", 8, 64, 4, 2, panel=2, swap=True),
+    "long-steps": Tiles("pallas", 16, 16, 4, 2, bk=256, split=2),
+    "split": Tiles("pallas", 32, 16, 4, 2, split=2),
+    "swapped-split": Tiles("pallas", 64, 128, 4, 2, split=4, swap=True),
+}
+
+
+@pytest.mark.parametrize("run", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scalings", [TENSOR, ROW, BLOCKS, "tensorwise-block_128x128"])
+@pytest.mark.parametrize("tiles", OF_FEW_ROWS.values(), ids=OF_FEW_ROWS)
+def test_tiles_of_few_rows(tiles, scalings, run):
+    """Dense and over groups with NaN outside; sums of whole steps and not, and shorter than their parts."""
+    a_scaling, b_scaling = scalings.split("-")
+    how = {"out_dtype": jnp.dtype("float32"), "tiles": tiles, "interpret": run == "interpret"}
+    call = jax.jit(functools.partial(multiply_pallas, **how))
+    rng = np.random.default_rng(0)
+    for M, K, N in ((5, 768, 130), (37, 650, 161), (1, 200, 3)):
+        a, b = operand(rng, (M, K), a_scaling), operand(rng, (N, K), b_scaling)
+        check(call(a, b), wide(a) @ wide(b).T, run)
+    sizes, K, N = (9, 0, 1, 7), 650, 161
+    offsets = 3 + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    a, b = bad_rows(operand(rng, (24, K), a_scaling), offsets), operand(rng, (len(sizes), N, K), b_scaling)
+    got = np.asarray(call(a, b, offsets))
+    want, wide_a, wide_b = np.zeros((24, N)), wide(a), wide(b)
+    for g, (lo, hi) in enumerate(itertools.pairwise(offsets)):
+        want[lo:hi] = wide_a[lo:hi] @ wide_b[g].T
+    check(got, want, run)
+    assert not got[np.r_[:3, 20:24]].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", ["gpu", "triton"])
 @pytest.mark.parametrize("scalings", DENSE)

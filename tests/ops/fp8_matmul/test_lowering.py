@@ -18,6 +18,11 @@ from tests.ops.fp8_matmul.cases import operand_shapes
 L4 = AbstractDevice(device_kind="NVIDIA L4", num_cores=58, platform="gpu")
 SMALL = Problem(300, 520, 400, "blockwise", "bfloat16")  # nothing but K is whole tiles
 G = 3
+OF_FEW_ROWS = (
+    Tiles("pallas", 1, 8, 4, 1, bk=384),
+    Tiles("pallas", 1, 16, 4, 1, bk=256, split=2),
+    Tiles("pallas", 64, 64, 4, 2, split=2, swap=True),
+)
 
 
 def lower(device, fn, *shapes) -> str:
@@ -77,7 +82,10 @@ def test_candidates_are_there_and_fit():
     ],
 )
 def test_every_product(ragged, scalings):
-    assert kernels(lowered(H200, ragged, scalings, Tiles("pallas", 64, 32, 4))) == (1 if ragged is None else 2)
+    """Few rows need no work list."""
+    for tiles in (Tiles("pallas", 64, 32, 4), *([] if ragged == "contraction" else OF_FEW_ROWS)):
+        if scalings[1] != "block_1x128" or tiles.bm > 1:  # rows by rows of blocks are a contraction's
+            assert kernels(lowered(H200, ragged, scalings, tiles)) == (2 if ragged == "contraction" else 1)
 
 
 @pytest.mark.parametrize("device", [H200, L4], ids=["H200", "L4"])

@@ -178,6 +178,27 @@ def test_one_stage_would_wait_for_itself():
     assert Tiles("pallas", 128, 128, stages=1).stages == 1
 
 
+def test_tiles_of_few_rows():
+    """One row takes no tensor core; the numbers that it loads at a time are whole blocks. Nothing of it is wgrad's."""
+    assert Tiles("pallas", 1, 4, bk=384, split=2).shared_bytes == 0
+    for wrong, message in (
+        ({"bm": 1, "bk": 100}, "multiple of 128"),
+        ({"bm": 1, "swap": True}, "no tensor core"),
+        ({"bm": 1, "bn": 24}, "power of two"),
+        ({"bn": 8}, "at least 16"),
+        ({"bm": 8}, "at least 16"),
+        ({"bm": 4, "swap": True}, "at least 8"),
+        ({"kernel": "triton", "split": 2}, "no bk, split and swap"),
+        ({"kernel": "xla", "bk": 256}, "no bk, split and swap"),
+        ({"split": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Tiles(**wrong)
+    for tiles in (Tiles(bm=1), Tiles(bk=256), Tiles(split=2), Tiles(swap=True)):
+        with pytest.raises(ValueError, match=r"plan\.wgrad=.*no bm below 16, bk, split or swap"):
+            make_plan(PROBLEM, L4, plan=Plan("pallas", wgrad=tiles))
+
+
 def test_tiles_that_it_has():
     for bm, bn in ((128, 128), (192, 128), (128, 256)):
         assert (Tiles("triton", bm, bn).bm, Tiles("triton", bm, bn).bn) == (bm, bn)

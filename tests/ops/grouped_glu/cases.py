@@ -18,17 +18,18 @@ from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 KERNELS = RUNS[1:]
-FUSED = ["fused", pytest.param("fused-gpu", marks=pytest.mark.gpu)]  # the forward's kernel for few rows
+# The forward's kernel for few rows, and with sums that are split over programs.
+FUSED, SPLIT = ([run, pytest.param(f"{run}-gpu", marks=pytest.mark.gpu)] for run in ("fused", "fused-split"))
 
 
 def plan_of(run: str) -> Plan:
     """Blocks smaller than the tests' sizes. "interpret" runs the activation kernels only, with products by XLA;
     "fused" the forward's kernel for few rows beside them."""
-    if run == "xla":
-        return Plan("xla")
-    if run in ("fused", "fused-gpu"):
-        tiles = grouped_matmul.Tiles(32, 16, 16, panel=2, tail=16)
-        return dataclasses.replace(plan_of({"fused": "interpret", "fused-gpu": "gpu"}[run]), fused=tiles)
+    if run in ("xla", "own"):  # "own": tiles of the plan's choice
+        return Plan("xla" if run == "xla" else "pallas")
+    if run.startswith("fused"):
+        tiles = grouped_matmul.Tiles(32, 16, 16, panel=2, tail=16, split=2 if "split" in run else 1)
+        return dataclasses.replace(plan_of("gpu" if run.endswith("gpu") else "interpret"), fused=tiles)
     return Plan("pallas", Tiles(8, 32), Tiles(4, 16), product_plan_of("xla" if run == "interpret" else run))
 
 

@@ -74,6 +74,10 @@ def test_few_rows_are_one_kernel():
             tiles = dataclasses.replace(plan.fused, bn=2 * plan.fused.bn)
             assert (tiles.bm, tiles.tail) == (plan.products.fwd.bm, plan.products.fwd.tail)
             assert 2 * tiles.shared_bytes(dtype) <= device.shared_bytes or tiles.stages == 2
+    split = lambda *shape: make_plan(Problem(*shape, "bfloat16"), H200, backend="pallas").fused.split
+    # By tokens with 8 of 128 experts; sums too short; columns enough.
+    assert [split(128, M, 2048, 768) for M in (8, 16, 32, 2048)] == [4, 2, 1, 1]
+    assert [split(128, 8, 1023, 768), split(8, 128, 4096, 14336), split(8, 1, 1024, 16)] == [1, 1, 4]
     few = Problem(8, 128, 1024, 3584, "bfloat16")
     assert make_plan(few, H200).fused is not None
     for other in ({"M": 129}, {"joined": True}, {"recast": True}):

@@ -20,7 +20,7 @@ from jaxops.ops.grouped_glu.api import _unit_gradients, unit_forward
 from jaxops.ops.grouped_glu.plan import Spec
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import assert_close
-from tests.ops.grouped_glu.cases import FUSED, KERNELS, RUNS, check, make_case, plan_of, run_all
+from tests.ops.grouped_glu.cases import FUSED, KERNELS, RUNS, SPLIT, check, make_case, plan_of, run_all
 
 ROUTINGS = [
     pytest.param([17, 40, 13], 0, 0, id="all-rows"),
@@ -38,10 +38,18 @@ def test_routings(run, joined, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run, joined=joined)
 
 
-@pytest.mark.parametrize("run", FUSED)
+@pytest.mark.parametrize("run", [*FUSED, *SPLIT])
 @pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
 def test_few_rows(run, sizes, before, after):
     check(make_case(sizes, 19, 37, before=before, after=after), run)
+
+
+@pytest.mark.parametrize("run", ["own", pytest.param("own-gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_tiles_of_few_rows(run, dtype):
+    """Sums in four parts and whole; one program for both routings of the first."""
+    for sizes, K in (((1, 0, 4), 1100), ((0, 2, 3), 1100), ((11, 0, 7), 40)):
+        check(make_case(sizes, K, 37, before=1, after=2, dtype=dtype), "own", kind=dtype)
 
 
 @pytest.mark.parametrize("run", FUSED)
@@ -131,6 +139,11 @@ def test_half(run, dtype, joined):
 @pytest.mark.parametrize(("sizes", "K", "F"), [([31, 1], 5, 64)])
 def test_sizes(run, sizes, K, F):
     check(make_case(sizes, K, F), run)
+
+
+@pytest.mark.parametrize("run", SPLIT)
+def test_split_sums_in_half(run):
+    check(make_case([17, 0, 25], 40, 48, dtype="bfloat16", before=3, after=5), run, kind="bfloat16")
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -22,20 +22,26 @@ WEIGHTS = ("w_gate", "w_up", "w_down")
 TILES = fp8_matmul.Tiles("pallas", 16, 16)
 # The gradient is that of fp8_grouped_matmul.
 PRODUCTS = fp8_matmul.Plan("pallas", "before", TILES, *(2 * [fp8_matmul.Tiles("xla")]))
+ONE_ROW = fp8_matmul.Tiles("pallas", 1, 8, 4, 1, bk=256)
+SWAPPED = fp8_matmul.Tiles("pallas", 8, 64, 4, 2, split=2, swap=True)
 ROWS = permute.Plan("pallas", *(3 * [TILE]))
 PLANS = {
     "xla": Plan("xla"),
     "gathered": Plan("pallas", PRODUCTS, fp8_matmul.Plan("xla"), ROWS, gather=True),
     "copied": Plan("pallas", PRODUCTS, PRODUCTS, ROWS, gather=False),
+    "one-row": Plan("pallas", *(2 * [dataclasses.replace(PRODUCTS, fwd=ONE_ROW)]), ROWS, gather=True),
+    "swapped": Plan("pallas", *(2 * [dataclasses.replace(PRODUCTS, fwd=SWAPPED)]), ROWS, gather=True),
+    "own": Plan("pallas"),
     "gpu": Plan("pallas"),
 }
-RUNS = ["xla", "gathered", pytest.param("gpu", marks=pytest.mark.gpu)]
+RUNS = ["xla", "gathered", "one-row", "swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]
 # Sums and columns of several blocks; neither is a multiple of a tile.
 WIDE = Variant(T=9, D=150, F=140, N=24, k=2, E=4, dtype="bfloat16", activation="gelu_tanh")
 VARIANTS = {
     "shard": dataclasses.replace(SHARD, dtype="bfloat16", out_dtype="float32"),
     "wide": WIDE,
     "one-token": Variant(T=1, D=9, F=5, N=6, k=2, E=16, dtype="float16"),
+    "split": Variant(T=3, D=1100, F=70, N=24, k=2, E=4, dtype="bfloat16"),
 }
 
 
@@ -132,14 +138,19 @@ DECODE = Problem(4, 8, 128, 2048, 768, 2048, "bfloat16", "blockwise", stored=Tru
 
 
 def test_plan():
-    """One kernel for few rows, whose tiles are as high as those of the down projection: one work list for both."""
+    """One kernel for few rows, with tiles of 16; split sums for one token."""
     for device in (H200, Device("NVIDIA L4", "gpu")):
         for problem in (DECODE, dataclasses.replace(DECODE, T=256), dataclasses.replace(DECODE, T=1, F=13)):
             plan = moe_mlp.make_plan(problem, device)
             tiles = plan.unit.fwd
-            assert (plan.backend, plan.gather, tiles.bm) == ("pallas", True, plan.down.fwd.bm)
+            assert (plan.backend, plan.gather, tiles.bm, tiles.swap) == ("pallas", True, 16, False)
             step = 128 * (2 * tiles.bm + 2 * tiles.bn)  # bytes: rows in a half precision, two weights
             assert 2 * tiles.stages * step <= device.shared_bytes or tiles.stages == 2
+    parts = {T: moe_mlp.make_plan(dataclasses.replace(DECODE, T=T), H200).unit.fwd.split for T in (1, 2, 4, 256)}
+    assert parts == {1: 4, 2: 2, 4: 1, 256: 1}
+    for T, bm in ((64, 16), (2048, 64)):
+        gathered = moe_mlp.make_plan(dataclasses.replace(DECODE, T=T), H200, plan=Plan("pallas", gather=True))
+        assert gathered.unit.fwd.bm == bm
     many = moe_mlp.make_plan(dataclasses.replace(DECODE, T=257), H200)
     assert (many.gather, many.unit.fwd.bn) == (False, many.down.fwd.bn)
     assert moe_mlp.make_plan(DECODE, H200, plan=PLANS["gathered"]).unit.fwd == TILES

@@ -45,6 +45,7 @@ SMOKE_DEVICES = 2
 # Sets of XLA's options to compare, over those of the models' steps. Jaxlib 0.11.2 knows all of them, and no
 # xla_gpu_enable_pipelined_all_reduce, _all_gather, _reduce_scatter or _collectives.
 _COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+_SYNCHRONOUS = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}  # nothing runs beside a collective
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "no_graphs": {"xla_gpu_enable_command_buffer": ""},  # CUDA graphs may put kernels and collectives on one stream
@@ -56,9 +57,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
+    "nccl": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY"},  # see models.layers.options_for
+    "synchronous": _SYNCHRONOUS,
     # Each device keeps its own gradients: what their sums cost, to compare a profile's exposed communication with.
     "unsummed": {},
-    "unsummed_unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
+    "unsummed_synchronous": _SYNCHRONOUS,
 }
 
 
@@ -211,8 +214,8 @@ class Run:
             state = state_of(workload)
             split = None if workload.mesh is None else jax.tree.map(lambda x: x.sharding, state)
             start = jax.jit(workload.start, out_shardings=split).lower()
-            sums = own_part if "unsummed" in case.options else models.mesh.sum_scatter
-            with mock.patch.object(models.mesh, "sum_scatter", sums):
+            sums = own_part if "unsummed" in case.options else models.mesh.sum_parts
+            with mock.patch.object(models.mesh, "sum_parts", sums):
                 lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
             return lambda: (workload, lowered.compile(OPTIONS[case.options] or None), start.compile())
 
@@ -286,10 +289,10 @@ class Run:
         print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
 
 
-def own_part(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
-    """In place of `models.mesh.sum_scatter`: this device's part of its own x."""
-    size = x.shape[axis] // jax.lax.axis_size(over)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(over) * size, size, axis)
+def own_part(x: jax.Array, axis_name: tuple[str, ...], axis: int, *, dtype: Any) -> jax.Array:
+    """In place of `jaxops.parallel.sum_parts`: this device's part of its own x."""
+    size = x.shape[axis] // jax.lax.axis_size(axis_name)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis_name) * size, size, axis).astype(dtype)
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:

@@ -137,16 +137,23 @@ def _offloaded(policy: Policy | None) -> tuple[str, ...]:
     return () if policy is None else policy.offload
 
 
-def options_for(policy: Policy | None, mesh: Mesh | None = None) -> dict[str, Any]:
-    """XLA options for a step whose layers have that policy; mesh: of a model with routers.
+def options_for(policy: Policy | None, mesh: Mesh | None = None, *, routers: bool = False) -> dict[str, Any]:
+    """XLA options for a step whose layers have that policy, over that mesh; routers: whether the model has some.
 
-    Over several devices XLA's Triton products are off. Where its autotuner replaces one by cuBLAS, the call loses the
-    time that the router's products state, and XLA's scheduler hides a collective behind a product that takes a tenth of
-    its time. A step of the 3b preset on two H200s with `data=2` takes 177.3 ms instead of 179.8 (2026-11-25).
+    Over the GPUs of one process parameters, gradients and tokens are sent by the cards' copy engines, which need no
+    multiprocessor (`jaxops.parallel.exchange`).
+
+    With routers XLA's Triton products are off over several devices. Where its autotuner replaces one by cuBLAS, the
+    call loses the time that the router's products state, and XLA's scheduler hides a collective behind a product that
+    takes a tenth of its time. A step of the 3b preset on two H200s with `data=2` takes 177.3 ms instead of 179.8
+    (2026-11-25).
     """
     options = compiler_options(offloads=bool(_offloaded(policy)))
     if options and mesh is not None and mesh.size > 1:
-        options["xla_gpu_enable_triton_gemm"] = False
+        if routers:
+            options["xla_gpu_enable_triton_gemm"] = False
+        if not mesh.is_multi_process:
+            options["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
     return options
 
 

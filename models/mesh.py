@@ -36,6 +36,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxops.parallel import gather_parts, sum_parts
+
 Tree = TypeVar("Tree")
 BATCH = ("data", "fsdp", "expert")  # the axes over which a batch is split
 TENSOR = "tensor"
@@ -300,19 +302,14 @@ def gather(
 
 
 def _all_gather(x: jax.Array, over: tuple[str, ...], axis: int, dtype: Any, out_dtype: Any) -> jax.Array:
-    """Sent in dtype; the devices' gradients are summed in x's dtype."""
+    """Sent in dtype; the devices' gradients are sent in out_dtype and summed in x's dtype."""
 
     @jax.custom_vjp
     def gathered(x: jax.Array) -> jax.Array:
-        return lax.all_gather(x.astype(dtype), over, axis=axis, tiled=True).astype(out_dtype)
+        return gather_parts(x.astype(dtype), over, axis).astype(out_dtype)
 
-    gathered.defvjp(lambda x: (gathered(x), None), lambda _, d: (sum_scatter(d.astype(x.dtype), over, axis),))
+    gathered.defvjp(lambda x: (gathered(x), None), lambda _, d: (sum_parts(d, over, axis, dtype=x.dtype),))
     return gathered(x)
-
-
-def sum_scatter(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
-    """This device's part along `axis` of the sum of all devices' x."""
-    return lax.psum_scatter(x, over, scatter_dimension=axis, tiled=True)
 
 
 def whole_part(model: Any, name: str) -> Any:

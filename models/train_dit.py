@@ -132,7 +132,7 @@ def make_step(
 
     Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
     """
-    return loop.make_step(graphdef, preset, of_own_batch(objective, mesh), mesh, options_for(preset.policy))
+    return loop.make_step(graphdef, preset, of_own_batch(objective, mesh), mesh, options_for(preset.policy, mesh))
 
 
 def make_evaluate(

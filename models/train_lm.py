@@ -240,7 +240,7 @@ def make_step(
         preset,
         functools.partial(objective, preset, preset.pack),
         mesh,
-        options_for(preset.model.policy, mesh),
+        options_for(preset.model.policy, mesh, routers=True),
     )
 
 

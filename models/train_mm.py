@@ -219,7 +219,7 @@ def make_step(
     Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
     """
     own = of_own_batch(functools.partial(objective, preset), mesh)
-    return loop.make_step(graphdef, preset, own, mesh, options_for(preset.model.policy, mesh))
+    return loop.make_step(graphdef, preset, own, mesh, options_for(preset.model.policy, mesh, routers=True))
 
 
 def make_evaluate(

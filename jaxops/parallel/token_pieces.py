@@ -9,19 +9,18 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import barrier
+from jaxops.parallel.exchange import Axis, gather_parts, sum_parts
 
-Axis = str | tuple[str, ...]
 Pieces = tuple[jax.Array, ...]
 
 
 def gather_pieces(pieces: Sequence[jax.Array], axis_name: Axis) -> Pieces:
     """All devices' rows of each piece [T_i, ...], in the devices' order, sent in its dtype.
 
-    The gradients are summed in their dtype as they are sent back, in the same order.
+    The gradients are sent back in their dtype and added in float32, in the same order.
     """
     return _gather(axis_name, tuple(pieces))
 
@@ -42,19 +41,19 @@ def _in_turn(collective: Callable[[jax.Array], jax.Array], pieces: Pieces) -> Pi
 
 
 def _gather_forward(axis_name: Axis, pieces: Pieces) -> Pieces:
-    return _in_turn(functools.partial(lax.all_gather, axis_name=axis_name, tiled=True), pieces)
+    return _in_turn(lambda piece: gather_parts(piece, axis_name), pieces)
 
 
 def _gather_bwd(axis_name: Axis, _: None, dpieces: Pieces) -> tuple[Pieces]:
-    return (_in_turn(functools.partial(lax.psum_scatter, axis_name=axis_name, tiled=True), dpieces),)
+    return (_in_turn(functools.partial(_sum, axis_name), dpieces),)
 
 
 def _add_forward(axis_name: Axis, pieces: Pieces) -> Pieces:
-    def own(y: jax.Array) -> jax.Array:
-        parts = lax.all_to_all(y.reshape(lax.axis_size(axis_name), -1, *y.shape[1:]), axis_name, 0, 0)
-        return jnp.sum(parts.astype(jnp.float32), axis=0).astype(y.dtype)
+    return _in_turn(functools.partial(_sum, axis_name), pieces)
 
-    return _in_turn(own, pieces)
+
+def _sum(axis_name: Axis, piece: jax.Array) -> jax.Array:
+    return sum_parts(piece, axis_name, dtype=jnp.float32).astype(piece.dtype)
 
 
 def _add_bwd(axis_name: Axis, _: None, dpieces: Pieces) -> tuple[Pieces]:

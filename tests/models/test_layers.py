@@ -33,8 +33,12 @@ def test_options_over_a_mesh():
     mesh = make_mesh(f"data={jax.device_count()}")
     with mock.patch.object(jax, "default_backend", return_value="gpu"):
         assert options_for(None) == LOOPS
-        more = {"xla_gpu_enable_triton_gemm": False} if mesh.size > 1 else {}
-        assert options_for(None, mesh) == LOOPS | more
+        copies = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"} if mesh.size > 1 else {}
+        products = {"xla_gpu_enable_triton_gemm": False} if mesh.size > 1 else {}
+        assert options_for(None, mesh) == LOOPS | copies
+        assert options_for(None, mesh, routers=True) == LOOPS | copies | products
+        with mock.patch.dict(vars(mesh), is_multi_process=True):  # peer memory is that of one process
+            assert options_for(None, mesh) == LOOPS
     if jax.default_backend() == "cpu":
         assert options_for(None, mesh) == {}
 

@@ -1,0 +1,57 @@
+"""Arrays of all devices, and sums over devices, by `lax.ppermute`: a device sends each other one its part.
+
+On the GPUs of one process XLA can do these by the cards' copy engines (`xla_gpu_collective_permute_mode`
+COLLECTIVES_PEER_MEMORY). NCCL's kernels need multiprocessors: beside a kernel that holds all of them they start when it
+has ended, and a kernel that starts beside them has fewer.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxops._lib.costs import allocated
+from jaxops._lib.manual_axes import vary_as
+
+Axis = str | tuple[str, ...]
+
+
+def gather_parts(x: jax.Array, axis_name: Axis, axis: int = 0) -> jax.Array:
+    """All devices' x along `axis`, in the devices' order."""
+    devices, size = lax.axis_size(axis_name), x.shape[axis]
+    if devices == 1:
+        return x
+    shape = (*x.shape[:axis], devices * size, *x.shape[axis + 1 :])
+    whole = vary_as(jax.typeof(lax.axis_index(axis_name)), vary_as(jax.typeof(x), allocated(shape, x.dtype)))
+    put = lambda part, device: lax.dynamic_update_slice_in_dim(whole, part, device * size, axis)
+    whole = put(x, lax.axis_index(axis_name))
+    for send, _, source in _rings(axis_name):
+        whole = put(send(x), source)
+    return whole
+
+
+def sum_parts(x: jax.Array, axis_name: Axis, axis: int = 0, *, dtype: DTypeLike) -> jax.Array:
+    """This device's part along `axis` of the sum of all devices' x, sent in x's dtype and added up in dtype."""
+    size = x.shape[axis] // lax.axis_size(axis_name)
+    part = lambda device: lax.dynamic_slice_in_dim(x, device * size, size, axis)
+    total = part(lax.axis_index(axis_name)).astype(dtype)
+    for send, target, _ in _rings(axis_name):
+        total += send(part(target)).astype(dtype)
+    return total
+
+
+def _rings(axis_name: Axis) -> Iterator[tuple[Callable[[jax.Array], jax.Array], jax.Array, jax.Array]]:
+    """For each distance between devices: what sends to the device at that distance, this device's target and source."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    devices, own = lax.axis_size(names), lax.axis_index(names)
+    # ppermute wants the mesh's order of the axes, and counts devices in it.
+    ordered = tuple(sorted(names, key=jax.sharding.get_abstract_mesh().axis_names.index))
+    numbers = np.arange(devices).reshape([lax.axis_size(name) for name in ordered])
+    numbers = numbers.transpose([ordered.index(name) for name in names]).ravel().tolist()
+    for step in range(1, devices):
+        ring = [(numbers[device], numbers[(device + step) % devices]) for device in range(devices)]
+        send = functools.partial(lax.ppermute, axis_name=ordered, perm=ring)
+        yield send, (own + step) % devices, (own - step) % devices

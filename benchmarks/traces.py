@@ -24,6 +24,14 @@ KERNELS, ON_DEVICE, TO_HOST, TO_DEVICE, COLLECTIVES = LANES = (
     "to the device",
     "between devices",
 )
+_LANES: dict[trace.Kind, str] = {
+    "kernel": KERNELS,
+    "fill": KERNELS,
+    "copy on device": ON_DEVICE,
+    "copy to host": TO_HOST,
+    "copy to device": TO_DEVICE,
+    "communication": COLLECTIVES,
+}
 WINDOW = (
     2.5 / 24
 )  # of the copies' time that a picture shows at large: some layers of as many as the benchmark's models have
@@ -38,9 +46,7 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        if not self.name.startswith("Memcpy"):
-            return COLLECTIVES if "nccl" in self.name.lower() else KERNELS
-        return {"D2H": TO_HOST, "H2D": TO_DEVICE}.get(self.name[6:9], ON_DEVICE)
+        return _LANES[trace.kind_of(self.name)]
 
 
 def device_events(run: Callable[[], Any]) -> list[Event]:

@@ -19,6 +19,7 @@ from jaxops._lib.manual_axes import vary_as
 Axis = str | tuple[str, ...]
 
 
+@jax.named_call
 def gather_parts(x: jax.Array, axis_name: Axis, axis: int = 0) -> jax.Array:
     """All devices' x along `axis`, in the devices' order."""
     devices, size = lax.axis_size(axis_name), x.shape[axis]
@@ -33,6 +34,7 @@ def gather_parts(x: jax.Array, axis_name: Axis, axis: int = 0) -> jax.Array:
     return whole
 
 
+@jax.named_call
 def sum_parts(x: jax.Array, axis_name: Axis, axis: int = 0, *, dtype: DTypeLike) -> jax.Array:
     """This device's part along `axis` of the sum of all devices' x, sent in x's dtype and added up in dtype."""
     size = x.shape[axis] // lax.axis_size(axis_name)

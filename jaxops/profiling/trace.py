@@ -13,7 +13,8 @@ import jax
 
 Kind = Literal["kernel", "communication", "copy on device", "copy to host", "copy to device", "fill"]
 _LOOPS = re.compile(r"(while|call|conditional)(\.\d+)?")  # on a CPU an event of theirs contains the body's
-_COPIES: dict[str, Kind] = {"D2H": "copy to host", "H2D": "copy to device"}
+# P2P: a collective by the cards' copy engines.
+_COPIES: dict[str, Kind] = {"D2H": "copy to host", "H2D": "copy to device", "P2P": "communication"}
 
 
 _profilers = {"started": False}  # of this process: see `device_times_us`
@@ -55,11 +56,16 @@ class Event:
 
     @property
     def kind(self) -> Kind:
-        if self.name.lower().startswith("memcpy"):
-            return _COPIES.get(self.name[6:9], "copy on device")
-        if self.name.lower().startswith("memset"):
-            return "fill"
-        return "communication" if "nccl" in self.name.lower() else "kernel"
+        return kind_of(self.name)
+
+
+def kind_of(name: str) -> Kind:
+    """Of the kernel or copy of that name."""
+    if name.lower().startswith("memcpy"):
+        return _COPIES.get(name[6:9], "copy on device")
+    if name.lower().startswith("memset"):
+        return "fill"
+    return "communication" if "nccl" in name.lower() else "kernel"
 
 
 @contextlib.contextmanager

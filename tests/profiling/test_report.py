@@ -49,6 +49,7 @@ def test_kinds_by_name():
     names = {
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication", "MemcpyD2H": "copy to host", "Memset": "fill",
         "MemcpyH2D": "copy to device", "MemcpyD2D": "copy on device", "memcpy128": "copy on device", "fusion": "kernel",
+        "MemcpyP2P": "communication",
     }  # fmt: skip
     assert {name: event(name, 0, 1).kind for name in names} == names
 

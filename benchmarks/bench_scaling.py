@@ -267,7 +267,7 @@ class Run:
             facts["scaling"] = facts["tokens_per_s"] / (devices * self.one)
         facts |= {f"{name}_ms": each for name, each in shares._asdict().items()}
         facts |= {"peak_bytes": needed_bytes(built.step)[0], "options": case.options}
-        if not jax.config.jax_compilation_cache_dir:  # a cached program takes no time
+        if not jax.config.values["jax_compilation_cache_dir"]:  # a cached program takes no time
             facts["compile_s"] = built.seconds
         facts["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         facts["loss"] = [round(loss, 6) for loss in losses]

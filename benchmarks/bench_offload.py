@@ -135,13 +135,9 @@ class Measured(NamedTuple):
     events: list[Event]
 
 
-def measure(workload: Workload, built: harness.Compiled, limit_s: float) -> Measured:
-    """A warm-up step, which pins host memory, then timed steps for `limit_s`, then one step under the profiler.
-
-    Args:
-      built: the compiled step.
-    """
-    compiled, us, losses = built.result, [], []
+def measure(workload: Workload, compiled: Any, compile_s: float, limit_s: float) -> Measured:
+    """A warm-up step, which pins host memory, then timed steps for `limit_s`, then one step under the profiler."""
+    us, losses = [], []
     state, key = workload.start(), jax.random.key(0)
     for batch in itertools.cycle(workload.batches):
         start = time.perf_counter()
@@ -152,7 +148,7 @@ def measure(workload: Workload, built: harness.Compiled, limit_s: float) -> Meas
             break
     profile = us[-1] < LONG_US
     events = device_events(lambda: compiled(state, workload.batches[0], key)) if profile else []
-    return Measured(us[1:], losses, built.seconds, report(compiled), events)
+    return Measured(us[1:], losses, compile_s, report(compiled), events)
 
 
 def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
@@ -206,8 +202,7 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
                 else:
                     begin = time.perf_counter()
                     step = compile_step(workload)
-                    built = harness.Compiled(step, time.perf_counter() - begin)
-                    measured = measure(workload, built, limit_s)
+                    measured = measure(workload, step, time.perf_counter() - begin, limit_s)
                     needed[side, rows] = measured.report.device_bytes
                     per_token[side] = float(np.median(measured.us)) / workload.tokens
                     print(

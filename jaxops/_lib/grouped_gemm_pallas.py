@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib import masked_pallas as masked
+from jaxops._lib.sums import steps_of_part
 
 
 def sums_over_columns(
@@ -55,9 +56,9 @@ def sums_over_columns(
     first, end = 0, times * full
     if part is not None:
         number, parts = part
-        steps = pl.cdiv(pl.cdiv(K, bk), parts)
-        first, end = number * steps, jnp.minimum((number + 1) * steps, full)
-        times = (number == full // steps).astype(jnp.int32)  # of the last step
+        first, steps = steps_of_part(pl.cdiv(K, bk), parts, number)
+        end = jnp.minimum(first + steps, full)
+        times = ((first <= full) & (full < first + steps)).astype(jnp.int32)  # of the last step
     sums = lax.fori_loop(first, end, step, (jnp.zeros((height, bn), jnp.float32),) * len(rhs_refs))
     if K % bk:
         sums = lax.fori_loop(full, full + times, last_step, sums)

@@ -12,6 +12,13 @@ def sum_of_parts(parts: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, [parts[i] for i in range(parts.shape[0])])
 
 
+def steps_of_part(steps: int, parts: int, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first step and the number of steps of part `number` of a sum of so many steps. A short sum's last parts have
+    none."""
+    each = -(-steps // parts)
+    return number * each, jnp.clip(steps - number * each, 0, each)
+
+
 def parts_of_sums(K: int, programs: int, cores: int, each: int = 5) -> int:
     """Into how many parts sums over K are split, a power of two, where reading K rows or columns takes the time.
 

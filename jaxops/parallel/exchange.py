@@ -1,8 +1,8 @@
-"""Arrays of all devices, and sums over devices, by `lax.ppermute`: a device sends each other one its part.
+"""All-gather and reduce-scatter by `lax.ppermute`: each device sends each other device its part.
 
-On the GPUs of one process XLA can do these by the cards' copy engines (`xla_gpu_collective_permute_mode`
-COLLECTIVES_PEER_MEMORY). NCCL's kernels need multiprocessors: beside a kernel that holds all of them they start when it
-has ended, and a kernel that starts beside them has fewer.
+Over the GPUs of one process the cards' copy engines can send the parts: XLA's option `xla_gpu_collective_permute_mode`
+is then COLLECTIVES_PEER_MEMORY. NCCL sends them by kernels, which need multiprocessors. Such a kernel waits for one of
+ours that holds all multiprocessors, and leaves fewer to one that starts later.
 """
 
 import functools
@@ -14,7 +14,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxops._lib.costs import allocated
-from jaxops._lib.manual_axes import vary_as
 
 Axis = str | tuple[str, ...]
 
@@ -26,11 +25,9 @@ def gather_parts(x: jax.Array, axis_name: Axis, axis: int = 0) -> jax.Array:
     if devices == 1:
         return x
     shape = (*x.shape[:axis], devices * size, *x.shape[axis + 1 :])
-    whole = vary_as(jax.typeof(lax.axis_index(axis_name)), vary_as(jax.typeof(x), allocated(shape, x.dtype)))
-    put = lambda part, device: lax.dynamic_update_slice_in_dim(whole, part, device * size, axis)
-    whole = put(x, lax.axis_index(axis_name))
-    for send, _, source in _rings(axis_name):
-        whole = put(send(x), source)
+    whole = allocated(shape, x.dtype)
+    for part, device in [(x, lax.axis_index(axis_name)), *((send(x), source) for send, _, source in _rings(axis_name))]:
+        whole = lax.dynamic_update_slice_in_dim(whole, part, device * size, axis)
     return whole
 
 
@@ -46,7 +43,8 @@ def sum_parts(x: jax.Array, axis_name: Axis, axis: int = 0, *, dtype: DTypeLike)
 
 
 def _rings(axis_name: Axis) -> Iterator[tuple[Callable[[jax.Array], jax.Array], jax.Array, jax.Array]]:
-    """For each distance between devices: what sends to the device at that distance, this device's target and source."""
+    """For each step around the ring: a function that sends an array that many devices on, the device that this one
+    sends to, and the device that it receives from."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     devices, own = lax.axis_size(names), lax.axis_index(names)
     # ppermute wants the mesh's order of the axes, and counts devices in it.

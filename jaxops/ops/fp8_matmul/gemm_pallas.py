@@ -26,7 +26,7 @@ from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_pallas import finds_own, schedule_groups, tile_of, work_of_rows
-from jaxops._lib.sums import sum_of_parts
+from jaxops._lib.sums import steps_of_part, sum_of_parts
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
 from jaxops._lib.work_list import COLUMNS
@@ -126,8 +126,7 @@ def part_of_steps(tiles: Tiles, K: int, number: jax.Array | None) -> tuple[jax.A
     steps = pl.cdiv(K, tiles.bk)
     if number is None:
         return jnp.int32(0), jnp.int32(steps)
-    each = pl.cdiv(steps, tiles.split)
-    return number * each, jnp.clip(steps - number * each, 0, each)  # none or less where the sum is short
+    return steps_of_part(steps, tiles.split, number)
 
 
 def _sums_of_one_row(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array, bk: int) -> list[jax.Array]:
@@ -217,8 +216,7 @@ def _rows_kernel(*refs, G: int | None, num_i: int, tiles: Tiles, scalings):
     first, steps = part_of_steps(tiles, K, number)
 
     def store(values):
-        mask = (rows < end)[:, None] & (cols < N)[None, :]
-        plgpu.store(out_ref.at[at], jnp.broadcast_to(values, mask.shape).astype(out_ref.dtype), mask=mask)
+        masked.store(out_ref, at, values, (rows < end)[:, None] & (cols < N)[None, :])
 
     def multiply():
         # Few rows read no others: a tile is mostly empty. Elsewhere a tile may read a neighbour's rows, whose results

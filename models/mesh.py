@@ -3,13 +3,13 @@
 The batch is split over the first three axes. The axes differ in what each device stores:
 
 - `data`: a shard of each large parameter, of its optimizer state and of its average. A step all-gathers the parameters
-  once, block by block and in the compute dtype, and reduce-scatters each block's gradients beside the backward (ZeRO
-  stage 1, Rajbhandari et al. 2019, arXiv:1910.02054; no device has all parameters in float32). A scan over layers
+  once, block by block and in the compute dtype, and sums each block's gradients to their shards beside the backward
+  (ZeRO stage 1, Rajbhandari et al. 2019, arXiv:1910.02054; no device has all parameters in float32). A scan over layers
   gathers them as `fsdp` does.
 - `fsdp`: the same, but a block's parameters are gathered where they are used, and under a `policy` again in the
   backward, so that one block's at most are whole (stage 3).
 - `expert`: its own experts, and all else as over `data`. It gathers the tokens of all devices of the axis, runs its
-  experts over them, and reduce-scatters the sums to the tokens' devices.
+  experts over them, and sends the results back to the tokens' devices, which add them.
 - `tensor`: its own heads, hidden columns, experts and words of the vocabulary, and between the products its own rows of
   the same part of the batch (models/tensor_parallel.py).
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from jaxops.inspecting import inspect
     from jaxops.lengths import bucket_length
     from jaxops.ops.adaln import adaln, gated_residual, gated_residual_adaln
+    from jaxops.ops.cached_attention import cached_attention
     from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
     from jaxops.ops.grouped_glu import grouped_glu
     from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, modality_grouped_matmul, ragged_dot
@@ -33,7 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
 
 __version__ = "0.1.0"
 __all__ = [
-    "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "combine", "dequantize",
+    "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "cached_attention", "combine", "dequantize",
     "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
     "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "packed_attention",
     "permute", "quantize", "ragged_dot", "route", "update_router_bias",
@@ -42,6 +43,7 @@ _MODULES = {
     "jaxops.inspecting": ("inspect",),
     "jaxops.lengths": ("bucket_length",),
     "jaxops.ops.adaln": ("adaln", "gated_residual", "gated_residual_adaln"),
+    "jaxops.ops.cached_attention": ("cached_attention",),
     "jaxops.ops.fp8_matmul": ("fp8_grouped_matmul", "fp8_matmul"),
     "jaxops.ops.grouped_glu": ("grouped_glu",),
     "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "modality_grouped_matmul", "ragged_dot"),

@@ -26,7 +26,6 @@ import jaxops
 from jaxops.ops import adaln, fp8_matmul
 from jaxops.ops import grouped_glu as units
 from jaxops.ops import moe_mlp as experts
-from jaxops.ops import packed_attention as attending
 from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
@@ -34,6 +33,7 @@ from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
 from jaxops.tuning import current_device
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
+from tests.ops.sanitized_attention import cached_attention, packed_attention
 from tests.parallel.sanitized import collective_products
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
@@ -364,38 +364,6 @@ def quantize() -> None:
             print(scaling, tile, "done", flush=True)
 
 
-def packed_attention() -> None:
-    """The three kernels, with every mask, heads of widths that are powers of two or not; `visible_until` valid, then
-    out of bounds."""
-    rng = np.random.default_rng(0)
-    for H, dtype in ((64, "bfloat16"), (72, "bfloat16"), (20, "float32")):
-        q, k, v, dout = (jnp.asarray(rng.normal(size=(M, n, H)), dtype) for n in (6, 2, 2, 6))
-        k, v = k[:217], v[:217]
-        for tiles in (None, attending.Tiles(64, 32, 4, 2), attending.Tiles(32, 64, 4, 1)):
-            plan = attending.Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles)
-
-            @jax.jit
-            def run(offsets, until, operands=(q, k, v), dout=dout, plan=plan):
-                q, *kv = operands
-                cross = {"kv_offsets": offsets // 2}
-                found = []
-                for own, how in (
-                    (True, {}), (True, {"causal": True, "window": 40}), (True, {"visible_until": until}),
-                    (False, cross), (False, cross | {"causal": True}),
-                ):  # fmt: skip
-                    rows = kv if not own else [jnp.pad(x, ((0, M - len(x)), (0, 0), (0, 0))) for x in kv]
-                    attend = lambda *qkv, how=how: jaxops.packed_attention(*qkv, offsets, **how, plan=plan)
-                    out, vjp = jax.vjp(attend, q, *rows)
-                    found.append((out, vjp(dout)))
-                return found
-
-            wild = jnp.resize(jnp.array([-(2**31), 2**31 - 1, 5], jnp.int32), M)
-            for offsets in OFFSETS:
-                for until in (jnp.arange(1, M + 1, dtype=jnp.int32), wild):
-                    jax.block_until_ready(run(jnp.array(offsets, jnp.int32), until))
-            print(H, dtype, tiles, "done", flush=True)
-
-
 if __name__ == "__main__":
     checks = {
         check.__name__: check
@@ -413,6 +381,7 @@ if __name__ == "__main__":
             fp8_products,
             fp8_weights_alone,
             packed_attention,
+            cached_attention,
             collective_products,
         )
     }

@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxops.ops import (
     adaln,
+    cached_attention,
     fp8_matmul,
     grouped_glu,
     grouped_matmul,
@@ -23,6 +24,7 @@ from jaxops.ops import (
     route,
 )
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
+from jaxops.ops.cached_attention.reference import cached_attention_reference
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from jaxops.ops.grouped_matmul.reference import (
     grouped_matmul_reference,
@@ -173,6 +175,11 @@ def _attention(a: Given) -> jax.Array:
     return packed_attention_reference(a["q"], a["k"], a["v"], a["sequence_offsets"], **masks)
 
 
+def _cached(a: Given) -> tuple[jax.Array, ...]:
+    how = {name: a[name] for name in ("scale", "window", "sinks")}
+    return cached_attention_reference(*(a[name] for name in ("q", "k", "v", "k_cache", "v_cache", "at")), **how)
+
+
 def _whole(x: Any) -> jax.Array:
     """In float32, from an array or a `Quantized`."""
     return quantize.dequantize(x, jnp.float32) if isinstance(x, Quantized) else x
@@ -268,6 +275,9 @@ ENTRIES: dict[Any, Entry] = {
     moe_mlp.moe_mlp: Entry(("x", "w_gate", "w_up", "w_down", "routing.weights"), _mlp, _mlp_bytes),
     packed_attention.packed_attention: Entry(
         ("q", "k", "v"), _attention, lambda a: 8 * a["q"].shape[0] * a["k"].shape[0] * a["q"].shape[1]
+    ),
+    cached_attention.cached_attention: Entry(
+        ("q", "k", "v", "k_cache", "v_cache", "sinks"), _cached, lambda a: 8 * a["q"].shape[1] * a["k_cache"][:, 0].size
     ),
     permute.permute: Entry(("x",), lambda a: permute_reference(a["x"], a["routing"])),
     permute.combine: Entry(("rows", "routing.weights"), lambda a: combine_reference(a["rows"], a["routing"])),

@@ -28,11 +28,14 @@ class Seen(NamedTuple):
       turns: the tokens' rotary angles.
       remember: from what a layer keeps of these tokens, arrays [B, T, ...], to the same of all tokens so far.
       attend: (queries, keys, values, window or None, sinks or None) -> what each token attends to, [B, T, heads, ...].
+      at_once: both in one: as attend, of the tokens' own keys and values -> (what each token attends to, what remember
+        returns). None where there is no such op.
     """
 
     turns: Turns
     remember: Callable[..., KeysValues]
     attend: Callable[[jax.Array, jax.Array, jax.Array, Window, jax.Array | None], jax.Array]
+    at_once: Callable[..., tuple[jax.Array, KeysValues]] | None = None
 
 
 def soft_attention(
@@ -124,8 +127,12 @@ class Attention(nnx.Module):
         B, T = seen.turns.cos.shape[:2]
         q, k, v = self._project(x, B, T)
         q, k = (rotate(part, seen.turns, pairs=c.rope_pairs) for part in (q, k))
-        kept = k, v = seen.remember(k, v)
-        mixed = seen.attend(q, k, v, window, None if self.sinks is None else self.sinks[...])
+        sinks = None if self.sinks is None else self.sinks[...]
+        if seen.at_once is None:
+            kept = k, v = seen.remember(k, v)
+            mixed = seen.attend(q, k, v, window, sinks)
+        else:
+            mixed, kept = seen.at_once(q, k, v, window, sinks)
         return narrow(mixed.reshape(B, T, -1), self.out), kept
 
     def _project(self, x: jax.Array, B: int, T: int) -> list[jax.Array]:

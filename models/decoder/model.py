@@ -229,7 +229,8 @@ class Decoder(nnx.Module):
         new = []
         for number, (block, past) in enumerate(zip(self.layers(), cache, strict=True)):
             window = c.window if number in slides else None
-            seen = Seen(angles, lambda *own, past=past: write(past, own, places), self._cached_attention(places))
+            remember = lambda *own, past=past: write(past, own, places)
+            seen = Seen(angles, remember, self._cached_attention(places), self._of_a_token(places, past))
             x, _, kept = block(x, seen, window)
             new.append(kept)
         last = jnp.maximum(count - 1, 0)[:, None, None]
@@ -245,6 +246,21 @@ class Decoder(nnx.Module):
             sees = before >= 0 if window is None else (before >= 0) & (before < window)
             sees = sees & places.valid[:, :, None]
             return soft_attention(q, k, v, sees, sinks, scale=c.scale, cap=c.attention_cap, heads_first=heads_first)
+
+        return attention
+
+    def _of_a_token(self, places: Places, past: KeysValues):
+        """`_cached_attention` that writes the cache, too, of one token a row; None for what the op does not have."""
+        c = self.config
+        if places.positions.shape[1] != 1 or c.latent is not None or c.attention_cap is not None:
+            return None
+        at = jnp.where(places.valid, places.positions, -1)[:, 0]
+
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, sinks: jax.Array | None):
+            how: dict[str, Any] = {"scale": c.scale, "window": window, "sinks": sinks}
+            how["backend"] = "xla" if c.backend == "xla" else "auto"
+            mixed, *kept = jaxops.cached_attention(q[:, 0], k[:, 0], v[:, 0], *past, at, **how)
+            return mixed[:, None], tuple(kept)
 
         return attention
 

@@ -4,6 +4,7 @@ import numpy as np
 
 import jaxops
 from jaxops.ops import packed_attention
+from jaxops.ops.cached_attention.reference import cached_attention_reference
 from jaxops.ops.packed_attention import Plan, Tiles
 from jaxops.ops.packed_attention.reference import packed_attention_reference
 from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, outside_of, ways_of
@@ -46,7 +47,30 @@ def attention_outside(a: Arguments) -> tuple[Arguments, list]:
     return {"queries": rows, "keys": others, "values": others}, [rows]
 
 
+def cached_shapes(d: Dims) -> Arguments:
+    B, K, G, S, H = (d[name] for name in "BKGSH")
+    of_rows = {"q": f32(B, K * G, H), "k": f32(B, K, H), "v": f32(B, K, H)}
+    caches = {"k_cache": f32(B, K, S, H), "v_cache": f32(B, K, S, H)}
+    return of_rows | caches | {"at": i32(B), "sinks": f32(K * G)}
+
+
+def cached(function, **more):
+    def call(a: Arguments, **how):
+        return function(*(a[name] for name in CACHED), sinks=a["sinks"], window=20, **more, **how)
+
+    return call
+
+
+CACHED = ("q", "k", "v", "k_cache", "v_cache", "at")
 ATTENTION_OPS = [
+    Op(
+        "cached_attention", cached(lambda *a, **how: jaxops.cached_attention(*a, **how)), cached_shapes,
+        {"B": 4, "K": 2, "G": 2, "S": 37, "H": 10},
+        {run: EXACT | {"backend": "xla" if run == "xla" else "pallas"} for run in ("xla", "interpret", "gpu")},
+        cached(cached_attention_reference), wrt=(*CACHED[:-1], "sinks"), local=CACHED,
+        integers=lambda rng, d: {"at": rng.integers(-1, d["S"] + 1, d["B"]).astype(np.int32)},
+        multiplies=True, large=(({"B": 64, "K": 8, "G": 2, "S": 40_000, "H": 128}, {}),),
+    ),
     Op(
         "packed_attention", attention(lambda *a, **how: jaxops.packed_attention(*a, **how)), attention_shapes,
         {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "B": 4}, ways_of(attention_plan, **EXACT),

@@ -7,7 +7,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_every_op_with_kernels():
-    source = (ROOT / "tests/sanitize.py").read_text()
+    source = "".join((ROOT / f"tests/{name}.py").read_text() for name in ("sanitize", "ops/sanitized_attention"))
     kernels = [*ROOT.glob("jaxops/ops/*/*_pallas.py"), *ROOT.glob("jaxops/ops/*/*_triton.py")]
     ops = {file.parent.name for file in kernels}
     assert len(ops) > 8

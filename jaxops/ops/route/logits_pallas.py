@@ -9,19 +9,21 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.launch_pallas import launch
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
+from jaxops._lib.sums import steps_of_part, sum_of_parts
 from jaxops._lib.traced_once import traced_once
 
-# A program has 8 experts, an L2 sector of each row of the kernel: few columns make many programs. Of 2,048 rows all
-# loads are in flight at once, in 64 registers of a thread.
-_COLUMNS, _ROWS, _WARPS = 8, 2048, 8
+# Reading the kernel takes nearly all of the time, and one program's loads are too few for it: sums over D are split. A
+# program has 32 experts, which are whole lines of memory, of 128 rows, and so 32 numbers a thread in flight.
+_COLUMNS, _ROWS, _MOST_PARTS, _WARPS = 32, 128, 16, 4
 
 
 def _kernel(x_ref, kernel_ref, out_ref):
-    """A program's token: its logits of some experts."""
-    D, E = kernel_ref.shape
+    """A program's token and part of D: its sums for some experts."""
+    (D, E), parts = kernel_ref.shape, out_ref.shape[0]
     columns, rows = min(_COLUMNS, power_of_2(E)), min(_ROWS, power_of_2(D))
-    token = pl.program_id(1)
+    token, part = pl.program_id(1), pl.program_id(2)
     column = pl.program_id(0) * columns + jnp.arange(columns, dtype=jnp.int32)
+    first, steps = steps_of_part(pl.cdiv(D, rows), parts, part)
 
     def add(i, sums):
         row = i * rows + jnp.arange(rows, dtype=jnp.int32)
@@ -30,22 +32,24 @@ def _kernel(x_ref, kernel_ref, out_ref):
         weight = plgpu.load(kernel_ref.at[row[:, None], column[None, :]], mask=mask, other=0.0)
         return sums + x.astype(jnp.float32)[:, None] * weight
 
-    sums = lax.fori_loop(0, pl.cdiv(D, rows), add, jnp.zeros((rows, columns), jnp.float32))
-    plgpu.store(out_ref.at[token, column], jnp.sum(sums, axis=0), mask=column < E)
+    sums = lax.fori_loop(first, first + steps, add, jnp.zeros((rows, columns), jnp.float32))
+    plgpu.store(out_ref.at[part, token, column], jnp.sum(sums, axis=0), mask=column < E)
 
 
 @traced_once("interpret")
 def logits_pallas(x: jax.Array, kernel: jax.Array, *, interpret: bool) -> jax.Array:
     """x [T, D] @ float32 kernel [D, E], float32. No size is 0. Each token reads the whole kernel, from L2 but once."""
     (T, D), E = x.shape, kernel.shape[1]
-    return launch(
+    parts = min(_MOST_PARTS, pl.cdiv(D, _ROWS))
+    found = launch(
         _kernel,
         x,
         kernel,
-        out=out_struct((T, E), jnp.float32, like=x),
-        grid=(pl.cdiv(E, min(_COLUMNS, power_of_2(E))), T),
+        out=out_struct((parts, T, E), jnp.float32, like=x),
+        grid=(pl.cdiv(E, min(_COLUMNS, power_of_2(E))), T, parts),
         warps=_WARPS,
         interpret=interpret,
         name="router_logits",
         flops=2 * T * D * E,
     )
+    return sum_of_parts(found)

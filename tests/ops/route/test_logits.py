@@ -1,7 +1,6 @@
 """The router's product: as precise as float32, in values and gradients, however it is computed."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +88,8 @@ def test_few_tokens_are_one_kernel():
     for T, backend, few in ((1, "auto", True), (16, "pallas", True), (17, "auto", False), (1, "xla", False)):
         x, kernel = jax.ShapeDtypeStruct((T, 2048), "bfloat16"), jax.ShapeDtypeStruct((2048, 128), "float32")
         text = lower_for_h200(functools.partial(router_logits, backend=backend), x, kernel)
-        assert (re.findall(r"= \"?stablehlo\.(\w+)", text) == ["custom_call"]) == few
+        assert ("stablehlo.dot_general" not in text) == few  # what follows adds the parts of the sums
+        assert text.count("stablehlo.custom_call") == few
         assert ("router_logits" in text) == few
     with pytest.raises(ValueError, match="backend"):
         router_logits(jnp.ones((1, 4)), jnp.ones((4, 2)), backend="triton")

@@ -141,7 +141,7 @@ def bytes_read(params: nnx.State, cache: Cache, chosen: np.ndarray, tokens: floa
 
 
 def error_of(config: DecoderConfig, params: nnx.State, rows: Rows, limits: str) -> float:
-    """The largest error of the first layer's logits over their RMS, beside the portable backends'.
+    """The largest error of the first layer's logits over their RMS, against the portable backends in float32.
 
     Of one layer, and of as many experts as a token chooses: a rounding may decide between two experts that are nearly
     as likely.
@@ -150,15 +150,17 @@ def error_of(config: DecoderConfig, params: nnx.State, rows: Rows, limits: str) 
       ArithmeticError: the error is above the limits.
     """
     logits = []
-    for backend in (config.backend, XLA):
-        graphdef, shapes = shapes_of(dataclasses.replace(config, layers=1, experts=config.top_k, backend=backend))
+    for how in ({}, {"backend": XLA, "dtype": "float32"}):
+        graphdef, shapes = shapes_of(dataclasses.replace(config, layers=1, experts=config.top_k, **how))
         own = {name_of(path): x for path, x in jax.tree.leaves_with_path(params)}
         leaves, tree = jax.tree.flatten_with_path(shapes)
-        first = jax.tree.unflatten(tree, [own[name_of(path)][tuple(map(slice, x.shape))] for path, x in leaves])
+        cut = [own[name_of(path)][tuple(map(slice, x.shape))].astype(x.dtype) for path, x in leaves]
+        first = jax.tree.unflatten(tree, cut)
+        cache = jax.tree.map(lambda x, dtype=how.get("dtype", config.dtype): x.astype(dtype), rows.cache[:1])
         step = lambda params, rows, graphdef=graphdef: nnx.merge(graphdef, params).extend(
-            rows.token[:, None], rows.cache[:1], rows.at, jnp.ones_like(rows.at)
+            rows.token[:, None], rows.cache, rows.at, jnp.ones_like(rows.at)
         )[0]
-        logits.append(jax.jit(step)(first, rows))
+        logits.append(jax.jit(step)(first, rows._replace(cache=cache)))
     max_err, rms_err = (float(error) for error in checks.relative_errors(*logits))
     return checks.demand_right(max_err, rms_err, limits)
 

@@ -150,13 +150,14 @@ def error_of(config: DecoderConfig, params: nnx.State, rows: Rows, limits: str) 
       ArithmeticError: the error is above the limits.
     """
     logits = []
-    for how in ({}, {"backend": XLA, "dtype": "float32"}):
-        graphdef, shapes = shapes_of(dataclasses.replace(config, layers=1, experts=config.top_k, **how))
+    for backend, dtype in ((config.backend, config.dtype), (XLA, "float32")):
+        how = {"layers": 1, "experts": config.top_k, "backend": backend, "dtype": dtype}
+        graphdef, shapes = shapes_of(dataclasses.replace(config, **how))
         own = {name_of(path): x for path, x in jax.tree.leaves_with_path(params)}
         leaves, tree = jax.tree.flatten_with_path(shapes)
         cut = [own[name_of(path)][tuple(map(slice, x.shape))].astype(x.dtype) for path, x in leaves]
         first = jax.tree.unflatten(tree, cut)
-        cache = jax.tree.map(lambda x, dtype=how.get("dtype", config.dtype): x.astype(dtype), rows.cache[:1])
+        cache = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), rows.cache[:1])
         step = lambda params, rows, graphdef=graphdef: nnx.merge(graphdef, params).extend(
             rows.token[:, None], rows.cache, rows.at, jnp.ones_like(rows.at)
         )[0]
@@ -256,7 +257,7 @@ def main(
     gbps = harness.write_copy(file, smoke)
     workload = Workload("smoke", SMOKE, 20) if smoke else Workload("qwen3_30b_a3b", QWEN3_30B, length)
     left_out = 0
-    for side in harness.names(sides):
+    for side in harness.names(sides, SIDES):
         graphdef, shapes = shapes_of(configured(workload, side))
         params = random_params(shapes)
         for batch in map(int, harness.names(batches)):

@@ -144,7 +144,7 @@ def main(
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     budget, depths = (SMOKE_BYTES, (1, 2)) if smoke or limit is None else (limit - RESERVED, (3, 7))
     cases = bench_scaling.Run(sizes, file, "float32" if smoke else "bfloat16", begin + time_limit)
-    names = [ONE, *(f"{axis}={jax.device_count()}" for axis in harness.names(meshes))]
+    names = [ONE, *(f"{axis}={jax.device_count()}" for axis in harness.names(meshes, AXES))]
     with ThreadPoolExecutor(workers) as pool:
         harness.end(Run(cases, sizes.preset, depths, budget, pool).all(names))
 

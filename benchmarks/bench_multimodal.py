@@ -291,7 +291,7 @@ def main(
     harness.take_memory(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="112")
     file = harness.begin("multimodal", out, smoke)
     dense = harness.write_dense(file, np.float32 if smoke else jnp.bfloat16, smoke)
-    chosen, failed = sides.split(","), 0
+    chosen, failed = harness.names(sides, POLICIES), 0
     for name, case in (SMOKE if smoke else CASES).items():
         wanted = [[it for it in its if it[0] in chosen] for its in (case.runs, case.compiled)]
         failed += measure_case(name, Case(case.preset, *wanted), file, dense, 0.0 if smoke else limit, smoke)

@@ -102,7 +102,8 @@ def main(
     that see each other only. One sequence of all rows is measured up to 16,384 rows."""
     harness.leave_room_for_torch()
     file = harness.begin("packed_attention", out, smoke)
-    sides = [name for name in harness.names(ways) if name != OWN]
+    known = [*peers_attention.SIDES, peers_attention.TORCH]
+    sides = [name for name in harness.names(ways, known) if name != OWN]
     torch = start_torch() if peers_attention.TORCH in sides else None
     peers = [name for name in sides if name != peers_attention.TORCH]
     run = Run(file=file, rounds=rounds, ceiling=None, peers=peers, torch=torch)

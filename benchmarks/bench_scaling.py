@@ -327,11 +327,11 @@ def main(
         harness.host_devices(SMOKE_DEVICES)
     file = harness.begin("train_step", out, smoke, jax.device_count())
     precision, failed = "float32" if smoke else precision, 0
-    for name in harness.names(workloads):
+    for name in harness.names(workloads, WORKLOADS):
         sizes = (SMOKE if smoke else WORKLOADS)[name]
-        axes = [axis for axis in harness.names(meshes) if axis in sizes.axes]
+        axes = [axis for axis in harness.names(meshes, AXES) if axis in sizes.axes]
         run = Run(sizes, file, precision, begin + time_limit)
-        run.all(cases_of(sizes, axes, harness.names(options), precision, steps), workers)
+        run.all(cases_of(sizes, axes, harness.names(options, OPTIONS), precision, steps), workers)
         failed += run.failed
         jax.clear_caches()
     harness.end(failed)

@@ -6,7 +6,7 @@ import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
@@ -41,9 +41,19 @@ def shapes_option(named) -> Any:
     return typer.Option(",".join(named), "--shapes", help="Comma-separated names from benchmarks/shapes.py.")
 
 
-def names(text: str) -> list[str]:
-    """The parts of a comma-separated option."""
-    return [name for name in text.split(",") if name]
+def names(text: str, known: Iterable[str] | None = None) -> list[str]:
+    """The parts of a comma-separated option.
+
+    Args:
+      known: all that it may have; None for any.
+
+    Raises:
+      typer.BadParameter: an unknown name.
+    """
+    found = [name for name in text.split(",") if name]
+    if known is not None and (unknown := [name for name in found if name not in (known := list(known))]):
+        raise typer.BadParameter(f"{', '.join(unknown)}: write some of {', '.join(known)}.")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

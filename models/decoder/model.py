@@ -259,7 +259,8 @@ class Decoder(nnx.Module):
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, sinks: jax.Array | None):
             how: dict[str, Any] = {"scale": c.scale, "window": window, "sinks": sinks}
             how["backend"] = "xla" if c.backend == "xla" else "auto"
-            mixed, *kept = jaxops.cached_attention(q[:, 0], k[:, 0], v[:, 0], *past, at, **how)
+            k_cache, v_cache = past
+            mixed, *kept = jaxops.cached_attention(q[:, 0], k[:, 0], v[:, 0], k_cache, v_cache, at, **how)
             return mixed[:, None], tuple(kept)
 
         return attention

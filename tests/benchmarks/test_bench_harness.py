@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import typer
 
 from benchmarks import checks, harness, shapes
 from benchmarks.peers_jax import dense_passes, jax_peer, jaxops_passes, vjp_passes
@@ -33,6 +34,12 @@ def test_normal_is_normal_and_not_the_same_in_each_group():
     x = np.asarray(harness.normal(0, (3, 64, 64), jnp.float32))
     assert abs(x.std() - 1) < 0.05
     assert not np.array_equal(x[0], x[1])
+
+
+def test_a_name_that_is_unknown():
+    assert harness.names("a,,b", ("a", "b", "c")) == ["a", "b"]
+    with pytest.raises(typer.BadParameter, match=r"d, e: write some of a, b\."):
+        harness.names("a,d,e", ("a", "b"))
 
 
 def test_interleave_alternates_in_changing_order():

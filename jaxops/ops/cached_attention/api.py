@@ -65,7 +65,7 @@ def cached_attention(
     check_choice("backend", backend, ("auto", "pallas", "xla"))
     sinks = _checked(q, k, v, k_cache, v_cache, at, sinks)
     (B, N, H), S = q.shape, k_cache.shape[2]
-    scale = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
+    factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else check_integer("window", window, 1)
     precision, compute = resolve_precision(precision, k_cache.dtype)
     device = device_of(q, k_cache, at)
@@ -74,7 +74,7 @@ def cached_attention(
         return jnp.zeros_like(q), k_cache, v_cache
     # Casts for another precision would copy the caches.
     kernel = kernel and 0 not in (B, N, H) and compute == k_cache.dtype
-    how = How(scale, window, precision, kernel, device.interpret, device.cores)
+    how = How(factor, window, precision, kernel, device.interpret, device.cores)
     q, k, v, k_cache, v_cache, at, sinks = vary_together(q, k, v, k_cache, v_cache, at, sinks)
     new = (x.astype(k_cache.dtype) for x in (q, k, v))
     out, k_cache, v_cache = _attend(how, *new, k_cache, v_cache, at, sinks)

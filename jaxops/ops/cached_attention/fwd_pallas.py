@@ -124,7 +124,6 @@ def cached_pallas(
     sums |= {name: struct((parts, B, N), jnp.dtype("float32")) for name in ("top", "total")}
     caches = {"new_k_cache": struct(k_cache.shape, k_cache.dtype), "new_v_cache": struct(v_cache.shape, v_cache.dtype)}
     length = pl.cdiv(S, parts * block) * block
-    how = {"interpret": interpret}
     found = launch_named(
         functools.partial(_part_kernel, scale=scale, precision=precision, length=length, block=block),
         operands,
@@ -136,13 +135,17 @@ def cached_pallas(
         name="cached_attention",
         flops=2 * 2 * B * N * S * H,  # two products
         bytes_accessed=k_cache.nbytes + v_cache.nbytes + 2 * q.nbytes,
-        **how,
+        interpret=interpret,
     )
     if parts > 1:
-        sums = {name: found[name] for name in sums}
-        flops = 2 * parts * B * N * H
-        name = "cached_attention_sum"
         found |= launch_named(
-            _sum_kernel, sums, out, grid=(B * N,), warps=4 if parts > 8 else 1, name=name, flops=flops, **how
+            _sum_kernel,
+            {name: found[name] for name in sums},
+            out,
+            grid=(B * N,),
+            warps=4 if parts > 8 else 1,
+            name="cached_attention_sum",
+            flops=2 * parts * B * N * H,
+            interpret=interpret,
         )
     return found["out"], found["new_k_cache"], found["new_v_cache"]

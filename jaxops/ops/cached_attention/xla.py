@@ -12,9 +12,11 @@ Attended = tuple[jax.Array, jax.Array, jax.Array]  # the result and the two cach
 
 
 class How(NamedTuple):
-    """Attributes:
-    kernel: whether the Pallas kernel runs, on a GPU or (interpret) in Pallas' interpreter.
-    cores: multiprocessors of the device.
+    """What is static of a call.
+
+    Attributes:
+      kernel: whether the Pallas kernel runs: on a GPU, or (interpret) in Pallas' interpreter.
+      cores: multiprocessors of the device.
     """
 
     scale: float

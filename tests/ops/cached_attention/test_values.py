@@ -13,6 +13,7 @@ from jaxops.ops.cached_attention.reference import cached_attention_reference
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200
 
+NAMES = ("q", "k", "v", "k_cache", "v_cache", "at")
 BACKENDS = ["xla", "pallas", pytest.param("auto", marks=pytest.mark.gpu)]
 
 
@@ -29,6 +30,10 @@ def operands(B: int, K: int, G: int, S: int, H: int, dtype: str) -> dict:
     return arrays | {"at": jnp.asarray(at), "sinks": jnp.asarray(rng.normal(size=K * G), jnp.float32)}
 
 
+def attend(function, a: dict, **how):
+    return function(*(a[name] for name in NAMES), **{name: x for name, x in a.items() if name not in NAMES}, **how)
+
+
 # Of the sizes here the kernel takes 1, 1, 2, 4 and 16 parts of a row; heads of a key are few, one, and more than 16.
 SIZES = [(5, 2, 3, 37, 24), (1, 1, 1, 1, 1), (6, 1, 1, 131, 16), (3, 3, 2, 300, 8), (1, 1, 20, 1100, 40)]
 
@@ -40,8 +45,8 @@ def test_values(backend, sizes, dtype, masks):
     a = operands(*sizes, dtype)
     sinks = a.pop("sinks")
     sinks = sinks if masks else None
-    out, *caches = jaxops.cached_attention(**a, sinks=sinks, precision="highest", backend=backend, **masks)
-    want, *want_caches = cached_attention_reference(**a, sinks=sinks, **masks)
+    out, *caches = attend(jaxops.cached_attention, a, sinks=sinks, precision="highest", backend=backend, **masks)
+    want, *want_caches = attend(cached_attention_reference, a, sinks=sinks, **masks)
     assert out.dtype == a["q"].dtype
     assert_close(out, want, dtype)
     for cache, want_cache in zip(caches, want_caches, strict=True):
@@ -105,10 +110,10 @@ def test_errors(name):
     a = operands(5, 2, 3, 37, 24, "float32")
     change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        jaxops.cached_attention(**(a | change(a)))
+        attend(jaxops.cached_attention, a | change(a))
 
 
 def test_caches_of_two_dtypes():
     a = operands(5, 2, 3, 37, 24, "float32")
     with pytest.raises(TypeError, match="v_cache is float32"):
-        jaxops.cached_attention(**(a | {"k_cache": a["k_cache"].astype(jnp.bfloat16)}))
+        attend(jaxops.cached_attention, a | {"k_cache": a["k_cache"].astype(jnp.bfloat16)})

@@ -3,6 +3,7 @@
 python -m benchmarks.bench_scaling                                     # lm 3b and dit 1b on every mesh
 python -m benchmarks.bench_scaling --workloads lm --meshes data,fsdp   # some of them
 python -m benchmarks.bench_scaling --smoke --out /tmp/x                # tiny models on host devices
+CUDA_VISIBLE_DEVICES=I python -m benchmarks.bench_scaling --process I/2@localhost:1234   # for I 0 and 1: two processes
 
 Each mesh has one axis over all N devices, and N times the batch of one device. Three kinds of steps are measured:
 
@@ -14,8 +15,8 @@ Each mesh has one axis over all N devices, and N times the batch of one device. 
 """
 
 import dataclasses
-import os
 import pathlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -33,6 +34,7 @@ from benchmarks.bench_train_step import APART, WARMUP, Workload, key_of, run_ste
 from benchmarks.traces import named, write_trace
 from jaxops.offload.reports import needed_bytes
 from jaxops.profiling.trace import Event, exposed_us, recorded, union_us
+from models import distributed
 from models.mesh import make_mesh, parts_of
 from models.precision import PRECISIONS
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset
@@ -244,7 +246,7 @@ class Run:
             _, _, again = run_steps(step, nudged(built.start()), workload, self.left())
             self.apart_alone[case.name] = largest_difference(losses, again)
         self.write(case, built, us, shares_of(events))
-        if case.mesh not in (ONE, WHOLE) and harness.on_gpu():
+        if case.mesh not in (ONE, WHOLE) and harness.on_gpu() and distributed.is_first():
             name = f"train_step_{self.sizes.name}_{case.mesh.partition('=')[0]}_{case.options}"
             first = named(event for event in events if event.device == 0)
             write_trace(first, self.file.with_name(f"{name}.trace.json.gz"))
@@ -269,7 +271,7 @@ class Run:
         facts |= {"peak_bytes": needed_bytes(built.step)[0], "options": case.options}
         if not jax.config.values["jax_compilation_cache_dir"]:  # a cached program takes no time
             facts["compile_s"] = built.seconds
-        facts["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        facts["processes"] = jax.process_count()
         facts["loss"] = [round(loss, 6) for loss in losses]
         alone = case.name if case.mesh == WHOLE else case.whole
         if alone in self.apart_alone:
@@ -281,12 +283,25 @@ class Run:
                 raise ArithmeticError(f"the first loss is {losses[0]}, that of one device {first}")
         named_case = {"op": "train_step", "pass": "step", "name": self.sizes.name, "shape": workload.shape}
         named_case |= {"dtype": np.dtype(PRECISIONS[self.precision].dtype).name, "dist": "", "backend": "jaxops"}
+        if not distributed.is_first():
+            return
         harness.append_row(self.file, harness.make_row(named_case, times, None, {}, None, **facts))
         line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s"
         shown = ("scaling", *(f"{name}_ms" for name in Shares._fields), "loss_apart", "loss_apart_alone")
         line += "".join(f", {name} {facts[name]:.3g}" for name in shown if name in facts)
         line += f", {facts['peak_bytes'] / 1e9:.1f} GB, compiled in {built.seconds:.0f} s"
         print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
+
+
+def told(process: str) -> tuple[str, int, int]:
+    """(HOST:PORT, processes, this one's index) of I/N@HOST:PORT.
+
+    Raises:
+      typer.BadParameter: it is something else.
+    """
+    if found := re.fullmatch(r"(\d+)/(\d+)@(.+:\d+)", process):
+        return found[3], int(found[2]), int(found[1])
+    raise typer.BadParameter(f"{process}: write I/N@HOST:PORT, such as 0/2@localhost:1234.", param_hint="--process")
 
 
 def own_part(x: jax.Array, axis_name: tuple[str, ...], axis: int, *, dtype: Any) -> jax.Array:
@@ -312,8 +327,9 @@ def main(
     precision: str = typer.Option("bfloat16", help="Of " + ", ".join(PRECISIONS) + "."),
     steps: int = typer.Option(10, min=WARMUP + 2, help="Of each case: two warm up, and the last is not timed."),
     options: str = typer.Option("default", help=f"XLA's, of {', '.join(OPTIONS)}; each mesh runs with each."),
-    connections: int = typer.Option(
-        0, help="CUDA_DEVICE_MAX_CONNECTIONS; with 1 kernels of all streams start in the host's order. 0: CUDA's own."
+    process: str = typer.Option(
+        "",
+        help="I/N@HOST:PORT: this is process I of N that run together, each with its own devices; 0 writes the rows.",
     ),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
     workers: int = typer.Option(8, help="Steps that are compiled together."),
@@ -322,9 +338,11 @@ def main(
 ) -> None:
     """Appends to <out>/train_step.jsonl after each case; exits with 1 if a case failed."""
     begin = time.perf_counter()
-    harness.take_memory(**({"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)} if connections else {}))
+    harness.take_memory()
     if smoke:
         harness.host_devices(SMOKE_DEVICES)
+    if process:
+        distributed.initialize(*told(process))
     file = harness.begin("train_step", out, smoke, jax.device_count())
     precision, failed = "float32" if smoke else precision, 0
     for name in harness.names(workloads, WORKLOADS):

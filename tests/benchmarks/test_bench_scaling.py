@@ -4,6 +4,7 @@ import json
 
 import jax
 import pytest
+import typer
 
 from benchmarks import bench_scaling
 from jaxops.profiling.trace import Event
@@ -48,3 +49,10 @@ def test_what_is_exposed():
     events += [event("ncclDevKernel_AllReduce", 25, 0), event("ncclDevKernel_AllReduce", 30, 5), event("gemm", 40, 10)]
     events += [event("gemm", 0, 45, 1), event("ncclDevKernel_AllGather", 10, 15, 1)]
     assert bench_scaling.shares_of(events) == pytest.approx((0.005, 0.020, 0.045, 0.010))
+
+
+def test_which_process_it_is():
+    assert bench_scaling.told("1/2@localhost:1234") == ("localhost:1234", 2, 1)
+    for wrong in ("1@localhost:1234", "1/2@localhost", "a/2@localhost:1234"):
+        with pytest.raises(typer.BadParameter, match="I/N@HOST:PORT"):
+            bench_scaling.told(wrong)

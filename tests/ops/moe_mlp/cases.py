@@ -12,6 +12,7 @@ import jaxops
 from jaxops.ops import grouped_glu, permute
 from jaxops.ops.moe_mlp import Plan
 from jaxops.ops.moe_mlp.reference import moe_mlp_reference
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_glu.cases import plan_of as unit_plan_of
 from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
@@ -84,7 +85,7 @@ def make_case(variant: Variant, seed: int = 0) -> dict:
     }
     case |= {name: case[name] * bad for name in ("x", "dout")}
     return {"routing": routing} | {
-        name: jnp.asarray(array, (v.out_dtype if name == "dout" else None) or v.dtype) for name, array in case.items()
+        name: put(array, (v.out_dtype if name == "dout" else None) or v.dtype) for name, array in case.items()
     }
 
 

@@ -13,6 +13,7 @@ import jaxops
 from jaxops._lib.device import Device
 from jaxops.ops import fp8_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp import Plan, Problem
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200
 from tests.ops.moe_mlp.cases import SHARD, Variant, check_zeros, clean, make_case, want_of
@@ -114,7 +115,7 @@ def test_wild_indices_and_offsets(run):
         routing = dataclasses.replace(
             case["routing"],
             group_offsets=jnp.array([first, 7, 7, 11, end], jnp.int32),
-            row_indices=jnp.asarray(indices),
+            row_indices=put(indices),
         )
         got = jax.block_until_ready(compiled(VARIANTS["shard"], run)(case | {"routing": routing}))
         assert got["out"].shape == (SHARD.T, SHARD.N)

@@ -49,7 +49,7 @@ def named(op: str, names: str) -> set[str]:
     return {f"{op}.{name}" for name in names.split()}
 
 
-ROUTING = jaxops.route(jnp.sin(jnp.arange(T * E, dtype=jnp.float32)).reshape(T, E), 2)
+ROUTING = jax.jit(jaxops.route, static_argnums=1)(np.sin(np.arange(T * E, dtype=np.float32)).reshape(T, E), 2)
 
 
 def with_weights(weights: jax.Array) -> jaxops.Routing:
@@ -99,7 +99,7 @@ def block(rngs: nnx.Rngs) -> nnx.Module:
     return jaxops.nn.AdaLNZeroBlock(K, K, Mixer(), jnp.tanh, rngs=rngs)
 
 
-QUANTIZED = jaxops.quantize(jnp.ones(KN), scaling="block_128x128", layouts="both")
+QUANTIZED = jax.jit(lambda w: jaxops.quantize(w, scaling="block_128x128", layouts="both"))(np.ones(KN, np.float32))
 HALF: dict[str, Any] = {"compute_dtype": jnp.bfloat16}
 MLP = (X, (T, 2), EKN, EKN, ENK)
 ADALN_BLOCK = named("gated_residual_adaln", "residual out") | {"modulation.out", "adaln.out", "gated_residual.out"}

@@ -11,6 +11,7 @@ from benchmarks import bench_multimodal, harness
 from benchmarks.bench_multimodal import documents, flops, padded_to_the_widest, products_apart
 from models.interleaved import Room, lay_out
 from models.modality_experts import Units, apply_units
+from tests.arrays import put
 from tests.command_line import run
 from tests.compare import assert_close
 
@@ -19,7 +20,7 @@ from tests.compare import assert_close
 def test_experts_without_the_common_product(apply):
     """Values and gradients, with an empty group and rows outside."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    draw = lambda *shape: put(rng.normal(size=shape), jnp.float32)
     rows, offsets = draw(23, 8), jnp.array([0, 4, 4, 9, 20], jnp.int32)
     units = [Units(draw(2, 8, h), draw(2, 8, h), draw(2, h, 8)) for h in (5, 12)]
     how = {"dtype": jnp.float32, "backend": "xla"}
@@ -44,6 +45,7 @@ def test_half_of_the_rows_are_of_images_and_flops_are_counted():
 def test_smoke_run(tmp_path, monkeypatch):
     """Two sides that are one program on a CPU, which the second one loads."""
     monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests' programs would be compiled again
     case = bench_multimodal.SMOKE["multimodal_smoke"]
     few = bench_multimodal.Case(case.preset, [("xla_adaln", 128), ("jaxops", 128)], [])
     monkeypatch.setattr(bench_multimodal, "SMOKE", {"multimodal_smoke": few})

@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 
 import jaxops
+from tests.arrays import put
 
-X, XS, EXPERTS, ONE = jnp.ones((4, 8)), jnp.ones((4, 8), jnp.bfloat16), jnp.ones((2, 8, 8)), jnp.ones((1, 8))
-OFFSETS, HEADS = jnp.array([0, 2, 4], jnp.int32), jnp.ones((4, 2, 8))
-ROUTING = jaxops.route(jnp.ones((4, 2)), 1)
-FP8 = jaxops.quantize(X)
+X, EXPERTS, ONE, HEADS = (put(np.ones(shape, np.float32)) for shape in ((4, 8), (2, 8, 8), (1, 8), (4, 2, 8)))
+XS, OFFSETS = put(X, jnp.bfloat16), put([0, 2, 4], jnp.int32)
+ROUTING, FP8 = jax.jit(lambda x: (jaxops.route(x[:, :2], 1), jaxops.quantize(x)))(X)
 # Public functions that call ops. tests/inspecting has what `inspect` does with wrong arguments.
 TOOLS = {"inspect"}
 # A call of each public function that is right.

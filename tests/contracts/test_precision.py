@@ -10,6 +10,7 @@ import pytest
 
 from tests.contracts.entry import Op
 from tests.contracts.run import EVERYTHING, cases, cotangents_of, everything, is_float, parts, small, wanted
+from tests.contracts.test_x64 import traced
 from tests.hopper import lower_for_h200
 
 
@@ -61,14 +62,17 @@ def test_precision(precision, name, way, set_precision):
     how = {key: value for key, value in op.ways[way].items() if key != "precision"}
     arguments, cotangents = small(op), cotangents_of(op)
     given = *parts(op, arguments), cotangents
-    traced = jax.jit(functools.partial(everything, op, way, how=how)).trace(*given)
-    if way == "interpret" and op.multiplies and precision != "highest":
+    found = str(jax.jit(functools.partial(everything, op, way, how=how)).trace(*given).jaxpr)
+    if not op.multiplies:
+        set_precision(None)
+        assert found == str(traced(name, way, wide=False).jaxpr)
         return
-    set_precision("highest" if op.multiplies else None)
-    same = str(traced.jaxpr) == str(jax.jit(functools.partial(everything, op, way)).trace(*given).jaxpr)
-    assert same or (op.multiplies and precision != "highest")
-    if same or way == "interpret":
+    if precision == "highest":
+        assert found == str(jax.jit(functools.partial(everything, op, way)).trace(*given).jaxpr)
         return
+    if way == "interpret":
+        return
+    set_precision("highest")
     want = wanted(op, arguments, cotangents)
     set_precision(precision)
     got = jax.jit(functools.partial(op.call, **how))(

@@ -29,7 +29,8 @@ def given(name: str) -> tuple:
 
 
 @functools.cache
-def traced(name: str, way: str, wide: bool) -> Any:
+def traced(name: str, way: str, *, wide: bool) -> Any:
+    """All of the op, with jax_enable_x64 or without."""
     arguments = given(name)
     with x64(wide):
         return jax.jit(functools.partial(everything, EVERYTHING[name], way)).trace(*arguments)
@@ -38,7 +39,7 @@ def traced(name: str, way: str, wide: bool) -> Any:
 @pytest.mark.parametrize(("name", "way"), cases(("xla", "interpret", "gpu")))
 def test_dtypes(name, way):
     """No float64 array in the program (Python's numbers are float64 scalars), and the same dtypes of results."""
-    wide, plain = (traced(name, way, wide) for wide in (True, False))
+    wide, plain = (traced(name, way, wide=wide) for wide in (True, False))
     dtypes = [jax.tree.map(lambda x: x.dtype, t.out_info) for t in (wide, plain)]
     assert dtypes[0] == dtypes[1]
     assert not re.search(r"f64\[\d", str(wide.jaxpr))
@@ -50,7 +51,7 @@ def test_dtypes(name, way):
 def test_values(name, way):
     """A program that differs from the one without x64 is run and compared with the reference. Layers consist of ops."""
     op = EVERYTHING[name]
-    wide, plain = (traced(name, way, wide) for wide in (True, False))
+    wide, plain = (traced(name, way, wide=wide) for wide in (True, False))
     if str(wide.jaxpr) == str(plain.jaxpr):
         return
     held, others, cotangents = given(name)

@@ -5,11 +5,11 @@ import pathlib
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 
 from models.hf_files import DTYPES, new_header, write_file
+from tests.arrays import put
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 NAMES = sorted(folder.name for folder in DATA.iterdir())
@@ -18,7 +18,7 @@ NAMES = sorted(folder.name for folder in DATA.iterdir())
 def read(file: pathlib.Path) -> dict[str, jax.Array]:
     """By the library's own parser, which knows float8, as its functions for arrays do not."""
     return {
-        name: jnp.asarray(np.frombuffer(said["data"], DTYPES[said["dtype"]]).reshape(said["shape"]))
+        name: put(np.frombuffer(said["data"], DTYPES[said["dtype"]]).reshape(said["shape"]))
         for name, said in safetensors.deserialize(file.read_bytes())
     }
 

@@ -22,6 +22,7 @@ from models.packing import Batch, Documents
 from models.presets import Preset
 from models.tokenizer import Bytes
 from models.train_lm import main
+from tests.arrays import put
 from tests.devices import needs_four
 
 SOURCE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ 'a:' if add_generation_prompt }}"
@@ -127,7 +128,7 @@ def test_the_loss_is_of_the_counted_targets(model):
     tokens, targets = rng.integers(0, 256, (2, 2, 7))
     documents = np.array([[0, 0, 0, 1, 1, 1, -1], [0] * 7])
     scored = np.array([[1, 0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 0]], bool)
-    batch = Batch(*(jnp.asarray(x, jnp.int32) for x in (tokens, targets, documents)), jnp.asarray(scored))
+    batch = Batch(*(put(x, jnp.int32) for x in (tokens, targets, documents)), put(scored))
     loss = nnx.jit(lambda model, batch: loss_fn(model, batch)[0])
     logits = np.asarray(nnx.jit(lambda model: model(batch.tokens, batch.documents)[0])(model), np.float64)
     each = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]

@@ -15,13 +15,14 @@ from models import decoder_loss
 from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
 from models.decoder_loss import loss_fn
 from models.packing import Batch
+from tests.arrays import put
 from tests.compare import assert_close
 
 DENSE = DecoderConfig(
     vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla"
 )
 SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, policy=Policy())
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 17)), jnp.int32)
+TOKENS = put(np.random.default_rng(0).integers(0, 31, (2, 17)), jnp.int32)
 
 
 @functools.cache
@@ -44,7 +45,7 @@ def test_positions_start_again_with_each_document():
 def test_packed_documents_are_as_if_each_came_alone():
     config = SPARSE
     lengths = [5, 1, 8, 3]
-    documents = jnp.asarray(np.repeat([3, 0, 9, 4], lengths), jnp.int32)[None]
+    documents = put(np.repeat([3, 0, 9, 4], lengths), jnp.int32)[None]
     packed = logits_of(model_of(config), TOKENS[:1], documents)[0]
     for start, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
         # At the end of a row of zeros' length: one compilation for all lengths.

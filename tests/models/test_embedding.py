@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from models.embedding import look_up
+from tests.arrays import put
 
 
 @pytest.mark.parametrize(("vocab", "tokens"), [(300, 517), (128, 64), (1, 7), (131, 1), (5, 0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_and_gradients(vocab, tokens, dtype):
     rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.normal(size=(vocab, 24)), jnp.float32)
-    words = jnp.asarray(rng.zipf(1.3, (1, tokens)) % vocab, jnp.int32)
-    dout = jnp.asarray(rng.normal(size=(1, tokens, 24)), dtype)
+    table = put(rng.normal(size=(vocab, 24)), jnp.float32)
+    words = put(rng.zipf(1.3, (1, tokens)) % vocab, jnp.int32)
+    dout = put(rng.normal(size=(1, tokens, 24)), dtype)
 
     @jax.jit
     def both(table, dout):

@@ -10,6 +10,7 @@ from flax import nnx
 
 from models.dit import DiT, DiTConfig, generate, loss_fn, waves
 from models.images import Batch
+from tests.arrays import put
 from tests.compare import assert_close
 
 CLASSES = 5
@@ -44,10 +45,10 @@ def test_what_is_trained_on():
     images = rng.uniform(-1, 1, (T, 4)).astype(np.float32)
     images[end:] = 1e3
     batch = Batch(
-        jnp.asarray(images),
-        jnp.asarray(offsets),
+        put(images),
+        put(offsets),
         jnp.ones((B, 2), jnp.int32),
-        jnp.asarray(rng.integers(0, CLASSES, B), jnp.int32),
+        put(rng.integers(0, CLASSES, B), jnp.int32),
     )
     model = Stub(lambda tokens, time, labels: 0.5 * tokens + time - 0.1 * labels)
     loss, *seen = jax.jit(lambda batch: (loss_fn(model, batch, jax.random.key(1)), *model.seen))(batch)
@@ -158,7 +159,7 @@ def test_the_transformer():
     config = DiTConfig(layers=2, width=16, heads=2, token=4, classes=CLASSES, longest=9, backend="xla")
     rng = np.random.default_rng(0)
     model = nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0)))
-    nnx.update(model, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
+    nnx.update(model, jax.tree.map(lambda p: put(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
     grids, times, labels = ((2, 3), (3, 3), (1, 4)), (0.2, 0.9, 0.5), (4, CLASSES, 0)
     offsets = np.array([0, 6, 15, 19], np.int32)
     tokens = rng.normal(size=(21, 4)).astype(np.float32)

@@ -20,6 +20,7 @@ from models.decoder_loss import loss_fn
 from models.mesh import make_mesh, name_of, replicate, shard_state
 from models.packing import Documents
 from models.presets import Preset
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.models.interrupted_run import EVERY, train
@@ -76,7 +77,7 @@ def test_two_steps_by_hand(done):
     moments = average = None
     for number in range(2):
         batch = batches_of(PRESET)(number)
-        micros = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), batch) for i in range(2)]
+        micros = [jax.tree.map(lambda x, i=i: put(x[i]), batch) for i in range(2)]
         counts = [int(micro.counted()) for micro in micros]
         each = [by_name(gradient(params, micro)) for micro in micros]
         grads = {name: sum(c * g[name] for c, g in zip(counts, each, strict=True)) / sum(counts) for name in before}
@@ -96,7 +97,7 @@ def test_two_steps_by_hand(done):
         average = average or {name: before[name] for name in grads}
         keep = min(0.5, (1 + number) / (10 + number))
         average = {name: keep * average[name] + (1 - keep) * new[name] for name in grads}
-        params = jax.tree.unflatten(jax.tree.structure(params), [jnp.asarray(new[n], jnp.float32) for n in old])
+        params = jax.tree.unflatten(jax.tree.structure(params), [put(new[n], jnp.float32) for n in old])
     for name, value in by_name(state.params).items():
         np.testing.assert_allclose(value, new[name], rtol=1e-3, atol=2e-6, err_msg=name)
         assert (name in FROZEN) == np.array_equal(value, before[name])

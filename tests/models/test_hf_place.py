@@ -24,10 +24,14 @@ CONFIG = DecoderConfig(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> pathlib.Path:
+def saved() -> Decoder:
+    return nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def folder(saved, tmp_path_factory) -> pathlib.Path:
     made = tmp_path_factory.mktemp("checkpoint")
-    model = nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
-    hf.save(made, "Qwen3MoeForCausalLM", model, dtype="bfloat16", max_bytes=10_000)
+    hf.save(made, "Qwen3MoeForCausalLM", saved, dtype="bfloat16", max_bytes=10_000)
     assert len(list(made.glob("*.safetensors"))) > 3
     return made
 
@@ -66,9 +70,9 @@ def test_a_training_state_from_a_checkpoint_is_split_from_the_start(folder, monk
 
 @pytest.mark.parametrize("small", [0, 1 << 24], ids=["updates", "whole"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_matrices_in_the_dtype_of_inference(dtype, small, tmp_path, monkeypatch):
+def test_matrices_in_the_dtype_of_inference(dtype, small, saved, tmp_path, monkeypatch):
     """The bits of those that are loaded in float32 and cast, from float32 tensors; the same arrays are float32."""
-    hf.save(tmp_path, "Qwen3MoeForCausalLM", nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))())
+    hf.save(tmp_path, "Qwen3MoeForCausalLM", saved)
     wanted = for_inference(hf.load(tmp_path, dtype=dtype)[1])
     monkeypatch.setattr(hf_place, "SMALL", small)
     _, model = hf.load(tmp_path, dtype=dtype, param_dtype=dtype)

@@ -36,6 +36,7 @@ from models.mesh import (
     split_of,
 )
 from models.presets import Preset
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.hopper import H200
@@ -217,7 +218,7 @@ def test_a_sum_over_devices_is_rounded_once(options):
     (alone, params), (sharded, _) = (
         nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
     )
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, config.width)), config.dtype)
+    x = put(np.random.default_rng(0).normal(size=(2, 12, config.width)), config.dtype)
     specs = jax.tree.map_with_path(
         lambda path, _: P() if "router" in jax.tree_util.keystr(path) else P("expert"), params
     )

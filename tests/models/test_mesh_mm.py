@@ -17,6 +17,7 @@ from models.modality_experts import ModalityExperts
 from models.multimodal import Multimodal, MultimodalConfig
 from models.multimodal_loss import losses_of
 from models.presets import MultimodalPreset
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.models.test_interleaved import image_of, text_of
@@ -73,7 +74,7 @@ def random_params(config: MultimodalConfig) -> tuple[nnx.GraphDef, nnx.State, nn
     graphdef, params, others = nnx.split(nnx.eval_shape(lambda: Multimodal(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
     rng = np.random.default_rng(0)
     drawn = jax.tree.map_with_path(
-        lambda path, p: jnp.asarray(rng.normal(size=p.shape) / 4 + ("scale" in jax.tree_util.keystr(path)), p.dtype),
+        lambda path, p: put(rng.normal(size=p.shape) / 4 + ("scale" in jax.tree_util.keystr(path)), p.dtype),
         params,
     )
     return graphdef, drawn, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), others)
@@ -140,8 +141,8 @@ def test_experts_count_all_rows_once():
     (alone, params), (sharded, _) = (
         nnx.split(ModalityExperts(MODEL, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
     )
-    x = jnp.asarray(rng.normal(size=(24, MODEL.width)), jnp.float32)
-    rows = x, jnp.asarray(rng.random(24) < 0.6), jnp.asarray(rng.random(24) < 0.8)
+    x = put(rng.normal(size=(24, MODEL.width)), jnp.float32)
+    rows = x, put(rng.random(24) < 0.6), put(rng.random(24) < 0.8)
     mesh = make_mesh("expert=2,tensor=2")
     specs, whole = split_part("moe", params, mesh)
     over = jax.shard_map(

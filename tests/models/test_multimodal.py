@@ -19,6 +19,7 @@ from models.interleaved import Batch, Document, Room, Tokens, captioned, illustr
 from models.layers import stacked
 from models.multimodal import Multimodal, MultimodalConfig, layout_of
 from models.multimodal_loss import loss_fn, losses_of
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.models.test_interleaved import image_of, text_of
 
@@ -47,7 +48,7 @@ DOCUMENTS = (
 
 
 def batch_of(*documents: Document, room: Room = ROOM) -> Batch:
-    return jax.tree.map(jnp.asarray, lay_out(documents, room))
+    return jax.tree.map(put, lay_out(documents, room))
 
 
 BATCH = batch_of(*DOCUMENTS[:2])
@@ -64,7 +65,7 @@ def model_of(config: MultimodalConfig) -> Multimodal:
     def draw(path, p):
         name = jax.tree_util.keystr(path)
         drawn = rng.normal(size=p.shape) / (2 if "modulation" in name or "leave" in name else 4)
-        return jnp.asarray(drawn + ("scale" in name), p.dtype)
+        return put(drawn + ("scale" in name), p.dtype)
 
     nnx.update(model, jax.tree.map_with_path(draw, nnx.state(model)))
     return model
@@ -175,7 +176,7 @@ def test_text_alone_is_a_decoder():
     batch = batch_of(*(Document((text,)) for text in texts), room=ROOM._replace(predictions=32))
     T = sum(lengths)
     documents = np.repeat(np.arange(4), lengths).astype(np.int32)[None]
-    weight = jnp.asarray(rng.normal(size=(T, CONFIG.vocab)), jnp.float32)
+    weight = put(rng.normal(size=(T, CONFIG.vocab)), jnp.float32)
 
     def ours(model):
         logits = model.logits(model(batch, TIME)[0])[:T]
@@ -272,7 +273,7 @@ def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.
     segment = np.minimum(np.searchsorted(batch.segment_offsets, at, side="right") - 1, len(batch.is_image) - 1)
     image = (batch.is_image[segment] & (at < batch.sequence_offsets[-1]))[:, None]
     sees = visible(batch)
-    there = jax.tree.map(jnp.asarray, batch)
+    there = jax.tree.map(put, batch)
     layout = layout_of(there)  # of which positions are used; tested above
     place = position_embedding(there.segment_offsets, there.grids, T, c.width)
     x = jnp.where(
@@ -331,7 +332,7 @@ def test_gradients_are_those_of_a_dense_reference():
     graphdef, state = nnx.split(model, nnx.Param)
     batch = batch_of(DOCUMENTS[2], DOCUMENTS[0])
     end, rng = int(batch.sequence_offsets[-1]), np.random.default_rng(3)
-    weights = [jnp.asarray(rng.normal(size=(end, n)), jnp.float32) for n in (CONFIG.vocab, CONFIG.patch_values)]
+    weights = [put(rng.normal(size=(end, n)), jnp.float32) for n in (CONFIG.vocab, CONFIG.patch_values)]
 
     def value(outs):
         return sum(jnp.sum(w * out[:end]) for w, out in zip(weights, outs, strict=True))

@@ -19,6 +19,7 @@ from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
 from models.presets import DiTPreset
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.models.test_mesh import (
@@ -47,17 +48,14 @@ DIT = DiTPreset(
 )
 
 
-@pytest.mark.parametrize(
-    ("shape", "config"),
-    [("tensor=4", MIXED), ("data=2,tensor=2", UNTIED)],
-)
-def test_a_decoder_as_on_one_device(shape, config):
-    """Attention with sinks, a dense block and one with experts; tied and untied logits.
+@pytest.mark.parametrize("shape", ["tensor=4", "data=2,tensor=2"])
+def test_a_decoder_as_on_one_device(shape):
+    """Attention with sinks, a dense block and one with experts; untied logits.
 
-    Beside fsdp and expert: test_mesh_parts.py.
+    Beside fsdp and expert, and with tied logits: test_mesh_parts.py.
     """
-    got = train(config, shape)
-    assert_as_alone(config, got)
+    got = train(UNTIED, shape)
+    assert_as_alone(UNTIED, got)
     mesh = make_mesh(shape)
     router = {1 / parts_of(mesh)}
     assert {fraction(x) for x in matrices(got.first.params)} == {1 / 4} | router
@@ -72,7 +70,7 @@ def test_experts_count_all_tokens_once():
     (alone, params), (sharded, _) = (
         nnx.split(Experts(MIXED, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
     )
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(24, MIXED.width)), jnp.float32)
+    x = put(np.random.default_rng(0).normal(size=(24, MIXED.width)), jnp.float32)
     mesh = make_mesh("expert=2,tensor=2")
     specs, whole = split_part("mlp", params, mesh)
     run = jax.shard_map(
@@ -124,8 +122,8 @@ def test_a_loss_in_pieces(monkeypatch):
     """Of words and rows on four devices: five rows each in two pieces."""
     monkeypatch.setattr(decoder_loss, "LOGITS", 24)
     rng = np.random.default_rng(0)
-    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((20, 4), (4, 8)))
-    targets = jnp.asarray(rng.integers(0, 8, 20), jnp.int32)
+    x, kernel = (put(rng.normal(size=shape), jnp.float32) for shape in ((20, 4), (4, 8)))
+    targets = put(rng.integers(0, 8, 20), jnp.int32)
 
     def part(x, kernel, targets):
         logits = lambda x: jaxops.all_gather_matmul(x, kernel, "tensor")
@@ -134,7 +132,7 @@ def test_a_loss_in_pieces(monkeypatch):
     specs = {"in_specs": (P("tensor"), P(None, "tensor"), P()), "out_specs": P()}
     found = jax.shard_map(part, mesh=make_mesh("tensor=4"), **specs)
     wanted = lambda x, kernel, targets: -jnp.take_along_axis(jax.nn.log_softmax(x @ kernel), targets[:, None], 1)[:, 0]
-    ahead = jnp.asarray(rng.normal(size=20), jnp.float32)
+    ahead = put(rng.normal(size=20), jnp.float32)
     for got, want in zip(
         *(
             jax.jit(lambda *given, of=of: jax.vjp(lambda *w: of(*w, targets), *given)[1](ahead))(x, kernel)

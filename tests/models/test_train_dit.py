@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
@@ -23,6 +22,7 @@ from models.dit import DiT, DiTConfig, generate, loss_fn, position_embedding
 from models.images import DATA_SETS, DataSet, Images, every_image_once, pack
 from models.presets import DIT_PRESETS, DiTPreset
 from models.train_dit import DitOptions, choose, main, make_step, sample
+from tests.arrays import put
 from tests.compare import assert_close
 
 PATCH, LONGEST = 2, 12
@@ -137,7 +137,7 @@ def model():
     """With random parameters: initially each block is the identity, which would hide attention."""
     model = nnx.eval_shape(lambda: DiT(CONFIG, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    nnx.update(model, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
+    nnx.update(model, jax.tree.map(lambda p: put(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
     return model
 
 

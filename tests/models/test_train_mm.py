@@ -25,6 +25,7 @@ from models.multimodal_sampling import caption, draw, until
 from models.pairs import DATA_SETS, PairData, Pairs
 from models.presets import MULTIMODAL_PRESETS, MultimodalPreset
 from models.train_mm import MmOptions, choose, main, make_step, prepare, train_documents
+from tests.arrays import put
 
 MODEL = MultimodalConfig(
     vocab=258,
@@ -152,7 +153,7 @@ def model():
     """With random parameters: initially each image's block is the identity."""
     model = nnx.eval_shape(lambda: Multimodal(MODEL, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    nnx.update(model, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
+    nnx.update(model, jax.tree.map(lambda p: put(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
     model.eval()
     return model
 

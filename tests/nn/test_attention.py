@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import AdaLNZeroBlock, PackedAttention, PackedMask, packed_attention_fn
+from tests.arrays import put
 from tests.compare import assert_close
 
 T, S, WIDTH, HEADS = 13, 9, 16, 4
@@ -40,14 +41,21 @@ def ours(like: nnx.MultiHeadAttention, **more) -> PackedAttention:
     return layer
 
 
-def one_at_a_time(flax: nnx.MultiHeadAttention, causal: bool, kv=None) -> np.ndarray:
+@functools.partial(nnx.jit, static_argnames=("is_causal", "qk_transform"))
+def call(layer, *given, **how) -> jax.Array:
+    """In one program. By themselves its operations would be two dozen."""
+    return layer(*given, **how)
+
+
+@functools.partial(nnx.jit, static_argnames="causal")
+def one_at_a_time(flax: nnx.MultiHeadAttention, causal: bool, kv=None) -> jax.Array:
     """Flax's attention, whose keys and values are repeated for grouped queries."""
-    out = np.zeros((T, WIDTH), np.float32)
+    out = jnp.zeros((T, WIDTH), jnp.float32)
     for b in range(3):
         rows, keys = slice(*ENDS[b : b + 2]), slice(*(ENDS if kv is None else KEY_ENDS)[b : b + 2])
         if rows.stop > rows.start:
             mask = np.tri(rows.stop - rows.start, dtype=bool) if causal else None
-            out[rows] = flax(X[rows], X[keys] if kv is None else kv[keys], mask=mask)
+            out = out.at[rows].set(flax(X[rows], X[keys] if kv is None else kv[keys], mask=mask))
     return out
 
 
@@ -62,9 +70,9 @@ def test_as_flax(causal):
     want = one_at_a_time(flax, causal)
     spoilt = X.copy()
     spoilt[[0, 11, 12]] = np.nan
-    assert_close(ours(flax, causal=causal)(spoilt, ENDS), want, "float32")
+    assert_close(call(ours(flax, causal=causal), spoilt, ENDS), want, "float32")
     packed = flax_attention(attention_fn=packed_attention_fn)
-    got = packed(X, mask=jnp.asarray(ENDS), is_causal=causal)
+    got = call(packed, X, mask=put(ENDS), is_causal=causal)
     assert_close(got[ENDS[0] : ENDS[-1]], want[ENDS[0] : ENDS[-1]], "float32")
     assert_close(got[:1], packed.out.bias[...][None], "float32")
 
@@ -72,8 +80,8 @@ def test_as_flax(causal):
 def test_cross_attention():
     flax = flax_attention(attention_fn=repeated)
     want = one_at_a_time(flax, False, KV)
-    assert_close(ours(flax)(X, ENDS, KV, kv_offsets=KEY_ENDS), want, "float32")
-    got = flax_attention(attention_fn=packed_attention_fn)(X, KV, mask=PackedMask(ENDS, KEY_ENDS))
+    assert_close(call(ours(flax), X, ENDS, KV, kv_offsets=KEY_ENDS), want, "float32")
+    got = call(flax_attention(attention_fn=packed_attention_fn), X, KV, mask=PackedMask(ENDS, KEY_ENDS))
     assert_close(got[ENDS[0] : ENDS[-1]], want[ENDS[0] : ENDS[-1]], "float32")
 
 
@@ -82,12 +90,12 @@ def test_a_mask_by_row_and_a_window():
     until = np.arange(1, T + 1, dtype=np.int32)
     until[5:8] = 8
     flax = flax_attention(attention_fn=functools.partial(packed_attention_fn, window=2))
-    want = flax(X, mask=PackedMask(ENDS, visible_until=until))
-    got = ours(flax, window=2)(X, ENDS, visible_until=until)
+    want = call(flax, X, mask=PackedMask(ENDS, visible_until=until))
+    got = call(ours(flax, window=2), X, ENDS, visible_until=until)
     assert_close(got[1:11], want[1:11], "float32")
     changed = X.copy()
     changed[7] += 1
-    after = ours(flax, window=2)(changed, ENDS, visible_until=until)
+    after = call(ours(flax, window=2), changed, ENDS, visible_until=until)
     assert [row for row in range(T) if (np.asarray(got[row]) != np.asarray(after[row])).any()] == [5, 6, 7, 8, 9]
 
 
@@ -95,15 +103,15 @@ def test_rotary_positions_and_other_widths():
     layer = PackedAttention(2, WIDTH, head_dim=6, in_kv_features=5, rngs=nnx.Rngs(0))
     swap = lambda q, k: (2 * q, k / 2)
     kv = RNG.normal(size=(S, 5)).astype(np.float32)
-    got = layer(X, ENDS, kv, kv_offsets=KEY_ENDS, qk_transform=swap)
+    got = call(layer, X, ENDS, kv, kv_offsets=KEY_ENDS, qk_transform=swap)
     assert got.shape == (T, WIDTH)
-    assert_close(got, layer(X, ENDS, kv, kv_offsets=KEY_ENDS), "float32")
+    assert_close(got, call(layer, X, ENDS, kv, kv_offsets=KEY_ENDS), "float32")
 
 
 def test_is_a_mixer():
     rngs = nnx.Rngs(0)
     block = AdaLNZeroBlock(WIDTH, 4, functools.partial(PackedAttention, HEADS, WIDTH), jnp.tanh, rngs=rngs)
-    assert block(X, jnp.ones((3, 4)), jnp.asarray(ENDS)).shape == (T, WIDTH)
+    assert block(X, jnp.ones((3, 4)), put(ENDS)).shape == (T, WIDTH)
 
 
 def test_parameters_of_rows_outside_get_no_gradient():
@@ -112,7 +120,8 @@ def test_parameters_of_rows_outside_get_no_gradient():
     spoilt[[0, 11, 12]] = np.nan
     loss = lambda layer, x: jnp.sum(layer(x, ENDS) ** 2)
     layer = ours(flax_attention())
-    got, want = (jax.tree.leaves(nnx.grad(loss)(layer, x)) for x in (spoilt, X))
+    gradient = nnx.jit(nnx.grad(loss))
+    got, want = (jax.tree.leaves(gradient(layer, x)) for x in (spoilt, X))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import AdaLNZeroBlock, AmaxHistory, Fp8DotGeneral, Fp8Linear, GroupedLinear, MoE, Router
+from tests.arrays import put
 
 M, IN, OUT = 24, 160, 96
 OFFSETS = (0, 7, 7, 20)  # group 1 is empty, the last four rows are in no group
@@ -19,7 +20,7 @@ apply = nnx.jit(lambda layer, *args: layer(*args))
 
 
 def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def rms_error(got, want) -> float:

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import GroupedLinear
+from tests.arrays import put
 from tests.compare import assert_close
 
 G, M, IN, OUT = 4, 13, 8, 6
@@ -20,7 +21,7 @@ apply = nnx.jit(lambda module, x, offsets: module(x, offsets))
 
 
 def numbers(key, shape, dtype) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), dtype)
+    return put(np.random.default_rng(len(shape)).normal(size=shape), dtype)
 
 
 def layer(**options) -> GroupedLinear:

@@ -20,13 +20,14 @@ from jaxops.nn import (
     Router,
     SharedExperts,
 )
+from tests.arrays import put
 
 T, D, C, B, E, F, K = 13, 8, 6, 4, 4, 12, 2
 OFFSETS = (0, 5, 5, 6, 11)  # one sequence or group is empty, the last two rows are in none
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return put(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def inputs() -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._lib.device import gluon_missing
 from jaxops.nn import MoE, Router, RouterBias
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import on_h200
 from tests.jaxprs import equations
@@ -27,7 +28,7 @@ apply = nnx.jit(lambda module, x: module(x))
 
 
 def numbers(key, shape, dtype=jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape) / shape[-1] ** 0.5, dtype)
+    return put(np.random.default_rng(sum(shape)).normal(size=shape) / shape[-1] ** 0.5, dtype)
 
 
 def make(*, router: dict | None = None, hidden_features: int = F, **options) -> MoE:
@@ -43,7 +44,7 @@ def make(*, router: dict | None = None, hidden_features: int = F, **options) -> 
 
 
 def tokens(*shape: int, dtype=jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(5).normal(size=shape or (T, D)), dtype)
+    return put(np.random.default_rng(5).normal(size=shape or (T, D)), dtype)
 
 
 def every_expert(params: dict, x: jax.Array, routing: jaxops.Routing, activation=jax.nn.silu) -> jax.Array:
@@ -62,10 +63,14 @@ def every_expert(params: dict, x: jax.Array, routing: jaxops.Routing, activation
 
 
 def outputs_and_gradients(f, params, x):
-    """(y, gradients of all parameters and of x)"""
-    return jax.jit(
-        lambda params, x: (f(params, x), jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1))(params, x))
-    )(params, x)
+    """(y, gradients of sum(sin(y)) of all parameters and of x)"""
+
+    @jax.jit
+    def both(params, x):
+        y, back = jax.vjp(f, params, x)
+        return y, back(jnp.cos(y))
+
+    return both(params, x)
 
 
 def check(moe: MoE, x: jax.Array, activation=jax.nn.silu, wrap=lambda layer: layer) -> None:

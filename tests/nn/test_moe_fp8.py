@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops.nn import AmaxHistory, MoE, Router
 from jaxops.ops import fp8_matmul
+from tests.arrays import put
 from tests.ops.fp8_matmul.cases import Case, reference
 from tests.ops.moe_mlp.cases import Variant, check_zeros, clean, make_case
 from tests.parallel.cases import mesh_of
@@ -33,7 +34,7 @@ def make(recipe: str | None, **options) -> MoE:
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return put(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 @functools.cache
@@ -130,7 +131,7 @@ def layer_by_hand(module: MoE, params, x, dout):
     experts = (p["gate"], p["up"], p["down"], routing.group_offsets)
     chosen = unit_by_hand(x[indices], of_rows, *experts, dout[indices])
     y = np.sum(np.asarray(weights)[:, :, None] * chosen["y"][positions], axis=1)
-    dkernel, dx_router = router_bwd(jnp.asarray(chosen["dweights"][positions], jnp.float32))
+    dkernel, dx_router = router_bwd(put(chosen["dweights"][positions], jnp.float32))
     dx = np.sum(chosen["drows"][positions], axis=1) + np.asarray(dx_router)
     grads: dict = {"router": nnx.to_pure_dict(dkernel)} | {name: chosen[name] for name in ("gate", "up", "down")}
     return y, grads, dx

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jaxops
 from jaxops.nn import MoE, SharedExperts
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import on_h200
 from tests.jaxprs import equations
@@ -24,7 +25,7 @@ def make(recipe: str | None = None, **options) -> SharedExperts:
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return put(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 X, DOUT = normal(1, T, D), normal(2, T, D)

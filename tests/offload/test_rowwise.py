@@ -11,15 +11,17 @@ import pytest
 from jax import lax
 
 from jaxops.offload import streamed
+from tests.arrays import put
 
 ROWS = 6
 PARAMS = {
-    "a": jnp.sin(jnp.arange(48.0).reshape(ROWS, 8)),
-    "b": jnp.cos(jnp.arange(60.0).reshape(ROWS, 2, 5)),
-    "c": jnp.linspace(-1.0, 1.0, ROWS),
+    "a": np.sin(np.arange(48.0).reshape(ROWS, 8)),
+    "b": np.cos(np.arange(60.0).reshape(ROWS, 2, 5)),
+    "c": np.linspace(-1.0, 1.0, ROWS),
+    "t": np.float64(2),
 }
-PARAMS |= {"t": jnp.float32(2)}
-GRADS = {name: jnp.cos(3 * p) for name, p in PARAMS.items()}
+GRADS = {name: put(np.cos(3 * p), "float32") for name, p in PARAMS.items()}
+PARAMS = {name: put(p, "float32") for name, p in PARAMS.items()}
 
 
 def of_each(f: Callable) -> optax.GradientTransformation:

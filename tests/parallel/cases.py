@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from tests.arrays import put
 
 AXIS = "tensor"
 # Of each product: how x (or h), w, the bias and the result lie on the axis.
@@ -58,8 +58,7 @@ def make(M: int, K: int, N: int, dtype: str = "float32", seed: int = 0) -> tuple
     rng = np.random.default_rng(seed)
     scale = max(1, K) ** -0.5
     return tuple(
-        jnp.asarray(s * rng.normal(size=shape), dtype)
-        for s, shape in ((1, (M, K)), (scale, (K, N)), (1, (N,)), (1, (M, N)))
+        put(s * rng.normal(size=shape), dtype) for s, shape in ((1, (M, K)), (scale, (K, N)), (1, (N,)), (1, (M, N)))
     )
 
 

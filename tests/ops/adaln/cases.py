@@ -11,6 +11,7 @@ import pytest
 import jaxops
 from jaxops.ops.adaln import Plan, Tiles
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
+from tests.arrays import put
 from tests.compare import assert_close
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
@@ -94,8 +95,8 @@ def make_case(
         if shape[0] == T and (per_row or name not in MODULATION) and len(shape) == 2:
             values[name][outside, ::2] = np.nan
     dtypes = dict.fromkeys((*MODULATION, "weight", "bias"), modulation_dtype or dtype)
-    case = {name: jnp.asarray(value, dtypes.get(name, dtype)) for name, value in values.items()}
-    return case | {"offsets": jnp.asarray(offsets, jnp.int32)}
+    case = {name: put(value, dtypes.get(name, dtype)) for name, value in values.items()}
+    return case | {"offsets": put(offsets, jnp.int32)}
 
 
 def outside_of(case: dict):

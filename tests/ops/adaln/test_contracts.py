@@ -10,6 +10,7 @@ import pytest
 import jaxops
 from jaxops._lib.fp8 import FP8
 from jaxops.ops.adaln import Plan
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200, on_h200
 from tests.jaxprs import equations
@@ -21,7 +22,7 @@ GIVEN = VARIANT.names
 
 def clean_case(sizes, before: int, after: int, seed: int = 0) -> dict:
     case = make_case(sizes, 8, before=before, after=after, seed=seed)
-    return {name: value if name == "offsets" else jnp.asarray(np.nan_to_num(value)) for name, value in case.items()}
+    return {name: value if name == "offsets" else put(np.nan_to_num(value)) for name, value in case.items()}
 
 
 CASE = clean_case([9, 0, 21, 2], 3, 5)

@@ -14,6 +14,7 @@ import jaxops
 from jaxops._lib.device import current_device, runs_gluon
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Tiles
 from jaxops.ops.fp8_matmul.operand import Operand
+from tests.arrays import put
 from tests.compare import assert_close
 
 # "interpret": the Pallas kernels in the interpreter on the CPU; "gpu": the same, compiled; "triton": the Hopper
@@ -134,8 +135,8 @@ def make_case(
     if offsets is not None:
         outside = (np.arange(M) < offsets[0]) | (np.arange(M) >= offsets[-1])
         x[outside], dy[outside] = np.nan, np.nan
-    rows = None if offsets is None else jnp.asarray(offsets, jnp.int32)
-    return Case(jnp.asarray(x, dtype), jnp.asarray(w, w_dtype or dtype), jnp.asarray(dy, dtype), rows)
+    rows = None if offsets is None else put(offsets, jnp.int32)
+    return Case(put(x, dtype), put(w, w_dtype or dtype), put(dy, dtype), rows)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "layouts"))

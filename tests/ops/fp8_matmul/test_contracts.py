@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.jaxprs import equations
 from tests.ops.fp8_matmul.cases import FEW, Case, apply, kind_of, make_case, options_of, reference
@@ -37,8 +38,7 @@ def test_vmap(run, name):
     """Each example is quantised by itself, and its weight gradient is its own."""
     case = {"dense": DENSE, "groups": GROUPS}[name]
     xs, dys = (
-        jnp.asarray(np.stack([v, 30 * v, np.float32(0.2) * v[:, ::-1]]))
-        for v in (np.asarray(case.x), np.asarray(case.dy))
+        put(np.stack([v, 30 * v, np.float32(0.2) * v[:, ::-1]])) for v in (np.asarray(case.x), np.asarray(case.dy))
     )
     f = functools.partial(
         results, run, "tensorwise", case
@@ -115,7 +115,7 @@ def test_shard_map_over_weights(case):
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("e",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    x, dy = (jnp.asarray(np.nan_to_num(v)) for v in (case.x, case.dy))
+    x, dy = (put(np.nan_to_num(v)) for v in (case.x, case.dy))
 
     def dense(x, w):
         return jaxops.fp8_matmul(x, w, recipe="rowwise", backend="xla")

@@ -128,7 +128,7 @@ OF_FEW_ROWS = {
 
 
 @pytest.mark.parametrize("run", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("scalings", [TENSOR, ROW, BLOCKS, "tensorwise-block_128x128"])
+@pytest.mark.parametrize("scalings", [ROW, BLOCKS, "tensorwise-block_128x128"])
 @pytest.mark.parametrize("tiles", OF_FEW_ROWS.values(), ids=OF_FEW_ROWS)
 def test_tiles_of_few_rows(tiles, scalings, run):
     """Dense and over groups with NaN outside; sums of whole steps and not, and shorter than their parts."""
@@ -136,7 +136,7 @@ def test_tiles_of_few_rows(tiles, scalings, run):
     how = {"out_dtype": jnp.dtype("float32"), "tiles": tiles, "interpret": run == "interpret"}
     call = jax.jit(functools.partial(multiply_pallas, **how))
     rng = np.random.default_rng(0)
-    for M, K, N in ((5, 768, 130), (37, 650, 161), (1, 200, 3)):
+    for M, K, N in ((37, 768, 130), (1, 200, 3)):
         a, b = operand(rng, (M, K), a_scaling), operand(rng, (N, K), b_scaling)
         check(call(a, b), wide(a) @ wide(b).T, run)
     sizes, K, N = (9, 0, 1, 7), 650, 161

@@ -14,6 +14,7 @@ import jaxops
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops.ops.fp8_matmul import Plan, Problem, make_plan
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import Case, kind_of, make_case, options_of, reference
 
@@ -138,7 +139,7 @@ def test_what_is_not_finite(pow2):
     x[3, 5], x[4, 299], x[70] = np.nan, -np.nan, np.nan
     x[5, 7], x[6, 200], x[131, 0] = np.inf, -np.inf, np.inf
     x[8], x[9, 128:256], x[10], x[11], x[12] = 0, 0, 1e-38, 1e-20, 1e35
-    case = dataclasses.replace(case, x=jnp.asarray(x, jnp.bfloat16), w=case.w / 256)  # so that no sum becomes infinite
+    case = dataclasses.replace(case, x=put(x, jnp.bfloat16), w=case.w / 256)  # so that no sum becomes infinite
     inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
     for y in (inside, before):
         assert set(np.flatnonzero(np.isnan(y).all(axis=1))) == {3, 4, 5, 6, 70, 131}
@@ -162,7 +163,7 @@ def test_every_bfloat16_number(pow2):
     )  # without NaN
     smaller = (others.astype(np.float32) * np.exp2(rng.integers(-80, 1, (512, 1)))).astype(jnp.bfloat16)
     x = np.concatenate([rng.permuted(bits, axis=1).view(jnp.bfloat16), smaller])
-    case = Case(jnp.asarray(x), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((1024, 128), jnp.bfloat16))
+    case = Case(put(x), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((1024, 128), jnp.bfloat16))
     inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
     bad = ~np.isfinite(x.astype(np.float32)).all(axis=1)
     assert {255, 511} < set(np.flatnonzero(bad))  # where the NaNs are, beside infinities; others have an infinity alone

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -16,13 +17,19 @@ from tests.ops.fp8_matmul.cases import RUNS, Case, make_case, quantized_w, y_and
 BY = RUNS[:3]  # Hopper's kernel multiplies FP8 by FP8
 
 
+@jax.jit
+def by_layout(w8: jaxops.Quantized) -> tuple[jax.Array, jax.Array]:
+    """float32, of the column layout and of the row layout."""
+    return jaxops.dequantize(w8.T, "float32").mT, jaxops.dequantize(w8, "float32")
+
+
 def reference(case: Case, w8: jaxops.Quantized) -> tuple[np.ndarray, np.ndarray]:
     """(y, dx) in float64, of each layout's own values."""
     half = np.float16 if case.x.dtype == jnp.float16 else ml_dtypes.bfloat16
     x, dy = (np.asarray(v).astype(half).astype(np.float64) for v in (case.x, case.dy))
-    stack = (lambda w: w) if case.offsets is not None else (lambda w: w[None])
-    for_y, for_dx = (stack(np.asarray(w, np.float64)) for w in (jaxops.dequantize(w8.T, "float32").mT,
-                                                               jaxops.dequantize(w8, "float32")))  # fmt: skip
+    for_y, for_dx = (np.asarray(w, np.float64) for w in by_layout(w8))
+    if case.offsets is None:
+        for_y, for_dx = for_y[None], for_dx[None]
     bounds = [0, len(x)] if case.offsets is None else np.asarray(case.offsets).tolist()
     y, dx = np.zeros(dy.shape), np.zeros(x.shape)
     for g, (lo, hi) in enumerate(itertools.pairwise(bounds)):

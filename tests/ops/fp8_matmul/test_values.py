@@ -14,6 +14,7 @@ import pytest
 
 import jaxops
 from jaxops.ops.quantize import Quantized
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import (
     BLOCK,
@@ -107,7 +108,7 @@ def test_an_infinity_stays_not_finite(recipe, run):
         y, dx, dw, now = run_delayed(x, w, dy)
         np.testing.assert_array_equal(now, largest)
     else:
-        y, dx, dw = run_all(Case(*map(jnp.asarray, (x, w, dy))), recipe, run)
+        y, dx, dw = run_all(Case(*map(put, (x, w, dy))), recipe, run)
     rows, columns, depth = np.arange(M)[:, None], np.arange(N)[None, :], np.arange(K)
     np.testing.assert_array_equal(np.isfinite(y), ~((rows == 3) | (rows == 4) | (columns == 2)))
     np.testing.assert_array_equal(np.isfinite(dx), ~((rows == 6) | (depth[None, :] == 7)))
@@ -255,14 +256,14 @@ def test_deepseek_layout(run, sizes):
         np.concatenate([x[rows] @ one for rows, one in groups]),
         np.concatenate([dy[rows] @ one.T for rows, one in groups]),
     )
-    check_y_and_dx(case, Quantized.from_deepseek(jnp.asarray(weight), jnp.asarray(scale_inv)), "blockwise", run, want)
+    check_y_and_dx(case, Quantized.from_deepseek(put(weight), put(scale_inv)), "blockwise", run, want)
 
 
 @pytest.mark.parametrize("run", FEW)
 def test_adaln_feeds_fp8_matmul(run):
     rng = np.random.default_rng(0)
     D, N = 150, 40
-    x, vector, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((30, D), (1, D), (D, N)))
+    x, vector, w = (put(rng.normal(size=s), jnp.float32) for s in ((30, D), (1, D), (D, N)))
 
     @jax.jit
     def f(x, w):

@@ -12,6 +12,7 @@ import jaxops
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import Plan, Tiles
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
 
@@ -61,7 +62,7 @@ def make_case(sizes, K: int, F: int, *, dtype="float32", before: int = 0, after:
     for rows in (x, dh):  # in numpy: JAX would compile each step for each shape
         rows[: offsets[0]] = rows[offsets[-1] :] = np.nan
     scale = max(1, K) ** -0.5  # a gate of about one, where activations bend
-    return Case(*(jnp.asarray(x, dtype) for x in (x, scale * w_gate, w_up, dh)), jnp.asarray(offsets, jnp.int32))
+    return Case(*(put(x, dtype) for x in (x, scale * w_gate, w_up, dh)), put(offsets, jnp.int32))
 
 
 def join(w_gate, w_up):

@@ -9,12 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops.ops.grouped_glu.reference import grouped_glu_reference
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_glu.cases import make_case, plan_of
 
 SIZES = [9, 0, 21, 2]
 CASE = make_case(SIZES, 12, 20, before=3, after=5)
-CLEAN_X = jnp.asarray(np.where(CASE.outside, 0, CASE.x))
+CLEAN_X = put(np.where(CASE.outside, 0, CASE.x))
 OPERANDS = (CLEAN_X, CASE.w_gate, CASE.w_up, CASE.offsets)
 
 

@@ -19,6 +19,7 @@ from jaxops.ops.grouped_glu import Problem, glu_of_rows, make_plan
 from jaxops.ops.grouped_glu.api import _unit_gradients, unit_forward
 from jaxops.ops.grouped_glu.plan import Spec
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_glu.cases import FUSED, KERNELS, RUNS, SPLIT, check, make_case, plan_of, run_all
 
@@ -60,7 +61,7 @@ def test_few_rows_equal_products_and_activation(run):
     fused = make_plan(Problem(3, 50, 32, 48, "bfloat16"), device, plan=plan_of(run))
     products = grouped_matmul.Plan("pallas", fused.fused, fused.fused, fused.fused)
     apart = dataclasses.replace(fused, fused=None, products=products)
-    indices = jnp.asarray(np.random.default_rng(0).integers(0, 50, 50), jnp.int32)
+    indices = put(np.random.default_rng(0).integers(0, 50, 50), jnp.int32)
     how = {"activation": "silu", "precision": precision, "save": True}
 
     def unit(plan, x, *indices):

@@ -12,6 +12,7 @@ import jaxops
 from jaxops._lib.device import current_device
 from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
+from tests.arrays import put
 from tests.compare import assert_close
 
 # "interpret" runs the Pallas kernels in Pallas' interpreter, "gpu" compiles them, "triton" runs the Gluon kernels for
@@ -67,7 +68,7 @@ def make_case(sizes, K: int, N: int, *, dtype="float32", before: int = 0, after:
     lhs, rhs, bias, dout = (rng.normal(size=shape) for shape in ((M, K), (G, K, N), (G, N), (M, N)))
     for rows in (lhs, dout):  # in numpy: JAX would compile each step for each shape
         rows[: offsets[0]] = rows[offsets[-1] :] = np.nan
-    return Case(*(jnp.asarray(x, dtype) for x in (lhs, rhs, bias, dout)), jnp.asarray(offsets, jnp.int32))
+    return Case(*(put(x, dtype) for x in (lhs, rhs, bias, dout)), put(offsets, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("run", "transpose_rhs", "precision"))

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import H200
 from tests.ops.grouped_matmul.cases import KERNELS, make_case, plan_of
@@ -21,7 +22,7 @@ def reference_loss(lhs, rhs, offsets):
     return jnp.sum(jnp.sin(grouped_matmul_reference(lhs, rhs, offsets)))
 
 
-CLEAN_LHS = jnp.asarray(np.where(CASE.outside, 0, CASE.lhs))
+CLEAN_LHS = put(np.where(CASE.outside, 0, CASE.lhs))
 # Compiled whole: operation by operation, JAX would compile every one of them.
 reference_gradients = jax.jit(jax.value_and_grad(reference_loss, argnums=(0, 1)))
 

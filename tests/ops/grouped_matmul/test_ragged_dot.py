@@ -14,6 +14,7 @@ from jax import lax
 import jaxops
 from jaxops._lib.checks import FLOATS
 from jaxops._lib.precision import kernels_have, resolve_precision
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_matmul.cases import RUNS, plan_of
 
@@ -26,8 +27,7 @@ def operands(lhs_dtype="float32", rhs_dtype="float32", seed: int = 0):
     """lhs[M, K], rhs[G, K, N], dout[M, N]."""
     rng = np.random.default_rng(seed)
     return tuple(
-        jnp.asarray(rng.normal(size=s), d)
-        for s, d in (((M, K), lhs_dtype), ((G, K, N), rhs_dtype), ((M, N), "float32"))
+        put(rng.normal(size=s), d) for s, d in (((M, K), lhs_dtype), ((G, K, N), rhs_dtype), ((M, N), "float32"))
     )
 
 
@@ -234,9 +234,7 @@ def test_kernels_refuse_what_they_do_not_multiply(backend):
 def test_integers(dtype, preferred):
     """As JAX's, which wraps around where the result's dtype is too narrow."""
     rng = np.random.default_rng(3)
-    lhs, rhs = (
-        jnp.asarray(rng.integers(0 if dtype[0] == "u" else -100, 100, size), dtype) for size in ((M, K), (G, K, N))
-    )
+    lhs, rhs = (put(rng.integers(0 if dtype[0] == "u" else -100, 100, size), dtype) for size in ((M, K), (G, K, N)))
     got, want = (
         f(lhs, rhs, jnp.array(SIZES), preferred_element_type=preferred) for f in (jaxops.ragged_dot, lax.ragged_dot)
     )
@@ -266,7 +264,7 @@ def test_export_with_a_symbolic_number_of_rows():
     exported = jax.export.export(jax.jit(jax.value_and_grad(loss(jaxops.ragged_dot), argnums=(0, 1))))(*shapes)
     _, rhs, _ = operands()
     for rows in (1, 56, 300):
-        lhs = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, K)), jnp.float32)
+        lhs = put(np.random.default_rng(rows).normal(size=(rows, K)), jnp.float32)
         sizes = jnp.array([rows // 2, 0, rows // 4, 0, 0, 0], jnp.int32)
         want = jax.jit(jax.value_and_grad(loss(lax.ragged_dot), argnums=(0, 1)))(lhs, rhs, sizes)
         for a, b in zip(jax.tree.leaves(exported.call(lhs, rhs, sizes)), jax.tree.leaves(want), strict=True):
@@ -400,7 +398,7 @@ def test_forward_mode():
 
 def test_an_algorithm_of_grouped_wgrad():
     """float32 operands are multiplied in bfloat16; derivatives of the second order keep the operands' dtype."""
-    lhs, dout = (jnp.asarray(np.random.default_rng(seed).normal(size=(6, 4)), jnp.float32) for seed in (0, 1))
+    lhs, dout = (put(np.random.default_rng(seed).normal(size=(6, 4)), jnp.float32) for seed in (0, 1))
     offsets = jnp.array([0, 2, 6], jnp.int32)
 
     def wgrad(lhs, dout):

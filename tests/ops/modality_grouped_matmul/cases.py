@@ -11,6 +11,7 @@ import pytest
 import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.reference import modality_grouped_matmul_reference
+from tests.arrays import put
 from tests.compare import assert_close
 
 # As in tests/ops/grouped_matmul/cases.py.
@@ -83,10 +84,10 @@ def make_case(sizes, shapes=SHAPES, *, dtype="float32", before: int = 0, after: 
     case = Case(lhs, tuple(rhs), dout, offsets)
     lhs, dout = np.where(case.there(1), lhs, np.nan), np.where(case.there(2), dout, np.nan)
     return Case(
-        jnp.asarray(lhs, dtype),
-        tuple(jnp.asarray(w, dtype) for w in rhs),
-        jnp.asarray(dout, dtype),
-        jnp.asarray(offsets, jnp.int32),
+        put(lhs, dtype),
+        tuple(put(w, dtype) for w in rhs),
+        put(dout, dtype),
+        put(offsets, jnp.int32),
     )
 
 

@@ -13,6 +13,7 @@ import jaxops
 from jaxops._lib.device import Device
 from jaxops.ops import fp8_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp import Plan, Problem
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200
 from tests.ops.moe_mlp.cases import SHARD, Variant, check_zeros, clean, make_case, want_of
@@ -25,16 +26,18 @@ PRODUCTS = fp8_matmul.Plan("pallas", "before", TILES, *(2 * [fp8_matmul.Tiles("x
 ONE_ROW = fp8_matmul.Tiles("pallas", 1, 8, 4, 1, bk=256)
 SWAPPED = fp8_matmul.Tiles("pallas", 8, 64, 4, 2, split=2, swap=True)
 ROWS = permute.Plan("pallas", *(3 * [TILE]))
+AROUND = fp8_matmul.Plan("xla")
 PLANS = {
     "xla": Plan("xla"),
-    "gathered": Plan("pallas", PRODUCTS, fp8_matmul.Plan("xla"), ROWS, gather=True),
+    "gathered": Plan("pallas", PRODUCTS, AROUND, ROWS, gather=True),
     "copied": Plan("pallas", PRODUCTS, PRODUCTS, ROWS, gather=False),
-    "one-row": Plan("pallas", *(2 * [dataclasses.replace(PRODUCTS, fwd=ONE_ROW)]), ROWS, gather=True),
-    "swapped": Plan("pallas", *(2 * [dataclasses.replace(PRODUCTS, fwd=SWAPPED)]), ROWS, gather=True),
+    "one-row": Plan("pallas", dataclasses.replace(PRODUCTS, fwd=ONE_ROW), AROUND, permute.Plan("xla"), gather=True),
+    "swapped": Plan("pallas", dataclasses.replace(PRODUCTS, fwd=SWAPPED), AROUND, permute.Plan("xla"), gather=True),
     "own": Plan("pallas"),
     "gpu": Plan("pallas"),
 }
 RUNS = ["xla", "gathered", "one-row", "swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]
+FORWARD_ALONE = ("one-row", "swapped")  # other tiles of the forward's kernel; no gradient is theirs
 # Sums and columns of several blocks; neither is a multiple of a tile.
 WIDE = Variant(T=9, D=150, F=140, N=24, k=2, E=4, dtype="bfloat16", activation="gelu_tanh")
 VARIANTS = {
@@ -69,6 +72,8 @@ def compiled(variant: Variant, run: str):
             routing = dataclasses.replace(case["routing"], weights=weights)
             return jaxops.moe_mlp(x, *(case[name] for name in WEIGHTS), routing, **how)
 
+        if run in FORWARD_ALONE:
+            return {"out": mlp(case["x"], case["routing"].weights)}
         out, vjp = jax.vjp(mlp, case["x"], case["routing"].weights)
         return dict(zip(("out", "dx", "dweights"), (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
 
@@ -82,10 +87,10 @@ def test_values(variant, run):
     case, whole = stored_case(variant)
     got, want = compiled(variant, run)(case), want_of(whole, variant)
     dtypes = {"out": variant.out_dtype or variant.dtype, "dx": variant.dtype, "dweights": "float32"}
-    for name, dtype in dtypes.items():
-        assert got[name].dtype == dtype
+    for name in got:
+        assert got[name].dtype == dtypes[name]
         assert_close(got[name], want[name], variant.dtype, name, scale=2, roundings=4)
-    check_zeros(got | dict.fromkeys(("dw_gate", "dw_up", "dw_down"), np.zeros(variant.experts)), case["routing"])
+    check_zeros(got, case["routing"])
 
 
 @pytest.mark.parametrize("run", [pytest.param("interpret"), pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -110,7 +115,7 @@ def test_wild_indices_and_offsets(run):
         routing = dataclasses.replace(
             case["routing"],
             group_offsets=jnp.array([first, 7, 7, 11, end], jnp.int32),
-            row_indices=jnp.asarray(indices),
+            row_indices=put(indices),
         )
         got = jax.block_until_ready(compiled(VARIANTS["shard"], run)(case | {"routing": routing}))
         assert got["out"].shape == (SHARD.T, SHARD.N)

@@ -18,6 +18,7 @@ from jaxops._lib.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
+from tests.arrays import put
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled
 from tests.hopper import H200 as ABSTRACT
 from tests.hopper import on_h200
@@ -267,8 +268,8 @@ def test_groups_of_every_size(seed):
     sizes = rng.integers(1, 71, size=17)
     before = int(rng.integers(0, 20))
     offsets = before + np.concatenate([[0], np.cumsum(sizes)])
-    offsets = jnp.asarray(np.minimum(offsets, 600), jnp.int32)
-    order = jnp.asarray(rng.permutation(600), jnp.int32)
+    offsets = put(np.minimum(offsets, 600), jnp.int32)
+    order = put(rng.permutation(600), jnp.int32)
     routing = dataclasses.replace(
         case["routing"],
         row_indices=order,
@@ -291,7 +292,7 @@ def test_gathered(name):
     first, *_, end = np.asarray(case["routing"].group_offsets)
     wild, row = np.asarray(case["routing"].row_indices).copy(), np.arange(variant.T * variant.k)
     wild[(row < first) | (row >= end)] = np.iinfo(np.int32).min
-    case["routing"] = dataclasses.replace(case["routing"], row_indices=jnp.asarray(wild))
+    case["routing"] = dataclasses.replace(case["routing"], row_indices=put(wild))
     units = [
         None,
         *(

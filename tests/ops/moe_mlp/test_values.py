@@ -11,6 +11,7 @@ import pytest
 import jaxops
 from jaxops._lib.activations import ACTIVATIONS
 from jaxops.ops.moe_mlp.xla import weights_of_rows
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import (
     FEW,
@@ -195,7 +196,7 @@ def test_wild_positions_indices_and_offsets(run):
     indices = rng.choice(np.array([-(2**31), -1, 0, SHARD.T - 1, SHARD.T, 2**31 - 1], np.int32), size=R)
     for first, end in ((-9, 10**6), (5, R + 1), (2**31 - 1, -(2**31)), (20, 10)):
         offsets = jnp.array([first, 7, 7, 11, end], jnp.int32)
-        for change in ({}, {"row_positions": jnp.asarray(wild)}, {"row_indices": jnp.asarray(indices)}):
+        for change in ({}, {"row_positions": put(wild)}, {"row_indices": put(indices)}):
             routing = dataclasses.replace(case["routing"], group_offsets=offsets, **change)
             got = jax.block_until_ready(compiled(run, SHARD)(case | {"routing": routing}))
             assert {name: x.shape for name, x in got.items()} == shapes
@@ -221,7 +222,7 @@ def test_shards_add_up(run):
 def test_pieces(run, w_dtype):
     """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece."""
     v = dataclasses.replace(SHARD, first=0, last=None)
-    case, logits = clean(make_case(v)), jnp.asarray(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
+    case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
     experts = tuple(case[name].astype(w_dtype) for name in ("w_gate", "w_up", "w_down"))
     x, cuts = case["x"].astype("float32"), (5, 6)
 
@@ -248,7 +249,7 @@ def test_pieces(run, w_dtype):
 def test_with_route(run):
     """With a capacity: result and all gradients equal those of each token's experts, one by one."""
     v = dataclasses.replace(SHARD, first=0, last=None)
-    case, logits = clean(make_case(v)), jnp.asarray(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
+    case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
     operands = (logits, *(case[name] for name in ("x", "w_gate", "w_up", "w_down")))
 
     def ours(logits, *operands):

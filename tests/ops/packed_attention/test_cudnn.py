@@ -15,6 +15,7 @@ import jaxops
 from jaxops.offload import residual_bytes
 from jaxops.ops.packed_attention import Plan, Problem, cudnn, make_plan
 from jaxops.ops.packed_attention.cudnn import sequences_by_row
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.packed_attention.cases import H200, arrays, cudnn_stand_in, jit, with_gradients
 
@@ -29,7 +30,7 @@ def stand_in(monkeypatch) -> None:
 
 
 def half(seed: int, rows: int) -> list[jax.Array]:
-    return [jnp.asarray(x, jnp.bfloat16) for x in arrays(seed, rows, dim=DIM)]
+    return [put(x, jnp.bfloat16) for x in arrays(seed, rows, dim=DIM)]
 
 
 @given(st.lists(st.integers(0, 30), min_size=7, max_size=7), st.integers(0, 3))
@@ -45,7 +46,7 @@ def test_sequences_by_row(lengths, before):
         ]
         for row in range(rows)
     ]
-    starts, kept, fits = (np.asarray(x) for x in by_row(jnp.asarray(offsets), rows, longest, crowd))
+    starts, kept, fits = (np.asarray(x) for x in by_row(put(offsets), rows, longest, crowd))
     assert fits == all(len(some) <= crowd and all(length <= longest for _, length in some) for some in wanted)
     if fits:
         assert [
@@ -133,8 +134,8 @@ def test_this_jax_has_the_names():
 )
 def test_on_a_gpu(offsets, causal):
     """Values and gradients are those of the portable backend; NaN outside the sequences has no effect."""
-    q, k, v, dout = (jnp.asarray(x, jnp.bfloat16) for x in arrays(0, 1000, dim=64))
-    ends = jnp.asarray(offsets, jnp.int32)
+    q, k, v, dout = (put(x, jnp.bfloat16) for x in arrays(0, 1000, dim=64))
+    ends = put(offsets, jnp.int32)
     outside = np.r_[0 : offsets[0], offsets[-1] : 1000]
     run = lambda **how: jax.jit(
         functools.partial(with_gradients, lambda *x: jaxops.packed_attention(*x, ends, causal=causal, **how))

@@ -14,6 +14,7 @@ import jaxops
 from jaxops.ops.packed_attention import Plan
 from jaxops.ops.packed_attention.reference import packed_attention_reference
 from jaxops.ops.packed_attention.visible import blocks_that_see, visible_rows
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.packed_attention.cases import (
     DIM,
@@ -212,7 +213,7 @@ def every_plan(*operands, **how) -> dict:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit(dtype):
     """Of rows that are longer than a block, with scores far from 0, in the ways' own sums of float32."""
-    operands = [jnp.asarray(x, dtype) for x in arrays(1, dim=12)]
+    operands = [put(x, dtype) for x in arrays(1, dim=12)]
     offsets = np.array([0, 30, T], np.int32)
     found = every_plan(*operands, sequence_offsets=offsets, causal=True, scale=1.5, longest=30)
     want = found.pop("reference")
@@ -224,7 +225,7 @@ def test_16_bit(dtype):
 
 def test_large_scores_do_not_overflow():
     offsets = np.array([0, 20, T], np.int32)
-    found = every_plan(*map(jnp.asarray, arrays(2)), sequence_offsets=offsets, scale=100.0, longest=20, **EXACT)
+    found = every_plan(*map(put, arrays(2)), sequence_offsets=offsets, scale=100.0, longest=20, **EXACT)
     want = found.pop("reference")
     for way, results in found.items():
         for got, wanted in zip(results, want, strict=True):
@@ -237,9 +238,9 @@ def test_large_scores_do_not_overflow():
 def test_kernels(mask, dim):
     """On a GPU: the plan that a user gets, of 16-bit numbers, against the portable backend in float32."""
     rows = 1000
-    q, k, v, dout = (jnp.asarray(x, jnp.bfloat16) for x in arrays(0, rows, dim=dim))
+    q, k, v, dout = (put(x, jnp.bfloat16) for x in arrays(0, rows, dim=dim))
     ends = jnp.array([3, 250, 250, 700, 701, 990], jnp.int32)
-    until = jnp.asarray(np.random.default_rng(0).integers(0, rows, rows), jnp.int32)
+    until = put(np.random.default_rng(0).integers(0, rows, rows), jnp.int32)
     how = MASKS[mask] | ({"visible_until": until} if mask.startswith("until") else {})
     wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
     want = with_gradients(lambda *x: jaxops.packed_attention(*x, ends, plan=PLANS["dense"], **how, **EXACT), *wide)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +11,7 @@ import jaxops
 from jaxops import Routing
 from jaxops.ops.permute import Plan, Tiles
 from jaxops.ops.permute.reference import combine_reference, permute_reference
+from tests.arrays import put
 from tests.compare import assert_close
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
@@ -58,7 +58,7 @@ def make_routing(variant: Variant, seed: int = 0) -> Routing:
     weights = np.where(positions < R, rng.normal(size=positions.shape), np.nan).astype(np.float32)
     mine = np.array(offsets, np.int32)[v.first : (v.E if v.last is None else v.last) + 1]
     zero = np.zeros((), np.float32)
-    return jax.tree.map(jnp.asarray, Routing(weights, experts, indices, positions, mine, load, zero, zero))
+    return jax.tree.map(put, Routing(weights, experts, indices, positions, mine, load, zero, zero))
 
 
 def inside(routing: Routing) -> np.ndarray:
@@ -78,9 +78,7 @@ def make_case(variant: Variant, seed: int = 0) -> dict:
     }
     normal |= {name: rng.normal(size=(v.T * v.k, v.D)) * bad for name in ("rows", "drows")}
     dtypes = {"dout": v.out_dtype or v.dtype}
-    return {"routing": routing} | {
-        name: jnp.asarray(array, dtypes.get(name, v.dtype)) for name, array in normal.items()
-    }
+    return {"routing": routing} | {name: put(array, dtypes.get(name, v.dtype)) for name, array in normal.items()}
 
 
 def permute(variant: Variant, run: str, x, routing: Routing) -> jax.Array:

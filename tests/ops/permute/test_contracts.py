@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.permute.cases import RUNS, SHARD, Variant, combine, compiled, make_case, permute
 
@@ -72,7 +73,7 @@ def test_with_route_and_a_grouped_product(run):
     """A layer of experts with a capacity: results and all gradients equal those of each token's experts, one by one."""
     T, D, E, k = SHARD.T, 4, 6, SHARD.k
     x, w, logits = (
-        jnp.asarray(np.random.default_rng(i).normal(size=size), jnp.float32)
+        put(np.random.default_rng(i).normal(size=size), jnp.float32)
         for i, size in enumerate(((T, D), (E, D, 5), (T, E)))
     )
 

@@ -12,6 +12,7 @@ import pytest
 import jaxops
 from jaxops._lib.device import device_of
 from jaxops.ops.permute import Problem, Tiles, make_plan, permute_within_groups
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.permute.cases import RUNS, SHARD, Variant, check, compiled, make_case
 
@@ -94,7 +95,7 @@ def test_wild_positions_and_offsets(run):
         given, clipped = (
             {
                 "routing": dataclasses.replace(
-                    case["routing"], row_positions=jnp.asarray(wild), group_offsets=jnp.array(offsets, jnp.int32)
+                    case["routing"], row_positions=put(wild), group_offsets=jnp.array(offsets, jnp.int32)
                 )
             }
             for offsets in ([first, 7, 7, 11, 12, 12, end], [lo, 7, 7, 11, 12, 12, hi])
@@ -112,7 +113,7 @@ def test_wild_positions_and_offsets(run):
 def test_wild_indices(run):
     """The rows may be wrong, but there are some: nothing raises, and what lies outside is zero."""
     case = make_case(SHARD)
-    indices = jnp.asarray(
+    indices = put(
         np.random.default_rng(0).choice(np.array([-(2**31), -1, 0, 2**31 - 1], np.int32), size=SHARD.T * SHARD.k)
     )
     got = compiled(run, SHARD)(case | {"routing": dataclasses.replace(case["routing"], row_indices=indices)})

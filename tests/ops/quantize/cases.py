@@ -11,6 +11,7 @@ import pytest
 
 import jaxops
 from jaxops.ops.quantize import Plan, Tiles
+from tests.arrays import put
 
 # "interpret": the kernels in Pallas' interpreter, on the CPU; on the GPU, "gpu" the kernels and "gpu-xla" plain XLA.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("gpu-xla", marks=pytest.mark.gpu)]
@@ -78,7 +79,7 @@ def make_x(shape, dtype="bfloat16", seed: int = 0) -> jax.Array:
     if x.size > 1000:
         x[70:1000:131] = (np.nan, np.inf, -np.inf, -0.0, 1e-40, 448.0, 2.0**-9, 0.0)
     with np.errstate(over="ignore"):
-        return jnp.asarray(x.reshape(shape).astype(np.float32).astype(jnp.dtype(dtype)))
+        return put(x.reshape(shape).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def np_scale(amax, dtype: str, pow2: bool = False) -> tuple[np.ndarray, np.ndarray]:

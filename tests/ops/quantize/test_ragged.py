@@ -11,6 +11,7 @@ import pytest
 
 import jaxops
 from jaxops._lib.ragged import padded_rows, padded_starts
+from tests.arrays import put
 from tests.ops.quantize.cases import RUNS, Variant, bits_of, check_equal, compiled, make_x, np_quantize
 
 M, K, G = 300, 133, 4
@@ -87,7 +88,7 @@ def test_no_groups(run):
 def test_padded_starts(sizes, before):
     """Every group at a multiple of 128, one behind the other, and all of them inside what padded_rows says."""
     rows, offsets = 2500, before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    starts = np.asarray(STARTS(jnp.asarray(offsets, jnp.int32), rows))
+    starts = np.asarray(STARTS(put(offsets, jnp.int32), rows))
     want = np.concatenate([[0], np.cumsum([-(-size // 128) * 128 for size in sizes])])
     np.testing.assert_array_equal(starts, want)
     assert starts[-1] <= padded_rows(rows, len(sizes))

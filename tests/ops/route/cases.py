@@ -13,6 +13,7 @@ from jaxops import Routing
 from jaxops.ops.route import Plan, Tiles
 from jaxops.ops.route.plan import Spec
 from jaxops.ops.route.reference import route_reference
+from tests.arrays import put
 from tests.compare import assert_close
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
@@ -63,9 +64,9 @@ DEEPSEEK = Variant(
 def make_case(variant: Variant, seed: int = 0) -> dict:
     """logits, selection_bias, and cotangents of weights, aux_loss and z_loss."""
     rng = np.random.default_rng(seed)
-    case = {"logits": jnp.asarray(2 * rng.normal(size=(variant.T, variant.E)), variant.dtype)}
+    case = {"logits": put(2 * rng.normal(size=(variant.T, variant.E)), variant.dtype)}
     shapes = {"selection_bias": (variant.E,), "dweights": (variant.T, variant.k), "daux_loss": (), "dz_loss": ()}
-    case |= {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    case |= {name: put(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     return case | {"selection_bias": 0.3 * case["selection_bias"]}
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxops._lib.device import Device
 from jaxops.ops.route import logits, router_logits
+from tests.arrays import put
 from tests.hopper import lower_for_h200
 
 # Both ways on a CPU; on a GPU what a router there takes.
@@ -28,9 +29,9 @@ def operands(T: int, D: int, E: int, dtype: str = "bfloat16") -> tuple[jax.Array
     rng = np.random.default_rng(T)
     x, kernel, d = (rng.normal(size=shape) for shape in ((T, D), (D, E), (T, E)))
     return (
-        jnp.asarray(x, dtype),
-        jnp.asarray(kernel * 10.0 ** rng.integers(-4, 4, size=(D, 1)), jnp.float32),
-        jnp.asarray(d, jnp.float32),
+        put(x, dtype),
+        put(kernel * 10.0 ** rng.integers(-4, 4, size=(D, 1)), jnp.float32),
+        put(d, jnp.float32),
     )
 
 
@@ -59,7 +60,7 @@ def test_as_float32(product, T, D, E):
     assert error(y, x64 @ kernel64) <= allowed(x64, kernel64)
     assert error(dkernel, x64.T @ d64) <= allowed(x64.T, d64)
     # The gradient of x rounds where the unrounded one does, but for what lies next to a tie.
-    want = jnp.asarray((d64 @ kernel64.T).astype(np.float32), jnp.bfloat16)
+    want = put((d64 @ kernel64.T).astype(np.float32), jnp.bfloat16)
     assert np.mean(np.asarray(dx) != np.asarray(want)) < 0.01
 
 

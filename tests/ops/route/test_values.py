@@ -9,6 +9,7 @@ import pytest
 
 import jaxops
 from jaxops.ops.route import Tiles
+from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, apply, check, check_rows, compiled, make_case
 
@@ -52,7 +53,7 @@ def test_ties(run, variant):
     case = make_case(variant) | {"selection_bias": jnp.zeros(variant.E)}
     for logits in (rng.integers(-1, 2, size=(variant.T, variant.E)), np.zeros((variant.T, variant.E))):
         logits = logits * np.where(rng.random(logits.shape) < 0.5, 1.0, -1.0) if not logits.any() else logits
-        check(case | {"logits": jnp.asarray(logits, variant.dtype)}, variant, run)
+        check(case | {"logits": put(logits, variant.dtype)}, variant, run)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -83,9 +84,7 @@ def test_scores_that_round_to_equal_numbers(run):
     variant = VARIANTS["sigmoid"]
     case = make_case(variant)
     for offset in (40, -150):
-        logits = jnp.asarray(
-            offset + rng.permuted(np.tile(np.arange(variant.E), (variant.T, 1)), axis=1), variant.dtype
-        )
+        logits = put(offset + rng.permuted(np.tile(np.arange(variant.E), (variant.T, 1)), axis=1), variant.dtype)
         routing, gradient = compiled(run, variant)(case | {"logits": logits})
         np.testing.assert_array_equal(
             routing.experts, np.argsort(-np.asarray(logits, np.float32), axis=1)[:, : variant.k]
@@ -112,9 +111,9 @@ def test_bad_logits(run, variant):
     case = make_case(variant)
     logits = np.array(case["logits"])
     logits[3], logits[5, 2], logits[8, :3], logits[36, 1], logits[20] = np.nan, np.nan, np.nan, np.inf, -np.inf
-    routing, gradient = compiled(run, variant)(case | {"logits": jnp.asarray(logits)})
+    routing, gradient = compiled(run, variant)(case | {"logits": put(logits)})
     check_rows(routing, variant)
-    reference, _ = compiled("reference", variant)(case | {"logits": jnp.asarray(logits)})
+    reference, _ = compiled("reference", variant)(case | {"logits": put(logits)})
     np.testing.assert_array_equal(routing.experts, reference.experts)  # a score of NaN counts as -inf in its group, too
     good = np.setdiff1d(np.arange(variant.T), [3, 5, 8, 20, 36])
     want, _ = compiled(run, variant)(case)
@@ -177,7 +176,7 @@ def test_more_tiles_than_one_step_counts(run, monkeypatch):
 def test_heuristic_plans(T, E, k):
     """On the GPU, with the plans that users get; the sums over so many tokens round more."""
     groups = {"expert_groups": 8, "top_expert_groups": 4} if E % 8 == 0 and E > 8 else {}
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(T, E)), jnp.bfloat16)
+    logits = put(np.random.default_rng(0).normal(size=(T, E)), jnp.bfloat16)
     got = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="pallas")
     want = jaxops.route(logits, k, score="sigmoid", capacity=T // 2, **groups, backend="xla")
     check_rows(got, Variant(E, k, T=T, capacity=T // 2))
@@ -198,7 +197,7 @@ def test_the_bias_update():
 def test_the_bias_balances():
     """The selection bias alone balances a router that prefers one expert; it does not change the weights."""
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(256, 4)) + np.array([1.5, 0, 0, -0.5]), jnp.float32)
+    logits = put(rng.normal(size=(256, 4)) + np.array([1.5, 0, 0, -0.5]), jnp.float32)
 
     @jax.jit
     def step(selection_bias):

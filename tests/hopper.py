@@ -41,3 +41,23 @@ def inlined(text: str) -> str:
             yield from lines(call[1]) if call else [line]
 
     return "\n".join(lines("main"))
+
+
+CALL = r"stablehlo\.custom_call @(?:__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)\("
+COST = r'mhlo\.frontend_attributes = \{jaxops_bytes = "(\d+)", jaxops_flops = "(\d+)", latency_metadata = "(\d+)"\}'
+
+
+def costs_of(text: str) -> list[tuple[str, int, int]]:
+    """(name, FLOPs, bytes) of each kernel; the name is empty where the call does not have it."""
+    found = []
+    for line in text.splitlines():
+        if re.search(CALL, line):
+            cost, name = re.search(COST, line), re.search(r'name = "(\w+)", num_stages', line)
+            assert cost, f"a kernel without a cost: {line[:200]} ... {line[-600:]}"
+            found.append((name[1] if name else "", int(cost[2]), int(cost[1])))
+    assert text.count("jaxops_flops") == text.count("jaxops_bytes") == len(found), "a cost of what is no kernel"
+    return found
+
+
+def pallas_costs(fn, *shapes) -> list[tuple[str, int, int]]:
+    return costs_of(lower_for_h200(fn, *shapes))

@@ -257,7 +257,8 @@ class Decoder(nnx.Module):
         at = jnp.where(places.valid, places.positions, -1)[:, 0]
 
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, sinks: jax.Array | None):
-            how: dict[str, Any] = {"scale": c.scale, "window": window, "sinks": sinks}
+            before = None if window is None else window - 1
+            how: dict[str, Any] = {"scale": c.scale, "window": before, "sinks": sinks}
             how["backend"] = "xla" if c.backend == "xla" else "auto"
             k_cache, v_cache = past
             mixed, *kept = jaxops.cached_attention(q[:, 0], k[:, 0], v[:, 0], k_cache, v_cache, at, **how)

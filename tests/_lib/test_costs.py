@@ -18,27 +18,8 @@ from tests.contracts.entry import Arguments, Op
 from tests.contracts.ops import OPS
 from tests.contracts.run import is_float
 from tests.contracts.test_index_width import half
-from tests.hopper import H200, lower_for_h200
+from tests.hopper import H200, costs_of, lower_for_h200, pallas_costs
 from tests.ops.moe_mlp.cases import plan_of as mlp_plan
-
-CALL = r"stablehlo\.custom_call @(?:__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)\("
-COST = r'mhlo\.frontend_attributes = \{jaxops_bytes = "(\d+)", jaxops_flops = "(\d+)", latency_metadata = "(\d+)"\}'
-
-
-def costs_of(text: str) -> list[tuple[str, int, int]]:
-    """(name, FLOPs, bytes) of each kernel; the name is empty where the call does not have it."""
-    found = []
-    for line in text.splitlines():
-        if re.search(CALL, line):
-            cost, name = re.search(COST, line), re.search(r'name = "(\w+)", num_stages', line)
-            assert cost, f"a kernel without a cost: {line[:200]} ... {line[-600:]}"
-            found.append((name[1] if name else "", int(cost[2]), int(cost[1])))
-    assert text.count("jaxops_flops") == text.count("jaxops_bytes") == len(found), "a cost of what is no kernel"
-    return found
-
-
-def pallas_costs(fn, *shapes) -> list[tuple[str, int, int]]:
-    return costs_of(lower_for_h200(fn, *shapes))
 
 
 def without_lists(found: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -130,15 +111,6 @@ def test_every_gluon_kernel_has_a_cost(op):
 
 TILES = grouped_matmul.Tiles(64, 32, 16)
 PRODUCT = grouped_matmul.Plan("pallas", TILES, TILES, TILES)
-
-
-def test_cached_attention():
-    """Of 2 rows in 4 parts: two products of 6 heads with 300 tokens of 8 numbers, whose two caches of 2 * 3 heads
-    have 28,800 bytes each in bfloat16, beside queries and results of 192. Then sums of 4 parts."""
-    cache, new = shape(2, 3, 300, 8), shape(2, 3, 8)
-    call = functools.partial(jaxops.cached_attention, backend="pallas")
-    (_, flops, nbytes), (_, of_sums, _) = pallas_costs(call, shape(2, 6, 8), new, new, cache, cache, i32(2))
-    assert (flops, nbytes, of_sums) == (4 * 2 * 6 * 300 * 8, 2 * 28_800 + 2 * 192, 2 * 4 * 2 * 6 * 8)
 
 
 def test_grouped_matmul():

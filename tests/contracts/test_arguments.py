@@ -13,6 +13,7 @@ import jaxops
 from tests.arrays import put
 
 X, EXPERTS, ONE, HEADS = (put(np.ones(shape, np.float32)) for shape in ((4, 8), (2, 8, 8), (1, 8), (4, 2, 8)))
+CACHE = put(np.ones((4, 2, 3, 8), np.float32))
 XS, OFFSETS = put(X, jnp.bfloat16), put([0, 2, 4], jnp.int32)
 ROUTING, FP8 = jax.jit(lambda x: (jaxops.route(x[:, :2], 1), jaxops.quantize(x)))(X)
 # Public functions that call ops. tests/inspecting has what `inspect` does with wrong arguments.
@@ -22,6 +23,7 @@ CALLS: dict[str, tuple] = {
     "adaln": (X, ONE, ONE),
     "all_gather_matmul": (X, EXPERTS[0], "i"),
     "bucket_length": (5,),
+    "cached_attention": (HEADS, HEADS, HEADS, CACHE, CACHE, put([0, 1, 2, 0], jnp.int32)),
     "combine": (X, ROUTING),
     "dequantize": (FP8,),
     "fp8_grouped_matmul": (X, EXPERTS, OFFSETS),
@@ -100,8 +102,9 @@ RULES = {
     "normalize": FLAG,
     "expert_groups": Rule((2, np.int64(2)), (*COUNT, None), (0, -1, 3)),
     "out_dtype": FLOAT,
-    "packed_attention.scale": Rule(
-        (None, -1, 0.5, np.float32(2)), ("1", True, ARRAY, np.ones(1)), (float("nan"), float("inf"))
+    **dict.fromkeys(
+        ("cached_attention.scale", "packed_attention.scale"),
+        Rule((None, -1, 0.5, np.float32(2)), ("1", True, ARRAY, np.ones(1)), (float("nan"), float("inf"))),
     ),
     "pow2_scales": FLAG,
     "moe_mlp.pow2_scales": FLAG._replace(right=(False,)),
@@ -130,6 +133,7 @@ OTHERS = {
     *(
         "accumulate_into",
         "amax",
+        "at",
         "bias",
         "dout",
         "gate",
@@ -138,6 +142,7 @@ OTHERS = {
         "group_sizes",
         "h",
         "k",
+        "k_cache",
         "key",
         "kv_offsets",
         "lhs",
@@ -157,7 +162,9 @@ OTHERS = {
         "selection_bias",
         "sequence_offsets",
         "shift",
+        "sinks",
         "v",
+        "v_cache",
         "visible_until",
         "w",
         "w_down",

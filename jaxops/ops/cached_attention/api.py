@@ -43,7 +43,7 @@ def cached_attention(
       at: int32 [B], the position of each row's token, of which all before are in the cache. A row whose position is not
         in [0, S) has a zero result, and its cache stays as it is.
       scale: a Python number, the factor on scores; 1 / sqrt(head_dim) by default.
-      window: how many tokens a token sees, itself and those right before it; None for all.
+      window: how many tokens right before itself a token sees, as of `jaxops.packed_attention`; None for all.
       sinks: float32 [heads], a score beside those of the keys, without a value.
       precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`.
       backend: "auto" takes the Pallas kernel on a GPU, XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla"
@@ -53,7 +53,7 @@ def cached_attention(
       ([B, heads, head_dim] in q's dtype, the keys' new cache, the values' new cache).
 
     Raises:
-      ValueError: shapes that do not fit together, a window below 1, an unknown backend.
+      ValueError: shapes that do not fit together, a negative window, an unknown backend.
       TypeError: unsupported or unequal dtypes, numbers that are no Python numbers.
       NotImplementedError: a precision algorithm that the kernel does not have.
 
@@ -66,7 +66,7 @@ def cached_attention(
     sinks = _checked(q, k, v, k_cache, v_cache, at, sinks)
     (B, N, H), S = q.shape, k_cache.shape[2]
     factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
-    window = None if window is None else check_integer("window", window, 1)
+    window = None if window is None else check_integer("window", window, 0)
     precision, compute = resolve_precision(precision, k_cache.dtype)
     device = device_of(q, k_cache, at)
     kernel = backend == "pallas" or (backend == "auto" and device.has((8, 0)))
@@ -112,7 +112,7 @@ def _checked(q, k, v, k_cache, v_cache, at, sinks) -> jax.Array | None:
 def _either(how: How, q, k, v, k_cache, v_cache, at, sinks) -> Attended:
     if not how.kernel:
         return cached_xla(how, q, k, v, k_cache, v_cache, at, sinks)
-    first = jnp.zeros_like(at) if how.window is None else jnp.maximum(at - (how.window - 1), 0)
+    first = jnp.zeros_like(at) if how.window is None else jnp.maximum(at - how.window, 0)
     operands = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "at": at, "first": first}
     kind = {"scale": how.scale, "precision": how.precision, "cores": how.cores, "interpret": how.interpret}
     return cached_pallas(operands | {"sinks": sinks}, **kind)

@@ -12,7 +12,7 @@ def cached_attention_reference(q, k, v, k_cache, v_cache, at, *, scale=None, win
     caches = [jnp.where(own, x[:, :, None, :], cache).astype(jnp.float32) for x, cache in ((k, k_cache), (v, v_cache))]
     seen = (token <= place) & (place < S)
     if window is not None:
-        seen &= token > place - window
+        seen &= token >= place - window
     seen = seen[:, None, :]
     keys, values = (jnp.repeat(jnp.where(seen[..., None], x, 0), shared, axis=1) for x in caches)
     queries = jnp.where(jnp.any(seen, axis=2, keepdims=True), q.astype(jnp.float32), 0)

@@ -35,7 +35,7 @@ def cached_xla(how: How, q, k, v, k_cache, v_cache, at, sinks) -> Attended:
     token = jnp.arange(S, dtype=jnp.int32)[None, :]
     seen = (token <= at[:, None]) & inside[:, None]
     if how.window is not None:
-        seen &= token > at[:, None] - how.window
+        seen &= token >= at[:, None] - how.window
     seen = seen[:, None, :, None]  # of [B, K, S, H]
     keys, values = (jnp.where(seen, cache, 0) for cache in (k_cache, v_cache))
     q = jnp.where(inside[:, None, None], q, 0).reshape(B, K, N // max(K, 1), H)

@@ -11,7 +11,7 @@ import jaxops
 from jaxops.ops.cached_attention.fwd_pallas import parts_of
 from jaxops.ops.cached_attention.reference import cached_attention_reference
 from tests.compare import assert_close
-from tests.hopper import lower_for_h200
+from tests.hopper import lower_for_h200, pallas_costs
 
 NAMES = ("q", "k", "v", "k_cache", "v_cache", "at")
 BACKENDS = ["xla", "pallas", pytest.param("auto", marks=pytest.mark.gpu)]
@@ -75,6 +75,17 @@ def test_on_an_h200(B, kernels):
     assert not [line for line in others if f"{B}x4x1152x128" in line]
 
 
+def test_cost():
+    """Of 2 rows in 4 parts: two products of 6 heads with 300 tokens of 8 numbers; two caches of 28,800 bytes, queries
+    and results of 192. Then sums of 4 parts."""
+    shape = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype)
+    cache, new = shape(2, 3, 300, 8), shape(2, 3, 8)
+    call = functools.partial(jaxops.cached_attention, backend="pallas")
+    costs = pallas_costs(call, shape(2, 6, 8), new, new, cache, cache, shape(2, dtype="int32"))
+    (_, flops, nbytes), (_, of_sums, _) = costs
+    assert (flops, nbytes, of_sums) == (4 * 2 * 6 * 300 * 8, 2 * 28_800 + 2 * 192, 2 * 4 * 2 * 6 * 8)
+
+
 def test_two_tokens_after_another():
     """In a loop, with a donated cache: what one step writes the next one reads."""
     a = operands(5, 2, 3, 37, 24, "float32")
@@ -100,7 +111,7 @@ WRONG = {
     "positions": (lambda a: {"at": a["at"][1:]}, "position of each row"),
     "dtype of positions": (lambda a: {"at": a["at"].astype(jnp.int8)}, "int32"),
     "sinks": (lambda a: {"sinks": a["sinks"][1:]}, "sinks"),
-    "window": (lambda a: {"window": 0}, "window"),
+    "window": (lambda a: {"window": -1}, "window"),
     "backend": (lambda a: {"backend": "cudnn"}, "backend"),
 }
 

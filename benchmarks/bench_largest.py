@@ -1,12 +1,12 @@
 """The largest batch and the deepest model whose training step fits, on one device and on meshes of all devices.
 
 python -m benchmarks.bench_largest                        # the preset 3b of `models.train lm`, every mesh
-python -m benchmarks.bench_largest --meshes fsdp          # some of them, and one device
+python -m benchmarks.bench_largest --meshes one,fsdp      # some of them
 python -m benchmarks.bench_largest --smoke --out /tmp/x   # a tiny model on host devices, with a made-up limit
 
 A compiled step tells the bytes that a device needs. They are linear in the layers and in the rows of a batch: four
 small steps give the line. The largest that it lets expect is compiled and run, or, should it not fit, the next smaller
-one.
+one. A step also needs its temporaries' bytes in one piece, which is seen before each step of a run.
 """
 
 import dataclasses
@@ -25,13 +25,14 @@ from benchmarks import bench_scaling, bench_train_step, harness
 from benchmarks.bench_offload import RESERVED
 from benchmarks.bench_scaling import AXES, ONE, SMOKE_DEVICES, Case, grown
 from benchmarks.bench_train_step import WARMUP, run_steps, speeds, state_of
-from jaxops.offload.reports import needed_bytes
+from jaxops.offload.reports import needed_bytes, sizes
 from models.mesh import make_mesh
 from models.presets import Preset
 from models.schedule import with_steps
 
 What = Literal["rows", "layers"]
 WHAT: tuple[What, ...] = ("rows", "layers")
+MESHES = (ONE, *AXES)
 STEPS = WARMUP + 3
 SMOKE_BYTES = 3e7
 
@@ -80,14 +81,14 @@ class Run:
     def all(self, meshes: Sequence[str]) -> int:
         """The number of meshes that failed."""
         start, failed = Size(self.preset.batch, self.preset.model.layers), 0
-        sizes = [Size(*each) for each in itertools.product((start.rows, 2 * start.rows), self.depths)]
-        self.build(ONE, sizes[0]).result()  # the others take what XLA's autotuner chose for it
-        building = {mesh: [self.build(mesh, size) for size in sizes] for mesh in meshes}
+        small = [Size(*each) for each in itertools.product((start.rows, 2 * start.rows), self.depths)]
+        self.build(meshes[0], small[0]).result()  # the others take what XLA's autotuner chose for it
+        building = {mesh: [self.build(mesh, size) for size in small] for mesh in meshes}
         large: list[tuple[str, What, Size, Future[harness.Compiled]]] = []
         for mesh, futures in building.items():
             needed = [needed_bytes(future.result().result[1])[0] for future in futures]
             for what in WHAT:
-                size = largest(sizes, needed, start, what, self.budget)
+                size = largest(small, needed, start, what, self.budget)
                 large.append((mesh, what, size, self.build(mesh, size)))
         for _, _, _, future in large:
             future.exception()  # nothing is measured while something is compiled
@@ -101,15 +102,18 @@ class Run:
         return failed
 
     def measure(self, mesh: str, what: What, size: Size, built: harness.Compiled) -> None:
-        """Runs a size, or the largest smaller one that fits, and writes the row."""
-        while (needed := needed_bytes(built.result[1])[0]) > self.budget:
+        """Runs a size, or the largest smaller one that fits, and writes the row.
+
+        Raises:
+          MemoryError: not even one fits.
+        """
+        while (found := self.run(built)) is None:
             if getattr(size, what) == 1:
-                raise MemoryError(f"{needed / 1e9:.1f} GB, but there are {self.budget / 1e9:.1f}")
+                raise MemoryError(f"not one of the {what} fits into {self.budget / 1e9:.1f} GB")
             size = size._replace(**{what: getattr(size, what) - 1})
             built = self.build(mesh, size).result()
-        workload, step, start = built.result
-        params = sum(x.size for x in jax.tree.leaves(state_of(workload).params))
-        _, us, losses = run_steps(step, start(), workload, self.cases.left())
+        (us, losses), (workload, step, _) = found, built.result
+        needed, params = needed_bytes(step)[0], sum(x.size for x in jax.tree.leaves(state_of(workload).params))
         times, devices = harness.Times.of(us), 1 if workload.mesh is None else workload.mesh.size
         facts: dict[str, Any] = {"mesh": mesh, "devices": devices, "grown": what, **size._asdict()}
         facts |= {"parameters": params, "peak_bytes": needed, "budget_bytes": int(self.budget)}
@@ -126,9 +130,39 @@ class Run:
             flush=True,
         )
 
+    def run(self, built: harness.Compiled) -> tuple[list[float], list[float]] | None:
+        """(microseconds, losses) of the steps; None where they do not fit."""
+        workload, step, start = built.result
+        if needed_bytes(step)[0] > self.budget:
+            return None
+
+        def call(state: Any, batch: Any, key: jax.Array) -> Any:
+            jax.block_until_ready(state)
+            demand_room(sizes(step)[2])
+            return step(state, batch, key)
+
+        try:
+            _, us, losses = run_steps(call, start(), workload, self.cases.left())
+        except MemoryError as error:
+            print(error, flush=True)
+            return None
+        return us, losses
+
+
+def demand_room(nbytes: int) -> None:
+    """A device that has no memory for its part of a step raises alone, and the others wait for it forever.
+
+    Raises:
+      MemoryError: a device has less free memory in one piece.
+    """
+    for device in jax.local_devices():
+        free = (device.memory_stats() or {}).get("largest_free_block_bytes", nbytes)
+        if free < nbytes:
+            raise MemoryError(f"{device} has {free / 1e9:.1f} GB in one piece, needed are {nbytes / 1e9:.1f}")
+
 
 def main(
-    meshes: str = typer.Option(",".join(AXES), help="Each over all devices, beside one device."),
+    meshes: str = typer.Option(",".join(MESHES), help="Each over all devices, but one, which is one device."),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
     workers: int = typer.Option(8, help="Steps that are compiled together."),
     out: str = harness.OUT,
@@ -144,7 +178,7 @@ def main(
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     budget, depths = (SMOKE_BYTES, (1, 2)) if smoke or limit is None else (limit - RESERVED, (3, 7))
     cases = bench_scaling.Run(sizes, file, "float32" if smoke else "bfloat16", begin + time_limit)
-    names = [ONE, *(f"{axis}={jax.device_count()}" for axis in harness.names(meshes, AXES))]
+    names = [mesh if mesh == ONE else f"{mesh}={jax.device_count()}" for mesh in harness.names(meshes, MESHES)]
     with ThreadPoolExecutor(workers) as pool:
         harness.end(Run(cases, sizes.preset, depths, budget, pool).all(names))
 

@@ -50,3 +50,15 @@ def test_the_next_smaller_size_runs_where_the_expected_one_does_not_fit(tmp_path
     with pytest.raises(MemoryError, match=r"0\.0 GB"):
         made(tmp_path, 5.0).measure(ONE, "layers", Size(2, 3), built(Size(2, 3)))
     assert tried == [Size(2, 2), Size(2, 1)]
+
+
+def test_a_step_whose_temporaries_lack_room_in_one_piece_does_not_run(tmp_path, monkeypatch):
+    """On some device, which would leave the others waiting for it."""
+    run, free = made(tmp_path, 1e8), {"largest_free_block_bytes": 1000}
+    roomy, full = (SimpleNamespace(memory_stats=lambda free=free: free) for free in (None, free))
+    monkeypatch.setattr(bench_largest.jax, "local_devices", lambda: [roomy, full])
+    built = run.build(ONE, Size(4, 1)).result()
+    assert run.run(built) is None
+    free["largest_free_block_bytes"] = 10**9
+    _, losses = run.run(built)
+    assert len(losses) == bench_largest.STEPS

@@ -29,8 +29,8 @@ def for_inference(model: Decoder, *, consume: bool = False) -> Decoder:
     """The same model with `blocks` a list of single blocks and matrices cast to config.dtype, in evaluation mode.
 
     Results are the same: training casts the same matrices at every use. A step then reads each of them once, as it is
-    stored; out of a stack XLA would copy each layer's first. Stored float8 matrices of one input are put side by side,
-    as one. A model that is one already is returned as it is.
+    stored; out of a stack XLA would copy each layer's first. Matrices of one input are put side by side, as one. A
+    model that is one already is returned as it is.
 
     Args:
       consume: whether the given model's arrays are freed one by one, so that a second copy of one array at the most is

@@ -176,8 +176,8 @@ def _attention(a: Given) -> jax.Array:
 
 
 def _cached(a: Given) -> tuple[jax.Array, ...]:
-    how = {name: a[name] for name in ("scale", "window", "sinks")}
-    return cached_attention_reference(*(a[name] for name in ("q", "k", "v", "k_cache", "v_cache", "at")), **how)
+    how = {name: a[name] for name in ("qk_norm", "epsilon", "rotary", "scale", "window", "sinks")}
+    return cached_attention_reference(*(a[name] for name in ("qkv", "k_cache", "v_cache", "at")), **how)
 
 
 def _whole(x: Any) -> jax.Array:
@@ -277,7 +277,7 @@ ENTRIES: dict[Any, Entry] = {
         ("q", "k", "v"), _attention, lambda a: 8 * a["q"].shape[0] * a["k"].shape[0] * a["q"].shape[1]
     ),
     cached_attention.cached_attention: Entry(
-        ("q", "k", "v", "k_cache", "v_cache", "sinks"), _cached, lambda a: 8 * a["q"].shape[1] * a["k_cache"][:, 0].size
+        ("qkv", "k_cache", "v_cache", "sinks"), _cached, lambda a: 8 * a["qkv"].shape[1] * a["k_cache"][:, 0].size
     ),
     permute.permute: Entry(("x",), lambda a: permute_reference(a["x"], a["routing"])),
     permute.combine: Entry(("rows", "routing.weights"), lambda a: combine_reference(a["rows"], a["routing"])),

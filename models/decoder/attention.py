@@ -11,10 +11,10 @@ from jax import lax
 
 from jaxops.offload import named
 from models.decoder.config import DecoderConfig
-from models.decoder.norm import normalized, normalized_heads
+from models.decoder.norm import normalized
 from models.decoder.rope import Turns, rotate
 from models.decoder.weights import SideBySide, linear_of, matrix_of
-from models.tensor_parallel import all_rows, devices, narrow, wide
+from models.tensor_parallel import all_rows, narrow, wide
 
 KeysValues = tuple[jax.Array, ...]  # keys and values; of latent attention one array
 NAME = "attention"  # of what its backward needs (`jaxops.offload`)
@@ -28,8 +28,9 @@ class Seen(NamedTuple):
       turns: the tokens' rotary angles.
       remember: from what a layer keeps of these tokens, arrays [B, T, ...], to the same of all tokens so far.
       attend: (queries, keys, values, window or None, sinks or None) -> what each token attends to, [B, T, heads, ...].
-      at_once: both in one: as attend, of the tokens' own keys and values -> (what each token attends to, what remember
-        returns). None where there is no such op.
+      at_once: all in one, of a single token a row: (queries, keys and values [B, heads, head_dim] side by side, the
+        norms of queries' and keys' heads or None, window or None, sinks or None) -> (what each token attends to, what
+        remember returns). It normalizes and rotates, too. None where there is no such op.
     """
 
     turns: Turns
@@ -123,32 +124,35 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
         """Also what `seen.remember` returns."""
-        c = self.config
-        B, T = seen.turns.cos.shape[:2]
-        q, k, v = self._project(x, B, T)
-        q, k = (rotate(part, seen.turns, pairs=c.rope_pairs) for part in (q, k))
-        sinks = None if self.sinks is None else self.sinks[...]
-        if seen.at_once is None:
+        c, (B, T) = self.config, seen.turns.cos.shape[:2]
+        parts, sinks = self._project(x), None if self.sinks is None else self.sinks[...]
+        norms = self._norms() if c.qk_norm is True else None
+        if seen.at_once is not None:
+            qkv = jnp.concatenate(parts, axis=-1).reshape(B, -1, c.head_dim)
+            mixed, kept = seen.at_once(qkv, norms, window, sinks)
+        else:
+            q, k, v = (part.reshape(B, T, -1, c.head_dim) for part in parts)
+            if norms is not None:
+                q, k = (normalized(norm, part) for norm, part in zip(norms, (q, k), strict=True))
+            q, k = (rotate(part, seen.turns, pairs=c.rope_pairs) for part in (q, k))
             kept = k, v = seen.remember(k, v)
             mixed = seen.attend(q, k, v, window, sinks)
-        else:
-            mixed, kept = seen.at_once(q, k, v, window, sinks)
         return narrow(mixed.reshape(B, T, -1), self.out), kept
 
-    def _project(self, x: jax.Array, B: int, T: int) -> list[jax.Array]:
-        """Queries, keys and values of own heads, [B, T, heads, head_dim]."""
+    def _project(self, x: jax.Array) -> list[jax.Array]:
+        """Queries, keys and values of own heads, [B, T, heads * head_dim], without the norms of single heads."""
         c = self.config
         parts = wide(x, self.q, self.k, self.v) if self.qkv is None else self.qkv.parts(x)
-        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-        counts = (c.heads // devices(), c.kv_heads // devices(), c.kv_heads // devices())
         if c.qk_norm == "all_heads":
-            parts[:2] = [normalized(norm, part) for norm, part in zip(norms, parts[:2], strict=True)]
+            parts[:2] = [normalized(norm, part) for norm, part in zip(self._norms(), parts[:2], strict=True)]
         if c.qkv_clip is not None:
             parts = [jnp.clip(part, -c.qkv_clip, c.qkv_clip) for part in parts]
-        parts = [part.reshape(B, T, count, c.head_dim) for part, count in zip(parts, counts, strict=True)]
-        if c.qk_norm is True:
-            parts[:2] = normalized_heads(norms, parts[:2])
         return parts
+
+    def _norms(self) -> tuple[nnx.RMSNorm, nnx.RMSNorm]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm, self.k_norm
 
 
 class LatentAttention(nnx.Module):

@@ -17,7 +17,7 @@ from models.decoder.cache import Places, write
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Routed
 from models.decoder.norm import normalized
-from models.decoder.rope import turns
+from models.decoder.rope import Turns, turns
 from models.decoder.weights import dot_general
 from models.layers import apply_layers, stacked
 from models.mesh import Splits, before_loop, whole_layers, whole_part
@@ -230,7 +230,7 @@ class Decoder(nnx.Module):
         for number, (block, past) in enumerate(zip(self.layers(), cache, strict=True)):
             window = c.window if number in slides else None
             remember = lambda *own, past=past: write(past, own, places)
-            seen = Seen(angles, remember, self._cached_attention(places), self._of_a_token(places, past))
+            seen = Seen(angles, remember, self._cached_attention(places), self._of_a_token(angles, places, past))
             x, _, kept = block(x, seen, window)
             new.append(kept)
         last = jnp.maximum(count - 1, 0)[:, None, None]
@@ -249,19 +249,22 @@ class Decoder(nnx.Module):
 
         return attention
 
-    def _of_a_token(self, places: Places, past: KeysValues):
-        """`_cached_attention` that writes the cache, too, of one token a row; None for what the op does not have."""
+    def _of_a_token(self, angles: Turns, places: Places, past: KeysValues):
+        """`_cached_attention` of one token a row, which also normalizes, rotates and writes the cache; None for what
+        the op does not have."""
         c = self.config
-        if places.positions.shape[1] != 1 or c.latent is not None or c.attention_cap is not None:
+        if places.positions.shape[1] != 1 or c.latent is not None or c.attention_cap is not None or c.rope_pairs:
             return None
         at = jnp.where(places.valid, places.positions, -1)[:, 0]
+        how: dict[str, Any] = {"scale": c.scale, "epsilon": c.norm_epsilon, "rotary": [turn[:, 0] for turn in angles]}
+        how["backend"] = "xla" if c.backend == "xla" else "auto"
 
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, sinks: jax.Array | None):
+        def attention(qkv: jax.Array, norms: Any, window: int | None, sinks: jax.Array | None):
+            qk_norm = None if norms is None else tuple(norm.scale[...] for norm in norms)
             before = None if window is None else window - 1
-            how: dict[str, Any] = {"scale": c.scale, "window": before, "sinks": sinks}
-            how["backend"] = "xla" if c.backend == "xla" else "auto"
+            more = {"qk_norm": qk_norm, "window": before, "sinks": sinks}
             k_cache, v_cache = past
-            mixed, *kept = jaxops.cached_attention(q[:, 0], k[:, 0], v[:, 0], k_cache, v_cache, at, **how)
+            mixed, *kept = jaxops.cached_attention(qkv, k_cache, v_cache, at, **how, **more)
             return mixed[:, None], tuple(kept)
 
         return attention

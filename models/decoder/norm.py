@@ -7,11 +7,8 @@ XLA for GPUs makes one kernel of a norm if only unary operations are between its
 0.11.2). So epsilon and the division by the number of features are inside the sum, and the scale comes last.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -23,18 +20,6 @@ def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
         return _scaled(norm, x, lax.rsqrt(jnp.sum(_terms(norm, x), axis=-1, keepdims=True)), scale)
 
     return jax.checkpoint(run, prevent_cse=False)(_scale(norm), x)
-
-
-def normalized_heads(norms: Sequence[nnx.RMSNorm], parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """Each norm of its part, [B, T, heads, head_dim], with one reduction for all: in decoding, one kernel less."""
-
-    def run(scales: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
-        terms = jnp.concatenate([_terms(norm, x) for norm, x in zip(norms, parts, strict=True)], axis=2)
-        ends = np.cumsum([x.shape[2] for x in parts])[:-1]
-        factors = jnp.split(lax.rsqrt(jnp.sum(terms, axis=-1, keepdims=True)), ends, axis=2)
-        return [_scaled(*given) for given in zip(norms, parts, factors, scales, strict=True)]
-
-    return jax.checkpoint(run, prevent_cse=False)([_scale(norm) for norm in norms], list(parts))
 
 
 def _scale(norm: nnx.RMSNorm) -> jax.Array:

@@ -56,35 +56,41 @@ class StoredFp8Linear(StoredFp8):
         return y if self.bias is None else y + self.bias[...].astype(dtype).reshape(*(1,) * (y.ndim - 1), -1)
 
 
-class SideBySide(StoredFp8Linear):
+class SideBySide(nnx.Module):
     """Linear layers of one input as one product, for inference: decoding has few rows, and then kernels are short.
 
     Attributes:
+      layer: with the columns of all.
       ends: where each one's columns end, but for the last.
     """
 
-    def __init__(self, layers: Sequence[StoredFp8Linear]):
-        self.config = layers[0].config
-        self.weight, self.scale = (
-            nnx.Param(jnp.concatenate([getattr(layer, name)[...] for layer in layers])) for name in ("weight", "scale")
-        )
-        biases = [layer.bias[...] for layer in layers if layer.bias is not None]
-        self.bias = nnx.Param(jnp.concatenate(biases)) if biases else nnx.data(None)
-        self.ends = tuple(itertools.accumulate(layer.weight.shape[0] for layer in layers[:-1]))
+    def __init__(self, layers: Sequence[Any]):
+        self.layer = nnx.clone(layers[0])
+        # The axis of columns: of a stored matrix and its scales, of any other matrix, and of both biases.
+        for name, axis in (("weight", 0), ("scale", 0), ("kernel", 1), ("bias", 0)):
+            parts = [part[...] for layer in layers if (part := getattr(layer, name, None)) is not None]
+            if parts:
+                setattr(self.layer, name, nnx.Param(jnp.concatenate(parts, axis)))
+        self.ends = tuple(itertools.accumulate(map(_columns, layers[:-1])))
 
     def parts(self, x: jax.Array) -> list[jax.Array]:
         """Each one's result."""
-        return jnp.split(self(x), self.ends, axis=-1)
+        return jnp.split(self.layer(x), self.ends, axis=-1)
 
 
 def join(module: nnx.Module, whole: str, *parts: str) -> None:
-    """Replaces the module's layers `parts` by the attribute `whole`, a `SideBySide`, where they are stored float8
-    matrices whose blocks of 128 columns fit side by side."""
+    """Replaces the module's layers `parts` by the attribute `whole`, a `SideBySide`, where they are plain, or stored
+    float8 matrices whose blocks of 128 columns fit side by side."""
     layers = [getattr(module, part) for part in parts]
-    if all(isinstance(x, StoredFp8Linear) for x in layers) and not any(x.weight.shape[0] % BLOCK for x in layers[:-1]):
+    stored = all(isinstance(x, StoredFp8Linear) for x in layers) and not any(_columns(x) % BLOCK for x in layers[:-1])
+    if stored or all(type(x) is nnx.Linear for x in layers):
         setattr(module, whole, SideBySide(layers))
         for part in parts:
             setattr(module, part, nnx.data(None))
+
+
+def _columns(layer: Any) -> int:
+    return layer.weight.shape[0] if isinstance(layer, StoredFp8Linear) else layer.kernel.shape[1]
 
 
 def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, *how: Any, **more: Any) -> jax.Array:

@@ -3,7 +3,9 @@
 import numpy as np
 
 import jaxops
-from jaxops.ops import packed_attention
+from jaxops.ops import cached_attention, packed_attention
+from jaxops.ops.cached_attention import Plan as CachedPlan
+from jaxops.ops.cached_attention import Tiles as CachedTiles
 from jaxops.ops.cached_attention.reference import cached_attention_reference
 from jaxops.ops.packed_attention import Plan, Tiles
 from jaxops.ops.packed_attention.reference import packed_attention_reference
@@ -49,27 +51,44 @@ def attention_outside(a: Arguments) -> tuple[Arguments, list]:
 
 def cached_shapes(d: Dims) -> Arguments:
     B, K, G, S, H = (d[name] for name in "BKGSH")
-    of_rows = {"q": f32(B, K * G, H), "k": f32(B, K, H), "v": f32(B, K, H)}
     caches = {"k_cache": f32(B, K, S, H), "v_cache": f32(B, K, S, H)}
-    return of_rows | caches | {"at": i32(B), "sinks": f32(K * G)}
+    turned = {"q_weight": f32(H), "k_weight": f32(H), "cos": f32(B, H // 4), "sin": f32(B, H // 4)}
+    return {"qkv": f32(B, K * (G + 2), H)} | caches | {"at": i32(B), "sinks": f32(K * G)} | turned
 
 
 def cached(function, **more):
     def call(a: Arguments, **how):
-        return function(*(a[name] for name in CACHED), sinks=a["sinks"], window=20, **more, **how)
+        pairs = {"qk_norm": (a["q_weight"], a["k_weight"]), "rotary": (a["cos"], a["sin"])}
+        return function(*(a[name] for name in CACHED), sinks=a["sinks"], window=20, **pairs, **more, **how)
 
     return call
 
 
-CACHED = ("q", "k", "v", "k_cache", "v_cache", "at")
+def cached_outside(a: Arguments) -> tuple[Arguments, list]:
+    """Rows without a position, and of others what is cached from it on or before the window."""
+    at, S = a["at"][:, None], a["k_cache"].shape[2]
+    token, rows = np.arange(S)[None, :], ((at < 0) | (at >= S))[:, :, None]
+    unread = (rows[:, 0] | (token >= at) | (token < at - 20))[:, None, :, None]
+    kept = unread & (token != at)[:, None, :, None]
+    return {"qkv": rows, "k_cache": unread, "v_cache": unread}, [rows, kept, kept]
+
+
+def cached_plan(run: str) -> CachedPlan:
+    return CachedPlan("xla") if run == "xla" else CachedPlan("pallas", fwd=CachedTiles(2, 16))
+
+
+CACHED = ("qkv", "k_cache", "v_cache", "at")
 ATTENTION_OPS = [
     Op(
         "cached_attention", cached(lambda *a, **how: jaxops.cached_attention(*a, **how)), cached_shapes,
         {"B": 4, "K": 2, "G": 2, "S": 37, "H": 10},
-        {run: EXACT | {"backend": "xla" if run == "xla" else "pallas"} for run in ("xla", "interpret", "gpu")},
-        cached(cached_attention_reference), wrt=(*CACHED[:-1], "sinks"), local=CACHED,
+        ways_of(cached_plan, **EXACT), cached(cached_attention_reference),
+        wrt=(*CACHED[:-1], "sinks", "q_weight", "k_weight", "cos", "sin"),
+        local=(*CACHED, "cos", "sin"),
         integers=lambda rng, d: {"at": rng.integers(-1, d["S"] + 1, d["B"]).astype(np.int32)},
-        multiplies=True, large=(({"B": 64, "K": 8, "G": 2, "S": 40_000, "H": 128}, {}),),
+        outside=cached_outside, passes=True, module=cached_attention,
+        problem=cached_attention.Problem(16, 32, 4, 1152, 128, "bfloat16"), multiplies=True,
+        large=(({"B": 64, "K": 8, "G": 2, "S": 40_000, "H": 128}, {}),),
     ),
     Op(
         "packed_attention", attention(lambda *a, **how: jaxops.packed_attention(*a, **how)), attention_shapes,

@@ -13,7 +13,7 @@ import jaxops
 from tests.arrays import put
 
 X, EXPERTS, ONE, HEADS = (put(np.ones(shape, np.float32)) for shape in ((4, 8), (2, 8, 8), (1, 8), (4, 2, 8)))
-CACHE = put(np.ones((4, 2, 3, 8), np.float32))
+QKV, CACHE = (put(np.ones(shape, np.float32)) for shape in ((4, 6, 8), (4, 2, 3, 8)))
 XS, OFFSETS = put(X, jnp.bfloat16), put([0, 2, 4], jnp.int32)
 ROUTING, FP8 = jax.jit(lambda x: (jaxops.route(x[:, :2], 1), jaxops.quantize(x)))(X)
 # Public functions that call ops. tests/inspecting has what `inspect` does with wrong arguments.
@@ -23,7 +23,7 @@ CALLS: dict[str, tuple] = {
     "adaln": (X, ONE, ONE),
     "all_gather_matmul": (X, EXPERTS[0], "i"),
     "bucket_length": (5,),
-    "cached_attention": (HEADS, HEADS, HEADS, CACHE, CACHE, put([0, 1, 2, 0], jnp.int32)),
+    "cached_attention": (QKV, CACHE, CACHE, put([0, 1, 2, 0], jnp.int32)),
     "combine": (X, ROUTING),
     "dequantize": (FP8,),
     "fp8_grouped_matmul": (X, EXPERTS, OFFSETS),
@@ -153,10 +153,13 @@ OTHERS = {
     *(
         "plan",
         "q",
+        "qk_norm",
+        "qkv",
         "residual",
         "rhs",
         "rhs_quantized",
         "routing",
+        "rotary",
         "rows",
         "scale",
         "selection_bias",

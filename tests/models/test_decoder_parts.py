@@ -18,7 +18,7 @@ from models.decoder.attention import soft_attention
 from models.decoder.cache import Places, write
 from models.decoder.experts import Experts
 from models.decoder.model import lengths_of
-from models.decoder.norm import normalized, normalized_heads
+from models.decoder.norm import normalized
 from models.decoder.rope import rotate, turns
 from models.decoder.weights import StoredFp8Linear, matrix_of
 from models.inference import for_inference
@@ -171,12 +171,10 @@ def test_norms_are_those_of_flax(dtype, rtol):
         return both(params, parts)
 
     wanted = run(lambda norms, parts: [norm(x) for norm, x in zip(norms, parts, strict=True)])
-    one_by_one = run(lambda norms, parts: [normalized(norm, x) for norm, x in zip(norms, parts, strict=True)])
-    together = run(normalized_heads)
-    for found in (one_by_one, together):
-        for ours, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            assert ours.dtype == other.dtype
-            np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (ours, other)), rtol=rtol, atol=4 * rtol)
+    found = run(lambda norms, parts: [normalized(norm, x) for norm, x in zip(norms, parts, strict=True)])
+    for ours, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert ours.dtype == other.dtype
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (ours, other)), rtol=rtol, atol=4 * rtol)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -1,5 +1,5 @@
 """Attention of one token a row to its cache (Pallas on Triton): a program owns a part of a row's cache and the queries
-that share its keys, a second kernel adds the parts."""
+that share its keys, which it normalizes and rotates itself; a second kernel adds the parts."""
 
 import functools
 import math
@@ -10,54 +10,86 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxops._lib.costs import bytes_of
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.masked_pallas import load, store
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.traced_once import traced_once
+from jaxops.ops.cached_attention.plan import FEWEST, Tiles
+from jaxops.ops.cached_attention.xla import How
 
 LOG2_E = math.log2(math.e)  # the GPU has 2 ** x, not e ** x
-NONE = -1e30  # the largest score before the first one: finite, so that a part without tokens is no NaN
-_FEWEST = 16  # rows and columns of a product on tensor cores
+NONE = -3e38  # the largest score before the first one: finite, so that a part without tokens is no NaN
 
 
-def parts_of(B: int, K: int, S: int, cores: int) -> tuple[int, int]:
-    """(parts of a row's cache, cached tokens that a program reads at once).
+def _heads(ref: dict, b: jax.Array, head: jax.Array, inside: jax.Array, weight: str, epsilon: float) -> jax.Array:
+    """Row b's heads [rows], normalized and rotated, float32 [rows, head_dim up to a power of 2].
 
-    Two programs a multiprocessor read as fast as more do. A part has at least 64 tokens: more parts take longer to add
-    than they save.
+    Args:
+      inside: [rows], which are not zero.
+      weight: the ref of the norm's weight; without it there is no norm.
     """
-    most = max(1, min(2 * cores // (B * K), S // 64))
-    parts = 1 << most.bit_length() - 1
-    return parts, 32 if parts >= 16 else 64
+    H = ref["qkv"].shape[2]
+    column = jnp.arange(max(FEWEST, power_of_2(H)), dtype=jnp.int32)
+
+    def read(column: jax.Array, column_in: jax.Array) -> jax.Array:
+        mask = inside[:, None] & column_in[None, :]
+        return load(ref["qkv"], (b, head[:, None], column[None, :]), mask).astype(jnp.float32)
+
+    def scaled(x: jax.Array, column: jax.Array, column_in: jax.Array) -> jax.Array:
+        if weight not in ref:
+            return x
+        return x * factor * load(ref[weight], (column,), column_in)[None, :]
+
+    x = read(column, column < H)
+    factor = lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / H) + epsilon)[:, None]
+    x = scaled(x, column, column < H)
+    if "cos" in ref:
+        half = ref["cos"].shape[1]
+        rotary, first = column < 2 * half, column < half
+        partner, angle = jnp.where(first, column + half, column - half), jnp.where(first, column, column - half)
+        other = scaled(read(partner, rotary), partner, rotary)
+        cos, sin = (load(ref[name], (b, angle), rotary)[None, :] for name in ("cos", "sin"))
+        x = jnp.where(rotary[None, :], x * cos + jnp.where(first[None, :], -sin, sin) * other, x)
+    return jnp.where(inside[:, None], x, 0.0)
 
 
-def _part_kernel(ref: dict, *, scale: float, precision: lax.Precision, length: int, block: int):
+def _part_kernel(ref: dict, *, how: How, length: int, block: int):
     """Scores are in powers of 2. Part 0 begins with the token itself, and with the sinks."""
-    (_, N, H), (_, K, S, _) = ref["q"].shape, ref["k_cache"].shape
+    _, K, S, H = ref["k_cache"].shape
+    N, dtype = ref["qkv"].shape[1] - 2 * K, ref["k_cache"].dtype
     group = N // K
-    heads, columns = max(_FEWEST, power_of_2(group)), max(_FEWEST, power_of_2(H))
+    heads, columns = max(FEWEST, power_of_2(group)), max(FEWEST, power_of_2(H))
     b, kv_head, part = pl.program_id(0) // K, pl.program_id(0) % K, pl.program_id(1)
     row, column = jnp.arange(heads, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
     at, first = plgpu.load(ref["at"].at[b]), plgpu.load(ref["first"].at[b])
-    inside, head = (at >= 0) & (at < S), kv_head * group + row
-    mine, column_in = (row < group) & inside, column < H
-    q = load(ref["q"], (b, head[:, None], column[None, :]), mine[:, None] & column_in[None, :])
-    k, v = (load(ref[name], (b, kv_head, column), column_in & inside) for name in ("k", "v"))
+    inside, head, column_in = (at >= 0) & (at < S), kv_head * group + row, column < H
+    heads_of = functools.partial(_heads, ref, b, epsilon=how.epsilon)
+    mine = (row < group) & inside
+    q = heads_of(head, mine, "q_weight").astype(dtype)
+    # Every row of these is the same head.
+    same, every = jnp.broadcast_to(N + kv_head, (heads,)), jnp.broadcast_to(inside, (heads,))
+    k = heads_of(same, every, "k_weight").astype(dtype)
+    v = load(ref["qkv"], (b, (same + K)[:, None], column[None, :]), every[:, None] & column_in[None, :]).astype(dtype)
 
-    own = scale * LOG2_E * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32)[None, :], axis=1)
+    own = how.scale * LOG2_E * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1)
     top, total = own, jnp.ones((heads,), jnp.float32)
     if "sinks" in ref:
-        sinks = LOG2_E * load(ref["sinks"], (head,), row < group)
+        sinks = load(ref["sinks"], (head,), mine)
+        sinks = jnp.where(sinks == jnp.inf, sinks, jnp.minimum(LOG2_E * sinks, -NONE))
         top = jnp.maximum(own, sinks)
         total = jnp.exp2(own - top) + jnp.exp2(sinks - top)
-    mixed = jnp.exp2(own - top)[:, None] * v.astype(jnp.float32)[None, :]
+    mixed = jnp.exp2(own - top)[:, None] * v.astype(jnp.float32)
     begins = jnp.broadcast_to(part == 0, (heads,))
     start = (
         jnp.where(begins[:, None], mixed, 0.0),
         jnp.where(begins, top, NONE),
         jnp.where(begins, total, 0.0),
     )
+
+    def dot(a, b, **more):
+        return plgpu.dot(a.astype(how.compute), b.astype(how.compute), precision=how.precision, **more)
 
     def step(i, carry):
         mixed, top, total = carry
@@ -67,11 +99,11 @@ def _part_kernel(ref: dict, *, scale: float, precision: lax.Precision, length: i
             load(ref[name], (b, kv_head, token[:, None], column[None, :]), seen[:, None] & column_in[None, :])
             for name in ("k_cache", "v_cache")
         )
-        scores = scale * LOG2_E * plgpu.dot(q, k, trans_b=True, precision=precision)
+        scores = how.scale * LOG2_E * dot(q, k, trans_b=True)
         scores = jnp.where(seen[None, :], scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         p, before = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
-        mixed = before[:, None] * mixed + plgpu.dot(p.astype(v.dtype), v, precision=precision)
+        mixed = before[:, None] * mixed + dot(p, v)
         return mixed, new_top, before * total + jnp.sum(p, axis=1)
 
     begin = part * length
@@ -89,52 +121,53 @@ def _part_kernel(ref: dict, *, scale: float, precision: lax.Precision, length: i
         store(ref["total"], (part, b, head), total, row < group)
     # No program reads this place of the cache.
     written = column_in & inside & (part == 0)
-    store(ref["new_k_cache"], (b, kv_head, at, column), k, written)
-    store(ref["new_v_cache"], (b, kv_head, at, column), v, written)
+    for name, x in (("new_k_cache", k), ("new_v_cache", v)):
+        store(ref[name], (b, kv_head, at, column), jnp.max(x.astype(jnp.float32), axis=0), written)
 
 
 def _sum_kernel(ref: dict):
     """A program's head of a row."""
     parts, _, N, H = ref["mixed"].shape
     b, head = pl.program_id(0) // N, pl.program_id(0) % N
-    n, column = jnp.arange(parts, dtype=jnp.int32), jnp.arange(power_of_2(H), dtype=jnp.int32)
-    top = load(ref["top"], (n, b, head))
-    total = load(ref["total"], (n, b, head))
-    mixed = load(ref["mixed"], (n[:, None], b, head, column[None, :]), (column < H)[None, :])
-    share = jnp.exp2(top - jnp.max(top))
-    share = share / jnp.sum(share * total)
+    n, column = jnp.arange(power_of_2(parts), dtype=jnp.int32), jnp.arange(power_of_2(H), dtype=jnp.int32)
+    top, total = (load(ref[name], (n, b, head), n < parts) for name in ("top", "total"))
+    mixed = load(ref["mixed"], (n[:, None], b, head, column[None, :]), (n < parts)[:, None] & (column < H)[None, :])
+    some = total != 0  # also where it is NaN
+    top = jnp.where(some, top, NONE)
+    share = jnp.where(some, jnp.exp2(top - jnp.max(top)), 0.0)
+    share = share / jnp.sum(share * total)  # the first part's total is not 0
     store(ref["out"], (b, head, column), jnp.sum(share[:, None] * mixed, axis=0), column < H)
 
 
-@traced_once("scale", "precision", "cores", "interpret")
-def cached_pallas(
-    operands: dict, *, scale: float, precision: lax.Precision, cores: int, interpret: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+@traced_once("tiles", "how", "interpret")
+def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out [B, N, H], the caches), which are written in place where the given ones are used no more. No size is 0.
 
     Args:
-      operands: q, k, v, k_cache, v_cache, at, first (int32 [B], the first token that a row sees) and sinks or None.
+      operands: qkv, k_cache, v_cache, at; float32 sinks, q_weight, k_weight, cos and sin, or None.
     """
-    q, k_cache, v_cache = (operands[name] for name in ("q", "k_cache", "v_cache"))
-    (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
-    parts, block = parts_of(B, K, S, cores)
-    struct = functools.partial(out_struct, like=q)
-    out = {"out": struct((B, N, H), q.dtype)}
+    qkv, k_cache, v_cache, at = (operands[name] for name in ("qkv", "k_cache", "v_cache", "at"))
+    B, K, S, H = k_cache.shape
+    N = qkv.shape[1] - 2 * K
+    length = pl.cdiv(S, tiles.parts * tiles.block) * tiles.block
+    parts, seen = pl.cdiv(S, length), S if how.window is None else min(S, how.window + 1)
+    struct = functools.partial(out_struct, like=qkv)
+    out = {"out": struct((B, N, H), qkv.dtype)}
     sums = {"mixed": struct((parts, B, N, H), jnp.dtype("float32"))}
     sums |= {name: struct((parts, B, N), jnp.dtype("float32")) for name in ("top", "total")}
     caches = {"new_k_cache": struct(k_cache.shape, k_cache.dtype), "new_v_cache": struct(v_cache.shape, v_cache.dtype)}
-    length = pl.cdiv(S, parts * block) * block
+    first = jnp.zeros_like(at) if how.window is None else jnp.maximum(at - how.window, 0)
     found = launch_named(
-        functools.partial(_part_kernel, scale=scale, precision=precision, length=length, block=block),
-        operands,
+        functools.partial(_part_kernel, how=how, length=length, block=tiles.block),
+        operands | {"first": first},
         (out if parts == 1 else sums) | caches,
         aliases={"k_cache": "new_k_cache", "v_cache": "new_v_cache"},
         grid=(B * K, parts),
-        warps=4,
-        stages=3,
+        warps=tiles.warps,
+        stages=tiles.stages,
         name="cached_attention",
-        flops=2 * 2 * B * N * S * H,  # two products
-        bytes_accessed=k_cache.nbytes + v_cache.nbytes + 2 * q.nbytes,
+        flops=2 * 2 * B * N * seen * H,  # two products
+        bytes_accessed=2 * B * K * seen * H * k_cache.dtype.itemsize + bytes_of(qkv, out["out"]),
         interpret=interpret,
     )
     if parts > 1:
@@ -143,7 +176,7 @@ def cached_pallas(
             {name: found[name] for name in sums},
             out,
             grid=(B * N,),
-            warps=4 if parts > 8 else 1,
+            warps=8 if parts > 64 else 4 if parts > 8 else 1,
             name="cached_attention_sum",
             flops=2 * parts * B * N * H,
             interpret=interpret,

@@ -8,33 +8,43 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.cached_attention.fwd_pallas import parts_of
 from jaxops.ops.cached_attention.reference import cached_attention_reference
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200, pallas_costs
 
-NAMES = ("q", "k", "v", "k_cache", "v_cache", "at")
+NAMES = ("qkv", "k_cache", "v_cache", "at")
 BACKENDS = ["xla", "pallas", pytest.param("auto", marks=pytest.mark.gpu)]
 
 
 def operands(B: int, K: int, G: int, S: int, H: int, dtype: str) -> dict:
-    """Numbers from a row's position on are NaN; positions are the first, the last, none and others."""
+    """Numbers from a row's position on are NaN, and rows without a position; those are the first, the last, none and
+    others."""
     rng = np.random.default_rng(B + S)
-    shapes = {"q": (B, K * G, H), "k": (B, K, H), "v": (B, K, H), "k_cache": (B, K, S, H), "v_cache": (B, K, S, H)}
+    shapes = {"qkv": (B, K * (G + 2), H), "k_cache": (B, K, S, H), "v_cache": (B, K, S, H)}
     found = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     at = rng.integers(0, S, B).astype(np.int32)
     at[:4] = [S - 1, 0, -1, S][:B]
+    found["qkv"][(at < 0) | (at >= S)] = np.nan
     for name in ("k_cache", "v_cache"):
         found[name][np.broadcast_to((np.arange(S) >= at[:, None])[:, None, :, None], shapes[name])] = np.nan
     arrays = {name: jnp.asarray(x, dtype) for name, x in found.items()}
     return arrays | {"at": jnp.asarray(at), "sinks": jnp.asarray(rng.normal(size=K * G), jnp.float32)}
 
 
+def turned(B: int, H: int, features: int) -> dict:
+    """Norms of queries and keys, and rotations of their first features."""
+    rng = np.random.default_rng(H)
+    weights = tuple(jnp.asarray(rng.normal(size=H), jnp.float32) for _ in range(2))
+    angles = rng.normal(size=(B, features // 2))
+    rotary = tuple(jnp.asarray(turn(angles), jnp.float32) for turn in (np.cos, np.sin))
+    return {"qk_norm": weights, "rotary": rotary, "epsilon": 0.3}
+
+
 def attend(function, a: dict, **how):
     return function(*(a[name] for name in NAMES), **{name: x for name, x in a.items() if name not in NAMES}, **how)
 
 
-# Of the sizes here the kernel takes 1, 1, 2, 4 and 16 parts of a row; heads of a key are few, one, and more than 16.
+# Of the sizes here the kernel takes 1, 1, 2, 3 and 9 parts of a row; heads of a key are few, one, and more than 16.
 SIZES = [(5, 2, 3, 37, 24), (1, 1, 1, 1, 1), (6, 1, 1, 131, 16), (3, 3, 2, 300, 8), (1, 1, 20, 1100, 40)]
 
 
@@ -44,30 +54,64 @@ SIZES = [(5, 2, 3, 37, 24), (1, 1, 1, 1, 1), (6, 1, 1, 131, 16), (3, 3, 2, 300, 
 def test_values(backend, sizes, dtype, masks):
     a = operands(*sizes, dtype)
     sinks = a.pop("sinks")
-    sinks = sinks if masks else None
-    out, *caches = attend(jaxops.cached_attention, a, sinks=sinks, precision="highest", backend=backend, **masks)
-    want, *want_caches = attend(cached_attention_reference, a, sinks=sinks, **masks)
-    assert out.dtype == a["q"].dtype
+    masks = masks | ({"sinks": sinks} if masks else {})
+    compare(a, masks, backend, dtype)
+
+
+def compare(a: dict, how: dict, backend: str, dtype: str) -> None:
+    """A row without a position has a zero result. Caches are equal up to the rounding of norms and rotations."""
+    out, *caches = attend(jaxops.cached_attention, a, precision="highest", backend=backend, **how)
+    rows = (a["at"] >= 0) & (a["at"] < a["k_cache"].shape[2])
+    clean = a | {"qkv": jnp.where(rows[:, None, None], a["qkv"], 0)}
+    want, *want_caches = attend(cached_attention_reference, clean, **how)
+    assert out.dtype == a["qkv"].dtype
     assert_close(out, want, dtype)
     for cache, want_cache in zip(caches, want_caches, strict=True):
-        np.testing.assert_array_equal(cache.astype(jnp.float32), want_cache)
+        np.testing.assert_allclose(
+            cache.astype(jnp.float32), want_cache, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6
+        )
 
 
-def test_how_a_row_is_split():
-    """Two programs for each of 132 multiprocessors where the rows are few, never parts of less than 64 tokens."""
-    assert parts_of(1, 4, 1152, 132) == (16, 32)
-    assert parts_of(16, 4, 1152, 132) == (4, 64)
-    assert parts_of(64, 4, 1152, 132) == (1, 64)
-    assert parts_of(1, 4, 32_768, 132) == (64, 32)
-    assert parts_of(1, 1, 63, 132) == (1, 64)
+# All features are rotated, some, of one head of them with an odd number of others, and all of a head of two.
+TURNED = [
+    (SIZES[0], 24, "float32"),
+    (SIZES[0], 24, "bfloat16"),
+    (SIZES[3], 6, "float32"),
+    ((2, 2, 2, 7, 5), 2, "float32"),
+]
+TURNED += [(SIZES[4], 40, "float32"), ((3, 1, 2, 5, 2), 2, "float32")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("sizes", "features", "dtype"), TURNED)
+@pytest.mark.parametrize("left_out", ["", "qk_norm", "rotary"])
+def test_norms_and_rotations(backend, sizes, features, dtype, left_out):
+    a = operands(*sizes, dtype)
+    del a["sinks"]
+    how = turned(sizes[0], sizes[-1], features)
+    compare(a, {name: x for name, x in how.items() if name != left_out}, backend, dtype)
+
+
+def test_a_row_without_a_position_has_no_gradient():
+    """Whatever numbers it has, and with an epsilon of 0."""
+    a = operands(5, 2, 3, 37, 24, "float32")
+    del a["sinks"]
+    how = turned(5, 24, 10) | {"epsilon": 0.0}
+    caches = {name: jnp.nan_to_num(a[name]) for name in ("k_cache", "v_cache")}
+    total = lambda qkv: jnp.sum(attend(jaxops.cached_attention, a | caches | {"qkv": qkv}, backend="xla", **how)[0])
+    gradient = jax.grad(total)(a["qkv"])
+    np.testing.assert_array_equal(gradient[2:4], jnp.zeros_like(gradient[2:4]))
+    assert jnp.all(jnp.isfinite(gradient))
+    assert jnp.any(gradient[0] != 0)
 
 
 @pytest.mark.parametrize(("B", "kernels"), [(64, 1), (1, 2)])
 def test_on_an_h200(B, kernels):
     """One kernel, or two where a row is split, that write the caches in place; XLA adds no pass over them."""
     shape = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype)
-    cache, new = shape(B, 4, 1152, 128), shape(B, 4, 128)
-    text = lower_for_h200(jaxops.cached_attention, shape(B, 32, 128), new, new, cache, cache, shape(B, dtype="int32"))
+    cache, weight, turn = shape(B, 4, 1152, 128), shape(128, dtype="float32"), shape(B, 64, dtype="float32")
+    call = lambda *a: jaxops.cached_attention(*a[:4], qk_norm=a[4], rotary=a[5])
+    text = lower_for_h200(call, shape(B, 40, 128), cache, cache, shape(B, dtype="int32"), (weight,) * 2, (turn,) * 2)
     calls = [line for line in text.splitlines() if "custom_call" in line]
     assert len(calls) == kernels
     assert calls[0].count("operand_index = ") == 2
@@ -76,14 +120,15 @@ def test_on_an_h200(B, kernels):
 
 
 def test_cost():
-    """Of 2 rows in 4 parts: two products of 6 heads with 300 tokens of 8 numbers; two caches of 28,800 bytes, queries
-    and results of 192. Then sums of 4 parts."""
+    """Of 2 rows in 3 parts: two products of 6 heads with 300 tokens of 8 numbers; two caches of 28,800 bytes, 384 bytes
+    of heads and 192 of results. Then sums of 3 parts. With a window of 9, of 10 tokens."""
     shape = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype)
-    cache, new = shape(2, 3, 300, 8), shape(2, 3, 8)
-    call = functools.partial(jaxops.cached_attention, backend="pallas")
-    costs = pallas_costs(call, shape(2, 6, 8), new, new, cache, cache, shape(2, dtype="int32"))
-    (_, flops, nbytes), (_, of_sums, _) = costs
-    assert (flops, nbytes, of_sums) == (4 * 2 * 6 * 300 * 8, 2 * 28_800 + 2 * 192, 2 * 4 * 2 * 6 * 8)
+    cache = shape(2, 3, 300, 8)
+    for window, tokens in ((None, 300), (9, 10)):
+        call = functools.partial(jaxops.cached_attention, backend="pallas", window=window)
+        (_, flops, nbytes), (_, of_sums, _) = pallas_costs(call, shape(2, 12, 8), cache, cache, shape(2, dtype="int32"))
+        of_caches = 2 * 28_800 * tokens // 300
+        assert (flops, nbytes, of_sums) == (4 * 2 * 6 * tokens * 8, of_caches + 384 + 192, 2 * 3 * 2 * 6 * 8)
 
 
 def test_two_tokens_after_another():
@@ -92,9 +137,9 @@ def test_two_tokens_after_another():
     a["k_cache"], a["v_cache"] = jnp.zeros_like(a["k_cache"]), jnp.zeros_like(a["v_cache"])
 
     @functools.partial(jax.jit, donate_argnames=("k_cache", "v_cache"), static_argnames="backend")
-    def two(q, k, v, k_cache, v_cache, at, backend):
+    def two(qkv, k_cache, v_cache, at, backend):
         def step(carry, n):
-            out, *caches = jaxops.cached_attention(q, k + n, v + n, *carry, at + n, backend=backend)
+            out, *caches = jaxops.cached_attention(qkv + n, *carry, at + n, backend=backend)
             return tuple(caches), out
 
         return jax.lax.scan(step, (k_cache, v_cache), jnp.arange(2, dtype=jnp.int32))
@@ -104,15 +149,22 @@ def test_two_tokens_after_another():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *runs)
 
 
+NORMS = turned(5, 24, 24)
 WRONG = {
-    "heads": (lambda a: {"q": a["q"][:, :5]}, "no multiple"),
-    "head_dim": (lambda a: {"k": a["k"][:, :, 1:]}, "needed are"),
+    "heads": (lambda a: {"qkv": a["qkv"][:, 1:]}, "heads; needed"),
+    "keys and values": (lambda a: {"qkv": a["qkv"][:, :3]}, "heads; needed"),
+    "head_dim": (lambda a: {"qkv": a["qkv"][:, :, 1:]}, "needed are"),
     "rows": (lambda a: {"v_cache": a["v_cache"][1:]}, "needed are"),
     "positions": (lambda a: {"at": a["at"][1:]}, "position of each row"),
-    "dtype of positions": (lambda a: {"at": a["at"].astype(jnp.int8)}, "int32"),
     "sinks": (lambda a: {"sinks": a["sinks"][1:]}, "sinks"),
     "window": (lambda a: {"window": -1}, "window"),
     "backend": (lambda a: {"backend": "cudnn"}, "backend"),
+    "epsilon": (lambda a: {"epsilon": -0.1}, "epsilon"),
+    "one norm": (lambda a: {"qk_norm": NORMS["qk_norm"][0]}, "qk_norm.*pair of arrays"),
+    "norms": (lambda a: {"qk_norm": [x[1:] for x in NORMS["qk_norm"]]}, r"qk_norm\[0\] has shape \(23,\)"),
+    "angles": (lambda a: {"rotary": [x[1:] for x in NORMS["rotary"]]}, r"rotary\[0\]"),
+    "sines": (lambda a: {"rotary": (NORMS["rotary"][0], NORMS["rotary"][1][:, 1:])}, r"rotary\[1\]"),
+    "features": (lambda a: {"rotary": [jnp.tile(x, 2) for x in NORMS["rotary"]]}, "48 features"),
 }
 
 
@@ -124,7 +176,56 @@ def test_errors(name):
         attend(jaxops.cached_attention, a | change(a))
 
 
-def test_caches_of_two_dtypes():
+def test_dtypes_that_are_errors():
     a = operands(5, 2, 3, 37, 24, "float32")
     with pytest.raises(TypeError, match="v_cache is float32"):
         attend(jaxops.cached_attention, a | {"k_cache": a["k_cache"].astype(jnp.bfloat16)})
+    with pytest.raises(TypeError, match=r"at.astype\(jnp.int32\)"):
+        attend(jaxops.cached_attention, a | {"at": a["at"].astype(jnp.int8)})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")])
+def test_mixed_dtypes(backend, dtypes):
+    """Queries are multiplied in the caches' dtype; the result is not rounded to it."""
+    a = operands(5, 2, 3, 37, 24, "float32")
+    own, caches = dtypes
+    a |= {"qkv": a["qkv"].astype(own)} | {name: a[name].astype(caches) for name in ("k_cache", "v_cache")}
+    out = attend(jaxops.cached_attention, a, backend=backend)[0]
+    clean = a | {"qkv": jnp.nan_to_num(a["qkv"]).astype(caches)}
+    want = attend(cached_attention_reference, clean)[0]
+    assert out.dtype == own
+    assert_close(out, want, "bfloat16" if "bfloat16" in dtypes else "float16")
+    assert own != "float32" or jnp.any(out != out.astype(caches).astype(own))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_in_bfloat16_of_float32(backend):
+    """By precision; values of the caches stay."""
+    a = operands(5, 2, 3, 37, 24, "float32")
+    rounded, exact = (
+        attend(jaxops.cached_attention, a, backend=backend, precision=precision)[0]
+        for precision in ("BF16_BF16_F32", "highest")
+    )
+    error = jnp.max(jnp.abs(rounded - exact))
+    assert 1e-4 < error < 3e-2, error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [np.inf, np.nan, 3e38, -3e38, -np.inf])
+def test_sinks_of_any_size(backend, value):
+    """Rows without a position are zero all the same."""
+    a = operands(5, 2, 3, 37, 24, "float32")
+    out = attend(jaxops.cached_attention, a | {"sinks": jnp.full_like(a["sinks"], value)}, backend=backend)[0]
+    np.testing.assert_array_equal(out[2:4], jnp.zeros_like(out[2:4]))
+    if np.isfinite(value) or value < 0:
+        del a["sinks"]
+        want = attend(jaxops.cached_attention, a, backend="xla")[0] if value < 0 else jnp.zeros_like(out)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_a_window_as_long_as_any(backend):
+    a = operands(5, 2, 3, 37, 24, "float32")
+    whole, wide = (attend(jaxops.cached_attention, a, backend=backend, window=w)[0] for w in (None, 2**64))
+    np.testing.assert_array_equal(whole, wide)

@@ -138,7 +138,7 @@ class Run:
 
         def call(state: Any, batch: Any, key: jax.Array) -> Any:
             jax.block_until_ready(state)
-            demand_room(sizes(step)[2])
+            demand_room(sizes(step)[2] + RESERVED)  # small results are placed first
             return step(state, batch, key)
 
         try:
@@ -149,7 +149,7 @@ class Run:
         return us, losses
 
 
-def demand_room(nbytes: int) -> None:
+def demand_room(nbytes: float) -> None:
     """A device that has no memory for its part of a step raises alone, and the others wait for it forever.
 
     Raises:

@@ -277,7 +277,8 @@ ENTRIES: dict[Any, Entry] = {
         ("q", "k", "v"), _attention, lambda a: 8 * a["q"].shape[0] * a["k"].shape[0] * a["q"].shape[1]
     ),
     cached_attention.cached_attention: Entry(
-        ("qkv", "k_cache", "v_cache", "sinks"), _cached, lambda a: 8 * a["qkv"].shape[1] * a["k_cache"][:, 0].size
+        ("qkv", "k_cache", "v_cache", "sinks", "qk_norm", "rotary"),
+        _cached, lambda a: 8 * a["qkv"].shape[1] * a["k_cache"][:, 0].size
     ),
     permute.permute: Entry(("x",), lambda a: permute_reference(a["x"], a["routing"])),
     permute.combine: Entry(("rows", "routing.weights"), lambda a: combine_reference(a["rows"], a["routing"])),

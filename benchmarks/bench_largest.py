@@ -136,9 +136,12 @@ class Run:
         if needed_bytes(step)[0] > self.budget:
             return None
 
+        # Small results of the first step are placed before its temporaries; those of the others take their place again.
+        more = iter((RESERVED,))
+
         def call(state: Any, batch: Any, key: jax.Array) -> Any:
             jax.block_until_ready(state)
-            demand_room(sizes(step)[2] + RESERVED)  # small results are placed first
+            demand_room(sizes(step)[2] + next(more, 0))
             return step(state, batch, key)
 
         try:

@@ -50,7 +50,7 @@ def tune(
     Args:
       problem: a Problem of grouped_matmul, adaln (layer norm; bwd is timed with the forward), quantize (a whole call
         without groups is timed), fp8_matmul (without its casts), grouped_glu (without its products), packed_attention
-        (dq and dkv are timed with the forward), permute or route (bwd is timed with the forward).
+        (dq and dkv are timed with the forward), cached_attention, permute or route (bwd is timed with the forward).
       passes: of the op's plan, e.g. "fwd"; by default all that this problem has.
       group_sizes: rows a group (of adaln, packed_attention: lengths of the sequences), one array a routing, each
         summing to at most the rows; the fastest tiles have the least summed time. By default an even split and a Zipf

@@ -11,8 +11,19 @@ import numpy as np
 from jaxops._lib.device import Device, current_device, runs_gluon
 from jaxops._lib.fp8 import SCALINGS, Quantized
 from jaxops._lib.plans import Planner
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, packed_attention, permute, quantize, route
+from jaxops.ops import (
+    adaln,
+    cached_attention,
+    fp8_matmul,
+    grouped_glu,
+    grouped_matmul,
+    packed_attention,
+    permute,
+    quantize,
+    route,
+)
 from jaxops.ops.adaln.plan import PLANNER as ADALN
+from jaxops.ops.cached_attention.plan import PLANNER as CACHED_ATTENTION
 from jaxops.ops.fp8_matmul import product as fp8_product
 from jaxops.ops.fp8_matmul.plan import PLANNER as FP8_MATMUL
 from jaxops.ops.grouped_glu.api import unit_backward, unit_forward
@@ -299,6 +310,35 @@ class _PackedAttention(Tunable):
         return (2 if name == "fwd" else 7) * 2 * problem.heads * problem.head_dim * pairs / half
 
 
+class _CachedAttention(Tunable):
+    """The last tokens that fit into the caches, one after another as in decoding: the caches are copied once."""
+
+    planner, problem, unit, values = CACHED_ATTENTION, cached_attention.Problem, "gbps", {}
+    shape = ("B", "heads", "kv_heads", "S", "head_dim")
+    tokens = 16
+
+    def tensors(self, problem):
+        """Queries, keys and values, and the caches."""
+        p = problem
+        cache = p.B, p.kv_heads, p.S, p.head_dim
+        shapes = ((p.B, p.heads + 2 * p.kv_heads, p.head_dim), cache, cache)
+        return [_random(seed, shape, p.dtype) for seed, shape in enumerate(shapes)]
+
+    def operands(self, name, problem, tensors, offsets):
+        return tensors
+
+    def run(self, name, problem, plan, qkv, k_cache, v_cache):
+        def step(caches, at):
+            out, *caches = cached_attention.cached_attention(qkv, *caches, jnp.full(problem.B, at), plan=plan)
+            return tuple(caches), out
+
+        at = jnp.arange(max(0, problem.S - self.tokens), problem.S, dtype=jnp.int32)
+        return jax.lax.scan(step, (k_cache, v_cache), at)[1]
+
+    def work(self, name, problem, qkv, k_cache, v_cache):
+        return min(self.tokens, problem.S) * 2 * k_cache.nbytes
+
+
 class _Permute(Tunable):
     planner, problem, shape, unit, values = PERMUTE, permute.Problem, ("T", "D", "k"), "gbps", {}
 
@@ -367,6 +407,7 @@ OPS: dict[str, Tunable] = {
     "fp8_matmul": _Fp8Matmul(),
     "grouped_glu": _GroupedGlu(),
     "packed_attention": _PackedAttention(),
+    "cached_attention": _CachedAttention(),
     "permute": _Permute(),
     "route": _Route(),
 }

@@ -16,7 +16,17 @@ import jaxops.tuning
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, moe_mlp, packed_attention, permute, quantize, route
+from jaxops.ops import (
+    adaln,
+    cached_attention,
+    fp8_matmul,
+    grouped_glu,
+    moe_mlp,
+    packed_attention,
+    permute,
+    quantize,
+    route,
+)
 from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
@@ -281,6 +291,7 @@ TUNED = {
         ["fwd", "dq", "dkv"],
         "tflops",
     ),
+    "cached_attention": (cached_attention.Problem(2, 4, 2, 40, 16, "float32"), ["fwd"], "gbps"),
     "permute": (permute.Problem(24, 48, 2, "float32"), ["permute", "combine", "combine_bwd"], "gbps"),
     "route": (route.Problem(40, 32), ["fwd", "bwd"], "gbps"),
 }

@@ -3,7 +3,6 @@ that share its keys, which it normalizes and rotates itself; a second kernel add
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,61 +23,70 @@ LOG2_E = math.log2(math.e)  # the GPU has 2 ** x, not e ** x
 NONE = -3e38  # the largest score before the first one: finite, so that a part without tokens is no NaN
 
 
-def _heads(ref: dict, b: jax.Array, head: jax.Array, mask: jax.Array, weight: str, epsilon: float) -> Callable:
-    """Loads row b's heads [rows] where mask [rows] holds. The returned function normalizes and rotates them, float32
-    [rows, head_dim up to a power of 2], with zeros where its argument, another mask, does not hold.
+def _heads(ref: dict, b: jax.Array, head: jax.Array, inside: jax.Array, weight: str, epsilon: float) -> jax.Array:
+    """Row b's heads [rows], normalized and rotated, float32 [rows, head_dim up to a power of 2].
 
     Args:
+      inside: [rows], which are not zero.
       weight: the ref of the norm's weight; without it there is no norm.
     """
     H = ref["qkv"].shape[2]
     column = jnp.arange(max(FEWEST, power_of_2(H)), dtype=jnp.int32)
 
-    def read(column: jax.Array, column_in: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The heads' numbers in these columns, and the weights."""
-        x = load(ref["qkv"], (b, head[:, None], column[None, :]), mask[:, None] & column_in[None, :])
-        return x.astype(jnp.float32), load(ref[weight], (column,), column_in)[None, :] if weight in ref else None
+    def read(column: jax.Array, column_in: jax.Array) -> jax.Array:
+        mask = inside[:, None] & column_in[None, :]
+        return load(ref["qkv"], (b, head[:, None], column[None, :]), mask).astype(jnp.float32)
 
-    half = ref["cos"].shape[1] if "cos" in ref else 0
-    rotary, first = column < 2 * half, column < half
-    own, turns = read(column, column < H), None
-    if half:
-        partner = read(jnp.where(first, column + half, column - half), rotary)
-        angle = jnp.where(first, column, column - half)
-        turns = partner, *(load(ref[name], (b, angle), rotary)[None, :] for name in ("cos", "sin"))
+    def scaled(x: jax.Array, column: jax.Array, column_in: jax.Array) -> jax.Array:
+        if weight not in ref:
+            return x
+        return x * factor * load(ref[weight], (column,), column_in)[None, :]
 
-    def turned(inside: jax.Array) -> jax.Array:
-        factor = lax.rsqrt(jnp.sum(own[0] * own[0], axis=1) * (1 / H) + epsilon)[:, None]
-        scaled = lambda x, weight: x if weight is None else x * factor * weight
-        x = scaled(*own)
-        if turns is not None:
-            partner, cos, sin = turns
-            x = jnp.where(rotary[None, :], x * cos + jnp.where(first[None, :], -sin, sin) * scaled(*partner), x)
-        return jnp.where(inside[:, None], x, 0.0)
-
-    return turned
+    x = read(column, column < H)
+    factor = lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / H) + epsilon)[:, None]
+    x = scaled(x, column, column < H)
+    if "cos" in ref:
+        half = ref["cos"].shape[1]
+        rotary, first = column < 2 * half, column < half
+        partner, angle = jnp.where(first, column + half, column - half), jnp.where(first, column, column - half)
+        other = scaled(read(partner, rotary), partner, rotary)
+        cos, sin = (load(ref[name], (b, angle), rotary)[None, :] for name in ("cos", "sin"))
+        x = jnp.where(rotary[None, :], x * cos + jnp.where(first[None, :], -sin, sin) * other, x)
+    return jnp.where(inside[:, None], x, 0.0)
 
 
 def _part_kernel(ref: dict, *, how: How, length: int, block: int):
-    """Scores are in powers of 2. Part 0 has the token itself and the sinks, too.
-
-    What the kernel before has written is loaded first, whatever `at` says, so that all loads are in flight together.
-    """
+    """Scores are in powers of 2. Part 0 begins with the token itself, and with the sinks."""
     _, K, S, H = ref["k_cache"].shape
     N, dtype = ref["qkv"].shape[1] - 2 * K, ref["k_cache"].dtype
     group = N // K
     heads, columns = max(FEWEST, power_of_2(group)), max(FEWEST, power_of_2(H))
     b, kv_head, part = pl.program_id(0) // K, pl.program_id(0) % K, pl.program_id(1)
     row, column = jnp.arange(heads, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
-    head, mine, column_in = kv_head * group + row, row < group, column < H
-    heads_of = functools.partial(_heads, ref, b, epsilon=how.epsilon)
     at, first = plgpu.load(ref["at"].at[b]), plgpu.load(ref["first"].at[b])
-    # Every row of keys and values is the same head.
-    every, same = row >= 0, jnp.broadcast_to(N + kv_head, (heads,))
-    q, own_k = heads_of(head, mine, "q_weight"), heads_of(same, every, "k_weight")
-    own_v = load(ref["qkv"], (b, (same + K)[:, None], column[None, :]), every[:, None] & column_in[None, :])
-    inside = (at >= 0) & (at < S)
-    q = q(mine & inside).astype(dtype)
+    inside, head, column_in = (at >= 0) & (at < S), kv_head * group + row, column < H
+    heads_of = functools.partial(_heads, ref, b, epsilon=how.epsilon)
+    mine = (row < group) & inside
+    q = heads_of(head, mine, "q_weight").astype(dtype)
+    # Every row of these is the same head.
+    same, every = jnp.broadcast_to(N + kv_head, (heads,)), jnp.broadcast_to(inside, (heads,))
+    k = heads_of(same, every, "k_weight").astype(dtype)
+    v = load(ref["qkv"], (b, (same + K)[:, None], column[None, :]), every[:, None] & column_in[None, :]).astype(dtype)
+
+    own = how.scale * LOG2_E * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1)
+    top, total = own, jnp.ones((heads,), jnp.float32)
+    if "sinks" in ref:
+        sinks = load(ref["sinks"], (head,), mine)
+        sinks = jnp.where(sinks == jnp.inf, sinks, jnp.minimum(LOG2_E * sinks, -NONE))
+        top = jnp.maximum(own, sinks)
+        total = jnp.exp2(own - top) + jnp.exp2(sinks - top)
+    mixed = jnp.exp2(own - top)[:, None] * v.astype(jnp.float32)
+    begins = jnp.broadcast_to(part == 0, (heads,))
+    start = (
+        jnp.where(begins[:, None], mixed, 0.0),
+        jnp.where(begins, top, NONE),
+        jnp.where(begins, total, 0.0),
+    )
 
     def dot(a, b, **more):
         return plgpu.dot(a.astype(how.compute), b.astype(how.compute), precision=how.precision, **more)
@@ -102,37 +110,15 @@ def _part_kernel(ref: dict, *, how: How, length: int, block: int):
     end = jnp.where(inside, jnp.minimum(at, begin + length), 0)  # of the tokens of this part that are seen
     steps = jnp.maximum(end - begin + block - 1, 0) // block
     skipped = jnp.clip((first - begin) // block, 0, steps)
-    empty = (
-        jnp.zeros((heads, columns), jnp.float32),
-        jnp.full((heads,), NONE, jnp.float32),
-        jnp.zeros((heads,), jnp.float32),
-    )
-    mixed, top, total = lax.fori_loop(skipped, steps, step, empty)
+    mixed, top, total = lax.fori_loop(skipped, steps, step, start)
 
-    k = own_k(every & inside).astype(dtype)
-    v = jnp.where((every & inside)[:, None], own_v.astype(dtype), 0)
-    score = how.scale * LOG2_E * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1)
-    new_top, sinks = jnp.maximum(top, score), None
-    if "sinks" in ref:
-        sinks = jnp.where(mine & inside, load(ref["sinks"], (head,), mine), 0.0)
-        sinks = jnp.where(sinks == jnp.inf, sinks, jnp.minimum(LOG2_E * sinks, -NONE))
-        new_top = jnp.maximum(new_top, sinks)
-    share, before = jnp.exp2(score - new_top), jnp.exp2(top - new_top)
-    new_total = before * total + share
-    if sinks is not None:
-        new_total = new_total + jnp.exp2(sinks - new_top)
-    new_mixed = before[:, None] * mixed + share[:, None] * v.astype(jnp.float32)
-    begins = jnp.broadcast_to(part == 0, (heads,))
-    mixed, top = jnp.where(begins[:, None], new_mixed, mixed), jnp.where(begins, new_top, top)
-    total = jnp.where(begins, new_total, total)
-
-    mask = mine[:, None] & column_in[None, :]
+    mask = (row < group)[:, None] & column_in[None, :]
     if "out" in ref:  # there is one part
         store(ref["out"], (b, head[:, None], column[None, :]), mixed / total[:, None], mask)
     else:
         store(ref["mixed"], (part, b, head[:, None], column[None, :]), mixed, mask)
-        store(ref["top"], (part, b, head), top, mine)
-        store(ref["total"], (part, b, head), total, mine)
+        store(ref["top"], (part, b, head), top, row < group)
+        store(ref["total"], (part, b, head), total, row < group)
     # No program reads this place of the cache.
     written = column_in & inside & (part == 0)
     for name, x in (("new_k_cache", k), ("new_v_cache", v)):

@@ -41,10 +41,9 @@ def test_smoke_run_writes_a_row_a_case(tmp_path):
         assert row["max_err"] is not None
 
 
-@pytest.mark.parametrize("rms", [0.13, np.nan])
-def test_a_wrong_result_is_not_written(tmp_path, monkeypatch, rms):
+def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
     """One with more than 1.25 times the error of the portable backends in the same dtype."""
-    errors = iter([[0.4, rms], [0.4, 0.1]])
+    errors = iter([[0.4, 0.13], [0.4, 0.1]])
     monkeypatch.setattr(checks, "relative_errors", lambda *_: jnp.array(next(errors)))
     result = run(bench_decode.main, *ARGUMENTS, "--sides", OURS, "--out", str(tmp_path))
     assert result.exit_code == 1

@@ -30,6 +30,15 @@ def test_values_and_gradients(vocab, tokens, dtype):
     np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_bfloat16_is_rounded_by_an_operation_that_stays():
+    """XLA for GPUs compiles a cast to bfloat16 and back into nothing."""
+    call = lambda dtype: str(
+        jax.make_jaxpr(lambda table: look_up(table, jnp.arange(3), dtype, "auto"))(jnp.ones((4, 8)))
+    )
+    assert "reduce_precision[exponent_bits=8 mantissa_bits=7]" in call(jnp.bfloat16)
+    assert "reduce_precision" not in call(jnp.float32)
+
+
 def test_unknown_words():
     """Their embeddings are NaN, and no word gets their gradients."""
     words = jnp.array([0, -1, 2, 3, 127, 128, 5000], jnp.int32)

@@ -117,6 +117,7 @@ def test_sizes(run, sizes):
     check(multiply(a, b, run=run, out_dtype="bfloat16"), wide(a) @ wide(b).T, run, "bfloat16")
 
 
+TENSOR = "tensorwise-block_128x128"
 OF_FEW_ROWS = {
     "one-row": Tiles("pallas", 1, 8, 2, 1, bk=384, panel=2),
     "one-row-split": Tiles("pallas", 1, 32, 4, 1, split=3),
@@ -128,11 +129,14 @@ OF_FEW_ROWS = {
 
 
 @pytest.mark.parametrize("run", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("scalings", [ROW, BLOCKS, "tensorwise-block_128x128"])
-@pytest.mark.parametrize("tiles", OF_FEW_ROWS.values(), ids=OF_FEW_ROWS)
+@pytest.mark.parametrize(
+    ("tiles", "scalings"),
+    # Each of the tiles, and each of the scalings with swapped operands and a split sum.
+    [*zip(OF_FEW_ROWS, 2 * (ROW, BLOCKS, TENSOR), strict=True), ("swapped-split", ROW), ("swapped-split", BLOCKS)],
+)
 def test_tiles_of_few_rows(tiles, scalings, run):
     """Dense and over groups with NaN outside; sums of whole steps and not, and shorter than their parts."""
-    a_scaling, b_scaling = scalings.split("-")
+    tiles, (a_scaling, b_scaling) = OF_FEW_ROWS[tiles], scalings.split("-")
     how = {"out_dtype": jnp.dtype("float32"), "tiles": tiles, "interpret": run == "interpret"}
     call = jax.jit(functools.partial(multiply_pallas, **how))
     rng = np.random.default_rng(0)

@@ -132,10 +132,9 @@ def _sum_kernel(ref: dict):
     n, column = jnp.arange(power_of_2(parts), dtype=jnp.int32), jnp.arange(power_of_2(H), dtype=jnp.int32)
     top, total = (load(ref[name], (n, b, head), n < parts) for name in ("top", "total"))
     mixed = load(ref["mixed"], (n[:, None], b, head, column[None, :]), (n < parts)[:, None] & (column < H)[None, :])
-    some = total != 0  # also where it is NaN
-    top = jnp.where(some, top, NONE)
-    share = jnp.where(some, jnp.exp2(top - jnp.max(top)), 0.0)
-    share = share / jnp.sum(share * total)  # the first part's total is not 0
+    top = jnp.where(n < parts, top, NONE)
+    share = jnp.exp2(top - jnp.max(top))
+    share = share / jnp.sum(share * total)
     store(ref["out"], (b, head, column), jnp.sum(share[:, None] * mixed, axis=0), column < H)
 
 

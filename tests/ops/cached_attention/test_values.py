@@ -94,17 +94,33 @@ def test_norms_and_rotations(backend, sizes, features, dtype, left_out):
     compare(a, {name: x for name, x in how.items() if name != left_out}, backend, dtype)
 
 
-def test_a_row_without_a_position_has_no_gradient():
+def test_a_row_without_a_position_is_zero_and_has_no_gradient():
     """Whatever numbers it has, and with an epsilon of 0."""
     a = operands(5, 2, 3, 37, 24, "float32")
     del a["sinks"]
     how = turned(5, 24, 10) | {"epsilon": 0.0}
     caches = {name: jnp.nan_to_num(a[name]) for name in ("k_cache", "v_cache")}
-    total = lambda qkv: jnp.sum(attend(jaxops.cached_attention, a | caches | {"qkv": qkv}, backend="xla", **how)[0])
-    gradient = jax.grad(total)(a["qkv"])
+    call = lambda qkv, backend: attend(jaxops.cached_attention, a | caches | {"qkv": qkv}, backend=backend, **how)[0]
+    for backend in BACKENDS[:2]:
+        out = call(a["qkv"], backend)
+        np.testing.assert_array_equal(out[2:4], jnp.zeros_like(out[2:4]))
+    gradient = jax.grad(lambda qkv: jnp.sum(call(qkv, "xla")))(a["qkv"])
     np.testing.assert_array_equal(gradient[2:4], jnp.zeros_like(gradient[2:4]))
     assert jnp.all(jnp.isfinite(gradient))
     assert jnp.any(gradient[0] != 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_far_below_zero(backend):
+    """All equal, in nine parts: the result is the mean of the values."""
+    _, K, _, S, H = SIZES[4]
+    q, k = -jnp.ones((1, 20, H)), jnp.ones((1, K, H))
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(1, K, S, H)), jnp.float32)
+    qkv = jnp.concatenate([q, k, values[:, :, S - 1]], axis=1)
+    at = jnp.array([S - 1], jnp.int32)
+    out = jaxops.cached_attention(qkv, jnp.ones((1, K, S, H)), values, at, scale=10.0, backend=backend)[0]
+    mean = jnp.broadcast_to(jnp.mean(values, axis=2), out.shape)
+    np.testing.assert_allclose(out, mean, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("B", "kernels"), [(64, 1), (1, 2)])

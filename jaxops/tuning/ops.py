@@ -329,8 +329,9 @@ class _CachedAttention(Tunable):
 
     def run(self, name, problem, plan, qkv, k_cache, v_cache):
         def step(caches, at):
-            out, *caches = cached_attention.cached_attention(qkv, *caches, jnp.full(problem.B, at), plan=plan)
-            return tuple(caches), out
+            k_cache, v_cache = caches
+            found = cached_attention.cached_attention(qkv, k_cache, v_cache, jnp.full(problem.B, at), plan=plan)
+            return found[1:], found[0]
 
         at = jnp.arange(max(0, problem.S - self.tokens), problem.S, dtype=jnp.int32)
         return jax.lax.scan(step, (k_cache, v_cache), at)[1]

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops.ops import adaln, fp8_matmul, grouped_glu, grouped_matmul, packed_attention, route
+from jaxops.ops import adaln, cached_attention, fp8_matmul, grouped_glu, grouped_matmul, packed_attention, route
 from tests.contracts.entry import Arguments, Op
 from tests.contracts.ops import OPS
 from tests.contracts.run import is_float
@@ -95,7 +95,7 @@ def test_every_pallas_kernel_has_a_cost(op):
     assert bool(found) == has_kernels
 
 
-WITH_GLUON = [op for op in EVERY_OP if op.multiplies and op.module not in (None, packed_attention)]
+WITH_GLUON = [op for op in EVERY_OP if op.multiplies and op.module not in (None, cached_attention, packed_attention)]
 
 
 @pytest.mark.parametrize("op", WITH_GLUON, ids=str)

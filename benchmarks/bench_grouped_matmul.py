@@ -1,6 +1,7 @@
 """grouped_matmul: jaxops' three passes beside every peer that can be imported, over named shapes and group sizes.
 
 python -m benchmarks.bench_grouped_matmul                       # everything: 6 shapes x 3 distributions x 3 passes
+python -m benchmarks.bench_grouped_matmul --held-out            # 20 random shapes, each with its own distribution
 python -m benchmarks.bench_grouped_matmul --host                # host dispatch, launches and compile time instead
 python -m benchmarks.bench_grouped_matmul --smoke --out /tmp/x  # tiny shapes, every code path, CPU too
 """
@@ -193,6 +194,7 @@ def main(
     peers: str = typer.Option(PEERS, help='"" for none; also: xla, the portable backend of jaxops.'),
     out: str = harness.OUT,
     rounds: int = typer.Option(5),
+    held_out: bool = typer.Option(False, help="Random shapes that nobody tuned, instead of shapes and dists."),
     host: bool = typer.Option(False, help="Measure host dispatch, launches and compile time instead."),
     smoke: bool = harness.SMOKE,
 ) -> None:
@@ -208,11 +210,14 @@ def main(
     chosen = choose_passes([name for name in names if name != "torch_grouped_mm"], backend)
     ceilings = measure_machine(torch, file, smoke)
     run = Run(file=file, rounds=rounds, ceiling=None, peers=names, ceilings=ceilings, passes=chosen, torch=torch)
-    for shape in [SMOKE] if smoke else [shapes.GROUPED[name] for name in shape_names.split(",")]:
+    every = harness.names(dists, shapes.DISTS)
+    named = [(shapes.GROUPED[name], every) for name in harness.names(shape_names, shapes.GROUPED)]
+    cases = [(shape, [dist]) for shape, dist in shapes.held_out()] if held_out else named
+    for shape, own in [(SMOKE, every)] if smoke else cases:
         inputs = Inputs.make(shape)
         for pass_name in passes.split(","):
             programs: dict[str, tuple[Callable, float]] = {}
-            for dist in dists.split(","):
+            for dist in own:
                 offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
                 measure_case(run, Case(shape, pass_name, dist, offsets), programs, inputs)
         del inputs

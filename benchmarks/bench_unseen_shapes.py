@@ -26,19 +26,10 @@ from jaxops.tuning import current_device, tuned_rows
 OURS, TUNED = "jaxops", "tuned"
 DISTS = ("balanced", "skewed")
 SMOKE = GroupedShape("unseen_00", 3, 64, 16, 32)
-_MOST_WEIGHTS, _MOST_FLOPS = 2**31, 4e12  # numbers, and multiplications twice: some milliseconds
 
 
 def unseen(count: int) -> list[GroupedShape]:
-    """Random, the same every time: 1 to 256 groups, 2,048 to 65,536 rows, widths of 256 to 8,192, divisible by 8."""
-    rng = np.random.default_rng(20)
-    found: list[GroupedShape] = []
-    while len(found) < count:
-        G, M, K, N = (int(2 ** rng.uniform(low, high)) for low, high in ((0, 8), (11, 16), (8, 13), (8, 13)))
-        shape = GroupedShape(f"unseen_{len(found):02}", G, M, K // 8 * 8, N // 8 * 8)
-        if G * shape.K * shape.N < _MOST_WEIGHTS and shape.flops < _MOST_FLOPS:
-            found.append(shape)
-    return found
+    return shapes.random_shapes("unseen", count, 20)
 
 
 def problem_of(shape: GroupedShape) -> Problem:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-DISTS = ("balanced", "skewed", "one_group", "half")
+DISTS = ("balanced", "skewed", "one_group", "half", "zipf", "huge")
 PASSES = ("fwd", "dgrad", "wgrad")
 SAMPLED_ROWS = 64
 _SEED = 0
@@ -148,7 +148,8 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
 
     balanced: M / G each, the remainder spread over the first groups. skewed: Zipf with exponent 1 in shuffled order,
     max(1, G // 16) groups empty, sizes not rounded to tiles. one_group: all rows in the middle group. half: half of the
-    rows in one group, a third of the groups empty, the rest even.
+    rows in one group, a third of the groups empty, the rest even. zipf: Zipf with exponent 1.2 in shuffled order. huge:
+    a row in each group, and all others in one of them.
     """
     if dist == "balanced":
         return _even(M, G)
@@ -159,6 +160,11 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     if dist == "skewed":
         full = max(1, G - max(1, G // 16))
         sizes = in_proportion(1.0 / np.arange(1, full + 1), M)
+    elif dist == "zipf":
+        sizes = in_proportion(np.arange(1, G + 1) ** -1.2, M)
+    elif dist == "huge":
+        sizes = np.full(G, min(1, M // G), np.int32)
+        sizes[0] += M - sizes.sum()
     elif dist == "half":
         full = max(1, G - G // 3)
         sizes = (
@@ -169,6 +175,27 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     else:
         raise ValueError(f"dist={dist!r}: write one of {', '.join(DISTS)}.")
     return _shuffled(sizes, G)
+
+
+_MOST_WEIGHTS, _MOST_FLOPS = 2**31, 4e12  # numbers, and multiplications twice: some milliseconds
+
+
+def random_shapes(name: str, count: int, seed: int) -> list[GroupedShape]:
+    """The same every time: 1 to 256 groups, 2,048 to 65,536 rows, widths of 256 to 8,192, divisible by 8."""
+    rng = np.random.default_rng(seed)
+    found: list[GroupedShape] = []
+    while len(found) < count:
+        G, M, K, N = (int(2 ** rng.uniform(low, high)) for low, high in ((0, 8), (11, 16), (8, 13), (8, 13)))
+        shape = GroupedShape(f"{name}_{len(found):02}", G, M, K // 8 * 8, N // 8 * 8)
+        if G * shape.K * shape.N < _MOST_WEIGHTS and shape.flops < _MOST_FLOPS:
+            found.append(shape)
+    return found
+
+
+def held_out() -> list[tuple[GroupedShape, str]]:
+    """Twenty random shapes that no plan was tuned for or looked at with, each with a distribution of its groups."""
+    dists = 5 * ("balanced", "skewed") + 5 * ("huge", "zipf")
+    return list(zip(random_shapes("held_out", len(dists), 27), dists, strict=True))
 
 
 def group_offsets(sizes: np.ndarray) -> np.ndarray:

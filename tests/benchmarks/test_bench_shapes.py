@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import shapes, shapes_moe
+from benchmarks.bench_unseen_shapes import unseen
 
 
 @pytest.mark.parametrize("dist", shapes.DISTS)
@@ -24,6 +25,26 @@ def test_sizes_sum_to_m_and_are_the_same_each_time(dist, G, M):
 
 def test_balanced_spreads_the_remainder():
     np.testing.assert_array_equal(shapes.group_sizes("balanced", 4, 10), [3, 3, 2, 2])
+
+
+def test_huge_leaves_a_row_to_each_other_group():
+    assert sorted(shapes.group_sizes("huge", 5, 100)) == [1, 1, 1, 1, 96]
+    assert sorted(shapes.group_sizes("huge", 5, 3)) == [0, 0, 0, 0, 3]
+
+
+def test_zipf_by_hand():
+    """1, 2 ** -1.2 = 0.435 and 3 ** -1.2 = 0.268 of 1.703."""
+    assert sorted(shapes.group_sizes("zipf", 3, 1703)) == [268, 435, 1000]
+
+
+def test_held_out_shapes():
+    """None of them is another benchmark's; half have groups of very unequal size."""
+    found = shapes.held_out()
+    assert found == shapes.held_out()
+    others = [tuple(shape.dims.values()) for shape in (*shapes.GROUPED.values(), *unseen(40))]
+    assert not {tuple(shape.dims.values()) for shape, _ in found} & set(others)
+    dists = [dist for _, dist in found]
+    assert {dist: dists.count(dist) for dist in dists} == {"balanced": 5, "skewed": 5, "huge": 5, "zipf": 5}
 
 
 @pytest.mark.parametrize("shape", shapes.GROUPED.values(), ids=lambda shape: shape.name)
@@ -49,7 +70,7 @@ def test_one_group_and_half():
 
 def test_an_unknown_distribution_is_named():
     with pytest.raises(ValueError, match="write one of balanced"):
-        shapes.group_sizes("zipf", 2, 4)
+        shapes.group_sizes("even", 2, 4)
 
 
 @pytest.mark.parametrize("dist", shapes.DISTS)

@@ -86,7 +86,7 @@ def cached_attention(
     precision, compute = resolve_precision(precision, k_cache.dtype)
     how = How(factor, epsilon, window, precision, compute.name)
     device = device_of(qkv, k_cache, at)
-    problem = Problem(B, N, K, S, H, k_cache.dtype.name)
+    problem = Problem(B, N, K, S if window is None else min(S, window + 1), H, k_cache.dtype.name)
     plan = make_plan(problem, device, tuned_rows("cached_attention", device), backend=backend, plan=plan)
     if S == 0:
         return jnp.zeros((B, N, H), qkv.dtype), k_cache, v_cache

@@ -1,5 +1,5 @@
-"""Attention of one token a row to its cache (Pallas on Triton): a program owns a part of a row's cache and the queries
-that share its keys, which it normalizes and rotates itself; a second kernel adds the parts."""
+"""Attention of one token a row to its cache (Pallas on Triton): a program owns an equal part of the tokens that a row
+sees, and the queries that share its keys, which it normalizes and rotates itself; a second kernel adds the parts."""
 
 import functools
 import math
@@ -55,7 +55,7 @@ def _heads(ref: dict, b: jax.Array, head: jax.Array, inside: jax.Array, weight: 
     return jnp.where(inside[:, None], x, 0.0)
 
 
-def _part_kernel(ref: dict, *, how: How, length: int, block: int):
+def _part_kernel(ref: dict, *, how: How, parts: int, block: int):
     """Scores are in powers of 2. Part 0 begins with the token itself, and with the sinks."""
     _, K, S, H = ref["k_cache"].shape
     N, dtype = ref["qkv"].shape[1] - 2 * K, ref["k_cache"].dtype
@@ -93,8 +93,8 @@ def _part_kernel(ref: dict, *, how: How, length: int, block: int):
 
     def step(i, carry):
         mixed, top, total = carry
-        token = part * length + i * block + jnp.arange(block, dtype=jnp.int32)
-        seen = (first <= token) & (token < at)
+        token = begin + i * block + jnp.arange(block, dtype=jnp.int32)
+        seen = token < at
         k, v = (
             load(ref[name], (b, kv_head, token[:, None], column[None, :]), seen[:, None] & column_in[None, :])
             for name in ("k_cache", "v_cache")
@@ -106,11 +106,10 @@ def _part_kernel(ref: dict, *, how: How, length: int, block: int):
         mixed = before[:, None] * mixed + dot(p, v)
         return mixed, new_top, before * total + jnp.sum(p, axis=1)
 
-    begin = part * length
-    end = jnp.where(inside, jnp.minimum(at, begin + length), 0)  # of the tokens of this part that are seen
-    steps = jnp.maximum(end - begin + block - 1, 0) // block
-    skipped = jnp.clip((first - begin) // block, 0, steps)
-    mixed, top, total = lax.fori_loop(skipped, steps, step, start)
+    blocks = jnp.where(inside, (at - first + block - 1) // block, 0)
+    each = (blocks + parts - 1) // parts
+    begin = first + part * each * block
+    mixed, top, total = lax.fori_loop(0, jnp.clip(blocks - part * each, 0, each), step, start)
 
     mask = (row < group)[:, None] & column_in[None, :]
     if "out" in ref:  # there is one part
@@ -148,8 +147,8 @@ def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) ->
     qkv, k_cache, v_cache, at = (operands[name] for name in ("qkv", "k_cache", "v_cache", "at"))
     B, K, S, H = k_cache.shape
     N = qkv.shape[1] - 2 * K
-    length = pl.cdiv(S, tiles.parts * tiles.block) * tiles.block
-    parts, seen = pl.cdiv(S, length), S if how.window is None else min(S, how.window + 1)
+    seen = S if how.window is None else min(S, how.window + 1)
+    parts = min(tiles.parts, pl.cdiv(seen, tiles.block))
     struct = functools.partial(out_struct, like=qkv)
     out = {"out": struct((B, N, H), qkv.dtype)}
     sums = {"mixed": struct((parts, B, N, H), jnp.dtype("float32"))}
@@ -157,7 +156,7 @@ def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) ->
     caches = {"new_k_cache": struct(k_cache.shape, k_cache.dtype), "new_v_cache": struct(v_cache.shape, v_cache.dtype)}
     first = jnp.zeros_like(at) if how.window is None else jnp.maximum(at - how.window, 0)
     found = launch_named(
-        functools.partial(_part_kernel, how=how, length=length, block=tiles.block),
+        functools.partial(_part_kernel, how=how, parts=parts, block=tiles.block),
         operands | {"first": first},
         (out if parts == 1 else sums) | caches,
         aliases={"k_cache": "new_k_cache", "v_cache": "new_v_cache"},

@@ -21,7 +21,7 @@ class Tiles:
     """How the cache is cut into programs.
 
     Attributes:
-      parts: programs that share what a row has cached of one key head, at the most; a power of two.
+      parts: programs that share what a row sees of one key head, at the most; a power of two.
       block: cached tokens that a program reads at a time, a power of two, at least 16.
       warps: warps a program, a power of two, at most 32.
       stages: software-pipeline stages of the loads.
@@ -49,7 +49,8 @@ class Plan(BasePlan):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a plan depends on: B rows with caches of S tokens, heads of queries and of keys, and the caches' dtype."""
+    """What a plan depends on: B rows that see S cached tokens at the most, heads of queries and of keys, and the dtype
+    of the caches."""
 
     B: int
     heads: int

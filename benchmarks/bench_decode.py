@@ -148,11 +148,10 @@ def error_of(config: DecoderConfig, params: nnx.State, rows: Rows) -> float:
     Raises:
       ArithmeticError: the RMS error is more than 1.25 times that of the portable backends in config.dtype.
     """
-    logits = []
+    logits, own = [], {name_of(path): x for path, x in jax.tree.leaves_with_path(params)}
     for backend, dtype in ((config.backend, config.dtype), (XLA, config.dtype), (XLA, "float32")):
         how = {"layers": 1, "experts": config.top_k, "backend": backend, "dtype": dtype}
         graphdef, shapes = shapes_of(dataclasses.replace(config, **how))
-        own = {name_of(path): x for path, x in jax.tree.leaves_with_path(params)}
         leaves, tree = jax.tree.flatten_with_path(shapes)
         cut = [own[name_of(path)][tuple(map(slice, x.shape))].astype(x.dtype) for path, x in leaves]
         first = jax.tree.unflatten(tree, cut)

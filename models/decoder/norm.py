@@ -15,24 +15,13 @@ from jax import lax
 
 def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
     """norm(x)."""
+    assert norm.scale is not None
 
     def run(scale: jax.Array, x: jax.Array) -> jax.Array:
-        return _scaled(norm, x, lax.rsqrt(jnp.sum(_terms(norm, x), axis=-1, keepdims=True)), scale)
+        wide = x.astype(jnp.float32)
+        terms = (jnp.square(wide) + norm.epsilon) * (1 / x.shape[-1])  # their sum: the mean square and epsilon
+        factors = lax.rsqrt(jnp.sum(terms, axis=-1, keepdims=True))
+        scale = scale.astype(norm.dtype).astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), -1)
+        return (wide * factors * scale).astype(norm.dtype)
 
-    return jax.checkpoint(run, prevent_cse=False)(_scale(norm), x)
-
-
-def _scale(norm: nnx.RMSNorm) -> jax.Array:
-    assert norm.scale is not None
-    return norm.scale[...]
-
-
-def _terms(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
-    """float32, of which the sum over the last axis is the mean square and epsilon."""
-    return (jnp.square(x.astype(jnp.float32)) + norm.epsilon) * (1 / x.shape[-1])
-
-
-def _scaled(norm: nnx.RMSNorm, x: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
-    """x * factors * scale in the norm's dtype, to which scale is rounded, too."""
-    scale = scale.astype(norm.dtype).astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), -1)
-    return (x.astype(jnp.float32) * factors * scale).astype(norm.dtype)
+    return jax.checkpoint(run, prevent_cse=False)(norm.scale[...], x)

@@ -44,13 +44,14 @@ def packed_attention() -> None:
 
 
 def cached_attention() -> None:
-    """Rows whole and in parts, with windows and sinks; positions at both ends of the cache, then outside of it."""
+    """Rows whole and in parts, plain and with a window, sinks, norms and rotations; positions at both ends of the
+    cache, then outside of it."""
     rng = np.random.default_rng(0)
     for (B, K, G, S, H), dtype in (((5, 2, 3, 61, 20), "float32"), ((2, 2, 8, 1100, 128), "bfloat16")):
         qkv, sinks = (jnp.asarray(rng.normal(size=(B, n, H)), dtype) for n in (K * (G + 2), K * G))
         turned = {"qk_norm": (sinks[0, 0], sinks[0, 1]), "rotary": (sinks[:, 0, : H // 2], sinks[:, 1, : H // 2])}
         caches = [jnp.asarray(rng.normal(size=(B, K, S, H)), dtype) for _ in range(2)]
-        for how in ({}, {"window": 33, "sinks": sinks[0, :, 0]} | turned):
+        for how in ({}, {"window": S // 2, "sinks": sinks[0, :, 0]} | turned):
             run = jax.jit(lambda at, qkv=qkv, caches=caches, how=how: jaxops.cached_attention(qkv, *caches, at, **how))
             for at in ([S - 1, 0], [S, -1], [2**31 - 1, -(2**31)]):
                 jax.block_until_ready(run(jnp.resize(jnp.array(at, jnp.int32), B)))

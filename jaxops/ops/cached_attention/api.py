@@ -79,14 +79,14 @@ def cached_attention(
     (B, _, H), (K, S) = qkv.shape, k_cache.shape[1:3]
     N = qkv.shape[1] - 2 * K
     sinks = _float32("sinks", sinks, (N,), "[heads]")
-    weights, turns = _pair("qk_norm", qk_norm, (H,), "[head_dim]"), _checked_rotary(rotary, B, H)
+    weights, turns = _pair("qk_norm", qk_norm, (H,), "[head_dim]"), _rotary_pair(rotary, B, H)
     factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else min(check_integer("window", window, 0), S)
     epsilon = check_number("epsilon", epsilon, 0)
     precision, compute = resolve_precision(precision, k_cache.dtype)
     how = How(factor, epsilon, window, precision, compute.name)
     device = device_of(qkv, k_cache, at)
-    problem = Problem(B, N, K, S if window is None else min(S, window + 1), H, k_cache.dtype.name)
+    problem = Problem(B, N, K, how.seen(S), H, k_cache.dtype.name)
     plan = make_plan(problem, device, tuned_rows("cached_attention", device), backend=backend, plan=plan)
     if S == 0:
         return jnp.zeros((B, N, H), qkv.dtype), k_cache, v_cache
@@ -105,7 +105,7 @@ def _check_shapes(qkv: jax.Array, k_cache: jax.Array, v_cache: jax.Array, at: ja
         raise ValueError(f"qkv is {qkv.shape}, {shapes}; needed are [B, heads, head_dim], [B, kv_heads, S, head_dim].")
     if every < 2 * K or (every - 2 * K) % max(K, 1) or K == 0 < every:
         raise ValueError(
-            f"qkv has {every} heads; needed are those of queries, a multiple of the caches' {K}, and twice {K}."
+            f"qkv has {every} heads; needed are a multiple of {K} of queries, then {K} of keys and {K} of values."
         )
     check_array("at", at, "int32 [B]")
     if at.shape != (B,):
@@ -114,7 +114,8 @@ def _check_shapes(qkv: jax.Array, k_cache: jax.Array, v_cache: jax.Array, at: ja
         raise TypeError(f"at is {at.dtype}; write at.astype(jnp.int32).")
 
 
-def _pair(name: str, pair: Any, shape: tuple[int, ...], what: str) -> tuple[jax.Array, ...] | None:
+def _pair(name: str, pair: Any, shape: tuple[int | None, ...], what: str) -> tuple[jax.Array, ...] | None:
+    """Both arrays in float32; None in the shape stands for any size."""
     if pair is None:
         return None
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -122,20 +123,26 @@ def _pair(name: str, pair: Any, shape: tuple[int, ...], what: str) -> tuple[jax.
     return tuple(_float32(f"{name}[{i}]", x, shape, what) for i, x in enumerate(pair))
 
 
-def _checked_rotary(rotary: Any, B: int, head_dim: int) -> tuple[jax.Array, ...] | None:
-    features = 2 * jnp.shape(rotary[0])[-1] if isinstance(rotary, (tuple, list)) and jnp.ndim(rotary[0]) == 2 else 0
-    if features > head_dim:
-        raise ValueError(f"rotary turns {features} features, but head_dim is {head_dim}.")
-    found = _pair("rotary", rotary, (B, features // 2), "[B, features / 2]")
-    return found if features else None
+def _rotary_pair(rotary: Any, B: int, head_dim: int) -> tuple[jax.Array, ...] | None:
+    """None also where no feature is rotated."""
+    pair = _pair("rotary", rotary, (B, None), "[B, features / 2]")
+    if pair is None:
+        return None
+    cos, sin = pair
+    if sin.shape != cos.shape:
+        raise ValueError(f"rotary[1] has shape {sin.shape}; it must be that of rotary[0], {cos.shape}.")
+    if (features := 2 * cos.shape[1]) > head_dim:
+        raise ValueError(f"rotary is for {features} features, but head_dim is {head_dim}.")
+    return pair if features else None
 
 
-def _float32(name: str, x: jax.Array | None, shape: tuple[int, ...], what: str) -> Any:
+def _float32(name: str, x: jax.Array | None, shape: tuple[int | None, ...], what: str) -> Any:
     if x is None:
         return None
     check_float(name, x, what)
-    if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}; needed is {what}, {shape}.")
+    if any(need not in (None, size) for size, need in zip(x.shape, shape, strict=True)):
+        needed = ", ".join("any" if need is None else str(need) for need in shape)
+        raise ValueError(f"{name} has shape {x.shape}; it must be {what}: [{needed}].")
     return x.astype(jnp.float32)
 
 

@@ -20,14 +20,14 @@ from jaxops.ops.cached_attention.plan import FEWEST, Tiles
 from jaxops.ops.cached_attention.xla import How
 
 LOG2_E = math.log2(math.e)  # the GPU has 2 ** x, not e ** x
-NONE = -3e38  # the largest score before the first one: finite, so that a part without tokens is no NaN
+NONE = -3e38  # a part's largest score before its first one: with -inf, a part without tokens would be NaN
 
 
 def _heads(ref: dict, b: jax.Array, head: jax.Array, inside: jax.Array, weight: str, epsilon: float) -> jax.Array:
     """Row b's heads [rows], normalized and rotated, float32 [rows, head_dim up to a power of 2].
 
     Args:
-      inside: [rows], which are not zero.
+      inside: bool [rows]; heads where it does not hold are zeros, and are not read.
       weight: the ref of the norm's weight; without it there is no norm.
     """
     H = ref["qkv"].shape[2]
@@ -147,7 +147,7 @@ def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) ->
     qkv, k_cache, v_cache, at = (operands[name] for name in ("qkv", "k_cache", "v_cache", "at"))
     B, K, S, H = k_cache.shape
     N = qkv.shape[1] - 2 * K
-    seen = S if how.window is None else min(S, how.window + 1)
+    seen = how.seen(S)
     parts = min(tiles.parts, pl.cdiv(seen, tiles.block))
     struct = functools.partial(out_struct, like=qkv)
     out = {"out": struct((B, N, H), qkv.dtype)}

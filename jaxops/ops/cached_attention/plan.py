@@ -1,4 +1,4 @@
-"""Plans of `cached_attention`: how a row's cache is cut into programs, backend."""
+"""Plans of `cached_attention`: how a row's cached tokens are divided among programs, backend."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ _WIDEST = 256  # head_dim of the kernel, whose programs hold whole heads in regi
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the cache is cut into programs.
+    """How the cached tokens of a row are divided among programs.
 
     Attributes:
       parts: programs that share what a row sees of one key head, at the most; a power of two.

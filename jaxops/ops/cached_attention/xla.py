@@ -24,6 +24,10 @@ class How(NamedTuple):
     precision: lax.Precision
     compute: str
 
+    def seen(self, S: int) -> int:
+        """How many of S cached tokens a row sees at the most; its own is one of them."""
+        return S if self.window is None else min(S, self.window + 1)
+
 
 def cached_xla(how: How, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> Attended:
     (B, _, H), (_, K, S, _) = qkv.shape, k_cache.shape

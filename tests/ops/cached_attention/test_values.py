@@ -184,6 +184,7 @@ WRONG = {
     "epsilon": (lambda a: {"epsilon": -0.1}, "epsilon"),
     "one norm": (lambda a: {"qk_norm": NORMS["qk_norm"][0]}, "qk_norm.*pair of arrays"),
     "norms": (lambda a: {"qk_norm": [x[1:] for x in NORMS["qk_norm"]]}, r"qk_norm\[0\] has shape \(23,\)"),
+    "no angles": (lambda a: {"rotary": ()}, "rotary.*pair of arrays"),
     "angles": (lambda a: {"rotary": [x[1:] for x in NORMS["rotary"]]}, r"rotary\[0\]"),
     "sines": (lambda a: {"rotary": (NORMS["rotary"][0], NORMS["rotary"][1][:, 1:])}, r"rotary\[1\]"),
     "features": (lambda a: {"rotary": [jnp.tile(x, 2) for x in NORMS["rotary"]]}, "48 features"),

@@ -28,7 +28,11 @@ SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
 DTYPE = jnp.bfloat16
 OURS = "jaxops"
 UNFUSED = "jaxops_unfused"  # permute, three grouped products with the activation in XLA, and combine
-PRODUCTS = ("grouped_gemm_kernel", "grouped_glu_kernel", "moe_mlp_bwd_kernel")  # names of kernels that multiply
+FP8 = {f"jaxops_fp8_{recipe}": recipe for recipe in ("tensorwise", "rowwise", "blockwise", "blockwise_with_gw_hp")}
+PRODUCTS = ("grouped_gemm", "grouped_glu", "moe_mlp_bwd", "fp8_gemm")  # names of kernels that multiply
+SHOWN = 24  # kernels of a row
+# RMS error over the RMS: of three products with two roundings between them, and of FP8 products.
+LIMIT, FP8_LIMIT = 3e-2, 0.12
 
 Arrays = tuple[jax.Array, ...]
 Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -39,11 +43,12 @@ def router_logits(preferred: jax.Array, tokens: jax.Array, router: jax.Array) ->
 
 
 def jaxops_layer(
-    shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array
-) -> jax.Array:
+    shape: MoeShape, backend: str, recipe: str | None, preferred: jax.Array, tokens: jax.Array, router: jax.Array,
+    *experts: jax.Array,
+) -> jax.Array:  # fmt: skip
     gate, up, down = experts
     routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
-    return jaxops.moe_mlp(tokens, gate, up, down, routing, backend=backend)
+    return jaxops.moe_mlp(tokens, gate, up, down, routing, recipe=recipe, backend=backend)
 
 
 def unfused_layer(
@@ -78,12 +83,13 @@ def layer_of(side: str, shape: MoeShape) -> Callable[..., jax.Array]:
     Raises:
       ImportError: the peer is not installed.
     """
-    if side in (OURS, UNFUSED):
-        return functools.partial(
-            jaxops_layer if side == OURS else unfused_layer, shape, "auto" if harness.on_gpu() else "xla"
-        )
+    backend = "auto" if harness.on_gpu() else "xla"
+    if side == UNFUSED:
+        return functools.partial(unfused_layer, shape, backend)
+    if side == OURS or side in FP8:
+        return functools.partial(jaxops_layer, shape, backend, FP8.get(side))
     if side == "xla":
-        return functools.partial(jaxops_layer, shape, "xla")
+        return functools.partial(jaxops_layer, shape, "xla", None)
     dot = jax.lax.ragged_dot if side == "ragged_dot" else tokamax_dot(side)
     return functools.partial(plain_layer, shape, dot)
 
@@ -125,12 +131,16 @@ def errors(got: Arrays, want: Arrays) -> jax.Array:
     return jnp.max(jnp.stack(each), axis=0)
 
 
-def around(compiled: Any, inputs: Arrays) -> dict[str, float]:
-    """The share of a call's time in kernels that do not multiply groups, of jaxops' sides, whose kernels have names."""
+def around(compiled: Any, inputs: Arrays) -> dict[str, Any]:
+    """The share of a call's time in kernels that do not multiply groups, of jaxops' sides, whose kernels have names; and
+    the longest kernels."""
     launched = harness.kernels(compiled, *inputs)
     total = sum(us for _, us in launched)
     other = sum(us for name, us in launched if not any(product in name for product in PRODUCTS))
-    return {"around": other / total} if total else {}
+    if not total:
+        return {}
+    longest = sorted(launched, key=lambda kernel: -kernel[1])[:SHOWN]
+    return {"around": other / total, "kernels": [[name[:60], round(us, 1)] for name, us in longest]}
 
 
 def ready_side(
@@ -144,15 +154,16 @@ def ready_side(
 
     def check(results: Arrays) -> float:
         max_err, rms_err = (float(error) for error in errors(results, want))
-        # Three products and two roundings between them; a gradient's largest elements are those of few rows.
-        if not rms_err <= 3e-2:
+        if not rms_err <= (FP8_LIMIT if side in FP8 else LIMIT):
             raise ArithmeticError(f"wrong result: RMS error {rms_err:.2e} of the RMS")
         return max_err
 
     ready = harness.checked(side, programs[side], inputs, check)
     memory = programs[side][0].memory_analysis()
     ready.facts["temp_bytes"] = memory.temp_size_in_bytes if memory is not None else None
-    if side in (OURS, UNFUSED):
+    if side in FP8:
+        ready.facts["recipe"] = FP8[side]
+    if side in (OURS, UNFUSED, *FP8):
         ready.facts |= around(programs[side][0], inputs)
     return ready
 
@@ -164,9 +175,18 @@ def measure_case(
     if "reference" not in programs:
         programs["reference"] = harness.compile_fits(program("xla", shape, pass_name), *inputs)
     want = programs["reference"][0](*inputs)
-    row = harness.case_of("moe", pass_name, shape, DTYPE, dist)
-    makers = run.sides(OURS, ready_side, shape, pass_name, dist, programs, inputs, want)
-    run.measure(OURS, f"{shape.name} {dist} {pass_name}", row, makers, "tflops", shape.flops(pass_name))
+    row, label = harness.case_of("moe", pass_name, shape, DTYPE, dist), f"{shape.name} {dist} {pass_name}"
+    sides = run.ready_sides(OURS, label, run.sides(OURS, ready_side, shape, pass_name, dist, programs, inputs, want))
+    times = harness.interleave([side.variant for side in sides.values()], run.rounds)
+    run.left_out += OURS in sides and OURS not in times
+    for name, t in times.items():
+        beside = {peer: other for peer, other in times.items() if peer not in FP8}
+        vs = harness.ratios(name, beside, OURS)
+        if name in FP8 and OURS in times:
+            vs = {"jaxops_bf16": times[OURS].us_p50 / t.us_p50}
+        run.write_side(row, name, sides[name], t, vs, "tflops", shape.flops(pass_name))
+        tflops = shape.flops(pass_name) / t.us_p50 / 1e6
+        print(f"{label:40}{name:28}{t.us_p50:10.1f} us {tflops:6.0f} TFLOP/s {vs}", flush=True)
 
 
 def main(
@@ -174,7 +194,7 @@ def main(
     dists: str = typer.Option(",".join(DISTS), help='"router" for random logits, or names from benchmarks/shapes.py.'),
     passes: str = typer.Option(",".join(PASSES)),
     peers: str = typer.Option(
-        f"{UNFUSED},tokamax_triton,ragged_dot", help='"" for none; also: xla, the portable backends.'
+        ",".join((UNFUSED, *FP8, "tokamax_triton", "ragged_dot")), help='"" for none; also: xla, the portable backends.'
     ),
     out: str = harness.OUT,
     rounds: int = typer.Option(5),

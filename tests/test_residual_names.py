@@ -129,7 +129,7 @@ CASES = {
     "moe_mlp": Case(mlp, MLP, named("moe_mlp", "gate up out")),
     "moe_mlp-cast": Case(functools.partial(mlp, **HALF), MLP, named("moe_mlp", "x gate up out")),
     "moe_mlp-fp8": Case(
-        functools.partial(mlp, recipe="rowwise"), MLP, named("moe_mlp", "rows w_gate w_up w_down gate up out")
+        functools.partial(mlp, recipe="rowwise"), MLP, named("moe_mlp", "w_gate_up w_down gate_up out")
     ),
     "moe_mlp-nothing": Case(functools.partial(mlp, save="nothing"), MLP, {"moe_mlp.out"}),
     "permute": Case(lambda x: jaxops.permute(x, ROUTING), (X,), {"permute.rows"}),
@@ -170,7 +170,7 @@ CASES = {
     ),
     "MoE-fp8": layer_case(
         functools.partial(moe, recipe="blockwise"),
-        {"router.logits", "route.routing"} | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
+        {"router.logits", "route.routing"} | named("moe_mlp", "w_gate_up w_down gate_up out"),
     ),
     "SharedExperts": layer_case(
         shared_experts,
@@ -178,7 +178,7 @@ CASES = {
     ),
     "SharedExperts-fp8": layer_case(
         functools.partial(shared_experts, recipe="blockwise"),
-        {"shared_experts.token_gate"} | named("moe_mlp", "rows w_gate w_up w_down gate up out"),
+        {"shared_experts.token_gate"} | named("moe_mlp", "w_gate_up w_down gate_up out"),
     ),
 }
 

@@ -28,7 +28,7 @@ OF_JAXOPS = tuple(
         "matmul_reduce_scatter": "h out",
         "modality_grouped_matmul": "lhs out",
         "modulation": "out",
-        "moe_mlp": "x rows w_gate w_up w_down gate up out",
+        "moe_mlp": "x w_gate_up w_down gate up gate_up out",
         "permute": "rows",
         "route": "routing",
         "router": "logits",

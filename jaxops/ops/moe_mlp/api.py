@@ -68,9 +68,10 @@ def moe_mlp(
     piece's result and its gradient of x depend on no other piece, so collectives of one run beside the products of
     another. Each piece's weight gradients are added to those of the pieces before inside the product.
 
-    With an FP8 `recipe` all products are those of `jaxops.fp8_grouped_matmul`, and each tensor is cast once: the rows
-    for the products of gate and up and their weight gradients, the cotangents for both gradients that read them.
-    Differentiable once.
+    With an FP8 `recipe` all products are in FP8 as those of `jaxops.fp8_grouped_matmul`, with gate and up as one matrix
+    [E, D, 2 F]: tokens are cast before their rows are copied, the activation and its backward cast what they compute,
+    and the casts are those of the recipe, but that gate and up and their gradients share scales (tensorwise one; rowwise
+    one a row). Differentiable once.
 
     With `Quantized` weights, which a checkpoint has in FP8, neither x nor the values between the products are cast to
     FP8: for a few tokens, as in decoding, where reading the weights takes the time. Differentiable once, in x and
@@ -93,8 +94,8 @@ def moe_mlp(
         never rounded to compute_dtype.
       out_dtype: bfloat16, float16 or float32; dtype of x by default.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
-      save: "preactivations" keeps gate and up [T * k, F] for the backward, with a recipe also the rows and the weights
-        in FP8; "nothing" recomputes them there.
+      save: "preactivations" keeps gate and up [T * k, F] for the backward, with a recipe also the weights in FP8;
+        "nothing" recomputes them there.
       recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`; None with `Quantized` weights. With a recipe or
         `Quantized` weights, x and the weights may differ in dtype, and compute_dtype (x's by default) is that of the
         values between the products.
@@ -114,8 +115,8 @@ def moe_mlp(
       NotImplementedError: a precision algorithm that the kernels do not have; in FP8 a GPU without it, and with
         `Quantized` weights backend "triton".
 
-    Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out", with a recipe also "moe_mlp.rows",
-    "moe_mlp.w_gate", "moe_mlp.w_up", "moe_mlp.w_down" (checkpoint names).
+    Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out"; with a recipe "moe_mlp.gate_up",
+    "moe_mlp.w_gate_up" and "moe_mlp.w_down" instead of gate and up (checkpoint names).
 
     Source: the experts of Mixtral (Jiang et al. 2024, arXiv:2401.04088) over MegaBlocks' grouped products (Gale et al.
     2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).

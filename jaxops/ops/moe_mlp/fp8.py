@@ -1,4 +1,10 @@
-"""The experts in FP8: each tensor is cast once, for all the products that read it."""
+"""The experts in FP8: each tensor is cast once in each layout, where its numbers are made, for all products that read
+it.
+
+gate and up are one matrix [E, D, 2 * F] in all casts and products but the weight gradients. A token's row is cast once
+and copied as FP8 to the rows of its choices. The column layouts, which the weight gradients read, are cast from the
+tokens through the row indices, so that no copy of all rows exists in half precision.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,14 +15,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import Quantized
+from jaxops._lib.fp8 import Quantized, magnitudes
 from jaxops._lib.precision import named_cast
 from jaxops.ops import fp8_matmul
-from jaxops.ops.fp8_matmul import Recipe, cast, cols_of, half_precision_wgrad, multiply, name_quantized, rows_of
+from jaxops.ops.fp8_matmul import Format, Recipe, cast, cols_of, half_precision_wgrad, multiply, name_quantized, rows_of
 from jaxops.ops.moe_mlp.plan import Plan
-from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, unit_xla, weights_of_rows
-from jaxops.ops.permute import combine, permute
-from jaxops.ops.route import Routing, partial_routing
+from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
+from jaxops.ops.moe_mlp.xla import sums_of_choices, weights_of_rows
+from jaxops.ops.permute import combine, permute, permute_quantized
+from jaxops.ops.quantize import quantize, quantize_beside, quantize_gathered
+from jaxops.ops.route import Routing, choices_with_row, partial_routing
 
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
 
@@ -36,53 +44,68 @@ class Spec:
     w_dtype: jnp.dtype
 
     def of(self, part: str) -> fp8_matmul.Spec:
-        """Of the products of one part, "unit" or "down"."""
+        """Of the products of one part, "unit" (gate and up) or "down"."""
         compute = self.compute_dtype.name
         return fp8_matmul.Spec(
             self.recipe, getattr(self.plan, part), compute, self.w_dtype.name, compute, self.pow2_scales
         )
+
+    def how(self, form: Format) -> dict[str, Any]:
+        """The arguments of a cast to this format."""
+        backend = "xla" if self.plan.backend == "xla" else "pallas"
+        return {"scaling": form.scaling, "dtype": form.dtype, "pow2_scales": self.pow2_scales, "backend": backend}
+
+    @property
+    def unit_how(self) -> dict[str, Any]:
+        return {"pow2_scales": self.pow2_scales, "backend": "xla" if self.plan.backend == "xla" else "pallas"}
 
 
 class _Saved(NamedTuple):
     """Of a forward, what the backward reads.
 
     Attributes:
-      gate, up: [R, F], each row's products.
-      rows: x's rows in the order of experts: their column layout. With gw_hp None.
-      weights: the three weights' row layouts.
+      gate_up: [R, 2 * F], each row's products with the weights of gate and up.
+      weights: the row layouts of gate's and up's weights, side by side, and of down's.
     """
 
-    gate: jax.Array
-    up: jax.Array
-    rows: Quantized | None
-    weights: tuple[Quantized, ...]
+    gate_up: jax.Array
+    weights: tuple[Quantized, Quantized]
+
+
+def _amax(form: Format, x: jax.Array, routing: Routing) -> jax.Array | None:
+    """For tensorwise scales, the largest magnitude of tokens that have a row here."""
+    if form.scaling != "tensorwise":
+        return None
+    used = jnp.any(choices_with_row(routing), axis=1, keepdims=True)
+    return jnp.max(jnp.where(used, magnitudes(x), 0.0))
+
+
+def _rows_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
+    """The row layout of the rows of x [T, D] in the order of experts."""
+    return permute_quantized(quantize(x, amax=amax, **spec.how(form)), routing, plan=spec.plan.rows)
+
+
+def _columns_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
+    """Their column layout."""
+    return quantize_gathered(x, routing.row_indices, routing.group_offsets, amax=amax, **spec.how(form))
 
 
 def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, differentiated: bool) -> tuple[jax.Array, Any]:
     """(out [T, N], what the backward reads where the call is differentiated)."""
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
-    weights = [
-        cast(part, w, recipe.rhs, "both" if differentiated else "col")[0]
-        for part, w in zip((unit, unit, down), experts, strict=True)
-    ]
-    rows = permute(x, routing, plan=spec.plan.rows)
-    layouts = "both" if differentiated and not recipe.gw_hp else "row"
-    rows_q, _ = cast(unit, rows, recipe.lhs, layouts, offsets)
-    gate, up = (multiply(unit, "fwd", rows_of(rows_q), cols_of(w), offsets, unit.out_dtype) for w in weights[:2])
-    gate, up = checkpoint_name(gate, "moe_mlp.gate"), checkpoint_name(up, "moe_mlp.up")
-    h = unit_xla(spec.activation, gate, up)
-    h_q, _ = cast(down, h, recipe.lhs, "row", offsets)
-    y = multiply(down, "fwd", rows_of(h_q), cols_of(weights[2]), offsets, down.out_dtype)
+    layouts = "both" if differentiated else "col"
+    wide = quantize_beside(*experts[:2], layouts=layouts, **spec.how(recipe.rhs))
+    narrow, _ = cast(down, experts[2], recipe.rhs, layouts)
+    rows = _rows_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
+    gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
+    gate_up = checkpoint_name(gate_up, "moe_mlp.gate_up")
+    h = unit_cast(spec.activation, recipe, gate_up, offsets, **spec.unit_how)
+    y = multiply(down, "fwd", rows_of(h), cols_of(narrow), offsets, down.out_dtype)
     out = checkpoint_name(combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows), "moe_mlp.out")
     if not differentiated:
         return out, None
-    kept = None if recipe.gw_hp else name_quantized(_columns(rows_q), "moe_mlp.rows")
-    names = ("moe_mlp.w_gate", "moe_mlp.w_up", "moe_mlp.w_down")
-    return out, _Saved(gate, up, kept, tuple(map(name_quantized, map(_rows, weights), names)))
-
-
-def _columns(q: Quantized) -> Quantized:
-    return dataclasses.replace(q, values=None, scales=None)
+    weights = name_quantized(_rows(wide), "moe_mlp.w_gate_up"), name_quantized(_rows(narrow), "moe_mlp.w_down")
+    return out, _Saved(gate_up, weights)
 
 
 def _rows(q: Quantized) -> Quantized:
@@ -103,36 +126,35 @@ def _fwd(spec: Spec, x: jax.Array, experts: Experts, routing: Routing):
 
 def _bwd(spec: Spec, residuals, dout: jax.Array):
     x, experts, routing, saved = residuals
-    # Not before dout exists: XLA would share the rows' copy or the products with the forward, and keep them.
+    # Not before dout exists: XLA would share casts or products with the forward, and keep them.
     x, dout = lax.optimization_barrier((x, dout))
     if saved is None:
         _, saved = _run(spec, x, experts, routing, True)
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
-    layouts = "row" if recipe.gw_hp else "both"
+    wide, narrow = saved.weights
 
-    dy = permute(dout.astype(spec.compute_dtype), routing, plan=spec.plan.rows)
-    dy_q, _ = cast(down, dy, recipe.dout, layouts, offsets)
-    dh = multiply(down, "dgrad", rows_of(dy_q), rows_of(saved.weights[2]), offsets, down.out_dtype)
-    dgate, dup, h, dots = unit_bwd_xla(spec.activation, dh, saved.gate, saved.up, weights_of_rows(routing))
-
-    halves = [cast(unit, d, recipe.dout, layouts, offsets)[0] for d in (dgate, dup)]
-    drows = [
-        multiply(unit, "dgrad", rows_of(d), rows_of(w), offsets, unit.out_dtype).astype(jnp.float32)
-        for d, w in zip(halves, saved.weights[:2], strict=True)
-    ]
+    dout = dout.astype(spec.compute_dtype)
+    amax = _amax(recipe.dout, dout, routing)
+    dy = _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
+    dh = multiply(down, "dgrad", rows_of(dy), rows_of(narrow), offsets, down.out_dtype)
+    dpre, h, dots = unit_bwd_cast(
+        spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, **spec.unit_how
+    )
+    assert dpre.row is not None
+    drows = multiply(unit, "dgrad", rows_of(dpre.row), rows_of(wide), offsets, unit.out_dtype)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
-    (dx,) = rows_to_tokens((drows[0] + drows[1]).astype(spec.compute_dtype))
+    (dx,) = rows_to_tokens(drows)
 
     if recipe.gw_hp:
-        rows = permute(x, routing, plan=spec.plan.rows)
-        triples = ((unit, rows, dgate), (unit, rows, dup), (down, h, dy))
+        rows, dy = (permute(tokens, routing, plan=spec.plan.rows) for tokens in (x, dout))
+        triples = ((unit, rows, dpre.plain[0]), (unit, rows, dpre.plain[1]), (down, h.plain[0], dy))
         dexperts = tuple(half_precision_wgrad(part, a, d, offsets) for part, a, d in triples)
     else:
-        assert saved.rows is not None
-        h_q, _ = cast(down, h, recipe.lhs, "col", offsets)
-        triples = ((unit, saved.rows, halves[0]), (unit, saved.rows, halves[1]), (down, h_q, dy_q))
+        rows = _columns_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
+        dy = _columns_of_tokens(spec, dout, recipe.dout, routing, amax)
+        triples = ((unit, rows, dpre.cols[0]), (unit, rows, dpre.cols[1]), (down, h.cols[0], dy))
         dexperts = tuple(
-            multiply(part, "wgrad", cols_of(a), cols_of(d), offsets, part.rhs_dtype, dy.shape[0])
+            multiply(part, "wgrad", cols_of(a), cols_of(d), offsets, part.rhs_dtype, dh.shape[0])
             for part, a, d in triples
         )
     return dx.astype(spec.x_dtype), dexperts, partial_routing(weights=sums_of_choices(dots, routing))

@@ -71,9 +71,10 @@ class Problem:
 
     @property
     def fp8(self) -> tuple[fp8_matmul.Problem, fp8_matmul.Problem]:
-        """Of the unit's products and of the down projection."""
+        """Of the unit's products, with gate and up side by side unless they are stored in FP8, and of the down
+        projection."""
         assert self.recipe is not None
-        sizes = ((self.D, self.F), (self.F, self.N))
+        sizes = ((self.D, self.F if self.stored else 2 * self.F), (self.F, self.N))
         how = {"recipe": self.recipe, "dtype": self.dtype, "G": self.E, "quantize_lhs": not self.stored}
         unit, down = (fp8_matmul.Problem(self.R, K, N, **how) for K, N in sizes)
         return unit, down

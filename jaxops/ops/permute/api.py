@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
+from jaxops._lib.fp8 import Quantized
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops.permute.kernels_pallas import combine_bwd_pallas, combine_pallas, permute_pallas
@@ -71,6 +73,33 @@ def permute_within_groups(x: jax.Array, routing: Routing, *, plan: Plan) -> jax.
     there is no gradient.
     """
     return _permute_forward(plan, x, routing, clear=False)
+
+
+def permute_quantized(q: Quantized, routing: Routing, *, plan: Plan) -> Quantized:
+    """The row layout of `permute`'s rows, from the tokens' row layout: FP8 values and their scales are copied, where a
+    cast of the rows would read and cast each token once a choice.
+
+    Rows outside all groups are unspecified. Nothing is checked, `make_plan` has filled the plan, and there is no
+    gradient.
+
+    Args:
+      q: of the tokens [T, D], with scales "tensorwise", "rowwise" or "block_1x128".
+    """
+    values, scales = q.values, q.scales
+    assert values is not None  # the row layout
+    assert scales is not None
+    T, D = values.shape
+    # Copied as integers, in pairs where that is possible: a copy of float numbers may change the bits of a NaN.
+    words = values.reshape(T, D // 2, 2) if D % 2 == 0 else values
+    rows = permute_within_groups(_bits(words, jnp.int16 if D % 2 == 0 else jnp.int8), routing, plan=plan)
+    values = _bits(rows, values.dtype).reshape(-1, D)
+    if q.scaling != "tensorwise":
+        scales = jnp.take(scales, routing.row_indices, axis=-1, mode="clip")
+    return dataclasses.replace(q, values=values, scales=scales, values_t=None, scales_t=None)
+
+
+def _bits(x: jax.Array, dtype) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype)
 
 
 def combine(

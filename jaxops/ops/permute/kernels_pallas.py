@@ -44,7 +44,7 @@ class Columns:
 
     def load(self, ref, row: jax.Array, row_in: jax.Array) -> jax.Array:
         """ref[row] in ref's dtype, zero where row_in is false. row, row_in: [choices or 1, rows, 1]."""
-        return plgpu.load(ref.at[row, self.number], mask=self._mask(row_in), other=0.0)
+        return plgpu.load(ref.at[row, self.number], mask=self._mask(row_in), other=0)
 
     def store(self, ref, row: jax.Array, row_in: jax.Array, values: jax.Array) -> None:
         mask = self._mask(row_in)

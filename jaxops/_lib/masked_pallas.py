@@ -18,11 +18,11 @@ def both(*masks: jax.Array | None) -> jax.Array | None:
     return result
 
 
-def load(ref, index: tuple[jax.Array, ...], mask: jax.Array | None = None) -> jax.Array:
-    """ref[index], zeros where the mask does not hold."""
+def load(ref, index: tuple[jax.Array, ...], mask: jax.Array | None = None, other: float | jax.Array = 0.0) -> jax.Array:
+    """ref[index], `other` where the mask does not hold."""
     if mask is None:
         return plgpu.load(ref.at[index])
-    return plgpu.load(ref.at[index], mask=jnp.broadcast_to(mask, _shape(index)), other=0.0)
+    return plgpu.load(ref.at[index], mask=jnp.broadcast_to(mask, _shape(index)), other=other)
 
 
 def store(ref, index: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array | None = None) -> None:

@@ -90,7 +90,8 @@ def quantize(
     (arXiv:1502.02551).
     """
     spec = _check(x, scaling, dtype, layouts, pow2_scales, group_offsets, amax)
-    return _run(spec, x, key, group_offsets, amax, backend, plan)[0]
+    words = None if key is None else lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
+    return _run(spec, Arrays(x, group_offsets, amax, words), backend, plan)[0]
 
 
 def quantize_measured(
@@ -101,7 +102,66 @@ def quantize_measured(
     With amax given it is still one pass over x.
     """
     spec = dataclasses.replace(_check(x, "tensorwise", dtype, layouts, pow2_scales, None, amax), measure=True)
-    return _run(spec, x, None, None, amax, backend, plan)
+    return _run(spec, Arrays(x, None, amax), backend, plan)
+
+
+def quantize_gathered(
+    x, indices, group_offsets, *, scaling="block_1x128", dtype=jnp.float8_e4m3fn, pow2_scales=False, amax=None,
+    backend="auto", plan: Plan | None = None,
+) -> Quantized:  # fmt: skip
+    """`quantize(x[indices], layouts="col", group_offsets=group_offsets)`, to the last bit, without the gathered copy.
+
+    Args:
+      x: [T, K] bfloat16, float16 or float32.
+      indices: [R] int32, the row of x that each row is; others than 0 to T - 1 count as the nearest of these. Rows
+        outside all groups are not read.
+      group_offsets: [G + 1] int32, groups of the R rows.
+      scaling: "tensorwise", "rowwise" or "block_1x128".
+      amax, dtype, pow2_scales, backend, plan: as in `quantize`; of a `Problem` with M = R, layouts "col" and ragged
+        rows. Without amax, tensorwise and rowwise scales take a second pass over the gathered rows.
+
+    Returns:
+      A `Quantized` with values_t [K, 128 * (cdiv(R, 128) + G)] and scales_t only.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `quantize`; indices of another shape or dtype; rows of an x that
+        has none.
+    """
+    check_offsets(group_offsets)
+    spec = _check(x, scaling, dtype, "col", pow2_scales, group_offsets, amax)
+    check_array("indices", indices, "an int32 array [R], the row of x that each row is")
+    if len(indices.shape) != 1:
+        raise ValueError(f"indices has shape {tuple(indices.shape)}; it must be [R], the row of x that each row is.")
+    if indices.dtype != jnp.int32:
+        raise TypeError(f"indices is {indices.dtype}; write indices.astype(jnp.int32).")
+    if indices.shape[0] and not x.shape[0]:
+        raise ValueError(f"indices has shape {tuple(indices.shape)}, but x has shape {tuple(x.shape)}: it has no rows.")
+    return _run(spec, Arrays(x, group_offsets, amax, indices=indices), backend, plan)[0]
+
+
+def quantize_beside(
+    left, right, *, scaling="block_1x128", dtype=jnp.float8_e4m3fn, layouts="row", pow2_scales=False, amax=None,
+    backend="auto", plan: Plan | None = None,
+) -> Quantized:  # fmt: skip
+    """`quantize(jnp.concatenate([left, right], axis=-1))`, to the last bit, without the concatenated copy.
+
+    A tile, and a block of 128 columns, may hold columns of both.
+
+    Args:
+      left, right: [M, F] and [M, K - F], or stacks [G, M, F] and [G, M, K - F], of one dtype.
+      scaling, dtype, layouts, pow2_scales, amax, backend, plan: as in `quantize`; of a `Problem` with all K columns.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `quantize`; left and right that do not fit together.
+    """
+    spec = _check(left, scaling, dtype, layouts, pow2_scales, None, amax, name="left")
+    check_array("right", right, "a JAX array, the columns behind those of left")
+    if right.shape[:-1] != left.shape[:-1]:
+        got = f"left has shape {tuple(left.shape)}, right {tuple(right.shape)}"
+        raise ValueError(f"{got}: all axes but the last must be equal.")
+    if right.dtype != left.dtype:
+        raise TypeError(f"left is {left.dtype} and right is {right.dtype}: cast one of them.")
+    return _run(spec, Arrays(left, None, amax, right=right), backend, plan)[0]
 
 
 def dequantize(q: Quantized, dtype=None) -> jax.Array:
@@ -135,13 +195,13 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
     return out if is_stack else out[0]
 
 
-def _check(x, scaling, dtype, layouts, pow2, offsets, amax) -> Spec:
-    check_array("x", x, "a JAX array [M, K] or [G, M, K]")
+def _check(x, scaling, dtype, layouts, pow2, offsets, amax, name: str = "x") -> Spec:
+    check_array(name, x, "a JAX array [M, K] or [G, M, K]")
     shape = tuple(x.shape)
     if len(shape) not in (2, 3):
-        needed = "[M, K] or a stack [G, M, K]. Write x.reshape(-1, x.shape[-1])."
-        raise ValueError(f"x has shape {shape}; it must be {needed}")
-    check_float("x", x, "[M, K]" if len(shape) == 2 else "[G, M, K]")
+        needed = f"[M, K] or a stack [G, M, K]. Write {name}.reshape(-1, {name}.shape[-1])."
+        raise ValueError(f"{name} has shape {shape}; it must be {needed}")
+    check_float(name, x, "[M, K]" if len(shape) == 2 else "[G, M, K]")
     check_choice("scaling", scaling, SCALINGS)
     check_choice("layouts", layouts, LAYOUTS)
     fp8 = check_dtype("dtype", dtype, FP8).name
@@ -164,14 +224,18 @@ def _check(x, scaling, dtype, layouts, pow2, offsets, amax) -> Spec:
     return Spec(scaling, fp8, layouts, check_flag("pow2_scales", pow2))
 
 
-def _run(spec: Spec, x, key, offsets, amax, backend: str, plan: Plan | None) -> tuple[Quantized, Any]:
-    """The result, and x's own largest magnitude with spec.measure."""
-    *stack, M, K = x.shape
-    words = None if key is None else lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
-    if amax is not None:
-        amax = jnp.broadcast_to(amax, (stack[0] if stack else 1,))
-    arrays = Arrays(*vary_together(x if stack else x[None], offsets, amax, words))
-    problem = Problem(M, K, jnp.dtype(x.dtype).name, spec.scaling, spec.layouts, offsets is not None)
+def _run(spec: Spec, given: Arrays, backend: str, plan: Plan | None) -> tuple[Quantized, Any]:
+    """The result, and x's own largest magnitude with spec.measure. The arrays are as the caller gave them: x and right
+    may be no stacks, amax a scalar."""
+    stack = len(given.x.shape) == 3
+    if not stack:
+        right = None if given.right is None else given.right[None]
+        given = given._replace(x=given.x[None], right=right)
+    if given.amax is not None:
+        given = given._replace(amax=jnp.broadcast_to(given.amax, (given.x.shape[0],)))
+    arrays = Arrays(*vary_together(*given))
+    (_, M, K), offsets = arrays.shape, given.offsets
+    problem = Problem(M, K, jnp.dtype(arrays.x.dtype).name, spec.scaling, spec.layouts, offsets is not None)
     device = device_of(arrays)
     plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
     found: dict = _call(spec, plan, arrays)
@@ -189,7 +253,7 @@ def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
     """The pass for the largest magnitudes, if a program of the cast does not see all that share a scale; then the
     cast.
     """
-    if plan.backend == "xla" or 0 in arrays.x.shape:
+    if plan.backend == "xla" or arrays.is_empty:
         return cast_xla(spec, arrays)
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
@@ -198,7 +262,7 @@ def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
         factors["amax"] = arrays.amax[:, None]
     elif spec.scaling == "tensorwise":
         factors["amax"] = tensor_amax_pallas(plan.amax, arrays, interpret=interpret)
-    elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.x.shape[2]):
+    elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.shape[2]):
         row, col = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=interpret)
         if row is not None:
             found["scales"], factors["row_factors"] = scale_and_factor(row, spec.fp8, spec.pow2)

@@ -3,6 +3,7 @@ magnitudes, where a scale spans several tiles (Pallas on Triton)."""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,32 @@ def index(value: int | jax.Array) -> jax.Array:
     return jnp.full((1,) * 6, value, jnp.int32)
 
 
+def _sources(arrays: Arrays) -> dict[str, jax.Array | None]:
+    """The operands of which `_read` takes elements, stacks as one matrix."""
+    x, right = (None if a is None else a.reshape(-1, a.shape[2]) for a in (arrays.x, arrays.right))
+    return {"x": x, "right": right, "indices": arrays.indices}
+
+
+def _read(ref: dict, grid: Grid, at: tuple[jax.Array, jax.Array], rows_in: Mask, columns_in: Mask, j) -> jax.Array:
+    """A tile of the tensor that is cast (see `Arrays`), zeros where a mask does not hold.
+
+    Args:
+      at: rows (of a stack, as one matrix) and columns.
+      j: scalar, the tile's number among those of its rows.
+    """
+    (rows, columns), x_ref = at, ref["x"]
+    if "indices" in ref:
+        rows = jnp.clip(load(ref["indices"], (rows,), rows_in, other=0), 0, x_ref.shape[0] - 1)
+    if "right" not in ref:
+        return load(x_ref, (rows, columns), both(rows_in, columns_in))
+    F, cols = x_ref.shape[1], grid.tiles.cols
+    # Comparisons with a constant, not one and its inverse: Triton follows only these to whole vectors of 16 bytes.
+    number, border = (index(j), F // cols) if F % cols == 0 else (columns, F)
+    left = load(x_ref, (rows, columns), both(rows_in, number < border))
+    # Into the same registers: a thread waits for the first load only where the second one is masked off.
+    return load(ref["right"], (rows, columns - F), both(rows_in, columns_in, number >= border), other=left)
+
+
 def _inside(offsets_ref, rows: jax.Array) -> jax.Array:
     """Which rows are in a group."""
     at = (jnp.full((1,) * rows.ndim, i, jnp.int32) for i in (0, offsets_ref.shape[0] - 1))
@@ -103,9 +130,9 @@ def _inside(offsets_ref, rows: jax.Array) -> jax.Array:
     return (rows >= first) & (rows < end)
 
 
-def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, M: int, interpret: bool):
+def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, size: tuple[int, int, int], interpret: bool):
     """Program p of a tensor's P takes tiles p, p + P, ...: at the end L2 holds the end of the tensor."""
-    x_ref, tiles, K = ref["x"], grid.tiles, ref["x"].shape[1]
+    tiles, (_, M, K) = grid.tiles, size
     pid = pl.program_id(0)
     g, p = pid // programs, pid % programs
     across = pl.cdiv(K, tiles.cols)
@@ -113,11 +140,12 @@ def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, M: int, interpret: b
 
     def step(n, most):
         t = n * programs + p
-        rows, columns = t // across * tiles.rows + grid.rows, t % across * tiles.cols + grid.columns
+        rows, j = t // across * tiles.rows + grid.rows, t % across
+        columns = j * tiles.cols + grid.columns
         inside = rows < M  # false past the last tile
         if "offsets" in ref:
             inside = inside & _inside(ref["offsets"], rows)
-        x = load(x_ref, (g * M + rows, columns), both(inside, None if K % tiles.cols == 0 else columns < K))
+        x = _read(ref, grid, (g * M + rows, columns), inside, None if K % tiles.cols == 0 else columns < K, j)
         return jnp.maximum(most, abs_for_max(infinity_to_nan(x), interpret))
 
     most = lax.fori_loop(0, pl.cdiv(count, programs), step, jnp.zeros(grid.shape, jnp.float32))
@@ -127,31 +155,32 @@ def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, M: int, interpret: b
 @traced_once("tiles", "interpret")
 def tensor_amax_pallas(tiles: Tiles, arrays: Arrays, *, interpret: bool) -> jax.Array:
     """[G, programs] float32: parts of each tensor's largest magnitude, over the rows in groups if there are offsets."""
-    x = arrays.x
-    G, M, K = x.shape
+    x, (G, M, K) = arrays.x, arrays.shape
     programs = min(tiles.programs, pl.cdiv(M, tiles.rows) * pl.cdiv(K, tiles.cols))
     grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=False)
     return launch_named(
-        functools.partial(_tensor_kernel, grid=grid, programs=programs, M=M, interpret=interpret),
-        {"x": x.reshape(G * M, K), "offsets": arrays.offsets},
+        functools.partial(_tensor_kernel, grid=grid, programs=programs, size=(G, M, K), interpret=interpret),
+        _sources(arrays) | {"offsets": arrays.offsets},
         {"amax": out_struct((G * programs,), jnp.float32, like=x)},
         grid=(G * programs,),
         warps=tiles.warps,
         interpret=interpret,
         name="quantize_amax",
-        flops=2 * x.size,  # a magnitude, and its comparison with the largest one
+        flops=2 * math.prod(arrays.shape),  # a magnitude, and its comparison with the largest one
     )["amax"].reshape(G, programs)
 
 
-def _lines_kernel(ref: dict, *, grid: Grid, M: int, interpret: bool):
-    tiles, K = grid.tiles, ref["x"].shape[1]
+def _lines_kernel(ref: dict, *, grid: Grid, size: tuple[int, int, int], interpret: bool):
+    tiles, (_, M, K) = grid.tiles, size
     across, down = pl.cdiv(K, tiles.cols), pl.cdiv(M, tiles.rows)
     pid = pl.program_id(0)
     g, i, j = pid // (across * down), pid // across % down, pid % across
     rows, columns = i * tiles.rows + grid.rows, j * tiles.cols + grid.columns
     rows_in = None if M % tiles.rows == 0 else rows < M
     columns_in = None if K % tiles.cols == 0 else columns < K
-    x = load(ref["x"], (g * M + rows, columns), both(rows_in, columns_in))
+    if "indices" in ref:  # rows outside the groups are not read
+        rows_in = both(rows_in, _inside(ref["offsets"], rows))
+    x = _read(ref, grid, (g * M + rows, columns), rows_in, columns_in, j)
     found = abs_for_max(infinity_to_nan(x), interpret)
     if "rows" in ref:
         store(ref["rows"], (index(j), g * M + rows), nan_to_zero(amax_over(found, (*COLUMNS, 2))), rows_in)
@@ -167,20 +196,20 @@ def line_amax_pallas(
     """The largest magnitudes of rows [G, M] and of columns [G, K] (over the rows in groups), float32; None unless
     asked.
     """
-    x = arrays.x
-    G, M, K = x.shape
+    x, (G, M, K) = arrays.x, arrays.shape
     across, down = pl.cdiv(K, tiles.cols), pl.cdiv(M, tiles.rows)
     grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=False)
     out = ({"rows": (across, G * M)} if row else {}) | ({"columns": (down, G * K)} if col else {})
     parts = launch_named(
-        functools.partial(_lines_kernel, grid=grid, M=M, interpret=interpret),
-        {"x": x.reshape(G * M, K), "offsets": arrays.offsets if col else None},
+        functools.partial(_lines_kernel, grid=grid, size=(G, M, K), interpret=interpret),
+        _sources(arrays) | {"offsets": arrays.offsets if col else None},
         {name: out_struct(shape, jnp.float32, like=x) for name, shape in out.items()},
         grid=(G * across * down,),
         warps=tiles.warps,
         interpret=interpret,
         name="quantize_amax",
-        flops=(1 + row + col) * x.size,  # a magnitude, and its comparison with its row's and its column's largest one
+        # A magnitude, and its comparison with its row's and its column's largest one.
+        flops=(1 + row + col) * math.prod(arrays.shape),
     )
     found = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in parts.items()}
     return found.get("rows"), found.get("columns")
@@ -201,6 +230,7 @@ class Location:
     columns_in: Mask
     blocks: jax.Array  # numbers of the 128 columns of x
     blocks_in: Mask
+    j: jax.Array  # scalar, the tile's number among those of its rows
 
 
 def _locate(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], down: int) -> Location:
@@ -223,7 +253,7 @@ def _locate(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], d
     cut = K % tiles.cols != 0
     columns_in, blocks_in = (columns < K, blocks < pl.cdiv(K, BLOCK)) if cut else (None, None)
     is_first = index(tile) == 0
-    return Location(g, is_first, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in)
+    return Location(g, is_first, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in, j)
 
 
 def _scale(
@@ -275,7 +305,8 @@ def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int
     if spec.scaling == "tensorwise":  # from the end, which the pass before has left in L2
         pid = G * down * pl.cdiv(K, grid.tiles.cols) - 1 - pid
     p = _locate(ref, pid, grid, size, down)
-    x = infinity_to_nan(load(ref["x"], (p.g * M + p.rows, p.columns), both(p.rows_in, p.columns_in)))
+    rows_in = both(p.rows_in, p.rows_t_in) if "indices" in ref else p.rows_in  # no tile outside the groups is read
+    x = infinity_to_nan(_read(ref, grid, (p.g * M + p.rows, p.columns), rows_in, p.columns_in, p.j))
     sizes = abs_for_max(x, interpret)
     if "measured" in ref:
         store(ref["measured"], (jnp.zeros_like(p.block) + pid,), nan_to_zero(amax_over(sizes, (*COLUMNS, *ROWS, 2))))
@@ -308,12 +339,11 @@ def cast_pallas(
       factors: of the amax pass: amax [G, parts] (tensorwise), or row_factors [G, M] and col_factors [G, K] (rowwise),
         whose scales are known and not written; else {}.
     """
-    x, offsets, _, words = arrays
-    G, M, K = x.shape
+    x, offsets, words, (G, M, K) = arrays.x, arrays.offsets, arrays.words, arrays.shape
     col_blocks, row_blocks = pl.cdiv(K, BLOCK), pl.cdiv(M, BLOCK)
     down, M_t = pl.cdiv(M, tiles.rows), M
     unused = 0  # bytes of the columns and scales that are not written unless every group ends in a partial block
-    operands = {"x": x.reshape(G * M, K)} | {name: value.reshape(-1) for name, value in factors.items()}
+    operands = _sources(arrays) | {name: value.reshape(-1) for name, value in factors.items()}
     if offsets is not None and spec.col:
         groups = offsets.shape[0] - 1
         down, M_t = tile_bound(M, groups, tiles.rows), padded_rows(M, groups)
@@ -337,7 +367,7 @@ def cast_pallas(
     grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
     results = {name: out_struct(*shape_and_dtype, like=x) for name, shape_and_dtype in out.items()}
     # An element: its magnitude and a comparison unless its scale is known, and in each layout times the factor.
-    flops = (2 * (not factors) + spec.row + spec.col) * x.size
+    flops = (2 * (not factors) + spec.row + spec.col) * math.prod(arrays.shape)
     found = launch_named(
         functools.partial(_cast_kernel, spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret),
         operands | {"words": words},

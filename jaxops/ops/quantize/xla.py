@@ -60,9 +60,18 @@ def _of_elements(scales: jax.Array, scaling: str, shape: tuple[int, ...]) -> jax
     return scales[:, : shape[1], : shape[2]]
 
 
+def _whole(arrays: Arrays) -> jax.Array:
+    """[G, M, K], the tensor that is cast."""
+    x = arrays.x
+    if arrays.indices is not None:
+        x = x[:, jnp.clip(arrays.indices, 0, x.shape[1] - 1)]
+    return x if arrays.right is None else jnp.concatenate([x, arrays.right], axis=-1)
+
+
 def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     """By name, of the layouts asked: values [G, M, K], scales, values_t [G, K, M or padded], scales_t; and amax [G]."""
-    x, offsets, amax, words = arrays
+    offsets, amax, words = arrays.offsets, arrays.amax, arrays.words
+    x = _whole(arrays)
     G, M, K = x.shape
     found = {}
     if spec.scaling == "tensorwise" and (amax is None or spec.measure):

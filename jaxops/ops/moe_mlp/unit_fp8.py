@@ -1,0 +1,89 @@
+"""The gated unit and its backward, each in one pass over memory that also casts its results to FP8."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+from jaxops._lib.activations import activate_and_slope
+from jaxops._lib.fp8 import Quantized
+from jaxops.ops.fp8_matmul import Recipe
+from jaxops.ops.quantize import Computed, Halves, Output, Tiles, quantize_computed
+
+
+@functools.cache
+def _unit(activation: str) -> Callable:
+    def unit(gate, up):
+        value, _ = activate_and_slope(gate, activation)
+        return (value * up,), ()
+
+    return unit
+
+
+@functools.cache
+def _unit_bwd(activation: str) -> Callable:
+    def unit_bwd(dh, gate, up, weights):
+        value, slope = activate_and_slope(gate, activation)
+        h, weighted = value * up, weights * dh
+        return (weighted * up * slope, weighted * value, weights * h), (dh * h,)
+
+    return unit_bwd
+
+
+def unit_cast(
+    activation: str,
+    recipe: Recipe,
+    gate_up: jax.Array,
+    offsets: jax.Array,
+    *,
+    pow2_scales: bool = False,
+    backend: str = "auto",
+    tiles: Tiles | None = None,
+) -> Quantized:
+    """The row layout of h = act(gate) * up [R, F], rounded to gate_up's dtype first.
+
+    Args:
+      gate_up: [R, 2 * F], gate's columns first.
+      offsets: [G + 1] int32; rows outside the groups hold anything, and are unspecified in the result.
+    """
+    outputs = [Output(recipe.lhs.scaling, recipe.lhs.dtype, "row")]
+    how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
+    (h,), _ = quantize_computed(_unit(activation), [Halves(gate_up)], outputs, **how, tiles=tiles)
+    assert h.row is not None
+    return h.row
+
+
+def unit_bwd_cast(
+    activation: str,
+    recipe: Recipe,
+    dh: jax.Array,
+    gate_up: jax.Array,
+    weights: jax.Array,
+    offsets: jax.Array,
+    *,
+    pow2_scales: bool = False,
+    backend: str = "auto",
+    tiles: Tiles | None = None,
+) -> tuple[Computed, Computed, jax.Array]:
+    """The unit's gradient, cast to `recipe.dout`, and the unit times the router's weights, to `recipe.lhs`.
+
+    All are rounded to gate_up's dtype first. With gw_hp there are no column layouts, but the rounded tensors.
+
+    Args:
+      dh: [R, F], the gradient of h before the router's weights.
+      gate_up: [R, 2 * F], gate's columns first.
+      weights: [R] float32, of the rows.
+      offsets: [G + 1] int32; rows outside the groups hold anything, and are unspecified in the result, except that they
+        are in no column layout and no tensorwise scale.
+
+    Returns:
+      The gradient: the row layout [R, 2 * F], gate's columns first, and the column layouts of gate's and up's, or both
+      [R, F] unquantized; the weighted unit: its column layout or itself; and parts [n, R] float32 of the gradients of
+      the weights, for `sums_of_choices`.
+    """
+    dpre = Output(recipe.dout.scaling, recipe.dout.dtype, "row" if recipe.gw_hp else "both", 2, recipe.gw_hp)
+    h = Output(recipe.lhs.scaling, recipe.lhs.dtype, "none" if recipe.gw_hp else "col", 1, recipe.gw_hp)
+    how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
+    operands = [dh, Halves(gate_up), weights]
+    (dpre, h), (dots,) = quantize_computed(_unit_bwd(activation), operands, [dpre, h], **how, sums=1, tiles=tiles)
+    return dpre, h, dots

@@ -1,0 +1,122 @@
+"""What `quantize_computed` reads and writes, and how its passes are cut into programs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+
+from jaxops._lib.checks import check_choice, check_dtype
+from jaxops._lib.fp8 import BLOCK, FP8, Quantized
+from jaxops._lib.powers import power_of_2
+from jaxops.ops.quantize.plan import LAYOUTS, WHOLE_ROW, Tiles
+
+_WIDTHS = (512, 256)  # columns of a tile without a column layout, where they divide a row
+
+
+class Halves(NamedTuple):
+    """One array [R, 2 * C] as two operands [R, C]: its left and its right half."""
+
+    x: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """How one result is written: `parts` computed tensors [R, C], side by side [R, parts * C] in the row layout.
+
+    Attributes:
+      scaling: "tensorwise", "rowwise" or "block_1x128", as in `quantize`. All parts share a tensorwise scale.
+      fp8: name of the values' dtype.
+      layouts: "row", "col", "both", or "none". A column layout is that of one part.
+      parts: how many of the computed tensors.
+      plain: also writes each part as it is, in the dtype to which it is rounded.
+    """
+
+    scaling: str = "block_1x128"
+    fp8: str = "float8_e4m3fn"
+    layouts: Literal["row", "col", "both", "none"] = "row"
+    parts: int = 1
+    plain: bool = False
+
+    def __post_init__(self):
+        check_choice("Output.scaling", self.scaling, ("tensorwise", "rowwise", "block_1x128"))
+        check_choice("Output.layouts", self.layouts, (*LAYOUTS, "none"))
+        check_dtype("Output.fp8", self.fp8, FP8)
+
+    @property
+    def row(self) -> bool:
+        return self.layouts in ("row", "both")
+
+    @property
+    def col(self) -> bool:
+        return self.layouts in ("col", "both")
+
+    @property
+    def measured(self) -> bool:
+        """Whether a pass before the cast finds the largest magnitude."""
+        return self.scaling == "tensorwise" and self.layouts != "none"
+
+
+class Computed(NamedTuple):
+    """One result.
+
+    Attributes:
+      row: of [R, parts * C], values and scales only; or None.
+      cols: of each part [R, C], values_t and scales_t only; or ().
+      plain: each part [R, C]; or ().
+    """
+
+    row: Quantized | None = None
+    cols: tuple[Quantized, ...] = ()
+    plain: tuple[jax.Array, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """What is static in a call, beside shapes and dtypes.
+
+    Attributes:
+      compute: see `quantize_computed`.
+      outputs: the results, in the order of the tensors that compute returns.
+      dtype: name of the dtype to which computed tensors are rounded first.
+      sums: how many tensors compute returns whose rows are added up.
+      pow2: scales are powers of two.
+    """
+
+    compute: Callable
+    outputs: tuple[Output, ...]
+    dtype: str
+    sums: int
+    pow2: bool
+
+    def tensors(self) -> list[tuple[int, int]]:
+        """Number of its output, and its number among this one's parts, of each tensor that compute returns."""
+        return [(n, part) for n, output in enumerate(self.outputs) for part in range(output.parts)]
+
+    @property
+    def col(self) -> bool:
+        return any(output.col for output in self.outputs)
+
+    def in_one_pass(self, C: int) -> bool:
+        """Whether the kernel casts tensors of C columns: a program's tile holds all that shares a scale."""
+        for output in self.outputs:
+            if output.scaling == "rowwise" and (output.col or (output.row and (self.col or C > WHOLE_ROW))):
+                return False
+            if output.scaling == "block_1x128" and output.row and output.parts > 1 and C % BLOCK:
+                return False  # a block of the row layout would hold columns of two parts
+        return True
+
+
+def cast_tiles(computation: Computation, C: int) -> Tiles:
+    """32 elements a thread: of several tensors, all in registers at once."""
+    if computation.col:
+        return Tiles(BLOCK, BLOCK, 64, 1, 16)
+    if any(output.scaling == "rowwise" and output.row for output in computation.outputs):
+        cols = max(BLOCK, power_of_2(C))
+        return Tiles(max(1, 8192 // cols), cols, warps=max(8, cols // 1024))
+    return amax_tiles(C, 528)
+
+
+def amax_tiles(C: int, programs: int) -> Tiles:
+    cols = next((width for width in _WIDTHS if C % width == 0), BLOCK)
+    return Tiles(8192 // cols, cols, warps=8, programs=programs)

@@ -98,20 +98,21 @@ def silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def unit_by_hand(rows, weights, gate, up, down, offsets, dy) -> dict[str, np.ndarray]:
     """Gated units of sorted rows. Each product and its gradients are of 1x128 and 128x128 blocks in e4m3, every block
-    of 128 multiplied and scaled by itself, in float64. weights [R] are the router's, by which the cotangent is scaled.
+    of 128 multiplied and scaled by itself, in float64. gate and up are one matrix; where F is a multiple of 128, no block
+    has columns of both. weights [R] are the router's, by which the cotangent is scaled.
     """
     product = lambda x, w, d: reference(Case(x, w, d, offsets), "blockwise")
-    zeros = np.zeros((len(rows), gate.shape[2]))
-    gates, ups = (product(rows, w, zeros)[0] for w in (gate, up))
+    wide = np.concatenate([gate, up], axis=2)
+    gates, ups = np.split(product(rows, wide, np.zeros((len(rows), wide.shape[2])))[0], 2, axis=1)
     activated, slope = silu(gates)
     h = activated * ups
     y, dh, _ = product(h, down, dy)
     weighted = weights[:, None] * dh
-    drows_gate, dgate = product(rows, gate, weighted * slope * ups)[1:]
-    drows_up, dup = product(rows, up, weighted * activated)[1:]
+    drows, dwide = product(rows, wide, np.concatenate([weighted * slope * ups, weighted * activated], axis=1))[1:]
+    dgate, dup = np.split(dwide, 2, axis=2)
     ddown = product(weights[:, None] * h, down, dy)[2]
     dweights = np.sum(dh * h, axis=1)
-    return {"y": y, "drows": drows_gate + drows_up, "dweights": dweights, "gate": dgate, "up": dup, "down": ddown}
+    return {"y": y, "drows": drows, "dweights": dweights, "gate": dgate, "up": dup, "down": ddown}
 
 
 def layer_by_hand(module: MoE, params, x, dout):

@@ -11,7 +11,7 @@ import pytest
 
 import jaxops
 from jaxops._lib.device import device_of
-from jaxops.ops.permute import Problem, Tiles, make_plan, permute_within_groups
+from jaxops.ops.permute import Problem, Tiles, make_plan, permute_quantized, permute_within_groups
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.permute.cases import RUNS, SHARD, Variant, check, compiled, make_case
@@ -48,6 +48,30 @@ def test_within_groups(run):
     first, end = case["routing"].group_offsets[0], case["routing"].group_offsets[-1]
     assert 0 < first < end < len(want)
     np.testing.assert_array_equal(got[first:end], want[first:end])
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block_1x128"])
+@pytest.mark.parametrize("D", [37, 150])
+@pytest.mark.parametrize("run", RUNS)
+def test_quantized_tokens(run, D, scaling):
+    """The rows of the groups are those that a cast of `permute`'s rows gives, to the last bit, NaN in a token too. D is
+    odd, so that values are copied one by one, or even with two blocks. Indices out of range stay in bounds."""
+    v = dataclasses.replace(SHARD, D=D, tile=Tiles(4, 32, 2, 1))
+    case = make_case(v)
+    x, routing = case["x"].at[3, 1].set(jnp.nan), case["routing"]
+    plan = make_plan(Problem(v.T, v.D, v.k, v.dtype), device_of(x), (), plan=v.plan_for(run))
+    copy = jax.jit(lambda q, routing: permute_quantized(q, routing, plan=plan))
+    q = jaxops.quantize(x, scaling=scaling)
+    got = copy(q, routing)
+    amax = jnp.nanmax(jnp.abs(x)) if scaling == "tensorwise" else None
+    want = jaxops.quantize(jaxops.permute(x, routing), scaling=scaling, amax=amax)
+    first, end = (int(n) for n in (routing.group_offsets[0], routing.group_offsets[-1]))
+    assert 0 < first < end < len(want.values)
+    np.testing.assert_array_equal(*(np.asarray(each.values)[first:end].view(np.uint8) for each in (got, want)))
+    scales = [np.asarray(each.scales) for each in (got, want)]
+    np.testing.assert_array_equal(*((each if scaling == "tensorwise" else each[..., first:end]) for each in scales))
+    wild = dataclasses.replace(routing, row_indices=jnp.full_like(routing.row_indices, 2**31 - 1))
+    assert np.isfinite(np.asarray(copy(q, wild).scales)).all()
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -336,9 +336,11 @@ def permute() -> None:
 
 
 def quantize() -> None:
-    """Every scaling in both layouts, each dtype, ragged, stochastic rounding, a stack; two kinds of tiles."""
+    """Every scaling in both layouts, each dtype, ragged, stochastic rounding, a stack; rows read through indices that
+    may be wild; two matrices side by side, with a border inside of a tile and between two; two kinds of tiles."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(M, K)), jnp.bfloat16)
+    indices = jnp.asarray(rng.choice([-(2**31), -1, *range(40), M, 2**31 - 1], M), jnp.int32)
     tiles = {
         "block_1x128": [None, quantizing.Tiles(128, 128, 4, 8, 4, 1)],
         "tensorwise": [None, quantizing.Tiles(128, 64, 32, 2, 8, 2)],
@@ -355,9 +357,12 @@ def quantize() -> None:
                     jaxops.quantize(x, scaling=scaling, dtype="float8_e5m2"),
                     jaxops.quantize(x[:1], scaling=scaling),
                 ]
-                return found + (
-                    [] if scaling == "block_128x128" else [jaxops.quantize(x, **both, group_offsets=offsets, key=key)]
-                )
+                found += [quantizing.quantize_beside(x[:, :n], x[:, n:], **both) for n in (K // 2, 64, 128)]
+                if scaling == "block_128x128":
+                    return found
+                col = {"scaling": scaling, "plan": quantizing.Plan(cast=tile)}
+                gathered = [quantizing.quantize_gathered(x[:n], indices, offsets, **col) for n in (1, 40)]
+                return [*found, *gathered, jaxops.quantize(x, **both, group_offsets=offsets, key=key)]
 
             for offsets in OFFSETS:
                 jax.block_until_ready(run(jnp.array(offsets, jnp.int32), jax.random.key(0)))

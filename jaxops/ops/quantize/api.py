@@ -117,8 +117,8 @@ def quantize_gathered(
         outside all groups are not read.
       group_offsets: [G + 1] int32, groups of the R rows.
       scaling: "tensorwise", "rowwise" or "block_1x128".
-      amax, dtype, pow2_scales, backend, plan: as in `quantize`; of a `Problem` with M = R, layouts "col" and ragged
-        rows. Without amax, tensorwise and rowwise scales take a second pass over the gathered rows.
+      amax, dtype, pow2_scales, backend, plan: as in `quantize`; of a `Problem` with M = R, layouts "col", ragged and
+        gathered. Without amax, tensorwise and rowwise scales take a second pass over the gathered rows.
 
     Returns:
       A `Quantized` with values_t [K, 128 * (cdiv(R, 128) + G)] and scales_t only.
@@ -234,8 +234,8 @@ def _run(spec: Spec, given: Arrays, backend: str, plan: Plan | None) -> tuple[Qu
     if given.amax is not None:
         given = given._replace(amax=jnp.broadcast_to(given.amax, (given.x.shape[0],)))
     arrays = Arrays(*vary_together(*given))
-    (_, M, K), offsets = arrays.shape, given.offsets
-    problem = Problem(M, K, jnp.dtype(arrays.x.dtype).name, spec.scaling, spec.layouts, offsets is not None)
+    (_, M, K), dtype, offsets = arrays.shape, jnp.dtype(arrays.x.dtype).name, given.offsets
+    problem = Problem(M, K, dtype, spec.scaling, spec.layouts, offsets is not None, given.indices is not None)
     device = device_of(arrays)
     plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
     found: dict = _call(spec, plan, arrays)

@@ -112,15 +112,16 @@ def _read(ref: dict, grid: Grid, at: tuple[jax.Array, jax.Array], rows_in: Mask,
     """
     (rows, columns), x_ref = at, ref["x"]
     if "indices" in ref:
-        rows = jnp.clip(load(ref["indices"], (rows,), rows_in, other=0), 0, x_ref.shape[0] - 1)
+        # Without a mask, so that no predicate keeps a thread's loads of indices from being issued all at once.
+        found = load(ref["indices"], (jnp.minimum(rows, ref["indices"].shape[0] - 1),))
+        rows = jnp.clip(found, 0, x_ref.shape[0] - 1)
     if "right" not in ref:
         return load(x_ref, (rows, columns), both(rows_in, columns_in))
     F, cols = x_ref.shape[1], grid.tiles.cols
-    # Comparisons with a constant, not one and its inverse: Triton follows only these to whole vectors of 16 bytes.
-    number, border = (index(j), F // cols) if F % cols == 0 else (columns, F)
-    left = load(x_ref, (rows, columns), both(rows_in, number < border))
+    in_left = index(j) < F // cols if F % cols == 0 else columns < F
+    left = load(x_ref, (rows, columns), both(rows_in, in_left))
     # Into the same registers: a thread waits for the first load only where the second one is masked off.
-    return load(ref["right"], (rows, columns - F), both(rows_in, columns_in, number >= border), other=left)
+    return load(ref["right"], (rows, columns - F), both(rows_in, columns_in, ~in_left), other=left)
 
 
 def _inside(offsets_ref, rows: jax.Array) -> jax.Array:
@@ -136,11 +137,14 @@ def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, size: tuple[int, int
     pid = pl.program_id(0)
     g, p = pid // programs, pid % programs
     across = pl.cdiv(K, tiles.cols)
-    count = pl.cdiv(M, tiles.rows) * across
+    down, gathered = pl.cdiv(M, tiles.rows), "indices" in ref
+    count = down * across
 
     def step(n, most):
         t = n * programs + p
-        rows, j = t // across * tiles.rows + grid.rows, t % across
+        # Gathered rows column by column: a token is read several times, and L2 holds few columns of all tokens.
+        rows = (t % down if gathered else t // across) * tiles.rows + grid.rows
+        j = t // down if gathered else t % across
         columns = j * tiles.cols + grid.columns
         inside = rows < M  # false past the last tile
         if "offsets" in ref:
@@ -175,6 +179,8 @@ def _lines_kernel(ref: dict, *, grid: Grid, size: tuple[int, int, int], interpre
     across, down = pl.cdiv(K, tiles.cols), pl.cdiv(M, tiles.rows)
     pid = pl.program_id(0)
     g, i, j = pid // (across * down), pid // across % down, pid % across
+    if "indices" in ref:  # column by column, as in _tensor_kernel; of one tensor
+        i, j = pid % down, pid // down
     rows, columns = i * tiles.rows + grid.rows, j * tiles.cols + grid.columns
     rows_in = None if M % tiles.rows == 0 else rows < M
     columns_in = None if K % tiles.cols == 0 else columns < K

@@ -15,6 +15,7 @@ from jaxops._lib.powers import power_of_2
 PASSES = ("cast", "amax")
 LAYOUTS = ("row", "col", "both")
 WHOLE_ROW = 16_384  # columns up to which one program holds a row, finds its scale and casts it
+WHOLE_COLUMN = 1 << 16  # as Tiles.panel: tiles are visited column by column through all rows
 
 
 class Arrays(NamedTuple):
@@ -124,7 +125,7 @@ class Plan(BasePlan):
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What a plan depends on: the static shape [M, K] (of each tensor of a stack), its dtype, the scaling, the layouts,
-    and whether rows are in groups."""
+    whether rows are in groups, and whether they are read through indices."""
 
     M: int
     K: int
@@ -132,6 +133,7 @@ class Problem:
     scaling: str = "block_1x128"
     layouts: str = "row"
     ragged: bool = False
+    gathered: bool = False
 
     @property
     def whole_row(self) -> bool:
@@ -149,10 +151,10 @@ class Problem:
         return self.layouts != "row" or self.scaling == "block_128x128"
 
 
-def _key(pass_name: str, *, K: int, dtype: str, scaling: str, layouts: str, **_: Any) -> tuple:
+def _key(pass_name: str, *, K: int, dtype: str, scaling: str, layouts: str, gathered: bool = False, **_: Any) -> tuple:
     """A tile of 128 columns serves every width; for whole rows, the width counts up to the next power of two."""
     width = power_of_2(K) if scaling == "rowwise" and layouts == "row" else 0
-    return pass_name, width, dtype, scaling, layouts
+    return pass_name, width, dtype, scaling, layouts, gathered
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
@@ -177,10 +179,14 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
             return Tiles(BLOCK, BLOCK, warps=8, panel=8)
         # H200, 2026-11-23, 16384 x 16384, 1x128, both layouts: 343 us; 351 with patches of 32 rows and 4 warps.
         warps = 8 if problem.scaling.startswith("block") else 16
-        return Tiles(BLOCK, BLOCK, 64, 1, warps, panel=64 if problem.layouts == "col" else 1)
+        # A token is a row several times, in different groups: these columns of all tokens stay in L2 meanwhile.
+        panel = WHOLE_COLUMN if problem.gathered else 64 if problem.layouts == "col" else 1
+        return Tiles(BLOCK, BLOCK, 64, 1, warps, panel=panel)
     if pass_name == "cast" and problem.whole_row:
         cols = max(BLOCK, power_of_2(problem.K))
         return Tiles(max(1, 8192 // cols), cols, warps=max(4, cols // 2048))
+    if problem.gathered:  # few columns, as in the cast, and few parts of each column's magnitude
+        return Tiles(64, 256, warps=8, programs=4 * device.cores)
     return Tiles(16, 512, warps=8, programs=4 * device.cores)
 
 
@@ -188,7 +194,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
     """Tiles with 32 to 128 elements a thread."""
     rows, cols, warps, patches, nears, panels = (8, 16, 32, 64), (128, 256, 512, 1024), (2, 4, 8), (1,), (1,), (1,)
     if pass_name == "cast" and problem.tall:
-        rows, cols, warps, panels = (BLOCK,), (BLOCK,), (4, 8, 16), (1, 8, 64)
+        rows, cols, warps, panels = (BLOCK,), (BLOCK,), (4, 8, 16), (1, 8, 64, WHOLE_COLUMN)[: 3 + problem.gathered]
         if problem.layouts != "row":
             patches, nears = (16, 32, 64), (1, 2, 4)
     elif pass_name == "cast" and problem.whole_row:

@@ -101,7 +101,10 @@ def kernels_of(
     """The kernels' names in order, and XLA's own operations."""
     s = jax.ShapeDtypeStruct
     arrays = [s(shape, x_dtype), *([] if groups is None else [s((groups + 1,), "int32")])]
-    text = lower_for_h200(lambda x, offsets=None: jaxops.quantize(x, group_offsets=offsets, **options), *arrays)
+    return kernels_in(lower_for_h200(lambda x, o=None: jaxops.quantize(x, group_offsets=o, **options), *arrays))
+
+
+def kernels_in(text: str) -> tuple[list[str], set[str]]:
     return re.findall(r'"((?:quantize|schedule)_\w+)"', text), set(re.findall(r"= \"?stablehlo\.(\w+)", text)) - {
         "custom_call"
     }

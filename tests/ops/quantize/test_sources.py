@@ -1,0 +1,441 @@
+"""Casts of rows read through indices and of two matrices side by side have the bits of a cast of the copy."""
+
+import functools
+import itertools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxops._lib.device import Device
+from jaxops._lib.ragged import padded_rows
+from jaxops.ops.quantize import Plan, Problem, Tiles, candidates, quantize_beside, quantize_gathered
+from tests.arrays import put
+from tests.hopper import H200, costs_of, lower_for_h200
+from tests.ops.quantize.cases import (
+    E5M2,
+    KERNELS,
+    RUNS,
+    SCALINGS,
+    Variant,
+    backend_of,
+    bits_of,
+    check_equal,
+    make_x,
+    np_quantize,
+)
+from tests.ops.quantize.test_plan import KERNEL, kernels_in
+from tests.window import window
+
+T, R, K, G = 61, 300, 133, 4
+OFFSETS = {
+    "unaligned": [0, 70, 201, 202, 300],
+    "empty": [0, 0, 128, 128, 300],
+    "outside": [17, 45, 45, 174, 290],
+    "nothing": [9, 9, 9, 9, 9],
+    "whole-blocks": [0, 128, 256, 256, 256],
+}
+RAGGED = SCALINGS[:3]
+WILD = (-(2**31), -1, -T, T, T + 1, 2**31 - 1)
+
+
+@functools.cache
+def gathered(run: str, v: Variant):
+    """A jitted function from x, indices, offsets and perhaps amax to a Quantized."""
+    how: dict[str, Any] = {"scaling": v.scaling, "dtype": v.dtype, "pow2_scales": v.pow2}
+    how["plan"] = Plan(backend_of(run), cast=v.tile, amax=v.amax)
+    return jax.jit(lambda x, indices, offsets, amax=None: quantize_gathered(x, indices, offsets, amax=amax, **how))
+
+
+@functools.cache
+def beside(run: str, v: Variant):
+    """A jitted function from left, right and perhaps amax to a Quantized."""
+    how: dict[str, Any] = {"scaling": v.scaling, "dtype": v.dtype, "layouts": v.layouts, "pow2_scales": v.pow2}
+    how["plan"] = Plan(backend_of(run), cast=v.tile, amax=v.amax)
+    return jax.jit(lambda left, right, amax=None: quantize_beside(left, right, amax=amax, **how))
+
+
+def col(scaling: str, **change) -> Variant:
+    return Variant(scaling, "col", ragged=True, **change)
+
+
+def some_rows(x: jax.Array, offsets, seed: int = 0, R: int = R, outside=()) -> tuple[jax.Array, np.ndarray]:
+    """x, whose tokens `outside` hold what would show anywhere, and indices: of those tokens for the rows outside all
+    groups, wild ones among the others."""
+    rng, x = np.random.default_rng(seed), np.array(x)
+    T = x.shape[0]
+    inside = np.setdiff1d(np.arange(T), outside)
+    indices = rng.choice(inside, R).astype(np.int32)
+    wild = rng.choice(R, min(R, 20), replace=False)
+    indices[wild] = rng.choice(WILD if not set(outside) & {0, T - 1} else inside, len(wild))
+    if len(outside):
+        x[list(outside)] = np.resize([np.nan, np.inf, 1e30], (len(outside), 1))
+        row = np.arange(R)
+        out = (row < offsets[0]) | (row >= offsets[-1])
+        indices[out] = rng.choice(outside, out.sum())
+    return put(x), indices
+
+
+def check_gathered(run: str, v: Variant, x, indices, offsets, amax=None) -> None:
+    got = gathered(run, v)(x, indices, np.array(offsets, np.int32), None if amax is None else jnp.float32(amax))
+    rows = np.asarray(x)[np.clip(indices, 0, x.shape[0] - 1)]
+    check_equal(got, np_quantize(rows, v, offsets, amax), v, offsets)
+    assert got.values_t.shape == (x.shape[1], padded_rows(len(indices), len(offsets) - 1))
+    np.testing.assert_array_equal(got.group_offsets, offsets)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", RAGGED)
+def test_gathered(run, scaling):
+    """Rows outside the groups have the tokens with NaN, infinities, huge numbers: they are not read."""
+    compilations = []
+    for i, offsets in enumerate(OFFSETS.values()):
+        x, indices = some_rows(make_x((T, K), seed=i), offsets, i, outside=(3, 20, 21, 40))
+        check_gathered(run, col(scaling), x, indices, offsets)
+        compilations.append(gathered(run, col(scaling))._cache_size())
+    assert len(set(compilations[1:])) == 1  # new indices and offsets recompile nothing
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("token", [0, T - 1])
+@pytest.mark.parametrize("scaling", RAGGED)
+def test_first_and_last_tokens_are_not_read_by_mistake(run, token, scaling):
+    """They are what masked-off and clipped indices would read."""
+    x, indices = some_rows(make_x((T, K), seed=2), [17, 45, 45, 174, 290], 3, outside=(token,))
+    check_gathered(run, col(scaling), x, indices, [17, 45, 45, 174, 290])
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("dtype", "v"),
+    [
+        ("float32", col("tensorwise", dtype=E5M2, pow2=True)),
+        ("float16", col("rowwise", pow2=True)),
+        ("float32", col("block_1x128", dtype=E5M2)),
+    ],
+    ids=str,
+)
+def test_gathered_dtypes(run, dtype, v):
+    x, indices = some_rows(make_x((T, K), dtype, seed=7), OFFSETS["outside"])
+    check_gathered(run, v, x, indices, OFFSETS["outside"])
+
+
+# One row, one token, fewer rows than tokens, columns of one tile and of two.
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", RAGGED)
+@pytest.mark.parametrize(
+    ("shape", "offsets"),
+    [((1, 40), [0, 1]), ((5, 1), [0, 0, 2, 7]), ((263, 128), [3, 11, 13]), ((7, 257), [0, 127, 255, 256])],
+    ids=str,
+)
+def test_gathered_shapes(run, scaling, shape, offsets):
+    R = offsets[-1] + (shape[0] == 263)
+    indices = np.random.default_rng(5).integers(-1, shape[0] + 1, R).astype(np.int32)
+    check_gathered(run, col(scaling), make_x(shape, seed=3), indices, offsets)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_gathered_under_a_given_amax(run):
+    """Larger numbers saturate, and no pass looks for them."""
+    x, indices = some_rows(make_x((T, K), seed=4), OFFSETS["outside"])
+    for amax in (0.5, 1e6):
+        check_gathered(run, col("tensorwise"), x, indices, OFFSETS["outside"], amax)
+
+
+@pytest.mark.parametrize("run", ["xla", "interpret"])
+@pytest.mark.parametrize("scaling", RAGGED)
+def test_nothing_gathered(run, scaling):
+    """No rows, no columns; no rows and no tokens."""
+    for tokens, columns, rows in ((4, 5, 0), (4, 0, 3), (0, 5, 0)):
+        offsets = np.array([0, 0, rows], np.int32)
+        q = gathered(run, col(scaling))(np.ones((tokens, columns), np.float32), np.zeros(rows, np.int32), offsets)
+        assert q.values_t.shape == (columns, padded_rows(rows, 2))
+        assert np.isfinite(np.asarray(q.scales_t)).all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_broken_offsets_and_wild_indices_stay_in_bounds(run):
+    """Wrong rows, but no access out of bounds: XLA would give NaN; tests/sanitize.py runs the kernels."""
+    x = np.ones((T, K), jnp.bfloat16)
+    indices = np.random.default_rng(0).choice(WILD, R).astype(np.int32)
+    for scaling in RAGGED:
+        for offsets in ([-9, 50, 90, 120, 400], [250, 100, 299, 0, 300], [2**31 - 1, -(2**31), 7, 300, 5]):
+            q = jax.block_until_ready(gathered(run, col(scaling))(x, indices, np.array(offsets, np.int32)))
+            assert q.values_t.shape == (K, padded_rows(R, G))
+            if scaling != "block_1x128":
+                assert np.isfinite(np.asarray(q.scales_t)).all()
+
+
+@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.given(
+    T=st.sampled_from([1, 2, 67]),
+    K=st.sampled_from([1, 131, 256]),
+    sizes=st.lists(st.sampled_from([0, 1, 31, 128, 131]), min_size=3, max_size=3),
+    ends=st.tuples(st.sampled_from([0, 5]), st.sampled_from([0, 129])),
+    scaling=st.sampled_from(RAGGED),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.parametrize("run", KERNELS[:1])
+def test_any_gather(run, T, K, sizes, ends, scaling, seed):
+    offsets = [int(at) for at in ends[0] + np.concatenate([[0], np.cumsum(sizes)])]
+    indices = np.random.default_rng(seed).integers(-2, T + 2, offsets[-1] + ends[1]).astype(np.int32)
+    check_gathered(run, col(scaling), make_x((T, K), seed=seed), indices, offsets)
+
+
+# Tiles that hold columns of one matrix only, and of both; blocks of 128 columns of both; the border at a vector's end,
+# and inside of one; unequal widths.
+WIDTHS = [(128, 128), (136, 136), (133, 133), (40, 200), (256, 1)]
+
+
+def check_beside(run: str, v: Variant, left, right, amax=None) -> None:
+    got = beside(run, v)(left, right, None if amax is None else jnp.float32(amax))
+    x = np.concatenate([left, right], axis=-1)
+    for i in np.ndindex(x.shape[:-2]):
+        check_equal(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], got), np_quantize(x[i], v, amax=amax), v)
+    assert (got.values if v.layouts != "col" else got.values_t).ndim == x.ndim
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_beside(run, scaling, widths):
+    left, right = (make_x((150, width), seed=i) for i, width in enumerate(widths))
+    for layouts in ("row", "both") if widths == WIDTHS[1] else ("both",):
+        check_beside(run, Variant(scaling, layouts), left, right)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("layouts", "F"), [("row", 256), ("col", 128), ("both", 51)])
+def test_stacks_beside(run, scaling, layouts, F):
+    """Of matrices with other magnitudes: each has its own scales, of both halves together."""
+    sizes = np.array([0.01, 30, 1], np.float32)[:, None, None]
+    left, right = (make_x((3, 37, F), "float32", seed=i) * sizes for i in range(2))
+    check_beside(run, Variant(scaling, layouts, dtype=E5M2, pow2=True), left, right)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_largest_magnitude_of_either_side(run, scaling):
+    """In the last column of left, and in the first and the last one of right, with tiles within and across."""
+    for F, at in itertools.product((128, 70), (-1, 0, 1)):
+        left, right = (np.array(make_x((20, F), seed=i)) for i in range(2))
+        left[~np.isfinite(left)] = right[~np.isfinite(right)] = 0
+        (left if at < 0 else right)[19, F - 1 if at else 0] = 3e38
+        check_beside(run, Variant(scaling), put(left), put(right))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("layouts", ["row", "both"])
+def test_beside_under_a_given_amax(run, layouts):
+    left, right = (make_x((30, 70), seed=i) for i in range(2))
+    check_beside(run, Variant("tensorwise", layouts), left, right, amax=np.float32(2.0))
+
+
+@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize(
+    "v",
+    [
+        Variant("block_1x128", "both", tile=Tiles(128, 128, 4, 8, 4, 1)),
+        Variant("tensorwise", "row", tile=Tiles(32, 64, warps=2), amax=Tiles(8, 32, programs=7)),
+        Variant("rowwise", "both", tile=Tiles(128, 64, 32, 2, 4, 2), amax=Tiles(16, 64)),
+        Variant("rowwise", "row", tile=Tiles(8, 128, warps=1)),
+    ],
+    ids=lambda v: f"{v}-{v.tile.rows}x{v.tile.cols}",
+)
+def test_tiles(run, v):
+    for F in (64, 101):
+        check_beside(run, v, make_x((150, F), seed=1), make_x((150, F + 30), seed=2))
+    v = col(v.scaling, tile=Tiles(128, 64, 16, 4, 8, 2), amax=v.amax)
+    x, indices = some_rows(make_x((T, K), seed=3), OFFSETS["outside"])
+    check_gathered(run, v, x, indices, OFFSETS["outside"])
+
+
+@pytest.mark.parametrize("run", ["xla", "interpret"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_nothing_beside(run, scaling):
+    """A side without columns; neither with any; no rows."""
+    some, none = make_x((6, 40), seed=1), np.zeros((6, 0), jnp.bfloat16)
+    for left, right in ((some, none), (none, some)):
+        check_beside(run, Variant(scaling), left, right)
+    assert beside(run, Variant(scaling))(none, none).values_t.shape == (0, 6)
+    assert beside(run, Variant(scaling))(some[:0], some[:0]).values.shape == (0, 80)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_vmap_and_scan(run, scaling):
+    """Each as by itself, also where only one of the operands is mapped."""
+    x, indices = some_rows(make_x((T, K), "float32", seed=1), OFFSETS["outside"])
+    xs = np.stack([x, np.asarray(x)[::-1] / 3])
+    offsets = np.array([OFFSETS["outside"], OFFSETS["unaligned"]], np.int32)
+    many = np.stack([indices, indices[::-1]])
+    gather, side = gathered(run, col(scaling)), beside(run, Variant(scaling))
+
+    def same(got, want) -> None:
+        used = [sum(-(-int(n) // 128) * 128 for n in np.diff(o)) for o in offsets]
+        for i, q in enumerate(want):
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(q), strict=True):
+                a, b = bits_of(np.asarray(a)[i]), bits_of(b)
+                if q.values is None and b.shape == (K, padded_rows(R, G)):
+                    a, b = a[:, : used[i]], b[:, : used[i]]
+                np.testing.assert_array_equal(a, b)
+
+    want = [gather(*each) for each in zip(xs, many, offsets, strict=True)]
+    same(jax.jit(jax.vmap(gather))(xs, many, offsets), want)
+    same(jax.jit(lambda *all_: jax.lax.scan(lambda _, each: (0, gather(*each)), 0, all_)[1])(xs, many, offsets), want)
+    want = [gather(x, i, o) for i, o in zip(many, offsets, strict=True)]
+    same(jax.jit(jax.vmap(gather, (None, 0, 0)))(x, many, offsets), want)
+    same(jax.jit(jax.vmap(side, (0, None)))(xs, xs[1]), [side(x, xs[1]) for x in xs])
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_more_than_int32_reaches(run):
+    """Columns of values_t counted in int64; a batch one matrix after another."""
+    x, indices = some_rows(make_x((40, 256), seed=4), [3, 20, 33], R=40)
+    left, right = (make_x((2, 30, 140), seed=i) for i in range(2))
+    gather, side = col("block_1x128"), Variant("block_1x128")
+    mapped = jax.jit(jax.vmap(beside(run, side)))
+    with window(100_000):
+        check_gathered(run, gather, x, indices, [3, 20, 33])
+    with window(5000):
+        check_beside(run, side, left, right)
+        found = mapped(left, right)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(beside("xla", side)(left, right)), strict=True):
+        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+
+
+@pytest.mark.parametrize("run", ["xla", "interpret"])
+def test_x64(run):
+    x, indices = some_rows(make_x((T, K), seed=1), OFFSETS["outside"])
+    with jax.enable_x64(True):
+        for scaling in ("rowwise", "block_1x128"):
+            check_gathered(run, col(scaling), x, indices, OFFSETS["outside"])
+        for scaling in ("tensorwise", "block_128x128"):
+            check_beside(run, Variant(scaling), x, x)
+
+
+@pytest.mark.parametrize("scaling", RAGGED)
+def test_shard_map_checks_the_kernels_varying_axes(scaling):
+    """Indices and one of the sides are replicated, the others are not."""
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+
+    def shard(x, indices, offsets, right):
+        a = quantize_gathered(x, indices, offsets, scaling=scaling)
+        b = quantize_beside(x, right, scaling=scaling, layouts="both")
+        return a.values_t, b.values, b.values_t
+
+    specs = (P("d"), P(), P(), P())
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(P(None, "d"), P("d"), P(None, "d")))
+    s = jax.ShapeDtypeStruct
+    with jax.sharding.use_abstract_mesh(mesh):
+        given = (s((64, 32), "bfloat16"), s((90,), "int32"), s((5,), "int32"), s((32, 32), "bfloat16"))
+        text = str(jax.make_jaxpr(sharded)(*given))
+    assert text.count("name=quantize_cast") == 2
+
+
+@pytest.mark.parametrize("call", ["gathered", "beside"])
+def test_no_gradient(call):
+    x, i = jnp.ones((3, 5)), jnp.zeros(4, jnp.int32)
+    cast = {
+        "gathered": lambda x: quantize_gathered(x, i, jnp.array([0, 4], jnp.int32)).scales_t.sum(),
+        "beside": lambda x: quantize_beside(jnp.ones_like(x), x).scales.sum(),
+    }[call]
+    with pytest.raises(NotImplementedError, match=r"no gradient of its own.*stop_gradient"):
+        jax.eval_shape(jax.grad(cast), x)
+    jax.eval_shape(jax.grad(lambda x: cast(jax.lax.stop_gradient(x))), x)
+
+
+def lowered(fn, *shapes) -> tuple[list[str], set[str], list[tuple[str, int, int]]]:
+    """The kernels, XLA's own operations, and the kernels' costs."""
+    text = lower_for_h200(fn, *shapes)
+    assert KERNEL in text
+    return *kernels_in(text), costs_of(text)
+
+
+@pytest.mark.parametrize("scaling", RAGGED)
+def test_gathered_on_an_h200(scaling):
+    """The rows are never in memory: the kernels read the tokens."""
+    s, T, k, D = jax.ShapeDtypeStruct, 16_384, 8, 2048
+    given = s((T, D), "bfloat16"), s((T * k,), "int32"), s((65,), "int32")
+    kernels, others, costs = lowered(functools.partial(quantize_gathered, scaling=scaling), *given)
+    assert kernels == ["quantize_amax"] * (scaling != "block_1x128") + ["schedule_rows", "quantize_cast"]
+    assert not others & {"gather", "dynamic_slice", "transpose", "pad", "concatenate", "copy"}
+    tokens = T * D * 2 + T * k * 4
+    assert all(tokens < nbytes < 1.3 * tokens for name, _, nbytes in costs if name == "quantize_amax")
+    assert costs[-1][2] > tokens + T * k * D  # and writes a byte for each element of the rows
+    assert costs[-1][2] < 1.1 * (tokens + T * k * D)
+    amax = s((), "float32")
+    if scaling == "tensorwise":
+        fn = lambda x, i, o, amax: quantize_gathered(x, i, o, scaling=scaling, amax=amax)
+        assert lowered(fn, *given, amax)[0] == ["schedule_rows", "quantize_cast"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_beside_on_an_h200(scaling, dtype):
+    """Two matrices are never one array in memory, and are counted once."""
+    E, D = 64, 2048
+    for F, layouts in ((512, "both"), (512, "row"), (500, "both"), (77, "col")):
+        w = jax.ShapeDtypeStruct((E, D, F), dtype)
+        kernels, others, costs = lowered(functools.partial(quantize_beside, scaling=scaling, layouts=layouts), w, w)
+        looks = scaling == "tensorwise" or (scaling == "rowwise" and layouts != "row")
+        assert kernels == ["quantize_amax"] * looks + ["quantize_cast"]
+        assert not others & {"gather", "transpose", "pad", "concatenate", "copy"}
+        read, written = 2 * E * D * F * w.dtype.itemsize, 2 * E * D * F * (1 + (layouts == "both"))
+        assert read + written < costs[-1][2] < 1.1 * (read + written)
+
+
+@pytest.mark.parametrize("scaling", RAGGED)
+def test_candidates_lower_for_an_h200(scaling):
+    """Of gathered rows, whose tuned rows are others than those of a tensor's own rows."""
+    problem = Problem(640, 1000, "bfloat16", scaling, "col", ragged=True, gathered=True)
+    device = Device("NVIDIA H200", "gpu")
+    s = jax.ShapeDtypeStruct
+    tiles = {(t.rows, t.cols, t.patch, t.near): t for t in candidates("cast", problem, device)}
+    for tile in list(tiles.values())[::2]:
+        fn = functools.partial(quantize_gathered, scaling=scaling, plan=Plan("pallas", tile))
+        assert lowered(fn, s((80, 1000), "bfloat16"), s((640,), "int32"), s((9,), "int32"))[0][-1] == "quantize_cast"
+
+
+I32 = np.zeros(6, np.int32)
+ERRORS = {
+    "indices-rank": ((np.ones((6, 4)), I32[None]), ValueError, r"indices has shape \(1, 6\).*\[R\]"),
+    "indices-int64": ((np.ones((6, 4)), I32.astype(np.int64)), TypeError, r"indices is int64.*astype\(jnp\.int32\)"),
+    "indices-list": ((np.ones((6, 4)), [0]), TypeError, r"indices is a list.*int32 array \[R\]"),
+    "no-tokens": ((np.ones((0, 4)), I32), ValueError, r"indices has shape \(6,\), but x has shape \(0, 4\).*no rows"),
+    "stack": ((np.ones((1, 6, 4)), I32), ValueError, r"x has shape \(1, 6, 4\), a stack"),
+    "no-offsets": ((np.ones((6, 4)), I32, None), TypeError, r"group_offsets is a NoneType"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "match"), ERRORS.values(), ids=ERRORS)
+def test_errors_of_gathered(given, error, match):
+    x, indices, *offsets = given
+    offsets = offsets or [np.array([0, 6], np.int32)]
+    with pytest.raises(error, match=match):
+        quantize_gathered(x.astype(np.float32), indices, *offsets)
+
+
+def test_errors_of_beside():
+    x = jnp.ones((2, 6, 4))
+    with pytest.raises(ValueError, match=r"left has shape \(2, 6, 4\), right \(2, 5, 4\).*all axes but the last"):
+        quantize_beside(x, x[:, :5])
+    with pytest.raises(ValueError, match=r"right \(6, 4\)"):
+        quantize_beside(x, x[0])
+    with pytest.raises(TypeError, match=r"left is float32 and right is bfloat16: cast one"):
+        quantize_beside(x, x.astype(jnp.bfloat16))
+    with pytest.raises(TypeError, match=r"left is int8"):
+        quantize_beside(x.astype(jnp.int8), x)
+    with pytest.raises(ValueError, match=r"left has shape \(4,\).*left\.reshape"):
+        quantize_beside(x[0, 0], x)
+    with pytest.raises(TypeError, match=r"right is a list"):
+        quantize_beside(x, [1.0])
+    with pytest.raises(NotImplementedError, match=r"'block_128x128' does not take group_offsets"):
+        quantize_gathered(x[0], jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32), scaling="block_128x128")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxops._lib.activations import activate_and_slope
+from jaxops._lib.activations import activate_and_slope, quick_sigmoid
 from jaxops._lib.fp8 import Quantized
 from jaxops.ops.fp8_matmul import Recipe
 from jaxops.ops.quantize import Computed, Halves, Output, Tiles, quantize_computed
@@ -14,7 +14,7 @@ from jaxops.ops.quantize import Computed, Halves, Output, Tiles, quantize_comput
 @functools.cache
 def _unit(activation: str) -> Callable:
     def unit(gate, up):
-        value, _ = activate_and_slope(gate, activation)
+        value, _ = activate_and_slope(gate, activation, quick_sigmoid)
         return (value * up,), ()
 
     return unit
@@ -23,7 +23,7 @@ def _unit(activation: str) -> Callable:
 @functools.cache
 def _unit_bwd(activation: str) -> Callable:
     def unit_bwd(dh, gate, up, weights):
-        value, slope = activate_and_slope(gate, activation)
+        value, slope = activate_and_slope(gate, activation, quick_sigmoid)
         h, weighted = value * up, weights * dh
         return (weighted * up * slope, weighted * value, weights * h), (dh * h,)
 
@@ -64,6 +64,7 @@ def unit_bwd_cast(
     pow2_scales: bool = False,
     backend: str = "auto",
     tiles: Tiles | None = None,
+    again: bool = False,
 ) -> tuple[Computed, Computed, jax.Array]:
     """The unit's gradient, cast to `recipe.dout`, and the unit times the router's weights, to `recipe.lhs`.
 
@@ -85,5 +86,5 @@ def unit_bwd_cast(
     h = Output(recipe.lhs.scaling, recipe.lhs.dtype, "none" if recipe.gw_hp else "col", 1, recipe.gw_hp)
     how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
     operands = [dh, Halves(gate_up), weights]
-    (dpre, h), (dots,) = quantize_computed(_unit_bwd(activation), operands, [dpre, h], **how, sums=1, tiles=tiles)
+    (dpre, h), (dots,) = quantize_computed(_unit_bwd(activation), operands, [dpre, h], **how, sums=1, tiles=tiles, again=again)
     return dpre, h, dots

@@ -81,6 +81,7 @@ class Computation:
       dtype: name of the dtype to which computed tensors are rounded first.
       sums: how many tensors compute returns whose rows are added up.
       pow2: scales are powers of two.
+      again: reads the operands, then in L1, and computes again for each tensor, so that one at a time is in registers.
     """
 
     compute: Callable
@@ -88,6 +89,15 @@ class Computation:
     dtype: str
     sums: int
     pow2: bool
+    again: bool = False
+
+    def steps(self) -> list[tuple[int, range]]:
+        """Number of its output, and parts of this one, of the tensors that are cast together: they share a scale."""
+        found = []
+        for n, output in enumerate(self.outputs):
+            together = output.scaling == "rowwise" and output.row
+            found += [(n, range(output.parts))] if together else [(n, range(i, i + 1)) for i in range(output.parts)]
+        return found
 
     def tensors(self) -> list[tuple[int, int]]:
         """Number of its output, and its number among this one's parts, of each tensor that compute returns."""

@@ -58,18 +58,19 @@ def quantize_computed(
       axis.
 
     Raises:
-      ValueError: no matrix among the operands; an unknown backend.
+      ValueError: no matrix among the operands; an unknown backend; tiles that do not hold what shares a scale.
       NotImplementedError: a derivative; "pallas" on a GPU without FP8.
     """
-    operands, offsets = vary_together(tuple(operands), group_offsets)
-    R, C = size_of(operands)
+    given, offsets = vary_together(tuple(operands), group_offsets)
+    R, C = size_of(given)
     computation = Computation(compute, tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales, again)
     problem = Problem(R, C, computation.dtype, "block_1x128", "row", ragged=True)
-    device, backend = PLANNER.choose(problem, device_of(operands, offsets), backend, None)
+    device, backend = PLANNER.choose(problem, device_of(given, offsets), backend, None)
     if backend == "xla" or 0 in (R, C) or not computation.in_one_pass(C):
-        return composed(computation, operands, offsets, backend)
+        return composed(computation, given, offsets, backend)
     tiles = tiles or cast_tiles(computation, C)
-    return _call(computation, tiles, amax_tiles(C, 4 * device.cores), device.interpret, operands, offsets)
+    computation.check_tiles(tiles, C)
+    return _call(computation, tiles, amax_tiles(C, 4 * device.cores), device.interpret, given, offsets)
 
 
 def _passes(

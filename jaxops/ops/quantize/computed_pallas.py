@@ -93,7 +93,7 @@ def _amax_kernel(
             rows_in = rows_in & _inside(ref["offsets"], rows)
         columns_in = None if C % tiles.cols == 0 else columns < C
         tensors, _ = _computed(ref, computation, C, rows, columns, rows_in, columns_in)
-        found = dict.fromkeys(numbers)
+        found: dict[int, Any] = dict.fromkeys(numbers)
         for (output, _), x in zip(computation.tensors(), tensors, strict=True):
             if output in found:
                 size, before = abs_for_max(infinity_to_nan(x), interpret), found[output]
@@ -322,8 +322,8 @@ def _as_results(
 ) -> tuple[tuple[Computed, ...], tuple[jax.Array, ...]]:
     computed = []
     for n, output in enumerate(computation.outputs):
-        parts, how = range(output.parts), {"scaling": output.scaling, "dtype": computation.dtype}
-        how["group_offsets"] = offsets
+        parts = range(output.parts)
+        how: Any = {"scaling": output.scaling, "dtype": computation.dtype, "group_offsets": offsets}
         row, cols = None, ()
         if output.row:
             row = Quantized(found[f"values{n}"], scales.get(n, found.get(f"scales{n}")), **how)

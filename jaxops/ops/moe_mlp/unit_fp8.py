@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxops._lib.activations import activate_and_slope
+from jaxops._lib.activations import activate_and_slope, quick_sigmoid
 from jaxops._lib.fp8 import Quantized
 from jaxops.ops.fp8_matmul import Recipe
 from jaxops.ops.quantize import Computed, Halves, Output, Tiles, quantize_computed
@@ -14,7 +14,7 @@ from jaxops.ops.quantize import Computed, Halves, Output, Tiles, quantize_comput
 @functools.cache
 def _unit(activation: str) -> Callable:
     def unit(gate, up):
-        value, _ = activate_and_slope(gate, activation)
+        value, _ = activate_and_slope(gate, activation, quick_sigmoid)
         return (value * up,), ()
 
     return unit
@@ -23,7 +23,7 @@ def _unit(activation: str) -> Callable:
 @functools.cache
 def _unit_bwd(activation: str) -> Callable:
     def unit_bwd(dh, gate, up, weights):
-        value, slope = activate_and_slope(gate, activation)
+        value, slope = activate_and_slope(gate, activation, quick_sigmoid)
         h, weighted = value * up, weights * dh
         return (weighted * up * slope, weighted * value, weights * h), (dh * h,)
 
@@ -64,7 +64,9 @@ def unit_bwd_cast(
     pow2_scales: bool = False,
     backend: str = "auto",
     tiles: Tiles | None = None,
-) -> tuple[Computed, Computed, jax.Array]:
+    again: bool = False,
+    joined: bool = True,
+) -> tuple[tuple[Computed, ...], Computed, jax.Array]:
     """The unit's gradient, cast to `recipe.dout`, and the unit times the router's weights, to `recipe.lhs`.
 
     All are rounded to gate_up's dtype first. With gw_hp there are no column layouts, but the rounded tensors.
@@ -75,15 +77,20 @@ def unit_bwd_cast(
       weights: [R] float32, of the rows.
       offsets: [G + 1] int32; rows outside the groups hold anything, and are unspecified in the result, except that they
         are in no column layout and no tensorwise scale.
+      again: see `Computation`.
+      joined: the row layouts of gate's and up's gradients are one, [R, 2 * F], gate's columns first. Not with 2^31 to
+        2^32 elements, which JAX's kernels write to a longer array, to be copied from there: see `launch`.
 
     Returns:
-      The gradient: the row layout [R, 2 * F], gate's columns first, and the column layouts of gate's and up's, or both
-      [R, F] unquantized; the weighted unit: its column layout or itself; and parts [n, R] float32 of the gradients of
-      the weights, for `sums_of_choices`.
+      The gradient: the row layout [R, 2 * F], and the column layouts of gate's and up's, or both [R, F] unquantized;
+      with joined=False as two results. The weighted unit: its column layout or itself. And parts [n, R] float32 of the
+      gradients of the weights, for `sums_of_choices`.
     """
-    dpre = Output(recipe.dout.scaling, recipe.dout.dtype, "row" if recipe.gw_hp else "both", 2, recipe.gw_hp)
-    h = Output(recipe.lhs.scaling, recipe.lhs.dtype, "none" if recipe.gw_hp else "col", 1, recipe.gw_hp)
     how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
-    operands = [dh, Halves(gate_up), weights]
-    (dpre, h), (dots,) = quantize_computed(_unit_bwd(activation), operands, [dpre, h], **how, sums=1, tiles=tiles)
-    return dpre, h, dots
+    layouts, plain = ("row", True) if recipe.gw_hp else ("both", False)
+    dpre = [Output(recipe.dout.scaling, recipe.dout.dtype, layouts, 2 if joined else 1, plain)] * (1 if joined else 2)
+    h = Output(recipe.lhs.scaling, recipe.lhs.dtype, "none" if recipe.gw_hp else "col", 1, recipe.gw_hp)
+    compute, operands = _unit_bwd(activation), [dh, Halves(gate_up), weights]
+    how |= {"sums": 1, "tiles": tiles, "again": again}
+    (*found, weighted), (dots,) = quantize_computed(compute, operands, [*dpre, h], **how)
+    return tuple(found), weighted, dots

@@ -30,6 +30,7 @@ def quantize_computed(
     pow2_scales: bool = False,
     backend: str = "auto",
     tiles: Tiles | None = None,
+    again: bool = False,
 ) -> Results:
     """Computes tensors [R, C] element by element and casts them, as `quantize` casts what compute has written.
 
@@ -50,24 +51,26 @@ def quantize_computed(
       pow2_scales: as in `quantize`.
       backend: as in `quantize`.
       tiles: of the pass that writes the results, instead of the heuristic ones.
+      again: see `Computation`.
 
     Returns:
       A `Computed` for each output; and for each of the sums parts [n, R] float32, which add up to it over the first
       axis.
 
     Raises:
-      ValueError: no matrix among the operands; an unknown backend.
+      ValueError: no matrix among the operands; an unknown backend; tiles that do not hold what shares a scale.
       NotImplementedError: a derivative; "pallas" on a GPU without FP8.
     """
-    operands, offsets = vary_together(tuple(operands), group_offsets)
-    R, C = size_of(operands)
-    computation = Computation(compute, tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales)
+    given, offsets = vary_together(tuple(operands), group_offsets)
+    R, C = size_of(given)
+    computation = Computation(compute, tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales, again)
     problem = Problem(R, C, computation.dtype, "block_1x128", "row", ragged=True)
-    device, backend = PLANNER.choose(problem, device_of(operands, offsets), backend, None)
+    device, backend = PLANNER.choose(problem, device_of(given, offsets), backend, None)
     if backend == "xla" or 0 in (R, C) or not computation.in_one_pass(C):
-        return composed(computation, operands, offsets, backend)
+        return composed(computation, given, offsets, backend)
     tiles = tiles or cast_tiles(computation, C)
-    return _call(computation, tiles, amax_tiles(C, 4 * device.cores), device.interpret, operands, offsets)
+    computation.check_tiles(tiles, C)
+    return _call(computation, tiles, amax_tiles(C, 4 * device.cores), device.interpret, given, offsets)
 
 
 def _passes(

@@ -93,7 +93,7 @@ def _amax_kernel(
             rows_in = rows_in & _inside(ref["offsets"], rows)
         columns_in = None if C % tiles.cols == 0 else columns < C
         tensors, _ = _computed(ref, computation, C, rows, columns, rows_in, columns_in)
-        found = dict.fromkeys(numbers)
+        found: dict[int, Any] = dict.fromkeys(numbers)
         for (output, _), x in zip(computation.tensors(), tensors, strict=True):
             if output in found:
                 size, before = abs_for_max(infinity_to_nan(x), interpret), found[output]
@@ -157,7 +157,7 @@ def _add_up(x: jax.Array) -> jax.Array:
 
 
 def _row_factors(
-    ref: dict, computation: Computation, n: int, sizes: list[jax.Array], p: Location, C: int
+    ref: dict, computation: Computation, n: int, parts: range, sizes: list[jax.Array], p: Location, C: int
 ) -> list[jax.Array]:
     """The factor of each part's values in the row layout; stores this tile's scales."""
     output: Output = computation.outputs[n]
@@ -166,9 +166,9 @@ def _row_factors(
         found = [amax_over(size, (*COLUMNS, 2)) for size in sizes]
         scale, factor = scale_and_factor(functools.reduce(jnp.maximum, found), **how)
         store(ref[f"scales{n}"], (p.rows,), scale, p.rows_in)
-        return [factor] * output.parts
+        return [factor] * len(parts)
     factors = []
-    for part, size in enumerate(sizes):
+    for part, size in zip(parts, sizes, strict=True):
         scale, factor = scale_and_factor(amax_over(size, COLUMNS), **how)
         at = (part * pl.cdiv(C, BLOCK) + p.blocks, p.rows)
         store(ref[f"scales{n}"], at, scale, both(p.rows_in, p.blocks_in))
@@ -176,12 +176,14 @@ def _row_factors(
     return factors
 
 
-def _cast_output(
-    ref: dict, computation: Computation, n: int, tensors: list[jax.Array], p: Location, C: int, interpret: bool
-) -> None:
+def _cast_parts(
+    ref: dict, computation: Computation, n: int, parts: range, tensors: list[jax.Array], p: Location, C: int,
+    interpret: bool,
+) -> None:  # fmt: skip
+    """Stores this tile of some parts of output n."""
     output: Output = computation.outputs[n]
     if output.plain:
-        for part, x in enumerate(tensors):
+        for part, x in zip(parts, tensors, strict=True):
             store(ref[f"plain{n}_{part}"], (p.rows, p.columns), x, both(p.rows_in, p.columns_in))
     if output.layouts == "none":
         return
@@ -196,15 +198,15 @@ def _cast_output(
     else:
         sizes = [abs_for_max(x, interpret) for x in values]
     if output.row:
-        factors = _row_factors(ref, computation, n, sizes, p, C) if sizes else [given] * output.parts
-        for part, (x, factor) in enumerate(zip(values, factors, strict=True)):
+        factors = _row_factors(ref, computation, n, parts, sizes, p, C) if sizes else [given] * len(parts)
+        for part, x, factor in zip(parts, values, factors, strict=True):
             at = (p.rows, part * C + p.columns)
             store(ref[f"values{n}"], at, cast(x, factor), both(p.rows_in, p.columns_in))
     if output.col:
-        for part, x in enumerate(values):
+        for i, (part, x) in enumerate(zip(parts, values, strict=True)):
             factor = given
             if sizes:
-                amax = amax_over(sizes[part], ROWS)
+                amax = amax_over(sizes[i], ROWS)
                 scale, factor = scale_and_factor(amax, output.fp8, computation.pow2, computation.dtype == "bfloat16")
                 store(ref[f"scales_t{n}_{part}"], (p.block, p.columns), scale, both(p.columns_in, p.rows_t_in))
             at = (p.columns, p.rows_t)
@@ -223,13 +225,17 @@ def _cast_kernel(ref: dict, *, computation: Computation, grid: Grid, size: tuple
     if "offsets" in ref:
         rows_in = both(rows_in, _inside(ref["offsets"], p.rows))
     p = dataclasses.replace(p, rows_in=rows_in)
-    tensors, addends = _computed(ref, computation, C, p.rows, p.columns, p.rows_in, p.columns_in)
+    place = (computation, C, p.rows, p.columns, p.rows_in, p.columns_in)
+    tensors, addends = _computed(ref, *place)
     _, j = panel_order(pid, down, across, grid.tiles.panel)
     for i, x in enumerate(addends):
         store(ref[f"sums{i}"], (index(j), p.rows), _add_up(x), p.rows_in)
-    for n, output in enumerate(computation.outputs):
-        mine, tensors = tensors[: output.parts], tensors[output.parts :]
-        _cast_output(ref, computation, n, mine, p, C, interpret)
+    numbers = computation.tensors()
+    for step, (n, parts) in enumerate(computation.steps()):
+        if step and computation.again:
+            tensors, _ = _computed(ref, *place)
+        mine = [tensors[numbers.index((n, part))] for part in parts]
+        _cast_parts(ref, computation, n, parts, mine, p, C, interpret)
 
 
 def _results(
@@ -316,8 +322,8 @@ def _as_results(
 ) -> tuple[tuple[Computed, ...], tuple[jax.Array, ...]]:
     computed = []
     for n, output in enumerate(computation.outputs):
-        parts, how = range(output.parts), {"scaling": output.scaling, "dtype": computation.dtype}
-        how["group_offsets"] = offsets
+        parts = range(output.parts)
+        how: Any = {"scaling": output.scaling, "dtype": computation.dtype, "group_offsets": offsets}
         row, cols = None, ()
         if output.row:
             row = Quantized(found[f"values{n}"], scales.get(n, found.get(f"scales{n}")), **how)

@@ -81,6 +81,7 @@ class Computation:
       dtype: name of the dtype to which computed tensors are rounded first.
       sums: how many tensors compute returns whose rows are added up.
       pow2: scales are powers of two.
+      again: reads the operands, then in L1, and computes again for each tensor, so that one at a time is in registers.
     """
 
     compute: Callable
@@ -88,6 +89,15 @@ class Computation:
     dtype: str
     sums: int
     pow2: bool
+    again: bool = False
+
+    def steps(self) -> list[tuple[int, range]]:
+        """Number of its output, and parts of this one, of the tensors that are cast together: they share a scale."""
+        found = []
+        for n, output in enumerate(self.outputs):
+            together = output.scaling == "rowwise" and output.row
+            found += [(n, range(output.parts))] if together else [(n, range(i, i + 1)) for i in range(output.parts)]
+        return found
 
     def tensors(self) -> list[tuple[int, int]]:
         """Number of its output, and its number among this one's parts, of each tensor that compute returns."""
@@ -106,12 +116,31 @@ class Computation:
                 return False  # a block of the row layout would hold columns of two parts
         return True
 
+    def check_tiles(self, tiles: Tiles, C: int) -> None:
+        """
+        Raises:
+          ValueError: a tile does not hold all that shares a scale, or a block of a padded group.
+        """
+        rows = [output for output in self.outputs if output.row]
+        rule = None
+        if self.col and (tiles.rows != BLOCK or tiles.cols > BLOCK):
+            rule = f"rows must be {BLOCK} and cols at most {BLOCK} for a column layout"
+        elif any(output.scaling == "block_1x128" for output in rows) and tiles.cols % BLOCK:
+            rule = f"cols must be a multiple of {BLOCK} for scales of {BLOCK} columns"
+        elif any(output.scaling == "rowwise" for output in rows) and tiles.cols < C:
+            rule = f"cols must be at least {C} for scales of whole rows"
+        if rule:
+            raise ValueError(f"tiles={tiles}: {rule}.")
+
 
 def cast_tiles(computation: Computation, C: int) -> Tiles:
     """32 elements a thread: of several tensors, all in registers at once."""
+    rows = [output.scaling for output in computation.outputs if output.row]
+    if computation.col and "block_1x128" in rows:
+        return Tiles(BLOCK, BLOCK, 4, 1, 16)
     if computation.col:
-        return Tiles(BLOCK, BLOCK, 64, 1, 16)
-    if any(output.scaling == "rowwise" and output.row for output in computation.outputs):
+        return Tiles(BLOCK, BLOCK // 2, 4, 1, 8)  # two programs run at once on a multiprocessor
+    if "rowwise" in rows:
         cols = max(BLOCK, power_of_2(C))
         return Tiles(max(1, 8192 // cols), cols, warps=max(8, cols // 1024))
     return amax_tiles(C, 528)

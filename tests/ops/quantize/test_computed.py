@@ -97,7 +97,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 def check(call: Call, got, operands, offsets) -> None:
     a, both, weights = (np.asarray(x).astype(np.float32) for x in operands)
-    rows, C = a.shape
+    C = a.shape[1]
     with np.errstate(all="ignore"):
         tensors = [a * both[:, :C], weights[:, None] * both[:, C:], weights[:, None] * a]
         tensors = [np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x) for x in tensors]
@@ -174,7 +174,9 @@ def test_what_spans_tiles_is_written_first(run, call):
 
 @pytest.mark.parametrize("run", RUNS[1:3])
 @pytest.mark.parametrize(
-    "tiles", [Tiles(128, 128, 16, 4, 8, panel=8), Tiles(128, 128, 1, 1, 8, panel=2), Tiles(128, 128, 32, 1, 16)], ids=str
+    "tiles",
+    [Tiles(128, 128, 16, 4, 8, panel=8), Tiles(128, 128, 1, 1, 8, panel=2), Tiles(128, 128, 4, 32, 16)],
+    ids=str,
 )
 def test_tiles(run, tiles):
     call = dataclasses.replace(CALLS[0], tiles=tiles)
@@ -256,6 +258,17 @@ def test_errors():
         quantize_computed(double, [x[:, 0]], [Output()], group_offsets=offsets, dtype="float32")
     with pytest.raises(ValueError, match=r"Output.scaling"):
         Output("block_128x128")
+    for tiles, layouts, rule in ((Tiles(128, 64), "row", "multiple of 128"), (Tiles(64, 128), "col", "rows must be")):
+        with pytest.raises(ValueError, match=rule):
+            quantize_computed(
+                double, [x], [Output(layouts=layouts)], group_offsets=offsets, dtype="float32", backend="pallas",
+                tiles=tiles,
+            )  # fmt: skip
+    with pytest.raises(ValueError, match=r"cols must be at least 128"):
+        quantize_computed(
+            double, [x], [Output("rowwise")], group_offsets=offsets, dtype="float32", backend="pallas",
+            tiles=Tiles(8, 64),
+        )  # fmt: skip
     with pytest.raises(TypeError, match=r"Output.fp8"):
         Output(fp8="float16")
     with pytest.raises(NotImplementedError, match=r"no gradient of its own"):

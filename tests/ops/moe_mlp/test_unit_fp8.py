@@ -1,0 +1,216 @@
+"""The unit and its backward with their casts, beside the unit by XLA and the casts of `jaxops.quantize` after it."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.ops.fp8_matmul import RECIPES
+from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
+from jaxops.ops.moe_mlp.xla import unit_bwd_xla, unit_xla
+from jaxops.ops.quantize import Quantized
+from tests.compare import assert_close
+from tests.hopper import lower_for_h200
+from tests.ops.quantize.cases import backend_of, bits_of
+
+RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
+NAMES = [name for name, recipe in RECIPES.items() if not recipe.delayed]
+OFFSETS = [5, 5, 60, 190, 190, 250]
+R = 257
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    recipe: str
+    activation: str = "silu"
+    F: int = 256
+    dtype: str = "bfloat16"
+    pow2: bool = False
+
+    def how(self, run: str) -> dict:
+        return {"pow2_scales": self.pow2, "backend": backend_of(run)}
+
+
+CASES = [Case(name) for name in NAMES]
+CASES += [
+    Case("blockwise", "gelu_tanh", 136, pow2=True),
+    Case("tensorwise", "gelu_tanh", 37, "float16", True),
+    Case("blockwise_with_gw_hp", "gelu", 128, "float32"),
+    Case("rowwise_with_gw_hp", "relu", 133),
+]
+
+
+def operands_of(case: Case, outside: float = np.nan) -> list:
+    """dh, gate and up, the weights: `outside` in the rows outside the groups."""
+    rng = np.random.default_rng(case.F)
+    rows = np.r_[0 : OFFSETS[0], OFFSETS[-1] : R]
+    found = []
+    for shape in ((R, case.F), (R, 2 * case.F), (R,)):
+        x = rng.normal(size=shape) * 3
+        x[rows] = outside
+        found.append(jnp.asarray(x, case.dtype if len(shape) == 2 else "float32"))
+    return found
+
+
+@functools.cache
+def compiled(run: str, case: Case):
+    recipe, how = RECIPES[case.recipe], case.how(run)
+
+    def both(dh, gate_up, weights, offsets):
+        forward = unit_cast(case.activation, recipe, gate_up, offsets, **how)
+        return forward, *unit_bwd_cast(case.activation, recipe, dh, gate_up, weights, offsets, **how)
+
+    return jax.jit(both)
+
+
+@functools.cache
+def written(activation: str):
+    """(h, (dgate, dup, weighted h, dots)), by XLA."""
+    split = lambda gate_up: jnp.split(gate_up, 2, axis=1)
+    forward = jax.jit(lambda gate_up: unit_xla(activation, *split(gate_up)))
+    backward = jax.jit(lambda dh, gate_up, weights: unit_bwd_xla(activation, dh, *split(gate_up), weights))
+    return lambda dh, gate_up, weights: (forward(gate_up), backward(dh, gate_up, weights))
+
+
+def check_cast(got: Quantized, x, form, pow2: bool, layouts: str, part: slice = slice(None)) -> None:
+    """`got` is `x`, cast: almost all bits are those of `jaxops.quantize`, and no value is further away than a step.
+
+    The activation's last bit may differ, and with it the rounding of x, and then a value's or a whole block's scale.
+    """
+    want = jaxops.quantize(
+        x, scaling=form.scaling, dtype=form.dtype, layouts=layouts, pow2_scales=pow2, backend="xla",
+        group_offsets=jnp.array(OFFSETS, jnp.int32),
+    )  # fmt: skip
+    rows, used = slice(OFFSETS[0], OFFSETS[-1]), sum(-(-n // 128) * 128 for n in np.diff(OFFSETS))
+    if layouts == "row":
+        pairs = [(got.values[rows], want.values[rows]), (got.scales, want.scales)]
+        if got.scales.ndim:
+            pairs[1] = tuple(scales[..., rows] for scales in pairs[1])
+    else:
+        pairs = [(got.values_t[:, :used], want.values_t[part, :used]), (got.scales_t, want.scales_t)]
+        if form.scaling == "block_1x128":
+            pairs[1] = got.scales_t[: used // 128], want.scales_t[: used // 128, part]
+        elif form.scaling == "rowwise":
+            pairs[1] = got.scales_t, want.scales_t[part]
+    for a, b in pairs:
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert np.mean(bits_of(a) != bits_of(b)) < 5e-3
+    steps = [np.asarray(x).view(np.uint8).astype(int) for x in pairs[0]]
+    assert np.abs(steps[0] - steps[1])[(steps[0] & 127 > 1) & (steps[1] & 127 > 1)].max(initial=0) <= 1
+    np.testing.assert_allclose(*(np.asarray(x) for x in pairs[1]), rtol=8e-3)  # of bfloat16's spacing
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values(run, case):
+    """Rows outside the groups are NaN, groups are empty and unaligned."""
+    recipe, operands = RECIPES[case.recipe], operands_of(case)
+    h, (dgate, dup, weighted, dots) = written(case.activation)(*operands)
+    forward, (dpre,), h_t, parts = compiled(run, case)(*operands, jnp.array(OFFSETS, jnp.int32))
+    check_cast(forward, h, recipe.lhs, case.pow2, "row")
+    check_cast(dpre.row, jnp.concatenate([dgate, dup], axis=1), recipe.dout, case.pow2, "row")
+    rows = slice(OFFSETS[0], OFFSETS[-1])
+    assert parts.dtype == jnp.float32
+    assert_close(jnp.sum(parts, axis=0)[rows], dots[0, rows], "float32", "dots", scale=2)
+    if recipe.gw_hp:
+        assert not dpre.cols
+        assert not h_t.cols
+        assert h_t.row is None
+        names = ("dgate", "dup", "h")
+        for name, got, want in zip(names, (*dpre.plain, *h_t.plain), (dgate, dup, weighted), strict=True):
+            assert got.dtype == want.dtype
+            assert_close(got[rows], want[rows], case.dtype, name)
+        return
+    assert not dpre.plain
+    assert not h_t.plain
+    joined = jnp.concatenate([dgate, dup], axis=1)  # one scale of the whole tensor
+    for i, got in enumerate(dpre.cols):
+        check_cast(got, joined, recipe.dout, case.pow2, "col", slice(i * case.F, (i + 1) * case.F))
+    check_cast(h_t.cols[0], weighted, recipe.lhs, case.pow2, "col")
+
+
+@pytest.mark.parametrize("case", [*CASES[:2], *CASES[-4:]], ids=str)
+def test_interpreted_kernels_have_the_bits_of_the_composition(case):
+    """The same formulas; XLA's CPU compiler may round an exponential differently in the two programs."""
+    operands, offsets = operands_of(case), jnp.array(OFFSETS, jnp.int32)
+    got, want = (compiled(run, case)(*operands, offsets)[0] for run in ("interpret", "xla"))
+    rows = slice(OFFSETS[0], OFFSETS[-1])
+    wrong = bits_of(got.values[rows]) != bits_of(want.values[rows])
+    assert np.mean(wrong) < 1e-3
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_row_layouts(run):
+    """Not joined, each is what is in the joined one."""
+    case, offsets = Case("blockwise"), jnp.array(OFFSETS, jnp.int32)
+    operands, rows = operands_of(case), slice(OFFSETS[0], OFFSETS[-1])
+    how = case.how(run) | {"joined": False}
+    separate, _, _ = jax.jit(
+        lambda *operands: unit_bwd_cast(case.activation, RECIPES[case.recipe], *operands, **how)
+    )(*operands, offsets)  # fmt: skip
+    (joined,) = compiled(run, case)(*operands, offsets)[1]
+    for i, found in enumerate(separate):
+        columns, blocks = slice(i * case.F, (i + 1) * case.F), slice(2 * i, 2 * i + 2)
+        for a, b in (
+            (found.row.values[rows], joined.row.values[rows, columns]),
+            (found.row.scales[:, rows], joined.row.scales[blocks, rows]),
+            (found.cols[0].scales_t[:3], joined.cols[i].scales_t[:3]),
+        ):
+            np.testing.assert_array_equal(bits_of(a), bits_of(b))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+def test_rows_outside_reach_nothing(run, case):
+    """NaN, infinities or huge numbers there: the same bits in all that is read."""
+    results = []
+    for outside in (np.nan, np.inf, 1e30):
+        found = compiled(run, case)(*operands_of(case, outside), jnp.array(OFFSETS, jnp.int32))
+        results.append(jax.tree.map(np.asarray, found))
+    rows, used = slice(OFFSETS[0], OFFSETS[-1]), sum(-(-n // 128) * 128 for n in np.diff(OFFSETS))
+
+    def read(found):
+        forward, (dpre,), h, parts = found
+        cols = [q.values_t[:, :used] for q in (*dpre.cols, *h.cols)]
+        scales = [q.scales_t if q.scales_t.ndim == 0 else q.scales_t[: used // 128] for q in (*dpre.cols, *h.cols)]
+        rows_scales = [q.scales if q.scales.ndim == 0 else q.scales[:, rows] for q in (forward, dpre.row)]
+        return [forward.values[rows], dpre.row.values[rows], parts[:, rows], *cols, *scales, *rows_scales]
+
+    for other in results[1:]:
+        for a, b in zip(read(results[0]), read(other), strict=True):
+            np.testing.assert_array_equal(bits_of(a), bits_of(b))
+            assert not np.isnan(a.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("F", [256, 200])
+def test_each_array_passes_once(F):
+    """Two kernels, the work list and the cast; F that is no multiple of 128 goes by XLA and `quantize`."""
+    s = jax.ShapeDtypeStruct
+    case = Case("blockwise", F=F)
+    operands = [s((R, F), "bfloat16"), s((R, 2 * F), "bfloat16"), s((R,), "float32"), s((6,), "int32")]
+    text = lower_for_h200(compiled("gpu", case), *operands)
+    kernels = re.findall(r'name = "((?:quantize|schedule)_\w+)"', text)
+    if F == 256:
+        assert kernels == ["quantize_computed_cast", "schedule_rows", "quantize_computed_cast"]
+    else:
+        assert kernels[0] == "quantize_computed_cast"
+        assert kernels.count("quantize_cast") == 4
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(rows):
+    for case in (CASES[0], CASES[3]):
+        operands = [jnp.ones(shape, dtype) for shape, dtype in (((rows, 128), "bfloat16"), ((rows, 256), "bfloat16"))]
+        operands += [jnp.ones(rows), jnp.array([0, 0, rows], jnp.int32)]
+        small = dataclasses.replace(case, F=128)
+        for run in ("xla", "interpret"):
+            forward, (dpre,), h, _ = compiled(run, small)(*operands)
+            assert (forward.values.shape, dpre.row.values.shape) == ((rows, 128), (rows, 256))
+            want = jaxops.dequantize(forward).astype(jnp.float32)
+            np.testing.assert_allclose(np.asarray(want), 0.7311, rtol=0.04)
+            assert h.cols[0].values_t.shape == (128, 128 * (-(-rows // 128) + 2))

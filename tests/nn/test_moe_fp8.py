@@ -98,8 +98,8 @@ def silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def unit_by_hand(rows, weights, gate, up, down, offsets, dy) -> dict[str, np.ndarray]:
     """Gated units of sorted rows. Each product and its gradients are of 1x128 and 128x128 blocks in e4m3, every block
-    of 128 multiplied and scaled by itself, in float64. gate and up are one matrix; where F is a multiple of 128, no block
-    has columns of both. weights [R] are the router's, by which the cotangent is scaled.
+    of 128 multiplied and scaled by itself, in float64. gate and up are one matrix; where F is a multiple of 128, no
+    block has columns of both. weights [R] are the router's, by which the cotangent is scaled.
     """
     product = lambda x, w, d: reference(Case(x, w, d, offsets), "blockwise")
     wide = np.concatenate([gate, up], axis=2)

@@ -53,8 +53,8 @@ def compiled(variant: Variant, recipe: str, run: str, **options):
 
 
 def one_after_another(case: dict, variant: Variant, recipe: str) -> dict:
-    """Written out: every product on its own, with the casts of `jaxops.quantize` (gate and up are one matrix), and JAX's
-    gradient of the rest."""
+    """Written out: every product on its own, with the casts of `jaxops.quantize`, and JAX's gradient of the rest. gate
+    and up are one matrix."""
     routing, how = case["routing"], {"recipe": recipe, "backend": "xla"}
     offsets, weights = routing.group_offsets, weights_of_rows(routing)
     multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, **how)

@@ -132,8 +132,8 @@ def errors(got: Arrays, want: Arrays) -> jax.Array:
 
 
 def around(compiled: Any, inputs: Arrays) -> dict[str, Any]:
-    """The share of a call's time in kernels that do not multiply groups, and the longest kernels; of jaxops' sides, whose
-    kernels have names."""
+    """The share of a call's time in kernels that do not multiply groups, and the longest kernels. Only jaxops' kernels
+    have names that tell."""
     launched = harness.kernels(compiled, *inputs)
     total = sum(us for _, us in launched)
     other = sum(us for name, us in launched if not any(product in name for product in PRODUCTS))

@@ -157,6 +157,16 @@ def test_the_largest_magnitude_of_one_row(run, scaling):
         check_gathered(run, v, put(x, jnp.bfloat16), indices, OFFSETS["outside"])
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_programs_past_the_last_tile_read_nothing(run):
+    """50 tiles, seven programs: what lies behind a token's last column is another token, which no row has."""
+    x = np.ones((T, 160), np.float32)
+    x[1::2] = 1e30
+    indices = np.random.default_rng(0).integers(0, T // 2, R).astype(np.int32) * 2
+    v = col("tensorwise", amax=Tiles(32, 32, programs=7))
+    check_gathered(run, v, put(x, jnp.bfloat16), indices, OFFSETS["unaligned"])
+
+
 @pytest.mark.parametrize("run", ["xla", "interpret"])
 @pytest.mark.parametrize("scaling", RAGGED)
 def test_nothing_gathered(run, scaling):

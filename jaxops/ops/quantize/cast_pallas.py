@@ -149,6 +149,8 @@ def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, size: tuple[int, int
         inside = rows < M  # false past the last tile
         if "offsets" in ref:
             inside = inside & _inside(ref["offsets"], rows)
+        if gathered:  # false past the last tile, where rows < M holds again
+            inside = inside & (index(t) < count)
         x = _read(ref, grid, (g * M + rows, columns), inside, None if K % tiles.cols == 0 else columns < K, j)
         return jnp.maximum(most, abs_for_max(infinity_to_nan(x), interpret))
 

@@ -82,6 +82,7 @@ def _amax(form: Format, x: jax.Array, routing: Routing) -> jax.Array | None:
 
 def _rows_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
     """The row layout of the rows of x [T, D] in the order of experts."""
+    assert spec.plan.rows is not None  # make_plan fills it
     return permute_quantized(quantize(x, amax=amax, **spec.how(form)), routing, plan=spec.plan.rows)
 
 

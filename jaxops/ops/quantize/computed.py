@@ -70,7 +70,7 @@ def quantize_computed(
         return composed(computation, given, offsets, backend)
     tiles = tiles or cast_tiles(computation, C)
     computation.check_tiles(tiles, C)
-    return _call(computation, tiles, amax_tiles(C, 4 * device.cores), device.interpret, given, offsets)
+    return _call(computation, tiles, amax_tiles(computation, C, 4 * device.cores), device.interpret, given, offsets)
 
 
 def _passes(

@@ -228,15 +228,12 @@ def _cast_kernel(ref: dict, *, computation: Computation, grid: Grid, size: tuple
     if "offsets" in ref:
         rows_in = both(rows_in, _inside(ref["offsets"], p.rows))
     p = dataclasses.replace(p, rows_in=rows_in)
-    place = (computation, C, p.rows, p.columns, p.rows_in, p.columns_in)
-    tensors, addends = _computed(ref, *place)
+    tensors, addends = _computed(ref, computation, C, p.rows, p.columns, p.rows_in, p.columns_in)
     _, j = panel_order(pid, down, across, grid.tiles.panel)
     for i, x in enumerate(addends):
         store(ref[f"sums{i}"], (index(j), p.rows), _add_up(x), p.rows_in)
     numbers = computation.tensors()
-    for step, (n, parts) in enumerate(computation.steps()):
-        if step and computation.again:
-            tensors, _ = _computed(ref, *place)
+    for n, parts in computation.steps():
         mine = [tensors[numbers.index((n, part))] for part in parts]
         _cast_parts(ref, computation, n, parts, mine, p, C, interpret)
 

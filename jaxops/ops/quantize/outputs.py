@@ -81,7 +81,6 @@ class Computation:
       dtype: name of the dtype to which computed tensors are rounded first.
       sums: how many tensors compute returns whose rows are added up.
       pow2: scales are powers of two.
-      again: reads the operands, then in L1, and computes again for each tensor, so that one at a time is in registers.
     """
 
     compute: Callable
@@ -89,7 +88,6 @@ class Computation:
     dtype: str
     sums: int
     pow2: bool
-    again: bool = False
 
     def steps(self) -> list[tuple[int, range]]:
         """Number of its output, and parts of this one, of the tensors that are cast together: they share a scale."""

@@ -31,6 +31,7 @@ from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
+from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.tuning import current_device
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 from tests.ops.sanitized_attention import cached_attention, packed_attention
@@ -369,6 +370,27 @@ def quantize() -> None:
             print(scaling, tile, "done", flush=True)
 
 
+def quantize_computed() -> None:
+    """The gated unit and its backward, cast by each recipe, joined and not; columns that are cut, and that are not."""
+    rng = np.random.default_rng(0)
+    for recipe, F in itertools.product(
+        ("tensorwise", "blockwise", "blockwise_with_gw_hp", "rowwise_with_gw_hp"), (128, 200)
+    ):
+        dh, gate_up = (jnp.asarray(rng.normal(size=(M, n * F)), jnp.bfloat16) for n in (1, 2))
+        weights, form = jnp.asarray(rng.normal(size=M), jnp.float32), fp8_matmul.RECIPES[recipe]
+
+        @jax.jit
+        def run(offsets, dh=dh, gate_up=gate_up, weights=weights, form=form):
+            both = [
+                unit_bwd_cast("silu", form, dh, gate_up, weights, offsets, joined=joined) for joined in (True, False)
+            ]
+            return unit_cast("silu", form, gate_up, offsets), both
+
+        for offsets in OFFSETS:
+            jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
+        print(recipe, F, "done", flush=True)
+
+
 if __name__ == "__main__":
     checks = {
         check.__name__: check
@@ -381,6 +403,7 @@ if __name__ == "__main__":
             moe_mlp_stored,
             row_kernels,
             quantize,
+            quantize_computed,
             routing,
             permute,
             fp8_products,

@@ -9,8 +9,11 @@ _SQRT_HALF, _SQRT_2_OVER_PI, _DENSITY_AT_0 = 0.7071067811865476, 0.7978845608028
 
 
 def quick_sigmoid(u):
-    """jax.nn.sigmoid(u) within 4 ulp where |u| < 1, 40 at -20: a fourth of its instructions in a Triton kernel, where
-    exp is a function of libdevice and a division scales its operands. No derivative past 88, where it is 0 / 0."""
+    """jax.nn.sigmoid(u) with a relative error of at most 6e-7 + 8e-8 |u|, where it is a normal number.
+
+    In Pallas' Triton kernels exp is a function of libdevice, and a division scales its operands first: this takes 5
+    instructions instead of about 18. Only for kernels: past |u| = 88 its derivative by JAX would be 0 * infinity.
+    """
     root = jax.lax.rsqrt(1 + jnp.exp2(u * -1.4426950408889634))
     return root * root
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.activations import ACTIVATIONS, activate, activate_and_slope
+from jaxops._lib.activations import ACTIVATIONS, activate, activate_and_slope, quick_sigmoid
 
 U = np.linspace(-9, 9, 4001)
 ROOT = math.sqrt(2 / math.pi)
@@ -46,3 +46,17 @@ def test_values_and_slopes(name, x64):
         np.testing.assert_allclose(got, WANTED[name](wide), atol=5e-7, rtol=2e-7)
     for got in (slope, exact_slope):
         np.testing.assert_allclose(got, slope_of(WANTED[name], wide), atol=3e-6, rtol=0)
+
+
+def test_quick_sigmoid():
+    u = np.concatenate([np.linspace(-87, 100, 40001), U]).astype(np.float32)
+    want = logistic(u.astype(np.float64))
+    error = np.abs(np.asarray(jax.jit(quick_sigmoid)(u), np.float64) / want - 1)
+    assert np.max(error - 8e-8 * np.abs(u)) < 6e-7
+    ends = np.array([-np.inf, -1e4, -104, 104, 1e4, np.inf, np.nan], np.float32)
+    np.testing.assert_allclose(quick_sigmoid(ends), [0, 0, 0, 1, 1, 1, np.nan], atol=1e-37)
+    for name in ("silu", "gelu_tanh", "sigmoid"):
+        for quick, plain in zip(
+            *(activate_and_slope(U, name, s) for s in (quick_sigmoid, jax.nn.sigmoid)), strict=True
+        ):
+            np.testing.assert_allclose(quick, plain, atol=4e-6, rtol=0)

@@ -64,7 +64,6 @@ def unit_bwd_cast(
     pow2_scales: bool = False,
     backend: str = "auto",
     tiles: Tiles | None = None,
-    again: bool = False,
     joined: bool = True,
 ) -> tuple[tuple[Computed, ...], Computed, jax.Array]:
     """The unit's gradient, cast to `recipe.dout`, and the unit times the router's weights, to `recipe.lhs`.
@@ -77,7 +76,6 @@ def unit_bwd_cast(
       weights: [R] float32, of the rows.
       offsets: [G + 1] int32; rows outside the groups hold anything, and are unspecified in the result, except that they
         are in no column layout and no tensorwise scale.
-      again: see `Computation`.
       joined: the row layouts of gate's and up's gradients are one, [R, 2 * F], gate's columns first. Not with 2^31 to
         2^32 elements, which JAX's kernels write to a longer array, to be copied from there: see `launch`.
 
@@ -91,6 +89,6 @@ def unit_bwd_cast(
     dpre = [Output(recipe.dout.scaling, recipe.dout.dtype, layouts, 2 if joined else 1, plain)] * (1 if joined else 2)
     h = Output(recipe.lhs.scaling, recipe.lhs.dtype, "none" if recipe.gw_hp else "col", 1, recipe.gw_hp)
     compute, operands = _unit_bwd(activation), [dh, Halves(gate_up), weights]
-    how |= {"sums": 1, "tiles": tiles, "again": again}
+    how |= {"sums": 1, "tiles": tiles}
     (*found, weighted), (dots,) = quantize_computed(compute, operands, [*dpre, h], **how)
     return tuple(found), weighted, dots

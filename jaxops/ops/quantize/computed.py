@@ -30,7 +30,6 @@ def quantize_computed(
     pow2_scales: bool = False,
     backend: str = "auto",
     tiles: Tiles | None = None,
-    again: bool = False,
 ) -> Results:
     """Computes tensors [R, C] element by element and casts them, as `quantize` casts what compute has written.
 
@@ -51,7 +50,6 @@ def quantize_computed(
       pow2_scales: as in `quantize`.
       backend: as in `quantize`.
       tiles: of the pass that writes the results, instead of the heuristic ones.
-      again: see `Computation`.
 
     Returns:
       A `Computed` for each output; and for each of the sums parts [n, R] float32, which add up to it over the first
@@ -63,14 +61,14 @@ def quantize_computed(
     """
     given, offsets = vary_together(tuple(operands), group_offsets)
     R, C = size_of(given)
-    computation = Computation(compute, tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales, again)
+    computation = Computation(compute, tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales)
     problem = Problem(R, C, computation.dtype, "block_1x128", "row", ragged=True)
     device, backend = PLANNER.choose(problem, device_of(given, offsets), backend, None)
     if backend == "xla" or 0 in (R, C) or not computation.in_one_pass(C):
         return composed(computation, given, offsets, backend)
     tiles = tiles or cast_tiles(computation, C)
     computation.check_tiles(tiles, C)
-    return _call(computation, tiles, amax_tiles(C, 4 * device.cores), device.interpret, given, offsets)
+    return _call(computation, tiles, amax_tiles(computation, C, 4 * device.cores), device.interpret, given, offsets)
 
 
 def _passes(

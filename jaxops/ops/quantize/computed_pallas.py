@@ -40,6 +40,7 @@ from jaxops.ops.quantize.cast_pallas import (
 from jaxops.ops.quantize.outputs import Computation, Computed, Halves, Output
 from jaxops.ops.quantize.plan import Tiles
 
+_VECTOR = COLUMNS[:1]  # axis of the elements that one thread loads at once
 Operands = tuple[Any, ...]  # matrices [R, C], Halves [R, 2 * C], vectors [R]
 
 
@@ -96,11 +97,13 @@ def _amax_kernel(
         found: dict[int, Any] = dict.fromkeys(numbers)
         for (output, _), x in zip(computation.tensors(), tensors, strict=True):
             if output in found:
-                size, before = abs_for_max(infinity_to_nan(x), interpret), found[output]
+                # Of a thread's neighbours one number is kept: the loop carries an eighth of the registers.
+                size, before = amax_over(abs_for_max(infinity_to_nan(x), interpret), _VECTOR), found[output]
                 found[output] = size if before is None else jnp.maximum(before, size)
         return [jnp.maximum(a, b) for a, b in zip(most, found.values(), strict=True)]
 
-    most = lax.fori_loop(0, pl.cdiv(count, programs), step, [jnp.zeros(grid.shape, jnp.float32) for _ in numbers])
+    kept = tuple(1 if axis in _VECTOR else n for axis, n in enumerate(grid.shape))
+    most = lax.fori_loop(0, pl.cdiv(count, programs), step, [jnp.zeros(kept, jnp.float32) for _ in numbers])
     for i, x in enumerate(most):
         store(ref["amax"], (index(i), index(p)), nan_to_zero(amax_over(x, (*COLUMNS, *ROWS, 2))))
 
@@ -225,15 +228,12 @@ def _cast_kernel(ref: dict, *, computation: Computation, grid: Grid, size: tuple
     if "offsets" in ref:
         rows_in = both(rows_in, _inside(ref["offsets"], p.rows))
     p = dataclasses.replace(p, rows_in=rows_in)
-    place = (computation, C, p.rows, p.columns, p.rows_in, p.columns_in)
-    tensors, addends = _computed(ref, *place)
+    tensors, addends = _computed(ref, computation, C, p.rows, p.columns, p.rows_in, p.columns_in)
     _, j = panel_order(pid, down, across, grid.tiles.panel)
     for i, x in enumerate(addends):
         store(ref[f"sums{i}"], (index(j), p.rows), _add_up(x), p.rows_in)
     numbers = computation.tensors()
-    for step, (n, parts) in enumerate(computation.steps()):
-        if step and computation.again:
-            tensors, _ = _computed(ref, *place)
+    for n, parts in computation.steps():
         mine = [tensors[numbers.index((n, part))] for part in parts]
         _cast_parts(ref, computation, n, parts, mine, p, C, interpret)
 

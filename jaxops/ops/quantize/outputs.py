@@ -81,7 +81,6 @@ class Computation:
       dtype: name of the dtype to which computed tensors are rounded first.
       sums: how many tensors compute returns whose rows are added up.
       pow2: scales are powers of two.
-      again: reads the operands, then in L1, and computes again for each tensor, so that one at a time is in registers.
     """
 
     compute: Callable
@@ -89,7 +88,6 @@ class Computation:
     dtype: str
     sums: int
     pow2: bool
-    again: bool = False
 
     def steps(self) -> list[tuple[int, range]]:
         """Number of its output, and parts of this one, of the tensors that are cast together: they share a scale."""
@@ -133,19 +131,25 @@ class Computation:
             raise ValueError(f"tiles={tiles}: {rule}.")
 
 
+def _elements(computation: Computation) -> int:
+    """Of a tile of 8 warps."""
+    return 8192 if len(computation.tensors()) == 1 else 4096
+
+
 def cast_tiles(computation: Computation, C: int) -> Tiles:
-    """32 elements a thread: of several tensors, all in registers at once."""
+    """32 elements a thread, or 16 of each of several tensors; with 128 rows and several tensors 32 of each."""
     rows = [output.scaling for output in computation.outputs if output.row]
+    elements = _elements(computation)
     if computation.col and "block_1x128" in rows:
         return Tiles(BLOCK, BLOCK, 4, 1, 16)
     if computation.col:
         return Tiles(BLOCK, BLOCK // 2, 4, 1, 8)  # two programs run at once on a multiprocessor
     if "rowwise" in rows:
         cols = max(BLOCK, power_of_2(C))
-        return Tiles(max(1, 8192 // cols), cols, warps=max(8, cols // 1024))
-    return amax_tiles(C, 528)
+        return Tiles(max(1, elements // cols), cols, warps=max(8, 8 * cols // elements))
+    return amax_tiles(computation, C, 528)
 
 
-def amax_tiles(C: int, programs: int) -> Tiles:
+def amax_tiles(computation: Computation, C: int, programs: int) -> Tiles:
     cols = next((width for width in _WIDTHS if C % width == 0), BLOCK)
-    return Tiles(8192 // cols, cols, warps=8, programs=programs)
+    return Tiles(_elements(computation) // cols, cols, warps=8, programs=programs)

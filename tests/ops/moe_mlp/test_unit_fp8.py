@@ -169,7 +169,7 @@ def test_two_row_layouts(run):
 def test_rows_outside_reach_nothing(run, case):
     """NaN, infinities or huge numbers there: the same bits in all that is read."""
     results = []
-    for outside in (np.nan, np.inf, 1e30):
+    for outside in (np.nan, np.inf, 1e9):  # products of the last are finite
         found = compiled(run, case)(*operands_of(case, outside), jnp.array(OFFSETS, jnp.int32))
         results.append(jax.tree.map(np.asarray, found))
     rows, used = slice(OFFSETS[0], OFFSETS[-1]), sum(-(-n // 128) * 128 for n in np.diff(OFFSETS))

@@ -80,13 +80,15 @@ def compiled(run: str, call: Call):
 
 
 def operands_of(call: Call, rows: int = R, seed: int = 0, offsets=None) -> list[np.ndarray]:
-    """Zeros, huge and tiny rows, single NaN and infinities; rows outside the groups are NaN or infinities."""
+    """Zeros, huge and tiny rows, single NaN and infinities; rows outside the groups are NaN, infinities, or huge
+    numbers with finite products."""
     a, both = (np.array(make_x((rows, n * call.C), call.dtype, seed + n)) for n in (1, 2))
     weights = np.random.default_rng(seed).normal(size=rows).astype(np.float32)
     if offsets is not None:
         outside = np.r_[0 : offsets[0], offsets[-1] : rows]
         for x in (a, both, weights):
-            x[outside[::2]], x[outside[1::2]] = np.nan, np.inf
+            for first, value in enumerate((np.nan, np.inf, 1e15 if call.dtype != "float16" else 200)):
+                x[outside[first::3]] = value
     return [a, both, weights]
 
 

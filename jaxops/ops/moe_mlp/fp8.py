@@ -138,7 +138,7 @@ def _bwd(spec: Spec, residuals, dout: jax.Array):
     amax = _amax(recipe.dout, dout, routing)
     dy = _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
     dh = multiply(down, "dgrad", rows_of(dy), rows_of(narrow), offsets, down.out_dtype)
-    (dpre,), h, dots = unit_bwd_cast(
+    dpre, h, dots = unit_bwd_cast(
         spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, **spec.unit_how
     )
     assert dpre.row is not None

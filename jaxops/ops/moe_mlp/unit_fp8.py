@@ -64,8 +64,7 @@ def unit_bwd_cast(
     pow2_scales: bool = False,
     backend: str = "auto",
     tiles: Tiles | None = None,
-    joined: bool = True,
-) -> tuple[tuple[Computed, ...], Computed, jax.Array]:
+) -> tuple[Computed, Computed, jax.Array]:
     """The unit's gradient, cast to `recipe.dout`, and the unit times the router's weights, to `recipe.lhs`.
 
     All are rounded to gate_up's dtype first. With gw_hp there are no column layouts, but the rounded tensors.
@@ -76,19 +75,17 @@ def unit_bwd_cast(
       weights: [R] float32, of the rows.
       offsets: [G + 1] int32; rows outside the groups hold anything, and are unspecified in the result, except that they
         are in no column layout and no tensorwise scale.
-      joined: the row layouts of gate's and up's gradients are one, [R, 2 * F], gate's columns first. Not with 2^31 to
-        2^32 elements, which JAX's kernels write to a longer array, to be copied from there: see `launch`.
 
     Returns:
-      The gradient: the row layout [R, 2 * F], and the column layouts of gate's and up's, or both [R, F] unquantized;
-      with joined=False as two results. The weighted unit: its column layout or itself. And parts [n, R] float32 of the
-      gradients of the weights, for `sums_of_choices`.
+      The gradient: the row layout [R, 2 * F], gate's columns first, and the column layouts of gate's and up's, or both
+      [R, F] unquantized. The weighted unit: its column layout or itself. And parts [n, R] float32 of the gradients of
+      the weights, for `sums_of_choices`.
     """
     how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
     layouts, plain = ("row", True) if recipe.gw_hp else ("both", False)
-    dpre = [Output(recipe.dout.scaling, recipe.dout.dtype, layouts, 2 if joined else 1, plain)] * (1 if joined else 2)
+    dpre = Output(recipe.dout.scaling, recipe.dout.dtype, layouts, 2, plain)
     h = Output(recipe.lhs.scaling, recipe.lhs.dtype, "none" if recipe.gw_hp else "col", 1, recipe.gw_hp)
     compute, operands = _unit_bwd(activation), [dh, Halves(gate_up), weights]
     how |= {"sums": 1, "tiles": tiles}
-    (*found, weighted), (dots,) = quantize_computed(compute, operands, [*dpre, h], **how)
-    return tuple(found), weighted, dots
+    (dpre, h), (dots,) = quantize_computed(compute, operands, [dpre, h], **how)
+    return dpre, h, dots

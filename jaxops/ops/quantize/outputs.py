@@ -141,9 +141,9 @@ def cast_tiles(computation: Computation, C: int) -> Tiles:
     rows = [output.scaling for output in computation.outputs if output.row]
     elements = _elements(computation)
     if computation.col and "block_1x128" in rows:
-        return Tiles(BLOCK, BLOCK, 4, 1, 16)
+        return Tiles(BLOCK, BLOCK, 64, 2, 16)
     if computation.col:
-        return Tiles(BLOCK, BLOCK // 2, 4, 1, 8)  # two programs run at once on a multiprocessor
+        return Tiles(BLOCK, BLOCK // 2, 64, 2, 8)  # two programs run at once on a multiprocessor
     if "rowwise" in rows:
         cols = max(BLOCK, power_of_2(C))
         return Tiles(max(1, elements // cols), cols, warps=max(8, 8 * cols // elements))

@@ -59,6 +59,29 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
 
 
 @gluon.jit
+def store_float32(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr):
+    """As `store`, of float32 through a plain descriptor: whole tiles by TMA, which overlaps the next tile's products,
+    all columns at a time or, where buf has only half of them, halves."""
+    if row + acc.shape[0] > end:
+        store_tile(acc, ptr, row, end, col, N, MMA, True)
+    elif buf.shape[1] == acc.shape[1]:
+        tma.store_wait(0)
+        buf.store(acc)
+        fence_async_shared()
+        tma.async_store(desc, [row, col], buf)
+    else:
+        HALF: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, buf.shape[1], 16]
+        )
+        halves = split_columns(acc)
+        for i in gl.static_range(2):
+            tma.store_wait(0)
+            buf.store(gl.convert_layout(halves[i], HALF, assert_trivial=True))
+            fence_async_shared()
+            tma.async_store(desc, [row, col + i * buf.shape[1]], buf)
+
+
+@gluon.jit
 def split_columns(x):
     """The left half and the right half."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()

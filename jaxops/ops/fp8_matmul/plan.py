@@ -37,6 +37,9 @@ class Tiles:
       swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
         warp, without a way back to shared memory.
+      dynamic: "triton" over groups: programs take the next tile from a counter; otherwise every n-th tile, n programs.
+      stagger: "triton": each consumer warp group starts a tile this many steps after the one before it, so that one
+        stores while the others multiply; 0: when it is free.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -48,6 +51,8 @@ class Tiles:
     bk: int = BLOCK
     split: int = 1
     swap: bool = False
+    dynamic: bool = False
+    stagger: int = 0
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
@@ -56,6 +61,10 @@ class Tiles:
             raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
         if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
             raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
+        if self.kernel != "triton" and (self.dynamic, self.stagger) != (False, 0):
+            raise ValueError(f"Tiles of kernel={self.kernel!r} have no dynamic and stagger: leave them out.")
+        if not 0 <= self.stagger < self.stages:
+            raise ValueError(f"Tiles.stagger={self.stagger} must be at least 0 and less than stages={self.stages}.")
         if self.swap and self.bm == 1:
             raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
         if self.kernel == "pallas" and self.bm == 1:
@@ -132,6 +141,8 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    if tiles.dynamic and not call.problem.G:
+        raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
     if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
         raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
     return tiles

@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxops._lib.costs import bytes_of
-from jaxops._lib.device import HOPPER_SHARED_BYTES
 from jaxops._lib.gemm_triton import advance
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
@@ -320,10 +319,10 @@ def multiply_triton(
         sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
     sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
     out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
-    by_tma, box = N % 8 == 0 and jnp.dtype(out_dtype).itemsize == 2, bn
-    if N % 4 == 0 and jnp.dtype(out_dtype) == jnp.float32 and FLOAT32_BY_TMA:
-        by_tma, box = True, bn if tiles.shared_bytes + bm * bn * 2 <= HOPPER_SHARED_BYTES else bn // 2
-    tile = OutTile((64, box), tile_layout(out_dtype, (64, box))) if by_tma else None
+    narrow, wide = jnp.dtype(out_dtype).itemsize == 2, jnp.dtype(out_dtype) == jnp.float32 and FLOAT32_BY_TMA
+    by_tma = (narrow and N % 8 == 0) or (wide and N % 4 == 0)
+    box = 64, bn if narrow else tiles.float32_columns
+    tile = OutTile(box, tile_layout(out_dtype, box)) if by_tma else None
     # A plain descriptor: with row windows this kernel was 3 to 4 % slower (H200, 2026-11-23, dsmoe16b and qwen3_30b).
     out = triton_call(
         *values, sa, sb, Scratch(schedule) if tiles.dynamic else schedule, tile,

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jaxops._lib.device import Device, check_gluon, runs_gluon
+from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.plans import ADA, BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
@@ -86,7 +86,14 @@ class Tiles:
         pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
-        return pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256
+        return pipeline + self.bm * self.bn * 2 + self.stages * (4 * (2 * self.bm + self.bn) + 20) + 256
+
+    @property
+    def float32_columns(self) -> int:
+        """Columns of a float32 tile that a consumer of "triton" stores at a time: all, or half of them where shared
+        memory is short."""
+        whole = self.shared_bytes + self.bm * self.bn * 2 <= HOPPER_SHARED_BYTES
+        return self.bn if whole else self.bn // 2
 
 
 @dataclasses.dataclass(frozen=True)

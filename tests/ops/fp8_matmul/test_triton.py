@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -74,6 +75,7 @@ class Product:
                 self.name,
                 *["groups"] * self.grouped,
                 f"{self.chosen.bm}x{self.chosen.bn}x{self.chosen.stages}",
+                *[f"stagger{self.chosen.stagger}"] * (self.chosen.stagger > 0),
             ]
         )
 
@@ -114,6 +116,13 @@ PRODUCTS = [
     Product("blockwise", "wgrad", grouped=True, spilled=4),  # likewise
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
     Product("blockwise", "wgrad", tiles=Tiles("triton", 192, 128, stages=3)),
+    # Staggered consumers, two and three; float32 tiles stored whole and in halves.
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=5, stagger=2, dynamic=True)),
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4, stagger=1, dynamic=True)),
+    Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 256, stages=3, stagger=1, dynamic=True)),
+    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 128, stages=4, stagger=2, dynamic=True)),
+    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 192, 128, stages=3, stagger=1, dynamic=True)),
+    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
 ]
 
 
@@ -144,7 +153,10 @@ def test_product(product, tmp_path):
     a, b = ({"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[form.dtype] for form in product.formats)
     places = 1 if product.fast or consumers == 3 else ROUNDS[consumers] + 1
     instructions = [f"m64n{tiles.bn}k32.f32.{a}.{b}"] * (consumers * 4 * places)
-    check(product.kernel, instructions, consumers, tiles.shared_bytes, tmp_path, product.spilled)
+    # Float32 takes more than the tiles promise where it is there, and then stores whole tiles.
+    whole = product.name == "wgrad" and tiles.float32_columns == tiles.bn
+    shared = tiles.shared_bytes + whole * tiles.bm * tiles.bn * 2
+    check(product.kernel, instructions, consumers, shared, tmp_path, product.spilled)
 
 
 def test_the_products_are_of_every_kind():
@@ -213,16 +225,40 @@ def test_a_users_call_over_groups():
 
 
 def test_how_a_result_is_stored():
-    """bfloat16 with rows aligned to 16 bytes by TMA, a group's partial tile 16 bytes a thread; all else by elements."""
+    """By TMA where rows are aligned to 16 bytes; a group's partial tile of bfloat16 16 bytes a thread; all else by
+    elements."""
     found = {}
     for name, product in {
         "dense": Product("blockwise", "fwd"),
         "groups": Product("blockwise", "fwd", grouped=True),
         "unaligned": UNALIGNED,
+        "float32": Product("blockwise", "wgrad", grouped=True),
+        "halves": Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
+        "float32 unaligned": Product("blockwise", "wgrad", grouped=True, n=ODD_N),
     }.items():
         ptx = product.kernel.ptx
         found[name] = "cp.async.bulk.tensor.2d.global.shared" in ptx, "st.global.v4" in ptx, "st.global" in ptx
-    assert found == {"dense": (True, True, True), "groups": (True, True, True), "unaligned": (False, False, True)}
+    assert found == {
+        "dense": (True, True, True),
+        "groups": (True, True, True),
+        "unaligned": (False, False, True),
+        "float32": (True, False, True),
+        "halves": (True, False, True),
+        "float32 unaligned": (False, False, True),
+    }
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_programs_take_tiles_from_a_counter(pass_name):
+    """Only dynamic ones have an atomic, which does not wait: its result is passed on by a shuffle, after the loads."""
+    tiles = Tiles("triton", 128, 128, stages=4)
+    for dynamic in (False, True):
+        product = Product("blockwise", pass_name, grouped=True, tiles=dataclasses.replace(tiles, dynamic=dynamic))
+        found = re.findall(
+            r"atom\.relaxed\.gpu\.global\.add|shfl\.sync|cp\.async\.bulk\.tensor\.2d\.shared", product.kernel.ptx
+        )
+        kinds = [name.split(".")[0] for name, _ in itertools.groupby(found)]
+        assert kinds == (["atom", "cp", "shfl"] if dynamic else ["cp"])
 
 
 @gluon.jit

@@ -59,26 +59,26 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
 
 
 @gluon.jit
-def store_float32(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr):
-    """As `store`, of float32 through a plain descriptor: whole tiles by TMA, which overlaps the next tile's products,
-    all columns at a time or, where buf has only half of them, halves."""
-    if row + acc.shape[0] > end:
-        store_tile(acc, ptr, row, end, col, N, MMA, True)
-    elif buf.shape[1] == acc.shape[1]:
-        tma.store_wait(0)
-        buf.store(acc)
-        fence_async_shared()
-        tma.async_store(desc, [row, col], buf)
-    else:
-        HALF: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, buf.shape[1], 16]
-        )
-        halves = split_columns(acc)
-        for i in gl.static_range(2):
+def store_plain(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr):
+    """As `store`, through a plain descriptor, of as many columns at a time as it has: acc's or half of them. float32
+    whole tiles, too, go through shared memory: their stores overlap the next tile's products."""
+    BN: gl.constexpr = desc.block_shape[1]
+    PARTS: gl.constexpr = acc.shape[1] // BN
+    PART: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    parts = (acc,)
+    if PARTS > 1:
+        parts = split_columns(acc)
+    for i in gl.static_range(PARTS):
+        part = gl.convert_layout(parts[i], PART, assert_trivial=True)
+        if ptr.dtype.element_ty != gl.float32:
+            store(part, desc, ptr, buf, row, end, col + i * BN, N, PART, True)
+        elif row + acc.shape[0] > end:
+            store_tile(part, ptr, row, end, col + i * BN, N, PART, True)
+        else:
             tma.store_wait(0)
-            buf.store(gl.convert_layout(halves[i], HALF, assert_trivial=True))
+            buf.store(part)
             fence_async_shared()
-            tma.async_store(desc, [row, col + i * buf.shape[1]], buf)
+            tma.async_store(desc, [row, col + i * BN], buf)
 
 
 @gluon.jit
@@ -124,7 +124,7 @@ def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.co
 
 @gluon.jit
 def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """COUNT buffers of BM x BN for `store`. float32 results need none and get the smallest possible: a partition's
+    """COUNT buffers of BM x BN for `store`. float32 results need none there and get the smallest possible: a partition's
     arguments cannot be left out."""
     NARROW: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth == 16
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)

@@ -45,7 +45,11 @@ def read_tile(tiles, s):
     row = tiles.index(5 * s + 1).load(ONE).item()
     end = tiles.index(5 * s + 2).load(ONE).item()
     col = tiles.index(5 * s + 3).load(ONE).item()
-    return group, row, end, col, tiles.index(5 * s + 4).load(ONE).item()
+    steps = tiles.index(5 * s + 4).load(ONE).item()
+    # Triton puts a barrier between a read of shared memory and the next wait for an mbarrier: here once a tile, not in
+    # each step of the mainloop.
+    gl.barrier()
+    return group, row, end, col, steps
 
 
 @gluon.jit

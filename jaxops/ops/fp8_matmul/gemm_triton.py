@@ -20,7 +20,7 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
-from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_float32, tile_layout
+from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
 from jaxops._lib.tile_scheduler_triton import read_tile
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
@@ -226,8 +226,8 @@ def _consume(
                 acc = _scale_vectors(
                     acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA
                 )
-            if c_desc is not None and c_ptr.dtype.element_ty == gl.float32:
-                store_float32(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA)
+            if c_desc is not None:
+                store_plain(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA)
             else:
                 store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, ALIGNED)
     tma.store_wait(0)
@@ -261,9 +261,8 @@ def fp8_gemm_kernel(
     order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(order.index(i), count=1)
-    BOX: gl.constexpr = c_desc.block_shape[1] if c_desc is not None else BN
-    if c_desc is not None and c_ptr.dtype.element_ty == gl.float32:
-        c_bufs = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS_OF_ONE, BOX], c_desc.layout)
+    if c_desc is not None:
+        c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
     else:
         c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
     bufs = (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty, order)
@@ -319,10 +318,11 @@ def multiply_triton(
         sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
     sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
     out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
-    narrow, wide = jnp.dtype(out_dtype).itemsize == 2, jnp.dtype(out_dtype) == jnp.float32 and FLOAT32_BY_TMA
-    by_tma = (narrow and N % 8 == 0) or (wide and N % 4 == 0)
-    box = 64, bn if narrow else tiles.float32_columns
-    tile = OutTile(box, tile_layout(out_dtype, box)) if by_tma else None
+    bits, columns = 8 * jnp.dtype(out_dtype).itemsize, tiles.stored(jnp.dtype(out_dtype).itemsize)
+    by_tma = N % (8 if bits == 16 else 4) == 0 and columns > 0
+    if by_tma and bits == 32 and not FLOAT32_BY_TMA:
+        by_tma = False
+    tile = OutTile((64, columns), tile_layout(out_dtype, (64, columns))) if by_tma else None
     # A plain descriptor: with row windows this kernel was 3 to 4 % slower (H200, 2026-11-23, dsmoe16b and qwen3_30b).
     out = triton_call(
         *values, sa, sb, Scratch(schedule) if tiles.dynamic else schedule, tile,

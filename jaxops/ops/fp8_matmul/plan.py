@@ -86,14 +86,17 @@ class Tiles:
         pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
-        return pipeline + self.bm * self.bn * 2 + self.stages * (4 * (2 * self.bm + self.bn) + 20) + 256
+        return self._hopper_pipeline + self.bm * self.bn * (1 if self.stages > 5 else 2)
 
     @property
-    def float32_columns(self) -> int:
-        """Columns of a float32 tile that a consumer of "triton" stores at a time: all, or half of them where shared
-        memory is short."""
-        whole = self.shared_bytes + self.bm * self.bn * 2 <= HOPPER_SHARED_BYTES
-        return self.bn if whole else self.bn // 2
+    def _hopper_pipeline(self) -> int:
+        return self.stages * (self.bk * (self.bm + self.bn) + 4 * (2 * self.bm + self.bn) + 20) + 256
+
+    def stored(self, itemsize: int) -> int:
+        """Columns of a result of so many bytes a number that a consumer of "triton" stores at a time by TMA: a tile's,
+        or half where shared memory is short, or 0: not even those have room, and it stores from its registers."""
+        left = HOPPER_SHARED_BYTES - self._hopper_pipeline
+        return next((columns for columns in (self.bn, self.bn // 2) if self.bm * columns * itemsize <= left), 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,8 +124,8 @@ def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.co
 
 @gluon.jit
 def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """COUNT buffers of BM x BN for `store`. float32 results need none there and get the smallest possible: a partition's
-    arguments cannot be left out."""
+    """COUNT buffers of BM x BN for `store`. float32 results need none there and get the smallest possible: a
+    partition's arguments cannot be left out."""
     NARROW: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth == 16
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)
     TYPE: gl.constexpr = ptr.dtype.element_ty if NARROW else gl.bfloat16

@@ -38,8 +38,6 @@ class Tiles:
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
         warp, without a way back to shared memory.
       dynamic: "triton" over groups: programs take the next tile from a counter; otherwise every n-th tile, n programs.
-      stagger: "triton": each consumer warp group starts a tile this many steps after the one before it, so that one
-        stores while the others multiply; 0: when it is free.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -52,7 +50,6 @@ class Tiles:
     split: int = 1
     swap: bool = False
     dynamic: bool = False
-    stagger: int = 0
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
@@ -61,10 +58,8 @@ class Tiles:
             raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
         if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
             raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
-        if self.kernel != "triton" and (self.dynamic, self.stagger) != (False, 0):
-            raise ValueError(f"Tiles of kernel={self.kernel!r} have no dynamic and stagger: leave them out.")
-        if not 0 <= self.stagger < self.stages:
-            raise ValueError(f"Tiles.stagger={self.stagger} must be at least 0 and less than stages={self.stages}.")
+        if self.kernel != "triton" and self.dynamic:
+            raise ValueError(f"Tiles of kernel={self.kernel!r} are not dynamic: leave it out.")
         if self.swap and self.bm == 1:
             raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
         if self.kernel == "pallas" and self.bm == 1:

@@ -68,7 +68,7 @@ def produce(
     num_programs-th.
     """
     a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K = args
-    a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty, _order = bufs
+    a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     A_BYTES: gl.constexpr = a_desc.nbytes_per_cta + (sa.nbytes_per_cta if SCALES >= BLOCK else 0)

@@ -190,10 +190,8 @@ def test_tiles_of_few_rows():
         ({"bm": 4, "swap": True}, "at least 8"),
         ({"kernel": "triton", "split": 2}, "no bk, split and swap"),
         ({"kernel": "xla", "bk": 256}, "no bk, split and swap"),
-        ({"kernel": "pallas", "dynamic": True}, "no dynamic and stagger"),
-        ({"kernel": "xla", "stagger": 1}, "no dynamic and stagger"),
-        ({"kernel": "triton", "stages": 4, "stagger": 4}, "stagger=4 must be at least 0 and less than stages=4"),
-        ({"kernel": "triton", "stagger": -1}, "at least 0"),
+        ({"kernel": "pallas", "dynamic": True}, "are not dynamic"),
+        ({"kernel": "xla", "dynamic": True}, "are not dynamic"),
         ({"split": 0}, "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -59,7 +59,7 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
 
 
 @gluon.jit
-def store_plain(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr):
+def store_plain(acc, desc, ptr, buf, row, end, col, N, ALIGNED: gl.constexpr):
     """As `store`, through a plain descriptor, of as many columns at a time as it has: acc's or half of them. float32
     whole tiles, too, go through shared memory: their stores overlap the next tile's products."""
     BN: gl.constexpr = desc.block_shape[1]
@@ -71,9 +71,9 @@ def store_plain(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr):
     for i in gl.static_range(PARTS):
         part = gl.convert_layout(parts[i], PART, assert_trivial=True)
         if ptr.dtype.element_ty != gl.float32:
-            store(part, desc, ptr, buf, row, end, col + i * BN, N, PART, True)
+            store(part, desc, ptr, buf, row, end, col + i * BN, N, PART, ALIGNED)
         elif row + acc.shape[0] > end:
-            store_tile(part, ptr, row, end, col + i * BN, N, PART, True)
+            store_tile(part, ptr, row, end, col + i * BN, N, PART, ALIGNED)
         else:
             tma.store_wait(0)
             buf.store(part)

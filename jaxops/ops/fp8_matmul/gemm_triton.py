@@ -43,7 +43,6 @@ from jaxops.ops.fp8_matmul.produce_triton import (
 # K steps per round, by the number of consumers. Two consumers overlap their own wgmma with their sums within a round of
 # four steps. Three have fewer registers: a round is one step, and the other two multiply while one sums.
 ROUNDS = {2: 4, 3: 1}
-FLOAT32_BY_TMA = True
 
 
 @gluon.jit
@@ -208,7 +207,7 @@ def _consume(
                     acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA
                 )
             if c_desc is not None:
-                store_plain(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA)
+                store_plain(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, ALIGNED)
             else:
                 store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, ALIGNED)
     tma.store_wait(0)
@@ -294,10 +293,9 @@ def multiply_triton(
         sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
     sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
     out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
-    bits, columns = 8 * jnp.dtype(out_dtype).itemsize, tiles.stored(jnp.dtype(out_dtype).itemsize)
-    by_tma = N % (8 if bits == 16 else 4) == 0 and columns > 0
-    if by_tma and bits == 32 and not FLOAT32_BY_TMA:
-        by_tma = False
+    itemsize = jnp.dtype(out_dtype).itemsize
+    columns = tiles.stored(itemsize)
+    by_tma = N * itemsize % 16 == 0 and columns > 0
     tile = OutTile((64, columns), tile_layout(out_dtype, (64, columns))) if by_tma else None
     # A plain descriptor: with row windows this kernel was 3 to 4 % slower (H200, 2026-11-23, dsmoe16b and qwen3_30b).
     out = triton_call(

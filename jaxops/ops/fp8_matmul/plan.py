@@ -217,10 +217,10 @@ def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols:
 
     if time(192) < time(128):
         return Tiles("triton", 192, 128, stages=4)
-    # The scales in shared memory leave room for four stages. Panels of 16 rows were 1 to 2 % faster than of 8, and over
-    # groups of 256 and 512 rows 1 % slower.
-    stages = 4 if recipe.lhs.scaling == "block_1x128" else 5
-    return Tiles("triton", 128, 128, stages=stages, panel=8 if problem.G else 16)
+    # Five stages were 3 to 5 % faster than four (H200, 2026-11-26, forward and dgrad over 64 and 128 groups of 256 to
+    # 2,048 rows). Panels of 16 rows were 1 to 2 % faster than of 8, and over groups of 256 and 512 rows 1 % slower.
+    few = recipe.lhs.scaling == "block_1x128" and (pass_name == "wgrad" or not problem.G)
+    return Tiles("triton", 128, 128, stages=4 if few else 5, panel=8 if problem.G else 16)
 
 
 _PALLAS_TILES = ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4), (32, 128, 4), (16, 128, 4))

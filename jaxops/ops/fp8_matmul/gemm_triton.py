@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from jaxops._lib.costs import bytes_of
 from jaxops._lib.gemm_triton import advance
@@ -139,6 +145,10 @@ def _sum_rounds(
                 done = warpgroup_mma_wait(0, deps=[part0])
             if SCALES == OUTER:
                 rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                # TMA may write the next scales as soon as the stage is released, and no barrier waits for loads from
+                # shared memory. Without the fence up to 11 of 60 launches had wrong sums (H200, 2026-11-26, 192x128
+                # with three stages). BLOCK's loads have finished before the wgmma.
+                fence_async_shared()
             mbarrier.arrive(empty.index(s0), count=1)
             acc = _promote(acc, done, rows, cols, SCALES)
         s, phase = advance(s1, phase, STAGES)

@@ -261,6 +261,18 @@ def test_programs_take_tiles_from_a_counter(pass_name):
     assert (none, one, shuffles - others) == (0, 1, 1)
 
 
+@pytest.mark.parametrize("bm", [128, 192])
+def test_scales_are_read_before_their_stage_is_released(bm):
+    """A barrier does not wait for loads, and TMA writes the stage's next scales: only a fence orders the two."""
+    tiles = Tiles("triton", bm, 128, stages=3)
+    ptx = Product("blockwise", "wgrad", grouped=True, tiles=tiles).kernel.ptx
+    events = re.findall(r"wgmma\.wait_group|ld\.shared\.v2|fence\.proxy\.async|mbarrier\.arrive\.shared", ptx)
+    steps = " ".join(dict(zip(("wg", "ld", "fe", "mb"), "wlfa", strict=True))[event[:2]] for event in events)
+    steps = re.findall(r"w (l [^wa]*)a", steps)
+    assert len(steps) == (2 * (ROUNDS[2] + 1) if bm == 128 else 3)
+    assert all(step.endswith("l f ") for step in steps)
+
+
 @gluon.jit
 def _double_gluon(x, y, BLOCK: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # one element a thread: Triton would choose four

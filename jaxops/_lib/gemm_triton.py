@@ -33,7 +33,9 @@ from jaxops._lib.tile_scheduler_triton import (
     finish_fetch_add,
     locate,
     locate_modality,
+    read_tile,
     start_fetch_add,
+    write_tile,
 )
 
 BK = gl.constexpr(64)  # length of a pipeline step along the contraction
@@ -111,29 +113,11 @@ def advance(s, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def write_tile(pipe, s, group, row, end, col, steps):
-    WARPS: gl.constexpr = 4 if pipe.GATHERED else 1
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    for i in gl.static_range(5):
-        pipe.tiles.index(5 * s + i).store(gl.full([1], (group, row, end, col, steps)[i], gl.int32, ONE))
-
-
-@gluon.jit
-def read_tile(pipe, s):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    group = pipe.tiles.index(5 * s).load(ONE).item()
-    row = pipe.tiles.index(5 * s + 1).load(ONE).item()
-    end = pipe.tiles.index(5 * s + 2).load(ONE).item()
-    col = pipe.tiles.index(5 * s + 3).load(ONE).item() // 8 * 8  # no change: tells the compiler of the alignment
-    return group, row, end, col, pipe.tiles.index(5 * s + 4).load(ONE).item()
-
-
-@gluon.jit
 def finish_tiles(pipe, s, phase):
     """A tile of 0 steps ends a consumer's loop: one for both, or one for each in ping-pong."""
     for _ in gl.static_range(2 // pipe.SPLIT):
         mbarrier.wait(pipe.empty.index(s), phase)
-        write_tile(pipe, s, -1, 0, 0, 0, 0)
+        write_tile(pipe.tiles, s, (-1, 0, 0, 0, 0), 4 if pipe.GATHERED else 1)
         mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if pipe.GATHERED else 1)
         s, phase = advance(s, phase, pipe.STAGES)
 
@@ -224,6 +208,7 @@ def produce(
     COLS: gl.constexpr = pipe.BN // 2 if BESIDE else pipe.BN  # of C
     BY_MODALITY: gl.constexpr = OPERANDS == "modalities"
     B_BYTES: gl.constexpr = b_descs[0].nbytes_per_cta * (2 if BESIDE else 1)
+    WARPS: gl.constexpr = 4 if pipe.GATHERED else 1
     G, M, N, K = sizes
     num_i = 0
     if not BY_MODALITY:
@@ -264,9 +249,9 @@ def produce(
             second = gl.where(size > 0, steps * BK, K + BK)
             steps = gl.where(size > 0, 2 * steps, steps)
         if KIND == ROWS:
-            write_tile(pipe, s, group, row, end, col, steps)
+            write_tile(pipe.tiles, s, (group, row, end, col, steps), WARPS)
         else:  # rows of all groups' C
-            write_tile(pipe, s, group, row + matrix * end, end + matrix * end, col, steps)
+            write_tile(pipe.tiles, s, (group, row + matrix * end, end + matrix * end, col, steps), WARPS)
         for at in range(first, first + steps * BK, BK):
             mbarrier.wait(pipe.empty.index(s), phase)
             if pipe.GATHERED:
@@ -332,7 +317,8 @@ def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
         s = pipe.state.index(2 * WHICH).load(ONE).item()
         phase = pipe.state.index(2 * WHICH + 1).load(ONE).item()
     mbarrier.wait(pipe.full.index(s), phase)
-    group, row, end, col, steps = read_tile(pipe, s)
+    group, row, end, col, steps = read_tile(pipe.tiles, s)
+    col = col // 8 * 8  # no change: tells the compiler of the alignment
     if pipe.SPLIT > 1:
         row += WHICH * (pipe.BM // pipe.SPLIT)
     return group, row, end, col, steps, s, phase, parity

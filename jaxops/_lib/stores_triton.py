@@ -59,6 +59,29 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
 
 
 @gluon.jit
+def store_plain(acc, desc, ptr, buf, row, end, col, N, ALIGNED: gl.constexpr):
+    """As `store`, through a plain descriptor, of as many columns at a time as it has: acc's or half of them. float32
+    whole tiles, too, go through shared memory: their stores overlap the next tile's products."""
+    BN: gl.constexpr = desc.block_shape[1]
+    PARTS: gl.constexpr = acc.shape[1] // BN
+    PART: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    parts = (acc,)
+    if PARTS > 1:
+        parts = split_columns(acc)
+    for i in gl.static_range(PARTS):
+        part = gl.convert_layout(parts[i], PART, assert_trivial=True)
+        if ptr.dtype.element_ty != gl.float32:
+            store(part, desc, ptr, buf, row, end, col + i * BN, N, PART, ALIGNED)
+        elif row + acc.shape[0] > end:
+            store_tile(part, ptr, row, end, col + i * BN, N, PART, ALIGNED)
+        else:
+            tma.store_wait(0)
+            buf.store(part)
+            fence_async_shared()
+            tma.async_store(desc, [row, col + i * BN], buf)
+
+
+@gluon.jit
 def split_columns(x):
     """The left half and the right half."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
@@ -101,8 +124,8 @@ def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.co
 
 @gluon.jit
 def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """COUNT buffers of BM x BN for `store`. float32 results need none and get the smallest possible: a partition's
-    arguments cannot be left out."""
+    """COUNT buffers of BM x BN for `store`. float32 results need none there and get the smallest possible: a
+    partition's arguments cannot be left out."""
     NARROW: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth == 16
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)
     TYPE: gl.constexpr = ptr.dtype.element_ty if NARROW else gl.bfloat16

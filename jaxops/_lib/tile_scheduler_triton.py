@@ -31,6 +31,28 @@ def finish_fetch_add(value):
 
 
 @gluon.jit
+def write_tile(tiles, s, values, WARPS: gl.constexpr):
+    """The producer passes a tile descriptor, five integers, to the consumers with the tile's first stage s."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    for i in gl.static_range(5):
+        tiles.index(5 * s + i).store(gl.full([1], values[i], gl.int32, ONE))
+
+
+@gluon.jit
+def read_tile(tiles, s):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    group = tiles.index(5 * s).load(ONE).item()
+    row = tiles.index(5 * s + 1).load(ONE).item()
+    end = tiles.index(5 * s + 2).load(ONE).item()
+    col = tiles.index(5 * s + 3).load(ONE).item()
+    steps = tiles.index(5 * s + 4).load(ONE).item()
+    # Triton puts a barrier between a read of shared memory and the next wait for an mbarrier: here once a tile, not in
+    # each step of the mainloop.
+    gl.barrier()
+    return group, row, end, col, steps
+
+
+@gluon.jit
 def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
     """Row and column of tile t: column by column within panels of PANEL tile rows, so that concurrent programs share
     operands in L2."""

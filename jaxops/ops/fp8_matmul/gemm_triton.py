@@ -13,101 +13,42 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from jaxops._lib.costs import bytes_of
 from jaxops._lib.gemm_triton import advance
-from jaxops._lib.launch_triton import OutTile, TensorDescriptor, triton_call
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
-from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, tile_layout
-from jaxops._lib.tile_scheduler_triton import swizzle
+from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
+from jaxops._lib.tile_scheduler_triton import read_tile
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
+from jaxops.ops.fp8_matmul.produce_triton import (
+    BK,
+    BLOCK,
+    CONTRACTION,
+    DENSE,
+    OUTER,
+    ROWS,
+    ROWS_OF_ONE,
+    TENSOR,
+    VECTOR,
+    operand_rows,
+    produce,
+)
 
-# One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
-DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# Scales: one per operand; one per row of A and of B; 1x128 blocks of A and 128x128 of B; 1x128 blocks of both.
-TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-BK = gl.constexpr(128)
-ROWS_OF_ONE = gl.constexpr(64)  # rows of a tile per consumer
 # K steps per round, by the number of consumers. Two consumers overlap their own wgmma with their sums within a round of
 # four steps. Three have fewer registers: a round is one step, and the other two multiply while one sums.
 ROUNDS = {2: 4, 3: 1}
-
-
-@gluon.jit
-def _locate(
-    t, schedule, entries, G, M, N, K, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr
-):
-    """Tile t: group; first row in A, B and C; end of its rows in C; first column; first K step; number of K steps."""
-    num_j = gl.cdiv(N, BN)
-    num_i = gl.cdiv(M, BM) + G + 1 if KIND == ROWS else gl.cdiv(M, BM)
-    p = t % (num_i * num_j) if KIND == CONTRACTION else t
-    i, j = swizzle(p, num_i, num_j, PANEL)
-    if KIND == ROWS:
-        group = gl.load(schedule + i)
-        start = gl.load(schedule + entries + i)
-        end = gl.load(schedule + 2 * entries + i)
-        # A tile outside the groups has no steps: it stores its initial accumulator, zeros.
-        steps = gl.where(group < G, gl.cdiv(K, BK), 0)
-        group = min(group, G - 1)
-        return group, start, group * N + j * BN, start, end, j * BN, 0, steps
-    if KIND == CONTRACTION:
-        rank = t // (num_i * num_j)
-        group = gl.load(schedule + rank)
-        size = gl.load(schedule + 2 * entries + rank) - gl.load(schedule + entries + rank)
-        first_k = gl.load(schedule + 3 * entries + rank)
-        return group, i * BM, j * BN, group * M + i * BM, group * M + M, j * BN, first_k, gl.cdiv(size, BK)
-    return 0, i * BM, j * BN, i * BM, M, j * BN, 0, gl.cdiv(K, BK)
-
-
-@gluon.jit
-def _produce(
-    args, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
-    a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K = args
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
-    TILES: gl.constexpr = CONSUMERS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta
-    ROW_SCALES: gl.constexpr = CONSUMERS * sa.nbytes_per_cta if SCALES >= BLOCK else 0
-    nbytes: gl.constexpr = TILES + ROW_SCALES + (sb.nbytes_per_cta if SCALES == OUTER else 0)
-    s = 0
-    phase = 1
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, a_row, b_row, _c_row, _c_end, col, first_k, steps = _locate(
-            t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND
-        )
-        # A TMA box starts at a multiple of 16 bytes, a group at any row: a consumer's box of scales starts up to three
-        # rows early and is twice as long.
-        early = a_row % 4 if KIND == ROWS else 0
-        scale = 0.0
-        sb_first = sb
-        if SCALES == BLOCK:
-            # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
-            sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
-            scale = gl.load(sb_first)
-        for k in range(steps):
-            mbarrier.wait(empty.index(s), phase)
-            if SCALES == BLOCK:
-                sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
-            mbarrier.expect(full.index(s), nbytes)
-            for i in gl.static_range(CONSUMERS):
-                a_box = [a_row + i * ROWS_OF_ONE, (first_k + k) * BK]
-                tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(CONSUMERS * s + i))
-            tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
-            if SCALES >= BLOCK:
-                for i in gl.static_range(CONSUMERS):
-                    sa_box = [first_k + k, a_row - early + i * ROWS_OF_ONE]
-                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(CONSUMERS * s + i))
-            if SCALES == OUTER:
-                tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
-            if SCALES == BLOCK:
-                scale = gl.load(sb_first + min(k + 1, steps - 1))
-            s, phase = advance(s, phase, STAGES)
 
 
 @gluon.jit
@@ -204,6 +145,10 @@ def _sum_rounds(
                 done = warpgroup_mma_wait(0, deps=[part0])
             if SCALES == OUTER:
                 rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                # TMA may write the next scales as soon as the stage is released, and no barrier waits for loads from
+                # shared memory. Without the fence up to 11 of 60 launches had wrong sums (H200, 2026-11-26, 192x128
+                # with three stages). BLOCK's loads have finished before the wgmma.
+                fence_async_shared()
             mbarrier.arrive(empty.index(s0), count=1)
             acc = _promote(acc, done, rows, cols, SCALES)
         s, phase = advance(s1, phase, STAGES)
@@ -221,55 +166,67 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    (
-        sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs,
-        full, empty, tiles, entries, G, M, N, K,
-    ) = args  # fmt: skip
+    """Multiplies and stores this consumer's 64 rows of each tile.
+
+    The consumers store at the same time. Starting each some steps after the one before it, so that the others multiply
+    meanwhile, uses up stages that hide the latency of loads: one step cost 1 to 5 %, three up to 18 % (H200,
+    2026-11-26, products over 64 and 128 groups of 256 to 2,048 rows).
+    """
+    sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N = args
+    a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     s = 0
     phase = 0
-    # The work list is read one tile ahead, so that the latency of global memory overlaps the previous tile's products.
-    t = gl.program_id(0)
-    group, a_row, b_row, c_row, c_end, col, _, steps = _locate(t, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        following = min(t + gl.num_programs(0), tiles - 1)
-        following_tile = _locate(following, schedule, entries, G, M, N, K, BM, BN, PANEL, KIND)
+    more = True
+    while more:
+        mbarrier.wait(full.index(s), phase)
+        group, first, end, col, steps = read_tile(tile_bufs, s)
+        col = col // BN * BN  # no change: tells the compiler of the alignment
+        row = first + WHICH * ROWS_OF_ONE
+        more = steps >= 0
+        mine = row < end
+        a_row, b_row = operand_rows(group, row, col, M, N, KIND)
         scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
         scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
+        count = gl.where(mine, steps, 0)
         acc = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
         if FAST:
-            acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, steps, s, phase, WHICH, CONSUMERS, STAGES)
+            acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, count, s, phase, WHICH, CONSUMERS, STAGES)
         else:
             for each in gl.static_range(2 if ROUND > 1 else 1):  # whole rounds, then the remaining steps
                 acc, s, phase = _sum_rounds(
-                    acc, steps // ROUND if each == 0 else steps % ROUND, ROUND if each == 0 else 1,
+                    acc, count // ROUND if each == 0 else count % ROUND, ROUND if each == 0 else 1,
                     a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, a_row % 4,
                     WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
                 )  # fmt: skip
-        row = c_row + WHICH * ROWS_OF_ONE
-        if row < c_end:  # false for the unused entries of the work list
+        for _ in range(max(steps, 1) - count):  # releases what it has not multiplied
+            mbarrier.wait(full.index(s), phase)
+            mbarrier.arrive(empty.index(s), count=1)
+            s, phase = advance(s, phase, STAGES)
+        if mine:
             # Rows outside the groups stay zero, even where their scales are NaN.
             if SCALES == TENSOR:
                 acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))
             elif SCALES == VECTOR:
                 inside = steps > 0 if KIND == ROWS else True
                 acc = _scale_vectors(
-                    acc, sa + a_row + WHICH * ROWS_OF_ONE, sb + b_row,
-                    c_end - row if inside else 0, N - col if inside else 0, MMA,
-                )  # fmt: skip
-            store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, c_end, col, N, MMA, ALIGNED)
-        group, a_row, b_row, c_row, c_end, col, _, steps = following_tile
+                    acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA
+                )
+            if c_desc is not None:
+                store_plain(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, ALIGNED)
+            else:
+                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, ALIGNED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def fp8_gemm_kernel(
     a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
@@ -283,32 +240,31 @@ def fp8_gemm_kernel(
     sb_bufs = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, BN] if SCALES == OUTER else [STAGES, 1], sb.layout if SCALES == OUTER else FLAT
     )
+    tile_bufs = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
-    c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
-    producer_args = (
-        a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs,
-        full, empty, tiles, entries, G, M, N, K,
-    )  # fmt: skip
-    consumer_args = (
-        sa, sb, schedule, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs,
-        full, empty, tiles, entries, G, M, N, K,
-    )  # fmt: skip
+    if c_desc is not None:
+        c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
+    else:
+        c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
+    bufs = (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty)
+    producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K)
+    consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES)),
+            (_consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES)),
+            (_consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (_consume, (consumer_args, 2, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -347,17 +303,22 @@ def multiply_triton(
         sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
     sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
     out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
-    by_tma = N % 8 == 0 and jnp.dtype(out_dtype).itemsize == 2
+    itemsize = jnp.dtype(out_dtype).itemsize
+    columns = tiles.stored(itemsize)
+    by_tma = N * itemsize % 16 == 0 and columns > 0
+    tile = OutTile((64, columns), tile_layout(out_dtype, (64, columns))) if by_tma else None
     # A plain descriptor: with row windows this kernel was 3 to 4 % slower (H200, 2026-11-23, dsmoe16b and qwen3_30b).
     out = triton_call(
-        *values, sa, sb, schedule, OutTile((64, bn), tile_layout(out_dtype, (64, bn))) if by_tma else None,
+        *values, sa, sb, Scratch(schedule) if tiles.dynamic else schedule, tile,
         kernel=fp8_gemm_kernel, grid=min(cores, tile_count),
         name=f"fp8_gemm_{('dense', 'rows', 'contraction')[kind.value]}",
         out_type=out_type, flops=2 * M * N * (length or K), tiles=tile_count,
         bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out_type) if length else None,
         entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
-        BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, KIND=kind.value, SCALES=scales, FAST=fast,
-        ROUND=ROUNDS[bm // 64], ALIGNED=N % 8 == 0,
+        BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
+        KIND=kind.value, SCALES=scales, FAST=fast,
+        ROUND=ROUNDS[bm // 64],
+        ALIGNED=N % 8 == 0,
     )  # fmt: skip
     return out.reshape(G, M, N) if contraction else out
 

@@ -14,9 +14,9 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.launch_triton import TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_tile, tile_layout
-from jaxops.ops.fp8_matmul.gemm_triton import BK, DENSE, _locate
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
+from jaxops.ops.fp8_matmul.produce_triton import BK, DENSE, fetch_tile, place_tile
 
 LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
 
@@ -37,7 +37,8 @@ def _produce(
     s = 0
     phase = 1
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, a_row, _b_row, _c_row, _c_end, col, _first_k, steps = _locate(t, sb, 0, 1, M, N, K, 128, 192, PANEL, DENSE)
+        fetched = fetch_tile(t, tiles, sb, 0, 1, M, N, 128, 192, PANEL, DENSE)
+        _, a_row, _end, col, _first_k, steps = place_tile(fetched, 1, M, K, DENSE)
         wide, narrow = _columns(col)
         last = gl.cdiv(N, 128) - 1
         wide_scales = sb + min(wide // 128, last) * steps
@@ -129,7 +130,8 @@ def _consume(
     s = 0
     phase = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, _a_row, _b_row, c_row, c_end, col, _first_k, steps = _locate(t, sb, 0, 1, M, N, K, 128, 192, PANEL, DENSE)
+        fetched = fetch_tile(t, tiles, sb, 0, 1, M, N, 128, 192, PANEL, DENSE)
+        _, c_row, c_end, col, _first_k, steps = place_tile(fetched, 1, M, K, DENSE)
         acc0 = gl.zeros([64, 128], gl.float32, WIDE)
         acc1 = gl.zeros([64, 64], gl.float32, NARROW)
         for _ in range(steps):

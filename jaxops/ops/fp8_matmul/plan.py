@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jaxops._lib.device import Device, check_gluon, runs_gluon
+from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.fp8 import BLOCK
 from jaxops._lib.plans import ADA, BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
@@ -37,6 +37,7 @@ class Tiles:
       swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
         warp, without a way back to shared memory.
+      dynamic: "triton" over groups: programs take the next tile from a counter; otherwise every n-th tile, n programs.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -48,6 +49,7 @@ class Tiles:
     bk: int = BLOCK
     split: int = 1
     swap: bool = False
+    dynamic: bool = False
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
@@ -56,6 +58,8 @@ class Tiles:
             raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
         if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
             raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
+        if self.kernel != "triton" and self.dynamic:
+            raise ValueError(f"Tiles of kernel={self.kernel!r} are not dynamic: leave it out.")
         if self.swap and self.bm == 1:
             raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
         if self.kernel == "pallas" and self.bm == 1:
@@ -77,7 +81,17 @@ class Tiles:
         pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
-        return pipeline + self.bm * self.bn * 2 + self.stages * 4 * (2 * self.bm + self.bn) + 256
+        return self._hopper_pipeline + self.bm * self.bn * (1 if self.stages > 5 else 2)
+
+    @property
+    def _hopper_pipeline(self) -> int:
+        return self.stages * (self.bk * (self.bm + self.bn) + 4 * (2 * self.bm + self.bn) + 20) + 256
+
+    def stored(self, itemsize: int) -> int:
+        """Columns of a result of so many bytes a number that a consumer of "triton" stores at a time by TMA: a tile's,
+        or half where shared memory is short, or 0: not even those have room, and it stores from its registers."""
+        left = HOPPER_SHARED_BYTES - self._hopper_pipeline
+        return next((columns for columns in (self.bn, self.bn // 2) if self.bm * columns * itemsize <= left), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +146,8 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    if tiles.dynamic and not call.problem.G:
+        raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
     if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
         raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
     return tiles
@@ -201,10 +217,10 @@ def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols:
 
     if time(192) < time(128):
         return Tiles("triton", 192, 128, stages=4)
-    # The scales in shared memory leave room for four stages. Panels of 16 rows were 1 to 2 % faster than of 8, and over
-    # groups of 256 and 512 rows 1 % slower.
-    stages = 4 if recipe.lhs.scaling == "block_1x128" else 5
-    return Tiles("triton", 128, 128, stages=stages, panel=8 if problem.G else 16)
+    # Five stages were 3 to 5 % faster than four (H200, 2026-11-26, forward and dgrad over 64 and 128 groups of 256 to
+    # 2,048 rows). Panels of 16 rows were 1 to 2 % faster than of 8, and over groups of 256 and 512 rows 1 % slower.
+    few = recipe.lhs.scaling == "block_1x128" and (pass_name == "wgrad" or not problem.G)
+    return Tiles("triton", 128, 128, stages=4 if few else 5, panel=8 if problem.G else 16)
 
 
 _PALLAS_TILES = ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4), (32, 128, 4), (16, 128, 4))

@@ -37,8 +37,8 @@ def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Ope
     return Operand(values, scales, scaling)  # pyright: ignore[reportArgumentType]
 
 
-@functools.partial(jax.jit, static_argnames=("run", "length", "out_dtype", "fast", "bm"))
-def _multiply(a, b, offsets, run, length, out_dtype, fast, bm):
+@functools.partial(jax.jit, static_argnames=("run", "length", "out_dtype", "fast", "bm", "dynamic", "stages"))
+def _multiply(a, b, offsets, run, length, out_dtype, fast, bm, dynamic, stages):
     how = {"length": length, "out_dtype": jnp.dtype(out_dtype), "fast": fast}
     if run == "xla":
         return multiply_xla(a, b, offsets, **how)
@@ -51,21 +51,26 @@ def _multiply(a, b, offsets, run, length, out_dtype, fast, bm):
         sizes = (M, K, N) if length is None else (length, M, N)
         plan = make_plan(Problem(*sizes, recipe, "bfloat16", G), current_device(), backend="triton")
         tiles = plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad
-        tiles = tiles if bm is None else dataclasses.replace(tiles, bm=bm, bn=128, stages=3)
+        tiles = tiles if bm is None else dataclasses.replace(tiles, bm=bm, bn=128, stages=stages)
+        tiles = dataclasses.replace(tiles, dynamic=dynamic and G > 0)
         return multiply_triton(a, b, offsets, **how, tiles=tiles, cores=current_device().cores)
     tiles = Tiles("pallas", 16, 32, panel=2) if run == "interpret" else Tiles("pallas", 64, 64, 4, 2, panel=2)
     return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=run == "interpret")
 
 
-def multiply(a: Operand, b: Operand, offsets=None, *, run, length=None, out_dtype="float32", fast=False, bm=None):
-    """bm: rows of the triton kernel's tile; None is what the plan takes."""
+def multiply(
+    a: Operand, b: Operand, offsets=None, *, run, length=None, out_dtype="float32", fast=False, bm=None, dynamic=False,
+    stages=3,
+):  # fmt: skip
+    """bm, stages: of the triton kernel's tiles; with bm None, what the plan takes. dynamic: over groups only."""
     options_of(run)  # skips where its device is missing
-    return _multiply(a, b, offsets, run, length, out_dtype, fast, bm)
+    return _multiply(a, b, offsets, run, length, out_dtype, fast, bm, dynamic, stages)
 
 
-def tile_rows(run: str) -> tuple:
-    """Two and three consumers, where there are any."""
-    return (128, 192) if run == "triton" else (None,)
+def tile_ways(run: str) -> tuple[dict, ...]:
+    """Two and three consumers, of as many stages as store a result's tile at once, in halves, and from registers."""
+    ways = ((128, False, 3), (128, True, 5), (128, False, 6), (192, False, 3), (192, True, 4))
+    return tuple({"bm": bm, "dynamic": dynamic, "stages": n} for bm, dynamic, n in ways) if run == "triton" else ({},)
 
 
 def wide(x: Operand) -> np.ndarray:
@@ -162,10 +167,18 @@ def test_large(run, scalings):
     rng = np.random.default_rng(0)
     a, b = (operand(rng, shape, s) for shape, s in zip(((3000, 4112), (2064, 4112)), scalings.split("-"), strict=True))
     want = wide(a) @ wide(b).T
-    for out_dtype, bm in itertools.product(("bfloat16", "float32"), tile_rows(run)):
-        check(multiply(a, b, run=run, out_dtype=out_dtype, bm=bm), want, run, out_dtype)
+    for out_dtype in ("bfloat16", "float32"):
+        found = [multiply(a, b, run=run, out_dtype=out_dtype, **way) for way in tile_ways(run)]
+        check(found[0], want, run, out_dtype)
+        check_same_bits(found)
     if not scalings.startswith("block"):
         assert_close(multiply(a, b, run=run, fast=True), want, "fp8_fast")
+
+
+def check_same_bits(found) -> None:
+    """However a product is cut into tiles, each sum has one order."""
+    for x in found[1:]:
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(found[0]))
 
 
 def bad_rows(x: Operand, offsets) -> Operand:
@@ -178,7 +191,7 @@ def bad_rows(x: Operand, offsets) -> Operand:
     return x
 
 
-def check_rows(run, scalings, sizes, before, after, K, N, seed=0, **how) -> None:
+def check_rows(run, scalings, sizes, before, after, K, N, seed=0, **how):
     rng = np.random.default_rng(seed)
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     M = int(offsets[-1]) + after
@@ -190,9 +203,10 @@ def check_rows(run, scalings, sizes, before, after, K, N, seed=0, **how) -> None
     got = multiply(a, b, offsets.astype(np.int32), run=run, **how)
     check(got, want, run, how.get("out_dtype", "float32"))
     assert not np.asarray(got)[np.r_[: offsets[0], offsets[-1] : M]].any()
+    return got
 
 
-def check_contraction(run, scalings, sizes, before, after, M, N, seed=0, **how) -> None:
+def check_contraction(run, scalings, sizes, before, after, M, N, seed=0, **how):
     """The columns that pad a group to 128 are zeros, as the quantizer writes them; behind the last group is NaN."""
     rng = np.random.default_rng(seed)
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -218,6 +232,7 @@ def check_contraction(run, scalings, sizes, before, after, M, N, seed=0, **how) 
     got = multiply(a, b, offsets.astype(np.int32), run=run, length=length, **how)
     check(got, want, run, how.get("out_dtype", "float32"))
     assert not np.asarray(got)[np.asarray(sizes) == 0].any()
+    return got
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -258,13 +273,18 @@ def test_every_pattern_of_empty_groups(run):
 @pytest.mark.parametrize("run", ["gpu", "triton"])
 @pytest.mark.parametrize("scalings", sorted({*ROWS, *CONTRACTION}))
 def test_large_groups(run, scalings):
-    """Whole tiles beside parts of some, in both widths of a result: 16 bits go through TMA where a tile is whole."""
-    for sizes in ([1000, 0, 1, 2501, 128, 260], [0, 0, 3890, 0, 0, 0], [3000, 250, 250, 250, 70, 70]):
-        for out_dtype, bm in itertools.product(("bfloat16", "float32"), tile_rows(run)):
-            if scalings in ROWS:
-                check_rows(run, scalings, sizes, 7, 5, 528, 784, out_dtype=out_dtype, bm=bm)
-            if scalings in CONTRACTION:
-                check_contraction(run, scalings, sizes, 7, 5, 528, 784, out_dtype=out_dtype, bm=bm)
+    """Whole tiles beside parts of some, in both widths of a result: they go through TMA where a tile is whole and rows
+    start at multiples of 16 bytes."""
+    for sizes, N in (
+        ([1000, 0, 1, 2501, 128, 260], 784),
+        ([0, 0, 3890, 0, 0, 0], 788),
+        ([3000, 250, 250, 250, 70, 70], 788),
+    ):
+        for out_dtype, kind in itertools.product(("bfloat16", "float32"), (ROWS, CONTRACTION)):
+            if scalings in kind:
+                call = check_rows if kind is ROWS else check_contraction
+                how = {"out_dtype": out_dtype}
+                check_same_bits([call(run, scalings, sizes, 7, 5, 528, N, **how, **way) for way in tile_ways(run)])
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -285,8 +305,8 @@ def test_offsets_that_break_the_contract(run):
             [72, 0, 72, 0, 72],
         ):
             offsets = np.array(bad, np.int32)
-            for bm in tile_rows(run):
-                how = {"run": run, "out_dtype": out_dtype, "bm": bm}
+            for way in tile_ways(run):
+                how = {"run": run, "out_dtype": out_dtype, **way}
                 assert jax.block_until_ready(multiply(*rows, offsets, **how)).shape == (72, N)
                 assert jax.block_until_ready(multiply(*columns, offsets, length=72, **how)).shape == (4, 19, N)
 

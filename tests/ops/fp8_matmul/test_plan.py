@@ -190,6 +190,8 @@ def test_tiles_of_few_rows():
         ({"bm": 4, "swap": True}, "at least 8"),
         ({"kernel": "triton", "split": 2}, "no bk, split and swap"),
         ({"kernel": "xla", "bk": 256}, "no bk, split and swap"),
+        ({"kernel": "pallas", "dynamic": True}, "are not dynamic"),
+        ({"kernel": "xla", "dynamic": True}, "are not dynamic"),
         ({"split": 0}, "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -197,6 +199,15 @@ def test_tiles_of_few_rows():
     for tiles in (Tiles(bm=1), Tiles(bk=256), Tiles(split=2), Tiles(swap=True)):
         with pytest.raises(ValueError, match=r"plan\.wgrad=.*no bm below 16, bk, split or swap"):
             make_plan(PROBLEM, L4, plan=Plan("pallas", wgrad=tiles))
+
+
+@pytest.mark.usefixtures("_jax_triton")
+def test_only_groups_have_dynamic_tiles():
+    tiles, dense = Tiles("triton", 128, 128, stages=4, dynamic=True), dataclasses.replace(PROBLEM, G=0)
+    for name in PASSES:
+        assert getattr(make_plan(PROBLEM, H200, plan=Plan("triton", **{name: tiles})), name) == tiles
+        with pytest.raises(ValueError, match=rf"plan\.{name}=.*only products over groups have dynamic tiles"):
+            make_plan(dense, H200, plan=Plan("triton", **{name: tiles}))
 
 
 def test_tiles_that_it_has():

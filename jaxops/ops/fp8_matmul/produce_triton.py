@@ -1,0 +1,131 @@
+"""The producer of the FP8 products on Hopper, in Gluon: which tiles a program computes, and their loads by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from jaxops._lib.gemm_triton import advance
+from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add, swizzle, write_tile
+
+# One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
+DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# Scales: one per operand; one per row of A and of B; 1x128 blocks of A and 128x128 of B; 1x128 blocks of both.
+TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+BK = gl.constexpr(128)
+ROWS_OF_ONE = gl.constexpr(64)  # rows of a tile per consumer
+
+
+@gluon.jit
+def fetch_tile(
+    t, tiles, schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr
+):
+    """What `place_tile` needs of tile t; of the last one if there is no tile t. Nothing here waits for the work list:
+    that is read while the previous tile is loaded."""
+    t = max(min(t, tiles - 1), 0)
+    num_j = gl.cdiv(N, BN)
+    num_i = tiles // num_j if KIND == ROWS else gl.cdiv(M, BM)
+    i, j = swizzle(t % (num_i * num_j) if KIND == CONTRACTION else t, num_i, num_j, PANEL)
+    group = 0
+    start = 0
+    end = 0
+    first_k = 0
+    if KIND != DENSE:
+        entry = t // (num_i * num_j) if KIND == CONTRACTION else i
+        group = gl.load(schedule + entry)
+        start = gl.load(schedule + entries + entry)
+        end = gl.load(schedule + 2 * entries + entry)
+    if KIND == CONTRACTION:
+        first_k = gl.load(schedule + 3 * entries + entry)
+    return i * BM, j * BN, group, start, end, first_k
+
+
+@gluon.jit
+def place_tile(fetched, G, M, K, KIND: gl.constexpr):
+    """Group; first row in C; end of its rows in C; first column; first K step; number of K steps."""
+    row, col, group, start, end, first_k = fetched
+    if KIND == ROWS:
+        # A tile outside the groups has no steps: it stores its initial accumulator, zeros.
+        return min(group, G - 1), start, end, col, 0, gl.where(group < G, gl.cdiv(K, BK), 0)
+    if KIND == CONTRACTION:
+        return group, group * M + row, group * M + M, col, first_k, gl.cdiv(end - start, BK)
+    return 0, row, M, col, 0, gl.cdiv(K, BK)
+
+
+@gluon.jit
+def operand_rows(group, row, col, M, N, KIND: gl.constexpr):
+    """Where a tile's rows start in A and in B."""
+    return row - group * M if KIND == CONTRACTION else row, col + group * N if KIND == ROWS else col
+
+
+@gluon.jit
+def produce(
+    args, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, DYNAMIC: gl.constexpr,
+):  # fmt: skip
+    """Loads the operands of this program's tiles, step by step, until there are no more.
+
+    DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every
+    num_programs-th.
+    """
+    a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K = args
+    a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
+    A_BYTES: gl.constexpr = a_desc.nbytes_per_cta + (sa.nbytes_per_cta if SCALES >= BLOCK else 0)
+    B_BYTES: gl.constexpr = b_desc.nbytes_per_cta + (sb.nbytes_per_cta if SCALES == OUTER else 0)
+    if KIND == ROWS:  # as many as the groups need; the launch has room for any offsets
+        tiles = gl.load(schedule + 4 * entries) * gl.cdiv(N, BN)
+    s = 0
+    phase = 1
+    t = gl.program_id(0)
+    following = t + gl.num_programs(0)
+    fetched = fetch_tile(t, tiles, schedule, entries, G, M, N, BM, BN, PANEL, KIND)
+    while t < tiles:
+        later = following + gl.num_programs(0)
+        if DYNAMIC:  # asked for now, needed after this tile's loads
+            later = start_fetch_add(schedule + 5 * entries)
+        group, row, end, col, first_k, steps = place_tile(fetched, G, M, K, KIND)
+        a_row, b_row = operand_rows(group, row, col, M, N, KIND)
+        fetched = fetch_tile(following, tiles, schedule, entries, G, M, N, BM, BN, PANEL, KIND)
+        # A TMA box starts at a multiple of 16 bytes, a group at any row: a consumer's box of scales starts up to three
+        # rows early and is twice as long.
+        early = a_row % 4 if KIND == ROWS else 0
+        scale = 0.0
+        sb_first = sb
+        if SCALES == BLOCK:
+            # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
+            sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
+            scale = gl.load(sb_first)
+        mbarrier.wait(empty.index(s), phase)
+        write_tile(tile_bufs, s, (group, row, end, col, steps), 1)
+        if steps == 0:
+            mbarrier.arrive(full.index(s), count=1)
+            s, phase = advance(s, phase, STAGES)
+        for k in range(steps):
+            mbarrier.wait(empty.index(s), phase)
+            if SCALES == BLOCK:
+                sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
+            # What lies behind the group's rows, or M, is neither loaded nor multiplied.
+            for i in gl.static_range(CONSUMERS):
+                last = row + (i + 1) * ROWS_OF_ONE >= end if i + 1 < CONSUMERS else True
+                mbarrier.expect(full.index(s), (i + 1) * A_BYTES + B_BYTES, pred=last & (row + i * ROWS_OF_ONE < end))
+            for i in gl.static_range(CONSUMERS):
+                a_box = [a_row + i * ROWS_OF_ONE, (first_k + k) * BK]
+                some = row + i * ROWS_OF_ONE < end
+                tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(CONSUMERS * s + i), pred=some)
+            tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
+            if SCALES >= BLOCK:
+                for i in gl.static_range(CONSUMERS):
+                    sa_box = [first_k + k, a_row - early + i * ROWS_OF_ONE]
+                    some = row + i * ROWS_OF_ONE < end
+                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(CONSUMERS * s + i), pred=some)
+            if SCALES == OUTER:
+                tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
+            if SCALES == BLOCK:
+                scale = gl.load(sb_first + min(k + 1, steps - 1))
+            s, phase = advance(s, phase, STAGES)
+        t = following
+        following = 2 * gl.num_programs(0) + finish_fetch_add(later) if DYNAMIC else later
+    mbarrier.wait(empty.index(s), phase)
+    write_tile(tile_bufs, s, (0, 0, 0, 0, -1), 1)
+    mbarrier.arrive(full.index(s), count=1)

@@ -42,6 +42,7 @@ from jaxops.ops.fp8_matmul.produce_triton import (
     ROWS_OF_ONE,
     TENSOR,
     VECTOR,
+    multiplied_until,
     operand_rows,
     produce,
 )
@@ -192,7 +193,7 @@ def _consume(
         a_row, b_row = operand_rows(group, row, col, M, N, KIND)
         scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
         scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
-        count = gl.where(mine, steps, 0)
+        count = gl.where(row < multiplied_until(first, end, BM), max(steps, 0), 0)
         acc = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
         if FAST:
             acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, count, s, phase, WHICH, CONSUMERS, STAGES)

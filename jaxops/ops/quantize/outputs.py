@@ -137,13 +137,17 @@ def _elements(computation: Computation) -> int:
 
 
 def cast_tiles(computation: Computation, C: int) -> Tiles:
-    """32 elements a thread, or 16 of each of several tensors; with 128 rows and several tensors 32 of each."""
+    """32 elements a thread, or 16 of each of several tensors; with 128 rows and several tensors 32 of each.
+
+    Column layouts want patches of 64 rows, though each thread then holds more. H200, 2026-11-26, the gated unit's
+    backward of 131,072 x 512: 406 us with block scales and 256 tensorwise; with patches of 4 rows 909 and 835.
+    """
     rows = [output.scaling for output in computation.outputs if output.row]
     elements = _elements(computation)
     if computation.col and "block_1x128" in rows:
         return Tiles(BLOCK, BLOCK, 64, 2, 16)
     if computation.col:
-        return Tiles(BLOCK, BLOCK // 2, 64, 2, 8)  # two programs run at once on a multiprocessor
+        return Tiles(BLOCK, BLOCK // 2, 64, 1, 8)  # two programs run at once on a multiprocessor
     if "rowwise" in rows:
         cols = max(BLOCK, power_of_2(C))
         return Tiles(max(1, elements // cols), cols, warps=max(8, 8 * cols // elements))

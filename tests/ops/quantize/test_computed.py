@@ -102,7 +102,7 @@ def check(call: Call, got, operands, offsets) -> None:
     C = a.shape[1]
     with np.errstate(all="ignore"):
         tensors = [a * both[:, :C], weights[:, None] * both[:, C:], weights[:, None] * a]
-        tensors = [np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x) for x in tensors]
+        tensors = [without_subnormals(x) for x in tensors]
         dots = (a.astype(np.float64) * both[:, C:])[offsets[0] : offsets[-1]]
     tensors = [rounded(x, call.dtype) for x in tensors]
     results, sums = got
@@ -114,6 +114,11 @@ def check(call: Call, got, operands, offsets) -> None:
     found = np.asarray(found, np.float64)[:, offsets[0] : offsets[-1]][:, normal]
     size = np.abs(dots[normal]).sum(axis=1) + 1e-30
     assert_close(found.sum(axis=0) / size, dots[normal].sum(axis=1) / size, "float32", "sums")
+
+
+def without_subnormals(x: np.ndarray) -> np.ndarray:
+    """float32 x with zeros of their sign for subnormals: XLA's CPU flushes them, a GPU does not."""
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
 
 
 def check_output(call: Call, output: Output, result, parts, offsets) -> None:
@@ -139,7 +144,8 @@ def check_output(call: Call, output: Output, result, parts, offsets) -> None:
     assert len(result.plain) == output.parts * output.plain
     for i, x in enumerate(result.plain):
         assert x.dtype == call.dtype
-        equal(f"plain {i}", x[mine], parts[i][mine].astype(x.dtype))
+        found = without_subnormals(np.asarray(x[mine]).astype(np.float32)).astype(x.dtype)
+        equal(f"plain {i}", found, parts[i][mine].astype(x.dtype))
     for q in (result.row, *result.cols):
         assert q is None or (q.scaling, q.dtype, q.group_offsets.shape) == (
             output.scaling, call.dtype, (len(offsets),)
@@ -217,7 +223,8 @@ def test_no_groups(run):
 
 @pytest.mark.parametrize("run", RUNS[1:3])
 def test_broken_offsets_stay_in_bounds(run):
-    """Wrong rows, but no access out of bounds: the interpreter would raise or give NaN."""
+    """Wrong rows, but no access out of bounds: the interpreter would raise or give NaN. On a GPU, what no tile writes is
+    what the memory held, and compute-sanitizer looks for wild accesses."""
     for call in (CALLS[0], CALLS[1], CALLS[3]):
         operands = [put(np.ones_like(x)) for x in operands_of(call)]
         for offsets in (
@@ -227,7 +234,7 @@ def test_broken_offsets_stay_in_bounds(run):
             [0, 300, 0, 300, 0],
         ):
             got = jax.block_until_ready(compiled(run, call)(*operands, np.array(offsets, np.int32)))
-            for result in got[0]:
+            for result in got[0] if run == "interpret" else ():
                 for q in result.cols:
                     held = np.asarray(q.values_t, np.float32)
                     assert set(np.unique(held[~np.isnan(held)])) <= {0.0, 448.0, 57344.0}

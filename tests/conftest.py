@@ -14,11 +14,13 @@ import tempfile
 import hypothesis
 import pytest
 
-# Programs that one process has compiled, the other worker and subprocesses load from disk. Read when jax is imported.
+# Large programs that one process has compiled, the other worker and subprocesses load from disk. Read when jax is
+# imported. A program that took less than a second is hardly faster to load, and few are needed twice: to write those
+# of 0.2 s costs 4 % of a training step's compilation (2026-11-26).
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxops-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")  # a write takes up to 0.1 s
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1.0")
 # glibc reads these when a process starts: a run's workers and subprocesses. XLA's compiler takes and gives back memory
 # for each program: in one arena that is not trimmed it takes about 5 % less CPU time (2026-11-25).
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")

@@ -1,5 +1,6 @@
 """The benchmark of training steps over several devices: every code path on tiny models, and how it counts."""
 
+import dataclasses
 import json
 
 import jax
@@ -16,8 +17,11 @@ SMOKE = ("--smoke", "--workloads", "lm", "--meshes", "fsdp", "--steps", "5")
 
 @needs_four
 def test_smoke_run(tmp_path, monkeypatch):
-    """One device, the same batch as the mesh on one device, and the mesh."""
+    """One device, the same batch as the mesh on one device, and the mesh. Experts take thrice as long to compile."""
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
+    sizes = bench_scaling.SMOKE["lm"]
+    dense = dataclasses.replace(sizes.preset, model=dataclasses.replace(sizes.preset.model, experts=0, top_k=0))
+    monkeypatch.setitem(bench_scaling.SMOKE, "lm", sizes._replace(preset=dense))
     result = run(bench_scaling.main, *SMOKE, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     one, whole, mesh = (json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines())

@@ -217,9 +217,14 @@ def test_the_kernels_axes(name):
     assert ("psum" in text) == bool(summed)
 
 
-@pytest.mark.parametrize(("name", "way"), cases(("xla",), where=lambda op, way: bool(op.wrt)))
+@pytest.mark.parametrize(
+    ("name", "way"), cases(("xla",), where=lambda op, way: bool(op.wrt) and not op.name.startswith("nn."))
+)
 def test_gradients_of_some_arguments(name, way):
-    """In any order: a cache entry for some arguments must not serve others. Forward mode raises JAX's own error."""
+    """In any order: a cache entry for some arguments must not serve others. Forward mode raises JAX's own error.
+
+    Layers are made of ops, and cache nothing.
+    """
     op = EVERYTHING[name]
     arguments, cotangents = small(op), cotangents_of(op)
 

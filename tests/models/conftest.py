@@ -32,9 +32,20 @@ def _share_first_states(module):
     module.init_state = shared
 
 
-for _module in (train_lm, train_dit):
-    _share_first_states(_module)
+def _commit_first_states(module):
+    """To the device, as those that a checkpoint is read into: a run that goes on takes the programs of the first."""
+    create_sharded = module.create_sharded
+
+    def committed(create, mesh):
+        graphdef, state = create_sharded(create, mesh)
+        return graphdef, state if mesh is not None else jax.device_put(state, jax.devices()[0])
+
+    module.create_sharded = committed
+
+
 for _module in (train_lm, train_dit, train_mm):
+    _share_first_states(_module)
+    _commit_first_states(_module)
     for _name in ("make_step", "make_evaluate"):
         setattr(_module, _name, functools.cache(getattr(_module, _name)))
 

@@ -36,15 +36,19 @@ def folder(saved, tmp_path_factory) -> pathlib.Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def on_one_device(folder) -> nnx.State:
+    return nnx.state(hf.load(folder)[1])
+
+
 @needs_four
 @pytest.mark.parametrize("small", [0, 1 << 24], ids=["updates", "whole"])
 @pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=2,tensor=2"])
-def test_parameters_are_split_as_they_are_read(shape, small, folder, monkeypatch):
+def test_parameters_are_split_as_they_are_read(shape, small, folder, on_one_device, monkeypatch):
     monkeypatch.setattr(hf_place, "SMALL", small)
-    mesh = make_mesh(shape)
+    mesh, wanted = make_mesh(shape), on_one_device
     _, model = hf.load(folder, mesh=mesh)
-    monkeypatch.undo()
-    state, wanted = nnx.state(model), nnx.state(hf.load(folder)[1])
+    state = nnx.state(model)
     for (path, ours), whole, split in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
     ):
@@ -107,7 +111,7 @@ def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
         lambda name: hf.save(tmp_path / name, architecture, model, like=tmp_path),
     ):
         run("before")  # what JAX compiles and keeps of it is not the checkpoint's
-        gc.collect()
+        gc.collect(1)  # what that left; to look at all objects of a long run takes seconds
         tracemalloc.start()
         try:
             run("again")

@@ -33,15 +33,20 @@ BATCHINGS = [
 
 
 @pytest.fixture(scope="module")
-def model():
-    return for_inference(nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))())
+def stacked():
+    """As it is trained, which no test changes."""
+    return nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
 
 
 @pytest.fixture(scope="module")
-def alone(model):
+def model(stacked):
+    return for_inference(stacked)
+
+
+@pytest.fixture(scope="module")
+def alone(stacked):
     """Each prompt by itself, by passes over the whole row: the likeliest tokens."""
     forward = nnx.jit(lambda model, tokens, last: jnp.argmax(model(tokens)[0][0, last]))
-    stacked = nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
     found = []
     for prompt in PROMPTS:
         row = list(prompt)
@@ -115,11 +120,11 @@ def test_a_row_of_nans_spoils_no_other(model, alone, batching):
     assert [completion.tokens for completion in got[1:]] == [alone[n] for n in others]
 
 
-def test_pieces_at_each_rows_own_position(model):
+def test_pieces_at_each_rows_own_position(stacked, model):
     """Rows of 5 and 9 tokens in pieces, with padding whose tokens are of no account, against one pass."""
     tokens = np.random.default_rng(0).integers(0, 61, (3, 9)).astype(np.int32)
     lengths, extend = np.array([5, 9, 0]), nnx.jit(lambda model, *given: model.extend(*given))
-    whole, _ = nnx.jit(lambda model: model(tokens))(nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))())
+    whole, _ = nnx.jit(lambda model: model(tokens))(stacked)
     for counts in ([[2, 4, 0], [3, 0, 0], [0, 4, 0], [0, 1, 0]], [[4, 4, 0], [1, 4, 0], [0, 1, 0]]):
         at, cache, last = np.zeros(3, np.int32), model.empty_cache(3, 12), [None] * 3
         for count in np.array(counts, np.int32):

@@ -119,7 +119,8 @@ def test_step_compiles_once(command):
 
 
 def test_step_never_meets_the_host(command):
-    text = command.step.lower(*command.first).compile().as_text()
+    state, *given = command.first
+    text = command.step.lower(jax.device_put(state, jax.devices()[0]), *given).compile().as_text()
     for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
         assert word not in text
     aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
@@ -128,7 +129,7 @@ def test_step_never_meets_the_host(command):
 
 def test_same_state_same_bits(command):
     state, batch, key = command.first
-    one, other = (command.step(jax.device_put(state), batch, key)[0] for _ in range(2))
+    one, other = (command.step(jax.device_put(state, jax.devices()[0]), batch, key)[0] for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 

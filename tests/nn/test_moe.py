@@ -167,7 +167,28 @@ def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
         assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
 
 
-@pytest.mark.parametrize("pieces", [None, 1, 2, 5])
+def over_experts(layer, params, x: jax.Array):
+    """((loss, results), gradients); layer gives results and the balancing loss."""
+
+    def loss(params, x):
+        y, aux_loss = layer(params, x)
+        return jnp.sum(jnp.sin(y)) + aux_loss, y
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+
+
+@functools.cache
+def on_one_device():
+    graphdef, params = nnx.split(make())
+
+    def all_experts(params, x):
+        y, routing = nnx.merge(graphdef, params)(x)
+        return y, routing.aux_loss
+
+    return params, over_experts(all_experts, params, tokens())
+
+
+@pytest.mark.parametrize("pieces", [None, 1, 5])
 def test_shard_map_over_experts(pieces):
     """Each device has a share of the experts, and with pieces of the tokens; 5 pieces do not divide its 12. Results and
     gradients equal those of one device."""
@@ -176,8 +197,8 @@ def test_shard_map_over_experts(pieces):
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     layer = make(expert_axis="expert", gather_tokens=pieces is not None)
     layer.pieces = pieces or 1
-    (alone, params), (graphdef, _) = nnx.split(make()), nnx.split(layer)
-    x, rows = tokens(), P("expert") if pieces else P()
+    (params, want), (graphdef, _) = on_one_device(), nnx.split(layer)
+    rows = P("expert") if pieces else P()
     specs = jax.tree.map_with_path(
         lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
     )
@@ -186,20 +207,7 @@ def test_shard_map_over_experts(pieces):
         y, routing = nnx.merge(graphdef, params)(x)
         return y, lax.pmean(routing.aux_loss, "expert")
 
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows), out_specs=(rows, P()))
-
-    def loss(layer, params, x):
-        y, aux_loss = layer(params, x)
-        return jnp.sum(jnp.sin(y)) + aux_loss, y
-
-    def all_experts(params, x):
-        y, routing = nnx.merge(alone, params)(x)
-        return y, routing.aux_loss
-
-    def gradients(layer):
-        return jax.jit(jax.value_and_grad(functools.partial(loss, layer), argnums=(0, 1), has_aux=True))(params, x)
-
-    got, want = gradients(sharded), gradients(all_experts)
+    got = over_experts(jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows), out_specs=(rows, P())), params, tokens())
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
 

@@ -48,28 +48,50 @@ def attend(function, a: dict, **how):
 SIZES = [(5, 2, 3, 37, 24), (1, 1, 1, 1, 1), (6, 1, 1, 131, 16), (3, 3, 2, 300, 8), (1, 1, 20, 1100, 40)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# In one program, which has the reference once: without jit in tests/contracts/test_eager.py.
+TOGETHER = [pytest.param(("xla", "pallas"), id="xla-pallas"), pytest.param(("auto",), marks=pytest.mark.gpu, id="auto")]
+
+
+@pytest.mark.parametrize("backends", TOGETHER)
 @pytest.mark.parametrize(("sizes", "dtype"), [*((sizes, "float32") for sizes in SIZES), (SIZES[0], "bfloat16")])
-@pytest.mark.parametrize("masks", [{}, {"window": 23, "scale": 0.3}, {"window": 500}], ids=["all", "window", "wide"])
-def test_values(backend, sizes, dtype, masks):
+def test_values(backends, sizes, dtype):
+    """Of all tokens, of a window, and of one that is wider than the cache; with sinks."""
     a = operands(*sizes, dtype)
     sinks = a.pop("sinks")
-    masks = masks | ({"sinks": sinks} if masks else {})
-    compare(a, masks, backend, dtype)
+    compare(a, {"all": {}, "window": {"window": 23, "scale": 0.3}, "wide": {"window": 500}}, backends, dtype, sinks)
 
 
-def compare(a: dict, how: dict, backend: str, dtype: str) -> None:
-    """A row without a position has a zero result. Caches are equal up to the rounding of norms and rotations."""
-    out, *caches = attend(jaxops.cached_attention, a, precision="highest", backend=backend, **how)
-    rows = (a["at"] >= 0) & (a["at"] < a["k_cache"].shape[2])
-    clean = a | {"qkv": jnp.where(rows[:, None, None], a["qkv"], 0)}
-    want, *want_caches = attend(cached_attention_reference, clean, **how)
-    assert out.dtype == a["qkv"].dtype
-    assert_close(out, want, dtype)
-    for cache, want_cache in zip(caches, want_caches, strict=True):
-        np.testing.assert_allclose(
-            cache.astype(jnp.float32), want_cache, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6
-        )
+def compare(a: dict, ways: dict[str, dict], backends: tuple[str, ...], dtype: str, sinks=None) -> None:
+    """A row without a position has a zero result. Caches are equal up to the rounding of norms and rotations.
+
+    Args:
+      ways: options by name; those that have some also have the sinks.
+    """
+
+    @jax.jit
+    def everything(a, sinks):
+        rows = (a["at"] >= 0) & (a["at"] < a["k_cache"].shape[2])
+        clean = a | {"qkv": jnp.where(rows[:, None, None], a["qkv"], 0)}
+        found = {}
+        for name, how in ways.items():
+            more = {"sinks": sinks} if how and sinks is not None else {}
+            found[f"{name}, reference"] = attend(cached_attention_reference, clean | more, **how)
+            for backend in backends:
+                call = functools.partial(jaxops.cached_attention, precision="highest", backend=backend)
+                found[f"{name}, {backend}"] = attend(call, a | more, **how)
+        return found
+
+    found = everything(a, sinks)
+    for name in ways:
+        want, *want_caches = found[f"{name}, reference"]
+        for backend in backends:
+            out, *caches = found[f"{name}, {backend}"]
+            assert out.dtype == a["qkv"].dtype
+            assert_close(out, want, dtype, name=f"{name}, {backend}")
+            for cache, want_cache in zip(caches, want_caches, strict=True):
+                np.testing.assert_allclose(
+                    cache.astype(jnp.float32), want_cache, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6
+                )
 
 
 # All features are rotated, some, of heads with an odd number of them, and all of a head of two.
@@ -85,13 +107,13 @@ TURNED = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backends", TOGETHER)
 @pytest.mark.parametrize(("sizes", "features", "dtype", "left_out"), TURNED)
-def test_norms_and_rotations(backend, sizes, features, dtype, left_out):
+def test_norms_and_rotations(backends, sizes, features, dtype, left_out):
     a = operands(*sizes, dtype)
     del a["sinks"]
     how = turned(sizes[0], sizes[-1], features)
-    compare(a, {name: x for name, x in how.items() if name != left_out}, backend, dtype)
+    compare(a, {"turned": {name: x for name, x in how.items() if name != left_out}}, backends, dtype)
 
 
 def test_a_row_without_a_position_is_zero_and_has_no_gradient():
@@ -101,13 +123,17 @@ def test_a_row_without_a_position_is_zero_and_has_no_gradient():
     how = turned(5, 24, 10) | {"epsilon": 0.0}
     caches = {name: jnp.nan_to_num(a[name]) for name in ("k_cache", "v_cache")}
     call = lambda qkv, backend: attend(jaxops.cached_attention, a | caches | {"qkv": qkv}, backend=backend, **how)[0]
-    for backend in BACKENDS[:2]:
-        out = call(a["qkv"], backend)
-        np.testing.assert_array_equal(out[2:4], jnp.zeros_like(out[2:4]))
-    gradient = jax.grad(lambda qkv: jnp.sum(call(qkv, "xla")))(a["qkv"])
-    np.testing.assert_array_equal(gradient[2:4], jnp.zeros_like(gradient[2:4]))
-    assert jnp.all(jnp.isfinite(gradient))
-    assert jnp.any(gradient[0] != 0)
+
+    @jax.jit
+    def everything(qkv):
+        gradient = jax.grad(lambda qkv: jnp.sum(call(qkv, "xla")))(qkv)
+        return gradient, [call(qkv, backend) for backend in ("xla", "pallas")]
+
+    gradient, results = jax.tree.map(np.asarray, everything(a["qkv"]))
+    for out in (*results, gradient):
+        assert not out[2:4].any()
+    assert np.isfinite(gradient).all()
+    assert gradient[0].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -80,7 +80,7 @@ class MoE(nnx.Module):
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
         sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
         is that of all devices' tokens, in the devices' order.
-      recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights are quantized from param_dtype, tokens from dtype.
+      recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights and tokens are quantized from dtype.
       dtype: dtype of the products (with a recipe, of the values between them) and of the result; promoted from x and
         the parameters by default. Gradients of parameters have param_dtype and are never rounded to dtype; the sum over
         a token's experts is float32.

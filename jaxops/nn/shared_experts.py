@@ -58,7 +58,7 @@ class SharedExperts(nnx.Module):
       hidden_features: width of the unit: of all shared experts together.
       gated: multiplies the result by `sigmoid(x @ token_gate)`; that product is float32, not TF32.
       activation: of the gate, as in `jaxops.grouped_glu`.
-      recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights are quantized from param_dtype, tokens from dtype.
+      recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights and tokens are quantized from dtype.
       dtype: dtype of the products (with a recipe, of the values between them) and of the result; promoted from x and
         the parameters by default. Gradients of parameters have param_dtype and are never rounded to dtype.
       param_dtype: dtype of the parameters.

@@ -95,6 +95,9 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
     """(out [T, N], what the backward reads where the call is differentiated)."""
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
     layouts = "both" if differentiated else "col"
+    # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32 ones
+    # would be copied there, and read again by each cast.
+    experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
     wide = quantize_beside(*experts[:2], layouts=layouts, **spec.how(recipe.rhs))
     narrow, _ = cast(down, experts[2], recipe.rhs, layouts)
     rows = _rows_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
@@ -107,6 +110,11 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
         return out, None
     weights = name_quantized(_rows(wide), "moe_mlp.w_gate_up"), name_quantized(_rows(narrow), "moe_mlp.w_down")
     return out, _Saved(gate_up, weights)
+
+
+def _at_most(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """w in dtype if that is narrower."""
+    return w.astype(dtype) if dtype.itemsize < w.dtype.itemsize else w
 
 
 def _rows(q: Quantized) -> Quantized:

@@ -24,6 +24,7 @@ from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, ti
 from jaxops._lib.tile_scheduler_triton import swizzle
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
+from jaxops.ops.fp8_matmul.cast_triton import casts_left, wait_for_casts
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -65,11 +66,13 @@ def _locate(
 
 
 @gluon.jit
-def _produce(
-    args, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+def produce(
+    args, casts, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
+    """casts: `Casts` of A, of which a step is loaded once it is cast; None: A is cast before."""
     a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K = args
+    left = 1
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     TILES: gl.constexpr = CONSUMERS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta
@@ -90,8 +93,14 @@ def _produce(
             # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
             sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
             scale = gl.load(sb_first)
+        if casts is not None:
+            if left != 0:
+                left = casts_left(casts)
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
+            if casts is not None:
+                if left != 0 and (k % casts.CHUNK if casts.CHUNK > 0 else k) == 0:
+                    wait_for_casts(casts, a_row, k, M, K, BM)
             if SCALES == BLOCK:
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
             mbarrier.expect(full.index(s), nbytes)
@@ -220,7 +229,7 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
+def consume(
     args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
@@ -267,11 +276,11 @@ def _consume(
 
 
 @gluon.jit
-def fp8_gemm_kernel(
-    a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
+def make_buffers(
+    a_desc, b_desc, sa, sb, c_ptr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
+    """Shared memory of the stages: operands, scales, full and empty barriers; and of the stores."""
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
@@ -289,6 +298,19 @@ def fp8_gemm_kernel(
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
     c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
+    return a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, c_bufs
+
+
+@gluon.jit
+def fp8_gemm_kernel(
+    a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, c_bufs = make_buffers(
+        a_desc, b_desc, sa, sb, c_ptr, BM, BN, STAGES, SCALES
+    )
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     producer_args = (
         a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs,
         full, empty, tiles, entries, G, M, N, K,
@@ -299,16 +321,16 @@ def fp8_gemm_kernel(
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -344,8 +366,8 @@ def multiply_triton(
     ]
     sa, sb = a.scales, b.scales
     if scales >= BLOCK.value:
-        sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
-    sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
+        sa = descriptor(sa, (1, 128 if kind is ROWS else 64), SCALES_LAYOUT)
+    sb = descriptor(sb, (1, bn), SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
     out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
     by_tma = N % 8 == 0 and jnp.dtype(out_dtype).itemsize == 2
     # A plain descriptor: with row windows this kernel was 3 to 4 % slower (H200, 2026-11-23, dsmoe16b and qwen3_30b).
@@ -367,4 +389,4 @@ def scales_of(a: Operand, b: Operand) -> int:
     return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": blocks}[a.scaling].value
 
 
-_SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -346,8 +346,7 @@ def multiply_triton(
     """
     (M, K), N, scales = a.values.shape, b.values.shape[-2], scales_of(a, b)
     fast = fast and scales < BLOCK.value
-    if tiles.bn > 128 and not fast:
-        raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
+    check_registers(tiles, fast)
     G, bm, bn = 1 if offsets is None else offsets.shape[0] - 1, tiles.bm, tiles.bn
     kind, num_i, schedule = DENSE, -(-M // bm), None
     if offsets is not None and length is None:
@@ -382,6 +381,11 @@ def multiply_triton(
         ROUND=ROUNDS[bm // 64], ALIGNED=N % 8 == 0,
     )  # fmt: skip
     return out.reshape(G, M, N) if contraction else out
+
+
+def check_registers(tiles: Tiles, fast: bool) -> None:
+    if tiles.bn > 128 and not fast:
+        raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
 
 
 def scales_of(a: Operand, b: Operand) -> int:

@@ -23,7 +23,7 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.stores_triton import pad_to_16_bytes, tile_layout
 from jaxops.ops.fp8_matmul.cast_triton import FLAG_ROWS, FLAGS, Casts, cast_blocks, cast_rows
 from jaxops.ops.fp8_matmul.gemm_triton import (
-    BLOCK, DENSE, ROUNDS, SCALES_LAYOUT, consume, make_buffers, produce, scales_of,
+    BLOCK, DENSE, ROUNDS, SCALES_LAYOUT, check_registers, consume, make_buffers, produce, scales_of,
 )  # fmt: skip
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
@@ -75,7 +75,7 @@ def fp8_gemm_inside_kernel(
             (_cast, (cast_args, casts, 0, CONSTANTS)),
             (_cast, (cast_args, casts, 1, CONSTANTS)),
             (_cast, (cast_args, casts, 2, CONSTANTS)),
-        ], [4, 1, 1, 1, 1], [232, 48, 48, 48, 48])  # fmt: skip
+        ], [4, 1, 1, 1, 1], [224, 56, 56, 56, 56])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
@@ -150,10 +150,11 @@ def multiply_inside(
     (M, K), N, blocks = x.shape, b.values.shape[0], b.scaling == "block_128x128"
     casting = casting or Casting.of(tiles, blocks, both)
     tiles, fast = casting.tiles, fast and not blocks
+    check_registers(tiles, fast)
     padded = pad_to_16_bytes(x)
     boxes = [casting.box, *[(BLOCK_SIZE, casting.cols)] * both]
     x_descs = [TensorDescriptor.from_array(padded, box, layout=tile_layout(x.dtype, box)) for box in boxes]
-    width, height = -(-K // 16) * 16, -(-M // 4) * 4  # of A's rows and of its scales' rows: whole 16 bytes for TMA
+    width, height = -(-K // 16) * 16, -(-M // 4) * 4  # of the values' and the block scales' rows: 16 bytes each, for TMA
     fp8, f32 = b.values.dtype, jnp.dtype("float32")
     results = [((M, N), out_dtype), ((M, width), fp8), ((-(-K // BLOCK_SIZE), height) if blocks else (M,), f32)]
     results += [((K, M), fp8), ((-(-M // BLOCK_SIZE), K), f32)] if both else []

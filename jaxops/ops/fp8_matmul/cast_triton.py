@@ -1,9 +1,9 @@
 """Casts of x to FP8 by single warps beside a product, in Gluon: the units, how they are announced and waited for.
 
-A cast unit is one box of x that TMA loads: some rows of 128 columns or, with a scale per row, some whole rows in
-several boxes; for the column layout 128 rows of some columns. Warps take unit numbers from an atomic counter, in
-order, and wait for nothing but their own loads. So every number that was taken is cast, whichever programs run, and a
-wait for announced units ends as soon as at least one program runs.
+A unit is some boxes of x beside each other, which TMA loads: rows to cast, or 128 rows of columns to cast for the
+column layout, or, with a scale per row, rows whose largest magnitudes are looked for before they are cast. Warps take
+unit numbers from an atomic counter, in order. A unit that waits, for its rows' largest magnitudes, waits for units of
+lower numbers, which do not wait. So every number that was taken is done in the end, whichever programs run.
 """
 
 from triton.experimental import gluon
@@ -15,34 +15,36 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add
 
 LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
-# The state, int32 numbers that start as zeros: the next unit; how many units of the row layout are cast; and how many
-# of each FLAG_ROWS rows and chunk of columns. Each in a line of its own.
+# The state, int32 numbers that start as zeros. First two in lines of their own: the next unit, and how many units of
+# the row layout are cast. Then how many of each FLAG_ROWS rows and chunk of columns. Then, with a scale per row, how many
+# units of each FLAG_ROWS rows are measured, and the largest magnitude of each row, as float32.
 NEXT, DONE, FLAGS = gl.constexpr(0), gl.constexpr(32), gl.constexpr(64)
 FLAG_ROWS = gl.constexpr(64)
-# Four threads hold 128 numbers that share a scale (of a row, or in the column layout of a column), each 32 neighbours.
+# Four threads hold 128 numbers of a row, or in the column layout of a column, each 32 neighbours.
 LINES = gl.constexpr(gl.BlockedLayout([1, 32], [8, 4], [1, 1], [1, 0]))
 OF_LINES = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 32], [8, 4], [1, 1], [1, 0])))
 
 
 @gluon.aggregate
 class Casts:
-    """What the product has to know of the casts.
+    """How x is cut into units of the row layout, and where they are counted.
 
     state: see above.
     announced: units of the row layout in all.
-    ROWS: of a unit of the row layout.
-    CHUNK: K steps of 128 that share a flag; 0: all.
+    ROWS, STEPS: rows and K steps of 128 of a unit.
+    CHUNK: K steps that share a flag, a multiple of STEPS.
     """
 
     state: gl.tensor
     announced: gl.tensor
     ROWS: gl.constexpr
+    STEPS: gl.constexpr
     CHUNK: gl.constexpr
 
 
 @gluon.jit
-def _announce(state, flag):
-    """Counts a unit whose values and scales this warp has stored.
+def _announce(counter, total):
+    """Counts a unit whose results this warp has stored.
 
     Other multiprocessors read the values by TMA, in the async proxy: so the proxy fence, by each thread for its own
     stores, then one release for the warp.
@@ -59,8 +61,23 @@ def _announce(state, flag):
         @first red.relaxed.gpu.global.add.u32 [$2], 1;
         mov.b32 $0, 0;
     }"""
-    pointers = [(state + FLAGS + flag).to(gl.int64), (state + DONE).to(gl.int64)]
+    pointers = [counter.to(gl.int64), total.to(gl.int64)]
     gl.inline_asm_elementwise(assembly, "=r,l,l", pointers, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _announce_measured(counter):
+    """Counts a unit whose rows' magnitudes this warp has written, by atomics."""
+    assembly: gl.constexpr = """{
+        .reg .pred first;
+        .reg .b32 lane;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, 0;
+    }"""
+    gl.inline_asm_elementwise(assembly, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -94,17 +111,20 @@ def casts_left(casts):
 
 
 @gluon.jit
+def _flags(casts, row, K):
+    """The flags of the FLAG_ROWS rows of a row, one for each chunk."""
+    return casts.state + FLAGS + row // FLAG_ROWS * gl.cdiv(gl.cdiv(K, 128), casts.CHUNK)
+
+
+@gluon.jit
 def wait_for_casts(casts, row, k, M, K, BM: gl.constexpr):
-    """Until the BM rows at `row` are cast in the K steps that share step k's flag."""
-    steps = gl.cdiv(K, 128)
-    chunks = gl.cdiv(steps, casts.CHUNK) if casts.CHUNK > 0 else 1
-    chunk = k // casts.CHUNK if casts.CHUNK > 0 else 0
-    each = min(casts.CHUNK, steps - chunk * casts.CHUNK) if casts.CHUNK > 0 else 1
+    """Until the BM rows at `row` are cast in step k's chunk."""
+    chunk = k // casts.CHUNK
+    across = gl.cdiv(min(casts.CHUNK, gl.cdiv(K, 128) - chunk * casts.CHUNK), casts.STEPS)
     for i in gl.static_range(BM // FLAG_ROWS):
         first = row + i * FLAG_ROWS
         if first < M:
-            units = gl.cdiv(min(FLAG_ROWS, M - first), casts.ROWS)
-            _wait(casts.state + FLAGS + first // FLAG_ROWS * chunks + chunk, units * each)
+            _wait(_flags(casts, first, K) + chunk, gl.cdiv(min(FLAG_ROWS, M - first), casts.ROWS) * across)
 
 
 @gluon.jit
@@ -148,9 +168,8 @@ def _largest_pairs(x):
 
 
 @gluon.jit
-def _scales_of(pairs, POW2: gl.constexpr):
-    amax = gl.maximum((pairs & -0x10000).to(gl.float32, bitcast=True), (pairs << 16).to(gl.float32, bitcast=True))
-    return _scale_and_factor(amax, POW2)
+def _amax_of(pairs):
+    return gl.maximum((pairs & -0x10000).to(gl.float32, bitcast=True), (pairs << 16).to(gl.float32, bitcast=True))
 
 
 @gluon.jit
@@ -194,154 +213,154 @@ def _cast_lines(
     buf, values, scales, line, lines, at, length, scale_stride, POW2: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
     """Casts 8 lines of 128 numbers of shared memory, each with a scale."""
+    lines = lines if at < length else 0  # the last unit may have boxes past the end
     x = _load(buf)
-    scale, factor = _scales_of(_largest_pairs(x), POW2)
+    scale, factor = _scale_and_factor(_amax_of(_largest_pairs(x)), POW2)
     _store_scales(scale, scales + gl.cast(at // 128, gl.int64) * scale_stride, line, lines)
     _store_values(x, factor, values, line, lines, at, length, ALIGNED)
 
 
 @gluon.jit
-def _locate_unit(u, M, K, HEIGHT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Unit u: whether it is one of the column layout; its first row and column.
+def _locate_unit(
+    u, M, K, HEIGHT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, COLS: gl.constexpr, BY_ROW: gl.constexpr
+):  # fmt: skip
+    """Unit u: whether it casts to the row layout; its first row and column.
 
-    In panels of HEIGHT rows: first the row layout, by columns, since the product reads x by columns; then the column
-    layout (COLS columns a unit; 0: none), whose x is then still in L2.
+    In panels of HEIGHT rows, by columns, since the product reads x by columns. Units of ROWS x WIDTH cast to the row
+    layout; after them units of 128 x COLS (0: none) to the column layout, while x is still in L2. BY_ROW: units of ROWS x
+    WIDTH measure the rows first.
     """
-    across = gl.cdiv(K, 128)
-    across_t = gl.cdiv(K, COLS) if COLS > 0 else 0
-    panel = u // (HEIGHT // ROWS * across + HEIGHT // 128 * across_t)
+    across = gl.cdiv(K, WIDTH)
+    others = HEIGHT // ROWS * across if BY_ROW else HEIGHT // 128 * gl.cdiv(K, COLS) if COLS > 0 else 0
+    panel = u // (HEIGHT // ROWS * across + others)
+    u -= panel * (HEIGHT // ROWS * across + others)
     first = panel * HEIGHT
-    u -= panel * (HEIGHT // ROWS * across + HEIGHT // 128 * across_t)
     height = min(HEIGHT, M - first)
     down = gl.cdiv(height, ROWS)
+    second = u >= down * across
+    if BY_ROW:
+        u -= gl.where(second, down * across, 0)
+        return second, first + u % down * ROWS, u // down * WIDTH
     row = first + u % down * ROWS
-    col = u // down * 128
-    transposed = False
+    col = u // down * WIDTH
     if COLS > 0:
-        transposed = u >= down * across
         u -= down * across
-        down_t = gl.cdiv(height, 128)
-        row = gl.where(transposed, first + u % down_t * 128, row)
-        col = gl.where(transposed, u // down_t * COLS, col)
-    return transposed, row, col
+        down = gl.cdiv(height, 128)
+        row = gl.where(second, first + u % down * 128, row)
+        col = gl.where(second, u // down * COLS, col)
+    return not second, row, col
 
 
 @gluon.jit
-def _load_unit(descs, buf, loaded, u, units, M, K, HEIGHT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+def _load_box(
+    casts, descs, buf, loaded, ahead, units, M, K,
+    HEIGHT: gl.constexpr, BOXES: gl.constexpr, COLS: gl.constexpr, BY_ROW: gl.constexpr,
+):  # fmt: skip
+    """Starts the load of the next box. ahead: its unit, its number in it, and an atomic increment that was started;
+    returns those of the box after it."""
+    u, box, following = ahead
     x_desc, xt_desc = descs
+    WIDTH: gl.constexpr = x_desc.block_shape[1]
     if u < units:
-        transposed, row, col = _locate_unit(u, M, K, HEIGHT, ROWS, COLS)
+        to_rows, row, col = _locate_unit(u, M, K, HEIGHT, casts.ROWS, BOXES * WIDTH, BOXES * COLS, BY_ROW)
         mbarrier.expect(loaded, x_desc.nbytes_per_cta)
         if COLS > 0:
-            if transposed:
-                tma.async_load(xt_desc, [row, col], loaded, buf.reinterpret(shape=[128, COLS], layout=xt_desc.layout))
+            if to_rows:
+                tma.async_load(x_desc, [row, col + box * WIDTH], loaded, buf)
             else:
-                tma.async_load(x_desc, [row, col], loaded, buf)
+                turned = buf.reinterpret(shape=[128, COLS], layout=xt_desc.layout)
+                tma.async_load(xt_desc, [row, col + box * COLS], loaded, turned)
         else:
-            tma.async_load(x_desc, [row, col], loaded, buf)
-
-
-@gluon.jit
-def cast_blocks(
-    args, casts, WHICH: gl.constexpr, HEIGHT: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr,
-    ALIGNED: gl.constexpr,
-):  # fmt: skip
-    """A warp that casts in blocks of 1x128, and of 128x1 for the column layout. Two units are loaded ahead."""
-    descs, values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height = args
-    ROWS: gl.constexpr = casts.ROWS
-    STEPS: gl.constexpr = casts.CHUNK
-    u = finish_fetch_add(start_fetch_add(casts.state + NEXT))
-    second = finish_fetch_add(start_fetch_add(casts.state + NEXT))
-    _load_unit(descs, x_bufs.index(2 * WHICH), loaded.index(2 * WHICH), u, units, M, K, HEIGHT, ROWS, COLS)
-    _load_unit(descs, x_bufs.index(2 * WHICH + 1), loaded.index(2 * WHICH + 1), second, units, M, K, HEIGHT, ROWS, COLS)
-    following = start_fetch_add(casts.state + NEXT)
-    s = 0
-    phase = 0
-    while u < units:
-        buf = x_bufs.index(2 * WHICH + s)
-        transposed, row, col = _locate_unit(u, M, K, HEIGHT, ROWS, COLS)
-        mbarrier.wait(loaded.index(2 * WHICH + s), phase)
-        if transposed:
-            if COLS > 0:
-                turned = buf.reinterpret(shape=[128, COLS], layout=descs[1].layout).permute((1, 0))
-                for i in gl.static_range(COLS // 8):
-                    lines = turned.slice(8 * i, 8, dim=0)
-                    _cast_lines(lines, values_t, scales_t, col + 8 * i, K, row, M, K, POW2, ALIGNED)
-        else:
-            for i in gl.static_range(ROWS // 8):
-                _cast_lines(
-                    buf.slice(8 * i, 8, dim=0), values, scales, row + 8 * i, M, col, width, height, POW2, True
-                )
-            chunk = gl.cdiv(gl.cdiv(K, 128), STEPS) * (row // FLAG_ROWS) + col // (128 * STEPS)
-            _announce(casts.state, chunk)
-        gl.barrier()  # all threads have read the buffer
-        third = finish_fetch_add(following)
-        following = start_fetch_add(casts.state + NEXT)
-        _load_unit(descs, buf, loaded.index(2 * WHICH + s), third, units, M, K, HEIGHT, ROWS, COLS)
-        u = second
-        second = third
-        s, phase = advance(s, phase, 2)
-
-
-@gluon.jit
-def _load_box(x_desc, x_bufs, loaded, s, u, box, following, boxes, units, state, WHICH: gl.constexpr):
-    """Starts the load of a box of rows; returns the box after it."""
-    if u < units:
-        mbarrier.expect(loaded.index(2 * WHICH + s), x_desc.nbytes_per_cta)
-        at = [u * x_desc.block_shape[0], box % boxes * x_desc.block_shape[1]]
-        tma.async_load(x_desc, at, loaded.index(2 * WHICH + s), x_bufs.index(2 * WHICH + s))
+            tma.async_load(x_desc, [row, col + box * WIDTH], loaded, buf)
     box += 1
-    if box == 2 * boxes:
+    if box == BOXES:
         box = 0
         u = finish_fetch_add(following)
-        following = start_fetch_add(state + NEXT)
+        following = start_fetch_add(casts.state + NEXT)
     return u, box, following
 
 
 @gluon.jit
-def cast_rows(args, casts, WHICH: gl.constexpr, POW2: gl.constexpr):
-    """A warp that casts rows, each with a scale: its boxes once for the largest magnitude, then again, out of L2."""
-    descs, values, scales, _values_t, _scales_t, x_bufs, loaded, units, M, K, width, _height = args
-    x_desc = descs[0]
-    ROWS: gl.constexpr = x_desc.block_shape[0]
-    BOX: gl.constexpr = x_desc.block_shape[1]
-    gl.static_assert(ROWS == 8 and casts.ROWS == 8)
+def _measure(buf, largest, row, M):
+    """Raises the largest magnitudes of 8 rows to those of a box."""
+    pairs = _largest_pairs(_load(buf.slice(0, 128, dim=1)))
+    for i in gl.static_range(1, buf.shape[1] // 128):
+        pairs = _larger_pairs(pairs, _largest_pairs(_load(buf.slice(128 * i, 128, dim=1))))
+    amax = _amax_of(pairs)
+    amax = gl.where(amax == amax, amax, 0.0)  # not that of NaN only, whose bits are larger than a number's
+    i = gl.arange(0, 8, layout=OF_LINES)
+    gl.atomic_max(largest + row + i, amax.to(gl.int32, bitcast=True), mask=i < M - row, sem="relaxed")
+
+
+@gluon.jit
+def _load_largest(largest, row, M):
+    i = gl.arange(0, 8, layout=OF_LINES)
+    return gl.load(largest + row + i, mask=i < M - row, other=0).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def cast(
+    args, casts, WHICH: gl.constexpr, HEIGHT: gl.constexpr, BOXES: gl.constexpr, DEPTH: gl.constexpr,
+    COLS: gl.constexpr, BY_ROW: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    """One warp's loop over units. DEPTH boxes are loaded ahead, at most a unit's.
+
+    BY_ROW: with a scale per row; else in blocks of 1x128, and of 128x1 in the column layout, of which a box has COLS
+    columns (0: there is none). ALIGNED: rows of the column layout start at multiples of 16 bytes.
+    """
+    descs, values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height = args
+    ROWS: gl.constexpr = casts.ROWS
+    WIDTH: gl.constexpr = descs[0].block_shape[1]
     state = casts.state
-    boxes = gl.cdiv(K, BOX)
+    measured = _flags(casts, gl.cdiv(M, FLAG_ROWS) * FLAG_ROWS, K)
+    largest = measured + gl.cdiv(M, FLAG_ROWS)
     u = finish_fetch_add(start_fetch_add(state + NEXT))
-    following = start_fetch_add(state + NEXT)
-    ahead = u  # the unit that is loaded, two boxes ahead
-    box = 0
-    ahead, box, following = _load_box(x_desc, x_bufs, loaded, 0, ahead, box, following, boxes, units, state, WHICH)
-    ahead, box, following = _load_box(x_desc, x_bufs, loaded, 1, ahead, box, following, boxes, units, state, WHICH)
+    ahead = (u, gl.to_tensor(0), start_fetch_add(state + NEXT))
+    for i in gl.static_range(DEPTH):
+        buf = x_bufs.index(WHICH * DEPTH + i)
+        ahead = _load_box(
+            casts, descs, buf, loaded.index(WHICH * DEPTH + i), ahead, units, M, K, HEIGHT, BOXES, COLS, BY_ROW
+        )
     s = 0
     phase = 0
     while u < units:
+        to_rows, row, col = _locate_unit(u, M, K, HEIGHT, ROWS, BOXES * WIDTH, BOXES * COLS, BY_ROW)
+        factor = gl.full([8], 0.0, gl.float32, OF_LINES)
+        if BY_ROW:
+            if to_rows:
+                needed = gl.cdiv(min(FLAG_ROWS, M - row // FLAG_ROWS * FLAG_ROWS), ROWS) * gl.cdiv(K, BOXES * WIDTH)
+                _wait(measured + row // FLAG_ROWS, needed)
+                scale, factor = _scale_and_factor(_load_largest(largest, row, M), POW2)
+                _store_scales(scale, scales, row, M if col == 0 else 0)
         after = u
-        pairs = gl.full([8], 0, gl.int32, OF_LINES)
-        for _ in range(boxes):
-            mbarrier.wait(loaded.index(2 * WHICH + s), phase)
-            for i in gl.static_range(BOX // 128):
-                found = _largest_pairs(_load(x_bufs.index(2 * WHICH + s).slice(128 * i, 128, dim=1)))
-                pairs = _larger_pairs(pairs, found)
+        for b in range(BOXES):
+            n = WHICH * DEPTH + s
+            buf = x_bufs.index(n)
+            mbarrier.wait(loaded.index(n), phase)
+            if BY_ROW:
+                if to_rows:
+                    for i in gl.static_range(WIDTH // 128):
+                        at = col + b * WIDTH + i * 128
+                        x = _load(buf.slice(128 * i, 128, dim=1))
+                        _store_values(x, factor, values, row, M, at, width, True)
+                else:
+                    _measure(buf, largest, row, M)
+            elif to_rows:
+                for i in gl.static_range(ROWS // 8):
+                    _cast_lines(
+                        buf.slice(8 * i, 8), values, scales, row + 8 * i, M, col + b * WIDTH, width, height, POW2, True
+                    )
+            elif COLS > 0:
+                turned = buf.reinterpret(shape=[128, COLS], layout=descs[1].layout).permute((1, 0))
+                for i in gl.static_range(COLS // 8):
+                    line = col + b * COLS + 8 * i
+                    _cast_lines(turned.slice(8 * i, 8), values_t, scales_t, line, K, row, M, K, POW2, ALIGNED)
             gl.barrier()  # all threads have read the buffer
-            after = gl.where(box == 0, ahead, after)
-            ahead, box, following = _load_box(
-                x_desc, x_bufs, loaded, s, ahead, box, following, boxes, units, state, WHICH
-            )
-            s, phase = advance(s, phase, 2)
-        scale, factor = _scales_of(pairs, POW2)
-        _store_scales(scale, scales, 8 * u, M)
-        for b in range(boxes):
-            mbarrier.wait(loaded.index(2 * WHICH + s), phase)
-            for i in gl.static_range(BOX // 128):
-                x = _load(x_bufs.index(2 * WHICH + s).slice(128 * i, 128, dim=1))
-                _store_values(x, factor, values, 8 * u, M, b * BOX + 128 * i, width, True)
-            gl.barrier()
-            after = gl.where(box == 0, ahead, after)
-            ahead, box, following = _load_box(
-                x_desc, x_bufs, loaded, s, ahead, box, following, boxes, units, state, WHICH
-            )
-            s, phase = advance(s, phase, 2)
-        _announce(state, 8 * u // FLAG_ROWS)
+            after = gl.where(ahead[1] == 0, ahead[0], after)
+            ahead = _load_box(casts, descs, buf, loaded.index(n), ahead, units, M, K, HEIGHT, BOXES, COLS, BY_ROW)
+            s, phase = advance(s, phase, DEPTH)
+        if to_rows:
+            _announce(_flags(casts, row, K) + col // (128 * casts.CHUNK), state + DONE)
+        elif BY_ROW:
+            _announce_measured(measured + row // FLAG_ROWS)
         u = after

@@ -99,7 +99,7 @@ def produce(
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
             if casts is not None:
-                if left != 0 and (k % casts.CHUNK if casts.CHUNK > 0 else k) == 0:
+                if left != 0 and k % casts.CHUNK == 0:
                     wait_for_casts(casts, a_row, k, M, K, BM)
             if SCALES == BLOCK:
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))

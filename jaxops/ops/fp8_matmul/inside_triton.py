@@ -21,7 +21,7 @@ from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.stores_triton import pad_to_16_bytes, tile_layout
-from jaxops.ops.fp8_matmul.cast_triton import FLAG_ROWS, FLAGS, Casts, cast_blocks, cast_rows
+from jaxops.ops.fp8_matmul.cast_triton import FLAG_ROWS, FLAGS, Casts, cast
 from jaxops.ops.fp8_matmul.gemm_triton import (
     BLOCK, DENSE, ROUNDS, SCALES_LAYOUT, check_registers, consume, make_buffers, produce, scales_of,
 )  # fmt: skip
@@ -32,32 +32,24 @@ CASTERS = gl.constexpr(3)  # warps that cast; with the producer they fill a warp
 
 
 @gluon.jit
-def _cast(args, casts, WHICH: gl.constexpr, CONSTANTS: gl.constexpr):
-    if CONSTANTS[0] == 0:
-        cast_rows(args, casts, WHICH, CONSTANTS[2])
-    else:
-        cast_blocks(args, casts, WHICH, CONSTANTS[0], CONSTANTS[1], CONSTANTS[2], CONSTANTS[3])
-
-
-@gluon.jit
 def fp8_gemm_inside_kernel(
     x_desc, xt_desc, a_desc, b_desc, sa_desc, sb, state, c_desc, c_ptr, values, scales, values_t, scales_t,
     tiles, units, announced, M, N, K, width, height,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SCALES: gl.constexpr,
     FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
-    COLS: gl.constexpr, POW2: gl.constexpr, ALIGNED_T: gl.constexpr,
+    BOXES: gl.constexpr, DEPTH: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr, ALIGNED_T: gl.constexpr,
 ):  # fmt: skip
     sa = sa_desc if SCALES == BLOCK else scales
     a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, c_bufs = make_buffers(
         a_desc, b_desc, sa, sb, c_ptr, BM, BN, STAGES, SCALES
     )
     BOX: gl.constexpr = x_desc.block_shape
-    x_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * CASTERS, BOX[0], BOX[1]], x_desc.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [2 * CASTERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * CASTERS):
+    BY_ROW: gl.constexpr = SCALES != BLOCK
+    x_bufs = gl.allocate_shared_memory(gl.bfloat16, [DEPTH * CASTERS, BOX[0], BOX[1]], x_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [DEPTH * CASTERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(DEPTH * CASTERS):
         mbarrier.init(loaded.index(i), count=1)
-    casts = Casts(state, gl.to_tensor(announced), BOX[0], CHUNK)
-    CONSTANTS: gl.constexpr = (HEIGHT, COLS, POW2, ALIGNED_T)
+    casts = Casts(state, gl.to_tensor(announced), BOX[0], BOXES * BOX[1] // 128, CHUNK)
     cast_args = (
         (x_desc, xt_desc), values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height,
     )  # fmt: skip
@@ -67,24 +59,26 @@ def fp8_gemm_inside_kernel(
     consumer_args = (
         sa, sb, None, c_desc, c_ptr, a_bufs, b_bufs, sa_bufs, sb_bufs, c_bufs, full, empty, tiles, 0, 1, M, N, K,
     )  # fmt: skip
+    CONSUMER: gl.constexpr = 224 if BY_ROW else 216
+    OTHER: gl.constexpr = 56 if BY_ROW else 72
     if BM == 128:
         gl.warp_specialize([
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES)),
-            (_cast, (cast_args, casts, 0, CONSTANTS)),
-            (_cast, (cast_args, casts, 1, CONSTANTS)),
-            (_cast, (cast_args, casts, 2, CONSTANTS)),
-        ], [4, 1, 1, 1, 1], [224, 56, 56, 56, 56])  # fmt: skip
+            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
+            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
+            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
+        ], [4, 1, 1, 1, 1], [CONSUMER, OTHER, OTHER, OTHER, OTHER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES)),
-            (_cast, (cast_args, casts, 0, CONSTANTS)),
-            (_cast, (cast_args, casts, 1, CONSTANTS)),
-            (_cast, (cast_args, casts, 2, CONSTANTS)),
+            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
+            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
+            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
         ], [4, 4, 1, 1, 1, 1], [152, 152, 56, 56, 56, 56])  # fmt: skip
 
 
@@ -94,45 +88,52 @@ class Casting:
 
     Attributes:
       tiles: with as many stages as fit beside the boxes.
+      by_row: a row shares a scale; else 1x128 blocks.
       box: rows and columns that one load of x brings.
-      chunk: K steps that share a flag; 0: all.
-      height: rows of a panel of units; 0: units are whole rows.
-      cols: columns of a unit of the column layout; 0: there is none.
+      boxes: of a unit, beside each other.
+      depth: boxes that a warp has in shared memory.
+      chunk: K steps that share a flag.
+      height: rows of a panel of units.
+      cols: columns of a box for the column layout; 0: there is none.
     """
 
     tiles: Tiles
+    by_row: bool
     box: tuple[int, int]
+    boxes: int
+    depth: int
     chunk: int
     height: int
     cols: int
 
     @classmethod
-    def of(cls, tiles: Tiles, blocks: bool, both: bool, chunk: int = 4, most: int = 8192) -> "Casting":
-        """most: bytes of a box."""
-        room = lambda stages: HOPPER_SHARED_BYTES - dataclasses.replace(tiles, stages=stages).shared_bytes - 256
-        least = 4096 if both else 2048
-        stages = tiles.stages
-        while room(stages) < 2 * CASTERS.value * least:
+    def of(cls, tiles: Tiles, by_row: bool, both: bool, *, chunk: int = 4, least: int = 2048) -> "Casting":
+        """both: the column layout, too. least: bytes of a box; stages are left out for it."""
+        bm, bn, casters = tiles.bm, tiles.bn, CASTERS.value
+        room = lambda stages: HOPPER_SHARED_BYTES - stages * (128 * (bm + bn) + 4 * bm * (not by_row) + 20) - 2 * bm * bn - 512
+        sizes = [(8192, 2), (4096, 3), (4096, 2), (2048, 3), (2048, 2)]  # of boxes, and depths
+        stages, least = tiles.stages, max(least, 4096 * both)
+        while room(stages) < 2 * casters * least:
             stages -= 1
-        size = max(size for size in (2048, 4096, 8192) if size <= most and 2 * CASTERS.value * size <= room(stages))
+        size, depth = next(x for x in sizes if casters * x[0] * x[1] <= room(stages))
+        box = (8, size // 16) if by_row else (size // 256, BLOCK_SIZE)
+        boxes = 2 if size == 8192 else 4
+        steps = boxes * box[1] // BLOCK_SIZE
+        height = -(-tiles.panel * bm // BLOCK_SIZE) * BLOCK_SIZE
         tiles = dataclasses.replace(tiles, stages=stages)
-        if not blocks:
-            return cls(tiles, (8, size // 16), 0, 0, 0)
-        height = -(-tiles.panel * tiles.bm // BLOCK_SIZE) * BLOCK_SIZE
-        return cls(tiles, (size // 256, BLOCK_SIZE), chunk, height, size // 256 if both else 0)
+        return cls(tiles, by_row, box, boxes, depth, max(chunk // steps, 1) * steps, height, size // 256 if both else 0)
 
     def units(self, M: int, K: int) -> tuple[int, int]:
         """Units in all, and those of the row layout."""
-        if not self.height:
-            return -(-M // 8), -(-M // 8)
         panels = [self.height] * (M // self.height) + [M % self.height]
-        rows = sum(-(-panel // self.box[0]) for panel in panels) * -(-K // BLOCK_SIZE)
-        columns = -(-M // BLOCK_SIZE) * -(-K // self.cols) if self.cols else 0
-        return rows + columns, rows
+        rows = sum(-(-panel // self.box[0]) for panel in panels) * -(-K // (self.boxes * self.box[1]))
+        columns = -(-M // BLOCK_SIZE) * -(-K // (self.boxes * self.cols)) if self.cols else 0
+        return rows + (rows if self.by_row else columns), rows
 
-    def flags(self, M: int, K: int) -> int:
-        chunks = -(--(-K // BLOCK_SIZE) // self.chunk) if self.chunk else 1
-        return -(-M // FLAG_ROWS.value) * chunks
+    def state(self, M: int, K: int) -> int:
+        """Numbers of the state: see cast_triton.py."""
+        down, chunks = -(-M // FLAG_ROWS.value), -(-K // (BLOCK_SIZE * self.chunk))
+        return FLAGS.value + down * chunks + (down + M if self.by_row else 0)
 
 
 def multiply_inside(
@@ -148,7 +149,7 @@ def multiply_inside(
       cores: multiprocessors of the device, the number of programs.
     """
     (M, K), N, blocks = x.shape, b.values.shape[0], b.scaling == "block_128x128"
-    casting = casting or Casting.of(tiles, blocks, both)
+    casting = casting or Casting.of(tiles, not blocks, both)
     tiles, fast = casting.tiles, fast and not blocks
     check_registers(tiles, fast)
     padded = pad_to_16_bytes(x)
@@ -159,7 +160,7 @@ def multiply_inside(
     results = [((M, N), out_dtype), ((M, width), fp8), ((-(-K // BLOCK_SIZE), height) if blocks else (M,), f32)]
     results += [((K, M), fp8), ((-(-M // BLOCK_SIZE), K), f32)] if both else []
     units, announced = casting.units(M, K)
-    state = jnp.zeros(FLAGS.value + casting.flags(M, K), jnp.int32)
+    state = jnp.zeros(casting.state(M, K), jnp.int32)
     by_tma = N % 8 == 0 and jnp.dtype(out_dtype).itemsize == 2
     values = pad_to_16_bytes(b.values)
     out_layout = tile_layout(out_dtype, (64, tiles.bn)) if by_tma else None
@@ -178,6 +179,6 @@ def multiply_inside(
         width=width, height=height, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         SCALES=scales_of(Operand(x, b.scales, "block_1x128" if blocks else "rowwise"), b), FAST=fast,
         ROUND=ROUNDS[tiles.bm // 64], ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,
-        COLS=casting.cols, POW2=pow2, ALIGNED_T=M % 16 == 0,
+        BOXES=casting.boxes, DEPTH=casting.depth, COLS=casting.cols, POW2=pow2, ALIGNED_T=M % 16 == 0,
     )  # fmt: skip
     return found[0], *(found[3:] if both else (None, None))

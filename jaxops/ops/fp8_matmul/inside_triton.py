@@ -1,11 +1,15 @@
 """C = x @ B.T on Hopper with x in bfloat16, which the launch casts itself: the product of gemm_triton.py, and in each
 program three more warps that cast x (cast_triton.py) while its tensor cores multiply.
 
-A producer loads a step of A once its cast is announced in global memory. No wait can last for ever, also where other
-kernels occupy multiprocessors. Casting warps wait for nothing but their own loads and take the next unit of all from
-a counter, so the resident programs' casting warps cast every unit, whatever other programs do or wait for. Producers
-wait for announced units and for their own consumers, consumers for their own producer. No warp waits for another
-program's product. A program that is not resident has taken no unit.
+A producer loads a step of A once its cast is announced in global memory. No wait lasts for ever, also where other
+kernels occupy multiprocessors:
+
+- Casting warps take the next unit of all programs from a counter, so a program that is not resident has none. Each warp
+  does its units in order. Of the units not done, the lowest waits for nothing but its own loads: only units of lower
+  numbers have to be done before it. So the casting warps of the resident programs do all units, whatever other warps
+  wait for.
+- A producer waits for casts and for the consumers of its program, a consumer for the producer of its program. No warp
+  waits for another program's product.
 """
 
 import dataclasses

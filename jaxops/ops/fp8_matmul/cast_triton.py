@@ -179,7 +179,7 @@ def _store_scales(scale, scales, line, lines):
 
 
 @gluon.jit
-def _store_values(x, factor, values, line, lines, at, length, ALIGNED: gl.constexpr):
+def _store_values(x, factor, values, line, lines, at, length, ALIGN: gl.constexpr):
     """Casts x, 8 lines from `line` on and 128 places from `at` on, of an array of so many lines of that length."""
     factors = factor[:, None] + gl.zeros([8, 128], gl.float32, LINES)
     q = gl.inline_asm_elementwise(
@@ -200,7 +200,7 @@ def _store_values(x, factor, values, line, lines, at, length, ALIGNED: gl.conste
         }""",
         "=r,r,r,r,r,r,r", [x, factors], dtype=gl.float8e4nv, is_pure=True, pack=4,
     )  # fmt: skip
-    length = length // 16 * 16 if ALIGNED else length  # tells the compiler that lines start at multiples of 16 bytes
+    length = length // ALIGN * ALIGN  # no change: tells the compiler at multiples of how many bytes lines start
     i = gl.arange(0, 8, layout=OF_LINES)
     j = gl.arange(0, 128, layout=gl.SliceLayout(0, LINES))
     corner = values + (gl.cast(line, gl.int64) * length + at)
@@ -210,14 +210,14 @@ def _store_values(x, factor, values, line, lines, at, length, ALIGNED: gl.conste
 
 @gluon.jit
 def _cast_lines(
-    buf, values, scales, line, lines, at, length, scale_stride, POW2: gl.constexpr, ALIGNED: gl.constexpr
+    buf, values, scales, line, lines, at, length, scale_stride, POW2: gl.constexpr, ALIGN: gl.constexpr
 ):  # fmt: skip
     """Casts 8 lines of 128 numbers of shared memory, each with a scale."""
     lines = lines if at < length else 0  # the last unit may have boxes past the end
     x = _load(buf)
     scale, factor = _scale_and_factor(_amax_of(_largest_pairs(x)), POW2)
     _store_scales(scale, scales + gl.cast(at // 128, gl.int64) * scale_stride, line, lines)
-    _store_values(x, factor, values, line, lines, at, length, ALIGNED)
+    _store_values(x, factor, values, line, lines, at, length, ALIGN)
 
 
 @gluon.jit
@@ -301,12 +301,12 @@ def _load_largest(largest, row, M):
 @gluon.jit
 def cast(
     args, casts, WHICH: gl.constexpr, HEIGHT: gl.constexpr, BOXES: gl.constexpr, DEPTH: gl.constexpr,
-    COLS: gl.constexpr, BY_ROW: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr,
+    COLS: gl.constexpr, BY_ROW: gl.constexpr, POW2: gl.constexpr, ALIGN: gl.constexpr,
 ):  # fmt: skip
     """One warp's loop over units. DEPTH boxes are loaded ahead, at most a unit's.
 
     BY_ROW: with a scale per row; else in blocks of 1x128, and of 128x1 in the column layout, of which a box has COLS
-    columns (0: there is none). ALIGNED: rows of the column layout start at multiples of 16 bytes.
+    columns (0: there is none). ALIGN: rows of the column layout start at multiples of so many bytes.
     """
     descs, values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height = args
     ROWS: gl.constexpr = casts.ROWS
@@ -342,19 +342,19 @@ def cast(
                     for i in gl.static_range(WIDTH // 128):
                         at = col + b * WIDTH + i * 128
                         x = _load(buf.slice(128 * i, 128, dim=1))
-                        _store_values(x, factor, values, row, M, at, width, True)
+                        _store_values(x, factor, values, row, M, at, width, 16)
                 else:
                     _measure(buf, largest, row, M)
             elif to_rows:
                 for i in gl.static_range(ROWS // 8):
                     _cast_lines(
-                        buf.slice(8 * i, 8), values, scales, row + 8 * i, M, col + b * WIDTH, width, height, POW2, True
+                        buf.slice(8 * i, 8), values, scales, row + 8 * i, M, col + b * WIDTH, width, height, POW2, 16
                     )
             elif COLS > 0:
                 turned = buf.reinterpret(shape=[128, COLS], layout=descs[1].layout).permute((1, 0))
                 for i in gl.static_range(COLS // 8):
                     line = col + b * COLS + 8 * i
-                    _cast_lines(turned.slice(8 * i, 8), values_t, scales_t, line, K, row, M, K, POW2, ALIGNED)
+                    _cast_lines(turned.slice(8 * i, 8), values_t, scales_t, line, K, row, M, K, POW2, ALIGN)
             gl.barrier()  # all threads have read the buffer
             after = gl.where(ahead[1] == 0, ahead[0], after)
             ahead = _load_box(casts, descs, buf, loaded.index(n), ahead, units, M, K, HEIGHT, BOXES, COLS, BY_ROW)

@@ -13,6 +13,7 @@ kernels occupy multiprocessors:
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def fp8_gemm_inside_kernel(
     tiles, units, announced, M, N, K, width, height,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SCALES: gl.constexpr,
     FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
-    BOXES: gl.constexpr, DEPTH: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr, ALIGNED_T: gl.constexpr,
+    BOXES: gl.constexpr, DEPTH: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr, ALIGN: gl.constexpr,
 ):  # fmt: skip
     sa = sa_desc if SCALES == BLOCK else scales
     a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, c_bufs = make_buffers(
@@ -70,9 +71,9 @@ def fp8_gemm_inside_kernel(
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES)),
-            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
-            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
-            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
+            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
         ], [4, 1, 1, 1, 1], [CONSUMER, OTHER, OTHER, OTHER, OTHER])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -80,9 +81,9 @@ def fp8_gemm_inside_kernel(
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES)),
-            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
-            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
-            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGNED_T)),
+            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
         ], [4, 4, 1, 1, 1, 1], [152, 152, 56, 56, 56, 56])  # fmt: skip
 
 
@@ -183,6 +184,6 @@ def multiply_inside(
         width=width, height=height, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         SCALES=scales_of(Operand(x, b.scales, "block_1x128" if blocks else "rowwise"), b), FAST=fast,
         ROUND=ROUNDS[tiles.bm // 64], ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,
-        BOXES=casting.boxes, DEPTH=casting.depth, COLS=casting.cols, POW2=pow2, ALIGNED_T=M % 16 == 0,
+        BOXES=casting.boxes, DEPTH=casting.depth, COLS=casting.cols, POW2=pow2, ALIGN=math.gcd(M, 16),
     )  # fmt: skip
     return found[0], *(found[3:] if both else (None, None))

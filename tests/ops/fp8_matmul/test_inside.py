@@ -1,5 +1,5 @@
 """cast="inside": where it has a kernel, and that it equals a cast before the product. test_triton.py compiles the
-kernel.
+kernel, test_cast_units.py runs the list of its casts in Python.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from tests.ops.fp8_matmul.cases import Case, kind_of, make_case, options_of, ref
 
 H200 = Device("NVIDIA H200", "gpu")
 INSIDE, BEFORE = Plan("triton", cast="inside"), Plan("triton")
+BY_LINE = ("blockwise", "blockwise_with_gw_hp", "rowwise", "rowwise_with_gw_hp")
 PROBLEM = Problem(300, 520, 400, "blockwise", "bfloat16")
 
 
@@ -28,8 +29,6 @@ PROBLEM = Problem(300, 520, 400, "blockwise", "bfloat16")
     [
         ({"recipe": "tensorwise"}, "'tensorwise'"),
         ({"recipe": "delayed"}, "'delayed'"),
-        ({"recipe": "rowwise"}, "'rowwise'"),
-        ({"recipe": "rowwise_with_gw_hp"}, "'rowwise_with_gw_hp'"),
         ({"dtype": "float32"}, "float32"),
         ({"dtype": "float16"}, "float16"),
         ({"G": 3}, "grouped"),
@@ -70,64 +69,107 @@ def test_a_call_raises_it():
 def test_nobody_takes_it_unasked(monkeypatch):
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "")
     assert make_plan(PROBLEM, H200).cast == "before"
-    for recipe in ("blockwise", "blockwise_with_gw_hp"):
+    for recipe in BY_LINE:
+        assert make_plan(dataclasses.replace(PROBLEM, recipe=recipe), H200).cast == "before"
         plan = make_plan(dataclasses.replace(PROBLEM, recipe=recipe), H200, plan=INSIDE)
         assert (plan.backend, plan.cast) == ("triton", "inside")
         assert None not in (plan.fwd, plan.dgrad, plan.wgrad)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "pow2", "out"))
-def _results(x, w, dy, plan: Plan, pow2: bool, out: str):
-    y, vjp = jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, plan=plan, pow2_scales=pow2, out_dtype=out), x, w)
-    return y, *vjp(dy.astype(y.dtype))
+@functools.partial(jax.jit, static_argnames=("plan", "recipe", "pow2", "out"))
+def _results(x, w, dy, plan: Plan, recipe: str, pow2: bool, out: str):
+    matmul = functools.partial(jaxops.fp8_matmul, plan=plan, recipe=recipe, pow2_scales=pow2, out_dtype=out)
+    y, vjp = jax.vjp(matmul, x, w)
+    return matmul(x, w), y, *vjp(dy.astype(y.dtype))
 
 
-def both(case: Case, *, pow2: bool = False, out: str = "float32"):
-    """(y, dx, dw) with the cast inside and before; skips where there is no such kernel."""
+def both(case: Case, recipe: str = "blockwise", *, tiles: Tiles | None = None, pow2: bool = False, out: str = "float32"):
+    """(y without and with the residuals of a backward, dx, dw) with the cast inside and before; skips where there is no
+    such kernel."""
     options_of("triton")
-    return [_results(case.x, case.w, case.dy, plan, pow2, out) for plan in (INSIDE, BEFORE)]
+    plans = [dataclasses.replace(plan, fwd=tiles) for plan in (INSIDE, BEFORE)]
+    return [_results(case.x, case.w, case.dy, plan, recipe, pow2, out) for plan in plans]
 
 
-def check(case: Case, **how) -> None:
-    """y but for the order of its sums; the gradients, whose casts and products are the same ones, to the bit."""
-    inside, before = both(case, **how)
-    assert_close(inside[0], before[0], "fp8_sum", name="y")
-    for a, b in zip(inside[1:], before[1:], strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+def check(*args, **how) -> None:
+    """All results to the bit: the casts have the same bits, the products the same order."""
+    for inside, before in zip(*both(*args, **how), strict=True):
+        assert inside.dtype == before.dtype
+        np.testing.assert_array_equal(inside, before)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
+@pytest.mark.parametrize("recipe", BY_LINE)
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1), (7, 131, 257), (65, 128, 127), (129, 389, 261), (300, 16, 1024), (2050, 1041, 1537)], ids=str
+    "sizes", [(1, 1, 1), (7, 131, 257), (65, 128, 127), (129, 389, 261), (304, 16, 1024), (2050, 1041, 1537)], ids=str
 )
-def test_equals_a_cast_before(sizes, pow2):
+def test_equals_a_cast_before(sizes, recipe, pow2):
     """Rows, columns and K that fill no tile, one tile and several; weights in float32."""
-    check(make_case(*sizes, dtype="bfloat16", w_dtype="float32"), pow2=pow2)
+    check(make_case(*sizes, dtype="bfloat16", w_dtype="float32"), recipe, pow2=pow2)
 
 
 @pytest.mark.gpu
-def test_many_tiles():
-    """Several for each of the persistent programs."""
-    check(make_case(4099, 257, 4003, dtype="bfloat16"))
+@pytest.mark.parametrize(
+    ("recipe", "tiles"),
+    [
+        ("blockwise", Tiles("triton", 128, 128, stages=4, panel=1)),
+        ("blockwise", Tiles("triton", 192, 128, stages=4)),
+        ("rowwise", Tiles("triton", 128, 128, stages=5)),
+        ("rowwise", Tiles("triton", 128, 256, stages=3, panel=2)),
+    ],
+    ids=str,
+)
+def test_many_tiles(recipe, tiles):
+    """Several for each of the persistent programs, of each shape; several panels of casts."""
+    check(make_case(4099, 257, 4003, dtype="bfloat16"), recipe, tiles=tiles)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", BY_LINE)
+def test_again_and_again(recipe):
+    """What one program reads before another has written it would be the last call's values, or uninitialised: each
+    call has other values."""
+    options_of("triton")
+    matmul = jax.jit(
+        lambda x, w, plan: jaxops.fp8_matmul(x, w, plan=plan, recipe=recipe), static_argnames="plan"
+    )  # fmt: skip
+    for seed in range(20):
+        case = make_case(1500, 1300, 700, dtype="bfloat16", seed=seed)
+        np.testing.assert_array_equal(matmul(case.x, case.w, INSIDE), matmul(case.x, case.w, BEFORE))
+
+
+@pytest.mark.gpu
+def test_beside_other_kernels():
+    """Programs that find no free multiprocessor have no casts: two products that run at once end, and are right."""
+    options_of("triton")
+    case, other = (make_case(4000, 2000, 3000, dtype="bfloat16", seed=seed) for seed in range(2))
+    one = jax.jit(functools.partial(jaxops.fp8_matmul, plan=INSIDE))
+    two = jax.jit(lambda x, w: one(x, w) + 0)  # another program, for a stream of its own
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda f, c: [f(c.x, c.w) for _ in range(50)], (one, two), (case, other)))
+    for results, each in zip(found, (case, other), strict=True):
+        want = jaxops.fp8_matmul(each.x, each.w, plan=BEFORE)
+        for y in results:
+            np.testing.assert_array_equal(y, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
-def test_against_the_reference(pow2):
+def test_against_the_reference(recipe, pow2):
     case = make_case(150, 139, 161, dtype="bfloat16")
-    y, dx, dw = both(case, pow2=pow2)[0]
-    for name, got, want in zip(("y", "dx", "dw"), (y, dx, dw), reference(case, "blockwise", pow2), strict=True):
-        assert_close(got, want, **({"kind": "fp8_sum"} if name == "y" else kind_of("triton", "bfloat16")), name=name)
+    _, y, dx, dw = both(case, recipe, pow2=pow2)[0]
+    for name, got, want in zip(("y", "dx", "dw"), (y, dx, dw), reference(case, recipe, pow2), strict=True):
+        kind = {"kind": "fp8_fast" if recipe == "rowwise" else "fp8_sum"}
+        assert_close(got, want, **(kind if name == "y" else kind_of("triton", "bfloat16")), name=name)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize("out", ["bfloat16", "float16"])
-def test_out_dtype(out):
-    inside, before = both(make_case(150, 300, 161, dtype="bfloat16"), out=out)
-    assert inside[0].dtype == before[0].dtype == out
-    assert_close(inside[0], before[0], out, scale=4)  # each rounds by itself
+def test_out_dtype(recipe, out):
+    check(make_case(150, 300, 161, dtype="bfloat16"), recipe, out=out)
 
 
 @pytest.mark.gpu

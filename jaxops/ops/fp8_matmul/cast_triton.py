@@ -15,11 +15,10 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add
 
 LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
-# The state, int32 numbers that start as zeros. First two in lines of their own: the next unit, and how many units of
-# the row layout are cast. Then how many of each FLAG_ROWS rows and chunk of columns. Then, with a scale per row, how many
-# units of each FLAG_ROWS rows are measured, and the largest magnitude of each row, as float32.
-NEXT, DONE, FLAGS = gl.constexpr(0), gl.constexpr(32), gl.constexpr(64)
-FLAG_ROWS = gl.constexpr(64)
+# The state, int32 numbers that start as zeros: the next unit, in a line of its own; of each panel of units how many to
+# the row layout are done; then the flags: how many are done of each row tile of the product and chunk of columns. With a
+# scale per row, then: how many units of each row tile are measured; and the largest magnitude of each row, as float32.
+NEXT, PANELS = gl.constexpr(0), gl.constexpr(32)
 # Four threads hold 128 numbers of a row, or in the column layout of a column, each 32 neighbours.
 LINES = gl.constexpr(gl.BlockedLayout([1, 32], [8, 4], [1, 1], [1, 0]))
 OF_LINES = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 32], [8, 4], [1, 1], [1, 0])))
@@ -30,13 +29,15 @@ class Casts:
     """How x is cut into units of the row layout, and where they are counted.
 
     state: see above.
-    announced: units of the row layout in all.
+    BM: rows of the product's tiles.
+    HEIGHT: rows of a panel of units, a multiple of BM.
     ROWS, STEPS: rows and K steps of 128 of a unit.
     CHUNK: K steps that share a flag, a multiple of STEPS.
     """
 
     state: gl.tensor
-    announced: gl.tensor
+    BM: gl.constexpr
+    HEIGHT: gl.constexpr
     ROWS: gl.constexpr
     STEPS: gl.constexpr
     CHUNK: gl.constexpr
@@ -82,7 +83,7 @@ def _announce_measured(counter):
 
 @gluon.jit
 def _wait(counter, needed):
-    """Until the counter is at least `needed`. The loads by TMA that follow see what was stored before it was counted."""
+    """Until the counter is at least `needed`; see `_reached`."""
     assembly: gl.constexpr = """{
         .reg .pred less;
         again:
@@ -98,33 +99,38 @@ def _wait(counter, needed):
 
 
 @gluon.jit
-def casts_left(casts):
-    """Whether units of the row layout are left. If not, everything may be loaded without waiting."""
+def _reached(counter):
+    """A counter. The loads by TMA that follow see what was stored before it was counted."""
     assembly: gl.constexpr = """{
         ld.acquire.gpu.global.u32 $0, [$1];
         fence.proxy.async.global;
     }"""
-    done = gl.inline_asm_elementwise(
-        assembly, "=r,l", [(casts.state + DONE).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
-    return (done < casts.announced).to(gl.int32)
+    return gl.inline_asm_elementwise(
+        assembly, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
-def _flags(casts, row, K):
-    """The flags of the FLAG_ROWS rows of a row, one for each chunk."""
-    return casts.state + FLAGS + row // FLAG_ROWS * gl.cdiv(gl.cdiv(K, 128), casts.CHUNK)
+def _flags(casts, row, M, K):
+    """The flags of a row's tile, one for each chunk."""
+    flags = casts.state + PANELS + gl.cdiv(M, casts.HEIGHT)
+    return flags + row // casts.BM * gl.cdiv(gl.cdiv(K, 128), casts.CHUNK)
 
 
 @gluon.jit
-def wait_for_casts(casts, row, k, M, K, BM: gl.constexpr):
-    """Until the BM rows at `row` are cast in step k's chunk."""
+def panel_is_cast(casts, row, M, K):
+    """Whether all of a row's panel is cast: then its tiles need not wait for chunks."""
+    panel = row // casts.HEIGHT
+    down = gl.cdiv(min(casts.HEIGHT, M - panel * casts.HEIGHT), casts.ROWS)
+    return _reached(casts.state + PANELS + panel) >= down * gl.cdiv(gl.cdiv(K, 128), casts.STEPS)
+
+
+@gluon.jit
+def wait_for_casts(casts, row, k, M, K):
+    """Until the tile at `row` is cast in step k's chunk."""
     chunk = k // casts.CHUNK
     across = gl.cdiv(min(casts.CHUNK, gl.cdiv(K, 128) - chunk * casts.CHUNK), casts.STEPS)
-    for i in gl.static_range(BM // FLAG_ROWS):
-        first = row + i * FLAG_ROWS
-        if first < M:
-            _wait(_flags(casts, first, K) + chunk, gl.cdiv(min(FLAG_ROWS, M - first), casts.ROWS) * across)
+    _wait(_flags(casts, row, M, K) + chunk, gl.cdiv(min(casts.BM, M - row), casts.ROWS) * across)
 
 
 @gluon.jit
@@ -254,7 +260,7 @@ def _locate_unit(
 @gluon.jit
 def _load_box(
     casts, descs, buf, loaded, ahead, units, M, K,
-    HEIGHT: gl.constexpr, BOXES: gl.constexpr, COLS: gl.constexpr, BY_ROW: gl.constexpr,
+    BOXES: gl.constexpr, COLS: gl.constexpr, BY_ROW: gl.constexpr,
 ):  # fmt: skip
     """Starts the load of the next box. ahead: its unit, its number in it, and an atomic increment that was started;
     returns those of the box after it."""
@@ -262,7 +268,7 @@ def _load_box(
     x_desc, xt_desc = descs
     WIDTH: gl.constexpr = x_desc.block_shape[1]
     if u < units:
-        to_rows, row, col = _locate_unit(u, M, K, HEIGHT, casts.ROWS, BOXES * WIDTH, BOXES * COLS, BY_ROW)
+        to_rows, row, col = _locate_unit(u, M, K, casts.HEIGHT, casts.ROWS, BOXES * WIDTH, BOXES * COLS, BY_ROW)
         mbarrier.expect(loaded, x_desc.nbytes_per_cta)
         if COLS > 0:
             if to_rows:
@@ -300,7 +306,7 @@ def _load_largest(largest, row, M):
 
 @gluon.jit
 def cast(
-    args, casts, WHICH: gl.constexpr, HEIGHT: gl.constexpr, BOXES: gl.constexpr, DEPTH: gl.constexpr,
+    args, casts, WHICH: gl.constexpr, BOXES: gl.constexpr, DEPTH: gl.constexpr,
     COLS: gl.constexpr, BY_ROW: gl.constexpr, POW2: gl.constexpr, ALIGN: gl.constexpr,
 ):  # fmt: skip
     """One warp's loop over units. DEPTH boxes are loaded ahead, at most a unit's.
@@ -310,16 +316,17 @@ def cast(
     """
     descs, values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height = args
     ROWS: gl.constexpr = casts.ROWS
+    HEIGHT: gl.constexpr = casts.HEIGHT
     WIDTH: gl.constexpr = descs[0].block_shape[1]
     state = casts.state
-    measured = _flags(casts, gl.cdiv(M, FLAG_ROWS) * FLAG_ROWS, K)
-    largest = measured + gl.cdiv(M, FLAG_ROWS)
+    measured = _flags(casts, gl.cdiv(M, casts.BM) * casts.BM, M, K)
+    largest = measured + gl.cdiv(M, casts.BM)
     u = finish_fetch_add(start_fetch_add(state + NEXT))
     ahead = (u, gl.to_tensor(0), start_fetch_add(state + NEXT))
     for i in gl.static_range(DEPTH):
         buf = x_bufs.index(WHICH * DEPTH + i)
         ahead = _load_box(
-            casts, descs, buf, loaded.index(WHICH * DEPTH + i), ahead, units, M, K, HEIGHT, BOXES, COLS, BY_ROW
+            casts, descs, buf, loaded.index(WHICH * DEPTH + i), ahead, units, M, K, BOXES, COLS, BY_ROW
         )
     s = 0
     phase = 0
@@ -328,8 +335,9 @@ def cast(
         factor = gl.full([8], 0.0, gl.float32, OF_LINES)
         if BY_ROW:
             if to_rows:
-                needed = gl.cdiv(min(FLAG_ROWS, M - row // FLAG_ROWS * FLAG_ROWS), ROWS) * gl.cdiv(K, BOXES * WIDTH)
-                _wait(measured + row // FLAG_ROWS, needed)
+                tile = row // casts.BM
+                needed = gl.cdiv(min(casts.BM, M - tile * casts.BM), ROWS) * gl.cdiv(K, BOXES * WIDTH)
+                _wait(measured + tile, needed)
                 scale, factor = _scale_and_factor(_load_largest(largest, row, M), POW2)
                 _store_scales(scale, scales, row, M if col == 0 else 0)
         after = u
@@ -357,10 +365,11 @@ def cast(
                     _cast_lines(turned.slice(8 * i, 8), values_t, scales_t, line, K, row, M, K, POW2, ALIGN)
             gl.barrier()  # all threads have read the buffer
             after = gl.where(ahead[1] == 0, ahead[0], after)
-            ahead = _load_box(casts, descs, buf, loaded.index(n), ahead, units, M, K, HEIGHT, BOXES, COLS, BY_ROW)
+            ahead = _load_box(casts, descs, buf, loaded.index(n), ahead, units, M, K, BOXES, COLS, BY_ROW)
             s, phase = advance(s, phase, DEPTH)
         if to_rows:
-            _announce(_flags(casts, row, K) + col // (128 * casts.CHUNK), state + DONE)
+            flag = _flags(casts, row, M, K) + col // (128 * casts.CHUNK)
+            _announce(flag, state + PANELS + row // HEIGHT)
         elif BY_ROW:
-            _announce_measured(measured + row // FLAG_ROWS)
+            _announce_measured(measured + row // casts.BM)
         u = after

@@ -24,7 +24,7 @@ from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, ti
 from jaxops._lib.tile_scheduler_triton import swizzle
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
-from jaxops.ops.fp8_matmul.cast_triton import casts_left, wait_for_casts
+from jaxops.ops.fp8_matmul.cast_triton import panel_is_cast, wait_for_casts
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -72,7 +72,6 @@ def produce(
 ):  # fmt: skip
     """casts: `Casts` of A, of which a step is loaded once it is cast; None: A is cast before."""
     a_desc, b_desc, sa, sb, schedule, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, tiles, entries, G, M, N, K = args
-    left = 1
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     TILES: gl.constexpr = CONSUMERS * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta
@@ -93,14 +92,12 @@ def produce(
             # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
             sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
             scale = gl.load(sb_first)
-        if casts is not None:
-            if left != 0:
-                left = casts_left(casts)
+        whole = panel_is_cast(casts, a_row, M, K) if casts is not None else True
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
             if casts is not None:
-                if left != 0 and k % casts.CHUNK == 0:
-                    wait_for_casts(casts, a_row, k, M, K, BM)
+                if not whole and k % casts.CHUNK == 0:
+                    wait_for_casts(casts, a_row, k, M, K)
             if SCALES == BLOCK:
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
             mbarrier.expect(full.index(s), nbytes)

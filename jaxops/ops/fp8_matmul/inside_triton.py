@@ -26,7 +26,7 @@ from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.stores_triton import pad_to_16_bytes, tile_layout
-from jaxops.ops.fp8_matmul.cast_triton import FLAG_ROWS, FLAGS, Casts, cast
+from jaxops.ops.fp8_matmul.cast_triton import PANELS, Casts, cast
 from jaxops.ops.fp8_matmul.gemm_triton import (
     BLOCK, DENSE, ROUNDS, SCALES_LAYOUT, check_registers, consume, make_buffers, produce, scales_of,
 )  # fmt: skip
@@ -39,7 +39,7 @@ CASTERS = gl.constexpr(3)  # warps that cast; with the producer they fill a warp
 @gluon.jit
 def fp8_gemm_inside_kernel(
     x_desc, xt_desc, a_desc, b_desc, sa_desc, sb, state, c_desc, c_ptr, values, scales, values_t, scales_t,
-    tiles, units, announced, M, N, K, width, height,
+    tiles, units, M, N, K, width, height,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SCALES: gl.constexpr,
     FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
     BOXES: gl.constexpr, DEPTH: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr, ALIGN: gl.constexpr,
@@ -54,7 +54,7 @@ def fp8_gemm_inside_kernel(
     loaded = gl.allocate_shared_memory(gl.int64, [DEPTH * CASTERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(DEPTH * CASTERS):
         mbarrier.init(loaded.index(i), count=1)
-    casts = Casts(state, gl.to_tensor(announced), BOX[0], BOXES * BOX[1] // 128, CHUNK)
+    casts = Casts(state, BM, HEIGHT, BOX[0], BOXES * BOX[1] // 128, CHUNK)
     cast_args = (
         (x_desc, xt_desc), values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height,
     )  # fmt: skip
@@ -71,9 +71,9 @@ def fp8_gemm_inside_kernel(
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES)),
-            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
-            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
-            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 2, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
         ], [4, 1, 1, 1, 1], [CONSUMER, OTHER, OTHER, OTHER, OTHER])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -81,9 +81,9 @@ def fp8_gemm_inside_kernel(
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ROUND, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES)),
-            (cast, (cast_args, casts, 0, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
-            (cast, (cast_args, casts, 1, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
-            (cast, (cast_args, casts, 2, HEIGHT, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 2, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
         ], [4, 4, 1, 1, 1, 1], [152, 152, 56, 56, 56, 56])  # fmt: skip
 
 
@@ -124,21 +124,21 @@ class Casting:
         box = (8, size // 16) if by_row else (size // 256, BLOCK_SIZE)
         boxes = 2 if size == 8192 else 4
         steps = boxes * box[1] // BLOCK_SIZE
-        height = -(-tiles.panel * bm // BLOCK_SIZE) * BLOCK_SIZE
+        common = math.lcm(bm, BLOCK_SIZE)
+        height = -(-tiles.panel * bm // common) * common
         tiles = dataclasses.replace(tiles, stages=stages)
         return cls(tiles, by_row, box, boxes, depth, max(chunk // steps, 1) * steps, height, size // 256 if both else 0)
 
-    def units(self, M: int, K: int) -> tuple[int, int]:
-        """Units in all, and those of the row layout."""
+    def units(self, M: int, K: int) -> int:
         panels = [self.height] * (M // self.height) + [M % self.height]
         rows = sum(-(-panel // self.box[0]) for panel in panels) * -(-K // (self.boxes * self.box[1]))
         columns = -(-M // BLOCK_SIZE) * -(-K // (self.boxes * self.cols)) if self.cols else 0
-        return rows + (rows if self.by_row else columns), rows
+        return rows + (rows if self.by_row else columns)
 
     def state(self, M: int, K: int) -> int:
         """Numbers of the state: see cast_triton.py."""
-        down, chunks = -(-M // FLAG_ROWS.value), -(-K // (BLOCK_SIZE * self.chunk))
-        return FLAGS.value + down * chunks + (down + M if self.by_row else 0)
+        down, chunks = -(-M // self.tiles.bm), -(-K // (BLOCK_SIZE * self.chunk))
+        return PANELS.value + -(-M // self.height) + down * chunks + (down + M if self.by_row else 0)
 
 
 def multiply_inside(
@@ -164,7 +164,6 @@ def multiply_inside(
     fp8, f32 = b.values.dtype, jnp.dtype("float32")
     results = [((M, N), out_dtype), ((M, width), fp8), ((-(-K // BLOCK_SIZE), height) if blocks else (M,), f32)]
     results += [((K, M), fp8), ((-(-M // BLOCK_SIZE), K), f32)] if both else []
-    units, announced = casting.units(M, K)
     state = jnp.zeros(casting.state(M, K), jnp.int32)
     by_tma = N % 8 == 0 and jnp.dtype(out_dtype).itemsize == 2
     values = pad_to_16_bytes(b.values)
@@ -180,7 +179,7 @@ def multiply_inside(
         kernel=fp8_gemm_inside_kernel, grid=cores, name="fp8_gemm_inside",
         out_type=tuple(out_struct(*shape_and_dtype, like=x) for shape_and_dtype in results), flops=2 * M * N * K,
         **({} if both else {"values_t": None, "scales_t": None}),
-        tiles=-(-M // tiles.bm) * -(-N // tiles.bn), units=units, announced=announced, M=M, N=N, K=K,
+        tiles=-(-M // tiles.bm) * -(-N // tiles.bn), units=casting.units(M, K), M=M, N=N, K=K,
         width=width, height=height, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         SCALES=scales_of(Operand(x, b.scales, "block_1x128" if blocks else "rowwise"), b), FAST=fast,
         ROUND=ROUNDS[tiles.bm // 64], ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,

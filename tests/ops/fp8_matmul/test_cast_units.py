@@ -31,7 +31,7 @@ def in_python(monkeypatch):
     names = {"cdiv": cdiv, "where": lambda c, a, b: a if c else b, "static_range": range, "to_tensor": lambda x: x}
     names |= {"full": lambda *_: None, "float32": None, "barrier": lambda: None}
     monkeypatch.setattr(cast_triton, "gl", types.SimpleNamespace(**names))
-    for name in ("NEXT", "DONE", "FLAGS", "FLAG_ROWS"):
+    for name in ("NEXT", "PANELS"):
         monkeypatch.setattr(cast_triton, name, getattr(cast_triton, name).value)
     for name in ("_flags", "_locate_unit", "_load_box", "advance"):
         monkeypatch.setattr(cast_triton, name, getattr(cast_triton, name).fn)
@@ -41,7 +41,8 @@ def in_python(monkeypatch):
 def casting_of(tiles: Tiles, by_row: bool, both: bool) -> tuple[Casting, types.SimpleNamespace]:
     casting = Casting.of(tiles, by_row, both)
     steps = casting.boxes * casting.box[1] // 128
-    return casting, types.SimpleNamespace(state=0, ROWS=casting.box[0], STEPS=steps, CHUNK=casting.chunk)
+    sizes = {"BM": tiles.bm, "HEIGHT": casting.height, "ROWS": casting.box[0], "STEPS": steps, "CHUNK": casting.chunk}
+    return casting, types.SimpleNamespace(state=0, **sizes)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: f"{tiles.bm}x{tiles.bn}")
@@ -49,35 +50,39 @@ def casting_of(tiles: Tiles, by_row: bool, both: bool) -> tuple[Casting, types.S
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_number_is_cast_once_and_every_flag_is_reached(in_python, tiles, by_row, both, sizes):
     (M, K), (casting, casts) = sizes, casting_of(tiles, by_row, both)
-    units, announced = casting.units(M, K)
+    units = casting.units(M, K)
     width, columns = casting.boxes * casting.box[1], casting.boxes * casting.cols
     rows, cols, measured = np.zeros((M, cdiv(K, 16) * 16), int), np.zeros((M, K), int), np.zeros((M, K), int)
-    announcements, first_of = collections.Counter(), {}
+    announcements, panels, first_of = collections.Counter(), collections.Counter(), {}
     for u in range(units):
         to_rows, row, col = cast_triton._locate_unit(u, M, K, casting.height, casts.ROWS, width, columns, by_row)
         assert 0 <= row < M
         assert 0 <= col < K
         if to_rows:
             rows[row : row + casts.ROWS, col : col + width] += 1
-            announcements[cast_triton._flags(casts, row, K) + col // (128 * casts.CHUNK)] += 1
-            first_of.setdefault(row // 64, u)
+            announcements[cast_triton._flags(casts, row, M, K) + col // (128 * casts.CHUNK)] += 1
+            panels[row // casting.height] += 1
+            first_of.setdefault(row // tiles.bm, u)
         elif by_row:
-            assert row // 64 not in first_of, "measured after a unit that waits for it"
+            assert row // tiles.bm not in first_of, "measured after a unit that waits for it"
             measured[row : row + casts.ROWS, col : col + width] += 1
         else:
             cols[row : row + 128, col : col + columns] += 1
     assert (rows == 1).all()  # with the zeros past K that TMA needs
     assert (cols == both).all()
     assert (measured == by_row).all()
-    assert announcements.total() == announced
 
     waits = {}
     in_python.setattr(cast_triton, "_wait", lambda flag, needed: waits.update({flag: needed}))
     for row, k in itertools.product(range(0, M, tiles.bm), range(0, cdiv(K, 128), casting.chunk)):
-        cast_triton.wait_for_casts.fn(casts, row, k, M, K, tiles.bm)
+        cast_triton.wait_for_casts.fn(casts, row, k, M, K)
     assert waits == announcements
-    last = M + cdiv(M, 64) if by_row else 0
-    assert casting.state(M, K) == cast_triton._flags(casts, cdiv(M, 64) * 64, K) + last
+    last = M + cdiv(M, tiles.bm) if by_row else 0
+    assert casting.state(M, K) == cast_triton._flags(casts, cdiv(M, tiles.bm) * tiles.bm, M, K) + last
+    for more in (-1, 0):
+        in_python.setattr(cast_triton, "_reached", lambda at: panels[at - cast_triton.PANELS] + more)  # noqa: B023
+        whole = [cast_triton.panel_is_cast.fn(casts, row, M, K) for row in range(0, M, tiles.bm)]
+        assert whole == [more == 0] * len(whole)
 
 
 class Counters:
@@ -118,7 +123,7 @@ class Box:
 def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row, both, warps):
     """However many warps there are, one at least. A box is read once, after its load and before the next one into it."""
     (M, K), (casting, casts) = (300, 1300), casting_of(tiles, by_row, both)
-    units, announced = casting.units(M, K)
+    units = casting.units(M, K)
     memory, done, failed = Counters(), collections.Counter(), []
     row_box = types.SimpleNamespace(block_shape=casting.box, nbytes_per_cta=0, layout=None, name="rows")
     col_box = types.SimpleNamespace(layout=None, name="columns")
@@ -173,7 +178,7 @@ def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row
         count = casting.depth
         bufs, barriers = List(Box() for _ in range(count)), List([] for _ in range(count))
         args = ((row_box, col_box), "rows", 0, "columns", 0, bufs, barriers, units, M, K, cdiv(K, 16) * 16, M)
-        how = (casting.height, casting.boxes, casting.depth, casting.cols, by_row, False, False)
+        how = (casting.boxes, casting.depth, casting.cols, by_row, False, False)
         try:
             cast_triton.cast.fn(args, casts, 0, *how)
             assert not any(barriers), "a load that nobody waits for"
@@ -186,7 +191,9 @@ def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row
     for thread in threads:
         thread.join()
     assert not failed, failed
-    assert memory.numbers[cast_triton.DONE] == announced
+    panels = [memory.numbers[cast_triton.PANELS + i] for i in range(cdiv(M, casting.height))]
+    columns = cdiv(M, 128) * cdiv(K, casting.boxes * casting.cols) if both else 0
+    assert sum(panels) == (units // 2 if by_row else units - columns)
     boxes = units * casting.boxes
     assert done.pop("measured", 0) == (boxes // 2 if by_row else 0)
     assert done.total() == boxes

@@ -15,9 +15,9 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add
 
 LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
-# The state, int32 numbers that start as zeros: the next unit, in a line of its own; of each panel of units how many to
-# the row layout are done; then the flags: how many are done of each row tile of the product and chunk of columns. With a
-# scale per row, then: how many units of each row tile are measured; and the largest magnitude of each row, as float32.
+# The state, int32 numbers that start as zeros: the next unit, in a line of its own; how many units of each panel are cast
+# to the row layout; the flags, how many are of each row tile of the product and chunk of columns. With a scale per row,
+# then how many units of each row tile are measured, and the largest magnitude of each row, as float32.
 NEXT, PANELS = gl.constexpr(0), gl.constexpr(32)
 # Four threads hold 128 numbers of a row, or in the column layout of a column, each 32 neighbours.
 LINES = gl.constexpr(gl.BlockedLayout([1, 32], [8, 4], [1, 1], [1, 0]))
@@ -233,8 +233,8 @@ def _locate_unit(
     """Unit u: whether it casts to the row layout; its first row and column.
 
     In panels of HEIGHT rows, by columns, since the product reads x by columns. Units of ROWS x WIDTH cast to the row
-    layout; after them units of 128 x COLS (0: none) to the column layout, while x is still in L2. BY_ROW: units of ROWS x
-    WIDTH measure the rows first.
+    layout; after them units of 128 x COLS (0: none) to the column layout, while x is still in L2. BY_ROW: units of
+    ROWS x WIDTH measure the rows first.
     """
     across = gl.cdiv(K, WIDTH)
     others = HEIGHT // ROWS * across if BY_ROW else HEIGHT // 128 * gl.cdiv(K, COLS) if COLS > 0 else 0
@@ -325,21 +325,18 @@ def cast(
     ahead = (u, gl.to_tensor(0), start_fetch_add(state + NEXT))
     for i in gl.static_range(DEPTH):
         buf = x_bufs.index(WHICH * DEPTH + i)
-        ahead = _load_box(
-            casts, descs, buf, loaded.index(WHICH * DEPTH + i), ahead, units, M, K, BOXES, COLS, BY_ROW
-        )
+        ahead = _load_box(casts, descs, buf, loaded.index(WHICH * DEPTH + i), ahead, units, M, K, BOXES, COLS, BY_ROW)
     s = 0
     phase = 0
     while u < units:
         to_rows, row, col = _locate_unit(u, M, K, HEIGHT, ROWS, BOXES * WIDTH, BOXES * COLS, BY_ROW)
         factor = gl.full([8], 0.0, gl.float32, OF_LINES)
-        if BY_ROW:
-            if to_rows:
-                tile = row // casts.BM
-                needed = gl.cdiv(min(casts.BM, M - tile * casts.BM), ROWS) * gl.cdiv(K, BOXES * WIDTH)
-                _wait(measured + tile, needed)
-                scale, factor = _scale_and_factor(_load_largest(largest, row, M), POW2)
-                _store_scales(scale, scales, row, M if col == 0 else 0)
+        if BY_ROW and to_rows:
+            tile = row // casts.BM
+            needed = gl.cdiv(min(casts.BM, M - tile * casts.BM), ROWS) * gl.cdiv(K, BOXES * WIDTH)
+            _wait(measured + tile, needed)
+            scale, factor = _scale_and_factor(_load_largest(largest, row, M), POW2)
+            _store_scales(scale, scales, row, M if col == 0 else 0)
         after = u
         for b in range(BOXES):
             n = WHICH * DEPTH + s

@@ -95,9 +95,8 @@ def produce(
         whole = panel_is_cast(casts, a_row, M, K) if casts is not None else True
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
-            if casts is not None:
-                if not whole and k % casts.CHUNK == 0:
-                    wait_for_casts(casts, a_row, k, M, K)
+            if casts is not None and not whole and k % casts.CHUNK == 0:
+                wait_for_casts(casts, a_row, k, M, K)
             if SCALES == BLOCK:
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
             mbarrier.expect(full.index(s), nbytes)

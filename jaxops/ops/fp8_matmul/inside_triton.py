@@ -28,8 +28,16 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.stores_triton import pad_to_16_bytes, tile_layout
 from jaxops.ops.fp8_matmul.cast_triton import PANELS, Casts, cast
 from jaxops.ops.fp8_matmul.gemm_triton import (
-    BLOCK, DENSE, ROUNDS, SCALES_LAYOUT, check_registers, consume, make_buffers, produce, scales_of,
-)  # fmt: skip
+    BLOCK,
+    DENSE,
+    ROUNDS,
+    SCALES_LAYOUT,
+    check_registers,
+    consume,
+    make_buffers,
+    produce,
+    scales_of,
+)
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 
@@ -115,7 +123,8 @@ class Casting:
     def of(cls, tiles: Tiles, by_row: bool, both: bool, *, chunk: int = 4, least: int = 2048) -> "Casting":
         """both: the column layout, too. least: bytes of a box; stages are left out for it."""
         bm, bn, casters = tiles.bm, tiles.bn, CASTERS.value
-        room = lambda stages: HOPPER_SHARED_BYTES - stages * (128 * (bm + bn) + 4 * bm * (not by_row) + 20) - 2 * bm * bn - 512
+        each = 128 * (bm + bn) + 4 * bm * (not by_row) + 20  # bytes of a stage
+        room = lambda stages: HOPPER_SHARED_BYTES - stages * each - 2 * bm * bn - 512
         sizes = [(8192, 2), (4096, 3), (4096, 2), (2048, 3), (2048, 2)]  # of boxes, and depths
         stages, least = tiles.stages, max(least, 4096 * both)
         while room(stages) < 2 * casters * least:
@@ -160,7 +169,7 @@ def multiply_inside(
     padded = pad_to_16_bytes(x)
     boxes = [casting.box, *[(BLOCK_SIZE, casting.cols)] * both]
     x_descs = [TensorDescriptor.from_array(padded, box, layout=tile_layout(x.dtype, box)) for box in boxes]
-    width, height = -(-K // 16) * 16, -(-M // 4) * 4  # of the values' and the block scales' rows: 16 bytes each, for TMA
+    width, height = -(-K // 16) * 16, -(-M // 4) * 4  # of rows of values and block scales: whole 16 bytes, for TMA
     fp8, f32 = b.values.dtype, jnp.dtype("float32")
     results = [((M, N), out_dtype), ((M, width), fp8), ((-(-K // BLOCK_SIZE), height) if blocks else (M,), f32)]
     results += [((K, M), fp8), ((-(-M // BLOCK_SIZE), K), f32)] if both else []

@@ -122,7 +122,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p, backend, cast = call.problem, call.backend, call.plan.cast
     if cast == "inside" and not casts_inside(p, backend):
         raise ValueError(
-            f"cast='inside' has a kernel for backend 'triton', block scales or a scale per row, bfloat16 and no groups; "
+            f"cast='inside' has a kernel for backend 'triton', scales of blocks or rows, bfloat16 and no groups; "
             f"this is {backend!r}, {p.recipe!r}, {p.dtype}{', grouped' if p.G else ''}: write cast='before'."
         )
     if backend == "triton":

@@ -1,5 +1,5 @@
-"""cast="inside": the units of the cast, the flags that the product waits for, and the casting warps' loop, each in plain
-Python."""
+"""cast="inside": the units of the cast, the flags that the product waits for, and the casting warps' loop, each in
+plain Python."""
 
 import collections
 import itertools
@@ -121,7 +121,7 @@ class Box:
 @pytest.mark.parametrize(("by_row", "both"), KINDS)
 @pytest.mark.parametrize("warps", [1, 5])
 def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row, both, warps):
-    """However many warps there are, one at least. A box is read once, after its load and before the next one into it."""
+    """However many warps there are, one at least. A box is read after its load and before the next one into it."""
     (M, K), (casting, casts) = (300, 1300), casting_of(tiles, by_row, both)
     units = casting.units(M, K)
     memory, done, failed = Counters(), collections.Counter(), []
@@ -182,7 +182,7 @@ def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row
         try:
             cast_triton.cast.fn(args, casts, 0, *how)
             assert not any(barriers), "a load that nobody waits for"
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failed.append(error)
 
     threads = [threading.Thread(target=warp) for _ in range(warps)]

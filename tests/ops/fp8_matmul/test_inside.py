@@ -2,6 +2,7 @@
 kernel, test_cast_units.py runs the list of its casts in Python.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 
@@ -13,7 +14,8 @@ import pytest
 import jaxops
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
-from jaxops.ops.fp8_matmul import Plan, Problem, make_plan
+from jaxops.ops.fp8_matmul import Plan, Problem, Tiles, make_plan
+from jaxops.ops.fp8_matmul.operand import cols_of
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import Case, kind_of, make_case, options_of, reference
@@ -83,7 +85,7 @@ def _results(x, w, dy, plan: Plan, recipe: str, pow2: bool, out: str):
     return matmul(x, w), y, *vjp(dy.astype(y.dtype))
 
 
-def both(case: Case, recipe: str = "blockwise", *, tiles: Tiles | None = None, pow2: bool = False, out: str = "float32"):
+def both(case: Case, recipe: str = "blockwise", *, tiles: Tiles | None = None, pow2=False, out="float32"):
     """(y without and with the residuals of a backward, dx, dw) with the cast inside and before; skips where there is no
     such kernel."""
     options_of("triton")
@@ -173,8 +175,9 @@ def test_out_dtype(recipe, out):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
-def test_what_is_not_finite(pow2):
+def test_what_is_not_finite(recipe, pow2):
     """NaN and infinities make their own row NaN only, and affect no scale; zeros stay; tiny numbers become zero."""
     case = make_case(150, 300, 161, dtype="bfloat16")
     x = np.array(case.x.astype(jnp.float32))
@@ -182,19 +185,19 @@ def test_what_is_not_finite(pow2):
     x[5, 7], x[6, 200], x[131, 0] = np.inf, -np.inf, np.inf
     x[8], x[9, 128:256], x[10], x[11], x[12] = 0, 0, 1e-38, 1e-20, 1e35
     case = dataclasses.replace(case, x=put(x, jnp.bfloat16), w=case.w / 256)  # so that no sum becomes infinite
-    inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
-    for y in (inside, before):
-        assert set(np.flatnonzero(np.isnan(y).all(axis=1))) == {3, 4, 5, 6, 70, 131}
-        assert np.isfinite(np.delete(y, [3, 4, 5, 6, 70, 131], axis=0)).all()
-        assert not y[[8, 10]].any()
-    for row in set(range(150)) - {3, 4, 5, 6, 70, 131}:  # each by itself: some are 1e50 times as large as others
-        scale = 2.0 ** -np.frexp(np.abs(before[row]).max())[1]
-        assert_close(inside[row] * scale, before[row] * scale, "fp8_sum", name=f"row {row}")
+    inside, before = both(case, recipe, pow2=pow2)
+    y = np.asarray(inside[0])
+    assert set(np.flatnonzero(np.isnan(y).all(axis=1))) == {3, 4, 5, 6, 70, 131}
+    assert np.isfinite(np.delete(y, [3, 4, 5, 6, 70, 131], axis=0)).all()
+    assert not y[[8, 10]].any()
+    for a, b in zip(inside, before, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
-def test_every_bfloat16_number(pow2):
+def test_every_bfloat16_number(recipe, pow2):
     """Scales and casts to the bit, by a product with the identity: each number with its own binade, and with any
     others.
     """
@@ -206,12 +209,32 @@ def test_every_bfloat16_number(pow2):
     smaller = (others.astype(np.float32) * np.exp2(rng.integers(-80, 1, (512, 1)))).astype(jnp.bfloat16)
     x = np.concatenate([rng.permuted(bits, axis=1).view(jnp.bfloat16), smaller])
     case = Case(put(x), jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((1024, 128), jnp.bfloat16))
-    inside, before = (np.asarray(y[0]) for y in both(case, pow2=pow2))
+    inside, before = (np.asarray(y[0]) for y in both(case, recipe, pow2=pow2))
     bad = ~np.isfinite(x.astype(np.float32)).all(axis=1)
     assert {255, 511} < set(np.flatnonzero(bad))  # where the NaNs are, beside infinities; others have an infinity alone
     np.testing.assert_array_equal(np.isnan(before).any(axis=1), bad)
     np.testing.assert_array_equal(inside, before)
     assert len(np.unique(np.nan_to_num(before[:512]).max(axis=1))) > 200
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pow2", [False, True], ids=["any-scale", "pow2"])
+def test_the_column_layout(pow2):
+    """What the backward reads of lhs: values and scales to the bit, of every bfloat16 number."""
+    options_of("triton")
+    from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
+
+    rng = np.random.default_rng(0)
+    bits = rng.permutation(np.arange(2**16, dtype=np.uint32).astype(np.uint16)).reshape(512, 128)[:500]
+    tame = rng.standard_normal((500, 200)).astype(jnp.bfloat16)
+    x = put(np.concatenate([np.where(bits & 0x7FFF > 0x7F80, 0, bits).view(jnp.bfloat16), tame], axis=1))
+    w = jaxops.quantize(jnp.ones((328, 136), jnp.bfloat16), scaling="block_128x128", layouts="col")
+    want = jaxops.quantize(x, layouts="col", pow2_scales=pow2)
+    for tiles in (Tiles("triton", 128, 128, stages=4), Tiles("triton", 192, 128, stages=4)):
+        how: dict = {"out_dtype": jnp.dtype("bfloat16"), "fast": False, "both": True, "pow2": pow2, "tiles": tiles}
+        _, values, scales = jax.jit(functools.partial(multiply_inside, **how, cores=132))(x, cols_of(w))
+        np.testing.assert_array_equal(values.astype(jnp.float32), want.values_t.astype(jnp.float32))
+        np.testing.assert_array_equal(scales, want.scales_t)
 
 
 @pytest.mark.gpu
@@ -226,8 +249,9 @@ def test_vmap():
 
 
 @pytest.mark.gpu
-def test_two_runs_give_the_same_bits():
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+def test_two_runs_give_the_same_bits(recipe):
     options_of("triton")
     case = make_case(300, 389, 261, dtype="bfloat16")
-    first, second = (_results(case.x, case.w, case.dy, INSIDE, False, "bfloat16") for _ in range(2))
+    first, second = (_results(case.x, case.w, case.dy, INSIDE, recipe, False, "bfloat16") for _ in range(2))
     assert [np.asarray(v).tobytes() for v in first] == [np.asarray(v).tobytes() for v in second]

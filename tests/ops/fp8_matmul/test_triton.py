@@ -25,7 +25,7 @@ from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, ROUNDS, multiply_triton, sc
 from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
-from tests.gluon import Kernel, check, compiled, wgmmas
+from tests.gluon import Kernel, check, compiled
 from tests.hopper import on_h200
 from tests.jaxprs import equations
 from tests.ops.fp8_matmul.cases import operand_shapes
@@ -167,7 +167,7 @@ def test_the_products_are_of_every_kind():
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """A launch that casts lhs; spilled: bytes that ptxas may spill, of each of which there are several casting warps."""
+    """A launch that casts lhs; spilled: bytes that ptxas may spill, in three casting warps' code of a unit, a box."""
 
     recipe: str
     tiles: Tiles
@@ -182,10 +182,10 @@ class Inside:
 
 
 INSIDE = [
-    Inside("blockwise", Tiles("triton", 128, 128, stages=4, panel=16)),
-    Inside("blockwise", Tiles("triton", 128, 128, stages=5), both=True, pow2=True, out="float32", n=ODD_N, spilled=40),
+    Inside("blockwise", Tiles("triton", 128, 128, stages=4, panel=16), spilled=28),
+    Inside("blockwise", Tiles("triton", 128, 128, stages=5), both=True, pow2=True, out="float32", n=ODD_N, spilled=180),
     Inside("blockwise", Tiles("triton", 192, 128, stages=4), spilled=60),
-    Inside("blockwise", Tiles("triton", 192, 128, stages=4), both=True, spilled=96),
+    Inside("blockwise", Tiles("triton", 192, 128, stages=4), both=True, spilled=112),
     Inside("rowwise", Tiles("triton", 128, 256, stages=3, panel=16), spilled=8),
     Inside("rowwise", Tiles("triton", 128, 128, stages=5, panel=16), pow2=True),
 ]
@@ -216,7 +216,7 @@ def test_inside(case, tmp_path):
         assert events[i - 1] == "fence.proxy.async.global"
         assert events[i + 1 : i + 3] == ["red.relaxed"] * 2
     acquired = [i for i, event in enumerate(events) if event == "ld.acquire.gpu"]
-    assert len(acquired) >= 1 + case.tiles.bm // 64
+    assert len(acquired) == (2 if case.recipe == "blockwise" else 2 + 3)  # of a panel, of a chunk; of measured rows
     assert {events[i + 1] for i in acquired} == {"fence.proxy.async.global"}
 
 

@@ -15,13 +15,14 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add
 
 LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
-# The state, int32 numbers that start as zeros: the next unit, in a line of its own; how many units of each panel are cast
-# to the row layout; the flags, how many are of each row tile of the product and chunk of columns. With a scale per row,
-# then how many units of each row tile are measured, and the largest magnitude of each row, as float32.
+# The state, int32 numbers that start as zeros: the next unit, in a line of its own; how many units of each panel are
+# cast to the row layout; the flags, how many are of each row tile of the product and chunk of columns. With a scale per
+# row, then how many units of each row tile are measured, and the largest magnitude of each row, as float32.
 NEXT, PANELS = gl.constexpr(0), gl.constexpr(32)
-# Four threads hold 128 numbers of a row, or in the column layout of a column, each 32 neighbours.
-LINES = gl.constexpr(gl.BlockedLayout([1, 32], [8, 4], [1, 1], [1, 0]))
-OF_LINES = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 32], [8, 4], [1, 1], [1, 0])))
+# Four threads hold 128 numbers of a row, or in the column layout of a column: each 16 neighbours twice, so that a store
+# of the warp writes whole sectors.
+LINES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0]))
+OF_LINES = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])))
 
 
 @gluon.aggregate

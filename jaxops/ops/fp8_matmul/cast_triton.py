@@ -24,6 +24,8 @@ NEXT, PANELS = gl.constexpr(0), gl.constexpr(32)
 LINES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0]))
 OF_LINES = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])))
 
+LINES_AT_ONCE = gl.constexpr(16)  # two of a thread, whose instructions do not depend on each other
+
 
 @gluon.aggregate
 class Casts:
@@ -151,7 +153,7 @@ def _scale_and_factor(amax, POW2: gl.constexpr):
 
 @gluon.jit
 def _load(buf):
-    """8 x 128 bfloat16 numbers of shared memory, with NaN for infinities: see `fp8.infinity_to_nan`."""
+    """Lines of 128 bfloat16 numbers of shared memory, with NaN for infinities: see `fp8.infinity_to_nan`."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
         "=r,r", [buf.load(LINES)], dtype=gl.bfloat16, is_pure=True, pack=2,
@@ -181,14 +183,14 @@ def _amax_of(pairs):
 
 @gluon.jit
 def _store_scales(scale, scales, line, lines):
-    i = gl.arange(0, 8, layout=OF_LINES)
+    i = gl.arange(0, scale.shape[0], layout=OF_LINES)
     gl.store(scales + line + i, scale, mask=i < lines - line)
 
 
 @gluon.jit
 def _store_values(x, factor, values, line, lines, at, length, ALIGN: gl.constexpr):
-    """Casts x, 8 lines from `line` on and 128 places from `at` on, of an array of so many lines of that length."""
-    factors = factor[:, None] + gl.zeros([8, 128], gl.float32, LINES)
+    """Casts x, lines from `line` on and 128 places from `at` on, of an array of so many lines of that length."""
+    factors = factor[:, None] + gl.zeros(x.shape, gl.float32, LINES)
     q = gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d;
@@ -208,7 +210,7 @@ def _store_values(x, factor, values, line, lines, at, length, ALIGN: gl.constexp
         "=r,r,r,r,r,r,r", [x, factors], dtype=gl.float8e4nv, is_pure=True, pack=4,
     )  # fmt: skip
     length = length // ALIGN * ALIGN  # no change: tells the compiler at multiples of how many bytes lines start
-    i = gl.arange(0, 8, layout=OF_LINES)
+    i = gl.arange(0, x.shape[0], layout=OF_LINES)
     j = gl.arange(0, 128, layout=gl.SliceLayout(0, LINES))
     corner = values + (gl.cast(line, gl.int64) * length + at)
     mask = (i < lines - line)[:, None] & (j < length - at)[None, :]
@@ -219,7 +221,7 @@ def _store_values(x, factor, values, line, lines, at, length, ALIGN: gl.constexp
 def _cast_lines(
     buf, values, scales, line, lines, at, length, scale_stride, POW2: gl.constexpr, ALIGN: gl.constexpr
 ):  # fmt: skip
-    """Casts 8 lines of 128 numbers of shared memory, each with a scale."""
+    """Casts lines of 128 numbers of shared memory, each with a scale."""
     lines = lines if at < length else 0  # the last unit may have boxes past the end
     x = _load(buf)
     scale, factor = _scale_and_factor(_amax_of(_largest_pairs(x)), POW2)
@@ -319,6 +321,7 @@ def cast(
     ROWS: gl.constexpr = casts.ROWS
     HEIGHT: gl.constexpr = casts.HEIGHT
     WIDTH: gl.constexpr = descs[0].block_shape[1]
+    AT_ONCE: gl.constexpr = min(ROWS, LINES_AT_ONCE)
     state = casts.state
     measured = _flags(casts, gl.cdiv(M, casts.BM) * casts.BM, M, K)
     largest = measured + gl.cdiv(M, casts.BM)
@@ -352,15 +355,15 @@ def cast(
                 else:
                     _measure(buf, largest, row, M)
             elif to_rows:
-                for i in gl.static_range(ROWS // 8):
-                    _cast_lines(
-                        buf.slice(8 * i, 8), values, scales, row + 8 * i, M, col + b * WIDTH, width, height, POW2, 16
-                    )
+                for i in gl.static_range(ROWS // AT_ONCE):
+                    lines = buf.slice(AT_ONCE * i, AT_ONCE)
+                    line = row + AT_ONCE * i
+                    _cast_lines(lines, values, scales, line, M, col + b * WIDTH, width, height, POW2, 16)
             elif COLS > 0:
                 turned = buf.reinterpret(shape=[128, COLS], layout=descs[1].layout).permute((1, 0))
-                for i in gl.static_range(COLS // 8):
-                    line = col + b * COLS + 8 * i
-                    _cast_lines(turned.slice(8 * i, 8), values_t, scales_t, line, K, row, M, K, POW2, ALIGN)
+                for i in gl.static_range(COLS // AT_ONCE):
+                    line = col + b * COLS + AT_ONCE * i
+                    _cast_lines(turned.slice(AT_ONCE * i, AT_ONCE), values_t, scales_t, line, K, row, M, K, POW2, ALIGN)
             gl.barrier()  # all threads have read the buffer
             after = gl.where(ahead[1] == 0, ahead[0], after)
             ahead = _load_box(casts, descs, buf, loaded.index(n), ahead, units, M, K, BOXES, COLS, BY_ROW)

@@ -88,8 +88,8 @@ class Plan(BasePlan):
     Attributes:
       cast: where the forward casts lhs: "before" the product, in one pass that also writes what the backward needs, or
         "inside" its launch, by warps of the same programs while the tensor cores multiply what is already cast
-        ("triton", block scales or a scale per row, dense, bfloat16). The results are equal to the bit. rhs and the
-        gradient are cast before.
+        ("triton", block scales or a scale per row, dense, bfloat16). The results are equal to the bit. Slower
+        everywhere measured on an H200 (2026-11-26). rhs and the gradient are cast before.
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"

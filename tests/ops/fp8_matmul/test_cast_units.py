@@ -31,7 +31,7 @@ def in_python(monkeypatch):
     names = {"cdiv": cdiv, "where": lambda c, a, b: a if c else b, "static_range": range, "to_tensor": lambda x: x}
     names |= {"full": lambda *_: None, "float32": None, "barrier": lambda: None}
     monkeypatch.setattr(cast_triton, "gl", types.SimpleNamespace(**names))
-    for name in ("NEXT", "PANELS"):
+    for name in ("NEXT", "PANELS", "LINES_AT_ONCE"):
         monkeypatch.setattr(cast_triton, name, getattr(cast_triton, name).value)
     for name in ("_flags", "_locate_unit", "_load_box", "advance"):
         monkeypatch.setattr(cast_triton, name, getattr(cast_triton, name).fn)
@@ -146,7 +146,8 @@ def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row
         assert at == (col if name == "rows" else row)
         first, high = (row, casting.box[0]) if name == "rows" else (col, casting.cols)
         assert 0 <= line - first < high
-        done[name, row, col] += (line - first) // 8 == high // 8 - 1
+        at_once = min(casting.box[0], cast_triton.LINES_AT_ONCE)
+        done[name, row, col] += line - first == high - at_once
 
     def store_values(buf, _factor, _values, row, _M, at, *_):
         name, first, col = buf.holds

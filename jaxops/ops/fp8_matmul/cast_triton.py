@@ -8,7 +8,7 @@ lower numbers, which do not wait. So every number that was taken is done in the 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from jaxops._lib import fp8
 from jaxops._lib.gemm_triton import advance
@@ -364,7 +364,10 @@ def cast(
                 for i in gl.static_range(COLS // AT_ONCE):
                     line = col + b * COLS + AT_ONCE * i
                     _cast_lines(turned.slice(AT_ONCE * i, AT_ONCE), values_t, scales_t, line, K, row, M, K, POW2, ALIGN)
-            gl.barrier()  # all threads have read the buffer
+            # All threads have read the buffer before the next load into it. The fence: TMA writes in another proxy,
+            # and a barrier does not wait for reads that are still queued.
+            fence_async_shared()
+            gl.barrier()
             after = gl.where(ahead[1] == 0, ahead[0], after)
             ahead = _load_box(casts, descs, buf, loaded.index(n), ahead, units, M, K, BOXES, COLS, BY_ROW)
             s, phase = advance(s, phase, DEPTH)

@@ -10,6 +10,10 @@ kernels occupy multiprocessors:
   wait for.
 - A producer waits for casts and for the consumers of its program, a consumer for the producer of its program. No warp
   waits for another program's product.
+
+Slower than a cast before wherever it was measured: 8192 x 4096 x 4096 in blocks 233 us, with the cast before 224, the
+product alone 200; with the column layout 266, with the cast before 244; 1024 x 4096 x 4096 40, 32 and 28 (H200,
+2026-11-26, when a thread still cast one row at a time).
 """
 
 import dataclasses

@@ -160,6 +160,7 @@ def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row
     parts |= dict.fromkeys(("_scale_and_factor", "_load_largest", "_store_scales"), nothing)
     parts |= {"start_fetch_add": memory.add, "finish_fetch_add": lambda n: n, "_wait": memory.wait}
     parts |= {"_announce": lambda *at: [memory.add(i) for i in at], "_announce_measured": memory.add}
+    parts["fence_async_shared"] = lambda: None
     parts["mbarrier"] = types.SimpleNamespace(expect=lambda *_: None, wait=waited)
     parts["tma"] = types.SimpleNamespace(async_load=load)
     for name, part in parts.items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -215,6 +216,9 @@ def test_inside(case, tmp_path):
     for i in announced:
         assert events[i - 1] == "fence.proxy.async.global"
         assert events[i + 1 : i + 3] == ["red.relaxed"] * 2
+    # A casting warp fences its reads of a box before the next load into it.
+    order = re.findall(r"fence\.proxy\.async\.shared|bar\.warp\.sync|bar\.sync", kernel.ptx)
+    assert list(itertools.pairwise(order)).count(("fence.proxy.async.shared", "bar.warp.sync")) == 3
     acquired = [i for i, event in enumerate(events) if event == "ld.acquire.gpu"]
     assert len(acquired) == (2 if case.recipe == "blockwise" else 2 + 3)  # of a panel, of a chunk; of measured rows
     assert {events[i + 1] for i in acquired} == {"fence.proxy.async.global"}

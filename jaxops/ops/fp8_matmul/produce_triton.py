@@ -89,6 +89,12 @@ def produce(
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     A_BYTES: gl.constexpr = a_desc.nbytes_per_cta + (sa.nbytes_per_cta if SCALES >= BLOCK else 0)
     B_BYTES: gl.constexpr = b_desc.nbytes_per_cta + (sb.nbytes_per_cta if SCALES == OUTER else 0)
+    if casts is not None:
+        # A copy that the compiler cannot see through: otherwise cdiv(N, BN) is computed before the warps part, and
+        # spilled.
+        N = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1
+        )
     if KIND == ROWS:  # as many as the groups need; the launch has room for any offsets
         tiles = gl.load(schedule + 4 * entries) * gl.cdiv(N, BN)
     s = 0

@@ -166,7 +166,7 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
+def consume(
     args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
@@ -225,11 +225,11 @@ def _consume(
 
 
 @gluon.jit
-def fp8_gemm_kernel(
-    a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
+def make_buffers(
+    a_desc, b_desc, sa, sb, c_desc, c_ptr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
+    """Shared memory of the stages, and of the stores. A stage: operands, scales, a tile, full and empty barriers."""
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
@@ -251,21 +251,31 @@ def fp8_gemm_kernel(
         c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
     else:
         c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
-    bufs = (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty)
+    return (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty), c_bufs
+
+
+@gluon.jit
+def fp8_gemm_kernel(
+    a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES)
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K)
     consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (_consume, (consumer_args, 2, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 2, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -281,8 +291,7 @@ def multiply_triton(
     """
     (M, K), N, scales = a.values.shape, b.values.shape[-2], scales_of(a, b)
     fast = fast and scales < BLOCK.value
-    if tiles.bn > 128 and not fast:
-        raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
+    check_registers(tiles, fast)
     G, bm, bn = 1 if offsets is None else offsets.shape[0] - 1, tiles.bm, tiles.bn
     kind, num_i, schedule = DENSE, -(-M // bm), None
     if offsets is not None and length is None:
@@ -301,8 +310,8 @@ def multiply_triton(
     ]
     sa, sb = a.scales, b.scales
     if scales >= BLOCK.value:
-        sa = descriptor(sa, (1, 128 if kind is ROWS else 64), _SCALES_LAYOUT)
-    sb = descriptor(sb, (1, bn), _SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
+        sa = descriptor(sa, (1, 128 if kind is ROWS else 64), SCALES_LAYOUT)
+    sb = descriptor(sb, (1, bn), SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
     out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
     itemsize = jnp.dtype(out_dtype).itemsize
     columns = tiles.stored(itemsize)
@@ -324,9 +333,14 @@ def multiply_triton(
     return out.reshape(G, M, N) if contraction else out
 
 
+def check_registers(tiles: Tiles, fast: bool) -> None:
+    if tiles.bn > 128 and not fast:
+        raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
+
+
 def scales_of(a: Operand, b: Operand) -> int:
     blocks = OUTER if b.scaling == "block_1x128" else BLOCK
     return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": blocks}[a.scaling].value
 
 
-_SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

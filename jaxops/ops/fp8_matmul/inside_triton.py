@@ -1,200 +1,198 @@
-"""C = x @ B.T on Hopper with x in bfloat16: a consumer casts its 64 x 128 of x in registers, which wgmma reads as A.
+"""C = x @ B.T on Hopper with x in bfloat16, which the launch casts itself: the product of gemm_triton.py, and in each
+program three more warps that cast x (cast_triton.py) while its tensor cores multiply.
 
-The cast needs no pass over memory, but is repeated for every 192 columns of C: it pays where C is narrow. Accumulators
-of 256 columns would not fit the registers beside the cast.
+A producer loads a step of A once its cast is announced in global memory. No wait lasts for ever, also where other
+kernels occupy multiprocessors:
+
+- Casting warps take the next unit of all programs from a counter, so a program that is not resident has none. Each warp
+  does its units in order. Of the units not done, the lowest waits for nothing but its own loads: only units of lower
+  numbers have to be done before it. So the casting warps of the resident programs do all units, whatever other warps
+  wait for.
+- A producer waits for casts and for the consumers of its program, a consumer for the producer of its program. No warp
+  waits for another program's product.
+
+Slower than a cast before wherever it was measured: 8192 x 4096 x 4096 in blocks 233 us, with the cast before 224, the
+product alone 200; with the column layout 266, with the cast before 244; 1024 x 4096 x 4096 40, 32 and 28 (H200,
+2026-11-26, when a thread still cast one row at a time).
 """
 
+import dataclasses
+import math
+
 import jax
+import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from jaxops._lib import fp8
-from jaxops._lib.gemm_triton import advance
-from jaxops._lib.launch_triton import TensorDescriptor, triton_call
+from jaxops._lib.device import HOPPER_SHARED_BYTES
+from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_tile, tile_layout
+from jaxops._lib.stores_triton import pad_to_16_bytes, tile_layout
+from jaxops.ops.fp8_matmul.cast_triton import PANELS, Casts, cast
+from jaxops.ops.fp8_matmul.gemm_triton import (
+    ROUNDS,
+    SCALES_LAYOUT,
+    check_registers,
+    consume,
+    make_buffers,
+    scales_of,
+)
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
-from jaxops.ops.fp8_matmul.produce_triton import BK, DENSE, fetch_tile, place_tile
+from jaxops.ops.fp8_matmul.produce_triton import BLOCK, DENSE, produce
 
-LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
-
-
-@gluon.jit
-def _columns(col):
-    """First columns of the tile's 128 and 64 columns: neither part crosses a 128x128 block of B's scales."""
-    odd = col // 64 % 2
-    return col + 64 * odd, col + 128 * (1 - odd)
-
-
-@gluon.jit
-def _produce(
-    x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K,
-    STAGES: gl.constexpr, PANEL: gl.constexpr,
-):  # fmt: skip
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    s = 0
-    phase = 1
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        fetched = fetch_tile(t, tiles, sb, 0, 1, M, N, 128, 192, PANEL, DENSE)
-        _, a_row, _end, col, _first_k, steps = place_tile(fetched, 1, M, K, DENSE)
-        wide, narrow = _columns(col)
-        last = gl.cdiv(N, 128) - 1
-        wide_scales = sb + min(wide // 128, last) * steps
-        narrow_scales = sb + min(narrow // 128, last) * steps
-        scale0 = gl.load(wide_scales)
-        scale1 = gl.load(narrow_scales)
-        for k in range(steps):
-            mbarrier.wait(empty.index(s), phase)
-            sb_bufs.index(2 * s).store(gl.full([1], scale0, gl.float32, ONE))
-            sb_bufs.index(2 * s + 1).store(gl.full([1], scale1, gl.float32, ONE))
-            mbarrier.expect(full.index(s), x_desc.nbytes_per_cta + b_desc.nbytes_per_cta + b64_desc.nbytes_per_cta)
-            tma.async_load(x_desc, [a_row, k * BK], full.index(s), x_bufs.index(s))
-            tma.async_load(b_desc, [wide, k * BK], full.index(s), b_bufs.index(s))
-            tma.async_load(b64_desc, [narrow, k * BK], full.index(s), b64_bufs.index(s))
-            scale0 = gl.load(wide_scales + min(k + 1, steps - 1))
-            scale1 = gl.load(narrow_scales + min(k + 1, steps - 1))
-            s, phase = advance(s, phase, STAGES)
-
-
-@gluon.jit
-def _scale_and_factor(amax, POW2: gl.constexpr):
-    """`jaxops._lib.fp8.scale_and_factor` for e4m3 and a bfloat16 amax, equal to the bit."""
-    m = gl.minimum(gl.maximum(amax, LEAST), MOST)
-    bits = m.to(gl.int32, bitcast=True)
-    biased = bits >> 23
-    mantissa = bits & 0x7FFFFF
-    if POW2:
-        biased = biased - 8 + (mantissa > 0x600000).to(gl.int32)
-        return (biased << 23).to(gl.float32, bitcast=True), ((254 - biased) << 23).to(gl.float32, bitcast=True)
-    quotient = (448.0 / (mantissa | 0x3F800000).to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
-    quotient = (quotient + 256) & -512
-    return m * PER_MOST, (quotient - ((biased - 127) << 23)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _larger_pairs(a, b):
-    """Elementwise maximum of two pairs of non-negative bfloat16 numbers, a pair in 32 bits; NaN is ignored."""
-    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _cast(x_buf, FIRST: gl.constexpr, A: gl.constexpr, PAIRS: gl.constexpr, POW2: gl.constexpr):
-    """Rows FIRST to FIRST + 63 of one step in FP8, in registers, and their scales. In assembly: the compiler's own code
-    has two thirds more instructions.
-    """
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    pairs = x_buf.reinterpret(gl.int32, [x_buf.shape[0], 64], SHARED).slice(FIRST, 64).load(PAIRS)
-    pair = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_pairs)
-    amax = gl.maximum((pair & -0x10000).to(gl.float32, bitcast=True), (pair << 16).to(gl.float32, bitcast=True))
-    scale, factor = _scale_and_factor(amax, POW2)
-    # quantize casts an infinity to NaN, so that its row of C is NaN. A NaN scale has the same effect, once per 128
-    # numbers.
-    scale = gl.where(amax < float("inf"), scale, float("nan"))
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, A))
-    x = x_buf.slice(FIRST, 64).load(A)
-    factors = factor[:, None] + gl.zeros([64, 128], gl.float32, A)
-    q = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        .reg .b16 lo, hi;
-        shl.b32 a, $1, 16;
-        and.b32 b, $1, 0xffff0000;
-        shl.b32 c, $2, 16;
-        and.b32 d, $2, 0xffff0000;
-        mul.f32 a, a, $3;
-        mul.f32 b, b, $4;
-        mul.f32 c, c, $5;
-        mul.f32 d, d, $6;
-        cvt.rn.satfinite.e4m3x2.f32 lo, b, a;
-        cvt.rn.satfinite.e4m3x2.f32 hi, d, c;
-        mov.b32 $0, {lo, hi};
-        }""",
-        "=r,r,r,r,r,r,r", [x, factors], dtype=gl.float8e4nv, is_pure=True, pack=4,
-    )  # fmt: skip
-    return q, scale
-
-
-@gluon.jit
-def _consume(
-    sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K,
-    HALF: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr,
-):  # fmt: skip
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
-    A: gl.constexpr = gl.DotOperandLayout(0, WIDE, 4)
-    PAIRS: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
-    ROW0: gl.constexpr = gl.SliceLayout(1, WIDE)
-    ROW1: gl.constexpr = gl.SliceLayout(1, NARROW)
-    s = 0
-    phase = 0
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        fetched = fetch_tile(t, tiles, sb, 0, 1, M, N, 128, 192, PANEL, DENSE)
-        _, c_row, c_end, col, _first_k, steps = place_tile(fetched, 1, M, K, DENSE)
-        acc0 = gl.zeros([64, 128], gl.float32, WIDE)
-        acc1 = gl.zeros([64, 64], gl.float32, NARROW)
-        for _ in range(steps):
-            mbarrier.wait(full.index(s), phase)
-            q, scale = _cast(x_bufs.index(s), HALF * 64, A, PAIRS, POW2)
-            part0 = warpgroup_mma(q, b_bufs.index(s).permute((1, 0)), gl.zeros_like(acc0), use_acc=False, is_async=True)
-            q1 = gl.convert_layout(q, gl.DotOperandLayout(0, NARROW, 4))
-            part1 = warpgroup_mma(
-                q1, b64_bufs.index(s).permute((1, 0)), gl.zeros_like(acc1), use_acc=False, is_async=True
-            )
-            rows0 = gl.convert_layout(scale, ROW0) * sb_bufs.index(2 * s).load(ROW0)
-            rows1 = gl.convert_layout(scale, ROW1) * sb_bufs.index(2 * s + 1).load(ROW1)
-            part0 = warpgroup_mma_wait(1, deps=[part0])
-            acc0 += part0 * rows0[:, None]
-            part1 = warpgroup_mma_wait(0, deps=[part1])
-            acc1 += part1 * rows1[:, None]
-            mbarrier.arrive(empty.index(s), count=1)
-            s, phase = advance(s, phase, STAGES)
-        wide, narrow = _columns(col)
-        # No TMA store: it would keep the two consumers in step. 8192 x 4096 x 4096: 415 us with TMA, 383 us with stores
-        # by each thread (H200, 2026-11-21).
-        store(acc0, None, c_ptr, c_bufs.index(HALF), c_row + HALF * 64, c_end, wide, N, WIDE, ALIGNED)
-        store_tile(acc1.to(c_ptr.dtype.element_ty), c_ptr, c_row + HALF * 64, c_end, narrow, N, NARROW, ALIGNED)
+CASTERS = gl.constexpr(3)  # warps that cast; with the producer they fill a warp group
 
 
 @gluon.jit
 def fp8_gemm_inside_kernel(
-    x_desc, b_desc, b64_desc, sb, c_ptr, tiles, M, N, K,
-    STAGES: gl.constexpr, PANEL: gl.constexpr, POW2: gl.constexpr, ALIGNED: gl.constexpr,
+    x_desc, xt_desc, a_desc, b_desc, sa_desc, sb, state, c_desc, c_ptr, values, scales, values_t, scales_t,
+    tiles, units, M, N, K, width, height,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SCALES: gl.constexpr,
+    FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
+    BOXES: gl.constexpr, DEPTH: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr, ALIGN: gl.constexpr,
 ):  # fmt: skip
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 128, BK], x_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 128, BK], b_desc.layout)
-    b64_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 64, BK], b64_desc.layout)
-    sb_bufs = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    c_bufs = result_buffers(c_ptr, 2, 64, 128)
-    gl.warp_specialize([
-        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K,
-                    0, STAGES, PANEL, POW2, ALIGNED)),
-        (_consume, (sb, c_ptr, x_bufs, b_bufs, b64_bufs, sb_bufs, c_bufs, full, empty, tiles, M, N, K,
-                    1, STAGES, PANEL, POW2, ALIGNED)),
-        (_produce, (x_desc, b_desc, b64_desc, sb, x_bufs, b_bufs, b64_bufs, sb_bufs, full, empty, tiles, M, N, K,
-                    STAGES, PANEL)),
-    ], [4, 1], [232, 40])  # fmt: skip
-
-
-def multiply_inside(x: jax.Array, b: Operand, *, out_dtype, pow2: bool = False, tiles: Tiles, cores: int) -> jax.Array:
-    """x[M, K], cast in 1x128 blocks, times B.T with b[N, K] in 128x128 blocks -> [M, N]. tiles: only panel is used."""
-    (M, K), N = x.shape, b.values.shape[0]
-    count = -(-M // 128) * -(-N // 192)
-    x_desc = TensorDescriptor.from_array(pad_to_16_bytes(x), (128, 128), layout=tile_layout(x.dtype, (128, 128)))
-    values = pad_to_16_bytes(b.values)
-    b_descs = [
-        TensorDescriptor.from_array(values, (rows, 128), layout=tile_layout(values.dtype, (64, 128)))
-        for rows in (128, 64)
-    ]
-    return triton_call(
-        x_desc, *b_descs, b.scales.reshape(-1), kernel=fp8_gemm_inside_kernel, grid=min(cores, count),
-        name="fp8_gemm_inside", out_type=out_struct((M, N), out_dtype, like=x), flops=2 * M * N * K,
-        tiles=count, M=M, N=N, K=K,
-        STAGES=3, PANEL=tiles.panel, POW2=pow2, ALIGNED=N % 8 == 0,
+    sa = sa_desc if SCALES == BLOCK else scales
+    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES)
+    BOX: gl.constexpr = x_desc.block_shape
+    BY_ROW: gl.constexpr = SCALES != BLOCK
+    x_bufs = gl.allocate_shared_memory(gl.bfloat16, [DEPTH * CASTERS, BOX[0], BOX[1]], x_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [DEPTH * CASTERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(DEPTH * CASTERS):
+        mbarrier.init(loaded.index(i), count=1)
+    casts = Casts(state, BM, HEIGHT, BOX[0], BOXES * BOX[1] // 128, CHUNK)
+    cast_args = (
+        (x_desc, xt_desc), values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height,
     )  # fmt: skip
+    producer_args = (a_desc, b_desc, sa, sb, None, bufs, tiles, 0, 1, M, N, K)
+    consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N)
+    CONSUMER: gl.constexpr = 224 if BY_ROW else 216
+    OTHER: gl.constexpr = 56 if BY_ROW else 72
+    if BM == 128:
+        gl.warp_specialize([
+            (consume, (consumer_args, 0, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
+            (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 2, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+        ], [4, 1, 1, 1, 1], [CONSUMER, OTHER, OTHER, OTHER, OTHER])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (consumer_args, 0, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 2, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
+            (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
+            (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+            (cast, (cast_args, casts, 2, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
+        ], [4, 4, 1, 1, 1, 1], [152, 152, 56, 56, 56, 56])  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Casting:
+    """How x is cut into units, and the tiles of the product.
+
+    Attributes:
+      tiles: with as many stages as fit beside the boxes.
+      by_row: a row shares a scale; else 1x128 blocks.
+      box: rows and columns that one load of x brings.
+      boxes: of a unit, beside each other.
+      depth: boxes that a warp has in shared memory.
+      chunk: K steps that share a flag.
+      height: rows of a panel of units.
+      cols: columns of a box for the column layout; 0: there is none.
+    """
+
+    tiles: Tiles
+    by_row: bool
+    box: tuple[int, int]
+    boxes: int
+    depth: int
+    chunk: int
+    height: int
+    cols: int
+
+    @classmethod
+    def of(cls, tiles: Tiles, by_row: bool, both: bool, *, chunk: int = 4, least: int | None = None) -> "Casting":
+        """both: the column layout, too. least: bytes of a box; stages are left out for it.
+
+        With block scales by default as many as fit three stages of 192x128: 233 us against 245 us with small boxes and
+        four stages (H200, 2026-11-26, 8192 x 4096 x 4096)."""
+        bm, bn, casters = tiles.bm, tiles.bn, CASTERS.value
+        each = 128 * (bm + bn) + 4 * bm * (not by_row) + 40  # bytes of a stage
+        room = lambda stages: HOPPER_SHARED_BYTES - stages * each - 2 * bm * bn - 512
+        sizes = [(8192, 2), (4096, 3), (4096, 2), (2048, 3), (2048, 2)]  # of boxes, and depths
+        stages, least = tiles.stages, least or (2048 if by_row else 8192)
+        while room(stages) < 2 * casters * least:
+            stages -= 1
+        size, depth = next(x for x in sizes if casters * x[0] * x[1] <= room(stages))
+        box = (8, size // 16) if by_row else (size // 256, BLOCK_SIZE)
+        boxes = 2 if size == 8192 else 4
+        steps = boxes * box[1] // BLOCK_SIZE
+        common = math.lcm(bm, BLOCK_SIZE)
+        height = -(-tiles.panel * bm // common) * common
+        tiles = dataclasses.replace(tiles, stages=stages)
+        return cls(tiles, by_row, box, boxes, depth, max(chunk // steps, 1) * steps, height, size // 256 if both else 0)
+
+    def units(self, M: int, K: int) -> int:
+        panels = [self.height] * (M // self.height) + [M % self.height]
+        rows = sum(-(-panel // self.box[0]) for panel in panels) * -(-K // (self.boxes * self.box[1]))
+        columns = -(-M // BLOCK_SIZE) * -(-K // (self.boxes * self.cols)) if self.cols else 0
+        return rows + (rows if self.by_row else columns)
+
+    def state(self, M: int, K: int) -> int:
+        """Numbers of the state: see cast_triton.py."""
+        down, chunks = -(-M // self.tiles.bm), -(-K // (BLOCK_SIZE * self.chunk))
+        return PANELS.value + -(-M // self.height) + down * chunks + (down + M if self.by_row else 0)
+
+
+def multiply_inside(
+    x: jax.Array, b: Operand, *, out_dtype, fast: bool, both: bool = False, pow2: bool = False, tiles: Tiles,
+    cores: int, casting: Casting | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:  # fmt: skip
+    """x[M, K], cast as b's scaling demands, times B.T with b[N, K]: C [M, N]; and x's column layout, or None twice.
+
+    Args:
+      b: rowwise, for rows of x with a scale each, or in 128x128 blocks, for 1x128 blocks of x.
+      fast: the tensor core accumulates over all of K; ignored with block scales.
+      both: with block scales, also x's column layout, values_t [K, M] and scales_t [cdiv(M, 128), K].
+      cores: multiprocessors of the device, the number of programs.
+    """
+    (M, K), N, blocks = x.shape, b.values.shape[0], b.scaling == "block_128x128"
+    casting = casting or Casting.of(tiles, not blocks, both)
+    tiles, fast = casting.tiles, fast and not blocks
+    check_registers(tiles, fast)
+    padded = pad_to_16_bytes(x)
+    boxes = [casting.box, *[(BLOCK_SIZE, casting.cols)] * both]
+    x_descs = [TensorDescriptor.from_array(padded, box, layout=tile_layout(x.dtype, box)) for box in boxes]
+    width, height = -(-K // 16) * 16, -(-M // 4) * 4  # of rows of values and block scales: whole 16 bytes, for TMA
+    fp8, f32 = b.values.dtype, jnp.dtype("float32")
+    results = [((M, N), out_dtype), ((M, width), fp8), ((-(-K // BLOCK_SIZE), height) if blocks else (M,), f32)]
+    results += [((K, M), fp8), ((-(-M // BLOCK_SIZE), K), f32)] if both else []
+    state = jnp.zeros(casting.state(M, K), jnp.int32)
+    # By TMA whole tiles of two bytes a number, halves of float32: of the same size, which `Casting` leaves free.
+    columns = 2 * tiles.bn // jnp.dtype(out_dtype).itemsize
+    by_tma = N * jnp.dtype(out_dtype).itemsize % 16 == 0
+    values = pad_to_16_bytes(b.values)
+    out_layout = tile_layout(out_dtype, (64, columns)) if by_tma else None
+    found = triton_call(
+        *(*x_descs, None)[:2],
+        OutTile((64, BLOCK_SIZE), tile_layout(fp8, (64, BLOCK_SIZE)), result=1),
+        TensorDescriptor.from_array(values, (tiles.bn, BLOCK_SIZE), layout=tile_layout(fp8, (64, BLOCK_SIZE))),
+        OutTile((1, 64), SCALES_LAYOUT, result=2) if blocks else None,
+        b.scales.reshape(-1),
+        Scratch(state),
+        OutTile((64, columns), out_layout) if by_tma else None,
+        kernel=fp8_gemm_inside_kernel, grid=cores, name="fp8_gemm_inside",
+        out_type=tuple(out_struct(*shape_and_dtype, like=x) for shape_and_dtype in results), flops=2 * M * N * K,
+        **({} if both else {"values_t": None, "scales_t": None}),
+        tiles=-(-M // tiles.bm) * -(-N // tiles.bn), units=casting.units(M, K), M=M, N=N, K=K,
+        width=width, height=height, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
+        SCALES=scales_of(Operand(x, b.scales, "block_1x128" if blocks else "rowwise"), b), FAST=fast,
+        ROUND=ROUNDS[tiles.bm // 64], ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,
+        BOXES=casting.boxes, DEPTH=casting.depth, COLS=casting.cols, POW2=pow2, ALIGN=math.gcd(M, 16),
+    )  # fmt: skip
+    return found[0], *(found[3:] if both else (None, None))

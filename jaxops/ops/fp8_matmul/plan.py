@@ -101,8 +101,9 @@ class Plan(BasePlan):
 
     Attributes:
       cast: where the forward casts lhs: "before" the product, in one pass that also writes what the backward needs, or
-        "inside" it ("triton", block scales, dense, bfloat16: no pass over lhs, but every 192 columns of the result cast
-        it again; slower everywhere measured on an H200). rhs and the gradient are cast before.
+        "inside" its launch, by warps of the same programs while the tensor cores multiply what is already cast
+        ("triton", block scales or a scale per row, dense, bfloat16). The results are equal to the bit. Slower
+        everywhere measured on an H200 (2026-11-26). rhs and the gradient are cast before.
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
@@ -135,8 +136,8 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p, backend, cast = call.problem, call.backend, call.plan.cast
     if cast == "inside" and not casts_inside(p, backend):
         raise ValueError(
-            f"cast='inside' has a kernel for backend 'triton', block scales, bfloat16 and no groups; this is "
-            f"{backend!r}, {p.recipe!r}, {p.dtype}{', grouped' if p.G else ''}: write cast='before'."
+            f"cast='inside' has a kernel for backend 'triton', scales of blocks or rows, bfloat16 and no groups; "
+            f"this is {backend!r}, {p.recipe!r}, {p.dtype}{', grouped' if p.G else ''}: write cast='before'."
         )
     if backend == "triton":
         if not p.quantize_lhs:
@@ -154,9 +155,9 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 
 def casts_inside(problem: Problem, backend: str) -> bool:
-    """Whether the forward can cast lhs inside its product."""
-    blocks = RECIPES[problem.recipe].lhs.scaling == "block_1x128"
-    return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and blocks and problem.quantize_lhs
+    """Whether the launch of the forward's product can cast lhs."""
+    lines = RECIPES[problem.recipe].lhs.scaling in ("block_1x128", "rowwise")
+    return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and lines and problem.quantize_lhs
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:

@@ -60,7 +60,7 @@ class _Residuals(NamedTuple):
 
     Attributes:
       lhs: for the gradient of rhs: lhs's column layout. With gw_hp lhs itself, in half precision; lhs itself, too,
-        where the forward has cast it inside the product.
+        where the forward has cast it inside the product and a scale spans all of its rows.
       rhs: for the gradient of lhs: rhs's row layout, or the layout from which it is made.
       offsets: [G + 1] int32, or None.
     """
@@ -112,12 +112,8 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     if dlhs:
         saved_rhs = rhs_q if rhs_q.values is None else dataclasses.replace(rhs_q, values_t=None, scales_t=None)
     if spec.plan.cast == "inside" and not isinstance(lhs, Quantized):
-        from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
-
-        how: dict = {"out_dtype": jnp.dtype(spec.out_dtype), "tiles": spec.plan.fwd, "cores": spec.plan.on.cores}
-        kernel = functools.partial(multiply_inside, **how, pow2=spec.pow2_scales)
-        out = sequential_vmap(kernel)(lhs, cols_of(rhs_q))
-        return (out, None), _Residuals(lhs if drhs else None, saved_rhs)  # the backward casts lhs's column layout
+        out, saved_lhs = _multiply_inside(spec, lhs, cols_of(rhs_q), drhs)
+        return (out, None), _Residuals(saved_lhs, saved_rhs)
     if not spec.quantize_lhs and not isinstance(lhs, Quantized):
         out = multiply(spec, "fwd", unquantized(lhs), cols_of(rhs_q), offsets, spec.out_dtype)
         return (out, None), _Residuals(None, saved_rhs, offsets)
@@ -125,6 +121,20 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     out = multiply(spec, "fwd", rows_of(lhs_q), cols_of(rhs_q), offsets, spec.out_dtype)
     saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
     return (out, amax and (lhs_amax, rhs_amax)), _Residuals(saved_lhs, saved_rhs, offsets)
+
+
+def _multiply_inside(spec: Spec, lhs: jax.Array, rhs: Operand, drhs: bool):
+    """(lhs times rhs, what the gradient of rhs reads of lhs or None); the launch of the product casts lhs."""
+    from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
+
+    recipe = spec.recipe
+    both = drhs and not recipe.gw_hp and recipe.lhs.scaling == "block_1x128"
+    how: dict = {"out_dtype": jnp.dtype(spec.out_dtype), "fast": "fwd" in recipe.fast, "both": both}
+    how |= {"pow2": spec.pow2_scales, "tiles": spec.plan.fwd, "cores": spec.plan.on.cores}
+    out, *columns = sequential_vmap(functools.partial(multiply_inside, **how))(lhs, rhs)
+    if both:
+        return out, Quantized(None, None, *columns, scaling=recipe.lhs.scaling, dtype=spec.lhs_dtype)
+    return out, lhs if drhs else None  # the backward casts lhs's columns
 
 
 def _saved_lhs(spec: Spec, lhs, lhs_q: Quantized, offsets):

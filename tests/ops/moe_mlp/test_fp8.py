@@ -52,10 +52,10 @@ def compiled(variant: Variant, recipe: str, run: str, **options):
     return jax.jit(everything)
 
 
-def one_after_another(case: dict, variant: Variant, recipe: str) -> dict:
+def one_after_another(case: dict, variant: Variant, recipe: str, backend: str) -> dict:
     """Written out: every product on its own, with the casts of `jaxops.quantize`, and JAX's gradient of the rest. gate
     and up are one matrix."""
-    routing, how = case["routing"], {"recipe": recipe, "backend": "xla"}
+    routing, how = case["routing"], {"recipe": recipe, "backend": backend}
     offsets, weights = routing.group_offsets, weights_of_rows(routing)
     multiply = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, **how)
     rows = jaxops.permute(case["x"], routing)
@@ -89,17 +89,19 @@ def one_after_another(case: dict, variant: Variant, recipe: str) -> dict:
 def test_values(recipe, run):
     """Experts without rows, dropped choices, rows outside the groups, NaN in tokens without a row. The products differ
     from those one by one by the order of sums, which may move a value to the next FP8 number. From float32 they differ
-    by the error of FP8, with blocks of several groups and sums of several blocks."""
+    by the error of FP8, with blocks of several groups and sums of several blocks. On a GPU the products one by one are
+    the same kernels: XLA's have more bits than a recipe's fast sums, which moves many values of so small a case."""
     variant = WIDE if run == "xla" else SHARD
     case = make_case(variant)
     got = compiled(variant, recipe, run)(case)
     check_zeros(got, case["routing"])
-    want = jax.jit(functools.partial(one_after_another, variant=variant, recipe=recipe))(clean(case))
+    how = {"variant": variant, "recipe": recipe, "backend": "auto" if run == "gpu" else "xla"}
+    want = jax.jit(functools.partial(one_after_another, **how))(clean(case))
     exact = want_of(case, variant)
     for name in NAMES:
         assert got[name].dtype == want[name].dtype, name
         assert relative_error(got[name], want[name]) < 2e-3, name
-        if run == "xla":
+        if run != "interpret":
             assert 0.005 < relative_error(got[name], exact[name]) < 0.12, name  # in float32 it would be 1e-6
 
 

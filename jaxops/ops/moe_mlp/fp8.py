@@ -95,8 +95,8 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
     """(out [T, N], what the backward reads where the call is differentiated)."""
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
     layouts = "both" if differentiated else "col"
-    # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32 ones
-    # would be copied there, and read again by each cast.
+    # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32
+    # ones would be copied there, and read again by each cast.
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
     wide = quantize_beside(*experts[:2], layouts=layouts, **spec.how(recipe.rhs))
     narrow, _ = cast(down, experts[2], recipe.rhs, layouts)

@@ -12,7 +12,7 @@ import pytest
 
 import jaxops
 from jaxops._lib.device import current_device, runs_gluon
-from jaxops.ops.fp8_matmul import RECIPES, Plan, Tiles
+from jaxops.ops.fp8_matmul import RECIPES, Format, Plan, Tiles
 from jaxops.ops.fp8_matmul.operand import Operand
 from tests.arrays import put
 from tests.compare import assert_close
@@ -77,6 +77,11 @@ def operand_shapes(scaling: str, *shape: int, dtype: str = "float8_e4m3fn") -> O
     of = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": blocks}[scaling]
     scales = jax.ShapeDtypeStruct((*stack, *of), "float32")
     return Operand(jax.ShapeDtypeStruct(shape, dtype), scales, scaling)  # pyright: ignore[reportArgumentType]
+
+
+def shapes_in(form: Format, *shape: int) -> Operand:
+    """An operand's shapes in a recipe's format."""
+    return operand_shapes(form.scaling, *shape, dtype=form.dtype)
 
 
 def quantised(x: np.ndarray, scaling: str, dtype: str, *, amax=None, pow2: bool = False) -> np.ndarray:

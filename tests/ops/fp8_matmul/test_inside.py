@@ -1,5 +1,5 @@
-"""cast="inside": where it has a kernel, and that it equals a cast before the product. test_triton.py compiles the
-kernel, test_cast_units.py runs the list of its casts in Python.
+"""cast="inside": where it has a kernel, and that it equals a cast before the product. test_inside_triton.py
+compiles the kernel, test_cast_units.py runs the list of its casts in Python.
 """
 
 import concurrent.futures

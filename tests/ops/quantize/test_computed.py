@@ -223,8 +223,8 @@ def test_no_groups(run):
 
 @pytest.mark.parametrize("run", RUNS[1:3])
 def test_broken_offsets_stay_in_bounds(run):
-    """Wrong rows, but no access out of bounds: the interpreter would raise or give NaN. On a GPU, what no tile writes is
-    what the memory held, and compute-sanitizer looks for wild accesses."""
+    """Wrong rows, but no access out of bounds: the interpreter would raise or give NaN. On a GPU, what no tile writes
+    is what the memory held, and compute-sanitizer looks for wild accesses."""
     for call in (CALLS[0], CALLS[1], CALLS[3]):
         operands = [put(np.ones_like(x)) for x in operands_of(call)]
         for offsets in (

@@ -10,13 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from jaxops._lib.ragged import padded_rows
 from jaxops.ops.quantize import Plan, Tiles, quantize_beside, quantize_gathered
 from tests.arrays import put
-from tests.hopper import H200
 from tests.ops.quantize.cases import (
     E5M2,
     KERNELS,
@@ -338,25 +335,6 @@ def test_x64(run):
             check_gathered(run, col(scaling), x, indices, OFFSETS["outside"])
         for scaling in ("tensorwise", "block_128x128"):
             check_beside(run, Variant(scaling), x, x)
-
-
-@pytest.mark.parametrize("scaling", RAGGED)
-def test_shard_map_checks_the_kernels_varying_axes(scaling):
-    """Indices and one of the sides are replicated, the others are not."""
-    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
-
-    def shard(x, indices, offsets, right):
-        a = quantize_gathered(x, indices, offsets, scaling=scaling)
-        b = quantize_beside(x, right, scaling=scaling, layouts="both")
-        return a.values_t, b.values, b.values_t
-
-    specs = (P("d"), P(), P(), P())
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(P(None, "d"), P("d"), P(None, "d")))
-    s = jax.ShapeDtypeStruct
-    with jax.sharding.use_abstract_mesh(mesh):
-        given = (s((64, 32), "bfloat16"), s((90,), "int32"), s((5,), "int32"), s((32, 32), "bfloat16"))
-        text = str(jax.make_jaxpr(sharded)(*given))
-    assert text.count("name=quantize_cast") == 2
 
 
 @pytest.mark.parametrize("call", ["gathered", "beside"])

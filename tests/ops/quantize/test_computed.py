@@ -105,7 +105,7 @@ def check(call: Call, got, operands, offsets) -> None:
         tensors = [without_subnormals(x) for x in tensors]
         dots = (a.astype(np.float64) * both[:, C:])[offsets[0] : offsets[-1]]
     tensors = [rounded(x, call.dtype) for x in tensors]
-    results, sums = got
+    results, sums = jax.tree.map(np.asarray, got)
     for output, result, parts in zip((call.pair, call.single), results, (tensors[:2], tensors[2:]), strict=True):
         check_output(call, output, result, parts, offsets)
     (found,) = sums
@@ -206,9 +206,9 @@ def test_random_groups(run, sizes, before, call):
 
 
 @pytest.mark.parametrize("run", RUNS[:3])
-@pytest.mark.parametrize("rows", [0, 1, 127, 129])
-def test_few_rows(run, rows):
-    for call in (CALLS[0], CALLS[1], CALLS[4]):
+@pytest.mark.parametrize(("rows", "calls"), [(0, CALLS[:2]), (1, (CALLS[1], CALLS[4])), (129, CALLS[:1])])
+def test_few_rows(run, rows, calls):
+    for call in calls:
         offsets = [0, 0, rows]
         operands = operands_of(call, rows, offsets=offsets)
         check(call, compiled(run, call)(*operands, np.array(offsets, np.int32)), operands, offsets)

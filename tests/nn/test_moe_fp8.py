@@ -20,7 +20,7 @@ from tests.ops.moe_mlp.cases import Variant, check_zeros, clean, make_case
 from tests.parallel.cases import mesh_of
 
 # More columns than a block of 128 has; expert 3 has no rows.
-T, E, D, F, K, EMPTY = 36, 9, 136, 150, 2, 3
+T, E, D, F, K, EMPTY = 36, 6, 136, 150, 2, 3
 
 
 def make(recipe: str | None, **options) -> MoE:
@@ -162,7 +162,7 @@ def test_pow2_scales():
 
 @pytest.mark.parametrize("gather_tokens", [False, True])
 def test_experts_over_devices(gather_tokens):
-    """Three devices with three experts each give what one with all gives: no block of 128 has rows of two experts."""
+    """Three devices with two experts each give what one with all gives: no block of 128 has rows of two experts."""
     if jax.device_count() < 3:
         pytest.skip("needs several devices")
     mesh = mesh_of(3, names=("expert",))

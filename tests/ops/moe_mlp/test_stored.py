@@ -38,7 +38,8 @@ PLANS = {
     "gpu-gathered": Plan("pallas", gather=True),
     "gpu-copied": Plan("pallas", gather=False),
 }
-RUNS = ["xla", "gathered", "one-row", "swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]
+SPLIT = ["one-row", "swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]  # sums, or with long steps
+RUNS = ["xla", "gathered", *SPLIT]
 # Other tiles of the forward's kernel; no gradient is theirs.
 FORWARD_ALONE = ("one-row", "swapped", "copied", "gpu-gathered", "gpu-copied")
 # Sums and columns of several blocks; neither is a multiple of a tile.
@@ -47,9 +48,8 @@ VARIANTS = {
     "shard": dataclasses.replace(SHARD, dtype="bfloat16", out_dtype="float32"),
     "wide": WIDE,
     "one-token": Variant(T=1, D=9, F=5, N=6, k=2, E=16, dtype="float16"),
-    "split": Variant(T=3, D=1100, F=70, N=24, k=2, E=4, dtype="bfloat16"),
 }
-SPLIT = RUNS[2:]  # those with sums that are split, or with long steps
+LONG = Variant(T=3, D=1100, F=70, N=24, k=2, E=4, dtype="bfloat16")
 
 
 @jax.jit
@@ -86,12 +86,10 @@ def compiled(variant: Variant, run: str):
     return jax.jit(functools.partial(everything, variant, run))
 
 
-@pytest.mark.parametrize(
-    ("name", "run"), [(name, run) for name in VARIANTS for run in (SPLIT if name == "split" else RUNS)]
-)
-def test_values(name, run):
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_values(variant, run):
     """Against float32, with the numbers that the weights have in FP8."""
-    variant = VARIANTS[name]
     case, whole = stored_case(variant)
     got, want = compiled(variant, run)(case), want_of(whole, variant)
     dtypes = {"out": variant.out_dtype or variant.dtype, "dx": variant.dtype, "dweights": "float32"}
@@ -99,6 +97,11 @@ def test_values(name, run):
         assert got[name].dtype == dtypes[name]
         assert_close(got[name], want[name], variant.dtype, name, scale=2, roundings=4)
     check_zeros(got, case["routing"])
+
+
+@pytest.mark.parametrize("run", SPLIT)
+def test_long_sums(run):
+    test_values(LONG, run)
 
 
 @pytest.mark.parametrize("run", ["", pytest.param("gpu-", marks=pytest.mark.gpu)])

@@ -46,14 +46,14 @@ CASES = [
 ]
 
 
-def operands_of(case: Case, outside: float = np.nan) -> list:
-    """dh, gate and up, the weights: `outside` in the rows outside the groups."""
+def operands_of(case: Case, *outside: float) -> list:
+    """dh, gate and up, the weights: `outside` in turn in the rows outside the groups."""
     rng = np.random.default_rng(case.F)
     rows = np.r_[0 : OFFSETS[0], OFFSETS[-1] : R]
     found = []
     for shape in ((R, case.F), (R, 2 * case.F), (R,)):
         x = rng.normal(size=shape) * 3
-        x[rows] = outside
+        x[rows] = np.resize(outside, (len(rows), *(1,) * (x.ndim - 1)))
         found.append(jnp.asarray(x, case.dtype if len(shape) == 2 else "float32"))
     return found
 
@@ -67,6 +67,13 @@ def compiled(run: str, case: Case):
         return forward, *unit_bwd_cast(case.activation, recipe, dh, gate_up, weights, offsets, **how)
 
     return jax.jit(both)
+
+
+@functools.cache
+def results_of(run: str, case: Case, *outside: float):
+    """In numpy."""
+    found = compiled(run, case)(*operands_of(case, *outside), jnp.array(OFFSETS, jnp.int32))
+    return jax.tree.map(np.asarray, found)
 
 
 @functools.cache
@@ -90,7 +97,7 @@ def check_cast(got: Quantized, x, form, pow2: bool, layouts: str, part: slice = 
 
     The activation's last bit may differ, and with it the rounding of x, and then a value's or a whole block's scale.
     """
-    got, want = jax.tree.map(np.asarray, (got, cast_of(form, layouts, pow2)(x)))
+    want = jax.tree.map(np.asarray, cast_of(form, layouts, pow2)(x))
     rows, used = slice(OFFSETS[0], OFFSETS[-1]), sum(-(-n // 128) * 128 for n in np.diff(OFFSETS))
     if layouts == "row":
         pairs = [(got.values[rows], want.values[rows]), (got.scales, want.scales)]
@@ -114,9 +121,9 @@ def check_cast(got: Quantized, x, form, pow2: bool, layouts: str, part: slice = 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values(run, case):
     """Rows outside the groups are NaN, groups are empty and unaligned."""
-    recipe, operands = RECIPES[case.recipe], operands_of(case)
-    h, (dgate, dup, weighted, dots) = written(case.activation)(*operands)
-    forward, dpre, h_t, parts = compiled(run, case)(*operands, jnp.array(OFFSETS, jnp.int32))
+    recipe = RECIPES[case.recipe]
+    h, (dgate, dup, weighted, dots) = written(case.activation)(*operands_of(case, np.nan))
+    forward, dpre, h_t, parts = results_of(run, case, np.nan)
     h, dgate, dup, weighted, dots = (np.asarray(x) for x in (h, dgate, dup, weighted, dots))
     joined = np.concatenate([dgate, dup], axis=1)  # one scale of the whole tensor
     check_cast(forward, h, recipe.lhs, case.pow2, "row")
@@ -131,7 +138,7 @@ def test_values(run, case):
         names = ("dgate", "dup", "h")
         for name, got, want in zip(names, (*dpre.plain, *h_t.plain), (dgate, dup, weighted), strict=True):
             assert got.dtype == want.dtype
-            assert_close(np.asarray(got)[rows], want[rows], case.dtype, name)
+            assert_close(got[rows], want[rows], case.dtype, name)
         return
     assert not dpre.plain
     assert not h_t.plain
@@ -143,8 +150,7 @@ def test_values(run, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_interpreted_kernels_have_the_bits_of_the_composition(case):
     """The same formulas; XLA's CPU compiler may round an exponential differently in the two programs."""
-    operands, offsets = operands_of(case), jnp.array(OFFSETS, jnp.int32)
-    got, want = (compiled(run, case)(*operands, offsets)[0] for run in ("interpret", "xla"))
+    got, want = (results_of(run, case, np.nan)[0] for run in ("interpret", "xla"))
     rows = slice(OFFSETS[0], OFFSETS[-1])
     wrong = bits_of(got.values[rows]) != bits_of(want.values[rows])
     assert np.mean(wrong) < 1e-3
@@ -154,10 +160,8 @@ def test_interpreted_kernels_have_the_bits_of_the_composition(case):
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
 def test_rows_outside_reach_nothing(run, case):
     """NaN, infinities or huge numbers there: the same bits in all that is read."""
-    results = []
-    for outside in (np.nan, np.inf, 1e9):  # products of the last are finite
-        found = compiled(run, case)(*operands_of(case, outside), jnp.array(OFFSETS, jnp.int32))
-        results.append(jax.tree.map(np.asarray, found))
+    # Products of the last are finite.
+    one, other = results_of(run, case, np.nan), results_of(run, case, np.inf, -np.inf, 1e9)
     rows, used = slice(OFFSETS[0], OFFSETS[-1]), sum(-(-n // 128) * 128 for n in np.diff(OFFSETS))
 
     def read(found):
@@ -167,10 +171,9 @@ def test_rows_outside_reach_nothing(run, case):
         rows_scales = [q.scales if q.scales.ndim == 0 else q.scales[:, rows] for q in (forward, dpre.row)]
         return [forward.values[rows], dpre.row.values[rows], parts[:, rows], *cols, *scales, *rows_scales]
 
-    for other in results[1:]:
-        for a, b in zip(read(results[0]), read(other), strict=True):
-            np.testing.assert_array_equal(bits_of(a), bits_of(b))
-            assert not np.isnan(a.astype(np.float32)).any()
+    for a, b in zip(read(one), read(other), strict=True):
+        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+        assert not np.isnan(a.astype(np.float32)).any()
 
 
 @pytest.mark.parametrize("F", [256, 200])

@@ -21,9 +21,9 @@ from tests.contracts.run import (
     everything,
     is_float,
     parts,
-    run,
     small,
     stacked,
+    wanted,
 )
 from tests.hopper import H200
 
@@ -149,8 +149,9 @@ def test_is_traced(name, way):
 
 @pytest.mark.parametrize(("name", "way"), cases(where=lambda op, way: not kernels_follow(op, way) and not op.sharded))
 def test_in_one_program(name, way):
-    """The results of single calls. The compiled program has no host callback, copy or transfer, writes gradients into
-    donated arguments, and gives the same bits twice. tests/parallel has such a test for calls that are a shard_map.
+    """The reference's results of each example. The compiled program has no host callback, copy or transfer, writes
+    gradients into donated arguments, and gives the same bits twice. tests/parallel has such a test for calls that are a
+    shard_map.
     """
     op = entry(name, way)
     found = examples(op)
@@ -171,9 +172,11 @@ def test_in_one_program(name, way):
     results, gradients = jax.tree.map(np.asarray, first)
     totals = {}
     for place, (arguments, cotangents) in found.items():
-        want, wanted = run(op, way, arguments, cotangents)
+        whole = EVERYTHING[name]
+        want, of_one = jax.tree.map(np.asarray, wanted(whole, arguments, cotangents or cotangents_of(whole)))
         check(op, way, jax.tree.map(lambda x, place=place: x[place], results), want)
-        for argument, gradient in wanted.items():
+        for argument in op.wrt:
+            gradient = of_one[argument]
             at = place if argument in op.local else place[1:3]
             totals[argument, at] = (
                 gradient if (argument, at) not in totals else jax.tree.map(np.add, totals[argument, at], gradient)

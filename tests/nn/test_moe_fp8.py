@@ -20,7 +20,7 @@ from tests.ops.moe_mlp.cases import Variant, check_zeros, clean, make_case
 from tests.parallel.cases import mesh_of
 
 # More columns than a block of 128 has; expert 3 has no rows.
-T, E, D, F, K, EMPTY = 36, 9, 136, 150, 2, 3
+T, E, D, F, K, EMPTY = 36, 6, 136, 150, 2, 3
 
 
 def make(recipe: str | None, **options) -> MoE:
@@ -76,13 +76,12 @@ def errors(got, want) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_beside_float32(recipe):
+def test_beside_float32():
     """Within the error of FP8; in float32 it would be 1e-6. The empty expert has no gradient. The op's tests have all
     recipes.
     """
     x, dout = normal(1, T, D), normal(2, T, D)
-    (ours, params), (plain, _) = layer_of(recipe), layer_of(None)
+    (ours, params), (plain, _) = layer_of("blockwise"), layer_of(None)
     got, want = (result_and_gradients(layer, params, x, dout) for layer in (ours, plain))
     for name, error in errors(got, want).items():
         assert 0.002 < error < 0.12, (name, error)
@@ -163,7 +162,7 @@ def test_pow2_scales():
 
 @pytest.mark.parametrize("gather_tokens", [False, True])
 def test_experts_over_devices(gather_tokens):
-    """Three devices with three experts each give what one with all gives: no block of 128 has rows of two experts."""
+    """Three devices with two experts each give what one with all gives: no block of 128 has rows of two experts."""
     if jax.device_count() < 3:
         pytest.skip("needs several devices")
     mesh = mesh_of(3, names=("expert",))
@@ -193,25 +192,21 @@ def test_rows_in_no_group():
     assert np.isnan(case["x"]).any()
     check_zeros(found | {"dweights": np.zeros(case["routing"].weights.shape)}, case["routing"])
     case |= {"routing": clean(case)["routing"], "x": clean(case)["x"]}
-    np.testing.assert_array_equal(layer(params, case["x"]), y)
+    np.testing.assert_array_equal(jax.jit(layer)(params, case["x"]), y)
 
 
 def test_transformations():
-    """Under vmap, in a scan, and with what a policy keeps: as by itself."""
-    x, dout = normal(1, 2, T, D), normal(2, 2, T, D)
+    """Under vmap, in a scan, with what a policy keeps, all at once: as each by itself."""
+    x, dout = normal(1, 2, 2, T, D), normal(2, 2, 2, T, D)
     layer, params = layer_of("blockwise")
-    by_one = [result_and_gradients(layer, params, a, b) for a, b in zip(x, dout, strict=True)]
+    by_one = [result_and_gradients(layer, params, x[at], dout[at]) for at in np.ndindex(2, 2)]
     want = jax.tree.map(lambda *a: jnp.stack(a), *by_one)
-    want = (want[0], jax.tree.map(lambda a: jnp.sum(a, axis=0), want[1]), want[2])
+    want = (want[0].reshape(x.shape), jax.tree.map(lambda a: jnp.sum(a, axis=0), want[1]), want[2].reshape(x.shape))
     policy: Any = jaxops.offload.Policy(keep=("moe_mlp", "route", "router"))
-    kept = jax.checkpoint(layer, policy=policy)
-    ways = {
-        "vmap": jax.vmap(layer, in_axes=(None, 0)),
-        "scan": lambda params, x: lax.map(lambda x: kept(params, x), x),
-    }
-    for way, f in ways.items():
-        for name, error in errors(result_and_gradients(f, params, x, dout), want).items():
-            assert error < 2e-3, (way, name, error)
+    kept = jax.checkpoint(jax.vmap(layer, in_axes=(None, 0)), policy=policy)
+    over = lambda params, x: lax.map(lambda x: kept(params, x), x)
+    for name, error in errors(result_and_gradients(over, params, x, dout), want).items():
+        assert error < 2e-3, (name, error)
 
 
 def test_state_loads_into_a_plain_layer_and_back():

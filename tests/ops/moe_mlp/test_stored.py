@@ -30,22 +30,26 @@ AROUND = fp8_matmul.Plan("xla")
 PLANS = {
     "xla": Plan("xla"),
     "gathered": Plan("pallas", PRODUCTS, AROUND, ROWS, gather=True),
-    "copied": Plan("pallas", PRODUCTS, PRODUCTS, ROWS, gather=False),
+    "copied": Plan("pallas", PRODUCTS, AROUND, ROWS, gather=False),
     "one-row": Plan("pallas", dataclasses.replace(PRODUCTS, fwd=ONE_ROW), AROUND, permute.Plan("xla"), gather=True),
     "swapped": Plan("pallas", dataclasses.replace(PRODUCTS, fwd=SWAPPED), AROUND, permute.Plan("xla"), gather=True),
     "own": Plan("pallas"),
     "gpu": Plan("pallas"),
+    "gpu-gathered": Plan("pallas", gather=True),
+    "gpu-copied": Plan("pallas", gather=False),
 }
-RUNS = ["xla", "gathered", "one-row", "swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]
-FORWARD_ALONE = ("one-row", "swapped")  # other tiles of the forward's kernel; no gradient is theirs
+SPLIT = ["one-row", "swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]  # sums, or with long steps
+RUNS = ["xla", "gathered", *SPLIT]
+# Other tiles of the forward's kernel; no gradient is theirs.
+FORWARD_ALONE = ("one-row", "swapped", "copied", "gpu-gathered", "gpu-copied")
 # Sums and columns of several blocks; neither is a multiple of a tile.
 WIDE = Variant(T=9, D=150, F=140, N=24, k=2, E=4, dtype="bfloat16", activation="gelu_tanh")
 VARIANTS = {
     "shard": dataclasses.replace(SHARD, dtype="bfloat16", out_dtype="float32"),
     "wide": WIDE,
     "one-token": Variant(T=1, D=9, F=5, N=6, k=2, E=16, dtype="float16"),
-    "split": Variant(T=3, D=1100, F=70, N=24, k=2, E=4, dtype="bfloat16"),
 }
+LONG = Variant(T=3, D=1100, F=70, N=24, k=2, E=4, dtype="bfloat16")
 
 
 @jax.jit
@@ -62,22 +66,24 @@ def stored_case(variant: Variant, seed: int = 0) -> tuple[dict, dict]:
     return case | columns, case | whole
 
 
-@functools.cache
-def compiled(variant: Variant, run: str):
+def everything(variant: Variant, run: str, case: dict, around=lambda f: f) -> dict:
     """The result and the gradients that there are, by name."""
 
-    def everything(case: dict) -> dict:
-        def mlp(x, weights):
-            how = {"activation": variant.activation, "out_dtype": variant.out_dtype, "plan": PLANS[run]}
-            routing = dataclasses.replace(case["routing"], weights=weights)
-            return jaxops.moe_mlp(x, *(case[name] for name in WEIGHTS), routing, **how)
+    def mlp(x, weights):
+        how = {"activation": variant.activation, "out_dtype": variant.out_dtype, "plan": PLANS[run]}
+        routing = dataclasses.replace(case["routing"], weights=weights)
+        return jaxops.moe_mlp(x, *(case[name] for name in WEIGHTS), routing, **how)
 
-        if run in FORWARD_ALONE:
-            return {"out": mlp(case["x"], case["routing"].weights)}
-        out, vjp = jax.vjp(mlp, case["x"], case["routing"].weights)
-        return dict(zip(("out", "dx", "dweights"), (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
+    # Of the tiles that users get, one gradient: they are those of fp8_grouped_matmul.
+    if run in FORWARD_ALONE or (run == "own" and variant != VARIANTS["shard"]):
+        return {"out": mlp(case["x"], case["routing"].weights)}
+    out, vjp = jax.vjp(around(mlp), case["x"], case["routing"].weights)
+    return dict(zip(("out", "dx", "dweights"), (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
 
-    return jax.jit(everything)
+
+@functools.cache
+def compiled(variant: Variant, run: str):
+    return jax.jit(functools.partial(everything, variant, run))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -93,16 +99,15 @@ def test_values(variant, run):
     check_zeros(got, case["routing"])
 
 
-@pytest.mark.parametrize("run", [pytest.param("interpret"), pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("run", SPLIT)
+def test_long_sums(run):
+    test_values(LONG, run)
+
+
+@pytest.mark.parametrize("run", ["", pytest.param("gpu-", marks=pytest.mark.gpu)])
 def test_gathered_and_copied_rows_give_the_same_bits(run):
     case, _ = stored_case(WIDE)
-    both = [PLANS[name] for name in ("gathered", "copied")]
-    if run == "gpu":
-        both = [Plan("pallas", gather=gather) for gather in (True, False)]
-    call = functools.partial(jaxops.moe_mlp, case["x"], *(case[name] for name in WEIGHTS), case["routing"])
-    one, other = (
-        jax.jit(functools.partial(call, plan=dataclasses.replace(plan, down=both[0].down)))() for plan in both
-    )
+    one, other = (compiled(WIDE, f"{run}{rows}")(case)["out"] for rows in ("gathered", "copied"))
     np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
@@ -123,19 +128,23 @@ def test_wild_indices_and_offsets(run):
 
 def test_in_one_program():
     """Under vmap and checkpoint the same as alone; nothing where a size is 0."""
-    case, _ = stored_case(VARIANTS["shard"])
+    variant = VARIANTS["shard"]
+    case, _ = stored_case(variant)
     case = clean(case)
-    x, experts = case["x"].astype(jnp.float32), [case[name] for name in WEIGHTS]
+    cases = [case | {name: factor * case[name] for name in ("x", "dout")} for factor in (1, -3)]
+    mapped = {name: jnp.stack([each[name] for each in cases]) for name in ("x", "dout")}
+    rematerialized = lambda mapped: everything(variant, "gathered", case | mapped, jax.checkpoint)
+    got = jax.jit(jax.vmap(rematerialized))(mapped)
+    for i, each in enumerate(cases):
+        for name, want in compiled(variant, "gathered")(each).items():
+            kind = "float32" if want.dtype == jnp.float32 else variant.dtype
+            assert_close(got[name][i], want, kind, name, scale=5)
 
-    def loss(x):
-        return jnp.sum(jnp.sin(jaxops.moe_mlp(x, *experts, case["routing"], plan=PLANS["gathered"])))
+    def of_nothing(x, experts, logits):
+        return jaxops.moe_mlp(x, *experts, jaxops.route(logits, 2))
 
-    want, gradient = jax.jit(jax.value_and_grad(loss))(x)
-    got = jax.jit(jax.vmap(jax.value_and_grad(jax.checkpoint(loss))))(jnp.stack([x, x]))
-    for g, w in zip(got, (jnp.stack([want] * 2), jnp.stack([gradient] * 2)), strict=True):
-        assert_close(g, w, "float32", scale=5)
-    nothing = jaxops.route(jnp.zeros((0, 4)), 2)
-    assert jaxops.moe_mlp(x[:0], *experts, nothing).shape == (0, SHARD.N)
+    experts = [case[name] for name in WEIGHTS]
+    assert jax.jit(of_nothing)(case["x"][:0], experts, jnp.zeros((0, 4))).shape == (0, SHARD.N)
 
 
 H200, A100, CPU = Device("NVIDIA H200", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("cpu", "cpu")

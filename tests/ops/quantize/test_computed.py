@@ -13,7 +13,6 @@ import pytest
 
 from jaxops._lib.ragged import padded_rows
 from jaxops.ops.quantize import Halves, Output, Tiles, quantize_computed
-from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200
 from tests.ops.quantize.cases import E4M3, E5M2, RUNS, Variant, backend_of, bits_of, make_x, np_quantize
@@ -105,7 +104,7 @@ def check(call: Call, got, operands, offsets) -> None:
         tensors = [without_subnormals(x) for x in tensors]
         dots = (a.astype(np.float64) * both[:, C:])[offsets[0] : offsets[-1]]
     tensors = [rounded(x, call.dtype) for x in tensors]
-    results, sums = got
+    results, sums = jax.tree.map(np.asarray, got)
     for output, result, parts in zip((call.pair, call.single), results, (tensors[:2], tensors[2:]), strict=True):
         check_output(call, output, result, parts, offsets)
     (found,) = sums
@@ -195,7 +194,7 @@ def test_tiles(run, tiles):
 
 @pytest.mark.parametrize("run", RUNS[:2])
 @hypothesis.given(
-    sizes=st.lists(st.integers(0, 90), min_size=3, max_size=3),
+    sizes=st.lists(st.integers(0, 67), min_size=4, max_size=4),
     before=st.integers(0, 30),
     call=st.sampled_from(CALLS[:2]),
 )
@@ -206,9 +205,9 @@ def test_random_groups(run, sizes, before, call):
 
 
 @pytest.mark.parametrize("run", RUNS[:3])
-@pytest.mark.parametrize("rows", [0, 1, 127, 129])
-def test_few_rows(run, rows):
-    for call in (CALLS[0], CALLS[1], CALLS[4]):
+@pytest.mark.parametrize(("rows", "calls"), [(0, CALLS[:2]), (1, (CALLS[1], CALLS[4])), (129, CALLS[:1])])
+def test_few_rows(run, rows, calls):
+    for call in calls:
         offsets = [0, 0, rows]
         operands = operands_of(call, rows, offsets=offsets)
         check(call, compiled(run, call)(*operands, np.array(offsets, np.int32)), operands, offsets)
@@ -226,13 +225,13 @@ def test_broken_offsets_stay_in_bounds(run):
     """Wrong rows, but no access out of bounds: the interpreter would raise or give NaN. On a GPU, what no tile writes
     is what the memory held, and compute-sanitizer looks for wild accesses."""
     for call in (CALLS[0], CALLS[1], CALLS[3]):
-        operands = [put(np.ones_like(x)) for x in operands_of(call)]
+        operands = [np.ones_like(x) for x in operands_of(call)]
         for offsets in (
             [-9, 50, 90, 120, 400],
             [250, 100, 299, 0, 300],
             [2**31 - 1, -(2**31), 7, 300, 5],
             [0, 300, 0, 300, 0],
-        ):
+        )[:: 1 if call == CALLS[0] else 2]:
             got = jax.block_until_ready(compiled(run, call)(*operands, np.array(offsets, np.int32)))
             for result in got[0] if run == "interpret" else ():
                 for q in result.cols:

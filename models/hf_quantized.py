@@ -18,17 +18,33 @@ FP4_BLOCK = 32
 E8M0_BIAS = 127
 
 
+# Keys of a quantization_config, by quant_method, with the values that are read.
+READ: dict[str, dict[str, Any]] = {
+    "fp8": {"weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "mxfp4": {},
+}
+# Which tensors are quantized, their dtypes say; scale_fmt is of the activations' scales.
+MEANINGLESS = ("quant_method", "modules_to_not_convert", "scale_fmt")
+
+
 def check_quantization(architecture: str, given: dict[str, Any] | None) -> None:
     """
     Raises:
-      ValueError: another quantization than the two.
+      ValueError: another quantization than the two, or a key or value that is not read.
     """
     if given is None:
         return
     method = given.get("quant_method")
-    if method == "fp8" and given.get("weight_block_size") == [BLOCK, BLOCK]:
-        return
-    if method == "mxfp4" and architecture == "GptOssForCausalLM":
+    blocks = method == "fp8" and given.get("weight_block_size") is not None
+    if blocks or (method == "mxfp4" and architecture == "GptOssForCausalLM"):
+        for key, value in given.items():
+            if key in MEANINGLESS or value is None:
+                continue
+            if key not in READ[method]:
+                raise ValueError(f"quantization_config.{key} is {value!r}: no quantization known here has this key.")
+            if value != READ[method][key]:
+                read = READ[method][key]
+                raise ValueError(f"quantization_config.{key} is {value!r}: the decoder reads only {read!r}.")
         return
     raise ValueError(
         f"quantization_config is {given}: the decoder does not have this checkpoint's quantization_config. Read are "

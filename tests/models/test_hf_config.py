@@ -137,6 +137,9 @@ def test_defaults_are_of_the_model_type():
     ) == (128, 151_936, 8, 128, 256, (128, tuple(range(0, 36, 2))), 4096)
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "says"),
     [
@@ -154,6 +157,11 @@ def test_defaults_are_of_the_model_type():
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
         ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 of GptOssForCausalLM"),
+        ("deepseek_v3_fp8", {"quantization_config": FP8 | {"new_thing": 1}}, "quantization_config.new_thing is 1"),
+        ("deepseek_v3_fp8", {"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config.fmt is 'e5m2'"),
+        ("deepseek_v3_fp8", {"quantization_config": FP8 | {"activation_scheme": "static"}}, "reads only 'dynamic'"),
+        ("deepseek_v3_fp8", {"quantization_config": FP8 | {"weight_block_size": [64, 128]}}, "reads only [128, 128]"),
+        ("gpt_oss_mxfp4", {"quantization_config": {"quant_method": "mxfp4", "fmt": "e4m3"}}, "config.fmt is"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is"),
         (
             "qwen2",

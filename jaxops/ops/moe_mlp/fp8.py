@@ -50,14 +50,14 @@ class Spec:
             self.recipe, getattr(self.plan, part), compute, self.w_dtype.name, compute, self.pow2_scales
         )
 
-    def how(self, form: Format) -> dict[str, Any]:
-        """The arguments of a cast to this format."""
-        backend = "xla" if self.plan.backend == "xla" else "pallas"
-        return {"scaling": form.scaling, "dtype": form.dtype, "pow2_scales": self.pow2_scales, "backend": backend}
-
     @property
-    def unit_how(self) -> dict[str, Any]:
+    def casts(self) -> dict[str, Any]:
+        """The arguments of all casts."""
         return {"pow2_scales": self.pow2_scales, "backend": "xla" if self.plan.backend == "xla" else "pallas"}
+
+    def to(self, form: Format) -> dict[str, Any]:
+        """The arguments of a cast to this format."""
+        return {"scaling": form.scaling, "dtype": form.dtype} | self.casts
 
 
 class _Saved(NamedTuple):
@@ -83,12 +83,12 @@ def _amax(form: Format, x: jax.Array, routing: Routing) -> jax.Array | None:
 def _rows_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
     """The row layout of the rows of x [T, D] in the order of experts."""
     assert spec.plan.rows is not None  # make_plan fills it
-    return permute_quantized(quantize(x, amax=amax, **spec.how(form)), routing, plan=spec.plan.rows)
+    return permute_quantized(quantize(x, amax=amax, **spec.to(form)), routing, plan=spec.plan.rows)
 
 
 def _columns_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
     """Their column layout."""
-    return quantize_gathered(x, routing.row_indices, routing.group_offsets, amax=amax, **spec.how(form))
+    return quantize_gathered(x, routing.row_indices, routing.group_offsets, amax=amax, **spec.to(form))
 
 
 def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, differentiated: bool) -> tuple[jax.Array, Any]:
@@ -98,12 +98,12 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
     # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32
     # ones would be copied there, and read again by each cast.
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
-    wide = quantize_beside(*experts[:2], layouts=layouts, **spec.how(recipe.rhs))
+    wide = quantize_beside(*experts[:2], layouts=layouts, **spec.to(recipe.rhs))
     narrow, _ = cast(down, experts[2], recipe.rhs, layouts)
     rows = _rows_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
     gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
     gate_up = checkpoint_name(gate_up, "moe_mlp.gate_up")
-    h = unit_cast(spec.activation, recipe, gate_up, offsets, **spec.unit_how)
+    h = unit_cast(spec.activation, recipe, gate_up, offsets, **spec.casts)
     y = multiply(down, "fwd", rows_of(h), cols_of(narrow), offsets, down.out_dtype)
     out = checkpoint_name(combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows), "moe_mlp.out")
     if not differentiated:
@@ -147,7 +147,7 @@ def _bwd(spec: Spec, residuals, dout: jax.Array):
     dy = _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
     dh = multiply(down, "dgrad", rows_of(dy), rows_of(narrow), offsets, down.out_dtype)
     dpre, h, dots = unit_bwd_cast(
-        spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, **spec.unit_how
+        spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, **spec.casts
     )
     assert dpre.row is not None
     drows = multiply(unit, "dgrad", rows_of(dpre.row), rows_of(wide), offsets, unit.out_dtype)

@@ -37,14 +37,14 @@ def check_quantization(architecture: str, given: dict[str, Any] | None) -> None:
     method = given.get("quant_method")
     blocks = method == "fp8" and given.get("weight_block_size") is not None
     if blocks or (method == "mxfp4" and architecture == "GptOssForCausalLM"):
+        read = READ[str(method)]
         for key, value in given.items():
             if key in MEANINGLESS or value is None:
                 continue
-            if key not in READ[method]:
+            if key not in read:
                 raise ValueError(f"quantization_config.{key} is {value!r}: no quantization known here has this key.")
-            if value != READ[method][key]:
-                read = READ[method][key]
-                raise ValueError(f"quantization_config.{key} is {value!r}: the decoder reads only {read!r}.")
+            if value != read[key]:
+                raise ValueError(f"quantization_config.{key} is {value!r}: the decoder reads only {read[key]!r}.")
         return
     raise ValueError(
         f"quantization_config is {given}: the decoder does not have this checkpoint's quantization_config. Read are "

@@ -217,8 +217,8 @@ def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols:
         return waves * bm / (gain if bm == 192 else 1)
 
     if pass_name == "wgrad" and problem.G and problem.M <= 512 * problem.G:
-        # Short sums. H200, 2026-11-26, 128 groups of 256 rows, 2048x768
-        # in float32: 251 us with tiles from a counter, 302 without, 278 with tiles of 192 rows; in bfloat16 149 to 153.
+        # Short sums. H200, 2026-11-26, 128 groups of 256 rows, 2048x768 in float32: 251 us with tiles from a counter,
+        # 302 without, 278 with tiles of 192 rows; in bfloat16 149 to 153.
         return Tiles("triton", 128, 128, stages=4, panel=8, dynamic=True)
     if time(192) < time(128):
         return Tiles("triton", 192, 128, stages=4)

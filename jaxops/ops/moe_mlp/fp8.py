@@ -18,7 +18,7 @@ from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import Quantized, magnitudes
 from jaxops._lib.precision import named_cast
 from jaxops.ops import fp8_matmul
-from jaxops.ops.fp8_matmul import Format, Recipe, cast, cols_of, half_precision_wgrad, multiply, name_quantized, rows_of
+from jaxops.ops.fp8_matmul import Format, Recipe, cols_of, half_precision_wgrad, multiply, name_quantized, rows_of
 from jaxops.ops.moe_mlp.plan import Plan
 from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.ops.moe_mlp.xla import sums_of_choices, weights_of_rows
@@ -99,7 +99,7 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
     # ones would be copied there, and read again by each cast.
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
     wide = quantize_beside(*experts[:2], layouts=layouts, **spec.to(recipe.rhs))
-    narrow, _ = cast(down, experts[2], recipe.rhs, layouts)
+    narrow = quantize(experts[2], layouts=layouts, **spec.to(recipe.rhs))
     rows = _rows_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
     gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
     gate_up = checkpoint_name(gate_up, "moe_mlp.gate_up")

@@ -1,10 +1,11 @@
 """FP8 linear layers with all their casts, and the products alone: jaxops' recipes beside bf16, XLA's FP8 and torch's.
 
-python -m benchmarks.bench_fp8_matmul                       # everything: 6 shapes, 3 recipes, fwd, fwd+bwd and gemm
+python -m benchmarks.bench_fp8_matmul                       # everything: 11 shapes, 3 recipes, all passes
 python -m benchmarks.bench_fp8_matmul --shapes m8192_k8192_n8192 --recipes blockwise --passes fwd+bwd --peers xla_bf16
 python -m benchmarks.bench_fp8_matmul --smoke --out /tmp/x  # a tiny shape, every code path, CPU too
 
-fwd casts x and w in each call, fwd+bwd x, w and dy. gemm is one product of quantised operands by jaxops' kernel.
+fwd casts x and w in each call, fwd+bwd x, w and dy, inference x: its w is quantised before. gemm is one product of
+quantised operands by jaxops' kernel.
 
 Rows have `floor_us`: the products of operands quantised before, timed in the same run, plus the fewest bytes that the
 casts must move (fp8_products.cast_bytes) at the copy bandwidth. `of_floor` is floor_us / us_p50. `cast` is before the
@@ -30,8 +31,8 @@ from jaxops.ops.fp8_matmul.recipes import RECIPES, Recipe
 
 DTYPE = jnp.bfloat16
 SMOKE = DenseShape(128, 256, 128)
-PASSES = ("fwd", "fwd+bwd", "gemm")
-PRODUCTS = {"fwd": ("fwd",), "fwd+bwd": ("fwd", "dgrad", "wgrad")}
+PASSES = ("fwd", "fwd+bwd", "inference", "gemm")
+PRODUCTS = {"fwd": ("fwd",), "inference": ("fwd",), "fwd+bwd": ("fwd", "dgrad", "wgrad")}
 DEFAULT_RECIPES = "tensorwise,rowwise,blockwise"
 CASTS: tuple[Literal["before", "inside"], ...] = ("before", "inside")
 PEERS = "xla_bf16,xla,torch_compile,deepgemm"
@@ -84,7 +85,7 @@ Makers = dict[str, Callable[[], Side]]
 
 
 def own_passes(recipe: Recipe, plan: Plan) -> dict[str, Callable[..., dict[str, Any]]]:
-    """(x, w, dy, amax) -> results by name; amax, of x and w, is what delayed scaling needs."""
+    """(x, w, dy, amax) -> results by name; amax, of x and w, is what delayed scaling needs. Of inference w is Quantized."""
 
     def linear(x, w, amax):
         given = {"amax": amax} if recipe.delayed else {}
@@ -100,7 +101,7 @@ def own_passes(recipe: Recipe, plan: Plan) -> dict[str, Callable[..., dict[str, 
         dx, dw = vjp(dy)
         return {"y": y, "dx": dx, "dw": dw} | ({} if new_amax is None else {"amax": jnp.stack(new_amax)})
 
-    return {"fwd": fwd, "fwd+bwd": fwd_bwd}
+    return {"fwd": fwd, "fwd+bwd": fwd_bwd, "inference": fwd}
 
 
 def limits_of(recipe: Recipe | None, pass_name: str) -> str:
@@ -133,7 +134,8 @@ def own_side(
     amax = tuple(jnp.max(jnp.abs(tensor)).astype(jnp.float32) for tensor in (inputs.x, inputs.w))
     facts = {"backend": plan.backend, "recipe": recipe.name, "cast": cast, "chosen": chosen.cast == cast}
     facts["kernels"] = fp8_products.kernels_of(plan, PRODUCTS[pass_name])
-    args = (*inputs.args, amax if recipe.delayed else None)
+    w = fp8_products.quantize_for(recipe, "w", inputs.w) if pass_name == "inference" else inputs.w
+    args = (inputs.x, w, inputs.dy, amax if recipe.delayed else None)
     program, limits = own_passes(recipe, plan)[pass_name], limits_of(recipe, pass_name)
     return Side(recipe.name, True, checked(f"{recipe.name} {cast}", program, args, inputs, limits, **facts))
 
@@ -159,7 +161,7 @@ def floor_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inpu
 
 
 def bf16_side(pass_name: str, inputs: Inputs) -> Side:
-    program = peers_fp8.bf16_passes()[pass_name]
+    program = peers_fp8.bf16_passes()["fwd" if pass_name == "inference" else pass_name]
     return Side("", False, checked("xla_bf16", program, inputs.args, inputs, "bfloat16"))
 
 
@@ -263,6 +265,8 @@ def linear_sides(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) ->
         makers[f"{recipe.name} products"] = products
     peers = {"xla_bf16": lambda: bf16_side(pass_name, inputs), "xla": lambda: xla_side(run, pass_name, inputs)}
     makers |= {name: peers[name] for name in run.peers if name not in fp8_machine.LIBRARIES}
+    if pass_name == "inference":
+        makers.pop("xla", None)  # it would cast w in each call
     torch = run.torch if pass_name in run.torch_passes else {}
     return makers | {name: functools.partial(torch_side, run, name, shape, pass_name) for name in torch}
 

@@ -108,11 +108,15 @@ def cast_bytes(recipe: Recipe, pass_name: str, M: int, K: int, N: int) -> int:
     """The fewest bytes that the casts of x[M, K], w[K, N] and dy[M, N] move.
 
     Each tensor is read once (twice if its scale needs all of it first: `quantized_bytes.reads_needed`), and each layout
-    that a product reads is written once, with its scales. fwd: x by rows, w by columns. fwd+bwd: x, w and dy in both
-    layouts; with a high-precision weight gradient x and dy by rows only.
+    that a product reads is written once, with its scales. fwd: x by rows, w by columns. inference: x by rows.
+    fwd+bwd: x, w and dy in both layouts; with a high-precision weight gradient x and dy by rows only.
     """
     both = "row" if recipe.gw_hp else "both"
-    layouts = {"x": "row", "w": "col"} if pass_name == "fwd" else {"x": both, "w": "both", "dy": both}
+    layouts = {
+        "fwd": {"x": "row", "w": "col"},
+        "inference": {"x": "row"},
+        "fwd+bwd": {"x": both, "w": "both", "dy": both},
+    }[pass_name]
     dims = {"x": (M, K), "w": (K, N), "dy": (M, N)}
     moved = 0
     for name, layout in layouts.items():

@@ -100,6 +100,11 @@ DENSE = by_name(
     DenseShape(8192, 8192, 8192),
     DenseShape(16384, 4096, 16384),
     DenseShape(15872, 4096, 16384),
+    DenseShape(4608, 5120, 13824),
+    DenseShape(333, 4096, 4096),
+    DenseShape(1024, 4096, 4096),
+    DenseShape(333, 7168, 2048),
+    DenseShape(1024, 4096, 14336),
 )
 
 

@@ -85,7 +85,7 @@ Makers = dict[str, Callable[[], Side]]
 
 
 def own_passes(recipe: Recipe, plan: Plan) -> dict[str, Callable[..., dict[str, Any]]]:
-    """(x, w, dy, amax) -> results by name; amax, of x and w, is what delayed scaling needs. Of inference w is Quantized."""
+    """(x, w, dy, amax) -> results by name. amax, of x and w: what delayed scaling needs. Inference: w is Quantized."""
 
     def linear(x, w, amax):
         given = {"amax": amax} if recipe.delayed else {}

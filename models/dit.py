@@ -16,7 +16,7 @@ from jaxops.offload import Policy
 from models.layers import apply_layers, stacked
 from models.mesh import Splits, whole_layers, whole_part
 from models.precision import Attends, Backend, Dtype, Recipe, linear_layer
-from models.tensor_parallel import check_heads, devices, first_row, narrow, own_rows, total, whole_columns, wide
+from models.tensor_parallel import WholeLinear, check_heads, devices, first_row, narrow, own_rows, total, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class DiTConfig:
       longest: tokens of the largest image.
       crowd: at most how many images start within `longest` tokens, for cuDNN's attention; None for any number.
       dtype: of the computation; parameters, residual stream and loss are float32.
-      recipe: FP8 recipe of the blocks' and modulations' products; None for dtype. The embeddings of tokens, times and
-        labels and the output projection are never in FP8.
+      recipe: FP8 recipe of the blocks' products; None for dtype. The embeddings of tokens, times and labels, the
+        modulations (a row an image) and the output projection are never in FP8.
       attention: backend of `jaxops.packed_attention`.
       backend: of the AdaLN ops, and of FP8 products.
       policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
@@ -153,8 +153,7 @@ class DiT(nnx.Module):
         self.splits: Splits | None = None  # set by `models.mesh.over`
         dtype = jnp.dtype(c.dtype)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
-        modulated: dict[str, Any] = {"per": "sequence", "dtype": dtype, "backend": c.backend}
-        modulated["linear"] = whole_columns(linear_layer(c.recipe, c.backend))
+        modulated: dict[str, Any] = {"per": "sequence", "dtype": dtype, "backend": c.backend, "linear": WholeLinear}
 
         def block(rngs: nnx.Rngs) -> AdaLNZeroBlock:
             attention, mlp = Attention(c, rngs=rngs), Mlp(c, rngs=rngs)

@@ -26,8 +26,8 @@ from models.interleaved import Batch
 from models.layers import apply_layers, stacked
 from models.mesh import Splits, before_loop, whole_layers, whole_part
 from models.modality_experts import ModalityExperts, Routed
-from models.precision import Backend, Dtype, Recipe, linear_layer
-from models.tensor_parallel import attend, devices, embed, first_row, own_rows, whole_columns, wide
+from models.precision import Backend, Dtype, Recipe
+from models.tensor_parallel import WholeLinear, attend, devices, embed, first_row, own_rows, wide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class MultimodalConfig:
       normalize: whether a row's expert weights are divided by their sum.
       dtype: of the computation and the residual stream; parameters, modulations, logits, velocities and routers'
         products are float32.
-      recipe: FP8 recipe of attention's, modulations' and experts' products; None for dtype. Embeddings, routers, logits
-        and velocities are never in FP8.
+      recipe: FP8 recipe of attention's and experts' products; None for dtype. Embeddings, modulations,
+        routers, logits and velocities are never in FP8.
       backend: of jaxops' ops.
       policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
         Names: "carry" (the block's input), and those of jaxops' ops. None keeps everything.
@@ -175,7 +175,7 @@ class Modulation(nnx.Module):
     def __init__(self, config: MultimodalConfig, scales: int, *, gated: bool, rngs: nnx.Rngs):
         c, parts = config, scales * (3 if gated else 2)
         self.gated = gated
-        self.head = whole_columns(linear_layer(c.recipe, c.backend))(
+        self.head = WholeLinear(
             c.width, parts * c.width, dtype=jnp.dtype(c.dtype), kernel_init=nnx.initializers.zeros_init(), rngs=rngs
         )
         self.scale = nnx.Param(jnp.ones((scales, c.width)))

@@ -9,7 +9,6 @@ Outside of `models.mesh.split_objective`, and where the axis has one device, eac
 written once.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -130,31 +129,19 @@ def all_rows(*parts: jax.Array) -> list[jax.Array]:
     return jnp.split(lax.all_gather(jnp.concatenate(parts, axis=1), TENSOR, tiled=True), ends, axis=1)
 
 
-class _WholeColumns:
-    """Before a linear layer among the base classes: its result for rows that all devices have, from own columns."""
+class WholeLinear(nnx.Linear):
+    """`nnx.Linear` whose columns are split, and whose result is not: for rows that all devices have.
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = super().__call__(x)  # pyright: ignore[reportAttributeAccessIssue]
+    For conditions: few rows, so that the results are cheaper to gather than the kernel. In FP8 the cast of the kernel
+    would take longer than such a product saves.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y = super().__call__(x)
         if devices() == 1:
             return y
         _check_is_split(self, axis=1)
         return lax.all_gather(y, TENSOR, axis=y.ndim - 1, tiled=True)
-
-
-class _WholeLinear(_WholeColumns, nnx.Linear):
-    pass
-
-
-class _WholeFp8Linear(_WholeColumns, Fp8Linear):
-    pass
-
-
-def whole_columns(linear: Any) -> Any:
-    """The class of layers, `nnx.Linear` or a partial of `Fp8Linear`, whose columns are split, and whose result is not.
-
-    For the few rows of conditions, whose results are cheaper to gather than the kernel.
-    """
-    return _WholeLinear if linear is nnx.Linear else functools.partial(_WholeFp8Linear, **linear.keywords)
 
 
 def total(x: Any) -> Any:

@@ -87,7 +87,13 @@ class Fp8Product(nnx.Module):
         self.plan = plan
 
     def product(self, x: jax.Array, kernel: jax.Array, out_dtype) -> jax.Array:
-        """x [..., K] @ kernel [K, N]. With recipe "delayed" it records a step, unless use_running_average."""
+        """x [..., K] @ kernel [K, N]. With recipe "delayed" it records a step, unless use_running_average.
+
+        A wider kernel is rounded to out_dtype first, as by `flax.nnx.Linear`. XLA does that in the pass that takes a
+        layer's kernel out of a stack of all layers' (it would copy a float32 one), and its gradient has half the bytes.
+        """
+        if jnp.dtype(out_dtype).itemsize < kernel.dtype.itemsize:
+            kernel = kernel.astype(out_dtype)
         amax = None if self.amax_history is None else self.amax_history.amax()
         options = {"out_dtype": out_dtype, "pow2_scales": self.pow2_scales, "backend": self.backend, "plan": self.plan}
         out: Any = fp8_matmul(x, kernel, recipe=self.recipe, amax=amax, **options)
@@ -100,7 +106,7 @@ class Fp8Product(nnx.Module):
 
 
 class Fp8Linear(Fp8Product, LinearParameters):
-    """`flax.nnx.Linear` in FP8: each step quantizes input, unrounded kernel and cotangent as the recipe says.
+    """`flax.nnx.Linear` in FP8: each step quantizes input, kernel and cotangent as the recipe says.
 
     The parameters are those of `flax.nnx.Linear`, by name, shape, dtype and initial value, so either loads the other's:
     `nnx.update(linear, nnx.state(fp8_linear, nnx.Param))`, and the other way round.
@@ -131,8 +137,8 @@ class Fp8Linear(Fp8Product, LinearParameters):
       in_features, out_features: sizes of the last axis of x and of the result.
       recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise" or "blockwise_with_gw_hp", as in
         `jaxops.fp8_matmul`.
-      dtype: dtype of the result; promoted from x and the parameters by default. x and kernel are quantized from their
-        own dtypes.
+      dtype: dtype of the result; promoted from x and the parameters by default. A wider kernel is rounded to it before
+        it is quantized, and its gradient is computed in it, as by `flax.nnx.Linear`; x is quantized from its own dtype.
       use_bias, param_dtype, kernel_init, bias_init, rngs: as in `flax.nnx.Linear`.
       history: steps that recipe "delayed" looks back.
       pow2_scales, backend, plan: as in `jaxops.fp8_matmul`.
@@ -185,8 +191,7 @@ class Fp8Linear(Fp8Product, LinearParameters):
 class Fp8DotGeneral(Fp8Product):
     """`jax.lax.dot_general` in FP8, for the `dot_general` argument of Flax layers, e.g. `nnx.Linear` and `nn.Dense`.
 
-    The first operand is quantized as activations, the second as weights. `Fp8Linear` is cheaper than `nnx.Linear` with
-    this, which casts its kernel to dtype first.
+    The first operand is quantized as activations, the second as weights.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

@@ -34,9 +34,7 @@ TINY_DIT = DiTPreset(
     layers=1, width=16, heads=2, tokens=40, images=4, steps=8, learning_rate=1e-2, warmup_steps=2, eval_every=4, ema=0.9
 )
 LM_PRODUCTS = {f"blocks.attention.{name}" for name in ("q", "k", "v", "out")}  # the experts' are no layers
-DIT_PRODUCTS = {f"blocks.{name}" for name in ("mixer.qkv", "mixer.out", "mlp.wide", "mlp.narrow", "modulation")} | {
-    "norm.modulation"
-}
+DIT_PRODUCTS = {f"blocks.{name}" for name in ("mixer.qkv", "mixer.out", "mlp.wide", "mlp.narrow")}
 
 
 def few_images(seed: int) -> DataSet:

@@ -21,9 +21,9 @@ from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.tuned import tuned_rows
-from jaxops.ops.quantize.cast_pallas import cast_pallas, line_amax_pallas, tensor_amax_pallas
+from jaxops.ops.quantize.cast_pallas import cast_pallas, line_amax_pallas
 from jaxops.ops.quantize.plan import LAYOUTS, Arrays, Plan, Problem, Spec, make_plan
-from jaxops.ops.quantize.xla import cast_xla, dequantize_xla
+from jaxops.ops.quantize.xla import cast_xla, dequantize_xla, tensor_amax
 
 
 def quantize(
@@ -258,10 +258,8 @@ def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
     interpret, factors, found = plan.on.interpret, {}, {}
-    if spec.scaling == "tensorwise" and arrays.amax is not None:
-        factors["amax"] = arrays.amax[:, None]
-    elif spec.scaling == "tensorwise":
-        factors["amax"] = tensor_amax_pallas(plan.amax, arrays, interpret=interpret)
+    if spec.scaling == "tensorwise":
+        factors["amax"] = (tensor_amax(arrays) if arrays.amax is None else arrays.amax)[:, None]
     elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.shape[2]):
         row, col = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=interpret)
         if row is not None:

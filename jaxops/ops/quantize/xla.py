@@ -68,6 +68,21 @@ def _whole(arrays: Arrays) -> jax.Array:
     return x if arrays.right is None else jnp.concatenate([x, arrays.right], axis=-1)
 
 
+def tensor_amax(arrays: Arrays) -> jax.Array:
+    """[G] float32: each tensor's largest magnitude, over the rows in groups if there are offsets.
+
+    For the kernels, too: XLA computes it in the pass that makes x, where it has one.
+    """
+    x, offsets, axes = arrays.x, arrays.offsets, (1, 2)
+    if arrays.indices is not None:
+        x = x[:, jnp.clip(arrays.indices, 0, x.shape[1] - 1)]
+    if offsets is not None:
+        row = jnp.arange(x.shape[1], dtype=jnp.int32)
+        x = jnp.where(((offsets[0] <= row) & (row < offsets[-1]))[None, :, None], x, 0)
+    most = jnp.max(magnitudes(x), axis=axes, initial=0.0)
+    return most if arrays.right is None else jnp.maximum(most, jnp.max(magnitudes(arrays.right), axis=axes, initial=0.0))
+
+
 def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     """By name, of the layouts asked: values [G, M, K], scales, values_t [G, K, M or padded], scales_t; and amax [G]."""
     offsets, amax, words = arrays.offsets, arrays.amax, arrays.words
@@ -75,9 +90,7 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     G, M, K = x.shape
     found = {}
     if spec.scaling == "tensorwise" and (amax is None or spec.measure):
-        row = jnp.arange(M, dtype=jnp.int32)
-        inside = None if offsets is None else ((offsets[0] <= row) & (row < offsets[-1]))[None, :, None]
-        measured = jnp.max(magnitudes(x if inside is None else jnp.where(inside, x, 0)), axis=(1, 2), initial=0.0)
+        measured = tensor_amax(arrays)
         found["amax"] = jnp.minimum(measured, AMAX_MAX)
         amax = measured if amax is None else amax
     rows = jnp.arange(G * M, dtype=jnp.int32).reshape(G, M)

@@ -37,8 +37,8 @@ def operand(rng, shape: tuple[int, ...], scaling: str, dtype: str = E4M3) -> Ope
     return Operand(values, scales, scaling)  # pyright: ignore[reportArgumentType]
 
 
-@functools.partial(jax.jit, static_argnames=("run", "length", "out_dtype", "fast", "bm", "dynamic", "stages"))
-def _multiply(a, b, offsets, run, length, out_dtype, fast, bm, dynamic, stages):
+@functools.partial(jax.jit, static_argnames=("run", "length", "out_dtype", "fast", "tiles"))
+def _multiply(a, b, offsets, run, length, out_dtype, fast, tiles):
     how = {"length": length, "out_dtype": jnp.dtype(out_dtype), "fast": fast}
     if run == "xla":
         return multiply_xla(a, b, offsets, **how)
@@ -50,27 +50,31 @@ def _multiply(a, b, offsets, run, length, out_dtype, fast, bm, dynamic, stages):
         (M, K), N, G = a.values.shape, b.values.shape[-2], 0 if offsets is None else len(offsets) - 1
         sizes = (M, K, N) if length is None else (length, M, N)
         plan = make_plan(Problem(*sizes, recipe, "bfloat16", G), current_device(), backend="triton")
-        tiles = plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad
-        tiles = tiles if bm is None else dataclasses.replace(tiles, bm=bm, bn=128, stages=stages)
-        tiles = dataclasses.replace(tiles, dynamic=dynamic and G > 0)
+        tiles = tiles or (plan.wgrad if length is not None else plan.fwd if fast else plan.dgrad)
+        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic and G > 0)
         return multiply_triton(a, b, offsets, **how, tiles=tiles, cores=current_device().cores)
     tiles = Tiles("pallas", 16, 32, panel=2) if run == "interpret" else Tiles("pallas", 64, 64, 4, 2, panel=2)
     return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=run == "interpret")
 
 
 def multiply(
-    a: Operand, b: Operand, offsets=None, *, run, length=None, out_dtype="float32", fast=False, bm=None, dynamic=False,
-    stages=3,
+    a: Operand, b: Operand, offsets=None, *, run, length=None, out_dtype="float32", fast=False, tiles=None
 ):  # fmt: skip
-    """bm, stages: of the triton kernel's tiles; with bm None, what the plan takes. dynamic: over groups only."""
+    """tiles: of the triton kernel, dynamic over groups only; by default the plan's."""
     options_of(run)  # skips where its device is missing
-    return _multiply(a, b, offsets, run, length, out_dtype, fast, bm, dynamic, stages)
+    return _multiply(a, b, offsets, run, length, out_dtype, fast, tiles)
 
 
 def tile_ways(run: str) -> tuple[dict, ...]:
-    """Two and three consumers, of as many stages as store a result's tile at once, in halves, and from registers."""
-    ways = ((128, False, 3), (128, True, 5), (128, False, 6), (192, False, 3), (192, True, 4))
-    return tuple({"bm": bm, "dynamic": dynamic, "stages": n} for bm, dynamic, n in ways) if run == "triton" else ({},)
+    """Two and three consumers, and half as many columns, of as many stages as store a result's tile at once, in halves,
+    and from registers."""
+    ways = (
+        *((128, 128, False, 3), (128, 128, True, 5), (128, 128, False, 6)),
+        *((192, 128, False, 3), (192, 128, True, 4)),
+        *((128, 64, True, 7), (128, 64, False, 8)),
+    )
+    of = lambda bm, bn, dynamic, stages: Tiles("triton", bm, bn, stages=stages, panel=3, dynamic=dynamic)
+    return tuple({"tiles": of(*way)} for way in ways) if run == "triton" else ({},)
 
 
 def wide(x: Operand) -> np.ndarray:
@@ -173,7 +177,9 @@ def test_large(run, scalings):
         check(found[0], want, run, out_dtype)
         check_same_bits(found)
     if not scalings.startswith("block"):
-        assert_close(multiply(a, b, run=run, fast=True), want, "fp8_fast")
+        for bn, stages in ((256, 3), (128, 5), (64, 8)) if run == "triton" else ((0, 0),):
+            tiles = Tiles("triton", 128, bn, stages=stages) if bn else None
+            assert_close(multiply(a, b, run=run, fast=True, tiles=tiles), want, "fp8_fast")
 
 
 def check_same_bits(found) -> None:

@@ -11,6 +11,7 @@ three consumers, and each of these would be a branch in most of its functions.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,6 +28,7 @@ from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
+from jaxops._lib.sums import sum_of_parts
 from jaxops._lib.tile_scheduler_triton import read_tile
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
@@ -285,6 +287,8 @@ def multiply_triton(
 ) -> jax.Array:  # fmt: skip
     """A @ B.T on Hopper; arguments as in `multiply_xla`.
 
+    Parts of sums (`tiles.split`) are groups of a contraction, each with a float32 result, scaled; XLA adds these.
+
     Args:
       fast: the tensor core accumulates over all of K; ignored with block scales.
       cores: multiprocessors of the device, the largest persistent grid.
@@ -299,6 +303,9 @@ def multiply_triton(
         schedule = schedule_rows(offsets, M, bm)
     elif offsets is not None:
         kind, schedule, num_i = CONTRACTION, schedule_groups(offsets, length), G * num_i
+    elif tiles.split > 1:
+        kind, schedule, G = CONTRACTION, jnp.asarray(schedule_parts(K, tiles.split)), tiles.split
+        num_i, result_dtype, out_dtype = G * num_i, out_dtype, jnp.dtype("float32")
     tile_count, contraction = num_i * -(-N // bn), kind is CONTRACTION
 
     def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
@@ -321,7 +328,7 @@ def multiply_triton(
     out = triton_call(
         *values, sa, sb, Scratch(schedule) if tiles.dynamic else schedule, tile,
         kernel=fp8_gemm_kernel, grid=min(cores, tile_count),
-        name=f"fp8_gemm_{('dense', 'rows', 'contraction')[kind.value]}",
+        name=f"fp8_gemm_{'parts' if tiles.split > 1 else ('dense', 'rows', 'contraction')[kind.value]}",
         out_type=out_type, flops=2 * M * N * (length or K), tiles=tile_count,
         bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out_type) if length else None,
         entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
@@ -330,7 +337,20 @@ def multiply_triton(
         ROUND=ROUNDS[bm // 64],
         ALIGNED=N % 8 == 0,
     )  # fmt: skip
-    return out.reshape(G, M, N) if contraction else out
+    out = out.reshape(G, M, N) if contraction else out
+    return sum_of_parts(out).astype(result_dtype) if tiles.split > 1 else out
+
+
+def schedule_parts(K: int, parts: int) -> np.ndarray:
+    """The work list of the parts of sums over K, as `schedule_groups` makes that of groups. A part without steps starts
+    at step 0, where there are scales."""
+    steps = -(-K // BK.value)
+    each = -(-steps // parts)
+    number = np.arange(parts, dtype=np.int32)
+    first, end = number * each, np.minimum((number + 1) * each, steps)
+    first, end = first * (first < end), end * (first < end)
+    zeros = np.zeros_like(number)
+    return np.concatenate([number, BK.value * first, BK.value * end, first, zeros + parts, zeros])
 
 
 def check_registers(tiles: Tiles, fast: bool) -> None:

@@ -68,8 +68,8 @@ def fp8_gemm_inside_kernel(
     )  # fmt: skip
     producer_args = (a_desc, b_desc, sa, sb, None, bufs, tiles, 0, 1, M, N, K)
     consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N)
-    CONSUMER: gl.constexpr = 224 if BY_ROW else 216
-    OTHER: gl.constexpr = 56 if BY_ROW else 72
+    CONSUMER: gl.constexpr = 176 if BN == 64 else 224 if BY_ROW else 216
+    OTHER: gl.constexpr = 152 if BN == 64 else 56 if BY_ROW else 72
     if BM == 128:
         gl.warp_specialize([
             (consume, (consumer_args, 0, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),

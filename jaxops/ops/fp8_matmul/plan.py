@@ -13,8 +13,8 @@ from jaxops._lib.sums import parts_of_sums
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
-# bm, bn: two consumer warp groups, three, and two where the tensor core does the whole sum.
-HOPPER_TILES = ((128, 128), (192, 128), (128, 256))
+# bm, bn: two consumer warp groups, three, two where the tensor core does the whole sum, two where tiles are few.
+HOPPER_TILES = ((128, 128), (192, 128), (128, 256), (128, 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Tiles:
         L2.
       bk: "pallas" fwd and dgrad: numbers of the contracted dimension in a step, a multiple of 128. With bm=1 all of a
         step are loaded before any is used, and the largest power of two in bk must not be small.
-      split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
+      split: fwd and dgrad, "triton" without groups: parts of each sum, each a program's; a second pass adds them. A
+        forward that casts inside the product has whole sums.
       swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
         warp, without a way back to shared memory.
@@ -56,8 +57,10 @@ class Tiles:
         check_fields(self, "bk", "split")
         if self.bk % BLOCK:
             raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
-        if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
-            raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
+        if self.kernel == "xla" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
+            raise ValueError("Tiles of kernel='xla' have no bk, split and swap: leave them out.")
+        if self.kernel == "triton" and (self.bk, self.swap) != (BLOCK, False):
+            raise ValueError("Tiles of kernel='triton' have no bk and swap: leave them out.")
         if self.kernel != "triton" and self.dynamic:
             raise ValueError(f"Tiles of kernel={self.kernel!r} are not dynamic: leave it out.")
         if self.swap and self.bm == 1:
@@ -81,7 +84,7 @@ class Tiles:
         pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
-        return self._hopper_pipeline + self.bm * self.bn * (1 if self.stages > 5 else 2)
+        return self._hopper_pipeline + 2 * self.bm * (self.stored(2) or self.bn)
 
     @property
     def _hopper_pipeline(self) -> int:
@@ -151,6 +154,11 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
     if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
         raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
+    if tiles.kernel == "triton" and tiles.split > 1:
+        if call.problem.G:
+            raise ValueError(f"plan.{pass_name}={tiles}: products over groups have whole sums; leave split out.")
+        if pass_name == "fwd" and call.plan.cast == "inside":  # a tuned row may be of a cast before
+            return dataclasses.replace(tiles, split=1)
     return tiles
 
 
@@ -160,10 +168,15 @@ def casts_inside(problem: Problem, backend: str) -> bool:
     return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and lines and problem.quantize_lhs
 
 
+def _sizes(pass_name: str, p: Problem) -> tuple[int, int, int]:
+    """Rows and columns of a result; numbers that are summed."""
+    return {"fwd": (p.M, p.N, p.K), "dgrad": (p.M, p.K, p.N), "wgrad": (p.K, p.N, p.M)}[pass_name]
+
+
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """Tiles for a shape without a tuned row."""
     p = problem
-    out_rows, out_cols = {"fwd": (p.M, p.N), "dgrad": (p.M, p.K), "wgrad": (p.K, p.N)}[pass_name]
+    out_rows, out_cols, _ = _sizes(pass_name, p)
     if kernel == "triton":
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, device.cores)
     if not p.quantize_lhs and pass_name != "wgrad":
@@ -207,25 +220,42 @@ _GAINS = {"block_128x128": 1.04, "block_1x128": 1.06}
 
 def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols: int, cores: int) -> Tiles:
     recipe, groups = RECIPES[problem.recipe], problem.G or 1
-    if pass_name in recipe.fast and out_cols > 128:
-        return Tiles("triton", 128, 256, stages=3, panel=16)
-    rows = out_rows if pass_name == "wgrad" else -(-out_rows // groups)  # of a mean group
-    gain = _GAINS.get((recipe.dout if pass_name == "wgrad" else recipe.rhs).scaling, 1.0)
-
-    def time(bm: int) -> float:
-        waves = -(-groups * -(-rows // bm) * -(-out_cols // 128) // cores)
-        return waves * bm / (gain if bm == 192 else 1)
-
+    fast = pass_name in recipe.fast and out_cols > 128
     if pass_name == "wgrad" and problem.G and problem.M <= 512 * problem.G:
         # Short sums. H200, 2026-11-26, 128 groups of 256 rows, 2048x768 in float32: 251 us with tiles from a counter,
         # 302 without, 278 with tiles of 192 rows; in bfloat16 149 to 153.
         return Tiles("triton", 128, 128, stages=4, panel=8, dynamic=True)
-    if time(192) < time(128):
-        return Tiles("triton", 192, 128, stages=4)
+    rows = out_rows if pass_name == "wgrad" else -(-out_rows // groups)  # of a mean group
+    gain = _GAINS.get((recipe.dout if pass_name == "wgrad" else recipe.rhs).scaling, 1.0)
+
+    def count(size: tuple[int, int]) -> int:
+        return groups * -(-rows // size[0]) * -(-out_cols // size[1])
+
+    def time(size: tuple[int, int]) -> float:
+        return -(-count(size) // cores) * _clocks_of_step(*size) / (gain if size[0] == 192 else 1)
+
+    size = (128, 256) if fast else min((128, 128), (192, 128), key=time)
+    if not problem.G and count(size) < cores:  # some multiprocessors would have no tile
+        size = min(size, (128, 128), (128, 64), key=time)
+    if size == (128, 256):
+        return Tiles("triton", *size, stages=3, panel=16)
+    if size == (192, 128):
+        return Tiles("triton", *size, stages=4)
+    if size == (128, 64):
+        return Tiles("triton", *size, stages=7, panel=16)
     # Five stages were 3 to 5 % faster than four (H200, 2026-11-26, forward and dgrad over 64 and 128 groups of 256 to
     # 2,048 rows). Panels of 16 rows were 1 to 2 % faster than of 8, and over groups of 256 and 512 rows 1 % slower.
     few = recipe.lhs.scaling == "block_1x128" and (pass_name == "wgrad" or not problem.G)
-    return Tiles("triton", 128, 128, stages=4 if few else 5, panel=8 if problem.G else 16)
+    return Tiles("triton", *size, stages=4 if few else 5, panel=8 if problem.G else 16)
+
+
+def _clocks_of_step(bm: int, bn: int) -> float:
+    """Of a multiprocessor for a K step of a tile: the slower of its tensor cores, 4,096 products a clock, and its
+    loads, taken as 64 bytes a clock. The stores of a tile are proportional, too, and the pipeline fills once a launch:
+    neither changes the choice. H200, 2026-11-26, at most one tile a multiprocessor, difference of sums over 7,168 and
+    4,096: 0.27 us a step of 128x128, 0.55 of 128x256.
+    """
+    return BLOCK * max(bm * bn / 4096, (bm + bn) / 64)
 
 
 _PALLAS_TILES = ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4), (32, 128, 4), (16, 128, 4))
@@ -236,6 +266,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
     if kernel == "triton":
         fast = pass_name in RECIPES[problem.recipe].fast
         shapes = ((128, 128, 8, (4, 5)), (128, 256, 8, (3,)) if fast else (192, 128, 8, (3, 4)))
+        shapes += () if problem.G else ((128, 64, 8, (6, 8)),)
     else:
         shapes = tuple((*shape, (2, 3, 4)) for shape in _PALLAS_TILES)
     panels = (8, 4, 16, 32) if kernel == "triton" else (8,)
@@ -244,6 +275,18 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
             tiles = Tiles("triton" if kernel == "triton" else "pallas", bm, bn, warps, stages, panel)
             if tiles.shared_bytes <= device.shared_bytes:
                 yield tiles
+    if kernel == "triton" and not problem.G and pass_name != "wgrad":
+        yield from _split_sums(_sizes(pass_name, problem), fast, device.cores)
+
+
+def _split_sums(sizes: tuple[int, int, int], fast: bool, cores: int) -> Iterator[Tiles]:
+    """Tiles of as many parts of at least eight steps as a card has multiprocessors for."""
+    rows, columns, length = sizes
+    for bn, stages in ((128, 4), (64, 7), *[(256, 3)] * fast):
+        tiles = -(-rows // 128) * -(-columns // bn)
+        for split in (2, 4):
+            if tiles * split <= cores and length >= 8 * BLOCK * split:
+                yield Tiles("triton", 128, bn, stages=stages, split=split)
 
 
 PLANNER = Planner(

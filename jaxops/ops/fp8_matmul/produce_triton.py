@@ -8,7 +8,8 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add, swizzle, write_tile
 from jaxops.ops.fp8_matmul.cast_triton import panel_is_cast, wait_for_casts
 
-# One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
+# One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K, or
+# parts of one product's sums as such groups.
 DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Scales: one per operand; one per row of A and of B; 1x128 blocks of A and 128x128 of B; 1x128 blocks of both.
 TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -56,6 +57,13 @@ def place_tile(fetched, G, M, K, KIND: gl.constexpr):
 def operand_rows(group, row, col, M, N, KIND: gl.constexpr):
     """Where a tile's rows start in A and in B."""
     return row - group * M if KIND == CONTRACTION else row, col + group * N if KIND == ROWS else col
+
+
+@gluon.jit
+def first_scale(group, col, first_k, N, K, KIND: gl.constexpr):
+    """Where the scales of a tile's block of 128 rows of B start. CONTRACTION: of the parts of one product's sums."""
+    block = col // 128 if KIND == CONTRACTION else group * gl.cdiv(N, 128) + col // 128
+    return block * gl.cdiv(K, BK) + first_k
 
 
 @gluon.jit
@@ -116,7 +124,7 @@ def produce(
         sb_first = sb
         if SCALES == BLOCK:
             # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
-            sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
+            sb_first = sb + first_scale(group, col, first_k, N, K, KIND)
             scale = gl.load(sb_first)
         limit = multiplied_until(row, end, BM)
         whole = panel_is_cast(casts, a_row, M, K) if casts is not None else True

@@ -19,6 +19,7 @@ TILES = [
     Tiles("triton", 128, 128, stages=4, panel=16),
     Tiles("triton", 192, 128, stages=4, panel=3),
     Tiles("triton", 128, 256, stages=3, panel=1),
+    Tiles("triton", 128, 64, stages=7, panel=2),
 ]
 SIZES = [(1, 1), (7, 131), (65, 128), (129, 389), (64, 1041), (300, 520), (2050, 300), (1536, 256)]
 KINDS = [(False, False), (False, True), (True, False)]  # by_row, both

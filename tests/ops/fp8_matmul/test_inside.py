@@ -119,6 +119,8 @@ def test_equals_a_cast_before(sizes, recipe, pow2):
         ("blockwise", Tiles("triton", 192, 128, stages=4)),
         ("rowwise", Tiles("triton", 128, 128, stages=5)),
         ("rowwise", Tiles("triton", 128, 256, stages=3, panel=2)),
+        ("blockwise", Tiles("triton", 128, 64, stages=7, panel=1)),
+        ("rowwise", Tiles("triton", 128, 64, stages=8, panel=2)),
     ],
     ids=str,
 )

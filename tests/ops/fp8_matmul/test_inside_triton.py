@@ -46,6 +46,8 @@ INSIDE = [
     Inside("rowwise", Tiles("triton", 128, 256, stages=3, panel=16), spilled=8),
     Inside("rowwise", Tiles("triton", 128, 128, stages=5, panel=16), pow2=True),
     Inside("rowwise", Tiles("triton", 128, 256, stages=3, panel=16), out="float32"),  # stored in halves
+    Inside("blockwise", Tiles("triton", 128, 64, stages=7, panel=16), both=True),
+    Inside("rowwise", Tiles("triton", 128, 64, stages=7, panel=16)),
 ]
 
 
@@ -82,7 +84,7 @@ def test_inside(case, tmp_path):
     assert {events[i + 1] for i in acquired} == {"fence.proxy.async.global"}
 
 
-@pytest.mark.parametrize("bn", [128, 256])
+@pytest.mark.parametrize("bn", [64, 128, 256])
 def test_inside_leaves_stages_out_that_do_not_fit(bn, tmp_path):
     tiles, shape = Tiles("triton", 128, bn, stages=8), jax.ShapeDtypeStruct((M, K), "bfloat16")
     how: dict = {"out_dtype": jnp.dtype("bfloat16"), "fast": True, "tiles": tiles, "cores": 132}

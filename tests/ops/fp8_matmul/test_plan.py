@@ -1,6 +1,7 @@
 """Plans of the FP8 products: backend by device and by what is installed, tuned rows, heuristic, candidates."""
 
 import dataclasses
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -165,9 +166,11 @@ def test_triton_takes_no_pallas_rows():
     assert make_plan(PROBLEM, H200, pallas, backend="triton") == make_plan(PROBLEM, H200)
 
 
-@pytest.mark.parametrize("size", [(64, 128), (128, 64), (256, 128), (256, 256), (128, 512)], ids=str)
+@pytest.mark.parametrize("size", [(64, 128), (128, 32), (256, 128), (256, 64), (128, 512)], ids=str)
 def test_tiles_that_the_triton_kernel_does_not_have(size):
-    with pytest.raises(ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128, 192x128, 128x256"):
+    with pytest.raises(
+        ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128, 192x128, 128x256, 128x64"
+    ):
         Tiles("triton", *size)
     Tiles("pallas", *size)
 
@@ -188,8 +191,10 @@ def test_tiles_of_few_rows():
         ({"bn": 8}, "at least 16"),
         ({"bm": 8}, "at least 16"),
         ({"bm": 4, "swap": True}, "at least 8"),
-        ({"kernel": "triton", "split": 2}, "no bk, split and swap"),
+        ({"kernel": "triton", "bk": 256}, "no bk and swap"),
+        ({"kernel": "triton", "swap": True}, "no bk and swap"),
         ({"kernel": "xla", "bk": 256}, "no bk, split and swap"),
+        ({"kernel": "xla", "split": 2}, "no bk, split and swap"),
         ({"kernel": "pallas", "dynamic": True}, "are not dynamic"),
         ({"kernel": "xla", "dynamic": True}, "are not dynamic"),
         ({"split": 0}, "at least 1"),
@@ -210,8 +215,39 @@ def test_only_groups_have_dynamic_tiles():
             make_plan(dense, H200, plan=Plan("triton", **{name: tiles}))
 
 
+@pytest.mark.usefixtures("_jax_triton")
+def test_which_sums_are_split_on_hopper():
+    tiles, dense = Tiles("triton", 128, 128, stages=4, split=2), dataclasses.replace(PROBLEM, G=0)
+    for name in ("fwd", "dgrad"):
+        assert getattr(make_plan(dense, H200, plan=Plan("triton", **{name: tiles})), name) == tiles
+        with pytest.raises(ValueError, match=rf"plan\.{name}=.*over groups.*leave split out"):
+            make_plan(PROBLEM, H200, plan=Plan("triton", **{name: tiles}))
+    with pytest.raises(ValueError, match=r"plan\.wgrad=.*no bm below 16, bk, split or swap"):
+        make_plan(dense, H200, plan=Plan("triton", wgrad=tiles))
+    whole = dataclasses.replace(tiles, split=1)
+    plan = make_plan(dense, H200, [row("fwd", tiles, dense)], plan=Plan("triton", "inside", dgrad=tiles))
+    assert (plan.fwd, plan.dgrad) == (whole, tiles)
+    assert make_plan(dense, H200, [row("fwd", tiles, dense)]).fwd == tiles
+
+
+def test_candidates_that_split_sums():
+    """Only where the card has a multiprocessor for each part, of sums that are long enough."""
+
+    def splits(pass_name, *sizes, recipe="blockwise"):
+        found = candidates(pass_name, Problem(*sizes[:3], recipe, "bfloat16", *sizes[3:]), H200, "triton")
+        return sorted((tiles.bn, tiles.split) for tiles in found if tiles.split > 1)
+
+    assert splits("fwd", 333, 7168, 2048) == [(128, 2)]  # 48 tiles of 128 columns, 96 of 64, 24 of 256
+    assert splits("fwd", 333, 7168, 2048, recipe="tensorwise") == [(128, 2), (256, 2), (256, 4)]
+    assert splits("dgrad", 333, 2048, 7168) == [(128, 2)]
+    assert splits("fwd", 128, 4095, 1024) == [(64, 2), (128, 2)]  # four parts of fewer than eight steps
+    assert splits("fwd", 128, 4096, 1024) == [(64, 2), (64, 4), (128, 2), (128, 4)]
+    for pass_name, sizes in (("wgrad", (7168, 256, 2048)), ("fwd", (333, 7168, 2048, 2)), ("fwd", (4096, 4096, 4096))):
+        assert splits(pass_name, *sizes) == []
+
+
 def test_tiles_that_it_has():
-    for bm, bn in ((128, 128), (192, 128), (128, 256)):
+    for bm, bn in ((128, 128), (192, 128), (128, 256), (128, 64)):
         assert (Tiles("triton", bm, bn).bm, Tiles("triton", bm, bn).bn) == (bm, bn)
     with pytest.raises(ValueError, match=r"Tiles\.bm=192 must be a power of two"):
         Tiles("pallas", 192, 128)
@@ -233,6 +269,71 @@ def test_three_consumers_where_their_tiles_fill_the_card():
     ]  # eleven rounds of 192 rows are more than 16 of 128
     assert rows_of_a_tile(8192, 7168, 2048)[0] == 128  # six rounds of 192 rows, eight of 128
     assert rows_of_a_tile(32768, 2048, 768, G=128)[:2] == [128, 128]  # groups of 256 rows are two tiles of either
+
+
+@pytest.mark.parametrize("bn", [64, 128, 256])
+def test_shared_memory_has_room_for_a_tile_of_two_bytes(bn):
+    """Beside the stages of each depth: whole, else half; a depth that leaves no room for either does not fit."""
+    for stages in range(2, 12):
+        tiles = Tiles("triton", 128, bn, stages=stages)
+        pipeline = stages * (128 * (128 + bn) + 4 * (2 * 128 + bn) + 20) + 256
+        left = 232_448 - pipeline
+        columns = bn if 256 * bn <= left else bn // 2 if 128 * bn <= left else 0
+        assert tiles.stored(2) == columns
+        assert (tiles.shared_bytes <= 232_448) == (columns > 0)
+        assert tiles.shared_bytes == pipeline + 256 * (columns or bn)
+
+
+def sizes_of(M, K, N, recipe, G=0, cores=132):
+    device = dataclasses.replace(H200, cores=cores)
+    found = (heuristic(name, Problem(M, K, N, recipe, "bfloat16", G), device, "triton") for name in PASSES)
+    return [(tiles.bm, tiles.bn) for tiles in found]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fast", "promoted"),
+    [
+        ((333, 4096, 4096), (128, 128), (128, 128)),  # 48 tiles of 256 columns, 96 of 128, 192 of 64
+        ((1024, 4096, 4096), (128, 256), (128, 128)),  # 128 tiles of 256 columns take as long as two rounds of 128
+        ((333, 7168, 2048), (128, 64), (128, 64)),  # 24, 48, and 96 of 64
+        ((1024, 4096, 14336), (128, 256), (128, 128)),  # 448 fill the card
+        ((1, 4096, 2048), (128, 64), (128, 64)),
+    ],
+    ids=str,
+)
+def test_few_tiles_leave_no_multiprocessor_idle(sizes, fast, promoted):
+    for recipe in RECIPES:
+        found = sizes_of(*sizes, recipe)
+        assert found[0] == (fast if "fwd" in RECIPES[recipe].fast else promoted)
+    M, K, N = sizes
+    assert sizes_of(M, N, K, "blockwise")[1] == sizes_of(M, K, N, "blockwise")[0]  # dgrad is the same by columns of K
+    assert sizes_of(K, M, N, "blockwise")[2][1] == sizes_of(M, K, N, "blockwise")[0][1]  # and wgrad by M as K
+
+
+def test_the_choice_depends_on_the_card():
+    assert sizes_of(333, 4096, 4096, "blockwise", cores=78)[0] == (192, 128)  # 64 tiles, or 96 in two rounds
+    assert sizes_of(333, 4096, 4096, "tensorwise", cores=78)[0] == (128, 256)  # 48, or two rounds of half as long
+    assert sizes_of(333, 4096, 4096, "tensorwise", cores=96)[0] == (128, 128)
+
+
+def test_groups_have_no_tiles_of_64_columns():
+    for M, G in ((8, 8), (333, 2), (4096, 128)):
+        for recipe in RECIPES:
+            found = sizes_of(M, 7168, 2048, recipe, G)
+            assert {bn for _, bn in found} <= {128, 256}
+            assert found[0][1] == (256 if RECIPES[recipe].fast else 128)
+
+
+@pytest.mark.parametrize("M", [4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_many_tiles(M, recipe):
+    """Whatever the widths, results of at least 1,024 columns have tiles that fill the card once: 256 columns where the
+    tensor core does the whole sum."""
+    for K, N in itertools.product((1024, 1536, 2048, 4096, 5120, 7168, 14336), repeat=2):
+        fwd, dgrad, wgrad = sizes_of(M, K, N, recipe)
+        assert fwd in ([(128, 256)] if RECIPES[recipe].fast else [(128, 128), (192, 128)])
+        assert dgrad in ((128, 128), (192, 128))
+        assert (wgrad == (128, 64)) == (K * N == 1024 * 1024)  # 64 tiles of 128x128
 
 
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from([512, 1408, 4096, 14336, 32768]))

@@ -74,6 +74,7 @@ class Product:
                 *["groups"] * self.grouped,
                 f"{self.chosen.bm}x{self.chosen.bn}x{self.chosen.stages}",
                 *["dynamic"] * self.chosen.dynamic,
+                *["split"] * (self.chosen.split > 1),
             ]
         )
 
@@ -118,6 +119,20 @@ PRODUCTS = [
     # Two numbers spilled in the epilogue: once a tile.
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 128, stages=6), spilled=8),
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=6)),
+    # 64 columns: each kind of scales; float32 stored whole, and in halves.
+    Product("tensorwise", "fwd", tiles=Tiles("triton", 128, 64, stages=7)),
+    Product("rowwise", "dgrad", tiles=Tiles("triton", 128, 64, stages=7)),
+    Product("blockwise", "fwd", tiles=Tiles("triton", 128, 64, stages=7)),
+    Product("blockwise", "wgrad", tiles=Tiles("triton", 128, 64, stages=7)),
+    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
+    Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=4), n=ODD_N),
+    # Parts of sums, in float32: each kind of scales that products have without groups.
+    Product("tensorwise", "fwd", tiles=Tiles("triton", 128, 256, stages=3, split=2)),
+    Product("rowwise", "dgrad", tiles=Tiles("triton", 128, 64, stages=7, split=2)),
+    Product("blockwise", "fwd", tiles=Tiles("triton", 128, 128, stages=4, split=4)),
+    Product("blockwise", "dgrad", tiles=Tiles("triton", 192, 128, stages=4, split=2)),
+    Product("blockwise", "fwd", tiles=Tiles("triton", 128, 64, stages=8, split=2), n=ODD_N),
 ]
 
 
@@ -149,7 +164,7 @@ def test_product(product, tmp_path):
     places = 1 if product.fast or consumers == 3 else ROUNDS[consumers] + 1
     instructions = [f"m64n{tiles.bn}k32.f32.{a}.{b}"] * (consumers * 4 * places)
     # Float32 takes more than the tiles promise where that is free, and then stores more columns at a time.
-    shared = H200.shared_bytes if product.name == "wgrad" else tiles.shared_bytes
+    shared = H200.shared_bytes if product.name == "wgrad" or tiles.split > 1 else tiles.shared_bytes
     check(product.kernel, instructions, consumers, shared, tmp_path, product.spilled)
 
 
@@ -179,15 +194,17 @@ def gradients(op, **options):
     return results
 
 
-@pytest.mark.parametrize("cast", ["before", "inside"])
-def test_a_users_call(cast):
+@pytest.mark.parametrize("kind", ["before", "inside", "parts"])
+def test_a_users_call(kind):
     """ "auto" takes these kernels on an H200, for all three products."""
-    options = {} if cast == "before" else {"plan": Plan("triton", cast="inside")}
+    parts = Tiles("triton", 128, 64, stages=7, split=2)
+    plans = {"inside": Plan("triton", cast="inside"), "parts": Plan("triton", fwd=parts, dgrad=parts)}
+    options = {"plan": plans[kind]} if kind in plans else {}
     shapes = [
         jax.ShapeDtypeStruct(*shape) for shape in (((M, K), "bfloat16"), ((K, N), "float32"), ((M, N), "bfloat16"))
     ]
     kernels = compiled(gradients(jaxops.fp8_matmul, **options), *shapes)
-    first = "fp8_gemm_kernel" if cast == "before" else "fp8_gemm_inside_kernel"
+    first = "fp8_gemm_inside_kernel" if kind == "inside" else "fp8_gemm_kernel"
     assert sorted(kernel.name for kernel in kernels) == sorted([first, "fp8_gemm_kernel", "fp8_gemm_kernel"])
 
 

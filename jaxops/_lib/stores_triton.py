@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from jaxops._lib.tile_scheduler_triton import opaque
+
 
 @gluon.jit
 def window(row, end, HEIGHT: gl.constexpr):
@@ -104,10 +106,7 @@ def store_columns(acc, desc, ptr, buf, row, end, col, N):
 @gluon.jit
 def pointers_to_tile(ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
     """Pointers to a tile of an array with N columns, and the mask of those before row `end` and column N."""
-    # A copy that the compiler cannot see through: otherwise multiples of N, equal for all tiles, are kept in registers.
-    stride = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    stride = opaque(N)  # otherwise multiples of N, equal for all tiles, are kept in registers
     stride = stride // 8 * 8 if ALIGNED else stride  # tells the compiler that rows start at multiples of 16 bytes
     rows = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))

@@ -10,6 +10,15 @@ ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
+def opaque(x):
+    """x, int32, as a copy that the compiler cannot see through: it computes nothing from x early, to keep in registers
+    or to spill."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def start_fetch_add(counter):
     """Starts an atomic increment, by one warp, and does not wait: `finish_fetch_add` returns the old value. (Triton's
     atomic_add waits.)"""
@@ -56,9 +65,29 @@ def read_tile(tiles, s):
 def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
     """Row and column of tile t: column by column within panels of PANEL tile rows, so that concurrent programs share
     operands in L2."""
-    first = t // (PANEL * num_j) * PANEL
+    return place_in_panel(t % (PANEL * num_j), t // (PANEL * num_j) * PANEL, num_i, PANEL)
+
+
+@gluon.jit
+def skip_panels(t, first, num_i, num_j, PANEL: gl.constexpr):
+    """Of the tile t tiles behind the start of the panel at tile row `first`: its number in its own panel, and where that
+    starts; past the last tile at num_i or behind."""
+    while (first < num_i) & (t >= min(num_i - first, PANEL) * num_j):
+        t -= PANEL * num_j
+        first += PANEL
+    return t, first
+
+
+@gluon.jit
+def place_in_panel(t, first, num_i, PANEL: gl.constexpr):
+    """Row and column of tile t of a panel, as by `swizzle`; without a division in a whole panel."""
     height = min(num_i - first, PANEL)
-    return first + t % (PANEL * num_j) % height, t % (PANEL * num_j) // height
+    i = t % PANEL
+    j = t // PANEL
+    if height < PANEL:
+        i = t % height
+        j = t // height
+    return first + i, j
 
 
 @gluon.jit

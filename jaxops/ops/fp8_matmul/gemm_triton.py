@@ -29,7 +29,7 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
 from jaxops._lib.sums import sum_of_parts
-from jaxops._lib.tile_scheduler_triton import read_tile
+from jaxops._lib.tile_scheduler_triton import opaque, place_in_panel, read_tile, skip_panels
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
@@ -49,26 +49,21 @@ from jaxops.ops.fp8_matmul.produce_triton import (
     produce,
 )
 
-# K steps per round, by the number of consumers. Two consumers overlap their own wgmma with their sums within a round of
-# four steps. Three have fewer registers: a round is one step, and the other two multiply while one sums.
-ROUNDS = {2: 4, 3: 1}
+@gluon.jit
+def _scales_of_rows(
+    sa_bufs, sb_bufs, s, early,
+    WHICH: gl.constexpr, BOXES: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Of the 64 rows of box WHICH in one step; with BLOCK times that of the columns."""
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    sa = sa_bufs.index(BOXES * s + WHICH).reshape([sa_bufs.shape[2]])
+    rows = sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
+    return rows * sb_bufs.index(s).load(ROW) if SCALES == BLOCK else rows
 
 
 @gluon.jit
-def _scales(
-    sa_bufs, sb_bufs, s, early,
-    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """The scales of one step: of a consumer's rows, and with OUTER also of its columns."""
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    sa = sa_bufs.index(CONSUMERS * s + WHICH).reshape([sa_bufs.shape[2]])
-    rows = sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
-    cols = 0
-    if SCALES == BLOCK:
-        rows = rows * sb_bufs.index(s).load(ROW)
-    else:
-        cols = sb_bufs.index(s).reshape([sb_bufs.shape[2]]).load(gl.SliceLayout(0, MMA))
-    return rows, cols
+def _scales_of_columns(sb_bufs, s, MMA: gl.constexpr):
+    return sb_bufs.index(s).reshape([sb_bufs.shape[2]]).load(gl.SliceLayout(0, MMA))
 
 
 @gluon.jit
@@ -141,13 +136,14 @@ def _sum_rounds(
             rows = 0.0
             cols = 0
             if SCALES == BLOCK:  # loaded before the wait, behind the wgmma; OUTER's scales would not fit the registers
-                rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                rows = _scales_of_rows(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
             if i + 1 < ROUND:
                 done, part1 = warpgroup_mma_wait(1, deps=[part0, part1])
             else:
                 done = warpgroup_mma_wait(0, deps=[part0])
             if SCALES == OUTER:
-                rows, cols = _scales(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                rows = _scales_of_rows(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                cols = _scales_of_columns(sb_bufs, s0, MMA)
                 # TMA may write the next scales as soon as the stage is released, and no barrier waits for loads from
                 # shared memory. Without the fence up to 11 of 60 launches had wrong sums (H200, 2026-11-26, 192x128
                 # with three stages). BLOCK's loads have finished before the wgmma.
@@ -156,6 +152,38 @@ def _sum_rounds(
             acc = _promote(acc, done, rows, cols, SCALES)
         s, phase = advance(s1, phase, STAGES)
     return acc, s, phase
+
+
+@gluon.jit
+def _sum_halves(
+    upper, lower, steps, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, early,
+    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """A consumer's upper and lower 64 rows + A @ B.T: one half is scaled and added while the other consumer multiplies.
+
+    The scales are loaded behind a wgmma, for both halves those of the columns once: of 64 rows a consumer, their loads
+    are a third of what shared memory can do (H200, 2026-11-26). They have finished before the wgmma.
+    """
+    BOXES: gl.constexpr = 2 * CONSUMERS
+    for _ in range(steps):
+        part = _multiply_step(gl.zeros_like(upper), a_bufs, b_bufs, full, s, phase, 2 * WHICH, BOXES)
+        cols = 0
+        rows = 0.0
+        more_rows = 0.0
+        if SCALES == OUTER:
+            cols = _scales_of_columns(sb_bufs, s, MMA)
+        if SCALES >= BLOCK:
+            rows = _scales_of_rows(sa_bufs, sb_bufs, s, early, 2 * WHICH, BOXES, KIND, SCALES, MMA)
+            more_rows = _scales_of_rows(sa_bufs, sb_bufs, s, early, 2 * WHICH + 1, BOXES, KIND, SCALES, MMA)
+        part = warpgroup_mma_wait(0, deps=[part])
+        upper = _promote(upper, part, rows, cols, SCALES)
+        part = _multiply_step(part, a_bufs, b_bufs, full, s, phase, 2 * WHICH + 1, BOXES)
+        part = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(s), count=1)
+        lower = _promote(lower, part, more_rows, cols, SCALES)
+        s, phase = advance(s, phase, STAGES)
+    return upper, lower, s, phase
 
 
 @gluon.jit
@@ -168,36 +196,77 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 
 @gluon.jit
-def consume(
-    args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
+def _finish(
+    acc, args, buf, group, row, end, col, steps,
+    KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies and stores this consumer's 64 rows of each tile.
+    """Scales 64 rows of a tile by what spans their sums, and stores them."""
+    sa, sb, c_desc, c_ptr, M, N = args
+    if row < end:
+        # Rows outside the groups stay zero, even where their scales are NaN.
+        inside = steps > 0 if KIND == ROWS else True
+        a_row, b_row = operand_rows(group, row, col, M, N, KIND)
+        if SCALES == TENSOR:
+            scale = gl.load(sa) * gl.load(sb + group if KIND == ROWS else sb)
+            acc = acc * (gl.where(inside, scale, 0.0) if KIND == ROWS else scale)
+        elif SCALES == VECTOR:
+            acc = _scale_vectors(
+                acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA
+            )
+        if c_desc is not None:
+            store_plain(acc, c_desc, c_ptr, buf, row, end, col, N, ALIGNED)
+        else:
+            store(acc, c_desc, c_ptr, buf, row, end, col, N, MMA, ALIGNED)
+
+
+@gluon.jit
+def consume(
+    args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    """Multiplies and stores this consumer's 64 rows of each tile, or 128 of 256.
 
     The consumers store at the same time. Starting each some steps after the one before it, so that the others multiply
     meanwhile, uses up stages that hide the latency of loads: one step cost 1 to 5 %, three up to 18 % (H200,
     2026-11-26, products over 64 and 128 groups of 256 to 2,048 rows).
     """
-    sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N = args
+    sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N, K = args
     a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
+    HALVES: gl.constexpr = BM // (ROWS_OF_ONE * CONSUMERS)
+    # K steps per round. Two consumers overlap their own wgmma with their sums within a round of four. Three have fewer
+    # registers: a round is one step, and the other two multiply while one sums.
+    ROUND: gl.constexpr = 4 if CONSUMERS == 2 else 1
     s = 0
     phase = 0
-    more = True
+    num_i = gl.cdiv(opaque(M), BM)  # otherwise computed before the warps part, and spilled
+    num_j = gl.cdiv(opaque(N), BN)
+    panel = 0
+    t, panel = skip_panels(gl.program_id(0), panel, num_i, num_j, PANEL)
+    more = panel < num_i if KIND == DENSE else True
     while more:
-        mbarrier.wait(full.index(s), phase)
-        group, first, end, col, steps = read_tile(tile_bufs, s)
-        col = col // BN * BN  # no change: tells the compiler of the alignment
-        row = first + WHICH * ROWS_OF_ONE
-        more = steps >= 0
-        mine = row < end
-        a_row, b_row = operand_rows(group, row, col, M, N, KIND)
-        scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
-        scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
-        count = gl.where(row < multiplied_until(first, end, BM), max(steps, 0), 0)
+        if KIND == DENSE:
+            # Not from the producer: waiting for a tile's place and reading it took 0.3 us a tile (H200, 2026-11-26).
+            i, j = place_in_panel(t, panel, num_i, PANEL)
+            group, first, end, col, steps = 0, i * BM, M, j * BN, gl.cdiv(K, BK)
+            t, panel = skip_panels(t + gl.num_programs(0), panel, num_i, num_j, PANEL)
+            more = panel < num_i
+        else:
+            mbarrier.wait(full.index(s), phase)
+            group, first, end, col, steps = read_tile(tile_bufs, s)
+            col = col // BN * BN  # no change: tells the compiler of the alignment
+            more = steps >= 0
+        row = first + WHICH * HALVES * ROWS_OF_ONE
+        a_row, _ = operand_rows(group, row, col, M, N, KIND)
+        count = steps if KIND == DENSE else gl.where(row < multiplied_until(first, end, BM, KIND), max(steps, 0), 0)
         acc = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
-        if FAST:
+        lower = acc
+        if HALVES == 2:
+            acc, lower, s, phase = _sum_halves(
+                acc, lower, count, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, a_row % 4,
+                WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
+            )  # fmt: skip
+        elif FAST:
             acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, count, s, phase, WHICH, CONSUMERS, STAGES)
         else:
             for each in gl.static_range(2 if ROUND > 1 else 1):  # whole rounds, then the remaining steps
@@ -206,38 +275,31 @@ def consume(
                     a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, a_row % 4,
                     WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
                 )  # fmt: skip
-        for _ in range(max(steps, 1) - count):  # releases what it has not multiplied
-            mbarrier.wait(full.index(s), phase)
-            mbarrier.arrive(empty.index(s), count=1)
-            s, phase = advance(s, phase, STAGES)
-        if mine:
-            # Rows outside the groups stay zero, even where their scales are NaN.
-            if SCALES == TENSOR:
-                acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))
-            elif SCALES == VECTOR:
-                inside = steps > 0 if KIND == ROWS else True
-                acc = _scale_vectors(
-                    acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA
-                )
-            if c_desc is not None:
-                store_plain(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, ALIGNED)
-            else:
-                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, ALIGNED)
+        if KIND != DENSE:
+            for _ in range(max(steps, 1) - count):  # releases what it has not multiplied
+                mbarrier.wait(full.index(s), phase)
+                mbarrier.arrive(empty.index(s), count=1)
+                s, phase = advance(s, phase, STAGES)
+        result = (sa, sb, c_desc, c_ptr, M, N)
+        buf = c_bufs.index(WHICH)
+        _finish(acc, result, buf, group, row, end, col, steps, KIND, SCALES, MMA, ALIGNED)
+        if HALVES == 2:
+            _finish(lower, result, buf, group, row + ROWS_OF_ONE, end, col, steps, KIND, SCALES, MMA, ALIGNED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def make_buffers(
     a_desc, b_desc, sa, sb, c_desc, c_ptr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Shared memory of the stages, and of the stores. A stage: operands, scales, a tile, full and empty barriers."""
-    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
+    BOXES: gl.constexpr = BM // ROWS_OF_ONE
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [BOXES * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sa_bufs = gl.allocate_shared_memory(
-        gl.float32, [CONSUMERS * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
+        gl.float32, [BOXES * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
         sa.layout if SCALES >= BLOCK else FLAT,
     )  # fmt: skip
     sb_bufs = gl.allocate_shared_memory(
@@ -260,23 +322,22 @@ def make_buffers(
 def fp8_gemm_kernel(
     a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES)
-    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
+    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES, CONSUMERS)
     producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K)
-    consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N)
+    consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N, K)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
             (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
-        ], [4, 1], [232, 40])  # fmt: skip
+        ], [4, 1], [240, 24] if BM == 256 else [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
-            (consume, (consumer_args, 2, BM, BN, STAGES, KIND, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
             (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
@@ -334,7 +395,7 @@ def multiply_triton(
         entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
         KIND=kind.value, SCALES=scales, FAST=fast,
-        ROUND=ROUNDS[bm // 64],
+        CONSUMERS=tiles.consumers,
         ALIGNED=N % 8 == 0,
     )  # fmt: skip
     out = out.reshape(G, M, N) if contraction else out
@@ -356,6 +417,8 @@ def schedule_parts(K: int, parts: int) -> np.ndarray:
 def check_registers(tiles: Tiles, fast: bool) -> None:
     if tiles.bn > 128 and not fast:
         raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
+    if tiles.bm == 256 and fast:
+        raise ValueError(f"{tiles} is for sums promoted to float32: use bm=128, bn=256.")
 
 
 def scales_of(a: Operand, b: Operand) -> int:

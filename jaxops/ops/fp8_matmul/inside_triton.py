@@ -32,7 +32,6 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.stores_triton import pad_to_16_bytes, tile_layout
 from jaxops.ops.fp8_matmul.cast_triton import PANELS, Casts, cast
 from jaxops.ops.fp8_matmul.gemm_triton import (
-    ROUNDS,
     SCALES_LAYOUT,
     check_registers,
     consume,
@@ -51,11 +50,11 @@ def fp8_gemm_inside_kernel(
     x_desc, xt_desc, a_desc, b_desc, sa_desc, sb, state, c_desc, c_ptr, values, scales, values_t, scales_t,
     tiles, units, M, N, K, width, height,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SCALES: gl.constexpr,
-    FAST: gl.constexpr, ROUND: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
+    FAST: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
     BOXES: gl.constexpr, DEPTH: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr, ALIGN: gl.constexpr,
 ):  # fmt: skip
     sa = sa_desc if SCALES == BLOCK else scales
-    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES)
+    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES, CONSUMERS)
     BOX: gl.constexpr = x_desc.block_shape
     BY_ROW: gl.constexpr = SCALES != BLOCK
     x_bufs = gl.allocate_shared_memory(gl.bfloat16, [DEPTH * CASTERS, BOX[0], BOX[1]], x_desc.layout)
@@ -67,13 +66,13 @@ def fp8_gemm_inside_kernel(
         (x_desc, xt_desc), values, scales, values_t, scales_t, x_bufs, loaded, units, M, K, width, height,
     )  # fmt: skip
     producer_args = (a_desc, b_desc, sa, sb, None, bufs, tiles, 0, 1, M, N, K)
-    consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N)
+    consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N, K)
     CONSUMER: gl.constexpr = 176 if BN == 64 else 224 if BY_ROW else 216
     OTHER: gl.constexpr = 152 if BN == 64 else 56 if BY_ROW else 72
     if BM == 128:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
             (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
@@ -81,9 +80,9 @@ def fp8_gemm_inside_kernel(
         ], [4, 1, 1, 1, 1], [CONSUMER, OTHER, OTHER, OTHER, OTHER])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
-            (consume, (consumer_args, 2, BM, BN, STAGES, DENSE, SCALES, FAST, ROUND, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
             (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
@@ -192,7 +191,7 @@ def multiply_inside(
         tiles=-(-M // tiles.bm) * -(-N // tiles.bn), units=casting.units(M, K), M=M, N=N, K=K,
         width=width, height=height, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         SCALES=scales_of(Operand(x, b.scales, "block_1x128" if blocks else "rowwise"), b), FAST=fast,
-        ROUND=ROUNDS[tiles.bm // 64], ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,
+        CONSUMERS=tiles.consumers, ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,
         BOXES=casting.boxes, DEPTH=casting.depth, COLS=casting.cols, POW2=pow2, ALIGN=math.gcd(M, 16),
     )  # fmt: skip
     return found[0], *(found[3:] if both else (None, None))

@@ -13,8 +13,9 @@ from jaxops._lib.sums import parts_of_sums
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
-# bm, bn: two consumer warp groups, three, two where the tensor core does the whole sum, two where tiles are few.
-HOPPER_TILES = ((128, 128), (192, 128), (128, 256), (128, 64))
+# bm, bn: two consumer warp groups, three, two with 128 rows each, two where the tensor core does the whole sum, two
+# where tiles are few.
+HOPPER_TILES = ((128, 128), (192, 128), (256, 128), (128, 256), (128, 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,12 @@ class Tiles:
         pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
-        return self._hopper_pipeline + 2 * self.bm * (self.stored(2) or self.bn)
+        return self._hopper_pipeline + 2 * 64 * self.consumers * (self.stored(2) or self.bn)
+
+    @property
+    def consumers(self) -> int:
+        """Of "triton", the warp groups that multiply a tile: each 64 of its rows, of 256 each 128. Stores are of 64."""
+        return 3 if self.bm == 192 else 2
 
     @property
     def _hopper_pipeline(self) -> int:
@@ -94,7 +100,8 @@ class Tiles:
         """Columns of a result of so many bytes a number that a consumer of "triton" stores at a time by TMA: a tile's,
         or half where shared memory is short, or 0: not even those have room, and it stores from its registers."""
         left = HOPPER_SHARED_BYTES - self._hopper_pipeline
-        return next((columns for columns in (self.bn, self.bn // 2) if self.bm * columns * itemsize <= left), 0)
+        rows = 64 * self.consumers
+        return next((columns for columns in (self.bn, self.bn // 2) if rows * columns * itemsize <= left), 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.gemm_triton import advance
-from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add, swizzle, write_tile
+from jaxops._lib.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add, swizzle, write_tile
 from jaxops.ops.fp8_matmul.cast_triton import panel_is_cast, wait_for_casts
 
 # One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K, or
@@ -14,7 +14,7 @@ DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Scales: one per operand; one per row of A and of B; 1x128 blocks of A and 128x128 of B; 1x128 blocks of both.
 TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 BK = gl.constexpr(128)
-ROWS_OF_ONE = gl.constexpr(64)  # rows of a tile per consumer
+ROWS_OF_ONE = gl.constexpr(64)  # rows of a wgmma, of one load and of one store
 
 
 @gluon.jit
@@ -67,13 +67,13 @@ def first_scale(group, col, first_k, N, K, KIND: gl.constexpr):
 
 
 @gluon.jit
-def multiplied_until(row, end, BM: gl.constexpr):
-    """The end of a tile's rows that are loaded and multiplied: with two consumers the group's, with three the tile's.
+def multiplied_until(row, end, BM: gl.constexpr, KIND: gl.constexpr):
+    """The end of a tile's rows that are loaded and multiplied: the tile's, but with two consumers a group's.
 
     Leaving out the rest with three, too, made the forward of 8 groups of 4,096 rows (K 4,096, N 14,336) 3 % slower
     (H200, 2026-11-26).
     """
-    if BM == 2 * ROWS_OF_ONE:
+    if BM == 2 * ROWS_OF_ONE and KIND != DENSE:
         return end
     else:  # noqa: RET505  # decided at compile time
         return row + BM
@@ -94,15 +94,11 @@ def produce(
     a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K = args
     a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
+    BOXES: gl.constexpr = BM // ROWS_OF_ONE
     A_BYTES: gl.constexpr = a_desc.nbytes_per_cta + (sa.nbytes_per_cta if SCALES >= BLOCK else 0)
     B_BYTES: gl.constexpr = b_desc.nbytes_per_cta + (sb.nbytes_per_cta if SCALES == OUTER else 0)
     if casts is not None:
-        # A copy that the compiler cannot see through: otherwise cdiv(N, BN) is computed before the warps part, and
-        # spilled.
-        N = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(N)], dtype=gl.int32, is_pure=False, pack=1
-        )
+        N = opaque(N)  # otherwise cdiv(N, BN) is computed before the warps part, and spilled
     if KIND == ROWS:  # as many as the groups need; the launch has room for any offsets
         tiles = gl.load(schedule + 4 * entries) * gl.cdiv(N, BN)
     s = 0
@@ -126,32 +122,33 @@ def produce(
             # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
             sb_first = sb + first_scale(group, col, first_k, N, K, KIND)
             scale = gl.load(sb_first)
-        limit = multiplied_until(row, end, BM)
+        limit = multiplied_until(row, end, BM, KIND)
         whole = panel_is_cast(casts, a_row, M, K) if casts is not None else True
-        mbarrier.wait(empty.index(s), phase)
-        write_tile(tile_bufs, s, (group, row, end, col, steps), 1)
-        if steps == 0:
-            mbarrier.arrive(full.index(s), count=1)
-            s, phase = advance(s, phase, STAGES)
+        if KIND != DENSE:
+            mbarrier.wait(empty.index(s), phase)
+            write_tile(tile_bufs, s, (group, row, end, col, steps), 1)
+            if steps == 0:
+                mbarrier.arrive(full.index(s), count=1)
+                s, phase = advance(s, phase, STAGES)
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
             if casts is not None and not whole and k % casts.CHUNK == 0:
                 wait_for_casts(casts, a_row, k, M, K)
             if SCALES == BLOCK:
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
-            for i in gl.static_range(CONSUMERS):
-                last = row + (i + 1) * ROWS_OF_ONE >= limit if i + 1 < CONSUMERS else True
+            for i in gl.static_range(BOXES):
+                last = row + (i + 1) * ROWS_OF_ONE >= limit if i + 1 < BOXES else True
                 mbarrier.expect(full.index(s), (i + 1) * A_BYTES + B_BYTES, pred=last & (row + i * ROWS_OF_ONE < limit))
-            for i in gl.static_range(CONSUMERS):
+            for i in gl.static_range(BOXES):
                 a_box = [a_row + i * ROWS_OF_ONE, (first_k + k) * BK]
                 some = row + i * ROWS_OF_ONE < limit
-                tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(CONSUMERS * s + i), pred=some)
+                tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(BOXES * s + i), pred=some)
             tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
             if SCALES >= BLOCK:
-                for i in gl.static_range(CONSUMERS):
+                for i in gl.static_range(BOXES):
                     sa_box = [first_k + k, a_row - early + i * ROWS_OF_ONE]
                     some = row + i * ROWS_OF_ONE < limit
-                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(CONSUMERS * s + i), pred=some)
+                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(BOXES * s + i), pred=some)
             if SCALES == OUTER:
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
             if SCALES == BLOCK:
@@ -159,6 +156,7 @@ def produce(
             s, phase = advance(s, phase, STAGES)
         t = following
         following = 2 * gl.num_programs(0) + finish_fetch_add(later) if DYNAMIC else later
-    mbarrier.wait(empty.index(s), phase)
-    write_tile(tile_bufs, s, (0, 0, 0, 0, -1), 1)
-    mbarrier.arrive(full.index(s), count=1)
+    if KIND != DENSE:
+        mbarrier.wait(empty.index(s), phase)
+        write_tile(tile_bufs, s, (0, 0, 0, 0, -1), 1)
+        mbarrier.arrive(full.index(s), count=1)

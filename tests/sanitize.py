@@ -161,22 +161,27 @@ def row_kernels() -> None:
 
 def fp8_products() -> None:
     """Both FP8 products and their gradients, with each kind of scales, by Pallas and by Gluon (rows of multiples of 16
-    bytes); with the heuristic's consumers and with three."""
+    bytes); with the heuristic's consumers and with three; without groups also with 64 columns and parts of sums."""
     rng = np.random.default_rng(0)
-    wide = fp8_matmul.Tiles("triton", 192, 128, stages=3)
-    plans = [(fp8_matmul.Plan("pallas"), 200, 136)]
+    wide, narrow = (fp8_matmul.Tiles("triton", *size, stages=3) for size in ((192, 128), (128, 64)))
+    parts = fp8_matmul.Tiles("triton", 128, 64, stages=8, split=2)
+    plans = [(fp8_matmul.Plan("pallas"), fp8_matmul.Plan("pallas"), 200, 136)]
     if current_device().is_hopper:
-        plans += [(fp8_matmul.Plan("triton"), 208, 144), (fp8_matmul.Plan("triton", dgrad=wide, wgrad=wide), 208, 144)]
-    for plan, K, N in plans:
+        heuristic, three = fp8_matmul.Plan("triton"), fp8_matmul.Plan("triton", dgrad=wide, wgrad=wide)
+        plans += [
+            (heuristic, three, 208, 144),
+            (three, fp8_matmul.Plan("triton", "before", parts, parts, narrow), 208, 144),
+        ]
+    for plan, dense, K, N in plans:
         for recipe in ("tensorwise", "rowwise", "blockwise"):
             x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (M, N)))
             options = {"recipe": recipe, "plan": plan}
 
             @jax.jit
-            def run(offsets, x=x, w=w, dy=dy, options=options):
+            def run(offsets, x=x, w=w, dy=dy, options=options, dense=options | {"plan": dense}):
                 y, vjp = jax.vjp(
                     lambda x, w: (
-                        jaxops.fp8_grouped_matmul(x, w, offsets, **options) + jaxops.fp8_matmul(x, w[0], **options)
+                        jaxops.fp8_grouped_matmul(x, w, offsets, **options) + jaxops.fp8_matmul(x, w[0], **dense)
                     ),
                     x,
                     w,

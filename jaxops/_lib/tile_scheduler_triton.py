@@ -65,7 +65,9 @@ def read_tile(tiles, s):
 def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
     """Row and column of tile t: column by column within panels of PANEL tile rows, so that concurrent programs share
     operands in L2."""
-    return place_in_panel(t % (PANEL * num_j), t // (PANEL * num_j) * PANEL, num_i, PANEL)
+    first = t // (PANEL * num_j) * PANEL
+    height = min(num_i - first, PANEL)
+    return first + t % (PANEL * num_j) % height, t % (PANEL * num_j) // height
 
 
 @gluon.jit

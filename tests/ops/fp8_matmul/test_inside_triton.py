@@ -40,10 +40,10 @@ class Inside:
 
 INSIDE = [
     Inside("blockwise", Tiles("triton", 128, 128, stages=4, panel=16)),
-    Inside("blockwise", Tiles("triton", 128, 128, stages=5), both=True, pow2=True, out="float32", n=ODD_N, spilled=20),
-    Inside("blockwise", Tiles("triton", 192, 128, stages=4), spilled=16),
-    Inside("blockwise", Tiles("triton", 192, 128, stages=4), both=True, spilled=28),
-    Inside("rowwise", Tiles("triton", 128, 256, stages=3, panel=16), spilled=8),
+    Inside("blockwise", Tiles("triton", 128, 128, stages=5), both=True, pow2=True, out="float32", n=ODD_N, spilled=24),
+    Inside("blockwise", Tiles("triton", 192, 128, stages=4), spilled=64),
+    Inside("blockwise", Tiles("triton", 192, 128, stages=4), both=True, spilled=64),
+    Inside("rowwise", Tiles("triton", 128, 256, stages=3, panel=16), spilled=20),
     Inside("rowwise", Tiles("triton", 128, 128, stages=5, panel=16), pow2=True),
     Inside("rowwise", Tiles("triton", 128, 256, stages=3, panel=16), out="float32"),  # stored in halves
     Inside("blockwise", Tiles("triton", 128, 64, stages=7, panel=16), both=True),

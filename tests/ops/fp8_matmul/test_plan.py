@@ -166,10 +166,10 @@ def test_triton_takes_no_pallas_rows():
     assert make_plan(PROBLEM, H200, pallas, backend="triton") == make_plan(PROBLEM, H200)
 
 
-@pytest.mark.parametrize("size", [(64, 128), (128, 32), (256, 128), (256, 64), (128, 512)], ids=str)
+@pytest.mark.parametrize("size", [(64, 128), (128, 32), (256, 256), (256, 64), (128, 512)], ids=str)
 def test_tiles_that_the_triton_kernel_does_not_have(size):
     with pytest.raises(
-        ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128, 192x128, 128x256, 128x64"
+        ValueError, match=f"{size[0]}x{size[1]}: the triton kernel has 128x128, 192x128, 256x128, 128x256, 128x64"
     ):
         Tiles("triton", *size)
     Tiles("pallas", *size)
@@ -247,7 +247,7 @@ def test_candidates_that_split_sums():
 
 
 def test_tiles_that_it_has():
-    for bm, bn in ((128, 128), (192, 128), (128, 256), (128, 64)):
+    for bm, bn in ((128, 128), (192, 128), (256, 128), (128, 256), (128, 64)):
         assert (Tiles("triton", bm, bn).bm, Tiles("triton", bm, bn).bn) == (bm, bn)
     with pytest.raises(ValueError, match=r"Tiles\.bm=192 must be a power of two"):
         Tiles("pallas", 192, 128)

@@ -33,6 +33,20 @@ class Pointer(tuple):
         return Pointer((self[0], self[1] + offset))
 
 
+@pytest.mark.parametrize("panel", [1, 3, 8])
+@pytest.mark.parametrize("programs", [1, 5, 132])
+def test_consumers_know_where_a_dense_tile_is(panel, programs):
+    """Without the producer, from one tile of a program to its next."""
+    skip, place = tile_scheduler_triton.skip_panels.fn, tile_scheduler_triton.place_in_panel.fn
+    for num_i, num_j in ((1, 1), (8, 3), (17, 5), (2, 40)):
+        for first in range(programs):
+            t, panel_row = skip(first, 0, num_i, num_j, panel)
+            for number in range(first, num_i * num_j, programs):
+                assert place(t, panel_row, num_i, panel) == tile_scheduler_triton.swizzle.fn(number, num_i, num_j, panel)
+                t, panel_row = skip(t + programs, panel_row, num_i, num_j, panel)
+            assert panel_row >= num_i
+
+
 def tiles_of(M, K, N, bm, bn, parts):
     """Of each tile: group; first row, end and first column in C; first row in A, in B; first K step, K steps; its first
     scale in 128x128 blocks of B."""

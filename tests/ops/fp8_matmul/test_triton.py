@@ -21,7 +21,7 @@ from jaxops._lib import launch_triton
 from jaxops._lib.device import Device
 from jaxops._lib.ragged import padded_rows
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates
-from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, ROUNDS, multiply_triton, scales_of
+from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, multiply_triton, scales_of
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
 from tests.gluon import Kernel, check, compiled
@@ -110,7 +110,7 @@ PRODUCTS = [
     Product("tensorwise", "wgrad", grouped=True),  # e4m3 by e5m2
     Product("blockwise", "wgrad", grouped=True),  # short groups: tiles from a counter
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
-    Product("blockwise", "wgrad", tiles=Tiles("triton", 192, 128, stages=3)),
+    Product("blockwise", "wgrad", tiles=Tiles("triton", 192, 128, stages=3), spilled=12),  # once a tile
     # Tiles from a counter; float32 stored in whole tiles, in halves, and from registers; bfloat16 in halves.
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4, dynamic=True)),
     Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 256, stages=3, dynamic=True)),
@@ -127,6 +127,13 @@ PRODUCTS = [
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
     Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=4), n=ODD_N),
+    # 128 rows a consumer: each kind of scales.
+    Product("blockwise", "fwd", tiles=Tiles("triton", 256, 128, stages=4)),
+    Product("blockwise", "wgrad", tiles=Tiles("triton", 256, 128, stages=4)),
+    Product("tensorwise", "dgrad", tiles=Tiles("triton", 256, 128, stages=4)),
+    Product("rowwise", "dgrad", grouped=True, tiles=Tiles("triton", 256, 128, stages=4)),
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 256, 128, stages=3), n=ODD_N),
+    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 256, 128, stages=4, dynamic=True)),
     # Parts of sums, in float32: each kind of scales that products have without groups.
     Product("tensorwise", "fwd", tiles=Tiles("triton", 128, 256, stages=3, split=2)),
     Product("rowwise", "dgrad", tiles=Tiles("triton", 128, 64, stages=7, split=2)),
@@ -155,13 +162,13 @@ PRODUCTS += [
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)
 def test_product(product, tmp_path):
-    """A consumer multiplies 64 rows by 128 of K in four wgmma: once in the code, or with promoted sums once per step of
-    a round and once for the remaining steps.
+    """A consumer multiplies 64 rows by 128 of K in four wgmma: once in the code; with promoted sums two consumers once
+    per step of a round and once for the remaining steps, of 128 rows each once a half.
     """
     tiles = product.chosen
-    consumers = tiles.bm // 64
+    consumers = tiles.consumers
     a, b = ({"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[form.dtype] for form in product.formats)
-    places = 1 if product.fast or consumers == 3 else ROUNDS[consumers] + 1
+    places = 1 if product.fast or consumers == 3 else 2 if tiles.bm == 256 else 4 + 1
     instructions = [f"m64n{tiles.bn}k32.f32.{a}.{b}"] * (consumers * 4 * places)
     # Float32 takes more than the tiles promise where that is free, and then stores more columns at a time.
     shared = H200.shared_bytes if product.name == "wgrad" or tiles.split > 1 else tiles.shared_bytes
@@ -265,7 +272,7 @@ def test_scales_are_read_before_their_stage_is_released(bm):
     events = re.findall(r"wgmma\.wait_group|ld\.shared\.v2|fence\.proxy\.async|mbarrier\.arrive\.shared", ptx)
     steps = " ".join(dict(zip(("wg", "ld", "fe", "mb"), "wlfa", strict=True))[event[:2]] for event in events)
     steps = re.findall(r"w (l [^wa]*)a", steps)
-    assert len(steps) == (2 * (ROUNDS[2] + 1) if bm == 128 else 3)
+    assert len(steps) == (2 * (4 + 1) if bm == 128 else 3)
     assert all(step.endswith("l f ") for step in steps)
 
 

@@ -6,7 +6,7 @@ python -m benchmarks.bench_fp8_grouped_matmul --smoke --out /tmp/x    # a tiny s
 
 Every cast of activations and gradients is part of the time: fwd casts lhs, dgrad dout, wgrad both, each into the one
 layout that the pass reads. fwd+bwd is one training step of a layer with cached weights: lhs and dout are cast once,
-into both layouts. TFLOP/s count routed rows.
+into both layouts. gemm, beside wgrad, is its product alone, of operands quantised before. TFLOP/s count routed rows.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from benchmarks import bench_grouped_matmul, checks, fp8_machine, fp8_products, 
 from benchmarks.peers_torch import TorchProcess
 from benchmarks.shapes import GroupedShape
 from jaxops._lib.fp8 import Quantized
-from jaxops.ops.fp8_matmul.operand import cols_of
+from jaxops.ops.fp8_matmul.operand import Operand, cols_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
@@ -32,7 +32,7 @@ DTYPE = jnp.bfloat16
 RECIPE = RECIPES["blockwise"]
 SMOKE = GroupedShape("smoke", 4, 384, 256, 128)
 PASSES = ("fwd", "dgrad", "wgrad", "fwd+bwd")
-OURS, PEERS = "fp8", "jaxops_bf16,torch_grouped_mm,deepgemm"
+OURS, GEMM, PEERS = "fp8", "gemm", "gemm,jaxops_bf16,torch_grouped_mm,deepgemm"
 _SHORT = 64  # rows of a group: the errors of shorter sums do not average out
 _PARTS = {"fwd": ("fwd",), "dgrad": ("dgrad",), "wgrad": ("wgrad",), "fwd+bwd": ("fwd", "dgrad", "wgrad")}
 Passes = dict[str, Callable[..., dict[str, Any]]]
@@ -96,12 +96,7 @@ def jaxops_fp8(plan: Plan) -> Passes:
 
     def wgrad(lhs, rhs, quantized, dout, offsets):
         """As the op's backward, without the row layouts of lhs and dout, which a whole step casts too, for dgrad."""
-        a, b = (
-            cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
-            for name, x in (("x", lhs), ("dy", dout))
-        )
-        how = {"length": lhs.shape[0], "out_dtype": rhs.dtype, "fast": False}
-        return {"wgrad": fp8_products.multiply(a, b, offsets, tiles=plan.wgrad, **how)}
+        return multiply_columns(plan, quantize_columns(lhs, dout, offsets), offsets, lhs.shape[0])
 
     def fwd_bwd(lhs, rhs, quantized, dout, offsets):
         def call(lhs, rhs):
@@ -112,6 +107,19 @@ def jaxops_fp8(plan: Plan) -> Passes:
         return {"fwd": out, "dgrad": dlhs, "wgrad": drhs}
 
     return {"fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "fwd+bwd": fwd_bwd}
+
+
+def quantize_columns(lhs: jax.Array, dout: jax.Array, offsets: jax.Array) -> list[Operand]:
+    """Both operands of wgrad."""
+    return [
+        cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
+        for name, x in (("x", lhs), ("dy", dout))
+    ]
+
+
+def multiply_columns(plan: Plan, operands: list[Operand], offsets: jax.Array, rows: int) -> dict[str, jax.Array]:
+    how = {"length": rows, "out_dtype": jnp.dtype(DTYPE), "fast": False}
+    return {"wgrad": fp8_products.multiply(*operands, offsets, tiles=plan.wgrad, **how)}
 
 
 def jaxops_bf16() -> Passes:
@@ -140,20 +148,23 @@ def ready_jax(
     """programs: compiled once a shape and pass: the group sizes are data."""
     s, args = case.shape, inputs.args(case.offsets)
     plan = fp8_products.choose_plan(Problem(s.M, s.K, s.N, RECIPE.name, jnp.dtype(DTYPE).name, s.G), run.backend)
+    if name == GEMM:
+        args = quantize_columns(inputs.lhs, inputs.dout, args[-1]), args[-1]
     if name not in programs:
         passes = jaxops_fp8(plan) if name == OURS else jaxops_bf16()
-        programs[name] = harness.compile_fits(passes[case.pass_name], *args)
+        alone = lambda operands, offsets: multiply_columns(plan, operands, offsets, s.M)
+        programs[name] = harness.compile_fits(alone if name == GEMM else passes[case.pass_name], *args)
     tensors, sizes = (inputs.lhs, inputs.rhs, inputs.dout), np.diff(case.offsets)
     short = case.pass_name in ("wgrad", "fwd+bwd") and np.min(sizes[sizes > 0]) < _SHORT
-    limits = jnp.dtype(DTYPE).name if name != OURS else "fp8 short sums" if short else "fp8"
+    limits = jnp.dtype(DTYPE).name if name not in (OURS, GEMM) else "fp8 short sums" if short else "fp8"
 
     def check(results: dict[str, jax.Array]) -> float:
         errors = [checks.grouped_errors(part, s, result, tensors, case.offsets) for part, result in results.items()]
         return max(checks.demand_right(*each, limits) for each in errors)
 
-    facts: dict[str, Any] = {"backend": plan.backend, "recipe": RECIPE.name}
+    facts: dict[str, Any] = {"backend": GEMM if name == GEMM else plan.backend, "recipe": RECIPE.name}
     facts["kernels"] = fp8_products.kernels_of(plan, _PARTS[case.pass_name])
-    return harness.checked(name, programs[name], args, check, **(facts if name == OURS else {}))
+    return harness.checked(name, programs[name], args, check, **(facts if name in (OURS, GEMM) else {}))
 
 
 def ready_torch(torch: TorchProcess, name: str, case: Case) -> harness.Ready:
@@ -164,7 +175,8 @@ def ready_torch(torch: TorchProcess, name: str, case: Case) -> harness.Ready:
 
 def measure_case(run: Run, case: Case, programs: dict[str, tuple[Callable, float]], inputs: Inputs) -> None:
     """Checks, times and writes every side of one case."""
-    jax_sides = (OURS, *(peer for peer in run.peers if peer == "jaxops_bf16"))
+    ours = {GEMM, "jaxops_bf16"} if case.pass_name == "wgrad" else {"jaxops_bf16"}
+    jax_sides = (OURS, *(peer for peer in run.peers if peer in ours))
     makers = {name: functools.partial(ready_jax, name, run, case, programs, inputs) for name in jax_sides}
     if case.pass_name in ("fwd", "dgrad"):
         makers |= {name: functools.partial(ready_torch, torch, name, case) for name, torch in run.torch.items()}

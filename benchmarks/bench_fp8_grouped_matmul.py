@@ -109,15 +109,15 @@ def jaxops_fp8(plan: Plan) -> Passes:
     return {"fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "fwd+bwd": fwd_bwd}
 
 
-def quantize_columns(lhs: jax.Array, dout: jax.Array, offsets: jax.Array) -> list[Operand]:
+def quantize_columns(lhs: jax.Array, dout: jax.Array, offsets: jax.Array) -> tuple[Operand, Operand]:
     """Both operands of wgrad."""
-    return [
-        cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
-        for name, x in (("x", lhs), ("dy", dout))
-    ]
+    of = lambda name, x: cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
+    return of("x", lhs), of("dy", dout)
 
 
-def multiply_columns(plan: Plan, operands: list[Operand], offsets: jax.Array, rows: int) -> dict[str, jax.Array]:
+def multiply_columns(
+    plan: Plan, operands: tuple[Operand, Operand], offsets: jax.Array, rows: int
+) -> dict[str, jax.Array]:
     how = {"length": rows, "out_dtype": jnp.dtype(DTYPE), "fast": False}
     return {"wgrad": fp8_products.multiply(*operands, offsets, tiles=plan.wgrad, **how)}
 

@@ -49,6 +49,7 @@ from jaxops.ops.fp8_matmul.produce_triton import (
     produce,
 )
 
+
 @gluon.jit
 def _scales_of_rows(
     sa_bufs, sb_bufs, s, early,
@@ -210,9 +211,7 @@ def _finish(
             scale = gl.load(sa) * gl.load(sb + group if KIND == ROWS else sb)
             acc = acc * (gl.where(inside, scale, 0.0) if KIND == ROWS else scale)
         elif SCALES == VECTOR:
-            acc = _scale_vectors(
-                acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA
-            )
+            acc = _scale_vectors(acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA)
         if c_desc is not None:
             store_plain(acc, c_desc, c_ptr, buf, row, end, col, N, ALIGNED)
         else:

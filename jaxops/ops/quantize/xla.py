@@ -73,14 +73,14 @@ def tensor_amax(arrays: Arrays) -> jax.Array:
 
     For the kernels, too: XLA computes it in the pass that makes x, where it has one.
     """
-    x, offsets, axes = arrays.x, arrays.offsets, (1, 2)
+    x, offsets = arrays.x, arrays.offsets
     if arrays.indices is not None:
         x = x[:, jnp.clip(arrays.indices, 0, x.shape[1] - 1)]
     if offsets is not None:
         row = jnp.arange(x.shape[1], dtype=jnp.int32)
         x = jnp.where(((offsets[0] <= row) & (row < offsets[-1]))[None, :, None], x, 0)
-    most = jnp.max(magnitudes(x), axis=axes, initial=0.0)
-    return most if arrays.right is None else jnp.maximum(most, jnp.max(magnitudes(arrays.right), axis=axes, initial=0.0))
+    most = lambda x: jnp.max(magnitudes(x), axis=(1, 2), initial=0.0)
+    return most(x) if arrays.right is None else jnp.maximum(most(x), most(arrays.right))
 
 
 def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:

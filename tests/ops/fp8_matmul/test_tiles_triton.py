@@ -38,11 +38,12 @@ class Pointer(tuple):
 def test_consumers_know_where_a_dense_tile_is(panel, programs):
     """Without the producer, from one tile of a program to its next."""
     skip, place = tile_scheduler_triton.skip_panels.fn, tile_scheduler_triton.place_in_panel.fn
+    swizzle = tile_scheduler_triton.swizzle.fn
     for num_i, num_j in ((1, 1), (8, 3), (17, 5), (2, 40)):
         for first in range(programs):
             t, panel_row = skip(first, 0, num_i, num_j, panel)
             for number in range(first, num_i * num_j, programs):
-                assert place(t, panel_row, num_i, panel) == tile_scheduler_triton.swizzle.fn(number, num_i, num_j, panel)
+                assert place(t, panel_row, num_i, panel) == swizzle(number, num_i, num_j, panel)
                 t, panel_row = skip(t + programs, panel_row, num_i, num_j, panel)
             assert panel_row >= num_i
 

@@ -72,8 +72,8 @@ def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
 
 @gluon.jit
 def skip_panels(t, first, num_i, num_j, PANEL: gl.constexpr):
-    """Of the tile t tiles behind the start of the panel at tile row `first`: its number in its own panel, and the row at
-    which that starts; past the last tile num_i or more."""
+    """Of the tile t tiles behind the start of the panel at tile row `first`: its number in its own panel, and the tile
+    row at which that starts; past the last tile num_i or more."""
     while (first < num_i) & (t >= min(num_i - first, PANEL) * num_j):
         t -= PANEL * num_j
         first += PANEL

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib import instructions
 from jaxops._lib.checks import check_array, float_dtype
 
 BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (DeepSeek-V3, arXiv:2412.19437)
@@ -91,15 +92,18 @@ def _float(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def infinity_to_nan(x: jax.Array) -> jax.Array:
+def infinity_to_nan(x: jax.Array, in_pairs: bool = True) -> jax.Array:
     """x in float32, with NaN for infinities, which the cast would saturate to a finite number.
 
     Call it before multiplying by a factor: a finite number that overflows there (amax given and small) must saturate.
-    Infinity times zero is NaN, so this is a multiply-add in x's dtype: casts to both layouts became up to 7 % slower;
-    with a comparison and a select in float32 up to 11 %. Casting only tiles that have an infinity again, behind a
-    branch on their largest magnitude, made those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
+    As a multiply-add in x's dtype: casts to both layouts became up to 7 % slower; with a comparison and a select in
+    float32 up to 11 %. Casting only tiles that have an infinity again, behind a branch on their largest magnitude, made
+    those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
+
+    Args:
+      in_pairs: two bfloat16 numbers by one instruction in a kernel for a GPU. Some kernels then take more registers.
     """
-    return (x * 0.0 + x).astype(jnp.float32)
+    return instructions.infinity_to_nan(x) if in_pairs else (x * 0.0 + x).astype(jnp.float32)
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
@@ -136,7 +140,7 @@ def scale_and_factor(
     scale = m * (1 / most)
     # Few instructions, which bound the cast to both layouts: a division has about ten. The square of the root is at
     # most 7.4 ulp off, by the bound that NVIDIA gives for the root's error.
-    root, drop = lax.rsqrt(scale), 24 - _FACTOR_BITS
+    root, drop = instructions.rsqrt(scale), 24 - _FACTOR_BITS
     return scale, _float((_bits(root * root) + (1 << (drop - 1))) & ~((1 << drop) - 1))
 
 

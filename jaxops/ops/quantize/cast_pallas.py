@@ -32,14 +32,11 @@ from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
 from jaxops.ops.quantize.tile_pallas import (
     BLOCKS,
     COLUMNS,
-    RANK,
     ROWS,
     Grid,
     Location,
     Mask,
     abs_for_max,
-    amax_over,
-    index,
     inside,
     locate,
 )
@@ -66,7 +63,7 @@ def _read(ref: dict, grid: Grid, at: tuple[jax.Array, jax.Array], rows_in: Mask,
     if "right" not in ref:
         return load(x_ref, (rows, columns), both(rows_in, columns_in))
     F, cols = x_ref.shape[1], grid.tiles.cols
-    in_left = index(j) < F // cols if F % cols == 0 else columns < F
+    in_left = grid.index(j) < F // cols if F % cols == 0 else columns < F
     left = load(x_ref, (rows, columns), both(rows_in, in_left))
     # Into the same registers: a thread waits for the first load only where the second one is masked off.
     return load(ref["right"], (rows, columns - F), both(rows_in, columns_in, ~in_left), other=left)
@@ -87,16 +84,16 @@ def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, size: tuple[int, int
         rows = (t % down if gathered else t // across) * tiles.rows + grid.rows
         j = t // down if gathered else t % across
         columns = j * tiles.cols + grid.columns
-        inside = rows < M  # false past the last tile
+        read = rows < M  # false past the last tile
         if "offsets" in ref:
-            inside = inside & inside(ref["offsets"], rows)
+            read = read & inside(ref["offsets"], rows)
         if gathered:  # false past the last tile, where rows < M holds again
-            inside = inside & (index(t) < count)
-        x = _read(ref, grid, (g * M + rows, columns), inside, None if K % tiles.cols == 0 else columns < K, j)
+            read = read & (grid.index(t) < count)
+        x = _read(ref, grid, (g * M + rows, columns), read, None if K % tiles.cols == 0 else columns < K, j)
         return jnp.maximum(most, abs_for_max(infinity_to_nan(x), interpret))
 
     most = lax.fori_loop(0, pl.cdiv(count, programs), step, jnp.zeros(grid.shape, jnp.float32))
-    store(ref["amax"], (index(pid),), nan_to_zero(amax_over(most, (*COLUMNS, *ROWS, BLOCKS))))
+    store(ref["amax"], (grid.index(pid),), nan_to_zero(grid.largest(most, *COLUMNS, *ROWS, *BLOCKS)))
 
 
 @traced_once("tiles", "interpret")
@@ -132,10 +129,10 @@ def _lines_kernel(ref: dict, *, grid: Grid, size: tuple[int, int, int], interpre
     x = _read(ref, grid, (g * M + rows, columns), rows_in, columns_in, j)
     found = abs_for_max(infinity_to_nan(x), interpret)
     if "rows" in ref:
-        store(ref["rows"], (index(j), g * M + rows), nan_to_zero(amax_over(found, (*COLUMNS, BLOCKS))), rows_in)
+        store(ref["rows"], (grid.index(j), g * M + rows), nan_to_zero(grid.largest(found, *COLUMNS, *BLOCKS)), rows_in)
     if "columns" in ref:
         of_groups = jnp.where(inside(ref["offsets"], rows), found, 0.0) if "offsets" in ref else found
-        store(ref["columns"], (index(i), g * K + columns), nan_to_zero(amax_over(of_groups, ROWS)), columns_in)
+        store(ref["columns"], (grid.index(i), g * K + columns), nan_to_zero(grid.largest(of_groups, *ROWS)), columns_in)
 
 
 @traced_once("tiles", "row", "col", "interpret")
@@ -165,7 +162,7 @@ def line_amax_pallas(
 
 
 def _scale(
-    ref: dict, spec: Spec, sizes: jax.Array, p: Location, size: tuple[int, int, int]
+    ref: dict, spec: Spec, grid: Grid, sizes: jax.Array, p: Location, size: tuple[int, int, int]
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The factors of the row layout's and the column layout's values; stores this tile's scales."""
     (G, M, K), g = size, p.g
@@ -177,7 +174,8 @@ def _scale(
         n = ref["amax"].shape[0] // G
         part = jnp.arange(power_of_2(n), dtype=jnp.int32)
         amax = jnp.max(plgpu.load(ref["amax"].at[g * n + part], mask=part < n, other=0.0))
-        scale, factor = scale_and_factor(jnp.broadcast_to(amax, (1,) * RANK), spec.fp8, spec.pow2)  # given: any float32
+        amax = jnp.broadcast_to(amax, p.block.shape)
+        scale, factor = scale_and_factor(amax, spec.fp8, spec.pow2)  # a given amax is any float32
         store(ref["scales"], (jnp.zeros_like(p.block) + g,), scale, p.is_first)
         return factor, factor
     if "row_factors" in ref or "col_factors" in ref:
@@ -185,12 +183,12 @@ def _scale(
         col = load(ref["col_factors"], (g * K + p.columns,), p.columns_in) if spec.col else None
         return row, col
     if spec.scaling == "rowwise":
-        scale, factor = scale_of(amax_over(sizes, COLUMNS))
+        scale, factor = scale_of(grid.largest(sizes, *COLUMNS))
         store(ref["scales"], (g * M + p.rows,), scale, p.rows_in)
         return factor, factor
     across, down = pl.cdiv(K, BLOCK), pl.cdiv(ref["values_t"].shape[1] if "tiles" in ref else M, BLOCK)
     if spec.scaling == "block_128x128":
-        scale, factor = scale_of(amax_over(sizes, (*COLUMNS, *ROWS)))
+        scale, factor = scale_of(grid.largest(sizes, *COLUMNS, *ROWS))
         if spec.row:
             store(ref["scales"], (g * down + p.block, p.blocks), scale, p.blocks_in)
         if spec.col:
@@ -198,12 +196,11 @@ def _scale(
         return factor, factor
     row = col = None
     if spec.row:
-        scale, row = scale_of(amax_over(sizes, COLUMNS))
+        scale, row = scale_of(grid.largest(sizes, *COLUMNS))
         store(ref["scales"], (g * across + p.blocks, p.rows), scale, both(p.rows_in, p.blocks_in))
     if spec.col:
-        scale, col = scale_of(amax_over(sizes, ROWS))
-        block_in = p.rows_t_in if "tiles" in ref else None
-        store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, block_in))
+        scale, col = scale_of(grid.largest(sizes, *ROWS))
+        store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, p.block_in))
     return row, col
 
 
@@ -213,16 +210,16 @@ def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int
     if spec.scaling == "tensorwise":  # from the end, which the pass before has left in L2
         pid = G * down * pl.cdiv(K, grid.tiles.cols) - 1 - pid
     p = locate(ref, pid, grid, size, down)
-    rows_in = both(p.rows_in, p.rows_t_in) if "indices" in ref else p.rows_in  # no tile outside the groups is read
+    rows_in = both(p.rows_in, p.block_in) if "indices" in ref else p.rows_in  # no tile outside the groups is read
     x = infinity_to_nan(_read(ref, grid, (p.g * M + p.rows, p.columns), rows_in, p.columns_in, p.j))
     sizes = abs_for_max(x, interpret)
     if "measured" in ref:
-        amax = nan_to_zero(amax_over(sizes, (*COLUMNS, *ROWS, BLOCKS)))
+        amax = nan_to_zero(grid.largest(sizes, *COLUMNS, *ROWS, *BLOCKS))
         store(ref["measured"], (jnp.zeros_like(p.block) + pid,), amax)
-    factors = _scale(ref, spec, sizes, p, size)
+    factors = _scale(ref, spec, grid, sizes, p, size)
     random = None
     if "words" in ref:
-        row_word, column_word = (plgpu.load(ref["words"].at[index(n)]) for n in range(2))
+        row_word, column_word = (plgpu.load(ref["words"].at[grid.index(n)]) for n in range(2))
         random = random_bits(p.g * M + p.rows, p.columns, (row_word, column_word))
 
     def cast(factor, arranged=lambda tile: tile):
@@ -234,8 +231,7 @@ def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int
     if spec.row:
         store(ref["values"], (p.g * M + p.rows, p.columns), cast(factors[0]), both(p.rows_in, p.columns_in))
     if spec.col:
-        at = (p.g * K + p.columns, p.rows_t)
-        store(ref["values_t"], at, cast(factors[1], grid.transposed), both(p.columns_in, p.rows_t_in))
+        store(ref["values_t"], (p.g * K + p.columns_t, p.rows_t), cast(factors[1], grid.transposed), p.t_in)
 
 
 @traced_once("spec", "tiles", "interpret")

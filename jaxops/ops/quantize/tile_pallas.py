@@ -1,7 +1,7 @@
 """A tile of a cast's tensor as a kernel sees it: which thread holds which element, and where the tile lies."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,30 +10,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.fp8 import BLOCK, magnitudes
+from jaxops._lib.masked_pallas import both
 from jaxops._lib.tiling import panel_order
 from jaxops._lib.work_list import COLUMNS as SCHEDULED
 from jaxops.ops.quantize.plan import Tiles
 
-RANK = 7  # axes of a tile's array, see `Grid`
-# Of rows, and of columns in the order in which a reduction is cheapest.
-ROWS, BLOCKS, COLUMNS = (0, 1, 2, 6), 3, (5, 4)
+# Names of axes, see `Grid`: of rows, and of columns in the order in which a reduction is cheapest.
+ROWS, COLUMNS, BLOCKS = ("held", "strips", "far", "near"), ("vector", "chunks"), ("blocks",)
 Mask = jax.Array | None  # None always holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A tile as a seven-dimensional array: (held, strips, far, blocks, chunks, vector, near).
+    """A tile as an array with the axes held, strips, far, blocks, chunks, vector, near, without those of size 1.
 
-    An element's row is ((far * tiles.near + near) * tiles.patch) + strips * held + held; its column is one of `vector`
-    neighbours, 16 bytes, of a chunk of a block. Triton assigns the vector axis to registers, then near, chunks, far and
-    strips to threads and warps, and held to registers. So each thread loads 16 bytes of each of several consecutive
-    rows. For a transposed store Triton moves FP8 numbers through shared memory, so that each thread writes 16 bytes of
-    a patch of `patch` rows, and the threads along near write the bytes after the patch.
+    An element's row is (far * tiles.near + near) * tiles.patch + strip * held + its number among those held; its column
+    is one of `vector` neighbours, 16 bytes, of a chunk of a block. Triton assigns the vector axis to registers, then
+    near, chunks, far and strips to threads and warps, and held to registers. So each thread loads 16 bytes of each of
+    several consecutive rows. For a transposed store Triton moves FP8 numbers through shared memory, so that each thread
+    writes 16 bytes of a patch of `patch` rows, and the threads along near write the bytes after the patch.
+
+    (XLA rewrites the whole kernel without axes of size 1 if a reshape has some, and then moves tiles more often.)
     """
 
     tiles: Tiles
     vector: int
     width: int  # of a block
+    holds: bool = True  # False: no thread is said to hold consecutive rows, see `transposed`
 
     @classmethod
     def of(cls, tiles: Tiles, itemsize: int, by_blocks: bool) -> "Grid":
@@ -41,57 +44,88 @@ class Grid:
         return cls(tiles, min(16 // itemsize, width), width)
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        t = self.tiles
+        rows = {"held": self.held, "strips": t.patch // self.held, "far": t.rows // (t.patch * t.near)}
+        columns = {"blocks": t.cols // self.width, "chunks": self.width // self.vector, "vector": self.vector}
+        return {name: n for name, n in (rows | columns | {"near": t.near}).items() if n > 1 or name == "vector"}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self._sizes)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        t, chunks = self.tiles, self.width // self.vector
-        far = t.rows // (t.patch * t.near)
-        return self.held, t.patch // self.held, far, t.cols // self.width, chunks, self.vector, t.near
+        return tuple(self._sizes.values())
 
     @property
     def held(self) -> int:
         """Consecutive rows that a thread holds: all of its rows, if a patch has so many."""
         rows = self.tiles.rows * self.tiles.cols // (self.vector * 32 * self.tiles.warps)
-        return max(1, min(self.tiles.patch, rows))
+        return max(1, min(self.tiles.patch, rows)) if self.holds else 1
 
-    def _along(self, axis: int, size: int | None = None) -> jax.Array:
-        size = size or self.shape[axis]
-        shape = [size if i == axis else 1 for i in range(RANK)]
-        return lax.broadcast_in_dim(jnp.arange(size, dtype=jnp.int32), shape, (axis,))
+    def index(self, value: int | jax.Array) -> jax.Array:
+        """A scalar as an index array."""
+        return jnp.full((1,) * len(self.axes), value, jnp.int32)
+
+    def _along(self, name: str) -> jax.Array:
+        """Numbers along an axis."""
+        if name not in self.axes:
+            return self.index(0)
+        size = self._sizes[name]
+        shape = [size if axis == name else 1 for axis in self.axes]
+        return lax.broadcast_in_dim(jnp.arange(size, dtype=jnp.int32), shape, (self.axes.index(name),))
 
     @property
     def _patches(self) -> jax.Array:
         """The first row of each patch."""
-        return (self._along(2) * self.tiles.near + self._along(6)) * self.tiles.patch
+        return (self._along("far") * self.tiles.near + self._along("near")) * self.tiles.patch
 
     @property
     def rows(self) -> jax.Array:
-        return self._patches + self._along(1) * self.held + self._along(0)
-
-    @property
-    def rows_t(self) -> jax.Array:
-        """The rows of what `transposed` returns."""
-        return self._patches + self._along(1, self.tiles.patch)
+        # In the order of `transposed`: each pair of neighbours are half of the held rows apart.
+        n, half = self._along("held"), self.held // 2
+        return self._patches + self._along("strips") * self.held + n % 2 * half + n // 2
 
     @property
     def blocks(self) -> jax.Array:
-        return self._along(BLOCKS)
+        return self._along("blocks")
 
     @property
     def columns(self) -> jax.Array:
-        return self._along(BLOCKS) * self.width + self._along(4) * self.vector + self._along(5)
+        return self.blocks * self.width + self._along("chunks") * self.vector + self._along("vector")
+
+    def largest(self, x: jax.Array, *names: str) -> jax.Array:
+        """The maximum over some axes, which then have size 1."""
+        return self._over(jnp.max, x, names)
+
+    def summed(self, x: jax.Array, *names: str) -> jax.Array:
+        return self._over(jnp.sum, x, names)
+
+    def _over(self, reduce: Callable, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+        for axis in (self.axes.index(name) for name in names if name in self.axes):
+            if x.shape[axis] > 1:
+                x = reduce(x, axis=axis, keepdims=True)
+        return x
+
+    @property
+    def t(self) -> "Grid":
+        """Of what `transposed` returns: the held rows are rows of their strip."""
+        return dataclasses.replace(self, holds=False)
 
     def transposed(self, x: jax.Array) -> jax.Array:
-        """A tile to be cast for a transposed store: [1, patch, far, ...], elements and their threads as they are.
+        """A tile to be cast for a transposed store. Elements stay in their threads.
 
-        The held rows of a column are neighbours in the order in which Triton counts a thread's registers, so that an
+        The held rows of a column become neighbours in the order in which Triton counts a thread's registers, so that an
         instruction casts two of them, and shared memory gets the bytes of up to 16 of them at once. Without this order
-        each byte is taken out of a pair of columns: the cast to both layouts then had 18.2 instructions an element
-        instead of 15.3 (1x128, NVIDIA's SASS).
+        each byte is taken out of a pair of columns.
         """
         if self.held == 1:
             return x
-        x = _last(lax.split(x, (1,) * self.held))
-        x = jnp.transpose(x, (0, 1, *range(RANK, x.ndim), *range(2, RANK)))
-        return x.reshape(1, self.tiles.patch, *self.shape[2:])
+        # No part has an axis of size 1.
+        x = _last(lax.split(x, (2,) * (self.held // 2)))
+        rows, new = 1 + ("strips" in self.axes), len(self.axes)
+        return jnp.transpose(x, (*range(rows)[::-1], *range(new, x.ndim), *range(rows, new))).reshape(self.t.shape)
 
 
 def _last(parts: Sequence[jax.Array]) -> jax.Array:
@@ -104,18 +138,6 @@ def _last(parts: Sequence[jax.Array]) -> jax.Array:
 def abs_for_max(x: jax.Array, interpret: bool) -> jax.Array:
     """|x| of the result of `infinity_to_nan`, for a maximum, which ignores NaN on a GPU unless all are NaN."""
     return magnitudes(x) if interpret else jnp.abs(x)
-
-
-def amax_over(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    for axis in axes:
-        if sizes.shape[axis] > 1:
-            sizes = jnp.max(sizes, axis=axis, keepdims=True)
-    return sizes
-
-
-def index(value: int | jax.Array) -> jax.Array:
-    """A scalar as an index array."""
-    return jnp.full((1,) * RANK, value, jnp.int32)
 
 
 def inside(offsets_ref, rows: jax.Array) -> jax.Array:
@@ -133,13 +155,15 @@ class Location:
     is_first: jax.Array  # the tile is the tensor's first
     rows: jax.Array  # of x and the row layout
     rows_in: Mask
-    rows_t: jax.Array  # the same rows as columns of values_t, in the order of `Grid.transposed`
-    rows_t_in: Mask
     block: jax.Array  # number of the 128 columns of values_t
+    block_in: Mask
     columns: jax.Array  # of x
     columns_in: Mask
     blocks: jax.Array  # numbers of the 128 columns of x
     blocks_in: Mask
+    rows_t: jax.Array  # columns of values_t, of what `Grid.transposed` returns
+    columns_t: jax.Array  # rows of values_t
+    t_in: Mask  # both are
     j: jax.Array  # scalar, the tile's number among those of its rows
 
 
@@ -148,18 +172,23 @@ def locate(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], do
     across = pl.cdiv(K, tiles.cols)
     g, tile = pid // (down * across), pid % (down * across)
     i, j = panel_order(tile, down, across, tiles.panel)
-    rows, rows_t, block = i * tiles.rows + grid.rows, i * tiles.rows + grid.rows_t, index(i)
-    rows_in, rows_t_in = (None, None) if M % tiles.rows == 0 else (rows < M, rows_t < M)
+    rows, block, t = i * tiles.rows + grid.rows, grid.index(i), grid.t
+    rows_t = i * tiles.rows + t.rows
+    rows_in, rows_t_in, block_in = (None, None, None) if M % tiles.rows == 0 else (rows < M, rows_t < M, None)
     if "tiles" in ref:
         column = ref["tiles"].shape[0] // SCHEDULED
-        start, end, block = (plgpu.load(ref["tiles"].at[index(n * column) + i]) for n in (1, 2, 3))
-        rows = start + grid.rows
+        start, end, number = (plgpu.load(ref["tiles"].at[n * column + i]) for n in (1, 2, 3))
+        rows, block = start + grid.rows, grid.index(number)
         rows_in = rows < end
         # A tile outside the groups has no columns. A group's last tile writes all of its own: zeros past the end.
-        rows_t_in = (block >= 0) & (block < ref["values_t"].shape[1] // BLOCK)
-        rows_t = jnp.maximum(block, 0) * BLOCK + grid.rows_t
+        block_in, rows_t_in = ((b >= 0) & (b < ref["values_t"].shape[1] // BLOCK) for b in (block, t.index(number)))
+        rows_t = jnp.maximum(number, 0) * BLOCK + t.rows
     columns, blocks = j * tiles.cols + grid.columns, j * (tiles.cols // grid.width) + grid.blocks
+    columns_t = j * tiles.cols + t.columns
     cut = K % tiles.cols != 0
     columns_in, blocks_in = (columns < K, blocks < pl.cdiv(K, BLOCK)) if cut else (None, None)
-    is_first = index(tile) == 0
-    return Location(g, is_first, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in, j)
+    t_in = both(rows_t_in, columns_t < K if cut else None)
+    is_first = grid.index(tile) == 0
+    return Location(
+        g, is_first, rows, rows_in, block, block_in, columns, columns_in, blocks, blocks_in, rows_t, columns_t, t_in, j
+    )

@@ -16,7 +16,7 @@ from jaxops._lib.work_list import COLUMNS as SCHEDULED
 from jaxops.ops.quantize.plan import Tiles
 
 # Names of axes, see `Grid`: of rows, and of columns in the order in which a reduction is cheapest.
-ROWS, COLUMNS, BLOCKS = ("held", "strips", "far", "near"), ("vector", "chunks"), ("blocks",)
+ROWS, COLUMNS, BLOCKS = ("held", "near", "far", "strips"), ("vector", "chunks"), ("blocks",)
 Mask = jax.Array | None  # None always holds
 
 

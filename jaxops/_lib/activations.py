@@ -5,6 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.instructions import exp2, rsqrt
+
 _SQRT_HALF, _SQRT_2_OVER_PI, _DENSITY_AT_0 = 0.7071067811865476, 0.7978845608028654, 0.3989422804014327
 
 
@@ -14,7 +16,7 @@ def quick_sigmoid(u):
     In Pallas' Triton kernels exp is a function of libdevice, and a division scales its operands first: this takes 5
     instructions instead of about 18. Only for kernels: past |u| = 88 its derivative by JAX would be 0 * infinity.
     """
-    root = jax.lax.rsqrt(1 + jnp.exp2(u * -1.4426950408889634))
+    root = rsqrt(1 + exp2(u * -1.4426950408889634))
     return root * root
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib import instructions
 from jaxops._lib.checks import check_array, float_dtype
 
 BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (DeepSeek-V3, arXiv:2412.19437)
@@ -91,15 +92,18 @@ def _float(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def infinity_to_nan(x: jax.Array) -> jax.Array:
+def infinity_to_nan(x: jax.Array, in_pairs: bool = True) -> jax.Array:
     """x in float32, with NaN for infinities, which the cast would saturate to a finite number.
 
     Call it before multiplying by a factor: a finite number that overflows there (amax given and small) must saturate.
-    Infinity times zero is NaN, so this is a multiply-add in x's dtype: casts to both layouts became up to 7 % slower;
-    with a comparison and a select in float32 up to 11 %. Casting only tiles that have an infinity again, behind a
-    branch on their largest magnitude, made those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
+    As a multiply-add in x's dtype: casts to both layouts became up to 7 % slower; with a comparison and a select in
+    float32 up to 11 %. Casting only tiles that have an infinity again, behind a branch on their largest magnitude, made
+    those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
+
+    Args:
+      in_pairs: two bfloat16 numbers by one instruction in a kernel for a GPU. Some kernels then take more registers.
     """
-    return (x * 0.0 + x).astype(jnp.float32)
+    return instructions.infinity_to_nan(x) if in_pairs else (x * 0.0 + x).astype(jnp.float32)
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
@@ -118,27 +122,26 @@ def scale_and_factor(
     """(scale, factor) of a tensor with largest magnitude amax (float32): cast x * factor; values * scale is x again.
 
     Every compiler gives the same bits, though a GPU's square root is approximate. amax is rounded up to bfloat16 first,
-    which leaves 128 mantissas; the scale is one correctly rounded product; the quotient is rounded to _FACTOR_BITS
-    bits, and for each of the 128 it is at least 8 ulp away from a rounding boundary. With pow2 both are powers of two,
-    and the scale is the least one with which amax does not saturate.
+    which leaves 128 mantissas; the scale is one correctly rounded product; the factor is the scale's reciprocal,
+    rounded to _FACTOR_BITS bits, and for each of the 128 it is at least 8 ulp away from a rounding boundary. With pow2
+    both are powers of two, and the scale is the least one with which amax does not saturate.
 
     Args:
       is_bfloat16: amax is the largest magnitude of a bfloat16 tensor, finite or NaN. Then it needs no rounding.
     """
     most = float(jnp.finfo(dtype).max)  # 1.75 times a power of two, in both formats
-    exponent = most.as_integer_ratio()[0].bit_length() - 1
     m = jnp.where(amax >= AMAX_MIN, amax, AMAX_MIN)  # NaN becomes AMAX_MIN, too
-    bits = _bits(m) if is_bfloat16 else (_bits(jnp.minimum(m, AMAX_MAX)) + 0xFFFF) & ~0xFFFF
-    mantissa = bits & 0x7FFFFF
+    if not is_bfloat16:
+        m = _float((_bits(jnp.minimum(m, AMAX_MAX)) + 0xFFFF) & ~0xFFFF)
     if pow2:
-        biased = (bits >> 23) - exponent + (mantissa > 0x600000).astype(jnp.int32)
+        exponent, bits = most.as_integer_ratio()[0].bit_length() - 1, _bits(m)
+        biased = (bits >> 23) - exponent + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
         return _float(biased << 23), _float((254 - biased) << 23)
-    drop = 24 - _FACTOR_BITS
-    # A third of a division's instructions, which bound the cast to both layouts. The error is at most 3 ulp.
-    root = lax.rsqrt(_float(mantissa | 0x3F800000))
-    quotient = _bits(most * root * root)
-    quotient = (quotient + (1 << (drop - 1))) & ~((1 << drop) - 1)
-    return _float(bits) * (1 / most), _float(quotient - (bits & 0x7F800000) + (127 << 23))
+    scale = m * (1 / most)
+    # Few instructions, which bound the cast to both layouts: a division has about ten. The square of the root is at
+    # most 7.4 ulp off, by the bound that NVIDIA gives for the root's error.
+    root, drop = instructions.rsqrt(scale), 24 - _FACTOR_BITS
+    return scale, _float((_bits(root * root) + (1 << (drop - 1))) & ~((1 << drop) - 1))
 
 
 def cast_saturating(values: jax.Array, dtype, saturates: bool = False) -> jax.Array:

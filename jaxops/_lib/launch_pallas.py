@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.costs import Cost
+from jaxops._lib.instructions import assembled_by
 
 if jax.__version_info__ >= (0, 11):
     # JAX imports this module when it lowers the first Pallas kernel. The import adds a value to the key of jit's
@@ -24,6 +25,12 @@ if jax.__version_info__ >= (0, 11):
 # offsets for arrays of at most 2^32 bytes. They overflow in an array of 1-byte numbers of that size with over 2^31
 # elements.
 _MOST_INT32, _MOST_BYTES = 2**31, 2**32
+
+
+def _assemble(asm: str, x: jax.Array, constraints: str, pack: int) -> jax.Array:
+    like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    how = {"constraints": constraints, "pack": pack, "result_shape_dtypes": [like]}
+    return plgpu.elementwise_inline_asm(asm, args=[x], **how)[0]
 
 
 def _overflows(x) -> bool:
@@ -65,7 +72,7 @@ def launch(
     estimate = pl.CostEstimate(flops=cost.flops, bytes_accessed=cost.bytes, transcendentals=0)
 
     def body(*refs):
-        with Cost.detached():
+        with Cost.detached(), assembled_by(None if interpret else _assemble):
             kernel(*refs)
 
     def call(*operands):

@@ -32,7 +32,7 @@ ABSOLUTE = {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17}
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_a_quotient_that_is_some_ulp_off_changes_no_factor(dtype):
-    """For all 128 mantissas it is at least 8 ulp from a rounding boundary; by a GPU's square root it errs by 3 ulp."""
+    """For all 128 mantissas it is at least 8 ulp from a rounding boundary."""
     mantissas = np.float32(1) + np.arange(128, dtype=np.float32) / 128
     quotient = (np.float32(LARGEST[dtype]) / mantissas).view(np.int32)
     drop = 24 - _FACTOR_BITS
@@ -44,6 +44,22 @@ def test_a_quotient_that_is_some_ulp_off_changes_no_factor(dtype):
 
     for off in range(-7, 8):
         np.testing.assert_array_equal(rounded(quotient + off), rounded(quotient))
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("dtype", FP8)
+def test_a_root_as_far_off_as_a_gpu_may_give_it_changes_no_factor(dtype, off, monkeypatch):
+    """rsqrt.approx.f32 has a relative error of at most 2**-22.9 (PTX manual)."""
+    amax = lax.bitcast_convert_type(jnp.arange(0x7F80, dtype=jnp.int16), jnp.bfloat16).astype(jnp.float32)
+
+    def root(x):
+        exact = 1 / np.sqrt(np.asarray(x, np.float64))
+        return jnp.asarray((exact * (1 + off * 2**-22.9)).astype(np.float32))
+
+    factors = [scale_and_factor(amax, dtype, is_bfloat16=True)[1]]
+    monkeypatch.setattr(lax, "rsqrt", root)
+    factors.append(scale_and_factor(amax, dtype, is_bfloat16=True)[1])
+    np.testing.assert_array_equal(*factors)
 
 
 @pytest.mark.parametrize("pow2", [False, True])

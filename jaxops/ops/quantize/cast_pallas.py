@@ -1,7 +1,6 @@
 """The cast: one read of each tile, its scales, its values in every layout; and a pass before it for the largest
 magnitudes, where a scale spans several tiles (Pallas on Triton)."""
 
-import dataclasses
 import functools
 import math
 
@@ -17,7 +16,6 @@ from jaxops._lib.fp8 import (
     cast_saturating,
     cast_stochastic,
     infinity_to_nan,
-    magnitudes,
     nan_to_zero,
     random_bits,
     scale_and_factor,
@@ -28,73 +26,20 @@ from jaxops._lib.masked_pallas import both, load, store
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.ragged import padded_rows
 from jaxops._lib.schedule_pallas import schedule_rows
-from jaxops._lib.tiling import panel_order, tile_bound
+from jaxops._lib.tiling import tile_bound
 from jaxops._lib.traced_once import traced_once
-from jaxops._lib.work_list import COLUMNS as SCHEDULED
 from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
-
-# Axes of a tile's array: of rows, and of columns in the order in which a reduction is cheapest.
-ROWS, COLUMNS = (0, 1, 5), (4, 3)
-Mask = jax.Array | None  # None always holds
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """A tile as a six-dimensional array: (patch, far, blocks, chunks, vector, near).
-
-    An element's row is (far * tiles.near + near) * tiles.patch + patch; its column is one of `vector` neighbours, 16
-    bytes, of a chunk of a block. Triton assigns the vector axis to registers, then near, chunks and far to threads and
-    warps, and patch to registers. So each thread loads 16 bytes of each of `patch` rows and holds `patch` consecutive
-    bytes of a transposed FP8 tile, and the threads along near write the bytes after them.
-    """
-
-    tiles: Tiles
-    vector: int
-    width: int  # of a block
-
-    @classmethod
-    def of(cls, tiles: Tiles, itemsize: int, by_blocks: bool) -> "Grid":
-        width = min(BLOCK, tiles.cols) if by_blocks else tiles.cols
-        return cls(tiles, min(16 // itemsize, width), width)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        t, chunks = self.tiles, self.width // self.vector
-        return t.patch, t.rows // (t.patch * t.near), t.cols // self.width, chunks, self.vector, t.near
-
-    def _along(self, axis: int) -> jax.Array:
-        size = self.shape[axis]
-        shape = [size if i == axis else 1 for i in range(6)]
-        return lax.broadcast_in_dim(jnp.arange(size, dtype=jnp.int32), shape, (axis,))
-
-    @property
-    def rows(self) -> jax.Array:
-        return (self._along(1) * self.tiles.near + self._along(5)) * self.tiles.patch + self._along(0)
-
-    @property
-    def blocks(self) -> jax.Array:
-        return self._along(2)
-
-    @property
-    def columns(self) -> jax.Array:
-        return self._along(2) * self.width + self._along(3) * self.vector + self._along(4)
-
-
-def abs_for_max(x: jax.Array, interpret: bool) -> jax.Array:
-    """|x| of the result of `infinity_to_nan`, for a maximum, which ignores NaN on a GPU unless all are NaN."""
-    return magnitudes(x) if interpret else jnp.abs(x)
-
-
-def amax_over(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    for axis in axes:
-        if sizes.shape[axis] > 1:
-            sizes = jnp.max(sizes, axis=axis, keepdims=True)
-    return sizes
-
-
-def index(value: int | jax.Array) -> jax.Array:
-    """A scalar as an index array of six dimensions."""
-    return jnp.full((1,) * 6, value, jnp.int32)
+from jaxops.ops.quantize.tile_pallas import (
+    BLOCKS,
+    COLUMNS,
+    ROWS,
+    Grid,
+    Location,
+    Mask,
+    abs_for_max,
+    inside,
+    locate,
+)
 
 
 def _sources(arrays: Arrays) -> dict[str, jax.Array | None]:
@@ -118,17 +63,10 @@ def _read(ref: dict, grid: Grid, at: tuple[jax.Array, jax.Array], rows_in: Mask,
     if "right" not in ref:
         return load(x_ref, (rows, columns), both(rows_in, columns_in))
     F, cols = x_ref.shape[1], grid.tiles.cols
-    in_left = index(j) < F // cols if F % cols == 0 else columns < F
+    in_left = grid.index(j) < F // cols if F % cols == 0 else columns < F
     left = load(x_ref, (rows, columns), both(rows_in, in_left))
     # Into the same registers: a thread waits for the first load only where the second one is masked off.
     return load(ref["right"], (rows, columns - F), both(rows_in, columns_in, ~in_left), other=left)
-
-
-def _inside(offsets_ref, rows: jax.Array) -> jax.Array:
-    """Which rows are in a group."""
-    at = (jnp.full((1,) * rows.ndim, i, jnp.int32) for i in (0, offsets_ref.shape[0] - 1))
-    first, end = (plgpu.load(offsets_ref.at[i]) for i in at)
-    return (rows >= first) & (rows < end)
 
 
 def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, size: tuple[int, int, int], interpret: bool):
@@ -146,16 +84,16 @@ def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, size: tuple[int, int
         rows = (t % down if gathered else t // across) * tiles.rows + grid.rows
         j = t // down if gathered else t % across
         columns = j * tiles.cols + grid.columns
-        inside = rows < M  # false past the last tile
+        read = rows < M  # false past the last tile
         if "offsets" in ref:
-            inside = inside & _inside(ref["offsets"], rows)
+            read = read & inside(ref["offsets"], rows)
         if gathered:  # false past the last tile, where rows < M holds again
-            inside = inside & (index(t) < count)
-        x = _read(ref, grid, (g * M + rows, columns), inside, None if K % tiles.cols == 0 else columns < K, j)
+            read = read & (grid.index(t) < count)
+        x = _read(ref, grid, (g * M + rows, columns), read, None if K % tiles.cols == 0 else columns < K, j)
         return jnp.maximum(most, abs_for_max(infinity_to_nan(x), interpret))
 
     most = lax.fori_loop(0, pl.cdiv(count, programs), step, jnp.zeros(grid.shape, jnp.float32))
-    store(ref["amax"], (index(pid),), nan_to_zero(amax_over(most, (*COLUMNS, *ROWS, 2))))
+    store(ref["amax"], (grid.index(pid),), nan_to_zero(grid.largest(most, *COLUMNS, *ROWS, *BLOCKS)))
 
 
 @traced_once("tiles", "interpret")
@@ -187,14 +125,14 @@ def _lines_kernel(ref: dict, *, grid: Grid, size: tuple[int, int, int], interpre
     rows_in = None if M % tiles.rows == 0 else rows < M
     columns_in = None if K % tiles.cols == 0 else columns < K
     if "indices" in ref:  # rows outside the groups are not read
-        rows_in = both(rows_in, _inside(ref["offsets"], rows))
+        rows_in = both(rows_in, inside(ref["offsets"], rows))
     x = _read(ref, grid, (g * M + rows, columns), rows_in, columns_in, j)
     found = abs_for_max(infinity_to_nan(x), interpret)
     if "rows" in ref:
-        store(ref["rows"], (index(j), g * M + rows), nan_to_zero(amax_over(found, (*COLUMNS, 2))), rows_in)
+        store(ref["rows"], (grid.index(j), g * M + rows), nan_to_zero(grid.largest(found, *COLUMNS, *BLOCKS)), rows_in)
     if "columns" in ref:
-        of_groups = jnp.where(_inside(ref["offsets"], rows), found, 0.0) if "offsets" in ref else found
-        store(ref["columns"], (index(i), g * K + columns), nan_to_zero(amax_over(of_groups, ROWS)), columns_in)
+        of_groups = jnp.where(inside(ref["offsets"], rows), found, 0.0) if "offsets" in ref else found
+        store(ref["columns"], (grid.index(i), g * K + columns), nan_to_zero(grid.largest(of_groups, *ROWS)), columns_in)
 
 
 @traced_once("tiles", "row", "col", "interpret")
@@ -223,49 +161,8 @@ def line_amax_pallas(
     return found.get("rows"), found.get("columns")
 
 
-@dataclasses.dataclass(frozen=True)
-class Location:
-    """A program's tile in tensor g: index arrays of six dimensions, and their masks."""
-
-    g: jax.Array
-    is_first: jax.Array  # the tile is the tensor's first
-    rows: jax.Array  # of x and the row layout
-    rows_in: Mask
-    rows_t: jax.Array  # the same rows as columns of values_t
-    rows_t_in: Mask
-    block: jax.Array  # number of the 128 columns of values_t
-    columns: jax.Array  # of x
-    columns_in: Mask
-    blocks: jax.Array  # numbers of the 128 columns of x
-    blocks_in: Mask
-    j: jax.Array  # scalar, the tile's number among those of its rows
-
-
-def _locate(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], down: int) -> Location:
-    (_, M, K), tiles = size, grid.tiles
-    across = pl.cdiv(K, tiles.cols)
-    g, tile = pid // (down * across), pid % (down * across)
-    i, j = panel_order(tile, down, across, tiles.panel)
-    rows, block = i * tiles.rows + grid.rows, index(i)
-    rows_in = rows_t_in = None if M % tiles.rows == 0 else rows < M
-    rows_t = rows
-    if "tiles" in ref:
-        column = ref["tiles"].shape[0] // SCHEDULED
-        start, end, block = (plgpu.load(ref["tiles"].at[index(n * column) + i]) for n in (1, 2, 3))
-        rows = start + grid.rows
-        rows_in = rows < end
-        # A tile outside the groups has no columns. A group's last tile writes all of its own: zeros past the end.
-        rows_t_in = (block >= 0) & (block < ref["values_t"].shape[1] // BLOCK)
-        rows_t = jnp.maximum(block, 0) * BLOCK + grid.rows
-    columns, blocks = j * tiles.cols + grid.columns, j * (tiles.cols // grid.width) + grid.blocks
-    cut = K % tiles.cols != 0
-    columns_in, blocks_in = (columns < K, blocks < pl.cdiv(K, BLOCK)) if cut else (None, None)
-    is_first = index(tile) == 0
-    return Location(g, is_first, rows, rows_in, rows_t, rows_t_in, block, columns, columns_in, blocks, blocks_in, j)
-
-
 def _scale(
-    ref: dict, spec: Spec, sizes: jax.Array, p: Location, size: tuple[int, int, int]
+    ref: dict, spec: Spec, grid: Grid, sizes: jax.Array, p: Location, size: tuple[int, int, int]
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The factors of the row layout's and the column layout's values; stores this tile's scales."""
     (G, M, K), g = size, p.g
@@ -277,7 +174,8 @@ def _scale(
         n = ref["amax"].shape[0] // G
         part = jnp.arange(power_of_2(n), dtype=jnp.int32)
         amax = jnp.max(plgpu.load(ref["amax"].at[g * n + part], mask=part < n, other=0.0))
-        scale, factor = scale_and_factor(jnp.broadcast_to(amax, (1,) * 6), spec.fp8, spec.pow2)  # given: any float32
+        amax = jnp.broadcast_to(amax, p.block.shape)
+        scale, factor = scale_and_factor(amax, spec.fp8, spec.pow2)  # a given amax is any float32
         store(ref["scales"], (jnp.zeros_like(p.block) + g,), scale, p.is_first)
         return factor, factor
     if "row_factors" in ref or "col_factors" in ref:
@@ -285,12 +183,12 @@ def _scale(
         col = load(ref["col_factors"], (g * K + p.columns,), p.columns_in) if spec.col else None
         return row, col
     if spec.scaling == "rowwise":
-        scale, factor = scale_of(amax_over(sizes, COLUMNS))
+        scale, factor = scale_of(grid.largest(sizes, *COLUMNS))
         store(ref["scales"], (g * M + p.rows,), scale, p.rows_in)
         return factor, factor
     across, down = pl.cdiv(K, BLOCK), pl.cdiv(ref["values_t"].shape[1] if "tiles" in ref else M, BLOCK)
     if spec.scaling == "block_128x128":
-        scale, factor = scale_of(amax_over(sizes, (*COLUMNS, *ROWS)))
+        scale, factor = scale_of(grid.largest(sizes, *COLUMNS, *ROWS))
         if spec.row:
             store(ref["scales"], (g * down + p.block, p.blocks), scale, p.blocks_in)
         if spec.col:
@@ -298,12 +196,11 @@ def _scale(
         return factor, factor
     row = col = None
     if spec.row:
-        scale, row = scale_of(amax_over(sizes, COLUMNS))
+        scale, row = scale_of(grid.largest(sizes, *COLUMNS))
         store(ref["scales"], (g * across + p.blocks, p.rows), scale, both(p.rows_in, p.blocks_in))
     if spec.col:
-        scale, col = scale_of(amax_over(sizes, ROWS))
-        block_in = p.rows_t_in if "tiles" in ref else None
-        store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, block_in))
+        scale, col = scale_of(grid.largest(sizes, *ROWS))
+        store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, p.block_in))
     return row, col
 
 
@@ -312,28 +209,29 @@ def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int
     pid = pl.program_id(0)
     if spec.scaling == "tensorwise":  # from the end, which the pass before has left in L2
         pid = G * down * pl.cdiv(K, grid.tiles.cols) - 1 - pid
-    p = _locate(ref, pid, grid, size, down)
-    rows_in = both(p.rows_in, p.rows_t_in) if "indices" in ref else p.rows_in  # no tile outside the groups is read
+    p = locate(ref, pid, grid, size, down)
+    rows_in = both(p.rows_in, p.block_in) if "indices" in ref else p.rows_in  # no tile outside the groups is read
     x = infinity_to_nan(_read(ref, grid, (p.g * M + p.rows, p.columns), rows_in, p.columns_in, p.j))
     sizes = abs_for_max(x, interpret)
     if "measured" in ref:
-        store(ref["measured"], (jnp.zeros_like(p.block) + pid,), nan_to_zero(amax_over(sizes, (*COLUMNS, *ROWS, 2))))
-    factors = _scale(ref, spec, sizes, p, size)
+        amax = nan_to_zero(grid.largest(sizes, *COLUMNS, *ROWS, *BLOCKS))
+        store(ref["measured"], (jnp.zeros_like(p.block) + pid,), amax)
+    factors = _scale(ref, spec, grid, sizes, p, size)
     random = None
     if "words" in ref:
-        row_word, column_word = (plgpu.load(ref["words"].at[index(n)]) for n in range(2))
+        row_word, column_word = (plgpu.load(ref["words"].at[grid.index(n)]) for n in range(2))
         random = random_bits(p.g * M + p.rows, p.columns, (row_word, column_word))
 
-    def cast(factor):
-        values = x * factor
+    def cast(factor, arranged=lambda tile: tile):
+        values = arranged(x * factor)
         if random is None:
             return cast_saturating(values, spec.fp8, saturates=not interpret)
-        return cast_stochastic(values, spec.fp8, random)
+        return cast_stochastic(values, spec.fp8, arranged(random))
 
     if spec.row:
         store(ref["values"], (p.g * M + p.rows, p.columns), cast(factors[0]), both(p.rows_in, p.columns_in))
     if spec.col:
-        store(ref["values_t"], (p.g * K + p.columns, p.rows_t), cast(factors[1]), both(p.columns_in, p.rows_t_in))
+        store(ref["values_t"], (p.g * K + p.columns_t, p.rows_t), cast(factors[1], grid.transposed), p.t_in)
 
 
 @traced_once("spec", "tiles", "interpret")

@@ -18,6 +18,7 @@ from jaxops._lib.fp8 import (
     nan_to_zero,
     scale_and_factor,
 )
+from jaxops._lib.instructions import widened
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.masked_pallas import both, load, store
@@ -25,22 +26,20 @@ from jaxops._lib.ragged import padded_rows
 from jaxops._lib.schedule_pallas import schedule_rows
 from jaxops._lib.tiling import panel_order, tile_bound
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.quantize.cast_pallas import (
+from jaxops.ops.quantize.outputs import Computation, Computed, Halves, Output
+from jaxops.ops.quantize.plan import Tiles
+from jaxops.ops.quantize.tile_pallas import (
+    BLOCKS,
     COLUMNS,
     ROWS,
     Grid,
     Location,
     Mask,
-    _inside,
-    _locate,
     abs_for_max,
-    amax_over,
-    index,
+    inside,
+    locate,
 )
-from jaxops.ops.quantize.outputs import Computation, Computed, Halves, Output
-from jaxops.ops.quantize.plan import Tiles
 
-_VECTOR = COLUMNS[:1]  # axis of the elements that one thread loads at once
 Operands = tuple[Any, ...]  # matrices [R, C], Halves [R, 2 * C], vectors [R]
 
 
@@ -73,7 +72,7 @@ def _computed(
         else:
             firsts = (0, C) if kind == "halves" else (0,)
             tiles += [load(x, (rows, first + columns), both(rows_in, columns_in)) for first in firsts]
-    tensors, addends = computation.compute(*(tile.astype(jnp.float32) for tile in tiles))
+    tensors, addends = computation.compute(*map(widened, tiles))
     return [tensor.astype(computation.dtype) for tensor in tensors], addends
 
 
@@ -91,21 +90,21 @@ def _amax_kernel(
         rows, columns = t // across * tiles.rows + grid.rows, t % across * tiles.cols + grid.columns
         rows_in = rows < R  # false past the last tile
         if "offsets" in ref:
-            rows_in = rows_in & _inside(ref["offsets"], rows)
+            rows_in = rows_in & inside(ref["offsets"], rows)
         columns_in = None if C % tiles.cols == 0 else columns < C
         tensors, _ = _computed(ref, computation, C, rows, columns, rows_in, columns_in)
         found: dict[int, Any] = dict.fromkeys(numbers)
         for (output, _), x in zip(computation.tensors(), tensors, strict=True):
             if output in found:
                 # Of a thread's neighbours one number is kept: the loop carries an eighth of the registers.
-                size, before = amax_over(abs_for_max(infinity_to_nan(x), interpret), _VECTOR), found[output]
+                size, before = grid.largest(abs_for_max(infinity_to_nan(x), interpret), "vector"), found[output]
                 found[output] = size if before is None else jnp.maximum(before, size)
         return [jnp.maximum(a, b) for a, b in zip(most, found.values(), strict=True)]
 
-    kept = tuple(1 if axis in _VECTOR else n for axis, n in enumerate(grid.shape))
+    kept = tuple(1 if axis == "vector" else n for axis, n in zip(grid.axes, grid.shape, strict=True))
     most = lax.fori_loop(0, pl.cdiv(count, programs), step, [jnp.zeros(kept, jnp.float32) for _ in numbers])
     for i, x in enumerate(most):
-        store(ref["amax"], (index(i), index(p)), nan_to_zero(amax_over(x, (*COLUMNS, *ROWS, 2))))
+        store(ref["amax"], (grid.index(i), grid.index(p)), nan_to_zero(grid.largest(x, *COLUMNS, *ROWS, *BLOCKS)))
 
 
 def _named(operands: Operands, offsets: jax.Array | None) -> tuple[dict[str, jax.Array | None], list[str]]:
@@ -152,27 +151,27 @@ def _flops(computation: Computation, elements: int) -> int:
     return 6 * len(computation.tensors()) * elements
 
 
-def _add_up(x: jax.Array) -> jax.Array:
-    for axis in (*COLUMNS, 2):
-        if x.shape[axis] > 1:
-            x = jnp.sum(x, axis=axis, keepdims=True)
-    return x
-
-
 def _row_factors(
-    ref: dict, computation: Computation, n: int, parts: range, sizes: list[jax.Array], p: Location, C: int
+    ref: dict,
+    computation: Computation,
+    n: int,
+    parts: range,
+    sizes: list[jax.Array],
+    grid: Grid,
+    p: Location,
+    C: int,
 ) -> list[jax.Array]:
     """The factor of each part's values in the row layout; stores this tile's scales."""
     output: Output = computation.outputs[n]
     how: Any = {"dtype": output.fp8, "pow2": computation.pow2, "is_bfloat16": computation.dtype == "bfloat16"}
     if output.scaling == "rowwise":
-        found = [amax_over(size, (*COLUMNS, 2)) for size in sizes]
+        found = [grid.largest(size, *COLUMNS, *BLOCKS) for size in sizes]
         scale, factor = scale_and_factor(functools.reduce(jnp.maximum, found), **how)
         store(ref[f"scales{n}"], (p.rows,), scale, p.rows_in)
         return [factor] * len(parts)
     factors = []
     for part, size in zip(parts, sizes, strict=True):
-        scale, factor = scale_and_factor(amax_over(size, COLUMNS), **how)
+        scale, factor = scale_and_factor(grid.largest(size, *COLUMNS), **how)
         at = (part * pl.cdiv(C, BLOCK) + p.blocks, p.rows)
         store(ref[f"scales{n}"], at, scale, both(p.rows_in, p.blocks_in))
         factors.append(factor)
@@ -180,40 +179,39 @@ def _row_factors(
 
 
 def _cast_parts(
-    ref: dict, computation: Computation, n: int, parts: range, tensors: list[jax.Array], p: Location, C: int,
-    interpret: bool,
+    ref: dict, computation: Computation, n: int, parts: range, tensors: list[jax.Array], given: jax.Array | None,
+    grid: Grid, p: Location, C: int, interpret: bool,
 ) -> None:  # fmt: skip
-    """Stores this tile of some parts of output n."""
+    """Stores this tile of some parts of output n, whose factor may be given."""
     output: Output = computation.outputs[n]
     if output.plain:
         for part, x in zip(parts, tensors, strict=True):
             store(ref[f"plain{n}_{part}"], (p.rows, p.columns), x, both(p.rows_in, p.columns_in))
     if output.layouts == "none":
         return
-    values = [infinity_to_nan(x) for x in tensors]
+    # With a given factor in pairs, the gated unit's backward would have so many registers that one program ran at once.
+    values = [infinity_to_nan(x, in_pairs=given is None) for x in tensors]
 
-    def cast(x, factor):
-        return cast_saturating(x * factor, output.fp8, saturates=not interpret)
+    def cast(x):
+        return cast_saturating(x, output.fp8, saturates=not interpret)
 
-    given = sizes = None
-    if output.scaling == "tensorwise":
-        given = load(ref[f"factor{n}"], (index(0),))
-    else:
-        sizes = [abs_for_max(x, interpret) for x in values]
+    sizes = [abs_for_max(x, interpret) for x in values] if given is None else None
     if output.row:
-        factors = _row_factors(ref, computation, n, parts, sizes, p, C) if sizes else [given] * len(parts)
+        factors: list[Any] = [given] * len(parts)
+        if sizes:
+            factors = _row_factors(ref, computation, n, parts, sizes, grid, p, C)
         for part, x, factor in zip(parts, values, factors, strict=True):
             at = (p.rows, part * C + p.columns)
-            store(ref[f"values{n}"], at, cast(x, factor), both(p.rows_in, p.columns_in))
+            store(ref[f"values{n}"], at, cast(x * factor), both(p.rows_in, p.columns_in))
     if output.col:
         for i, (part, x) in enumerate(zip(parts, values, strict=True)):
-            factor = given
+            factor: Any = given
             if sizes:
-                amax = amax_over(sizes[i], ROWS)
+                amax = grid.largest(sizes[i], *ROWS)
                 scale, factor = scale_and_factor(amax, output.fp8, computation.pow2, computation.dtype == "bfloat16")
-                store(ref[f"scales_t{n}_{part}"], (p.block, p.columns), scale, both(p.columns_in, p.rows_t_in))
-            at = (p.columns, p.rows_t)
-            store(ref[f"values_t{n}_{part}"], at, cast(x, factor), both(p.columns_in, p.rows_t_in))
+                store(ref[f"scales_t{n}_{part}"], (p.block, p.columns), scale, both(p.columns_in, p.block_in))
+            at = (p.columns_t, p.rows_t)
+            store(ref[f"values_t{n}_{part}"], at, cast(grid.transposed(x * factor)), p.t_in)
 
 
 def _cast_kernel(ref: dict, *, computation: Computation, grid: Grid, size: tuple[int, int], down: int, interpret: bool):
@@ -223,19 +221,23 @@ def _cast_kernel(ref: dict, *, computation: Computation, grid: Grid, size: tuple
         pid = down * across - 1 - pid
     columns_of = [name for name in ref if name.startswith("values_t")]
     scheduled = {"tiles": ref["tiles"], "values_t": ref[columns_of[0]]} if columns_of else {}
-    p = _locate(scheduled, pid, grid, (1, R, C), down)
+    p = locate(scheduled, pid, grid, (1, R, C), down)
     rows_in = p.rows_in
     if "offsets" in ref:
-        rows_in = both(rows_in, _inside(ref["offsets"], p.rows))
+        rows_in = both(rows_in, inside(ref["offsets"], p.rows))
     p = dataclasses.replace(p, rows_in=rows_in)
+    # With the operands: between the stores the threads would wait for each.
+    factors = {
+        n: load(ref[f"factor{n}"], (grid.index(0),)) for n, output in enumerate(computation.outputs) if output.measured
+    }
     tensors, addends = _computed(ref, computation, C, p.rows, p.columns, p.rows_in, p.columns_in)
     _, j = panel_order(pid, down, across, grid.tiles.panel)
     for i, x in enumerate(addends):
-        store(ref[f"sums{i}"], (index(j), p.rows), _add_up(x), p.rows_in)
+        store(ref[f"sums{i}"], (grid.index(j), p.rows), grid.summed(x, *COLUMNS, *BLOCKS), p.rows_in)
     numbers = computation.tensors()
     for n, parts in computation.steps():
         mine = [tensors[numbers.index((n, part))] for part in parts]
-        _cast_parts(ref, computation, n, parts, mine, p, C, interpret)
+        _cast_parts(ref, computation, n, parts, mine, factors.get(n), grid, p, C, interpret)
 
 
 def _results(

@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -67,51 +66,6 @@ def _read(ref: dict, grid: Grid, at: tuple[jax.Array, jax.Array], rows_in: Mask,
     left = load(x_ref, (rows, columns), both(rows_in, in_left))
     # Into the same registers: a thread waits for the first load only where the second one is masked off.
     return load(ref["right"], (rows, columns - F), both(rows_in, columns_in, ~in_left), other=left)
-
-
-def _tensor_kernel(ref: dict, *, grid: Grid, programs: int, size: tuple[int, int, int], interpret: bool):
-    """Program p of a tensor's P takes tiles p, p + P, ...: at the end L2 holds the end of the tensor."""
-    tiles, (_, M, K) = grid.tiles, size
-    pid = pl.program_id(0)
-    g, p = pid // programs, pid % programs
-    across = pl.cdiv(K, tiles.cols)
-    down, gathered = pl.cdiv(M, tiles.rows), "indices" in ref
-    count = down * across
-
-    def step(n, most):
-        t = n * programs + p
-        # Gathered rows column by column: a token is read several times, and L2 holds few columns of all tokens.
-        rows = (t % down if gathered else t // across) * tiles.rows + grid.rows
-        j = t // down if gathered else t % across
-        columns = j * tiles.cols + grid.columns
-        read = rows < M  # false past the last tile
-        if "offsets" in ref:
-            read = read & inside(ref["offsets"], rows)
-        if gathered:  # false past the last tile, where rows < M holds again
-            read = read & (grid.index(t) < count)
-        x = _read(ref, grid, (g * M + rows, columns), read, None if K % tiles.cols == 0 else columns < K, j)
-        return jnp.maximum(most, abs_for_max(infinity_to_nan(x), interpret))
-
-    most = lax.fori_loop(0, pl.cdiv(count, programs), step, jnp.zeros(grid.shape, jnp.float32))
-    store(ref["amax"], (grid.index(pid),), nan_to_zero(grid.largest(most, *COLUMNS, *ROWS, *BLOCKS)))
-
-
-@traced_once("tiles", "interpret")
-def tensor_amax_pallas(tiles: Tiles, arrays: Arrays, *, interpret: bool) -> jax.Array:
-    """[G, programs] float32: parts of each tensor's largest magnitude, over the rows in groups if there are offsets."""
-    x, (G, M, K) = arrays.x, arrays.shape
-    programs = min(tiles.programs, pl.cdiv(M, tiles.rows) * pl.cdiv(K, tiles.cols))
-    grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=False)
-    return launch_named(
-        functools.partial(_tensor_kernel, grid=grid, programs=programs, size=(G, M, K), interpret=interpret),
-        _sources(arrays) | {"offsets": arrays.offsets},
-        {"amax": out_struct((G * programs,), jnp.float32, like=x)},
-        grid=(G * programs,),
-        warps=tiles.warps,
-        interpret=interpret,
-        name="quantize_amax",
-        flops=2 * math.prod(arrays.shape),  # a magnitude, and its comparison with the largest one
-    )["amax"].reshape(G, programs)
 
 
 def _lines_kernel(ref: dict, *, grid: Grid, size: tuple[int, int, int], interpret: bool):

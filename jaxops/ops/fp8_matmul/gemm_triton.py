@@ -11,11 +11,9 @@ three consumers, and each of these would be a branch in most of its functions.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -28,7 +26,6 @@ from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
-from jaxops._lib.sums import sum_of_parts
 from jaxops._lib.tile_scheduler_triton import opaque, place_in_panel, read_tile, skip_panels
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
@@ -47,24 +44,25 @@ from jaxops.ops.fp8_matmul.produce_triton import (
     multiplied_until,
     operand_rows,
     produce,
+    scale_slot,
 )
 
 
 @gluon.jit
 def _scales_of_rows(
-    sa_bufs, sb_bufs, s, early,
+    sa_bufs, sb_bufs, slot, early,
     WHICH: gl.constexpr, BOXES: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Of the 64 rows of box WHICH in one step; with BLOCK times that of the columns."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    sa = sa_bufs.index(BOXES * s + WHICH).reshape([sa_bufs.shape[2]])
+    sa = sa_bufs.index(BOXES * slot + WHICH).reshape([sa_bufs.shape[2]])
     rows = sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
-    return rows * sb_bufs.index(s).load(ROW) if SCALES == BLOCK else rows
+    return rows * sb_bufs.index(slot).load(ROW) if SCALES == BLOCK else rows
 
 
 @gluon.jit
-def _scales_of_columns(sb_bufs, s, MMA: gl.constexpr):
-    return sb_bufs.index(s).reshape([sb_bufs.shape[2]]).load(gl.SliceLayout(0, MMA))
+def _scales_of_columns(sb_bufs, slot, MMA: gl.constexpr):
+    return sb_bufs.index(slot).reshape([sb_bufs.shape[2]]).load(gl.SliceLayout(0, MMA))
 
 
 @gluon.jit
@@ -126,32 +124,30 @@ def _sum_rounds(
     """
     for _ in range(rounds):
         s1 = s
+        phase1 = phase
         part1 = _multiply_step(gl.zeros_like(acc), a_bufs, b_bufs, full, s, phase, WHICH, CONSUMERS)
         done = gl.zeros_like(acc)
         for i in gl.static_range(ROUND):
             s0 = s1
+            slot = scale_slot(s1, phase1, STAGES, SCALES)
             part0 = part1
             if i + 1 < ROUND:
-                s1, phase = advance(s0, phase, STAGES)
-                part1 = _multiply_step(done, a_bufs, b_bufs, full, s1, phase, WHICH, CONSUMERS)
+                s1, phase1 = advance(s0, phase1, STAGES)
+                part1 = _multiply_step(done, a_bufs, b_bufs, full, s1, phase1, WHICH, CONSUMERS)
             rows = 0.0
             cols = 0
             if SCALES == BLOCK:  # loaded before the wait, behind the wgmma; OUTER's scales would not fit the registers
-                rows = _scales_of_rows(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
             if i + 1 < ROUND:
                 done, part1 = warpgroup_mma_wait(1, deps=[part0, part1])
             else:
                 done = warpgroup_mma_wait(0, deps=[part0])
             if SCALES == OUTER:
-                rows = _scales_of_rows(sa_bufs, sb_bufs, s0, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
-                cols = _scales_of_columns(sb_bufs, s0, MMA)
-                # TMA may write the next scales as soon as the stage is released, and no barrier waits for loads from
-                # shared memory. Without the fence up to 11 of 60 launches had wrong sums (H200, 2026-11-26, 192x128
-                # with three stages). BLOCK's loads have finished before the wgmma.
-                fence_async_shared()
+                rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                cols = _scales_of_columns(sb_bufs, slot, MMA)
             mbarrier.arrive(empty.index(s0), count=1)
             acc = _promote(acc, done, rows, cols, SCALES)
-        s, phase = advance(s1, phase, STAGES)
+        s, phase = advance(s1, phase1, STAGES)
     return acc, s, phase
 
 
@@ -163,20 +159,20 @@ def _sum_halves(
 ):  # fmt: skip
     """A consumer's upper and lower 64 rows + A @ B.T: one half is scaled and added while the other consumer multiplies.
 
-    The scales are loaded behind a wgmma, for both halves those of the columns once: of 64 rows a consumer, their loads
-    are a third of what shared memory can do (H200, 2026-11-26). They have finished before the wgmma.
+    The scales are loaded behind a wgmma, for both halves those of the columns once.
     """
     BOXES: gl.constexpr = 2 * CONSUMERS
     for _ in range(steps):
+        slot = scale_slot(s, phase, STAGES, SCALES)
         part = _multiply_step(gl.zeros_like(upper), a_bufs, b_bufs, full, s, phase, 2 * WHICH, BOXES)
         cols = 0
         rows = 0.0
         more_rows = 0.0
         if SCALES == OUTER:
-            cols = _scales_of_columns(sb_bufs, s, MMA)
+            cols = _scales_of_columns(sb_bufs, slot, MMA)
         if SCALES >= BLOCK:
-            rows = _scales_of_rows(sa_bufs, sb_bufs, s, early, 2 * WHICH, BOXES, KIND, SCALES, MMA)
-            more_rows = _scales_of_rows(sa_bufs, sb_bufs, s, early, 2 * WHICH + 1, BOXES, KIND, SCALES, MMA)
+            rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, 2 * WHICH, BOXES, KIND, SCALES, MMA)
+            more_rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, 2 * WHICH + 1, BOXES, KIND, SCALES, MMA)
         part = warpgroup_mma_wait(0, deps=[part])
         upper = _promote(upper, part, rows, cols, SCALES)
         part = _multiply_step(part, a_bufs, b_bufs, full, s, phase, 2 * WHICH + 1, BOXES)
@@ -199,9 +195,9 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 @gluon.jit
 def _finish(
     acc, args, buf, group, row, end, col, steps,
-    KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr, ALIGNED: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
-    """Scales 64 rows of a tile by what spans their sums, and stores them."""
+    """Scales 64 rows of a tile by what spans their sums, and stores them; PENDING: as of `store`."""
     sa, sb, c_desc, c_ptr, M, N = args
     if row < end:
         # Rows outside the groups stay zero, even where their scales are NaN.
@@ -213,9 +209,9 @@ def _finish(
         elif SCALES == VECTOR:
             acc = _scale_vectors(acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA)
         if c_desc is not None:
-            store_plain(acc, c_desc, c_ptr, buf, row, end, col, N, ALIGNED)
+            store_plain(acc, c_desc, c_ptr, buf, row, end, col, N, ALIGNED, PENDING)
         else:
-            store(acc, c_desc, c_ptr, buf, row, end, col, N, MMA, ALIGNED)
+            store(acc, None, c_ptr, buf, row, end, col, N, MMA, ALIGNED)
 
 
 @gluon.jit
@@ -280,10 +276,11 @@ def consume(
                 mbarrier.arrive(empty.index(s), count=1)
                 s, phase = advance(s, phase, STAGES)
         result = (sa, sb, c_desc, c_ptr, M, N)
-        buf = c_bufs.index(WHICH)
-        _finish(acc, result, buf, group, row, end, col, steps, KIND, SCALES, MMA, ALIGNED)
-        if HALVES == 2:
-            _finish(lower, result, buf, group, row + ROWS_OF_ONE, end, col, steps, KIND, SCALES, MMA, ALIGNED)
+        for half in gl.static_range(HALVES):
+            _finish(
+                lower if half else acc, result, c_bufs.index(WHICH * HALVES + half), group, row + half * ROWS_OF_ONE,
+                end, col, steps, KIND, SCALES, MMA, ALIGNED, HALVES - 1,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -294,15 +291,16 @@ def make_buffers(
 ):  # fmt: skip
     """Shared memory of the stages, and of the stores. A stage: operands, scales, a tile, full and empty barriers."""
     BOXES: gl.constexpr = BM // ROWS_OF_ONE
+    SLOTS: gl.constexpr = 2 * STAGES if SCALES == OUTER else STAGES
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [BOXES * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sa_bufs = gl.allocate_shared_memory(
-        gl.float32, [BOXES * STAGES, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
+        gl.float32, [BOXES * SLOTS, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
         sa.layout if SCALES >= BLOCK else FLAT,
     )  # fmt: skip
     sb_bufs = gl.allocate_shared_memory(
-        gl.float32, [STAGES, 1, BN] if SCALES == OUTER else [STAGES, 1], sb.layout if SCALES == OUTER else FLAT
+        gl.float32, [SLOTS, 1, BN] if SCALES == OUTER else [SLOTS, 1], sb.layout if SCALES == OUTER else FLAT
     )
     tile_bufs = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -311,9 +309,9 @@ def make_buffers(
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
     if c_desc is not None:
-        c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
+        c_bufs = gl.allocate_shared_memory(c_desc.dtype, [BOXES, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
     else:
-        c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
+        c_bufs = result_buffers(c_ptr, BOXES, ROWS_OF_ONE, BN)
     return (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty), c_bufs
 
 
@@ -347,8 +345,6 @@ def multiply_triton(
 ) -> jax.Array:  # fmt: skip
     """A @ B.T on Hopper; arguments as in `multiply_xla`.
 
-    Parts of sums (`tiles.split`) are groups of a contraction, each with a float32 result, scaled; XLA adds these.
-
     Args:
       fast: the tensor core accumulates over all of K; ignored with block scales.
       cores: multiprocessors of the device, the largest persistent grid.
@@ -363,9 +359,6 @@ def multiply_triton(
         schedule = schedule_rows(offsets, M, bm)
     elif offsets is not None:
         kind, schedule, num_i = CONTRACTION, schedule_groups(offsets, length), G * num_i
-    elif tiles.split > 1:
-        kind, schedule, G = CONTRACTION, jnp.asarray(schedule_parts(K, tiles.split)), tiles.split
-        num_i, result_dtype, out_dtype = G * num_i, out_dtype, jnp.dtype("float32")
     tile_count, contraction = num_i * -(-N // bn), kind is CONTRACTION
 
     def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
@@ -388,7 +381,7 @@ def multiply_triton(
     out = triton_call(
         *values, sa, sb, Scratch(schedule) if tiles.dynamic else schedule, tile,
         kernel=fp8_gemm_kernel, grid=min(cores, tile_count),
-        name=f"fp8_gemm_{'parts' if tiles.split > 1 else ('dense', 'rows', 'contraction')[kind.value]}",
+        name=f"fp8_gemm_{('dense', 'rows', 'contraction')[kind.value]}",
         out_type=out_type, flops=2 * M * N * (length or K), tiles=tile_count,
         bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out_type) if length else None,
         entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
@@ -397,20 +390,7 @@ def multiply_triton(
         CONSUMERS=tiles.consumers,
         ALIGNED=N % 8 == 0,
     )  # fmt: skip
-    out = out.reshape(G, M, N) if contraction else out
-    return sum_of_parts(out).astype(result_dtype) if tiles.split > 1 else out
-
-
-def schedule_parts(K: int, parts: int) -> np.ndarray:
-    """The work list of the parts of sums over K, as `schedule_groups` makes that of groups. A part without steps starts
-    at step 0, where there are scales."""
-    steps = -(-K // BK.value)
-    each = -(-steps // parts)
-    number = np.arange(parts, dtype=np.int32)
-    first, end = number * each, np.minimum((number + 1) * each, steps)
-    first, end = first * (first < end), end * (first < end)
-    zeros = np.zeros_like(number)
-    return np.concatenate([number, BK.value * first, BK.value * end, first, zeros + parts, zeros])
+    return out.reshape(G, M, N) if contraction else out
 
 
 def check_registers(tiles: Tiles, fast: bool) -> None:

@@ -34,8 +34,7 @@ class Tiles:
         L2.
       bk: "pallas" fwd and dgrad: numbers of the contracted dimension in a step, a multiple of 128. With bm=1 all of a
         step are loaded before any is used, and the largest power of two in bk must not be small.
-      split: fwd and dgrad, "triton" without groups: parts of each sum, each a program's; a second pass adds them. A
-        forward that casts inside the product has whole sums.
+      split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
       swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
         warp, without a way back to shared memory.
@@ -58,10 +57,8 @@ class Tiles:
         check_fields(self, "bk", "split")
         if self.bk % BLOCK:
             raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
-        if self.kernel == "xla" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
-            raise ValueError("Tiles of kernel='xla' have no bk, split and swap: leave them out.")
-        if self.kernel == "triton" and (self.bk, self.swap) != (BLOCK, False):
-            raise ValueError("Tiles of kernel='triton' have no bk and swap: leave them out.")
+        if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
+            raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
         if self.kernel != "triton" and self.dynamic:
             raise ValueError(f"Tiles of kernel={self.kernel!r} are not dynamic: leave it out.")
         if self.swap and self.bm == 1:
@@ -85,23 +82,22 @@ class Tiles:
         pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
-        return self._hopper_pipeline + 2 * 64 * self.consumers * (self.stored(2) or self.bn)
+        return self._hopper_pipeline + 2 * self.bm * (self.stored(2) or self.bn)
 
     @property
     def consumers(self) -> int:
-        """Of "triton", the warp groups that multiply a tile: each 64 of its rows, of 256 each 128. Stores are of 64."""
+        """Of "triton", the warp groups that multiply a tile: each 64 of its rows, of 256 each 128."""
         return 3 if self.bm == 192 else 2
 
     @property
     def _hopper_pipeline(self) -> int:
-        return self.stages * (self.bk * (self.bm + self.bn) + 4 * (2 * self.bm + self.bn) + 20) + 256
+        return self.stages * ((self.bk + 8) * (self.bm + self.bn) + 20) + 512
 
     def stored(self, itemsize: int) -> int:
         """Columns of a result of so many bytes a number that a consumer of "triton" stores at a time by TMA: a tile's,
         or half where shared memory is short, or 0: not even those have room, and it stores from its registers."""
         left = HOPPER_SHARED_BYTES - self._hopper_pipeline
-        rows = 64 * self.consumers
-        return next((columns for columns in (self.bn, self.bn // 2) if rows * columns * itemsize <= left), 0)
+        return next((columns for columns in (self.bn, self.bn // 2) if self.bm * columns * itemsize <= left), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +157,6 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
     if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
         raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
-    if tiles.kernel == "triton" and tiles.split > 1:
-        if call.problem.G:
-            raise ValueError(f"plan.{pass_name}={tiles}: products over groups have whole sums; leave split out.")
-        if pass_name == "fwd" and call.plan.cast == "inside":  # a tuned row may be of a cast before
-            return dataclasses.replace(tiles, split=1)
     return tiles
 
 
@@ -175,15 +166,10 @@ def casts_inside(problem: Problem, backend: str) -> bool:
     return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and lines and problem.quantize_lhs
 
 
-def _sizes(pass_name: str, p: Problem) -> tuple[int, int, int]:
-    """Rows and columns of a result; numbers that are summed."""
-    return {"fwd": (p.M, p.N, p.K), "dgrad": (p.M, p.K, p.N), "wgrad": (p.K, p.N, p.M)}[pass_name]
-
-
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """Tiles for a shape without a tuned row."""
     p = problem
-    out_rows, out_cols, _ = _sizes(pass_name, p)
+    out_rows, out_cols = {"fwd": (p.M, p.N), "dgrad": (p.M, p.K), "wgrad": (p.K, p.N)}[pass_name]
     if kernel == "triton":
         return _heuristic_triton(pass_name, problem, out_rows, out_cols, device.cores)
     if not p.quantize_lhs and pass_name != "wgrad":
@@ -257,10 +243,10 @@ def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols:
 
 
 def _clocks_of_step(bm: int, bn: int) -> float:
-    """Of a multiprocessor for a K step of a tile: the slower of its tensor cores, 4,096 products a clock, and its
-    loads, taken as 64 bytes a clock. The stores of a tile are proportional, too, and the pipeline fills once a launch:
-    neither changes the choice. H200, 2026-11-26, at most one tile a multiprocessor, difference of sums over 7,168 and
-    4,096: 0.27 us a step of 128x128, 0.55 of 128x256.
+    """Of a multiprocessor for a K step of a tile: the slower of its tensor cores, 4,096 products a clock, and its loads,
+    taken as 64 bytes a clock. The stores of a tile are proportional, too, and the pipeline fills once a launch: neither
+    changes the choice. H200, 2026-11-26, tiles on one multiprocessor each, from sums of 4,096 and of 7,168: 0.27 us a
+    step of 128x128, 0.55 of 128x256.
     """
     return BLOCK * max(bm * bn / 4096, (bm + bn) / 64)
 
@@ -282,18 +268,6 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
             tiles = Tiles("triton" if kernel == "triton" else "pallas", bm, bn, warps, stages, panel)
             if tiles.shared_bytes <= device.shared_bytes:
                 yield tiles
-    if kernel == "triton" and not problem.G and pass_name != "wgrad":
-        yield from _split_sums(_sizes(pass_name, problem), fast, device.cores)
-
-
-def _split_sums(sizes: tuple[int, int, int], fast: bool, cores: int) -> Iterator[Tiles]:
-    """Tiles of as many parts of at least eight steps as a card has multiprocessors for."""
-    rows, columns, length = sizes
-    for bn, stages in ((128, 4), (64, 7), *[(256, 3)] * fast):
-        tiles = -(-rows // 128) * -(-columns // bn)
-        for split in (2, 4):
-            if tiles * split <= cores and length >= 8 * BLOCK * split:
-                yield Tiles("triton", 128, bn, stages=stages, split=split)
 
 
 PLANNER = Planner(

@@ -8,8 +8,7 @@ from jaxops._lib.gemm_triton import advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add, swizzle, write_tile
 from jaxops.ops.fp8_matmul.cast_triton import panel_is_cast, wait_for_casts
 
-# One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K, or
-# parts of one product's sums as such groups.
+# One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
 DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Scales: one per operand; one per row of A and of B; 1x128 blocks of A and 128x128 of B; 1x128 blocks of both.
 TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -60,10 +59,12 @@ def operand_rows(group, row, col, M, N, KIND: gl.constexpr):
 
 
 @gluon.jit
-def first_scale(group, col, first_k, N, K, KIND: gl.constexpr):
-    """Where the scales of a tile's block of 128 rows of B start. CONTRACTION: of the parts of one product's sums."""
-    block = col // 128 if KIND == CONTRACTION else group * gl.cdiv(N, 128) + col // 128
-    return block * gl.cdiv(K, BK) + first_k
+def scale_slot(s, round_of_stages, STAGES: gl.constexpr, SCALES: gl.constexpr):
+    """Where the scales of stage s are. OUTER: in one of two slots in turn, since a consumer may release a stage before
+    its loads of the scales have come back: with one slot TMA wrote the next scales too early, and up to 15 of 80
+    launches had wrong sums; a fence before the release took 5 % (H200, 2026-11-26). A slot is written again when the
+    stage has been released once more. By then the consumer has used the scales: it issues in order."""
+    return s + STAGES * round_of_stages if SCALES == OUTER else s
 
 
 @gluon.jit
@@ -120,7 +121,7 @@ def produce(
         sb_first = sb
         if SCALES == BLOCK:
             # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
-            sb_first = sb + first_scale(group, col, first_k, N, K, KIND)
+            sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
             scale = gl.load(sb_first)
         limit = multiplied_until(row, end, BM, KIND)
         whole = panel_is_cast(casts, a_row, M, K) if casts is not None else True
@@ -145,12 +146,13 @@ def produce(
                 tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(BOXES * s + i), pred=some)
             tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
             if SCALES >= BLOCK:
+                slot = scale_slot(s, 1 - phase, STAGES, SCALES)
                 for i in gl.static_range(BOXES):
                     sa_box = [first_k + k, a_row - early + i * ROWS_OF_ONE]
                     some = row + i * ROWS_OF_ONE < limit
-                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(BOXES * s + i), pred=some)
+                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(BOXES * slot + i), pred=some)
             if SCALES == OUTER:
-                tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(s))
+                tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(slot))
             if SCALES == BLOCK:
                 scale = gl.load(sb_first + min(k + 1, steps - 1))
             s, phase = advance(s, phase, STAGES)

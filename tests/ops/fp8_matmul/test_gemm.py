@@ -10,14 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxops
 from jaxops._lib.ragged import padded_rows
-from jaxops.ops.fp8_matmul import Plan, Problem, Tiles, make_plan
+from jaxops.ops.fp8_matmul import Problem, Tiles, make_plan
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, dequantize_operand
 from jaxops.ops.fp8_matmul.xla import multiply_xla
 from tests.compare import assert_close
-from tests.ops.fp8_matmul.cases import BLOCK, RUNS, kind_of, make_case, operand_shapes, options_of, reference
+from tests.ops.fp8_matmul.cases import BLOCK, RUNS, kind_of, operand_shapes, options_of
 from tests.window import window
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -181,54 +180,6 @@ def test_large(run, scalings):
         for bn, stages in ((256, 3), (128, 5), (64, 8)) if run == "triton" else ((0, 0),):
             tiles = Tiles("triton", 128, bn, stages=stages) if bn else None
             assert_close(multiply(a, b, run=run, fast=True, tiles=tiles), want, "fp8_fast")
-
-
-PARTS = [
-    Tiles("triton", 128, 128, stages=4, split=2),
-    Tiles("triton", 128, 64, stages=7, split=4, panel=1),
-    Tiles("triton", 192, 128, stages=4, split=3),
-    Tiles("triton", 128, 256, stages=3, split=2),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("scalings", "tiles"),
-    # Block scales leave no registers for 256 columns.
-    [pair for pair in itertools.product(DENSE, PARTS) if not (pair[0].startswith("block") and pair[1].bn > 128)],
-    ids=lambda x: x if isinstance(x, str) else f"{x.bm}x{x.bn}-{x.split}",
-)
-def test_parts_of_sums(scalings, tiles):
-    """Of as many steps and not, and without any; results of whole tiles and not. The same bits each time."""
-    fast = tiles.bn > 128
-    rng = np.random.default_rng(0)
-    for M, K, N in ((333, 4112, 784), (37, 1, 131), (130, 640, 3), (256, 896, 512)):
-        a, b = (operand(rng, shape, s) for shape, s in zip(((M, K), (N, K)), scalings.split("-"), strict=True))
-        for out_dtype in ("bfloat16", "float32"):
-            how = {"run": "triton", "out_dtype": out_dtype, "fast": fast, "tiles": tiles}
-            found = [multiply(a, b, **how) for _ in range(3)]
-            if fast and out_dtype == "float32":
-                assert_close(found[0], wide(a) @ wide(b).T, "fp8_fast")
-            else:
-                check(found[0], wide(a) @ wide(b).T, "triton", out_dtype)
-            check_same_bits(found)
-
-
-@pytest.mark.gpu
-def test_a_users_call_with_parts_of_sums():
-    """Forward and dgrad, under vmap."""
-    options_of("triton")
-    case, plan = make_case(333, 1041, 784, dtype="bfloat16"), Plan("triton", fwd=PARTS[0], dgrad=PARTS[1])
-
-    @jax.jit
-    def f(x, w, dy):
-        call = lambda x: jax.vmap(functools.partial(jaxops.fp8_matmul, plan=plan), (0, None))(x, w)
-        y, vjp = jax.vjp(call, jnp.stack([x, -x]))
-        return y, *vjp(jnp.stack([dy, -dy]))
-
-    for got, want in zip(f(case.x, case.w, case.dy), reference(case, "blockwise"), strict=False):
-        assert_close(got[0], want, **kind_of("triton", "bfloat16"))
-        check_same_bits([got[0], -got[1]])
 
 
 def check_same_bits(found) -> None:

@@ -39,8 +39,9 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
         # Through shared memory: by TMA, which overlaps the next tile's products, or by 16-byte stores of each thread.
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
         PLAIN: gl.constexpr = desc is not None and len(desc.block_shape) == 2
-        # A store by threads waits for all others: store_wait does not count it, and PENDING would count later ones.
-        if PENDING > 0 and desc is not None and (row + BM <= end if PLAIN else min(row + BM, end) >= BM):
+        # Stores by threads are not counted by store_wait: after one, PENDING would count stores of another buffer.
+        gl.static_assert(PENDING == 0 or not PLAIN, "a plain descriptor stores some tiles by threads")
+        if PENDING > 0 and desc is not None and min(row + BM, end) >= BM:
             tma.store_wait(PENDING)
         else:
             tma.store_wait(0)
@@ -60,7 +61,7 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
 
 
 @gluon.jit
-def store_plain(acc, desc, ptr, buf, row, end, col, N, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
+def store_plain(acc, desc, ptr, buf, row, end, col, N, ALIGNED: gl.constexpr):
     """As `store`, through a plain descriptor, of as many columns at a time as it has: acc's or half of them. float32
     whole tiles, too, go through shared memory: their stores overlap the next tile's products."""
     BN: gl.constexpr = desc.block_shape[1]
@@ -69,16 +70,14 @@ def store_plain(acc, desc, ptr, buf, row, end, col, N, ALIGNED: gl.constexpr, PE
     parts = (acc,)
     if PARTS > 1:
         parts = split_columns(acc)
-    LEFT: gl.constexpr = PENDING if PARTS == 1 else 0  # both parts have one buffer
     for i in gl.static_range(PARTS):
         part = gl.convert_layout(parts[i], PART, assert_trivial=True)
         if ptr.dtype.element_ty != gl.float32:
-            store(part, desc, ptr, buf, row, end, col + i * BN, N, PART, ALIGNED, LEFT)
+            store(part, desc, ptr, buf, row, end, col + i * BN, N, PART, ALIGNED)
         elif row + acc.shape[0] > end:
-            tma.store_wait(0)
             store_tile(part, ptr, row, end, col + i * BN, N, PART, ALIGNED)
         else:
-            tma.store_wait(LEFT)
+            tma.store_wait(0)
             buf.store(part)
             fence_async_shared()
             tma.async_store(desc, [row, col + i * BN], buf)

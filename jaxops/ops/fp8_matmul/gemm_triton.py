@@ -51,11 +51,11 @@ from jaxops.ops.fp8_matmul.produce_triton import (
 @gluon.jit
 def _scales_of_rows(
     sa_bufs, sb_bufs, slot, early,
-    WHICH: gl.constexpr, BOXES: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Of the 64 rows of box WHICH in one step; with BLOCK times that of the columns."""
+    """Of a consumer's rows in one step; with BLOCK times that of the columns."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    sa = sa_bufs.index(BOXES * slot + WHICH).reshape([sa_bufs.shape[2]])
+    sa = sa_bufs.index(CONSUMERS * slot + WHICH).reshape([sa_bufs.shape[2]])
     rows = sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
     return rows * sb_bufs.index(slot).load(ROW) if SCALES == BLOCK else rows
 
@@ -152,38 +152,6 @@ def _sum_rounds(
 
 
 @gluon.jit
-def _sum_halves(
-    upper, lower, steps, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, early,
-    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """A consumer's upper and lower 64 rows + A @ B.T: one half is scaled and added while the other consumer multiplies.
-
-    The scales are loaded behind a wgmma, for both halves those of the columns once.
-    """
-    BOXES: gl.constexpr = 2 * CONSUMERS
-    for _ in range(steps):
-        slot = scale_slot(s, phase, STAGES, SCALES)
-        part = _multiply_step(gl.zeros_like(upper), a_bufs, b_bufs, full, s, phase, 2 * WHICH, BOXES)
-        cols = 0
-        rows = 0.0
-        more_rows = 0.0
-        if SCALES == OUTER:
-            cols = _scales_of_columns(sb_bufs, slot, MMA)
-        if SCALES >= BLOCK:
-            rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, 2 * WHICH, BOXES, KIND, SCALES, MMA)
-            more_rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, 2 * WHICH + 1, BOXES, KIND, SCALES, MMA)
-        part = warpgroup_mma_wait(0, deps=[part])
-        upper = _promote(upper, part, rows, cols, SCALES)
-        part = _multiply_step(part, a_bufs, b_bufs, full, s, phase, 2 * WHICH + 1, BOXES)
-        part = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(empty.index(s), count=1)
-        lower = _promote(lower, part, more_rows, cols, SCALES)
-        s, phase = advance(s, phase, STAGES)
-    return upper, lower, s, phase
-
-
-@gluon.jit
 def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
     """acc times its rows' and its columns' scales."""
     rows = gl.arange(0, ROWS_OF_ONE, layout=gl.SliceLayout(1, MMA))
@@ -193,33 +161,11 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _finish(
-    acc, args, buf, group, row, end, col, steps,
-    KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr,
-):  # fmt: skip
-    """Scales 64 rows of a tile by what spans their sums, and stores them; PENDING: as of `store`."""
-    sa, sb, c_desc, c_ptr, M, N = args
-    if row < end:
-        # Rows outside the groups stay zero, even where their scales are NaN.
-        inside = steps > 0 if KIND == ROWS else True
-        a_row, b_row = operand_rows(group, row, col, M, N, KIND)
-        if SCALES == TENSOR:
-            scale = gl.load(sa) * gl.load(sb + group if KIND == ROWS else sb)
-            acc = acc * (gl.where(inside, scale, 0.0) if KIND == ROWS else scale)
-        elif SCALES == VECTOR:
-            acc = _scale_vectors(acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA)
-        if c_desc is not None:
-            store_plain(acc, c_desc, c_ptr, buf, row, end, col, N, ALIGNED, PENDING)
-        else:
-            store(acc, None, c_ptr, buf, row, end, col, N, MMA, ALIGNED)
-
-
-@gluon.jit
 def consume(
     args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies and stores this consumer's 64 rows of each tile, or 128 of 256.
+    """Multiplies and stores this consumer's 64 rows of each tile.
 
     The consumers store at the same time. Starting each some steps after the one before it, so that the others multiply
     meanwhile, uses up stages that hide the latency of loads: one step cost 1 to 5 %, three up to 18 % (H200,
@@ -228,7 +174,7 @@ def consume(
     sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N, K = args
     a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    HALVES: gl.constexpr = BM // (ROWS_OF_ONE * CONSUMERS)
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     # K steps per round. Two consumers overlap their own wgmma with their sums within a round of four. Three have fewer
     # registers: a round is one step, and the other two multiply while one sums.
     ROUND: gl.constexpr = 4 if CONSUMERS == 2 else 1
@@ -251,17 +197,14 @@ def consume(
             group, first, end, col, steps = read_tile(tile_bufs, s)
             col = col // BN * BN  # no change: tells the compiler of the alignment
             more = steps >= 0
-        row = first + WHICH * HALVES * ROWS_OF_ONE
-        a_row, _ = operand_rows(group, row, col, M, N, KIND)
+        row = first + WHICH * ROWS_OF_ONE
+        mine = row < end
+        a_row, b_row = operand_rows(group, row, col, M, N, KIND)
+        scale_a = gl.load(sa) if SCALES == TENSOR else 1.0
+        scale_b = gl.load(sb + group if KIND == ROWS else sb) if SCALES == TENSOR else 1.0
         count = steps if KIND == DENSE else gl.where(row < multiplied_until(first, end, BM, KIND), max(steps, 0), 0)
         acc = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
-        lower = acc
-        if HALVES == 2:
-            acc, lower, s, phase = _sum_halves(
-                acc, lower, count, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, s, phase, a_row % 4,
-                WHICH, CONSUMERS, STAGES, KIND, SCALES, MMA,
-            )  # fmt: skip
-        elif FAST:
+        if FAST:
             acc, s, phase = _sum_fast(acc, a_bufs, b_bufs, full, empty, count, s, phase, WHICH, CONSUMERS, STAGES)
         else:
             for each in gl.static_range(2 if ROUND > 1 else 1):  # whole rounds, then the remaining steps
@@ -275,28 +218,35 @@ def consume(
                 mbarrier.wait(full.index(s), phase)
                 mbarrier.arrive(empty.index(s), count=1)
                 s, phase = advance(s, phase, STAGES)
-        result = (sa, sb, c_desc, c_ptr, M, N)
-        for half in gl.static_range(HALVES):
-            _finish(
-                lower if half else acc, result, c_bufs.index(WHICH * HALVES + half), group, row + half * ROWS_OF_ONE,
-                end, col, steps, KIND, SCALES, MMA, ALIGNED, HALVES - 1,
-            )  # fmt: skip
+        if mine:
+            # Rows outside the groups stay zero, even where their scales are NaN.
+            if SCALES == TENSOR:
+                acc = acc * (scale_a * scale_b if KIND != ROWS else gl.where(steps > 0, scale_a * scale_b, 0.0))
+            elif SCALES == VECTOR:
+                inside = steps > 0 if KIND == ROWS else True
+                acc = _scale_vectors(
+                    acc, sa + a_row, sb + b_row, end - row if inside else 0, N - col if inside else 0, MMA
+                )
+            if c_desc is not None:
+                store_plain(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, ALIGNED)
+            else:
+                store(acc, c_desc, c_ptr, c_bufs.index(WHICH), row, end, col, N, MMA, ALIGNED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def make_buffers(
     a_desc, b_desc, sa, sb, c_desc, c_ptr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr, CONSUMERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Shared memory of the stages, and of the stores. A stage: operands, scales, a tile, full and empty barriers."""
-    BOXES: gl.constexpr = BM // ROWS_OF_ONE
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     SLOTS: gl.constexpr = 2 * STAGES if SCALES == OUTER else STAGES
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [BOXES * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sa_bufs = gl.allocate_shared_memory(
-        gl.float32, [BOXES * SLOTS, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
+        gl.float32, [CONSUMERS * SLOTS, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
         sa.layout if SCALES >= BLOCK else FLAT,
     )  # fmt: skip
     sb_bufs = gl.allocate_shared_memory(
@@ -309,9 +259,9 @@ def make_buffers(
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
     if c_desc is not None:
-        c_bufs = gl.allocate_shared_memory(c_desc.dtype, [BOXES, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
+        c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
     else:
-        c_bufs = result_buffers(c_ptr, BOXES, ROWS_OF_ONE, BN)
+        c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
     return (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty), c_bufs
 
 
@@ -319,22 +269,23 @@ def make_buffers(
 def fp8_gemm_kernel(
     a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES, CONSUMERS)
+    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES)
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K)
     consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N, K)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
-        ], [4, 1], [240, 24] if BM == 256 else [232, 40])  # fmt: skip
+        ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
-            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
@@ -387,7 +338,6 @@ def multiply_triton(
         entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
         KIND=kind.value, SCALES=scales, FAST=fast,
-        CONSUMERS=tiles.consumers,
         ALIGNED=N % 8 == 0,
     )  # fmt: skip
     return out.reshape(G, M, N) if contraction else out
@@ -396,8 +346,6 @@ def multiply_triton(
 def check_registers(tiles: Tiles, fast: bool) -> None:
     if tiles.bn > 128 and not fast:
         raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
-    if tiles.bm == 256 and fast:
-        raise ValueError(f"{tiles} is for sums promoted to float32: use bm=128, bn=256.")
 
 
 def scales_of(a: Operand, b: Operand) -> int:

@@ -50,11 +50,11 @@ def fp8_gemm_inside_kernel(
     x_desc, xt_desc, a_desc, b_desc, sa_desc, sb, state, c_desc, c_ptr, values, scales, values_t, scales_t,
     tiles, units, M, N, K, width, height,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, SCALES: gl.constexpr,
-    FAST: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
+    FAST: gl.constexpr, ALIGNED: gl.constexpr, CHUNK: gl.constexpr, HEIGHT: gl.constexpr,
     BOXES: gl.constexpr, DEPTH: gl.constexpr, COLS: gl.constexpr, POW2: gl.constexpr, ALIGN: gl.constexpr,
 ):  # fmt: skip
     sa = sa_desc if SCALES == BLOCK else scales
-    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES, CONSUMERS)
+    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES)
     BOX: gl.constexpr = x_desc.block_shape
     BY_ROW: gl.constexpr = SCALES != BLOCK
     x_bufs = gl.allocate_shared_memory(gl.bfloat16, [DEPTH * CASTERS, BOX[0], BOX[1]], x_desc.layout)
@@ -71,8 +71,8 @@ def fp8_gemm_inside_kernel(
     OTHER: gl.constexpr = 152 if BN == 64 else 56 if BY_ROW else 72
     if BM == 128:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
             (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
@@ -80,9 +80,9 @@ def fp8_gemm_inside_kernel(
         ], [4, 1, 1, 1, 1], [CONSUMER, OTHER, OTHER, OTHER, OTHER])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
-            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, CONSUMERS, ALIGNED)),
+            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
+            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
+            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
             (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
             (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
@@ -191,7 +191,7 @@ def multiply_inside(
         tiles=-(-M // tiles.bm) * -(-N // tiles.bn), units=casting.units(M, K), M=M, N=N, K=K,
         width=width, height=height, BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, PANEL=tiles.panel,
         SCALES=scales_of(Operand(x, b.scales, "block_1x128" if blocks else "rowwise"), b), FAST=fast,
-        CONSUMERS=tiles.consumers, ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,
+        ALIGNED=N % 8 == 0, CHUNK=casting.chunk, HEIGHT=casting.height,
         BOXES=casting.boxes, DEPTH=casting.depth, COLS=casting.cols, POW2=pow2, ALIGN=math.gcd(M, 16),
     )  # fmt: skip
     return found[0], *(found[3:] if both else (None, None))

@@ -13,9 +13,9 @@ from jaxops._lib.sums import parts_of_sums
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
-# bm, bn: two consumer warp groups, three, two with 128 rows each, two where the tensor core does the whole sum, two
-# where tiles are few.
-HOPPER_TILES = ((128, 128), (192, 128), (256, 128), (128, 256), (128, 64))
+# bm, bn: two consumer warp groups, three, two where the tensor core does the whole sum, two where tiles are few. Tiles
+# of 256x128 by two groups of 128 rows were 3 to 6 % slower than 192x128 (H200, 2026-11-26, block scales, eight shapes).
+HOPPER_TILES = ((128, 128), (192, 128), (128, 256), (128, 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +83,6 @@ class Tiles:
         if self.kernel != "triton":
             return pipeline
         return self._hopper_pipeline + 2 * self.bm * (self.stored(2) or self.bn)
-
-    @property
-    def consumers(self) -> int:
-        """Of "triton", the warp groups that multiply a tile: each 64 of its rows, of 256 each 128."""
-        return 3 if self.bm == 192 else 2
 
     @property
     def _hopper_pipeline(self) -> int:
@@ -205,49 +200,41 @@ def _heuristic_of_few_rows(problem: Problem, columns: int, length: int, device: 
     return Tiles("pallas", bm, bn, warps, min(stages, fit), split=split, swap=swap)
 
 
-# Speed of tiles of 192 rows over that of 128 rows, where both fill the card, by the scaling. H200, 2026-11-21, 8192^3,
-# interleaved: 128x128 blocks 786 against 814 us; 1x128 by 1x128 1,000 against 1,063 us; no difference for sums of one
-# scale or of vectors.
-_GAINS = {"block_128x128": 1.04, "block_1x128": 1.06}
-
-
 def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols: int, cores: int) -> Tiles:
+    """H200, 2026-11-26, 12 dense shapes and 5 of groups: of 51 products 49 within 0.5 % of the fastest of three to six
+    tiles, two within 2 %; of few rows 3 %."""
     recipe, groups = RECIPES[problem.recipe], problem.G or 1
-    fast = pass_name in recipe.fast and out_cols > 128
-    if pass_name == "wgrad" and problem.G and problem.M <= 512 * problem.G:
-        # Short sums. H200, 2026-11-26, 128 groups of 256 rows, 2048x768 in float32: 251 us with tiles from a counter,
-        # 302 without, 278 with tiles of 192 rows; in bfloat16 149 to 153.
-        return Tiles("triton", 128, 128, stages=4, panel=8, dynamic=True)
     rows = out_rows if pass_name == "wgrad" else -(-out_rows // groups)  # of a mean group
-    gain = _GAINS.get((recipe.dout if pass_name == "wgrad" else recipe.rhs).scaling, 1.0)
+    blocks = "block" in (recipe.dout if pass_name == "wgrad" else recipe.rhs).scaling
 
-    def count(size: tuple[int, int]) -> int:
-        return groups * -(-rows // size[0]) * -(-out_cols // size[1])
+    def rounds(size: tuple[int, int]) -> float:
+        """Of tiles on all multiprocessors. In a last round that fills a part of these, each has more power."""
+        whole, rest = divmod(groups * -(-rows // size[0]) * -(-out_cols // size[1]), cores)
+        return whole + (0.5 + 0.5 * rest / cores if rest else 0)
 
     def time(size: tuple[int, int]) -> float:
-        return -(-count(size) // cores) * _clocks_of_step(*size) / (gain if size[0] == 192 else 1)
+        speed = {(192, 128): 1.05 if blocks else 1.02, (128, 256): 1.03}.get(size, 1.0)
+        return rounds(size) * _clocks_of_step(*size) / speed
 
-    size = (128, 256) if fast else min((128, 128), (192, 128), key=time)
-    if not problem.G and count(size) < cores:  # some multiprocessors would have no tile
-        size = min(size, (128, 128), (128, 64), key=time)
-    if size == (128, 256):
-        return Tiles("triton", *size, stages=3, panel=16)
-    if size == (192, 128):
-        return Tiles("triton", *size, stages=4)
-    if size == (128, 64):
-        return Tiles("triton", *size, stages=7, panel=16)
-    # Five stages were 3 to 5 % faster than four (H200, 2026-11-26, forward and dgrad over 64 and 128 groups of 256 to
-    # 2,048 rows). Panels of 16 rows were 1 to 2 % faster than of 8, and over groups of 256 and 512 rows 1 % slower.
-    few = recipe.lhs.scaling == "block_1x128" and (pass_name == "wgrad" or not problem.G)
-    return Tiles("triton", *size, stages=4 if few else 5, panel=8 if problem.G else 16)
+    if pass_name in recipe.fast and out_cols > 128:
+        sizes = [(128, 256)] if problem.G or rounds((128, 256)) > 4 else [(128, 256), (128, 128)]
+    else:
+        sizes = [(128, 128), (192, 128)]
+    if not problem.G and rounds(min(sizes, key=time)) < 1:  # some multiprocessors would have no tile
+        sizes.append((128, 64))
+    size = min(sizes, key=time)
+    if pass_name == "wgrad" and problem.G:  # sums of different lengths: tiles from a counter are 1 to 6 % faster
+        return Tiles("triton", *size, stages=4, dynamic=True)
+    outer = pass_name == "wgrad" and blocks
+    stages = {(128, 256): 3, (192, 128): 4, (128, 64): 8}.get(size, 4 if outer else 5)
+    wide = size == (128, 256) or (size != (192, 128) and not problem.G)
+    return Tiles("triton", *size, stages=stages, panel=16 if wide else 8)
 
 
 def _clocks_of_step(bm: int, bn: int) -> float:
-    """Of a multiprocessor for a K step of a tile: the slower of its tensor cores, 4,096 products a clock, and its loads,
-    taken as 64 bytes a clock. The stores of a tile are proportional, too, and the pipeline fills once a launch: neither
-    changes the choice. H200, 2026-11-26, tiles on one multiprocessor each, from sums of 4,096 and of 7,168: 0.27 us a
-    step of 128x128, 0.55 of 128x256.
-    """
+    """Of a multiprocessor for a K step of a tile: the slower of its tensor cores, 4,096 products a clock, and its
+    loads, taken as 64 bytes a clock. The stores of a tile are proportional, too, and the pipeline fills once a launch:
+    neither changes the choice."""
     return BLOCK * max(bm * bn / 4096, (bm + bn) / 64)
 
 

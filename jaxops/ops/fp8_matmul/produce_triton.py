@@ -13,7 +13,7 @@ DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Scales: one per operand; one per row of A and of B; 1x128 blocks of A and 128x128 of B; 1x128 blocks of both.
 TENSOR, VECTOR, BLOCK, OUTER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 BK = gl.constexpr(128)
-ROWS_OF_ONE = gl.constexpr(64)  # rows of a wgmma, of one load and of one store
+ROWS_OF_ONE = gl.constexpr(64)  # rows of a tile per consumer
 
 
 @gluon.jit
@@ -95,7 +95,7 @@ def produce(
     a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K = args
     a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    BOXES: gl.constexpr = BM // ROWS_OF_ONE
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     A_BYTES: gl.constexpr = a_desc.nbytes_per_cta + (sa.nbytes_per_cta if SCALES >= BLOCK else 0)
     B_BYTES: gl.constexpr = b_desc.nbytes_per_cta + (sb.nbytes_per_cta if SCALES == OUTER else 0)
     if casts is not None:
@@ -137,20 +137,20 @@ def produce(
                 wait_for_casts(casts, a_row, k, M, K)
             if SCALES == BLOCK:
                 sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
-            for i in gl.static_range(BOXES):
-                last = row + (i + 1) * ROWS_OF_ONE >= limit if i + 1 < BOXES else True
+            for i in gl.static_range(CONSUMERS):
+                last = row + (i + 1) * ROWS_OF_ONE >= limit if i + 1 < CONSUMERS else True
                 mbarrier.expect(full.index(s), (i + 1) * A_BYTES + B_BYTES, pred=last & (row + i * ROWS_OF_ONE < limit))
-            for i in gl.static_range(BOXES):
+            for i in gl.static_range(CONSUMERS):
                 a_box = [a_row + i * ROWS_OF_ONE, (first_k + k) * BK]
                 some = row + i * ROWS_OF_ONE < limit
-                tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(BOXES * s + i), pred=some)
+                tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(CONSUMERS * s + i), pred=some)
             tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
             if SCALES >= BLOCK:
                 slot = scale_slot(s, 1 - phase, STAGES, SCALES)
-                for i in gl.static_range(BOXES):
+                for i in gl.static_range(CONSUMERS):
                     sa_box = [first_k + k, a_row - early + i * ROWS_OF_ONE]
                     some = row + i * ROWS_OF_ONE < limit
-                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(BOXES * slot + i), pred=some)
+                    tma.async_load(sa, sa_box, full.index(s), sa_bufs.index(CONSUMERS * slot + i), pred=some)
             if SCALES == OUTER:
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(slot))
             if SCALES == BLOCK:

@@ -71,7 +71,7 @@ def done():
 def test_two_steps_by_hand(done):
     """AdamW of the trained parameters, with clipping by their norm alone and an average of them alone."""
     before, state, metrics = done
-    graphdef, whole = train_lm.init_state(dataclasses.replace(PRESET, freeze=()), 0)
+    graphdef, whole = train_lm.init_state(PRESET, 0)
     loss = lambda params, batch: loss_fn(nnx.merge(graphdef, params, whole.histories), batch)[0]
     params, gradient = whole.params, jax.jit(jax.grad(loss))
     moments = average = None

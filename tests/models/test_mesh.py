@@ -40,6 +40,7 @@ from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.hopper import H200
+from tests.models.test_decoder_parts import model_of
 
 pytestmark = needs_four
 SPARSE = DecoderConfig(256, 16, 2, 2, 2, 8, 24, experts=4, top_k=2, tie_embeddings=True, backend="xla")
@@ -88,10 +89,18 @@ def copied(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)
 
 
+def first_state(config: DecoderConfig, accumulate: int = 1) -> tuple[nnx.GraphDef, loop.TrainState]:
+    """With drawn parameters, in memory that steps may overwrite."""
+    graphdef, drawn, histories = nnx.split(model_of(config), nnx.Param, ...)
+    params = jax.tree.map(lambda x: put(np.array(x)), drawn)
+    zeros = jax.tree.map(lambda x: put(np.zeros(x.shape, x.dtype)), histories)
+    return graphdef, loop.init_state(preset_of(config, accumulate), params, zeros)
+
+
 @functools.cache
 def train(config: DecoderConfig, shape: str | None = None, accumulate: int = 1, evaluates: bool = True) -> Outcome:
     mesh, preset = None if shape is None else make_mesh(shape), preset_of(config, accumulate)
-    graphdef, state = train_lm.init_state(preset_of(dataclasses.replace(config, policy=None)), 0)
+    graphdef, state = first_state(dataclasses.replace(config, policy=None), accumulate)
     if mesh is not None:
         graphdef, state = train_lm.sharded_graphdef(preset, mesh), shard_state(state, mesh)
     key = replicate(jax.random.key(0), mesh)
@@ -193,7 +202,7 @@ def test_kernels():
     """In Pallas' interpreter, which does not support check_vma; the next test checks the kernels' types."""
     mesh, preset = make_mesh("data=2,expert=2"), preset_of(SPARSE)
     batch = shard_batch(jax.tree.map(lambda x: x[0], batches_of(preset)(0)), mesh)
-    params = shard_state(train_lm.init_state(preset, 0)[1].params, mesh)
+    params = shard_state(first_state(SPARSE)[1].params, mesh)
     grads, (measured, _) = jax.jit(on_kernels(mesh, check_vma=False))(params, (), batch, jax.random.key(0))
     want = train(SPARSE)
     np.testing.assert_allclose(measured.loss, want.metrics[0].loss, rtol=1e-5)

@@ -3,16 +3,21 @@
 import dataclasses
 import functools
 import re
+from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from jaxops.nn import RouterBias
+from models import loop, train_lm
 from models.decoder import Latent
-from models.mesh import make_mesh, name_of, parts_of
+from models.mesh import make_mesh, name_of, parts_of, replicate, shard_state
+from tests.compare import assert_close
 from tests.devices import needs_four
-from tests.models.test_decoder_parts import LATENT, MUCH
-from tests.models.test_mesh import assert_same, experts, fraction, matrices, train
+from tests.models.test_decoder_parts import LATENT, MUCH, model_of
+from tests.models.test_mesh import batches_of, experts, fraction, matrices, preset_of
 
 pytestmark = needs_four
 SIZES = {"vocab": 256, "width": 16, "head_dim": 8, "hidden": 12, "dense_hidden": 20}
@@ -25,25 +30,50 @@ CONFIGS = {
 OVER = {"much": "expert=2,tensor=2", "latent": "fsdp=2,tensor=2"}  # other meshes: test_mesh.py, test_tensor.py
 
 
-# Evaluations over meshes: test_mesh.py.
-train_only = functools.partial(train, evaluates=False)
+class Gradient(NamedTuple):
+    """Of the first batch, and its program."""
+
+    loss: jax.Array
+    grads: nnx.State
+    histories: nnx.State
+    program: str
+
+
+@functools.cache
+def gradient(name: str, shape: str | None) -> Gradient:
+    """Steps of the optimizer, and evaluations: test_mesh.py, test_tensor.py."""
+    config, mesh = CONFIGS[name], None if shape is None else make_mesh(shape)
+    preset = preset_of(config)
+    graphdef, *given = nnx.split(model_of(config), nnx.Param, ...)
+    if mesh is not None:
+        graphdef, given = train_lm.sharded_graphdef(preset, mesh), shard_state(given, mesh)
+    objective = functools.partial(train_lm.objective, preset, preset.pack)
+    value = jax.value_and_grad(loop.make_value(graphdef, objective, mesh, training=True), has_aux=True)
+    batch = jax.tree.map(lambda x: x[0], loop.place(batches_of(preset)(0), mesh))
+    given = *given, batch, replicate(jax.random.key(0), mesh)
+    program = jax.jit(value).lower(*given).compile()
+    (loss, (_, histories)), grads = program(*given)
+    return Gradient(loss, grads, histories, program.as_text())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_mesh_trains_as_one_device(name):
-    config, got = CONFIGS[name], train_only(CONFIGS[name], OVER[name])
-    assert_same(got, train_only(config))
-    assert {fraction(x) for x in experts(got.first.params)} == {1 / 4}
-    assert {fraction(x) for x in matrices(got.first.params)} == {1 / 4, 1 / 2}, "routers over one axis of the two"
+def test_a_gradient_over_a_mesh_is_that_of_one_device(name):
+    config, got, want = CONFIGS[name], gradient(name, OVER[name]), gradient(name, None)
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
+    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got.grads), jax.tree.leaves(want.grads), strict=True):
+        assert_close(ours, wanted, "float32", name_of(path), scale=10)
+    jax.tree.map(np.testing.assert_array_equal, got.histories, want.histories)
+    assert {fraction(x) for x in experts(got.grads)} == {1 / 4}
+    assert {fraction(x) for x in matrices(got.grads)} == {1 / 4, 1 / 2}, "routers over one axis of the two"
     assert f"f32[{64 // parts_of(make_mesh(OVER[name]))},128]" in got.program, "logits of a device's words"
     assert not re.search(r"f32\[(\d+,)+256\]", got.program), "no device has all words'"
-    biases = [x for path, x in jax.tree.leaves_with_path(got.first.params) if "bias/gate" in name_of(path)]
+    biases = [x for path, x in jax.tree.leaves_with_path(got.grads) if "bias/gate" in name_of(path)]
     assert [fraction(x) for x in biases] == [0.25] * config.expert_bias
 
 
 def test_the_bias_of_the_choice_stays():
     """No optimizer moves it, and it is not lost."""
-    first = train_only(CONFIGS["latent"], OVER["latent"]).first
-    kept = jax.tree.leaves(first.histories, is_leaf=lambda x: isinstance(x, RouterBias))
+    got = gradient("latent", OVER["latent"])
+    kept = jax.tree.leaves(got.histories, is_leaf=lambda x: isinstance(x, RouterBias))
     assert [x.shape for x in kept] == [(2, 4)]
-    assert "selection_bias" not in str(jax.tree.structure(first.params))
+    assert "selection_bias" not in str(jax.tree.structure(got.grads))

@@ -47,6 +47,7 @@ class Run(harness.Run):
     torch: dict[str, TorchProcess]
     torch_passes: list[str]
     backend: str
+    casts: list[Literal["before", "inside"]]
     xla_forms: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -250,6 +251,8 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
         "blockwise inside": inside,
     }
     makers = {name: make for name, make in makers.items() if name.split()[0] in run.recipes}
+    if "inside" not in run.casts:
+        makers.pop("blockwise inside", None)
     if "xla_bf16" in run.peers:
         makers["xla_bf16"] = lambda: bf16_side("fwd", inputs)
     return makers | {"cublaslt": cublaslt}
@@ -258,7 +261,7 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
 def linear_sides(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) -> Makers:
     makers: Makers = {}
     for recipe in (RECIPES[name] for name in run.recipes):
-        for cast in CASTS:
+        for cast in run.casts:
             side = functools.partial(own_side, run, shape, recipe, pass_name, cast, inputs)
             makers[f"{recipe.name} {cast}"] = side
         products = functools.partial(floor_side, run, shape, recipe, pass_name, inputs)
@@ -323,6 +326,7 @@ def main(
     peers: str = typer.Option(PEERS, help='"" for none.'),
     torch_passes: str = typer.Option("fwd", help="Of torch; fwd+bwd compiles for some seconds a shape."),
     backend: str = typer.Option("auto", help="Of jaxops."),
+    casts: str = typer.Option(",".join(CASTS), help="Of x: before the product, or inside its launch."),
     out: str = harness.OUT,
     rounds: int = typer.Option(4),
     smoke: bool = harness.SMOKE,
@@ -342,6 +346,7 @@ def main(
         torch=torch,
         torch_passes=torch_passes.split(","),
         backend=backend,
+        casts=[cast for cast in CASTS if cast in casts.split(",")],
     )
     for shape in [SMOKE] if smoke else [shapes.DENSE[name] for name in shape_names.split(",")]:
         inputs = Inputs.make(shape)

@@ -114,8 +114,8 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the pass that writes the values, and of the pass that finds the largest magnitudes before it (see
-    `Problem.looks_first`)."""
+    """Tiles of the pass that writes the values, and of the pass that finds the largest magnitudes of rows and columns
+    before it (see `Problem.looks_first`)."""
 
     backend: Literal["pallas", "xla"] = "pallas"
     cast: Tiles | None = None
@@ -142,8 +142,9 @@ class Problem:
 
     @property
     def looks_first(self) -> bool:
-        """Whether a pass over the tensor finds its largest magnitudes before the cast, where none are given."""
-        return self.scaling == "tensorwise" or (self.scaling == "rowwise" and not self.whole_row)
+        """Whether a kernel finds the largest magnitudes of rows or columns before the cast. (XLA finds that of a whole
+        tensor, where it is not given.)"""
+        return self.scaling == "rowwise" and not self.whole_row
 
     @property
     def tall(self) -> bool:

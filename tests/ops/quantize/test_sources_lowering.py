@@ -27,12 +27,14 @@ def lowered(fn, *shapes) -> tuple[list[str], set[str], list[tuple[str, int, int]
 
 @pytest.mark.parametrize("scaling", RAGGED)
 def test_gathered_on_an_h200(scaling):
-    """The rows are never in memory: the kernels read the tokens."""
+    """The rows are never in memory: the kernels read the tokens. (XLA gathers for the largest magnitude of all, which
+    experts give.)"""
     s, T, k, D = jax.ShapeDtypeStruct, 16_384, 8, 2048
     given = s((T, D), "bfloat16"), s((T * k,), "int32"), s((65,), "int32")
     kernels, others, costs = lowered(functools.partial(quantize_gathered, scaling=scaling), *given)
-    assert kernels == ["quantize_amax"] * (scaling != "block_1x128") + ["schedule_rows", "quantize_cast"]
-    assert not others & {"gather", "dynamic_slice", "transpose", "pad", "concatenate", "copy"}
+    assert kernels == ["quantize_amax"] * (scaling == "rowwise") + ["schedule_rows", "quantize_cast"]
+    assert not others & {"dynamic_slice", "transpose", "pad", "concatenate", "copy"}
+    assert ("gather" in others) == (scaling == "tensorwise")
     tokens = T * D * 2 + T * k * 4
     assert all(tokens < nbytes < 1.3 * tokens for name, _, nbytes in costs if name == "quantize_amax")
     assert costs[-1][2] > tokens + T * k * D  # and writes a byte for each element of the rows
@@ -51,7 +53,7 @@ def test_beside_on_an_h200(scaling, dtype):
     for F, layouts in ((512, "both"), (512, "row"), (500, "both"), (77, "col")):
         w = jax.ShapeDtypeStruct((E, D, F), dtype)
         kernels, others, costs = lowered(functools.partial(quantize_beside, scaling=scaling, layouts=layouts), w, w)
-        looks = scaling == "tensorwise" or (scaling == "rowwise" and layouts != "row")
+        looks = scaling == "rowwise" and layouts != "row"
         assert kernels == ["quantize_amax"] * looks + ["quantize_cast"]
         assert not others & {"gather", "transpose", "pad", "concatenate", "copy"}
         read, written = 2 * E * D * F * w.dtype.itemsize, 2 * E * D * F * (1 + (layouts == "both"))

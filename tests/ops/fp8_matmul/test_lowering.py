@@ -101,7 +101,7 @@ def test_a_users_call(device):
     text = lower(device, gradients, s((M, K), "bfloat16"), s((K, N), "float32"), s((M, N), "bfloat16"))
     assert text.count('"fp8_matmul_rows"') == 3
     assert kernels(text) == 6
-    assert "transpose" not in text
+    assert "stablehlo.transpose" not in text
 
 
 def test_a_users_call_over_groups():
@@ -117,7 +117,7 @@ def test_a_users_call_over_groups():
     )
     assert text.count('"fp8_matmul_rows"') == 2
     assert text.count('"fp8_matmul_contraction"') == 1
-    assert "transpose" not in text
+    assert "stablehlo.transpose" not in text
 
 
 def test_an_explicit_plan_is_kept():

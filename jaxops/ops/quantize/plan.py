@@ -178,12 +178,12 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if pass_name == "cast" and problem.tall:
         if problem.layouts == "row":
             return Tiles(BLOCK, BLOCK, warps=8, panel=8)
-        # H200, 2026-11-23, 16384 x 16384, 1x128, both layouts: 343 us; 351 with patches of 32 rows and 4 warps.
+        # H200, 2026-11-26, 16384 x 4096, 1x128, both layouts: 82 us; 87 with patches of 32 rows, 92 with 16 warps.
         warps = 8 if problem.scaling.startswith("block") else 16
         if problem.gathered:
             # A token is a row several times, in different groups: these columns of all tokens stay in L2 meanwhile.
-            # H200, 2026-11-26, 131,072 rows of 2,048 of 16,384 tokens: 1x128 195 us, with tiles of 128 columns and 4
-            # warps 202, and 8 warps 251, in panels of 64 rows 308; tensorwise 145 us.
+            # H200, 2026-11-26, 131,072 rows of 2,048 of 16,384 tokens, 1x128: 162 us; 167 with tiles of 128 columns and
+            # 4 warps, 222 with 8.
             cols, near, warps = (BLOCK // 2, 2, 2) if problem.scaling == "block_1x128" else (BLOCK, 1, 16)
             return Tiles(BLOCK, cols, 64, near, warps, panel=WHOLE_COLUMN)
         return Tiles(BLOCK, BLOCK, 64, 1, warps, panel=64 if problem.layouts == "col" else 1)

@@ -259,7 +259,7 @@ def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
     assert plan.amax is not None
     interpret, factors, found = plan.on.interpret, {}, {}
     if spec.scaling == "tensorwise":
-        factors["amax"] = (tensor_amax(arrays) if arrays.amax is None else arrays.amax)[:, None]
+        factors["amax"] = tensor_amax(arrays) if arrays.amax is None else arrays.amax[:, None]
     elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.shape[2]):
         row, col = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=interpret)
         if row is not None:

@@ -22,6 +22,9 @@ from jaxops._lib.ragged import group_of_rows, padded_rows, padded_starts
 from jaxops.ops.quantize.plan import Arrays, Spec
 
 
+_FEW = 1024  # rows; each program of the cast reads as many parts
+
+
 def _rows_of_columns(offsets: jax.Array, M: int) -> jax.Array:
     """int32 [padded_rows(M, G)]: the row of x in each column of a ragged values_t, -1 for none."""
     G = offsets.shape[0] - 1
@@ -69,9 +72,10 @@ def _whole(arrays: Arrays) -> jax.Array:
 
 
 def tensor_amax(arrays: Arrays) -> jax.Array:
-    """[G] float32: each tensor's largest magnitude, over the rows in groups if there are offsets.
+    """[G, parts] float32: parts of each tensor's largest magnitude, over the rows in groups if there are offsets.
 
-    For the kernels, too: XLA computes it in the pass that makes x, where it has one.
+    For the kernels, too: XLA computes it in the pass that makes x, where it has one. Of few rows the parts are those of
+    rows, so that it is one pass; of many a second one makes them one.
     """
     x, offsets = arrays.x, arrays.offsets
     if arrays.indices is not None:
@@ -79,7 +83,8 @@ def tensor_amax(arrays: Arrays) -> jax.Array:
     if offsets is not None:
         row = jnp.arange(x.shape[1], dtype=jnp.int32)
         x = jnp.where(((offsets[0] <= row) & (row < offsets[-1]))[None, :, None], x, 0)
-    most = lambda x: jnp.max(magnitudes(x), axis=(1, 2), initial=0.0)
+    axes = 2 if 0 < x.shape[1] <= _FEW else (1, 2)
+    most = lambda x: jnp.max(magnitudes(x), axis=axes, initial=0.0).reshape(x.shape[0], -1)
     return most(x) if arrays.right is None else jnp.maximum(most(x), most(arrays.right))
 
 
@@ -90,7 +95,7 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     G, M, K = x.shape
     found = {}
     if spec.scaling == "tensorwise" and (amax is None or spec.measure):
-        measured = tensor_amax(arrays)
+        measured = jnp.max(tensor_amax(arrays), axis=1)
         found["amax"] = jnp.minimum(measured, AMAX_MAX)
         amax = measured if amax is None else amax
     rows = jnp.arange(G * M, dtype=jnp.int32).reshape(G, M)

@@ -21,7 +21,6 @@ from jaxops._lib.fp8 import (
 from jaxops._lib.ragged import group_of_rows, padded_rows, padded_starts
 from jaxops.ops.quantize.plan import Arrays, Spec
 
-
 _FEW = 1024  # rows; each program of the cast reads as many parts
 
 

@@ -149,11 +149,12 @@ def ready_jax(
     s, args = case.shape, inputs.args(case.offsets)
     plan = fp8_products.choose_plan(Problem(s.M, s.K, s.N, RECIPE.name, jnp.dtype(DTYPE).name, s.G), run.backend)
     if name == GEMM:
+        program = lambda operands, offsets: multiply_columns(plan, operands, offsets, s.M)
         args = quantize_columns(inputs.lhs, inputs.dout, args[-1]), args[-1]
+    else:
+        program = (jaxops_fp8(plan) if name == OURS else jaxops_bf16())[case.pass_name]
     if name not in programs:
-        passes = jaxops_fp8(plan) if name == OURS else jaxops_bf16()
-        alone = lambda operands, offsets: multiply_columns(plan, operands, offsets, s.M)
-        programs[name] = harness.compile_fits(alone if name == GEMM else passes[case.pass_name], *args)
+        programs[name] = harness.compile_fits(program, *args)
     tensors, sizes = (inputs.lhs, inputs.rhs, inputs.dout), np.diff(case.offsets)
     short = case.pass_name in ("wgrad", "fwd+bwd") and np.min(sizes[sizes > 0]) < _SHORT
     limits = jnp.dtype(DTYPE).name if name not in (OURS, GEMM) else "fp8 short sums" if short else "fp8"

@@ -346,7 +346,7 @@ def main(
         torch=torch,
         torch_passes=torch_passes.split(","),
         backend=backend,
-        casts=[cast for cast in CASTS if cast in casts.split(",")],
+        casts=[cast for cast in CASTS if cast in harness.names(casts, CASTS)],
     )
     for shape in [SMOKE] if smoke else [shapes.DENSE[name] for name in shape_names.split(",")]:
         inputs = Inputs.make(shape)

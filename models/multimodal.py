@@ -45,8 +45,8 @@ class MultimodalConfig:
       normalize: whether a row's expert weights are divided by their sum.
       dtype: of the computation and the residual stream; parameters, modulations, logits, velocities and routers'
         products are float32.
-      recipe: FP8 recipe of attention's and experts' products; None for dtype. Embeddings, modulations,
-        routers, logits and velocities are never in FP8.
+      recipe: FP8 recipe of attention's and experts' products; None for dtype. Embeddings, modulations, routers,
+        logits and velocities are never in FP8.
       backend: of jaxops' ops.
       policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
         Names: "carry" (the block's input), and those of jaxops' ops. None keeps everything.

@@ -96,14 +96,14 @@ def infinity_to_nan(x: jax.Array, in_pairs: bool = True) -> jax.Array:
     """x in float32, with NaN for infinities, which the cast would saturate to a finite number.
 
     Call it before multiplying by a factor: a finite number that overflows there (amax given and small) must saturate.
-    As a multiply-add in x's dtype: casts to both layouts became up to 7 % slower; with a comparison and a select in
-    float32 up to 11 %. Casting only tiles that have an infinity again, behind a branch on their largest magnitude, made
-    those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
+    By `instructions.infinity_to_nan`, a multiply-add in x's dtype: casts to both layouts became up to 7 % slower. With
+    a comparison and a select in float32 it was up to 11 %. Casting only tiles that have an infinity again, behind a
+    branch on their largest magnitude, made those casts 2.2 to 2.8 times slower (H200, 2026-11-23).
 
     Args:
-      in_pairs: two bfloat16 numbers by one instruction in a kernel for a GPU. Some kernels then take more registers.
+      in_pairs: as there.
     """
-    return instructions.infinity_to_nan(x) if in_pairs else (x * 0.0 + x).astype(jnp.float32)
+    return instructions.infinity_to_nan(x, in_pairs)
 
 
 def magnitudes(x: jax.Array) -> jax.Array:

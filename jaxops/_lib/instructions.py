@@ -51,9 +51,13 @@ def widened(x: jax.Array) -> jax.Array:
     return assemble(_HALVES.format(pair="$2"), x, "=r,=r,r", 2)
 
 
-def infinity_to_nan(x: jax.Array) -> jax.Array:
-    """x in float32, with NaN for infinities: infinity times zero is NaN, so this is a multiply-add in x's dtype."""
-    assemble = _ASSEMBLE.get()
+def infinity_to_nan(x: jax.Array, in_pairs: bool = True) -> jax.Array:
+    """x in float32, with NaN for infinities: infinity times zero is NaN, so this is a multiply-add in x's dtype.
+
+    Args:
+      in_pairs: two bfloat16 numbers by one instruction. Some kernels then take more registers.
+    """
+    assemble = _ASSEMBLE.get() if in_pairs else None
     if assemble is None or x.dtype != jnp.bfloat16:
         return (x * 0.0 + x).astype(jnp.float32)
     asm = "{ .reg .b32 zero, pair; mov.b32 zero, 0; fma.rn.bf16x2 pair, $2, zero, $2; " + _HALVES.format(pair="pair")

@@ -243,8 +243,8 @@ _PALLAS_TILES = ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
     """Tiles that fit the device's shared memory."""
-    fast = pass_name in RECIPES[problem.recipe].fast
     if kernel == "triton":
+        fast = pass_name in RECIPES[problem.recipe].fast
         shapes = ((128, 128, 8, (4, 5)), (128, 256, 8, (3,)) if fast else (192, 128, 8, (3, 4)))
         shapes += () if problem.G else ((128, 64, 8, (6, 8)),)
     else:

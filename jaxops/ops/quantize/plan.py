@@ -90,7 +90,7 @@ class Tiles:
       patch: consecutive rows that one thread holds of its columns: the bytes of its stores to values_t.
       near: neighbouring threads that hold patches one below the other: their stores to a row of values_t are adjacent.
       warps: warps a program, at most 32.
-      programs: programs of the pass that finds a whole tensor's largest magnitude; at most as many as run at once.
+      programs: of the pass that finds the largest magnitudes of computed tensors; at most as many as run at once.
       panel: rows of tiles that are visited column by column, so that neighbours share lines of values_t in L2.
     """
 
@@ -191,8 +191,8 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         cols = max(BLOCK, power_of_2(problem.K))
         return Tiles(max(1, 8192 // cols), cols, warps=max(4, cols // 2048))
     if problem.gathered:  # few columns, as in the cast, and few parts of each column's magnitude
-        return Tiles(64, 256, warps=8, programs=4 * device.cores)
-    return Tiles(16, 512, warps=8, programs=4 * device.cores)
+        return Tiles(64, 256, warps=8)
+    return Tiles(16, 512, warps=8)
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
@@ -206,7 +206,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
         rows, cols, warps = (1, 2, 4, 8, 16), (max(BLOCK, power_of_2(problem.K)),), (1, 2, 4, 8, 16)
     for row, col, patch, near, warp, panel in itertools.product(rows, cols, patches, nears, warps, panels):
         if patch * near <= row and 32 <= row * col / (32 * warp) <= 128:
-            yield Tiles(row, col, patch, near, warp, panel, programs=4 * device.cores)
+            yield Tiles(row, col, patch, near, warp, panel)
 
 
 PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, key=_key, needs=lambda problem: ADA, fit=_fit)

@@ -35,7 +35,7 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
     """
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
-    if ptr.dtype.element_ty.primitive_bitwidth == 16:
+    if buf.shape[0] == BM:
         # Through shared memory: by TMA, which overlaps the next tile's products, or by 16-byte stores of each thread.
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
         PLAIN: gl.constexpr = desc is not None and len(desc.block_shape) == 2
@@ -57,7 +57,7 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
         else:
             store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
     else:  # float32 accumulators fill whole 32-byte sectors from their registers
-        store_tile(acc, ptr, row, end, col, N, MMA, ALIGNED)
+        store_tile(acc.to(ptr.dtype.element_ty), ptr, row, end, col, N, MMA, ALIGNED)
 
 
 @gluon.jit
@@ -122,10 +122,10 @@ def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.co
 
 
 @gluon.jit
-def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """COUNT buffers of BM x BN for `store`. float32 results need none there and get the smallest possible: a
-    partition's arguments cannot be left out."""
-    NARROW: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth == 16
+def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROOM: gl.constexpr = True):
+    """COUNT buffers of BM x BN for `store`. Results in float32, or that shared memory has no ROOM for, are stored from
+    registers and get the smallest possible: a partition's arguments cannot be left out."""
+    NARROW: gl.constexpr = ROOM and ptr.dtype.element_ty.primitive_bitwidth == 16
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)
     TYPE: gl.constexpr = ptr.dtype.element_ty if NARROW else gl.bfloat16
     return gl.allocate_shared_memory(TYPE, [COUNT, BM, BN] if NARROW else [COUNT, 8, 64], LAYOUT)

@@ -237,9 +237,10 @@ def consume(
 @gluon.jit
 def make_buffers(
     a_desc, b_desc, sa, sb, c_desc, c_ptr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr, ROOM: gl.constexpr = True,
 ):  # fmt: skip
-    """Shared memory of the stages, and of the stores. A stage: operands, scales, a tile, full and empty barriers."""
+    """Shared memory of the stages, and of the stores. A stage: operands, scales, a tile, full and empty barriers. ROOM:
+    for whole tiles of two bytes a number."""
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     SLOTS: gl.constexpr = 2 * STAGES if SCALES == OUTER else STAGES
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
@@ -261,7 +262,7 @@ def make_buffers(
     if c_desc is not None:
         c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
     else:
-        c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN)
+        c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN, ROOM)
     return (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty), c_bufs
 
 
@@ -269,9 +270,9 @@ def make_buffers(
 def fp8_gemm_kernel(
     a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
-    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES)
+    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES, ROOM)
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K)
     consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N, K)
@@ -338,7 +339,7 @@ def multiply_triton(
         entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
         KIND=kind.value, SCALES=scales, FAST=fast,
-        ALIGNED=N % 8 == 0,
+        ALIGNED=N % 8 == 0, ROOM=tiles.stored(2) == bn,
     )  # fmt: skip
     return out.reshape(G, M, N) if contraction else out
 

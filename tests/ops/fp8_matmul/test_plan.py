@@ -248,6 +248,12 @@ def test_shared_memory_has_room_for_a_tile_of_two_bytes(bn):
         assert tiles.shared_bytes == pipeline + 256 * (columns or bn)
 
 
+@pytest.mark.usefixtures("_jax_triton")
+def test_tiles_that_do_not_fit_shared_memory():
+    with pytest.raises(ValueError, match=r"plan\.dgrad=.*stages=9.* bytes of shared memory.*use fewer stages"):
+        make_plan(PROBLEM, H200, plan=Plan("triton", dgrad=Tiles("triton", 128, 128, stages=9)))
+
+
 def sizes_of(M, K, N, recipe, G=0, cores=132):
     device = dataclasses.replace(H200, cores=cores)
     found = (heuristic(name, Problem(M, K, N, recipe, "bfloat16", G), device, "triton") for name in PASSES)

@@ -118,6 +118,8 @@ PRODUCTS = [
     # Two numbers spilled in the epilogue: once a tile.
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 128, stages=6), spilled=8),
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=6)),
+    # Unaligned, and no room for a tile of bfloat16: from registers.
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=6), n=ODD_N),
     # 64 columns: each kind of scales; float32 stored whole, and in halves.
     Product("tensorwise", "fwd", tiles=Tiles("triton", 128, 64, stages=7)),
     Product("rowwise", "dgrad", tiles=Tiles("triton", 128, 64, stages=7)),

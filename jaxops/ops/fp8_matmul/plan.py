@@ -152,6 +152,9 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
     if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
         raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
+    if tiles.kernel == "triton" and tiles.shared_bytes > call.device.shared_bytes:
+        needs = f"{tiles.shared_bytes} bytes of shared memory, {call.device.kind} has {call.device.shared_bytes}"
+        raise ValueError(f"plan.{pass_name}={tiles} needs {needs}: use fewer stages.")
     return tiles
 
 

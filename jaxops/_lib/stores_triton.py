@@ -35,11 +35,9 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
     """
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
-    BITS: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    if BITS < 32:
+    if ptr.dtype.element_ty.primitive_bitwidth == 16:
         # Through shared memory: by TMA, which overlaps the next tile's products, or by 16-byte stores of each thread.
-        WIDTH: gl.constexpr = 128 // BITS
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // BN, BN // WIDTH], [4, 1], [1, 0])
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
         PLAIN: gl.constexpr = desc is not None and len(desc.block_shape) == 2
         # Stores by threads are not counted by store_wait: after one, PENDING would count stores of another buffer.
         gl.static_assert(PENDING == 0 or not PLAIN, "a plain descriptor stores some tiles by threads")

@@ -167,7 +167,7 @@ def _load(buf):
 
 
 @gluon.jit
-def larger_pairs(a, b):
+def _larger_pairs(a, b):
     """Elementwise maximum of two pairs of non-negative bfloat16 numbers, a pair in 32 bits; NaN is ignored."""
     return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -179,7 +179,7 @@ def largest_pairs(x, OF_ROWS: gl.constexpr):
         "and.b32 $0, $2, 0x7fff7fff; mov.b32 $1, 0;", "=&r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=2
     )
     pairs, _ = pairs.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
-    return gl.convert_layout(gl.reduce(pairs, 1, larger_pairs), OF_ROWS)
+    return gl.convert_layout(gl.reduce(pairs, 1, _larger_pairs), OF_ROWS)
 
 
 @gluon.jit
@@ -194,9 +194,10 @@ def _store_scales(scale, scales, line, lines):
 
 
 @gluon.jit
-def times_factors(x, factors):
-    """bfloat16 numbers times float32 factors, in FP8."""
-    return gl.inline_asm_elementwise(
+def _store_values(x, factor, values, line, lines, at, length, ALIGN: gl.constexpr):
+    """Casts x, lines from `line` on and 128 places from `at` on, of an array of so many lines of that length."""
+    factors = factor[:, None] + gl.zeros(x.shape, gl.float32, LINES)
+    q = gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d;
         .reg .b16 lo, hi;
@@ -214,12 +215,6 @@ def times_factors(x, factors):
         }""",
         "=r,r,r,r,r,r,r", [x, factors], dtype=gl.float8e4nv, is_pure=True, pack=4,
     )  # fmt: skip
-
-
-@gluon.jit
-def _store_values(x, factor, values, line, lines, at, length, ALIGN: gl.constexpr):
-    """Casts x, lines from `line` on and 128 places from `at` on, of an array of so many lines of that length."""
-    q = times_factors(x, factor[:, None] + gl.zeros(x.shape, gl.float32, LINES))
     length = length // ALIGN * ALIGN  # no change: tells the compiler at multiples of how many bytes lines start
     i = gl.arange(0, x.shape[0], layout=OF_LINES)
     j = gl.arange(0, 128, layout=gl.SliceLayout(0, LINES))
@@ -305,7 +300,7 @@ def _measure(buf, largest, row, M):
     """Raises the largest magnitudes of 8 rows to those of a box."""
     pairs = largest_pairs(_load(buf.slice(0, 128, dim=1)), OF_LINES)
     for i in gl.static_range(1, buf.shape[1] // 128):
-        pairs = larger_pairs(pairs, largest_pairs(_load(buf.slice(128 * i, 128, dim=1)), OF_LINES))
+        pairs = _larger_pairs(pairs, largest_pairs(_load(buf.slice(128 * i, 128, dim=1)), OF_LINES))
     amax = amax_of(pairs)
     amax = gl.where(amax == amax, amax, 0.0)  # not that of NaN only, whose bits are larger than a number's
     i = gl.arange(0, 8, layout=OF_LINES)

@@ -10,25 +10,29 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from jaxops._lib.activations_triton import quick_activate
+from jaxops._lib.activations_triton import quick_activate, round_pairs, widen_pairs
 from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
 from jaxops._lib.gemm_triton import advance
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_rows
-from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, tile_layout
+from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
 from jaxops._lib.tile_scheduler_triton import read_tile
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.cast_triton import (
     amax_of,
     infinity_to_nan,
-    larger_pairs,
     largest_pairs,
     scale_and_factor,
-    times_factors,
 )
 from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, promote, scales_of_rows
 from jaxops.ops.fp8_matmul.operand import Operand
@@ -39,6 +43,7 @@ BM, BN = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of gate and a
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+PAIRS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16))
 
 
 @gluon.jit
@@ -65,7 +70,8 @@ def _sum_both(bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STA
         up, part = _add_step(up, part, a, b_bufs.index(2 * s + 1), sb_bufs.index(2 * s + 1), rows)
         mbarrier.arrive(empty.index(s), count=1)
         if WHICH == 0:
-            mbarrier.arrive(begun, count=1, pred=k + 1 == lag)
+            if k + 1 == lag:
+                mbarrier.arrive(begun, count=1)
         s, phase = advance(s, phase, STAGES)
     return gate, up, s, phase
 
@@ -73,8 +79,7 @@ def _sum_both(bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STA
 @gluon.jit
 def _unit(gate, up, ACTIVATION: gl.constexpr):
     """In bfloat16, NaN for infinities."""
-    h = quick_activate(gate.to(gl.float32), ACTIVATION) * up.to(gl.float32)
-    return infinity_to_nan(h.to(gl.bfloat16))
+    return infinity_to_nan(round_pairs(quick_activate(widen_pairs(gate), ACTIVATION) * widen_pairs(up)))
 
 
 @gluon.jit
@@ -102,6 +107,36 @@ def _unit_and_store(gate, up, out, buf, row, end, col, F, ACTIVATION: gl.constex
         h = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS_OF_ONE, BN])
         _store_half(up_right, pre_desc, pre_ptr, buf, row, end, F + col + BN // 2, 2 * F)
         return gl.convert_layout(h, MMA, assert_trivial=True)
+
+
+@gluon.jit
+def _store_unit(h, factor, desc, ptr, buf, row, end, col, F):
+    """h times its rows' factors in FP8, two neighbours as one number of 16 bits: as such they are in registers."""
+    PAIRS: gl.constexpr = BN // 2
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    assembly: gl.constexpr = """{
+        .reg .b32 a, b;
+        .reg .b16 q, none;
+        shl.b32 a, $1, 16;
+        and.b32 b, $1, 0xffff0000;
+        mul.f32 a, a, $2;
+        mul.f32 b, b, $3;
+        cvt.rn.satfinite.e4m3x2.f32 q, b, a;
+        mov.b16 none, 0;
+        mov.b32 $0, {q, none};
+    }"""
+    factors = factor[:, None] + gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
+    q = gl.inline_asm_elementwise(assembly, "=r,r,r,r", [h, factors], dtype=gl.int16, is_pure=True, pack=2)
+    q, _ = q.reshape([ROWS_OF_ONE, PAIRS, 2]).split()
+    pairs = buf.reinterpret(gl.int16, [ROWS_OF_ONE, PAIRS], PAIRS_LAYOUT)
+    tma.store_wait(0)
+    pairs.store(q)
+    if row + ROWS_OF_ONE <= end:
+        fence_async_shared()
+        tma.async_store(desc, [row, col], buf)
+    else:
+        pointers = ptr.to(gl.pointer_type(gl.int16), bitcast=True)
+        store_tile(pairs.load(LAYOUT), pointers, row, end, col // 2, F // 2, LAYOUT, True)
 
 
 @gluon.jit
@@ -137,14 +172,11 @@ def _consume(
             mbarrier.arrive(begun, count=1, pred=lag > count)
             lag = 0
         if row < end:
-            h = _unit_and_store(
-                gate.to(gl.bfloat16), up.to(gl.bfloat16), out, buf, row, end, col, F, ACTIVATION
-            )
+            h = _unit_and_store(round_pairs(gate), round_pairs(up), out, buf, row, end, col, F, ACTIVATION)
             scale, factor = scale_and_factor(amax_of(largest_pairs(h, OF_ROWS)), POW2)
             rows = gl.arange(0, ROWS_OF_ONE, layout=OF_ROWS)
             gl.store(out[3] + gl.cast(col // BN, gl.int64) * M + row + rows, scale, mask=rows < end - row)
-            q = times_factors(h, factor[:, None] + gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA))
-            store(q, out[0], out[2], buf, row, end, col, F, MMA, True)
+            _store_unit(h, factor, out[0], out[2], buf, row, end, col, F)
     tma.store_wait(0)
 
 

@@ -69,9 +69,8 @@ def _sum_both(bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STA
         gate, part = _add_step(gate, part, a, b_bufs.index(2 * s), sb_bufs.index(2 * s), rows)
         up, part = _add_step(up, part, a, b_bufs.index(2 * s + 1), sb_bufs.index(2 * s + 1), rows)
         mbarrier.arrive(empty.index(s), count=1)
-        if WHICH == 0:
-            if k + 1 == lag:
-                mbarrier.arrive(begun, count=1)
+        if WHICH == 0 and k + 1 == lag:
+            mbarrier.arrive(begun, count=1)
         s, phase = advance(s, phase, STAGES)
     return gate, up, s, phase
 
@@ -204,7 +203,7 @@ def unit_triton(
     a: Operand, b: Operand, offsets: jax.Array, *, activation: str, pow2: bool, save: bool, tiles: Tiles, cores: int,
     lag: int = 2,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """act(gate) * up of A's rows in FP8 [M, F], its scales [F / 128, M], and with save gate and up [M, 2 F] in bfloat16.
+    """act(gate) * up of A's rows in FP8 [M, F]; its scales [F / 128, M]; with save gate and up [M, 2 F] in bfloat16.
 
     Args:
       a: [M, K] in blocks of 1x128.

@@ -149,6 +149,7 @@ def _consume(
     out, bufs, h_bufs, begun, M, F = args
     _a_bufs, _b_bufs, _sa_bufs, _sb_bufs, tile_bufs, full, empty = bufs
     buf = h_bufs.index(WHICH)
+    F = F // BN * BN  # no change: tells the compiler of the alignment
     s = 0
     phase = 0
     lag = LAG

@@ -124,8 +124,7 @@ def _store_unit(h, factor, desc, ptr, buf, row, end, col, F):
         mov.b16 none, 0;
         mov.b32 $0, {q, none};
     }"""
-    factors = factor[:, None] + gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
-    q = gl.inline_asm_elementwise(assembly, "=r,r,r,r", [h, factors], dtype=gl.int16, is_pure=True, pack=2)
+    q = gl.inline_asm_elementwise(assembly, "=r,r,r,r", [h, factor[:, None]], dtype=gl.int16, is_pure=True, pack=2)
     q, _ = q.reshape([ROWS_OF_ONE, PAIRS, 2]).split()
     pairs = buf.reinterpret(gl.int16, [ROWS_OF_ONE, PAIRS], PAIRS_LAYOUT)
     tma.store_wait(0)

@@ -18,7 +18,7 @@ class Plan(BasePlan):
 
     With backend="triton" (Hopper) the backward through the down projection and the activation is one kernel; otherwise
     it is a product, and a pass that XLA compiles. With an FP8 recipe all is products, casts, and passes that XLA
-    compiles.
+    compiles; on Hopper the forward's unit may be cast by the kernel of its products.
 
     Attributes:
       unit: plan of the gated unit, as of `jaxops.grouped_glu`; with a recipe of its products, as of

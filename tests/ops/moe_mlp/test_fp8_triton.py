@@ -13,8 +13,9 @@ pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
 from jaxops._lib.device import Device, current_device, runs_gluon
-from jaxops.ops import fp8_matmul, moe_mlp
-from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
+from jaxops.ops import fp8_matmul
+from jaxops.ops.moe_mlp import Plan, Problem, make_plan
+from tests._lib.test_costs import gradients, triton_costs
 from tests.hopper import pallas_costs
 from tests.ops.moe_mlp.cases import NAMES, Variant, check_zeros, make_case
 from tests.ops.moe_mlp.test_fp8 import compiled
@@ -84,17 +85,16 @@ UNIT, ROWS, WGRAD = "fp8_unit", "fp8_gemm_rows", "fp8_gemm_contraction"
 
 @pytest.mark.parametrize(("save", "results"), [("preactivations", 3), ("nothing", 2)])
 def test_a_users_call(save, results):
-    """One kernel writes h and its scales, and what the backward reads only for one. The first results are those of
-    jax-triton: values, scales, gate and up."""
+    """One kernel writes h, its scales, and for a backward gate and up."""
 
-    def gradients(routing, dout, *operands):
+    def step(routing, dout, *operands):
         forward = lambda *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", save=save)
         return jax.vjp(forward, *operands)[1](dout)
 
     again = [(UNIT, 3), (ROWS, 1)] if save == "nothing" else []  # the last one is not read: XLA leaves it out
     backward = [(ROWS, 1), (ROWS, 1), *[(WGRAD, 1)] * 3]
     routing = routing_of(4000, 2, E)
-    found = launched(gradients, routing, shape(4000, D), *OPERANDS)
+    found = launched(step, routing, shape(4000, D), *OPERANDS)
     assert found == [(UNIT, results), (ROWS, 1), *again, *backward]
     call = lambda routing, *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", save=save)
     assert launched(call, routing, *OPERANDS) == [(UNIT, 2), (ROWS, 1)]
@@ -105,6 +105,19 @@ def test_no_pass_casts_the_unit():
     names = [name for name, *_ in pallas_costs(call, routing_of(4000, 2, E), *OPERANDS)]
     assert "quantize_computed_cast" not in names
     assert "quantize_cast" in names
+
+
+def test_cost():
+    """256 tokens in 512 rows, D 256, F 128, 4 experts. x's rows have 512 * 256 bytes and 2 scales each, the weights
+    4 * 256 * 256 and 2 * 2 * 4 scales; h 512 * 128 and a scale each; the work list of 4 + 4 + 1 row tiles at most has
+    16 entries. For a backward also gate and up, 512 * 256 * 2 bytes."""
+    routing, operands = routing_of(256, 2, 4), (shape(256, 256), *[shape(4, 256, 128)] * 2, shape(4, 128, 128))
+    call = functools.partial(jaxops.moe_mlp, recipe="blockwise", plan=Plan("triton", unit_inside=True))
+    moved = 131_072 + 4_096 + 262_144 + 64 + 6 * 16 * 4 + 65_536 + 2_048
+    forward = triton_costs(lambda routing, *given: call(*given, routing), routing, *operands)
+    assert forward[0] == (2 * 512 * 256 * 256, moved)
+    both = triton_costs(lambda routing, *given: gradients(lambda *x: call(*x, routing))(*given), routing, *operands)
+    assert both[0] == (2 * 512 * 256 * 256, moved + 262_144)
 
 
 # Groups of 1 to 300 rows, dropped choices, rows of other devices' experts; steps of K that are cut.

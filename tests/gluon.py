@@ -20,6 +20,7 @@ from jaxops._lib.ragged_gemm_triton import ragged_gemm_kernel
 from jaxops._lib.schedule_triton import schedule_groups_kernel, schedule_rows_kernel
 from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
 from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
+from jaxops.ops.fp8_matmul.unit_triton import fp8_unit_kernel
 from tests.hopper import lower_for_h200
 
 SHARED_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
@@ -28,6 +29,7 @@ KERNELS, COMPILED = (
     (
         fp8_gemm_kernel,
         fp8_gemm_inside_kernel,
+        fp8_unit_kernel,
         ragged_gemm_kernel,
         schedule_groups_kernel,
         schedule_rows_kernel,

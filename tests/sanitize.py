@@ -35,6 +35,7 @@ from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.tuning import current_device
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 from tests.ops.sanitized_attention import cached_attention, packed_attention
+from tests.ops.sanitized_fp8 import fp8_experts, fp8_products, fp8_weights_alone
 from tests.parallel.sanitized import collective_products
 
 M, K, N = 300, 200, 136  # no multiple of any tile below
@@ -157,58 +158,6 @@ def row_kernels() -> None:
                     B = 300 if len(vector) == 300 else 3
                     jax.block_until_ready(run(jnp.resize(jnp.array(offsets, jnp.int32), (B + 1,)), vector))
             print(plan, "done", flush=True)
-
-
-def fp8_products() -> None:
-    """Both FP8 products and their gradients, with each kind of scales, by Pallas and by Gluon (rows of multiples of 16
-    bytes); with the heuristic's consumers and with three; without groups also tiles of 64 columns."""
-    rng = np.random.default_rng(0)
-    wide, narrow = (fp8_matmul.Tiles("triton", *size, stages=3) for size in ((192, 128), (128, 64)))
-    plans = [(fp8_matmul.Plan("pallas"), fp8_matmul.Plan("pallas"), 200, 136)]
-    if current_device().is_hopper:
-        heuristic, three = fp8_matmul.Plan("triton"), fp8_matmul.Plan("triton", dgrad=wide, wgrad=wide)
-        plans += [
-            (heuristic, three, 208, 144),
-            (three, fp8_matmul.Plan("triton", "before", narrow, narrow, narrow), 208, 144),
-        ]
-    for plan, dense, K, N in plans:
-        for recipe in ("tensorwise", "rowwise", "blockwise"):
-            x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (M, N)))
-            options = {"recipe": recipe, "plan": plan}
-
-            @jax.jit
-            def run(offsets, x=x, w=w, dy=dy, options=options, dense=options | {"plan": dense}):
-                y, vjp = jax.vjp(
-                    lambda x, w: (
-                        jaxops.fp8_grouped_matmul(x, w, offsets, **options) + jaxops.fp8_matmul(x, w[0], **dense)
-                    ),
-                    x,
-                    w,
-                )
-                return y, vjp(dy)
-
-            for offsets in OFFSETS:
-                jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
-            print(options, "done", flush=True)
-
-
-def fp8_weights_alone() -> None:
-    """Rows that are not quantized, forward and gradient, with each kind of the weights' scales."""
-    rng = np.random.default_rng(0)
-    x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (M, N)))
-    for recipe in ("tensorwise", "rowwise", "blockwise"):
-        scaling = fp8_matmul.RECIPES[recipe].rhs.scaling
-        w8 = jaxops.quantize(w, scaling=scaling, layouts="both")
-
-        @jax.jit
-        def run(offsets, w8=w8, recipe=recipe):
-            multiply = lambda x: jaxops.fp8_grouped_matmul(x, w8, offsets, recipe=recipe, quantize_lhs=False)
-            y, vjp = jax.vjp(multiply, x)
-            return y, vjp(dy)
-
-        for offsets in OFFSETS:
-            jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
-        print(recipe, "done", flush=True)
 
 
 def grouped_glu() -> None:
@@ -410,6 +359,7 @@ if __name__ == "__main__":
             permute,
             fp8_products,
             fp8_weights_alone,
+            fp8_experts,
             packed_attention,
             cached_attention,
             collective_products,

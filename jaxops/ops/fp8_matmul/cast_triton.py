@@ -137,7 +137,7 @@ def wait_for_casts(casts, row, k, M, K):
 
 
 @gluon.jit
-def _scale_and_factor(amax, POW2: gl.constexpr):
+def scale_and_factor(amax, POW2: gl.constexpr):
     """`jaxops._lib.fp8.scale_and_factor` for e4m3 and a bfloat16 amax, equal to the bit."""
     m = gl.minimum(gl.maximum(amax, LEAST), MOST)
     bits = m.to(gl.int32, bitcast=True)
@@ -152,12 +152,18 @@ def _scale_and_factor(amax, POW2: gl.constexpr):
 
 
 @gluon.jit
-def _load(buf):
-    """Lines of 128 bfloat16 numbers of shared memory, with NaN for infinities: see `fp8.infinity_to_nan`."""
+def infinity_to_nan(x):
+    """bfloat16 numbers, with NaN for infinities: see `fp8.infinity_to_nan`."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
-        "=r,r", [buf.load(LINES)], dtype=gl.bfloat16, is_pure=True, pack=2,
+        "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
+
+
+@gluon.jit
+def _load(buf):
+    """Lines of 128 bfloat16 numbers of shared memory, with NaN for infinities."""
+    return infinity_to_nan(buf.load(LINES))
 
 
 @gluon.jit
@@ -167,17 +173,17 @@ def _larger_pairs(a, b):
 
 
 @gluon.jit
-def _largest_pairs(x):
-    """Of each line of `_load` the largest magnitudes of the even and of the odd places, a pair in 32 bits."""
+def largest_pairs(x, OF_ROWS: gl.constexpr):
+    """Of each row of bfloat16 numbers the largest magnitudes in even and in odd columns, a pair in 32 bits."""
     pairs = gl.inline_asm_elementwise(
         "and.b32 $0, $2, 0x7fff7fff; mov.b32 $1, 0;", "=&r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=2
     )
     pairs, _ = pairs.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
-    return gl.convert_layout(gl.reduce(pairs, 1, _larger_pairs), OF_LINES)
+    return gl.convert_layout(gl.reduce(pairs, 1, _larger_pairs), OF_ROWS)
 
 
 @gluon.jit
-def _amax_of(pairs):
+def amax_of(pairs):
     return gl.maximum((pairs & -0x10000).to(gl.float32, bitcast=True), (pairs << 16).to(gl.float32, bitcast=True))
 
 
@@ -224,7 +230,7 @@ def _cast_lines(
     """Casts lines of 128 numbers of shared memory, each with a scale."""
     lines = lines if at < length else 0  # the last unit may have boxes past the end
     x = _load(buf)
-    scale, factor = _scale_and_factor(_amax_of(_largest_pairs(x)), POW2)
+    scale, factor = scale_and_factor(amax_of(largest_pairs(x, OF_LINES)), POW2)
     _store_scales(scale, scales + gl.cast(at // 128, gl.int64) * scale_stride, line, lines)
     _store_values(x, factor, values, line, lines, at, length, ALIGN)
 
@@ -292,10 +298,10 @@ def _load_box(
 @gluon.jit
 def _measure(buf, largest, row, M):
     """Raises the largest magnitudes of 8 rows to those of a box."""
-    pairs = _largest_pairs(_load(buf.slice(0, 128, dim=1)))
+    pairs = largest_pairs(_load(buf.slice(0, 128, dim=1)), OF_LINES)
     for i in gl.static_range(1, buf.shape[1] // 128):
-        pairs = _larger_pairs(pairs, _largest_pairs(_load(buf.slice(128 * i, 128, dim=1))))
-    amax = _amax_of(pairs)
+        pairs = _larger_pairs(pairs, largest_pairs(_load(buf.slice(128 * i, 128, dim=1)), OF_LINES))
+    amax = amax_of(pairs)
     amax = gl.where(amax == amax, amax, 0.0)  # not that of NaN only, whose bits are larger than a number's
     i = gl.arange(0, 8, layout=OF_LINES)
     gl.atomic_max(largest + row + i, amax.to(gl.int32, bitcast=True), mask=i < M - row, sem="relaxed")
@@ -339,7 +345,7 @@ def cast(
             tile = row // casts.BM
             needed = gl.cdiv(min(casts.BM, M - tile * casts.BM), ROWS) * gl.cdiv(K, BOXES * WIDTH)
             _wait(measured + tile, needed)
-            scale, factor = _scale_and_factor(_load_largest(largest, row, M), POW2)
+            scale, factor = scale_and_factor(_load_largest(largest, row, M), POW2)
             _store_scales(scale, scales, row, M if col == 0 else 0)
         after = u
         for b in range(BOXES):

@@ -41,6 +41,7 @@ from jaxops.ops.fp8_matmul.produce_triton import (
     ROWS_OF_ONE,
     TENSOR,
     VECTOR,
+    make_stages,
     multiplied_until,
     operand_rows,
     produce,
@@ -49,7 +50,7 @@ from jaxops.ops.fp8_matmul.produce_triton import (
 
 
 @gluon.jit
-def _scales_of_rows(
+def scales_of_rows(
     sa_bufs, sb_bufs, slot, early,
     WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
@@ -66,7 +67,7 @@ def _scales_of_columns(sb_bufs, slot, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _promote(acc, part, rows, cols, SCALES: gl.constexpr):
+def promote(acc, part, rows, cols, SCALES: gl.constexpr):
     """acc + part * scales for one step. Inline assembly, because the compiler would move all sums of a round to the
     round's end, and spill.
     """
@@ -137,16 +138,16 @@ def _sum_rounds(
             rows = 0.0
             cols = 0
             if SCALES == BLOCK:  # loaded before the wait, behind the wgmma; OUTER's scales would not fit the registers
-                rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                rows = scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
             if i + 1 < ROUND:
                 done, part1 = warpgroup_mma_wait(1, deps=[part0, part1])
             else:
                 done = warpgroup_mma_wait(0, deps=[part0])
             if SCALES == OUTER:
-                rows = _scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                rows = scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
                 cols = _scales_of_columns(sb_bufs, slot, MMA)
             mbarrier.arrive(empty.index(s0), count=1)
-            acc = _promote(acc, done, rows, cols, SCALES)
+            acc = promote(acc, done, rows, cols, SCALES)
         s, phase = advance(s1, phase1, STAGES)
     return acc, s, phase
 
@@ -239,31 +240,14 @@ def make_buffers(
     a_desc, b_desc, sa, sb, c_desc, c_ptr,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr, ROOM: gl.constexpr = True,
 ):  # fmt: skip
-    """Shared memory of the stages, and of the stores. A stage: operands, scales, a tile, full and empty barriers. ROOM:
-    for whole tiles of two bytes a number."""
+    """Shared memory of the stages, and of the stores. ROOM: for whole tiles of two bytes a number."""
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
-    SLOTS: gl.constexpr = 2 * STAGES if SCALES == OUTER else STAGES
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    sa_bufs = gl.allocate_shared_memory(
-        gl.float32, [CONSUMERS * SLOTS, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
-        sa.layout if SCALES >= BLOCK else FLAT,
-    )  # fmt: skip
-    sb_bufs = gl.allocate_shared_memory(
-        gl.float32, [SLOTS, 1, BN] if SCALES == OUTER else [SLOTS, 1], sb.layout if SCALES == OUTER else FLAT
-    )
-    tile_bufs = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=CONSUMERS)
+    bufs = make_stages(a_desc, b_desc, sa, sb, BM, BN, STAGES, SCALES, 1)
     if c_desc is not None:
         c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
     else:
         c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN, ROOM)
-    return (a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty), c_bufs
+    return bufs, c_bufs
 
 
 @gluon.jit
@@ -280,14 +264,14 @@ def fp8_gemm_kernel(
         gl.warp_specialize([
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def fp8_gemm_inside_kernel(
         gl.warp_specialize([
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
+            (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False, 1)),
             (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 2, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
@@ -83,7 +83,7 @@ def fp8_gemm_inside_kernel(
             (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
             (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
             (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, DENSE, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False)),
+            (produce, (producer_args, casts, BM, BN, STAGES, PANEL, DENSE, SCALES, False, 1)),
             (cast, (cast_args, casts, 0, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 1, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),
             (cast, (cast_args, casts, 2, BOXES, DEPTH, COLS, BY_ROW, POW2, ALIGN)),

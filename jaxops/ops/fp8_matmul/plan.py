@@ -164,6 +164,18 @@ def casts_inside(problem: Problem, backend: str) -> bool:
     return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and lines and problem.quantize_lhs
 
 
+UNIT_TILES = Tiles("triton", 128, 128, stages=4)
+
+
+def takes_unit(problem: Problem, backend: str, tiles: Tiles | None = None) -> bool:
+    """Whether `multiply_unit` has a kernel for the forward's product, whose rhs is gate's and up's columns, with these
+    tiles (by default `UNIT_TILES`): Hopper's, for block scales and bfloat16."""
+    blocks = RECIPES[problem.recipe].rhs.scaling == "block_128x128" and problem.quantize_lhs
+    fits = tiles is None or ((tiles.kernel, tiles.bm, tiles.bn) == ("triton", 128, 128) and tiles.stages <= 4)
+    whole = problem.N % (2 * BLOCK) == 0
+    return backend == "triton" and blocks and problem.dtype == "bfloat16" and problem.G > 0 and whole and fits
+
+
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """Tiles for a shape without a tuned row."""
     p = problem

@@ -1,4 +1,5 @@
-"""The producer of the FP8 products on Hopper, in Gluon: which tiles a program computes, and their loads by TMA."""
+"""The producer of the FP8 products on Hopper, in Gluon: which tiles a program computes, and their loads by TMA into the
+stages of the pipeline."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,6 +54,33 @@ def place_tile(fetched, G, M, K, KIND: gl.constexpr):
 
 
 @gluon.jit
+def make_stages(
+    a_desc, b_desc, sa, sb,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Shared memory of the stages: operands, of B PARTS boxes; scales, a tile, full and empty barriers."""
+    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
+    SLOTS: gl.constexpr = 2 * STAGES if SCALES == OUTER else STAGES
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [PARTS * STAGES, BN, BK], b_desc.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sa_bufs = gl.allocate_shared_memory(
+        gl.float32, [CONSUMERS * SLOTS, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
+        sa.layout if SCALES >= BLOCK else FLAT,
+    )  # fmt: skip
+    sb_bufs = gl.allocate_shared_memory(
+        gl.float32, [SLOTS, 1, BN] if SCALES == OUTER else [PARTS * SLOTS, 1], sb.layout if SCALES == OUTER else FLAT
+    )
+    tile_bufs = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=CONSUMERS)
+    return a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty
+
+
+@gluon.jit
 def operand_rows(group, row, col, M, N, KIND: gl.constexpr):
     """Where a tile's rows start in A and in B."""
     return row - group * M if KIND == CONTRACTION else row, col + group * N if KIND == ROWS else col
@@ -83,12 +111,13 @@ def multiplied_until(row, end, BM: gl.constexpr, KIND: gl.constexpr):
 @gluon.jit
 def produce(
     args, casts, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, DYNAMIC: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, DYNAMIC: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Loads the operands of this program's tiles, step by step, until there are no more.
 
     DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every
     num_programs-th.
+    PARTS: a group's B has PARTS * N rows, and a tile those of its columns in each part; with 128x128 scales.
     casts: `Casts` of A, of which a step is loaded once it is cast; None: A is cast before. Waits for no cast of a later
     tile.
     """
@@ -97,7 +126,7 @@ def produce(
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     A_BYTES: gl.constexpr = a_desc.nbytes_per_cta + (sa.nbytes_per_cta if SCALES >= BLOCK else 0)
-    B_BYTES: gl.constexpr = b_desc.nbytes_per_cta + (sb.nbytes_per_cta if SCALES == OUTER else 0)
+    B_BYTES: gl.constexpr = PARTS * b_desc.nbytes_per_cta + (sb.nbytes_per_cta if SCALES == OUTER else 0)
     if casts is not None:
         N = opaque(N)  # otherwise cdiv(N, BN) is computed before the warps part, and spilled
     if KIND == ROWS:  # as many as the groups need; the launch has room for any offsets
@@ -112,17 +141,22 @@ def produce(
         if DYNAMIC:  # asked for now, needed after this tile's loads
             later = start_fetch_add(schedule + 5 * entries)
         group, row, end, col, first_k, steps = place_tile(fetched, G, M, K, KIND)
-        a_row, b_row = operand_rows(group, row, col, M, N, KIND)
+        a_row, b_row = operand_rows(group, row, col, M, PARTS * N, KIND)
         fetched = fetch_tile(following, tiles, schedule, entries, G, M, N, BM, BN, PANEL, KIND)
         # A TMA box starts at a multiple of 16 bytes, a group at any row: a consumer's box of scales starts up to three
         # rows early and is twice as long.
         early = a_row % 4 if KIND == ROWS else 0
         scale = 0.0
+        scale_2 = 0.0
         sb_first = sb
+        sb_part = 0
         if SCALES == BLOCK:
             # One scalar per step, which the producer loads a step ahead, so that no consumer waits for global memory.
-            sb_first = sb + (group * gl.cdiv(N, 128) + col // 128) * gl.cdiv(K, BK)
+            sb_first = sb + (group * gl.cdiv(PARTS * N, 128) + col // 128) * gl.cdiv(K, BK)
             scale = gl.load(sb_first)
+            if PARTS == 2:
+                sb_part = N // 128 * gl.cdiv(K, BK)
+                scale_2 = gl.load(sb_first + sb_part)
         limit = multiplied_until(row, end, BM, KIND)
         whole = panel_is_cast(casts, a_row, M, K) if casts is not None else True
         if KIND != DENSE:
@@ -136,7 +170,9 @@ def produce(
             if casts is not None and not whole and k % casts.CHUNK == 0:
                 wait_for_casts(casts, a_row, k, M, K)
             if SCALES == BLOCK:
-                sb_bufs.index(s).store(gl.full([1], scale, gl.float32, ONE))
+                sb_bufs.index(PARTS * s).store(gl.full([1], scale, gl.float32, ONE))
+                if PARTS == 2:
+                    sb_bufs.index(PARTS * s + 1).store(gl.full([1], scale_2, gl.float32, ONE))
             for i in gl.static_range(CONSUMERS):
                 last = row + (i + 1) * ROWS_OF_ONE >= limit if i + 1 < CONSUMERS else True
                 mbarrier.expect(full.index(s), (i + 1) * A_BYTES + B_BYTES, pred=last & (row + i * ROWS_OF_ONE < limit))
@@ -144,7 +180,9 @@ def produce(
                 a_box = [a_row + i * ROWS_OF_ONE, (first_k + k) * BK]
                 some = row + i * ROWS_OF_ONE < limit
                 tma.async_load(a_desc, a_box, full.index(s), a_bufs.index(CONSUMERS * s + i), pred=some)
-            tma.async_load(b_desc, [b_row, (first_k + k) * BK], full.index(s), b_bufs.index(s))
+            for i in gl.static_range(PARTS):
+                b_box = [b_row + i * N, (first_k + k) * BK]
+                tma.async_load(b_desc, b_box, full.index(s), b_bufs.index(PARTS * s + i))
             if SCALES >= BLOCK:
                 slot = scale_slot(s, 1 - phase, STAGES, SCALES)
                 for i in gl.static_range(CONSUMERS):
@@ -155,6 +193,8 @@ def produce(
                 tma.async_load(sb, [first_k + k, b_row], full.index(s), sb_bufs.index(slot))
             if SCALES == BLOCK:
                 scale = gl.load(sb_first + min(k + 1, steps - 1))
+                if PARTS == 2:
+                    scale_2 = gl.load(sb_first + sb_part + min(k + 1, steps - 1))
             s, phase = advance(s, phase, STAGES)
         t = following
         following = 2 * gl.num_programs(0) + finish_fetch_add(later) if DYNAMIC else later

@@ -95,6 +95,31 @@ def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dt
     return sequential_vmap(kernel)(a, b, offsets)  # a jax-triton call has no batching rule
 
 
+def multiply_unit(
+    spec: Spec, a: Operand, b: Operand, offsets: jax.Array, activation: str, save: bool
+) -> tuple[Quantized, jax.Array | None]:
+    """A gated unit and its cast, in one kernel with the product: see `takes_unit`.
+
+    The same bits as by `multiply` in bfloat16, then the unit, rounded to bfloat16, then its cast. The plan's tiles of
+    the forward are tiles of the unit.
+
+    Args:
+      a: [M, K] in blocks of 1x128.
+      b: [G, 2 * F, K] in blocks of 128x128: the weights of gate, then of up.
+      save: whether the product is a result, too.
+
+    Returns:
+      The row layout of act(gate) * up [M, F], zeros in rows outside the groups; with save gate and up [M, 2 * F].
+    """
+    from jaxops.ops.fp8_matmul.unit_triton import unit_triton  # jax-triton needs Python >= 3.12
+
+    how: dict = {"activation": activation, "pow2": spec.pow2_scales, "save": save}
+    kernel = functools.partial(unit_triton, **how, tiles=spec.plan.fwd, cores=spec.plan.on.cores)
+    values, scales, *product = sequential_vmap(kernel)(a, b, offsets)
+    h = Quantized(values, scales, scaling="block_1x128", dtype="bfloat16", group_offsets=offsets)
+    return h, product[0] if save else None
+
+
 def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     """((result, measured magnitudes), residuals). dlhs, drhs: which gradients are needed."""
     lhs, rhs, rhs_quantized, amax, offsets = operands

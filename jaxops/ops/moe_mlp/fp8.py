@@ -18,7 +18,16 @@ from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import Quantized, magnitudes
 from jaxops._lib.precision import named_cast
 from jaxops.ops import fp8_matmul
-from jaxops.ops.fp8_matmul import Format, Recipe, cols_of, half_precision_wgrad, multiply, name_quantized, rows_of
+from jaxops.ops.fp8_matmul import (
+    Format,
+    Recipe,
+    cols_of,
+    half_precision_wgrad,
+    multiply,
+    multiply_unit,
+    name_quantized,
+    rows_of,
+)
 from jaxops.ops.moe_mlp.plan import Plan
 from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.ops.moe_mlp.xla import sums_of_choices, weights_of_rows
@@ -101,12 +110,16 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
     wide = quantize_beside(*experts[:2], layouts=layouts, **spec.to(recipe.rhs))
     narrow = quantize(experts[2], layouts=layouts, **spec.to(recipe.rhs))
     rows = _rows_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
-    gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
-    gate_up = checkpoint_name(gate_up, "moe_mlp.gate_up")
-    h = unit_cast(spec.activation, recipe, gate_up, offsets, **spec.casts)
+    if spec.plan.unit_inside:
+        h, gate_up = multiply_unit(unit, rows_of(rows), cols_of(wide), offsets, spec.activation, differentiated)
+        gate_up = None if gate_up is None else checkpoint_name(gate_up, "moe_mlp.gate_up")
+    else:
+        gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
+        gate_up = checkpoint_name(gate_up, "moe_mlp.gate_up")
+        h = unit_cast(spec.activation, recipe, gate_up, offsets, **spec.casts)
     y = multiply(down, "fwd", rows_of(h), cols_of(narrow), offsets, down.out_dtype)
     out = checkpoint_name(combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows), "moe_mlp.out")
-    if not differentiated:
+    if gate_up is None or not differentiated:
         return out, None
     weights = name_quantized(_rows(wide), "moe_mlp.w_gate_up"), name_quantized(_rows(narrow), "moe_mlp.w_down")
     return out, _Saved(gate_up, weights)
@@ -128,9 +141,9 @@ def _forward(spec: Spec, x: jax.Array, experts: Experts, routing: Routing) -> ja
 
 def _fwd(spec: Spec, x: jax.Array, experts: Experts, routing: Routing):
     x = named_cast(x, spec.compute_dtype, "moe_mlp.x")
-    out, saved = _run(spec, x, experts, routing, True)
+    out, saved = _run(spec, x, experts, routing, spec.save != "nothing")
     # With save="nothing" the weights are cast again: they are kept anyway, as parameters.
-    return out, (x, experts if spec.save == "nothing" else None, routing, None if spec.save == "nothing" else saved)
+    return out, (x, experts if spec.save == "nothing" else None, routing, saved)
 
 
 def _bwd(spec: Spec, residuals, dout: jax.Array):

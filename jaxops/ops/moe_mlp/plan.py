@@ -18,7 +18,7 @@ class Plan(BasePlan):
 
     With backend="triton" (Hopper) the backward through the down projection and the activation is one kernel; otherwise
     it is a product, and a pass that XLA compiles. With an FP8 recipe all is products, casts, and passes that XLA
-    compiles.
+    compiles; on Hopper the forward's unit may be cast by the kernel of its products.
 
     Attributes:
       unit: plan of the gated unit, as of `jaxops.grouped_glu`; with a recipe of its products, as of
@@ -31,6 +31,9 @@ class Plan(BasePlan):
         it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %. With "pallas" for few
         rows, where the unit is one kernel (its plan's `fused`; with weights stored in FP8 of tiles `fwd`, with bn
         columns of gate and as many of up).
+      unit_inside: with a recipe of block scales. The kernel that multiplies by gate's and up's weights also computes
+        the unit and casts it; gate and up are written only for a backward. "triton", bfloat16, F a multiple of 128; its
+        tiles are `unit.fwd`, with bn columns of gate and as many of up.
     """
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
@@ -39,6 +42,7 @@ class Plan(BasePlan):
     rows: permute.Plan | None = None
     fused: TileOrder | None = None
     gather: bool | None = None
+    unit_inside: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +93,15 @@ def _triton(problem: Problem, device: Device) -> bool:
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p, plan, triton = call.problem, call.plan, call.backend == "triton"
+    if plan.unit_inside and (p.recipe is None or p.stored):
+        raise NotImplementedError("only with an FP8 recipe is the unit cast: leave unit_inside out.")
     copies = permute.Problem(p.T, p.D, p.k, p.dtype), plan.rows, "pallas" if triton else call.backend
     if p.stored:
         return _stored_parts(call) | {"rows": call.part(permute.make_plan, *copies)}
     if p.recipe is not None:
         if plan.fused is not None or plan.gather:
             raise ValueError(f"recipe={p.recipe!r} has no kernels for the plan's fused and gather: leave them out.")
-        unit, down = p.fp8
-        return {
-            "unit": call.part(fp8_matmul.make_plan, unit, plan.unit),
-            "down": call.part(fp8_matmul.make_plan, down, plan.down),
-            "rows": call.part(permute.make_plan, *copies),
-        }
+        return _recipe_parts(call) | {"rows": call.part(permute.make_plan, *copies)}
     unit = call.part(grouped_glu.make_plan, p.unit, plan.unit)
     fused, gathers = None, unit.fused is not None
     if triton:
@@ -120,6 +121,26 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         "fused": fused,
         "gather": gathers if plan.gather is None else plan.gather,
     }
+
+
+def _recipe_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
+    """The plans of the products, and whether the unit is cast by the kernel of its products."""
+    p, plan = call.problem, call.plan
+    unit, down = (call.part(fp8_matmul.make_plan, *part) for part in zip(p.fp8, (plan.unit, plan.down), strict=True))
+    given, inside = None if plan.unit is None else plan.unit.fwd, plan.unit_inside
+    takes = fp8_matmul.takes_unit(p.fp8[0], unit.backend, given)
+    if inside and not takes:
+        raise NotImplementedError(
+            "unit_inside=True has a kernel for backend 'triton', block scales, bfloat16, F a multiple of 128, and "
+            f"tiles of 128x128 with at most 4 stages; this is {unit.backend!r}, {p.recipe!r}, {p.dtype}, F = {p.F}"
+            f"{'' if given is None else f', {given}'}: leave unit_inside out."
+        )
+    if inside is None:  # not where there are too few of its tiles, half as many as of the product alone
+        tiles = fp8_matmul.UNIT_TILES
+        inside = takes and -(-p.R // tiles.bm) * (p.F // tiles.bn) >= call.device.cores
+    if inside and given is None:
+        unit = dataclasses.replace(unit, fwd=dataclasses.replace(fp8_matmul.UNIT_TILES, dynamic=call.device.shared))
+    return {"unit": unit, "down": down, "unit_inside": inside}
 
 
 def _stored_parts(call: Call[Problem, Plan]) -> dict[str, Any]:

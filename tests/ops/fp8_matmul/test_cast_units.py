@@ -158,7 +158,7 @@ def test_warps_do_all_units_each_on_the_boxes_it_loaded(in_python, tiles, by_row
     measured = lambda buf, _largest, row, _M: used("rows", buf, row, buf.holds[2]) or done.update({"measured": 1})
     nothing = lambda *_: (None, None)
     parts = {"_cast_lines": cast_lines, "_store_values": store_values, "_measure": measured, "_load": lambda buf: buf}
-    parts |= dict.fromkeys(("_scale_and_factor", "_load_largest", "_store_scales"), nothing)
+    parts |= dict.fromkeys(("scale_and_factor", "_load_largest", "_store_scales"), nothing)
     parts |= {"start_fetch_add": memory.add, "finish_fetch_add": lambda n: n, "_wait": memory.wait}
     parts |= {"_announce": lambda *at: [memory.add(i) for i in at], "_announce_measured": memory.add}
     parts["fence_async_shared"] = lambda: None

@@ -1,0 +1,240 @@
+"""A gated linear unit over groups on Hopper, in Gluon: the FP8 products with gate's and up's weights, the activation,
+and the cast of the unit to FP8 in blocks of 1x128, in one launch.
+
+A consumer has 64 rows of 128 columns of gate and of up in float32 registers, and one set of registers for the sums of
+a K step: it multiplies gate's columns, adds the step to gate, and the same with up, while the other consumer
+multiplies. All numbers have the bits of the product (gemm_triton.py) and the cast (`jaxops.quantize`) in two launches.
+"""
+
+import jax
+import jax.numpy as jnp
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jaxops._lib.activations_triton import quick_activate, round_pairs, widen_pairs
+from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
+from jaxops._lib.gemm_triton import advance
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.schedule_triton import schedule_rows
+from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
+from jaxops._lib.tile_scheduler_triton import read_tile
+from jaxops._lib.tiling import tile_bound
+from jaxops._lib.work_list import COLUMNS
+from jaxops.ops.fp8_matmul.cast_triton import (
+    amax_of,
+    infinity_to_nan,
+    largest_pairs,
+    scale_and_factor,
+)
+from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, promote, scales_of_rows
+from jaxops.ops.fp8_matmul.operand import Operand
+from jaxops.ops.fp8_matmul.plan import Tiles
+from jaxops.ops.fp8_matmul.produce_triton import BK, BLOCK, ROWS, ROWS_OF_ONE, make_stages, produce
+
+BM, BN = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of gate and as many of up, of a tile
+MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
+HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+OF_ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+PAIRS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16))
+
+
+@gluon.jit
+def _add_step(acc, part, a, b, scales, rows):
+    """acc + A @ B.T of one step, scaled. `part` provides the registers of the product; its value is not used."""
+    part = warpgroup_mma(a, b.permute((1, 0)), part, use_acc=False, is_async=True)
+    scale = rows * scales.load(OF_ROWS)
+    part = warpgroup_mma_wait(0, deps=[part])
+    return promote(acc, part, scale, 0, BLOCK), part
+
+
+@gluon.jit
+def _sum_both(bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STAGES: gl.constexpr):
+    """gate and up of a consumer's rows. After step number `lag` the other consumer may begin."""
+    a_bufs, b_bufs, sa_bufs, sb_bufs, _tiles, full, empty = bufs
+    gate = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
+    up = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
+    part = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
+    for k in range(steps):
+        mbarrier.wait(full.index(s), phase)
+        a = a_bufs.index(2 * s + WHICH)
+        rows = scales_of_rows(sa_bufs, sb_bufs, s, early, WHICH, 2, ROWS, -1, MMA)
+        gate, part = _add_step(gate, part, a, b_bufs.index(2 * s), sb_bufs.index(2 * s), rows)
+        up, part = _add_step(up, part, a, b_bufs.index(2 * s + 1), sb_bufs.index(2 * s + 1), rows)
+        mbarrier.arrive(empty.index(s), count=1)
+        if WHICH == 0 and k + 1 == lag:
+            mbarrier.arrive(begun, count=1)
+        s, phase = advance(s, phase, STAGES)
+    return gate, up, s, phase
+
+
+@gluon.jit
+def _unit(gate, up, ACTIVATION: gl.constexpr):
+    """In bfloat16, NaN for infinities."""
+    return infinity_to_nan(round_pairs(quick_activate(widen_pairs(gate), ACTIVATION) * widen_pairs(up)))
+
+
+@gluon.jit
+def _store_half(x, desc, ptr, buf, row, end, col, N):
+    """64 columns of gate or up, through the memory from which h is stored."""
+    half = buf.reinterpret(gl.bfloat16, [ROWS_OF_ONE, BN // 2], desc.layout)
+    store(gl.convert_layout(x, HALF, assert_trivial=True), desc, ptr, half, row, end, col, N, HALF, True)
+
+
+@gluon.jit
+def _unit_and_store(gate, up, out, buf, row, end, col, F, ACTIVATION: gl.constexpr):
+    """The unit of gate and up; stores these, a half of the columns at a time, with work between the stores, which wait
+    for each other."""
+    _h_desc, pre_desc, _h_ptr, _scales, pre_ptr = out
+    if pre_desc is None:
+        return _unit(gate, up, ACTIVATION)
+    else:  # noqa: RET505  # decided at compile time
+        gate_left, gate_right = split_columns(gate)
+        up_left, up_right = split_columns(up)
+        _store_half(gate_left, pre_desc, pre_ptr, buf, row, end, col, 2 * F)
+        left = _unit(gate_left, up_left, ACTIVATION)
+        _store_half(up_left, pre_desc, pre_ptr, buf, row, end, F + col, 2 * F)
+        right = _unit(gate_right, up_right, ACTIVATION)
+        _store_half(gate_right, pre_desc, pre_ptr, buf, row, end, col + BN // 2, 2 * F)
+        h = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS_OF_ONE, BN])
+        _store_half(up_right, pre_desc, pre_ptr, buf, row, end, F + col + BN // 2, 2 * F)
+        return gl.convert_layout(h, MMA, assert_trivial=True)
+
+
+@gluon.jit
+def _store_unit(h, factor, desc, ptr, buf, row, end, col, F):
+    """h times its rows' factors in FP8, two neighbours as one number of 16 bits: as such they are in registers."""
+    PAIRS: gl.constexpr = BN // 2
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    assembly: gl.constexpr = """{
+        .reg .b32 a, b;
+        .reg .b16 q, none;
+        shl.b32 a, $1, 16;
+        and.b32 b, $1, 0xffff0000;
+        mul.f32 a, a, $2;
+        mul.f32 b, b, $3;
+        cvt.rn.satfinite.e4m3x2.f32 q, b, a;
+        mov.b16 none, 0;
+        mov.b32 $0, {q, none};
+    }"""
+    q = gl.inline_asm_elementwise(assembly, "=r,r,r,r", [h, factor[:, None]], dtype=gl.int16, is_pure=True, pack=2)
+    q, _ = q.reshape([ROWS_OF_ONE, PAIRS, 2]).split()
+    pairs = buf.reinterpret(gl.int16, [ROWS_OF_ONE, PAIRS], PAIRS_LAYOUT)
+    tma.store_wait(0)
+    pairs.store(q)
+    if row + ROWS_OF_ONE <= end:
+        fence_async_shared()
+        tma.async_store(desc, [row, col], buf)
+    else:
+        pointers = ptr.to(gl.pointer_type(gl.int16), bitcast=True)
+        store_tile(pairs.load(LAYOUT), pointers, row, end, col // 2, F // 2, LAYOUT, True)
+
+
+@gluon.jit
+def _consume(
+    args, WHICH: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr
+):
+    """This consumer's 64 rows of each tile.
+
+    The second consumer begins LAG steps after the first one: then one multiplies while the other one's epilogue runs.
+    """
+    out, bufs, h_bufs, begun, M, F = args
+    _a_bufs, _b_bufs, _sa_bufs, _sb_bufs, tile_bufs, full, empty = bufs
+    buf = h_bufs.index(WHICH)
+    F = F // BN * BN  # no change: tells the compiler of the alignment
+    s = 0
+    phase = 0
+    lag = LAG
+    if WHICH == 1 and LAG > 0:
+        mbarrier.wait(begun, 0)
+    more = True
+    while more:
+        mbarrier.wait(full.index(s), phase)
+        _group, first, end, col, steps = read_tile(tile_bufs, s)
+        col = col // BN * BN  # no change: tells the compiler of the alignment
+        more = steps >= 0
+        row = first + WHICH * ROWS_OF_ONE
+        count = gl.where(row < end, max(steps, 0), 0)
+        gate, up, s, phase = _sum_both(bufs, count, s, phase, row % 4, begun, lag, WHICH, STAGES)
+        for _ in range(max(steps, 1) - count):  # releases what it has not multiplied
+            mbarrier.wait(full.index(s), phase)
+            mbarrier.arrive(empty.index(s), count=1)
+            s, phase = advance(s, phase, STAGES)
+        if WHICH == 0 and LAG > 0:
+            mbarrier.arrive(begun, count=1, pred=lag > count)
+            lag = 0
+        if row < end:
+            h = _unit_and_store(round_pairs(gate), round_pairs(up), out, buf, row, end, col, F, ACTIVATION)
+            scale, factor = scale_and_factor(amax_of(largest_pairs(h, OF_ROWS)), POW2)
+            rows = gl.arange(0, ROWS_OF_ONE, layout=OF_ROWS)
+            gl.store(out[3] + gl.cast(col // BN, gl.int64) * M + row + rows, scale, mask=rows < end - row)
+            _store_unit(h, factor, out[0], out[2], buf, row, end, col, F)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def fp8_unit_kernel(
+    a_desc, b_desc, sa, sb, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr, tiles, entries, G, M, F, K,
+    STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
+    ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr,
+):  # fmt: skip
+    """h_desc, h_ptr, h_scales: the unit in FP8; pre_desc, pre_ptr: gate and up, or None."""
+    bufs = make_stages(a_desc, b_desc, sa, sb, BM, BN, STAGES, BLOCK, 2)
+    h_bufs = gl.allocate_shared_memory(h_desc.dtype, [2, ROWS_OF_ONE, BN], h_desc.layout)
+    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(begun, count=1)
+    producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
+    consumer_args = ((h_desc, pre_desc, h_ptr, h_scales, pre_ptr), bufs, h_bufs, begun, M, F)
+    gl.warp_specialize([
+        (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, LAG)),
+        (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, LAG)),
+        (produce, (producer_args, None, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
+    ], [4, 1], [232, 40])  # fmt: skip
+
+
+def unit_triton(
+    a: Operand, b: Operand, offsets: jax.Array, *, activation: str, pow2: bool, save: bool, tiles: Tiles, cores: int,
+    lag: int = 2,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """act(gate) * up of A's rows in FP8 [M, F]; its scales [F / 128, M]; with save gate and up [M, 2 F] in bfloat16.
+
+    Args:
+      a: [M, K] in blocks of 1x128.
+      b: [G, 2 F, K] in blocks of 128x128: gate's and up's weights; F is a multiple of 128.
+      tiles: of h; of bm, bn 128x128 only.
+      cores: multiprocessors of the device, the largest persistent grid.
+      lag: steps between the beginnings of the two consumers.
+    """
+    (M, K), (G, N, _) = a.values.shape, b.values.shape
+    F, fp8 = N // 2, a.values.dtype
+    schedule = schedule_rows(offsets, M, BM.value)
+    tile_count = tile_bound(M, G, BM.value) * (F // BN.value)
+
+    def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
+        return TensorDescriptor.from_array(pad_to_16_bytes(x), box, layout=layout)
+
+    values = [
+        descriptor(x.values.reshape(-1, K), (rows, BK.value), tile_layout(fp8, (64, BK.value)))
+        for x, rows in ((a, ROWS_OF_ONE.value), (b, BN.value))
+    ]
+    like, half = a.values, (ROWS_OF_ONE.value, BN.value // 2)
+    results = [out_struct((M, F), fp8, like=like), out_struct((F // BLOCK_SIZE, M), jnp.float32, like=like)]
+    results += [out_struct((M, N), jnp.bfloat16, like=like)] * save
+    h_block = (ROWS_OF_ONE.value, BN.value)
+    return triton_call(
+        *values, descriptor(a.scales, (1, 2 * ROWS_OF_ONE.value), SCALES_LAYOUT), b.scales.reshape(-1),
+        Scratch(schedule) if tiles.dynamic else schedule,
+        OutTile(h_block, tile_layout(fp8, h_block)),
+        OutTile(half, tile_layout(jnp.bfloat16, half), result=2) if save else None,
+        **({} if save else {"pre_ptr": None}),
+        kernel=fp8_unit_kernel, grid=min(cores, tile_count), name="fp8_unit", out_type=tuple(results),
+        flops=2 * M * N * K, tiles=tile_count, entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K,
+        STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic, ACTIVATION=activation, POW2=pow2, LAG=lag,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""The gated unit cast by the kernel of its products: when plans choose it, the kernels of a call, and on a GPU its bits
+beside those of two kernels."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
+
+import jaxops
+from jaxops._lib.device import Device, current_device, runs_gluon
+from jaxops.ops import fp8_matmul
+from jaxops.ops.moe_mlp import Plan, Problem, make_plan
+from tests._lib.test_costs import gradients, triton_costs
+from tests.hopper import pallas_costs
+from tests.ops.moe_mlp.cases import NAMES, Variant, check_zeros, make_case
+from tests.ops.moe_mlp.test_fp8 import compiled
+from tests.ops.moe_mlp.test_triton import launched, routing_of, shape
+from tests.ops.quantize.cases import bits_of
+
+H200 = Device("NVIDIA H200", "gpu")
+PROBLEM = Problem(4096, 2, 8, 1024, 3584, 1024, "bfloat16", "blockwise")
+TILES = fp8_matmul.Tiles("triton", 128, 128, stages=3, panel=2)
+INSIDE = Plan("triton", unit=fp8_matmul.Plan("triton", fwd=TILES), unit_inside=True)
+AFTER = Plan("triton", unit_inside=False)
+
+
+def test_what_takes_it():
+    """Block scales, bfloat16, F a multiple of 128, enough rows; with the unit's tiles in place of the product's."""
+    plan = make_plan(PROBLEM, H200)
+    assert plan.unit_inside is True
+    assert plan.unit.fwd == fp8_matmul.UNIT_TILES
+    assert plan.unit.dgrad == make_plan(PROBLEM, H200, plan=AFTER).unit.dgrad
+    assert make_plan(PROBLEM, H200, plan=plan) == plan
+    assert make_plan(dataclasses.replace(PROBLEM, recipe="blockwise_with_gw_hp"), H200).unit_inside is True
+    changes = ({"F": 3648}, {"dtype": "float32"}, {"dtype": "float16"}, {"recipe": "tensorwise"}, {"recipe": "rowwise"})
+    for change in (*changes, {"T": 16}):
+        other = make_plan(dataclasses.replace(PROBLEM, **change), H200)
+        assert (other.backend, other.unit_inside) == ("triton", False)
+    for backend in ("pallas", "xla"):
+        assert make_plan(PROBLEM, H200, backend=backend).unit_inside is False
+    assert make_plan(dataclasses.replace(PROBLEM, recipe=None), H200).unit_inside is None
+    beside = make_plan(PROBLEM, dataclasses.replace(H200, shared=True))
+    assert beside.unit.fwd.dynamic
+
+
+def test_explicit_plans_are_obeyed():
+    after, inside = make_plan(PROBLEM, H200, plan=AFTER), make_plan(PROBLEM, H200, plan=INSIDE)
+    assert (after.unit_inside, after.unit) == (False, fp8_matmul.make_plan(PROBLEM.fp8[0], H200))
+    assert (inside.unit_inside, inside.unit.fwd) == (True, TILES)
+    other = fp8_matmul.Plan("triton", fwd=fp8_matmul.Tiles("triton", 192, 128, stages=4))
+    assert make_plan(PROBLEM, H200, plan=Plan("triton", unit=other)).unit_inside is False
+    few = dataclasses.replace(PROBLEM, T=1)
+    assert make_plan(few, H200, plan=Plan("triton", unit_inside=True)).unit_inside is True
+
+
+@pytest.mark.parametrize(
+    ("change", "plan", "says"),
+    [
+        ({"F": 200}, Plan("triton", unit_inside=True), "F = 200"),
+        ({"recipe": "rowwise"}, Plan("triton", unit_inside=True), "'rowwise'"),
+        ({"dtype": "float32"}, Plan("triton", unit_inside=True), "float32"),
+        ({}, Plan("pallas", unit_inside=True), "'pallas'"),
+        ({}, Plan("xla", unit_inside=True), "'xla'"),
+        ({}, dataclasses.replace(INSIDE, unit=fp8_matmul.Plan("pallas")), "this is 'pallas'"),
+        ({}, dataclasses.replace(INSIDE, unit=fp8_matmul.Plan("triton", fwd=dataclasses.replace(TILES, stages=5))),
+         "stages=5"),
+        ({"recipe": None}, Plan("triton", unit_inside=True), "only with an FP8 recipe"),
+        ({"recipe": None, "stored": True}, Plan("pallas", unit_inside=True), "only with an FP8 recipe"),
+    ],
+)  # fmt: skip
+def test_what_has_no_kernel(change, plan, says):
+    with pytest.raises(NotImplementedError, match=f"{says}.*leave unit_inside out"):
+        make_plan(dataclasses.replace(PROBLEM, **change), H200, plan=plan)
+
+
+E, D, F = 3, 256, 384
+OPERANDS = (shape(4000, D), shape(E, D, F), shape(E, D, F), shape(E, F, D))
+UNIT, ROWS, WGRAD = "fp8_unit", "fp8_gemm_rows", "fp8_gemm_contraction"
+
+
+@pytest.mark.parametrize(("save", "results"), [("preactivations", 3), ("nothing", 2)])
+def test_a_users_call(save, results):
+    """One kernel writes h, its scales, and for a backward gate and up."""
+
+    def step(routing, dout, *operands):
+        forward = lambda *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", save=save)
+        return jax.vjp(forward, *operands)[1](dout)
+
+    again = [(UNIT, 3), (ROWS, 1)] if save == "nothing" else []  # the last one is not read: XLA leaves it out
+    backward = [(ROWS, 1), (ROWS, 1), *[(WGRAD, 1)] * 3]
+    routing = routing_of(4000, 2, E)
+    found = launched(step, routing, shape(4000, D), *OPERANDS)
+    assert found == [(UNIT, results), (ROWS, 1), *again, *backward]
+    call = lambda routing, *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", save=save)
+    assert launched(call, routing, *OPERANDS) == [(UNIT, 2), (ROWS, 1)]
+
+
+def test_no_pass_casts_the_unit():
+    call = lambda routing, *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", plan=INSIDE)
+    names = [name for name, *_ in pallas_costs(call, routing_of(4000, 2, E), *OPERANDS)]
+    assert "quantize_computed_cast" not in names
+    assert "quantize_cast" in names
+
+
+def test_cost():
+    """256 tokens in 512 rows, D 256, F 128, 4 experts. x's rows have 512 * 256 bytes and 2 scales each, the weights
+    4 * 256 * 256 and 2 * 2 * 4 scales; h 512 * 128 and a scale each; the work list of 4 + 4 + 1 row tiles at most has
+    16 entries. For a backward also gate and up, 512 * 256 * 2 bytes."""
+    routing, operands = routing_of(256, 2, 4), (shape(256, 256), *[shape(4, 256, 128)] * 2, shape(4, 128, 128))
+    call = functools.partial(jaxops.moe_mlp, recipe="blockwise", plan=Plan("triton", unit_inside=True))
+    moved = 131_072 + 4_096 + 262_144 + 64 + 6 * 16 * 4 + 65_536 + 2_048
+    forward = triton_costs(lambda routing, *given: call(*given, routing), routing, *operands)
+    assert forward[0] == (2 * 512 * 256 * 256, moved)
+    both = triton_costs(lambda routing, *given: gradients(lambda *x: call(*x, routing))(*given), routing, *operands)
+    assert both[0] == (2 * 512 * 256 * 256, moved + 262_144)
+
+
+# Groups of 1 to 300 rows, dropped choices, rows of other devices' experts; steps of K that are cut.
+VARIANTS = {
+    "shard": Variant(T=900, D=272, F=256, N=144, k=2, E=6, first=1, last=5, capacity=300, dtype="bfloat16"),
+    "few": Variant(T=61, D=144, F=128, N=128, k=3, E=9, dtype="bfloat16", activation="gelu_tanh"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["preactivations", "nothing"])
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_with_gw_hp"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bits(name, recipe, save):
+    """The result and every gradient, of NaN in tokens without a row."""
+    if not runs_gluon(current_device()):
+        pytest.skip("needs a Hopper GPU and jax-triton")
+    variant = dataclasses.replace(VARIANTS[name], save=save)
+    case = make_case(variant)
+    run = functools.partial(compiled, variant, recipe, "gpu")
+    got, want = (run(plan=plan)(case) for plan in (INSIDE, AFTER))
+    check_zeros(got, case["routing"])
+    for key in NAMES:
+        np.testing.assert_array_equal(bits_of(np.asarray(got[key])), bits_of(np.asarray(want[key])), err_msg=key)
+    forward = jax.jit(
+        lambda case, plan: jaxops.moe_mlp(
+            *(case[key] for key in ("x", "w_gate", "w_up", "w_down")), case["routing"], activation=variant.activation,
+            recipe=recipe, plan=plan,
+        ),
+        static_argnums=1,
+    )  # fmt: skip
+    assert jnp.array_equal(forward(case, INSIDE), got["out"])

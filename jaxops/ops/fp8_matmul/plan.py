@@ -164,7 +164,7 @@ def casts_inside(problem: Problem, backend: str) -> bool:
     return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and lines and problem.quantize_lhs
 
 
-UNIT_TILES = Tiles("triton", 128, 128, stages=4)
+UNIT_TILES = Tiles("triton", 128, 128, stages=4, panel=16, dynamic=True)
 
 
 def takes_unit(problem: Problem, backend: str, tiles: Tiles | None = None) -> bool:

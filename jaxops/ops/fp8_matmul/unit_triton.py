@@ -201,7 +201,7 @@ def fp8_unit_kernel(
 
 def unit_triton(
     a: Operand, b: Operand, offsets: jax.Array, *, activation: str, pow2: bool, save: bool, tiles: Tiles, cores: int,
-    lag: int = 2,
+    lag: int = 0,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """act(gate) * up of A's rows in FP8 [M, F]; its scales [F / 128, M]; with save gate and up [M, 2 F] in bfloat16.
 

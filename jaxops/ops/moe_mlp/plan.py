@@ -135,11 +135,11 @@ def _recipe_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
             f"tiles of 128x128 with at most 4 stages; this is {unit.backend!r}, {p.recipe!r}, {p.dtype}, F = {p.F}"
             f"{'' if given is None else f', {given}'}: leave unit_inside out."
         )
+    tiles = fp8_matmul.UNIT_TILES
     if inside is None:  # not where there are too few of its tiles, half as many as of the product alone
-        tiles = fp8_matmul.UNIT_TILES
         inside = takes and -(-p.R // tiles.bm) * (p.F // tiles.bn) >= call.device.cores
     if inside and given is None:
-        unit = dataclasses.replace(unit, fwd=dataclasses.replace(fp8_matmul.UNIT_TILES, dynamic=call.device.shared))
+        unit = dataclasses.replace(unit, fwd=tiles)
     return {"unit": unit, "down": down, "unit_inside": inside}
 
 

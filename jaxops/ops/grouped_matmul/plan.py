@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
+from jaxops._lib.work_list import MOST_PARTS
+from jaxops.ops.grouped_matmul.long_sums import Sums, choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
@@ -41,8 +43,10 @@ class Tiles:
         bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
         dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
         tiles of 128 rows as with tiles of 32 (1,657 and 1,648 us), and one group of all rows is 2.3 times faster.
-      split: of `grouped_glu`'s one kernel for few rows only: parts of each sum, each a program's; a second pass adds
-        them.
+      split: "triton" wgrad: a sum over all rows is cut into so many parts, each a program's, at most 63; a shorter one
+        into fewer, of at least as many rows each; one of less than two parts' rows is whole and costs nothing more.
+        Where the plan is not explicit, by `long_sums.choose_split`, with tuned rows too. Of `grouped_glu`'s one kernel
+        for few rows: parts of each sum; a second pass adds them. 1 elsewhere.
     """
 
     bm: int
@@ -60,7 +64,7 @@ class Tiles:
 
     def __post_init__(self):
         check_fields(self, "kernel", among=KERNELS)
-        check_fields(self, "split")
+        check_fields(self, "split", most=MOST_PARTS - 1)
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
         if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in HOPPER_TILES):
@@ -203,12 +207,16 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
-    if tiles.split > 1:
-        raise ValueError(f"plan.{pass_name}={tiles}: only grouped_glu's kernel for few rows has split; leave it out.")
+    if tiles.split > 1 and (pass_name, tiles.kernel) != ("wgrad", "triton"):
+        raise ValueError(f"plan.{pass_name}={tiles}: only wgrad with kernel='triton', and grouped_glu's kernel for few rows, have split.")
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
-    if call.device.shared and tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
-        return dataclasses.replace(tiles, dynamic=True)
+    if tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
+        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic or call.device.shared)
+        # Tuned rows were measured with groups of like lengths: the split serves others.
+        if pass_name == "wgrad" and tiles.split == 1:
+            _, problem = _as_measured(pass_name, call.problem)
+            return dataclasses.replace(tiles, split=choose_split(_sums(problem, tiles, call.device)))
     return tiles
 
 
@@ -293,12 +301,25 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     )
     if short and -(-problem.N // 128) % 2:
         return others[-1]
+    if pass_name == "wgrad" and _work(pass_name, problem, usual)[0] < 2 * device.cores:
+        # Few tiles: what counts is how well parts of sums (`Tiles.split`) fill the card.
+        return min((usual, *others), key=lambda tiles: time_of_best_split(_sums(problem, tiles, device)))
     best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model underestimates them: 152 tiles (4,779 rows
     # by 792) took 53 us, 266 half as large 35.
     margin = 1.0 if device.cores < _work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06
     faster = margin * _clocks(pass_name, problem, best, device) < _clocks(pass_name, problem, usual, device)
     return best if faster else usual
+
+
+def _sums(problem: Problem, tiles: Tiles, device: Device) -> Sums:
+    """wgrad's, by "triton"."""
+    step, _, store = _tile_clocks(tiles.bm, tiles, problem.dtype, device)
+    count = -(-problem.K // tiles.bm) * -(-problem.N // tiles.bn)
+    overlaps = tiles.ping_pong
+    return Sums(
+        problem.G, problem.M, count, step, store, 2 * store, overlaps, 4 * tiles.bm * tiles.bn, device.cores
+    )
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -336,18 +357,24 @@ def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> f
     rows = p.M / max(p.G, 1)
     count, steps = _work(pass_name, problem, tiles)
     high = tiles.tail if rows <= tiles.tail else tiles.bm
-    # Of one multiprocessor, a clock: multiplications, bytes from L2, bytes from memory.
-    products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
-    step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
+    step, memory, store = _tile_clocks(high, tiles, p.dtype, device)
     resident = 1
     if tiles.kernel == "pallas":
         registers = 32 * tiles.warps * min(255, 40 + tiles.bm * tiles.bn // (32 * tiles.warps))
         resident = max(1, min(device.shared_bytes // tiles.shared_bytes(p.dtype), 65_536 // registers))
-    store = high * tiles.bn * size / loads
     one = max(steps * step, store) if tiles.ping_pong or resident > 1 else steps * step + store
     moved = size * (p.M * p.K + p.M * p.N + p.G * p.K * p.N)
     waves = max(-(-count // (device.cores * resident)), 2 if pass_name == "wgrad" else 1)
     return max(waves * resident * one, moved / (memory * device.cores))
+
+
+def _tile_clocks(high: int, tiles: Tiles, dtype: str, device: Device) -> tuple[float, float, float]:
+    """Of one multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
+    size = jnp.dtype(dtype).itemsize
+    # A clock: multiplications, bytes from L2, bytes from memory.
+    products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
+    step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
+    return step, memory, high * tiles.bn * size / loads
 
 
 def _work(pass_name: str, problem: Problem, tiles: Tiles) -> tuple[float, float]:

@@ -1,0 +1,81 @@
+"""Into how many parts wgrad's sums over long groups are split: a rule of static shapes.
+
+Rows of groups are known on the device only. A split that helps one group of nearly all rows must not cost balanced
+groups anything, so `choose_split` weighs both: sums of less than two parts' rows stay whole.
+"""
+
+import dataclasses
+
+from jaxops._lib.work_list import STEP_ROWS, least_rows_of_part
+
+_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+_MOST_BYTES = 128 << 20  # of all parts in float32
+_LEAST_STEPS = 4  # of a part: a shorter one takes no longer to multiply than to store and to add
+_LEAST_GAIN = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """wgrad's tiles, as far as the rule needs them. Times are clocks of a multiprocessor.
+
+    Attributes:
+      G, M: groups and rows.
+      tiles: output tiles of a group.
+      step: time of a step of STEP_ROWS rows.
+      store: time to write a tile.
+      part: time to write or to read a tile's part in float32.
+      overlaps: whether what follows the steps overlaps the next tile's (ping-pong).
+      part_bytes: of a tile's part.
+      cores: multiprocessors.
+    """
+
+    G: int
+    M: int
+    tiles: int
+    step: float
+    store: float
+    part: float
+    overlaps: bool
+    part_bytes: int
+    cores: int
+
+    def time(self, longest: int, split: int) -> float:
+        """With `longest` rows in one group, the others' balanced (all of them, where it has no more than they)."""
+        least, rest = least_rows_of_part(self.M, split), (self.M - longest) / max(self.G - 1, 1)
+        parts = longest // least if longest >= 2 * least else 1
+        of_rest = int(rest // least) if rest >= 2 * least else 1
+        long, short = self._tile(longest, parts), self._tile(rest, of_rest)
+        like = longest <= 1.1 * rest  # balanced: all groups' tiles are equally long
+        count = self.tiles * parts * (self.G if like else 1)
+        others = 0 if like else (self.G - 1) * self.tiles * of_rest * short
+        # The last part of a tile reads all parts. Earlier tiles' last parts do so while others still multiply.
+        add = parts * self.part + self.store if parts > 1 else 0
+        waves = -(-count // self.cores)
+        return max(waves * long, (count * long + others + self.tiles * add) / self.cores) + add
+
+    def _tile(self, rows: float, parts: int) -> float:
+        steps, after = -(-rows // (STEP_ROWS * parts)) * self.step, self.part if parts > 1 else self.store
+        return max(steps, after) if self.overlaps else steps + after
+
+    def legal(self, split: int) -> bool:
+        few = split * self.tiles * self.part_bytes <= _MOST_BYTES and self.M >= split * _LEAST_STEPS * STEP_ROWS
+        return split == 1 or few
+
+
+def choose_split(sums: Sums) -> int:
+    """1, or the least of those that are nearly the fastest over balanced groups and one of nearly all rows."""
+    times = _times(sums)
+    least = [min(column) for column in zip(*times.values(), strict=True)]
+    cost = {split: sum(t / best for t, best in zip(row, least, strict=True)) for split, row in times.items()}
+    good = (1 + _LEAST_GAIN) * min(cost.values())
+    return next(split for split in times if cost[split] <= good)
+
+
+def time_of_best_split(sums: Sums) -> float:
+    """Of balanced groups and of one of nearly all rows, together."""
+    return sum(_times(sums)[choose_split(sums)])
+
+
+def _times(sums: Sums) -> dict[int, tuple[float, ...]]:
+    cases = (-(-sums.M // max(sums.G, 1)), max(1, sums.M - sums.G + 1))
+    return {split: tuple(sums.time(rows, split) for rows in cases) for split in _TRIED if sums.legal(split)}

@@ -4,8 +4,6 @@ import inspect
 from typing import Any
 
 import numpy as np
-import pytest
-import triton
 import triton.language as tl
 from triton.runtime import interpreter
 

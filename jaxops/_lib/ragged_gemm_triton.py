@@ -17,7 +17,8 @@ from jaxops._lib.schedule_triton import schedule_groups, schedule_parts, schedul
 from jaxops._lib.stores_triton import result_buffers, tile_layout
 from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS as _COLUMNS, Spans, least_rows_of_part
+from jaxops._lib.work_list import COLUMNS as _COLUMNS
+from jaxops._lib.work_list import Spans, least_rows_of_part
 
 COLUMNS = gl.constexpr(_COLUMNS)
 
@@ -76,9 +77,9 @@ class Gemm:
       operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
         lie beside each other in a tile; "modalities": each modality's groups have their own array of weights.
       buffers: for stores, a consumer.
-      split: of a contraction of "one" product: into how many parts a sum over all rows is cut, each a program's; shorter
-        sums into fewer, those of short groups not at all: see `schedule_parts`. The epilogue calls `add_parts` with the
-        second result and the counters in its args.
+      split: of a contraction of "one" product: into how many parts a sum over all rows is cut, each a program's;
+        shorter sums into fewer, those of short groups not at all: see `schedule_parts`. The epilogue calls `add_parts`
+        with the second result, `Gemm.parts`, and the counters in its args.
       variant: a constant for the epilogue.
     """
 
@@ -186,6 +187,7 @@ def ragged_gemm(
     else:
         schedule = schedule_rows(offsets, M, gemm.bm, spans)
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
+    entries = entries or schedule.shape[0] // _COLUMNS
     layout = tile_layout(results[0].type.dtype, (1, *gemm.stored))
     descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
@@ -194,7 +196,7 @@ def ragged_gemm(
         kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores, count), name=gemm.name,
         flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
         a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or slots > 1 else schedule,
-        args=args, **named, entries=entries or schedule.shape[0] // _COLUMNS, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
+        args=args, **named, entries=entries, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
         STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
         BUFFERS=gemm.buffers, SLOTS=slots, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,

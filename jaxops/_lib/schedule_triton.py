@@ -11,7 +11,8 @@ from jaxops._lib.launch_triton import triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS, MOST_PARTS as _MOST_PARTS, STEP_ROWS, Spans, least_rows_of_part
+from jaxops._lib.work_list import COLUMNS, STEP_ROWS, Spans, least_rows_of_part
+from jaxops._lib.work_list import MOST_PARTS as _MOST_PARTS
 
 MOST_PARTS = tl.constexpr(_MOST_PARTS)
 
@@ -137,7 +138,9 @@ def _launch(kernel, offsets: jax.Array, count: int, runs: int, **named) -> jax.A
     runs = power_of_2(runs)
     block = max(1, min(power_of_2(count), _ELEMENTS // runs))
     programs = -(-count // block)
-    return _call(kernel, offsets, programs, COLUMNS * programs * block, programs * block, BLOCK=block, RUNS=runs, **named)
+    return _call(
+        kernel, offsets, programs, COLUMNS * programs * block, programs * block, BLOCK=block, RUNS=runs, **named
+    )
 
 
 def _call(kernel, offsets: jax.Array, programs: int, size: int, entries: int, **named) -> jax.Array:

@@ -110,7 +110,15 @@ def wgrad_triton(
     before = None if accumulator is None else accumulator.reshape(-1, accumulator.shape[2])
     results = [Result(out_struct((G * K, N), out_dtype, like=lhs), before) for G, K, N in own]
     cost = cost_of(parts, own, offsets.shape[0] - 1, (lhs, dout), [x.type for x in results])
-    gemm = _gemm(name, tiles, contraction=True, operands=operands, variant=accumulator is not None, split=1 if parts else tiles.split, **cost)
+    gemm = _gemm(
+        name,
+        tiles,
+        contraction=True,
+        operands=operands,
+        variant=accumulator is not None,
+        split=1 if parts else tiles.split,
+        **cost,
+    )
     sizes = *own[0], lhs.shape[0]
 
     def describe(windows, width: int):

@@ -58,7 +58,7 @@ class Sums:
         return max(steps, after) if self.overlaps else steps + after
 
     def legal(self, split: int) -> bool:
-        few = split * self.tiles * self.part_bytes <= _MOST_BYTES and self.M >= split * _LEAST_STEPS * STEP_ROWS
+        few = split * self.tiles * self.part_bytes <= _MOST_BYTES and split * _LEAST_STEPS * STEP_ROWS <= self.M
         return split == 1 or few
 
 

@@ -208,7 +208,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
     if tiles.split > 1 and (pass_name, tiles.kernel) != ("wgrad", "triton"):
-        raise ValueError(f"plan.{pass_name}={tiles}: only wgrad with kernel='triton', and grouped_glu's kernel for few rows, have split.")
+        only = "only wgrad with kernel='triton', and grouped_glu's kernel for few rows, have split"
+        raise ValueError(f"plan.{pass_name}={tiles}: {only}; leave it out.")
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
     if tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
@@ -314,12 +315,9 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
 
 def _sums(problem: Problem, tiles: Tiles, device: Device) -> Sums:
     """wgrad's, by "triton"."""
-    step, _, store = _tile_clocks(tiles.bm, tiles, problem.dtype, device)
-    count = -(-problem.K // tiles.bm) * -(-problem.N // tiles.bn)
-    overlaps = tiles.ping_pong
-    return Sums(
-        problem.G, problem.M, count, step, store, 2 * store, overlaps, 4 * tiles.bm * tiles.bn, device.cores
-    )
+    p, (step, _, store) = problem, _tile_clocks(tiles.bm, tiles, problem.dtype, device)
+    count, size = -(-p.K // tiles.bm) * -(-p.N // tiles.bn), 4 * tiles.bm * tiles.bn
+    return Sums(p.G, p.M, count, step, store, 2 * store, tiles.ping_pong, size, device.cores)
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -369,7 +367,7 @@ def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> f
 
 
 def _tile_clocks(high: int, tiles: Tiles, dtype: str, device: Device) -> tuple[float, float, float]:
-    """Of one multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
+    """Of a multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
     size = jnp.dtype(dtype).itemsize
     # A clock: multiplications, bytes from L2, bytes from memory.
     products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)

@@ -35,9 +35,9 @@ def ragged_gemm_kernel(
     a_descs, b_descs, gather, schedule, args, desc_0, desc_1, desc_2, desc_3, ptr_0, ptr_1, ptr_2, ptr_3,
     entries, sizes, parts, tiles, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     SPLIT: gl.constexpr, DYNAMIC: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, OPERANDS: gl.constexpr,
-    BUFFERS: gl.constexpr, SLOTS: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
+    BUFFERS: gl.constexpr, CUT: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
-    if SLOTS > 1:  # what the epilogue counts finished parts in
+    if CUT:  # what the epilogue counts finished parts in
         args = (schedule + COLUMNS * entries,)
     GATHERED: gl.constexpr = gather is not None
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
@@ -52,7 +52,7 @@ def ragged_gemm_kernel(
         (consume, (pipe, out, args, sizes, parts, 0, EPILOGUE, VARIANT)),
         (consume, (pipe, out, args, sizes, parts, 1, EPILOGUE, VARIANT)),
         (produce, (
-            pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS, PANEL, DYNAMIC, SLOTS,
+            pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS, PANEL, DYNAMIC, CUT,
         )),
     ], [4, WARPS], [CONSUMER, PRODUCER])  # fmt: skip
 
@@ -199,5 +199,5 @@ def ragged_gemm(
         args=args, **named, entries=entries, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
         STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
-        BUFFERS=gemm.buffers, SLOTS=slots, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
+        BUFFERS=gemm.buffers, CUT=slots > 1, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
     )  # fmt: skip

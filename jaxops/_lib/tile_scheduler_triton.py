@@ -94,13 +94,13 @@ def place_in_panel(t, first, num_i, PANEL: gl.constexpr):
 
 @gluon.jit
 def count_tiles(
-    schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr, SLOTS: gl.constexpr = 1
+    schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr, CUT: gl.constexpr = False
 ):
     """Row tiles (ROWS: of all groups, read from the work list; CONTRACTION: of one group's C), and tiles in all (with
-    SLOTS > 1, see `locate`, of all parts, read from the work list)."""
+    CUT, see `locate`, of all parts, read from the work list)."""
     num_i = gl.load(schedule + 4 * entries) if KIND == ROWS else gl.cdiv(M, BM)
     tiles = num_i * gl.cdiv(N, BN)
-    if SLOTS > 1:
+    if CUT:
         tiles *= gl.load(schedule + 4 * entries)
     elif KIND == CONTRACTION:
         tiles *= G
@@ -110,9 +110,9 @@ def count_tiles(
 @gluon.jit
 def locate(
     t, schedule, entries, num_i, sizes, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr,
-    SLOTS: gl.constexpr = 1,
+    CUT: gl.constexpr = False,
 ):  # fmt: skip
-    """Tile t of a product with one array of weights. SLOTS > 1: a contraction whose work list is by `schedule_parts`;
+    """Tile t of a product with one array of weights. CUT: a contraction whose work list is by `schedule_parts`;
     in place of the group its column of parts.
 
     Returns the group (-1 outside the groups), the group's matrix in B or C, the first row in C, the end of the group's
@@ -133,7 +133,7 @@ def locate(
     first = gl.load(schedule + entries + rank)
     size = gl.load(schedule + 2 * entries + rank) - first
     found = group
-    if SLOTS > 1:
+    if CUT:
         found = gl.load(schedule + 3 * entries + rank)
     return gl.where(size > 0, found, -1), group, i * BM, M, j * BN, first, size
 

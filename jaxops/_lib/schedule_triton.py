@@ -11,11 +11,11 @@ from jaxops._lib.launch_triton import triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS, STEP_ROWS, Spans, least_rows_of_part
+from jaxops._lib.work_list import COLUMNS, Spans, least_rows_of_part
 from jaxops._lib.work_list import MOST_PARTS as _MOST_PARTS
+from jaxops._lib.work_list import STEP_ROWS as _STEP_ROWS
 
-MOST_PARTS = tl.constexpr(_MOST_PARTS)
-
+MOST_PARTS, STEP_ROWS = tl.constexpr(_MOST_PARTS), tl.constexpr(_STEP_ROWS)
 _ELEMENTS = 2048  # of a program's [BLOCK, RUNS] comparison: 16 registers a thread at 4 warps
 
 
@@ -95,9 +95,9 @@ def schedule_groups_kernel(
 
 @triton.jit
 def schedule_parts_kernel(
-    offsets, work, entries, G, M, least, slots, zeros, BLOCK: tl.constexpr, RUNS: tl.constexpr, PARTS: tl.constexpr,
-    ZEROS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    offsets, work, entries, G, M, cut, BLOCK: tl.constexpr, RUNS: tl.constexpr, PARTS: tl.constexpr, ZEROS: tl.constexpr
+):
+    least, slots, zeros = cut
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h = tl.arange(0, RUNS)
     lo, hi = _bounds(offsets, g + 1, G, M)
@@ -113,12 +113,12 @@ def schedule_parts_kernel(
     ahead = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & (h[None, :] < g[:, None]))
     first = tl.sum(tl.where(ahead, count[None, :], 0), 1)
     total = tl.sum(tl.where(h < G, count, 0), 0)
-    steps = (size + STEP - 1) // STEP
+    steps = (size + STEP_ROWS - 1) // STEP_ROWS
     each = steps // own
     more = steps % own  # of the first parts have a step more
     i = tl.arange(0, PARTS)[None, :]
-    start = lo[:, None] + STEP * (i * each[:, None] + tl.minimum(i, more[:, None]))
-    end = lo[:, None] + STEP * ((i + 1) * each[:, None] + tl.minimum(i + 1, more[:, None]))
+    start = lo[:, None] + STEP_ROWS * (i * each[:, None] + tl.minimum(i, more[:, None]))
+    end = lo[:, None] + STEP_ROWS * ((i + 1) * each[:, None] + tl.minimum(i + 1, more[:, None]))
     entry = first[:, None] + i
     part = tl.where(own[:, None] > 1, (own[:, None] * MOST_PARTS + i) * MOST_PARTS + entry, 0)
     listed = (g < G)[:, None] & (i < own[:, None])
@@ -189,7 +189,7 @@ def schedule_parts(offsets: jax.Array, M: int, split: int, counters: int) -> tup
     step = min(power_of_2(zeros), 1024)
     zeros = -(-zeros // step) * step
     schedule = _call(
-        schedule_parts_kernel, offsets, programs, COLUMNS * entries + programs * zeros, entries, M=M, least=least,
-        slots=slots, zeros=zeros, BLOCK=block, RUNS=runs, PARTS=most, ZEROS=step, STEP=STEP_ROWS,
+        schedule_parts_kernel, offsets, programs, COLUMNS * entries + programs * zeros, entries, M=M,
+        cut=(least, slots, zeros), BLOCK=block, RUNS=runs, PARTS=most, ZEROS=step,
     )  # fmt: skip
     return schedule, entries

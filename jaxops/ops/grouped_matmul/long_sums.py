@@ -19,25 +19,34 @@ class Sums:
     """wgrad's tiles, as far as the rule needs them. Times are clocks of a multiprocessor.
 
     Attributes:
-      G, M: groups and rows.
-      tiles: output tiles of a group.
+      G, M, K, N: groups and rows; a group's result is [K, N].
+      bm, bn: of a tile.
       step: time of a step of STEP_ROWS rows.
-      store: time to write a tile.
-      part: time to write or to read a tile's part in float32.
+      store: time to write a tile in 16 bits.
       overlaps: whether what follows the steps overlaps the next tile's (ping-pong).
-      part_bytes: of a tile's part.
       cores: multiprocessors.
     """
 
     G: int
     M: int
-    tiles: int
+    K: int
+    N: int
+    bm: int
+    bn: int
     step: float
     store: float
-    part: float
     overlaps: bool
-    part_bytes: int
     cores: int
+
+    @property
+    def tiles(self) -> int:
+        """Of a group."""
+        return -(-self.K // self.bm) * -(-self.N // self.bn)
+
+    @property
+    def part(self) -> float:
+        """Time to write or to read a part in float32."""
+        return 2 * self.store
 
     def time(self, longest: int, split: int) -> float:
         """With `longest` rows in one group, the others' balanced (all of them, where it has no more than they)."""
@@ -58,7 +67,7 @@ class Sums:
         return max(steps, after) if self.overlaps else steps + after
 
     def legal(self, split: int) -> bool:
-        few = split * self.tiles * self.part_bytes <= _MOST_BYTES and split * _LEAST_STEPS * STEP_ROWS <= self.M
+        few = 4 * split * self.tiles * self.bm * self.bn <= _MOST_BYTES and split * _LEAST_STEPS * STEP_ROWS <= self.M
         return split == 1 or few
 
 

@@ -187,6 +187,9 @@ def check_triton(problem: Problem, device: Device) -> None:
 _LEAST_ROWS = 32
 
 
+_DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes longer than the products
+
+
 def takes_triton(pass_name: str, problem: Problem, device: Device) -> bool:
     """Whether "auto" takes the Triton kernel for a pass: where it can, except for groups of few rows.
 
@@ -289,12 +292,11 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       room for whole tiles (9,697 by 648: 92 us with five, 102 with six), and dynamic tiles: it serves few tiles or
       short sums (11,467 rows by 320 columns in sums of 264: 12.4 against 13.7 us).
     - Where wgrad's sums have one or two steps, stores dominate: 128x128 where 128x256 would overhang (24 rows a group
-      by
-      344 columns: 24.9 against 27.5 us; 52 by 600: 122 against 134).
+      by 344 columns: 24.9 against 27.5 us; 52 by 600: 122 against 134).
     """
     rows = problem.rows
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
-    dynamic, short = pass_name == "wgrad" or rows <= 128, pass_name == "wgrad" and rows <= 64
+    dynamic, short = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS, pass_name == "wgrad" and rows <= 64
     stages = (3 if rows >= 1024 or short else 4, 4, 5, 6)
     usual, *others = (
         Tiles(bm, bn, 64, 8, each, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
@@ -314,10 +316,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
 
 
 def _sums(problem: Problem, tiles: Tiles, device: Device) -> Sums:
-    """wgrad's, by "triton"."""
     p, (step, _, store) = problem, _tile_clocks(tiles.bm, tiles, problem.dtype, device)
-    count, size = -(-p.K // tiles.bm) * -(-p.N // tiles.bn), 4 * tiles.bm * tiles.bn
-    return Sums(p.G, p.M, count, step, store, 2 * store, tiles.ping_pong, size, device.cores)
+    return Sums(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn, step, store, tiles.ping_pong, device.cores)
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -368,8 +368,7 @@ def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> f
 
 def _tile_clocks(high: int, tiles: Tiles, dtype: str, device: Device) -> tuple[float, float, float]:
     """Of a multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
-    size = jnp.dtype(dtype).itemsize
-    # A clock: multiplications, bytes from L2, bytes from memory.
+    size = jnp.dtype(dtype).itemsize  # next, a clock: multiplications, bytes from L2, bytes from memory
     products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
     step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
     return step, memory, high * tiles.bn * size / loads

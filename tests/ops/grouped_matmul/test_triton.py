@@ -171,8 +171,10 @@ def test_a_users_call():
     assert [kernel.name for kernel in kernels] == ["grouped_gemm_kernel"] * 3
 
 
-def test_shard_map_checks_varying_axes():
-    """check_vma=True: results vary over the axes of the operands, though jax-triton's primitive does not say so."""
+@pytest.mark.parametrize("M", [256, 8192], ids=["whole", "split"])
+def test_shard_map_checks_varying_axes(M):
+    """check_vma=True: results vary over the axes of the operands, though jax-triton's primitive does not say so; also
+    the parts of split sums."""
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
 
     def shard(lhs, rhs, offsets):
@@ -183,8 +185,9 @@ def test_shard_map_checks_varying_axes():
 
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=(P("d"), P()))
     with jax.sharding.use_abstract_mesh(mesh):
-        text = str(jax.make_jaxpr(sharded)(shape(256, 64), shape(G, 64, 128), shape(G + 1, dtype="int32")))
+        text = str(jax.make_jaxpr(sharded)(shape(M, 64), shape(G, 64, 128), shape(G + 1, dtype="int32")))
     assert "psum" in text
+    assert ("schedule_parts" in text) == (M > 256)
     assert all(f"name=grouped_matmul_{name}\n" in text for name in PASSES)
 
 

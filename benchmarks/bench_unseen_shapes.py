@@ -9,6 +9,7 @@ candidate over an even and a Zipf split. A `vs` of 0.9 means that the plan of "a
 tuned one.
 """
 
+import dataclasses
 import time
 
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def ready_side(
     tiles, args = chosen[side], inputs.args(side, offsets)
     # dgrad alone is the forward of transposed weights, whose tiles are the plan's `fwd`.
     name = "wgrad" if pass_name == "wgrad" else "fwd"
-    plan = Plan("xla") if tiles is None else Plan(tiles.kernel, **{name: tiles})
+    plan = Plan("xla") if tiles is None else dataclasses.replace(Plan(tiles.kernel), **{name: tiles})
     tensors = (inputs.lhs, inputs.rhs, inputs.dout)
 
     def check(out) -> float:

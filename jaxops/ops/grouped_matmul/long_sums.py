@@ -80,11 +80,6 @@ def choose_split(sums: Sums) -> int:
     return next(split for split in times if cost[split] <= good)
 
 
-def time_of_best_split(sums: Sums) -> float:
-    """Of balanced groups and of one of nearly all rows, together."""
-    return sum(_times(sums)[choose_split(sums)])
-
-
 def _times(sums: Sums) -> dict[int, tuple[float, ...]]:
     cases = (-(-sums.M // max(sums.G, 1)), max(1, sums.M - sums.G + 1))
     return {split: tuple(sums.time(rows, split) for rows in cases) for split in _TRIED if sums.legal(split)}

@@ -73,6 +73,8 @@ class Sums:
 
 def choose_split(sums: Sums) -> int:
     """1, or the least of those that are nearly the fastest over balanced groups and one of nearly all rows."""
+    if 0 in (sums.G, sums.M, sums.tiles):
+        return 1
     times = _times(sums)
     least = [min(column) for column in zip(*times.values(), strict=True)]
     cost = {split: sum(t / best for t, best in zip(row, least, strict=True)) for split, row in times.items()}
@@ -81,5 +83,5 @@ def choose_split(sums: Sums) -> int:
 
 
 def _times(sums: Sums) -> dict[int, tuple[float, ...]]:
-    cases = (-(-sums.M // max(sums.G, 1)), max(1, sums.M - sums.G + 1))
+    cases = (-(-sums.M // sums.G), max(1, sums.M - sums.G + 1))
     return {split: tuple(sums.time(rows, split) for rows in cases) for split in _TRIED if sums.legal(split)}

@@ -170,6 +170,7 @@ def test_split_of_long_sums():
     assert split(31, 3789, 416, 304, transpose_rhs=True) == split(31, 3789, 304, 416)
     assert split(1, 64338, 1032, 2408) > 1
     assert split(8, 32768, 4096, 14336) == split(8, 32768, 14336, 4096) == split(256, 32768, 7168, 2048) == 1
+    assert split(0, 0, 256, 256) == split(0, 5000, 256, 256) == split(4, 0, 256, 256) == 1
     assert split(4, 128, 256, 256) == split(4, 1, 64, 64) == 1, "parts of few rows take longer to add than to multiply"
 
 

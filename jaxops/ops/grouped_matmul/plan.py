@@ -10,7 +10,7 @@ from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gl
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.work_list import MOST_PARTS
-from jaxops.ops.grouped_matmul.long_sums import Sums, choose_split
+from jaxops.ops.grouped_matmul.long_sums import Sums, choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
@@ -304,6 +304,10 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     )
     if short and -(-problem.N // 128) % 2:
         return others[-1]
+    if pass_name == "wgrad" and problem.M and 0 < _work(pass_name, problem, usual)[0] < device.cores:
+        # Few tiles: what counts is how well they, or parts of their sums (`Tiles.split`), fill the card. H200,
+        # 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 take 635 us, 171 of 128x128 1,011.
+        return min((usual, *others), key=lambda tiles: time_of_best_split(_sums(problem, tiles, device)))
     best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model underestimates them: 152 tiles (4,779 rows
     # by 792) took 53 us, 266 half as large 35.

@@ -135,12 +135,13 @@ def test_few_rows_are_spread_over_the_card():
 
 
 def test_no_wave_of_programs_is_nearly_empty():
-    """313 programs of 64 rows, two a multiprocessor, are two waves on 132 multiprocessors; on 160 they are one."""
-    problem = Problem(20011, 2432, 7, "bfloat16")
-    assert make_plan(problem, H200).bwd == Tiles(16, 1, 512, 8, True)
-    assert make_plan(problem, dataclasses.replace(H200, cores=160)).bwd.rows == 64
+    """512 programs of 32 rows are one wave, four a multiprocessor; 532 are two, 1,063 of 16 rows three shorter ones."""
+    problem = Problem(17_000, 1536, 1, "bfloat16")
+    assert make_plan(problem, H200).bwd == Tiles(16, 1, 512, 4, True)
+    assert make_plan(dataclasses.replace(problem, T=16_384), H200).bwd.rows == 32
+    assert make_plan(problem, dataclasses.replace(H200, cores=134)).bwd.rows == 32
     assert make_plan(dataclasses.replace(problem, T=400_000), H200).bwd.rows == 64
-    assert make_plan(dataclasses.replace(problem, T=16_384), H200).bwd.rows == 64, "259 programs"
+    assert make_plan(Problem(20_011, 2432, 7, "bfloat16"), H200).bwd == Tiles(32, 1, 512, 4, True)
     gated = dataclasses.replace(problem, gated=True)
     for T in (1, 7_000, 65_536):
         assert make_plan(dataclasses.replace(gated, T=T), H200).bwd.rows in (16, 32, 64)

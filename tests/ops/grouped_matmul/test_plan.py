@@ -166,9 +166,10 @@ def test_split_of_long_sums():
         return make_plan(Problem(*sizes, "bfloat16", **change), H200).wgrad.split
 
     assert split(151, 31231, 352, 1680) > 3
-    assert split(31, 3789, 416, 304) > 3
+    assert split(31, 3789, 416, 304) > 1
     assert split(31, 3789, 416, 304, transpose_rhs=True) == split(31, 3789, 304, 416)
-    assert split(1, 64338, 1032, 2408) > 1
+    assert split(1, 51560, 504, 1600) > 3
+    assert split(1, 64338, 1032, 2408) == split(21, 16712, 3136, 560) == 1, "a third of the card has a tile"
     assert split(8, 32768, 4096, 14336) == split(8, 32768, 14336, 4096) == split(256, 32768, 7168, 2048) == 1
     assert split(0, 0, 256, 256) == split(0, 5000, 256, 256) == split(4, 0, 256, 256) == 1
     assert split(4, 128, 256, 256) == split(4, 1, 64, 64) == 1, "parts of few rows take longer to add than to multiply"
@@ -176,7 +177,7 @@ def test_split_of_long_sums():
 
 def test_split_of_explicit_and_tuned_tiles():
     """Explicit tiles are obeyed. Tuned rows were measured with groups of like lengths."""
-    problem, tiles = Problem(31, 3789, 416, 304, "bfloat16"), dataclasses.replace(SPLIT, split=1)
+    problem, tiles = Problem(35, 49611, 272, 1192, "bfloat16"), dataclasses.replace(SPLIT, split=1)
     chosen = make_plan(problem, H200).wgrad.split
     assert chosen > 1
     for own in (1, 2, 6):
@@ -187,6 +188,17 @@ def test_split_of_explicit_and_tuned_tiles():
     assert found.split > 1
     assert make_plan(problem, H200, [row("wgrad", SPLIT, problem)]).wgrad == SPLIT
     assert make_plan(problem, H200, backend="pallas").wgrad.split == 1
+
+
+def test_wgrad_of_few_tiles():
+    """As measured: as many as fit the multiprocessors once."""
+
+    def tiles(*sizes):
+        found = make_plan(Problem(*sizes, "bfloat16"), H200).wgrad
+        return found.bm, found.bn
+
+    assert tiles(1, 64338, 1032, 2408) == tiles(5, 53865, 1032, 480) == (128, 256)
+    assert tiles(1, 4779, 792, 1872) == (128, 128)
 
 
 @hypothesis.given(

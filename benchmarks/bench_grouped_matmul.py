@@ -8,9 +8,12 @@ python -m benchmarks.bench_grouped_matmul --smoke --out /tmp/x  # tiny shapes, e
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,7 @@ from jaxops.tuning import current_device, tuned_rows
 DTYPE = jnp.bfloat16
 SMOKE = GroupedShape("smoke", 4, 96, 64, 128)
 OURS = "jaxops"
+Programs = dict[str, "tuple[Callable, float] | Future[harness.Compiled]"]  # of each side, and seconds of compilation
 PEERS = "ragged_dot,tokamax_mosaic,tokamax_triton,torch_grouped_mm,cublas"
 
 
@@ -82,9 +86,37 @@ def kernel_of(case: Case) -> str:
     return getattr(plan, case.pass_name).kernel
 
 
-def ready_jax(
-    side: str, run: Run, case: Case, programs: dict[str, tuple[Callable, float]], inputs: Inputs
-) -> harness.Ready:
+def compile_ahead(run: Run, cases: list[tuple[GroupedShape, list[str]]], passes: list[str]) -> dict[str, Programs]:
+    """All sides of all cases, compiled beside each other before anything is measured. With JAX's compilation cache on
+    disk the checks, too. By shape and pass."""
+    found: dict[str, Programs] = {}
+    struct = lambda dims, dtype=DTYPE: jax.ShapeDtypeStruct(dims, dtype)
+    with ThreadPoolExecutor(12) as pool:
+        for (shape, _), pass_name in itertools.product(cases, passes):
+            G, M, K, N = shape.G, shape.M, shape.K, shape.N
+            tensors = struct((M, K)), struct((G, K, N)), struct((M, N))
+            offsets, sizes = struct((G + 1,), jnp.int32), struct((G,), jnp.int32)
+            sampled = (struct((shapes.SAMPLED_ROWS,), jnp.int32),) * 2
+            result = struct({"fwd": (M, N), "dgrad": (M, K), "wgrad": (G, K, N)}[pass_name])
+
+            def tracing(fn: Any, *given) -> Callable[[], Callable[[], Any]]:
+                def trace() -> Callable[[], Any]:
+                    traced = fn.trace(*given)
+                    return lambda: traced.lower().compile()
+
+                return trace
+
+            found[f"{shape.name} {pass_name}"] = {
+                name: harness.start_compiling(pool, tracing(jax.jit(own[pass_name]), *tensors, offsets, sizes))
+                for name, own in run.passes.items()
+                if name != "cublas"
+            }
+            check = tracing(checks.errors_of_rows, pass_name, result, *tensors, offsets, *sampled)
+            harness.start_compiling(pool, check)
+    return found
+
+
+def ready_jax(side: str, run: Run, case: Case, programs: Programs, inputs: Inputs) -> harness.Ready:
     """programs: compiled once a shape and pass: the group sizes are data.
 
     Raises:
@@ -100,6 +132,8 @@ def ready_jax(
     args = inputs.args(side, case.offsets)
     if side not in programs:
         programs[side] = harness.compile_fits(run.passes[side][case.pass_name], *args, cublas=side == "cublas")
+    found = programs[side]
+    program = found.result() if isinstance(found, Future) else found
     tensors = (inputs.lhs, inputs.rhs, inputs.dout)
 
     def check(out: jax.Array) -> float | None:
@@ -109,7 +143,7 @@ def ready_jax(
         return checks.demand_right(*errors, jnp.dtype(DTYPE).name)
 
     facts = {"backend": kernel_of(case)} if side == OURS else {}
-    return harness.checked(side, programs[side], args, check, **facts)
+    return harness.checked(side, program, args, check, **facts)
 
 
 def ready_torch(torch: TorchProcess, case: Case) -> harness.Ready:
@@ -119,7 +153,7 @@ def ready_torch(torch: TorchProcess, case: Case) -> harness.Ready:
     return harness.torch_ready("torch_grouped_mm", torch, answer)
 
 
-def measure_case(run: Run, case: Case, programs: dict[str, tuple[Callable, float]], inputs: Inputs) -> None:
+def measure_case(run: Run, case: Case, programs: Programs, inputs: Inputs) -> None:
     """Checks, times and writes every side of one case."""
     makers = {side: functools.partial(ready_jax, side, run, case, programs, inputs) for side in run.passes}
     if not case.shape.name.startswith(("mixtral", "smoke")):
@@ -213,10 +247,13 @@ def main(
     every = harness.names(dists, shapes.DISTS)
     named = [(shapes.GROUPED[name], every) for name in harness.names(shape_names, shapes.GROUPED)]
     cases = [(shape, [dist]) for shape, dist in shapes.held_out()] if held_out else named
-    for shape, own in [(SMOKE, every)] if smoke else cases:
+    if smoke:
+        cases = [(SMOKE, every)]
+    ahead = compile_ahead(run, cases, passes.split(",")) if held_out else {}
+    for shape, own in cases:
         inputs = Inputs.make(shape)
         for pass_name in passes.split(","):
-            programs: dict[str, tuple[Callable, float]] = {}
+            programs = ahead.get(f"{shape.name} {pass_name}", {})
             for dist in own:
                 offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
                 measure_case(run, Case(shape, pass_name, dist, offsets), programs, inputs)

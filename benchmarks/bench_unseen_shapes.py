@@ -9,6 +9,7 @@ candidate over an even and a Zipf split. A `vs` of 0.9 means that the plan of "a
 tuned one.
 """
 
+import dataclasses
 import time
 
 import jax.numpy as jnp
@@ -56,7 +57,9 @@ def ready_side(
     side: str, shape: GroupedShape, pass_name: str, chosen: dict[str, Tiles | None], inputs: Inputs, offsets: np.ndarray
 ) -> harness.Ready:
     tiles, args = chosen[side], inputs.args(side, offsets)
-    plan = Plan("xla") if tiles is None else Plan(tiles.kernel, tiles, tiles, tiles)
+    # dgrad alone is the forward of transposed weights, whose tiles are the plan's `fwd`.
+    name = "wgrad" if pass_name == "wgrad" else "fwd"
+    plan = Plan("xla") if tiles is None else dataclasses.replace(Plan(tiles.kernel), **{name: tiles})
     tensors = (inputs.lhs, inputs.rhs, inputs.dout)
 
     def check(out) -> float:

@@ -60,12 +60,12 @@ def grouped_errors(
     ]
     if out.shape != right_shape:
         raise ValueError(f"{pass_name} returned {out.shape}, it must be {right_shape}.")
-    worst = _errors(pass_name, out, *inputs, jnp.asarray(offsets), jnp.asarray(groups), jnp.asarray(rows))
+    worst = errors_of_rows(pass_name, out, *inputs, jnp.asarray(offsets), jnp.asarray(groups), jnp.asarray(rows))
     return float(worst[0]), float(worst[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _errors(pass_name: str, out, lhs, rhs, dout, offsets, groups, rows):
+def errors_of_rows(pass_name: str, out, lhs, rhs, dout, offsets, groups, rows):
     # One row at a time, as a multiply and a reduction: exact float32 (no TF32), no [G, M, K], and no GEMM to autotune.
     def row_errors(index):
         g, r = index

@@ -285,6 +285,9 @@ PACKED = by_name(
     PackedShape("t65536_d3072", 65536, 3072, 64, PACKED_DISTS),
     PackedShape("t65536_d4096", 65536, 4096, 64),
     PackedShape("t16384_d3072", 16384, 3072, 16),
+    PackedShape("t20011_d2432", 20011, 2432, 7),
+    PackedShape("t30011_d1152", 30011, 1152, 7),
+    PackedShape("t24001_d1536", 24001, 1536, 128),
 )
 
 

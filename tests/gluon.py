@@ -17,7 +17,7 @@ import triton.backends.nvidia
 from jaxops._lib import launch_triton
 from jaxops._lib.device import Device
 from jaxops._lib.ragged_gemm_triton import ragged_gemm_kernel
-from jaxops._lib.schedule_triton import schedule_groups_kernel, schedule_rows_kernel
+from jaxops._lib.schedule_triton import schedule_groups_kernel, schedule_parts_kernel, schedule_rows_kernel
 from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
 from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
 from jaxops.ops.fp8_matmul.unit_triton import fp8_unit_kernel
@@ -32,6 +32,7 @@ KERNELS, COMPILED = (
         fp8_unit_kernel,
         ragged_gemm_kernel,
         schedule_groups_kernel,
+        schedule_parts_kernel,
         schedule_rows_kernel,
     ),
     {},

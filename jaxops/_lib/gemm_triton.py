@@ -194,9 +194,9 @@ def gather_pointers(gather, K, row, inside, PART: gl.constexpr):
 @gluon.jit
 def produce(
     pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS: gl.constexpr, PANEL: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """Loads the operands of this program's tiles, step by step, until there are no more.
+    """Loads the operands of this program's tiles, step by step, until there are no more. CUT: see `locate`.
 
     DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every
     num_programs-th.
@@ -212,7 +212,7 @@ def produce(
     G, M, N, K = sizes
     num_i = 0
     if not BY_MODALITY:
-        num_i, tiles = count_tiles(schedule, entries, G, M, N, pipe.BM, COLS, KIND)
+        num_i, tiles = count_tiles(schedule, entries, G, M, N, pipe.BM, COLS, KIND, CUT)
     elif KIND == ROWS:
         tiles = gl.load(schedule + 4 * entries + len(parts) - 1) * gl.cdiv(N, COLS)
     if pipe.GATHERED:
@@ -235,7 +235,7 @@ def produce(
             )
         else:
             group, matrix, row, end, col, first, size = locate(
-                t, schedule, entries, num_i, (G, M, N, K), pipe.BM, COLS, PANEL, KIND
+                t, schedule, entries, num_i, (G, M, N, K), pipe.BM, COLS, PANEL, KIND, CUT
             )
         if pipe.GATHERED:
             inside = gl.where(size > 0, end - row, 0)

@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxops._lib.gemm_triton import BK, consume, make_pipeline, produce
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
-from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
+from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.schedule_triton import schedule_groups, schedule_parts, schedule_rows
 from jaxops._lib.stores_triton import result_buffers, tile_layout
 from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS, Spans
+from jaxops._lib.work_list import COLUMNS as _COLUMNS
+from jaxops._lib.work_list import Spans, least_rows_of_part
+
+COLUMNS = gl.constexpr(_COLUMNS)
 
 MOST_RESULTS = 4  # jax-triton takes results' pointers as parameters of their own, not in tuples
 
@@ -30,8 +35,10 @@ def ragged_gemm_kernel(
     a_descs, b_descs, gather, schedule, args, desc_0, desc_1, desc_2, desc_3, ptr_0, ptr_1, ptr_2, ptr_3,
     entries, sizes, parts, tiles, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     SPLIT: gl.constexpr, DYNAMIC: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, OPERANDS: gl.constexpr,
-    BUFFERS: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
+    BUFFERS: gl.constexpr, CUT: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
+    if CUT:  # what the epilogue counts finished parts in
+        args = (schedule + COLUMNS * entries,)
     GATHERED: gl.constexpr = gather is not None
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
     bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
@@ -44,7 +51,9 @@ def ragged_gemm_kernel(
     gl.warp_specialize([
         (consume, (pipe, out, args, sizes, parts, 0, EPILOGUE, VARIANT)),
         (consume, (pipe, out, args, sizes, parts, 1, EPILOGUE, VARIANT)),
-        (produce, (pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS, PANEL, DYNAMIC)),
+        (produce, (
+            pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS, PANEL, DYNAMIC, CUT,
+        )),
     ], [4, WARPS], [CONSUMER, PRODUCER])  # fmt: skip
 
 
@@ -68,6 +77,9 @@ class Gemm:
       operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
         lie beside each other in a tile; "modalities": each modality's groups have their own array of weights.
       buffers: for stores, a consumer.
+      split: of a contraction of "one" product: into how many parts a sum over all rows is cut, each a program's;
+        shorter sums into fewer, those of short groups not at all: see `schedule_parts`. The epilogue calls `add_parts`
+        with the second result, `Gemm.parts`, and the counters in its args.
       variant: a constant for the epilogue.
     """
 
@@ -87,12 +99,24 @@ class Gemm:
     transposed: bool = False
     operands: Literal["one", "sum", "beside", "modalities"] = "one"
     buffers: int = 1
+    split: int = 1
     variant: Any = None
 
     @property
     def part(self) -> int:
         """Rows of a tile that one consumer multiplies."""
         return self.bm if self.ping_pong else self.bm // 2
+
+    def slots(self, rows: int) -> int:
+        """The most parts of all sums over so many rows together; 1 if all sums are whole."""
+        return max(1, rows // least_rows_of_part(rows, self.split)) if rows else 1
+
+    def parts(self, sizes: tuple[int, int, int, int], like: jax.Array) -> list["Result"]:
+        """The result that holds the parts of sums: `ragged_gemm`'s second one; empty where none is split."""
+        _, M, N, rows = sizes
+        slots, tile = self.slots(rows), self.bm * self.bn
+        shape = (slots * -(-M // self.bm) * -(-N // self.bn) * tile,)
+        return [] if slots == 1 else [Result(out_struct(shape, jnp.float32, like=like), tma=False)]
 
     def rows(self, x: jax.Array) -> TensorDescriptor:
         """A of [M, K]; CONTRACTION: of [rows, K]."""
@@ -149,15 +173,21 @@ def ragged_gemm(
     width = gemm.bn // 2 if gemm.operands == "beside" else gemm.bn
     spans: Spans = modalities[0] if modalities else ()
     parts = modalities[1] if modalities else None
+    entries, slots = None, 1
     if gemm.contraction:
-        schedule = schedule_groups(offsets, K, parts=spans)
-        count = G * -(-M // gemm.bm) * -(-N // width)
+        tiles, slots = -(-M // gemm.bm) * -(-N // width), gemm.slots(K)
+        if slots > 1:
+            schedule, entries = schedule_parts(offsets, K, gemm.split, slots * tiles)
+        else:
+            schedule = schedule_groups(offsets, K, parts=spans)
+        count = (G + slots - 1) * tiles
         if parts:
             count = sum((end - first) * -(-k // gemm.bm) * -(-n // width) for first, end, k, n in parts)
         sizes = (G, M, N, 0)
     else:
         schedule = schedule_rows(offsets, M, gemm.bm, spans)
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
+    entries = entries or schedule.shape[0] // _COLUMNS
     layout = tile_layout(results[0].type.dtype, (1, *gemm.stored))
     descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
@@ -165,9 +195,9 @@ def ragged_gemm(
     return triton_call(
         kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores, count), name=gemm.name,
         flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
-        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic else schedule, args=args,
-        **named, entries=schedule.shape[0] // COLUMNS, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
+        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or slots > 1 else schedule,
+        args=args, **named, entries=entries, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
         STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
-        BUFFERS=gemm.buffers, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
+        BUFFERS=gemm.buffers, CUT=slots > 1, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
     )  # fmt: skip

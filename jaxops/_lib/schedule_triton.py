@@ -11,8 +11,11 @@ from jaxops._lib.launch_triton import triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS, Spans
+from jaxops._lib.work_list import COLUMNS, Spans, least_rows_of_part
+from jaxops._lib.work_list import MOST_PARTS as _MOST_PARTS
+from jaxops._lib.work_list import STEP_ROWS as _STEP_ROWS
 
+MOST_PARTS, STEP_ROWS = tl.constexpr(_MOST_PARTS), tl.constexpr(_STEP_ROWS)
 _ELEMENTS = 2048  # of a program's [BLOCK, RUNS] comparison: 16 registers a thread at 4 warps
 
 
@@ -90,22 +93,66 @@ def schedule_groups_kernel(
     tl.store(work + 5 * entries + rank, tl.zeros([BLOCK], tl.int32))
 
 
+@triton.jit
+def schedule_parts_kernel(
+    offsets, work, entries, G, M, cut, BLOCK: tl.constexpr, RUNS: tl.constexpr, PARTS: tl.constexpr, ZEROS: tl.constexpr
+):
+    least, slots, zeros = cut
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.arange(0, RUNS)
+    lo, hi = _bounds(offsets, g + 1, G, M)
+    size = tl.where(g < G, hi - lo, -1)
+    other_lo, other_hi = _bounds(offsets, h + 1, G, M)
+    other = tl.where(h < G, other_hi - other_lo, -1)
+    long = other >= 2 * least
+    # Offsets that break the contract may put rows into several groups, which then need more slots than there are: sums
+    # are whole.
+    fits = tl.sum(tl.where(long, other // least, 0), 0) <= slots
+    count = tl.where(long & fits, other // least, 1)
+    own = tl.where((size >= 2 * least) & fits, size // least, 1)
+    ahead = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & (h[None, :] < g[:, None]))
+    first = tl.sum(tl.where(ahead, count[None, :], 0), 1)
+    total = tl.sum(tl.where(h < G, count, 0), 0)
+    steps = (size + STEP_ROWS - 1) // STEP_ROWS
+    each = steps // own
+    more = steps % own  # of the first parts have a step more
+    i = tl.arange(0, PARTS)[None, :]
+    start = lo[:, None] + STEP_ROWS * (i * each[:, None] + tl.minimum(i, more[:, None]))
+    end = lo[:, None] + STEP_ROWS * ((i + 1) * each[:, None] + tl.minimum(i + 1, more[:, None]))
+    entry = first[:, None] + i
+    part = tl.where(own[:, None] > 1, (own[:, None] * MOST_PARTS + i) * MOST_PARTS + entry, 0)
+    listed = (g < G)[:, None] & (i < own[:, None])
+    tl.store(work + entry, g[:, None] + 0 * i, mask=listed)
+    tl.store(work + entries + entry, start, mask=listed)
+    tl.store(work + 2 * entries + entry, tl.minimum(end, hi[:, None]), mask=listed)
+    tl.store(work + 3 * entries + entry, part, mask=listed)
+    tl.store(work + 4 * entries + entry, total + 0 * entry, mask=listed)
+    tl.store(work + 5 * entries + entry, 0 * entry, mask=listed)
+    at = tl.program_id(0) * zeros
+    for z in range(at, at + zeros, ZEROS):
+        tl.store(work + 6 * entries + z + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.int32))
+
+
 def _launch(kernel, offsets: jax.Array, count: int, runs: int, **named) -> jax.Array:
     """COLUMNS columns of `count` entries, padded to whole programs."""
     runs = power_of_2(runs)
     block = max(1, min(power_of_2(count), _ELEMENTS // runs))
     programs = -(-count // block)
+    return _call(
+        kernel, offsets, programs, COLUMNS * programs * block, programs * block, BLOCK=block, RUNS=runs, **named
+    )
+
+
+def _call(kernel, offsets: jax.Array, programs: int, size: int, entries: int, **named) -> jax.Array:
     return triton_call(
         offsets,
         kernel=kernel,
-        out_type=out_struct((COLUMNS * programs * block,), jnp.int32, like=offsets),
+        out_type=out_struct((size,), jnp.int32, like=offsets),
         grid=programs,
         name=kernel.fn.__name__.removesuffix("_kernel"),
         flops=0,
-        entries=programs * block,
+        entries=entries,
         G=offsets.shape[0] - 1,
-        BLOCK=block,
-        RUNS=runs,
         **named,
     )
 
@@ -121,3 +168,28 @@ def schedule_groups(offsets: jax.Array, M: int, parts: tuple[int, ...] = ()) -> 
     """As `schedule_pallas.schedule_groups`."""
     G = offsets.shape[0] - 1
     return _launch(schedule_groups_kernel, offsets, G, G, M=M, parts=parts or None, BM=BLOCK)
+
+
+def schedule_parts(offsets: jax.Array, M: int, split: int, counters: int) -> tuple[jax.Array, int]:
+    """As `schedule_groups`, with sums over long groups cut into parts; then zeros to count in.
+
+    A group of n >= 2 * least rows has n // least parts of whole steps, each an entry with its own rows, where least is
+    `least_rows_of_part`. Parts come before whole groups. Columns: the group, first row, end, the part (0 of a whole
+    group; else how many there are, its number and its entry, as digits of base MOST_PARTS); the number of entries;
+    zeros.
+
+    Returns the list and its entries; behind its columns are at least `counters` zeros.
+    """
+    G, least = offsets.shape[0] - 1, least_rows_of_part(M, split)
+    slots, runs = M // least, power_of_2(G)
+    most = power_of_2(slots)
+    block = max(1, min(runs, _ELEMENTS // max(runs, most)))
+    programs, entries = -(-G // block), G + slots
+    zeros = -(-counters // programs)
+    step = min(power_of_2(zeros), 1024)
+    zeros = -(-zeros // step) * step
+    schedule = _call(
+        schedule_parts_kernel, offsets, programs, COLUMNS * entries + programs * zeros, entries, M=M,
+        cut=(least, slots, zeros), BLOCK=block, RUNS=runs, PARTS=most, ZEROS=step,
+    )  # fmt: skip
+    return schedule, entries

@@ -93,18 +93,27 @@ def place_in_panel(t, first, num_i, PANEL: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr):
-    """Row tiles (ROWS: of all groups, read from the work list; CONTRACTION: of one group's C), and tiles in all."""
+def count_tiles(
+    schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr, CUT: gl.constexpr = False
+):
+    """Row tiles (ROWS: of all groups, read from the work list; CONTRACTION: of one group's C), and tiles in all (with
+    CUT, see `locate`, of all parts, read from the work list)."""
     num_i = gl.load(schedule + 4 * entries) if KIND == ROWS else gl.cdiv(M, BM)
     tiles = num_i * gl.cdiv(N, BN)
-    return num_i, tiles if KIND == ROWS else tiles * G
+    if CUT:
+        tiles *= gl.load(schedule + 4 * entries)
+    elif KIND == CONTRACTION:
+        tiles *= G
+    return num_i, tiles
 
 
 @gluon.jit
 def locate(
-    t, schedule, entries, num_i, sizes, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr
-):
-    """Tile t of a product with one array of weights.
+    t, schedule, entries, num_i, sizes, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr,
+    CUT: gl.constexpr = False,
+):  # fmt: skip
+    """Tile t of a product with one array of weights. CUT: a contraction whose work list is by `schedule_parts`;
+    in place of the group its column of parts.
 
     Returns the group (-1 outside the groups), the group's matrix in B or C, the first row in C, the end of the group's
     rows, the first column, and where the contraction starts and its length (0 outside the groups and for empty groups).
@@ -123,7 +132,10 @@ def locate(
     group = gl.load(schedule + rank)
     first = gl.load(schedule + entries + rank)
     size = gl.load(schedule + 2 * entries + rank) - first
-    return gl.where(size > 0, group, -1), group, i * BM, M, j * BN, first, size
+    found = group
+    if CUT:
+        found = gl.load(schedule + 3 * entries + rank)
+    return gl.where(size > 0, found, -1), group, i * BM, M, j * BN, first, size
 
 
 @gluon.jit

@@ -4,3 +4,10 @@ for Hopper's kernels, and schedule_pallas.py."""
 # int32 columns, one after another in one array: see `schedule_rows` and `schedule_groups` in schedule_pallas.py.
 COLUMNS = 6
 Spans = tuple[tuple[int, int], ...]  # ranges of runs (`ragged.runs`): first and end of each, ascending
+STEP_ROWS = 64  # rows of a step of the kernels that add up parts of sums over rows
+MOST_PARTS = 64  # a sum has fewer parts: see `schedule_triton.schedule_parts`
+
+
+def least_rows_of_part(M: int, split: int) -> int:
+    """Rows of a part of a sum, at least, if one over all M rows has `split` parts: whole steps."""
+    return -(-M // (split * STEP_ROWS)) * STEP_ROWS

@@ -325,6 +325,15 @@ def test_gluon_grouped_matmul():
     ]
 
 
+def test_gluon_split_sums():
+    """Two parts of 128 rows, of one tile of 128x128 in float32. The list: 6 columns of 3 + 2 entries, and zeros, one
+    for each part's tile."""
+    tiles = grouped_matmul.Tiles(128, 128, 64, 8, 4, kernel="triton", split=2)
+    call = functools.partial(jaxops.grouped_wgrad, plan=grouped_matmul.Plan("triton", wgrad=tiles))
+    found = triton_costs(call, shape(256, 128), shape(256, 64), i32(4))
+    assert found == [(4_194_304, 65_536 + 32_768 + 49_152 + 65_536 * 2 + 128)]
+
+
 def test_gluon_moe_mlp():
     """256 tokens in 512 rows, D 128, F 64, N 128: each product 2 * 512 * 128 * 64 = 8,388,608. Gate and up are one
     kernel, so are both products of x's gradient."""

@@ -147,7 +147,8 @@ def test_triton_kernels_compile():
             return (
                 schedule_triton.schedule_rows(offsets, 1000, 128, spans),
                 schedule_triton.schedule_groups(offsets, 1000, parts),
+                schedule_triton.schedule_parts(offsets, 1000, 4, 300)[0],
             )
 
         names = [kernel.name for kernel in compiled(both, offsets, work_lists=True)]
-        assert names == ["schedule_rows_kernel", "schedule_groups_kernel"]
+        assert names == ["schedule_rows_kernel", "schedule_groups_kernel", "schedule_parts_kernel"]

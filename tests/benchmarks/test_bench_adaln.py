@@ -51,7 +51,7 @@ def test_what_the_distributions_are_called_for(shape):
     assert np.any(np.diff(unequal) < 0)
     assert np.count_nonzero(shapes.sequence_lengths("third_empty", shape.B, shape.T) == 0) == shape.B // 3
     assert sorted(shapes.sequence_lengths("one", shape.B, shape.T))[-2:] == [0, shape.T]
-    assert set(shapes.sequence_lengths("many", shape.B, shape.T)) == {16}
+    assert set(shapes.sequence_lengths("many", shape.B, shape.T)[:-1]) == {16}  # the last one has the rest
     with pytest.raises(ValueError, match="write one of unequal"):
         shapes.sequence_lengths("skewed", shape.B, shape.T)
 

@@ -112,19 +112,42 @@ def _key(pass_name: str, *, D: int, dtype: str, gated: bool, **_: Any) -> tuple:
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    return tiles if tiles is getattr(call.plan, pass_name) else _spread(pass_name, tiles, call.problem.T)
+    return tiles if tiles is getattr(call.plan, pass_name) else _spread(pass_name, tiles, call.problem, call.device)
 
 
-def _spread(pass_name: str, tiles: Tiles, T: int) -> Tiles:
+_TUNED_ROWS = 65_536  # T of the tuned rows
+# Rows that a program of bwd could have done instead of finding its tile, loading the modulation, and writing two
+# float32 sums that another kernel reads.
+_PROGRAM_ROWS = 8
+
+
+def _spread(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
     """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200.
 
     H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92
-    and 59 us.
+    and 59 us. Also fewer in bwd where the last of a few waves of programs would be nearly empty.
     """
-    least = max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
+    T, least = problem.T, max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
     while tiles.rows > least and -(-T // tiles.rows) * tiles.warps < 2048:
         tiles = dataclasses.replace(tiles, rows=tiles.rows // 2)
-    return tiles
+    if pass_name == "fwd" or tiles.rows <= least or T >= _TUNED_ROWS:
+        return tiles
+    resident = device.cores * _resident(tiles, problem)
+
+    def time(rows: int) -> int:
+        programs = -(-T // rows) + problem.B // 2  # a sequence's head is half as long as a tile, on average
+        return -(-programs // resident) * (rows + _PROGRAM_ROWS)
+
+    fewer = min((tiles.rows >> i for i in range(tiles.rows.bit_length()) if tiles.rows >> i >= least), key=time)
+    return dataclasses.replace(tiles, rows=fewer) if time(fewer) < 0.95 * time(tiles.rows) else tiles
+
+
+def _resident(tiles: Tiles, problem: Problem) -> int:
+    """Programs of bwd that a multiprocessor's registers hold. A thread has 16, and for each of its columns about 9,
+    with a gate 12 (ptxas for sm_90: D 1024, 1536, 2432 and 3072, in 6 to 24 columns a thread)."""
+    columns = tiles.step * -(-problem.D // tiles.block) * tiles.block / (32 * tiles.warps)
+    registers = min(256, int(16 + (12 if problem.gated else 9) * columns) // 8 * 8)
+    return max(1, 65_536 // (32 * tiles.warps * registers))
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -146,9 +169,11 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     block = _block(problem.D, 4096 if problem.D >= 16384 else 1024)
     columns = -(-problem.D // block) * block
     warps = 1 << max(0, min(4 if pass_name == "fwd" else 5, (columns // 512 - 1).bit_length() if columns > 512 else 0))
+    if pass_name == "bwd" and 2048 < columns <= 2560:
+        warps = 4  # H200, 2026-11-26, forward and backward of [20011, 2432]: 174 us; 190 with 8
     rows = 16 if pass_name == "fwd" else 64
     tiles = Tiles(rows, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
-    return _spread(pass_name, tiles, problem.T)
+    return _spread(pass_name, tiles, problem, device)
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:

@@ -7,9 +7,10 @@ import jax
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.gemm_triton import ROWS, mainloop
+from jaxops._lib.gemm_triton import CONTRACTION, ROWS, mainloop
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
+from jaxops._lib.split_sums_triton import add_parts, is_first_part, number_of_tile
 from jaxops._lib.stores_triton import pointers_to_tile, store_columns
 from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
@@ -17,18 +18,34 @@ from jaxops.ops.grouped_matmul.plan import Tiles
 
 @gluon.jit
 def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACCUMULATE: gl.constexpr):
-    """A tile of the result: the product, added to what C holds if ACCUMULATE, plus the group's bias."""
+    """A tile of the result: the product, added to what C holds if ACCUMULATE, plus the group's bias.
+
+    A weight gradient with args may split sums; the group then is a part of `schedule_parts`.
+    """
     descs, ptrs, bufs = out
     group, row, end, col, steps = tile
     N = sizes[2]
+    CUT: gl.constexpr = pipe.KIND == CONTRACTION and args is not None
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, pipe.BN, 16])
     SHAPE: gl.constexpr = [pipe.BM // pipe.SPLIT, pipe.BN]
     acc = gl.zeros(SHAPE, gl.float32, MMA)
     if ACCUMULATE:
         pointers, mask = pointers_to_tile(ptrs[0], row, end, col, N, SHAPE, MMA, True)
+        if CUT:
+            mask &= is_first_part(group)
         acc = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
     acc, s, phase = mainloop(pipe, acc, steps, s, phase, WHICH)
-    if parts is None:
+    if CUT:
+        complete = True
+        if group > 0:
+            number, tiles = number_of_tile(row, col, sizes[1], N, pipe.BM, pipe.BN)
+            HALF: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0
+            acc, complete = add_parts(acc, group, number, tiles, ptrs[1], args[0], HALF, pipe.SPLIT, MMA)
+        if ACCUMULATE:
+            complete &= group >= 0
+        if complete:
+            store_columns(acc, descs[0], ptrs[0], bufs.index(WHICH), row, end, col, N)
+    elif parts is None:
         if args is not None:  # noqa: SIM102  # known at compile time, unlike the next
             if group >= 0:  # rows outside the groups stay zero
                 cols = col + gl.arange(0, pipe.BN, layout=gl.SliceLayout(0, MMA))
@@ -93,7 +110,16 @@ def wgrad_triton(
     before = None if accumulator is None else accumulator.reshape(-1, accumulator.shape[2])
     results = [Result(out_struct((G * K, N), out_dtype, like=lhs), before) for G, K, N in own]
     cost = cost_of(parts, own, offsets.shape[0] - 1, (lhs, dout), [x.type for x in results])
-    gemm = _gemm(name, tiles, contraction=True, operands=operands, variant=accumulator is not None, **cost)
+    gemm = _gemm(
+        name,
+        tiles,
+        contraction=True,
+        operands=operands,
+        variant=accumulator is not None,
+        split=1 if parts else tiles.split,
+        **cost,
+    )
+    sizes = *own[0], lhs.shape[0]
 
     def describe(windows, width: int):
         return dataclasses.replace(windows, shape=(*windows.shape[:2], width))
@@ -102,7 +128,9 @@ def wgrad_triton(
     b = tuple(describe(gemm.weights(dout), N) for _, _, N in own)
     modalities = None
     if parts is not None:
-        sizes = tuple((*part.groups, K, N) for part, (_, K, N) in zip(parts, own, strict=True))
-        modalities = tuple(first_groups(shapes)[1:-1]), sizes
-    found = ragged_gemm(gemm, a, b, offsets, (*own[0], lhs.shape[0]), results, modalities=modalities, cores=cores)
+        widths = tuple((*part.groups, K, N) for part, (_, K, N) in zip(parts, own, strict=True))
+        modalities = tuple(first_groups(shapes)[1:-1]), widths
+    if parts is None:
+        results += gemm.parts(sizes, lhs)
+    found = ragged_gemm(gemm, a, b, offsets, sizes, results, modalities=modalities, cores=cores)[: len(own)]
     return [x.reshape(shape) for x, shape in zip(found, own, strict=True)]

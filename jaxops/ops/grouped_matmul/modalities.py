@@ -132,7 +132,12 @@ def make_plans(
         shared: dict[tuple, Tiles] = {}
         for i in by_size:
             own = getattr(plans[i], name)
-            if given[i] is None or getattr(given[i], name) is None:  # as the largest weights have them
+            explicit = given[i] is not None and getattr(given[i], name) is not None
+            if own.split > 1:  # tiles of several modalities have no room for parts of sums
+                if explicit:
+                    raise ValueError(f"plan.{name}={own}: sums of several modalities have no split; leave it out.")
+                own = dataclasses.replace(own, split=1)
+            if not explicit:  # as the largest weights have them
                 size = own.kernel, own.bm, own.bn, own.bk, own.warps, own.ping_pong
                 plans[i] = dataclasses.replace(plans[i], **{name: shared.setdefault(size, own)})
     return tuple(plans)

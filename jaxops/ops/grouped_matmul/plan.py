@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
+from jaxops._lib.work_list import MOST_PARTS
+from jaxops.ops.grouped_matmul.long_sums import Sums, choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
@@ -41,8 +43,10 @@ class Tiles:
         bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
         dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
         tiles of 128 rows as with tiles of 32 (1,657 and 1,648 us), and one group of all rows is 2.3 times faster.
-      split: of `grouped_glu`'s one kernel for few rows only: parts of each sum, each a program's; a second pass adds
-        them.
+      split: "triton" wgrad: a sum over all rows is cut into so many parts, each a program's, at most 63; a shorter one
+        into fewer, of at least as many rows each; one of less than two parts' rows is whole and costs nothing more.
+        Where the plan is not explicit, by `long_sums.choose_split`, with tuned rows too. Of `grouped_glu`'s one kernel
+        for few rows: parts of each sum; a second pass adds them. 1 elsewhere.
     """
 
     bm: int
@@ -60,7 +64,7 @@ class Tiles:
 
     def __post_init__(self):
         check_fields(self, "kernel", among=KERNELS)
-        check_fields(self, "split")
+        check_fields(self, "split", most=MOST_PARTS - 1)
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
         if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in HOPPER_TILES):
@@ -183,6 +187,9 @@ def check_triton(problem: Problem, device: Device) -> None:
 _LEAST_ROWS = 32
 
 
+_DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes longer than the products
+
+
 def takes_triton(pass_name: str, problem: Problem, device: Device) -> bool:
     """Whether "auto" takes the Triton kernel for a pass: where it can, except for groups of few rows.
 
@@ -203,12 +210,17 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
-    if tiles.split > 1:
-        raise ValueError(f"plan.{pass_name}={tiles}: only grouped_glu's kernel for few rows has split; leave it out.")
+    if tiles.split > 1 and (pass_name, tiles.kernel) != ("wgrad", "triton"):
+        only = "only wgrad with kernel='triton', and grouped_glu's kernel for few rows, have split"
+        raise ValueError(f"plan.{pass_name}={tiles}: {only}; leave it out.")
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
-    if call.device.shared and tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
-        return dataclasses.replace(tiles, dynamic=True)
+    if tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
+        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic or call.device.shared)
+        # Tuned rows were measured with groups of like lengths: the split serves others.
+        if pass_name == "wgrad" and tiles.split == 1:
+            _, problem = _as_measured(pass_name, call.problem)
+            return dataclasses.replace(tiles, split=choose_split(_sums(problem, tiles, call.device)))
     return tiles
 
 
@@ -280,12 +292,11 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       room for whole tiles (9,697 by 648: 92 us with five, 102 with six), and dynamic tiles: it serves few tiles or
       short sums (11,467 rows by 320 columns in sums of 264: 12.4 against 13.7 us).
     - Where wgrad's sums have one or two steps, stores dominate: 128x128 where 128x256 would overhang (24 rows a group
-      by
-      344 columns: 24.9 against 27.5 us; 52 by 600: 122 against 134).
+      by 344 columns: 24.9 against 27.5 us; 52 by 600: 122 against 134).
     """
     rows = problem.rows
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
-    dynamic, short = pass_name == "wgrad" or rows <= 128, pass_name == "wgrad" and rows <= 64
+    dynamic, short = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS, pass_name == "wgrad" and rows <= 64
     stages = (3 if rows >= 1024 or short else 4, 4, 5, 6)
     usual, *others = (
         Tiles(bm, bn, 64, 8, each, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
@@ -293,12 +304,21 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     )
     if short and -(-problem.N // 128) % 2:
         return others[-1]
+    if pass_name == "wgrad" and problem.M and 0 < _work(pass_name, problem, usual)[0] < device.cores:
+        # Few tiles: what counts is how well they, or parts of their sums (`Tiles.split`), fill the card. H200,
+        # 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 take 635 us, 171 of 128x128 1,011.
+        return min((usual, *others), key=lambda tiles: time_of_best_split(_sums(problem, tiles, device)))
     best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model underestimates them: 152 tiles (4,779 rows
     # by 792) took 53 us, 266 half as large 35.
     margin = 1.0 if device.cores < _work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06
     faster = margin * _clocks(pass_name, problem, best, device) < _clocks(pass_name, problem, usual, device)
     return best if faster else usual
+
+
+def _sums(problem: Problem, tiles: Tiles, device: Device) -> Sums:
+    p, (step, _, store) = problem, _tile_clocks(tiles.bm, tiles, problem.dtype, device)
+    return Sums(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn, step, store, tiles.ping_pong, device.cores)
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -336,18 +356,23 @@ def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> f
     rows = p.M / max(p.G, 1)
     count, steps = _work(pass_name, problem, tiles)
     high = tiles.tail if rows <= tiles.tail else tiles.bm
-    # Of one multiprocessor, a clock: multiplications, bytes from L2, bytes from memory.
-    products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
-    step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
+    step, memory, store = _tile_clocks(high, tiles, p.dtype, device)
     resident = 1
     if tiles.kernel == "pallas":
         registers = 32 * tiles.warps * min(255, 40 + tiles.bm * tiles.bn // (32 * tiles.warps))
         resident = max(1, min(device.shared_bytes // tiles.shared_bytes(p.dtype), 65_536 // registers))
-    store = high * tiles.bn * size / loads
     one = max(steps * step, store) if tiles.ping_pong or resident > 1 else steps * step + store
     moved = size * (p.M * p.K + p.M * p.N + p.G * p.K * p.N)
     waves = max(-(-count // (device.cores * resident)), 2 if pass_name == "wgrad" else 1)
     return max(waves * resident * one, moved / (memory * device.cores))
+
+
+def _tile_clocks(high: int, tiles: Tiles, dtype: str, device: Device) -> tuple[float, float, float]:
+    """Of a multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
+    size = jnp.dtype(dtype).itemsize  # next, a clock: multiplications, bytes from L2, bytes from memory
+    products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
+    step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
+    return step, memory, high * tiles.bn * size / loads
 
 
 def _work(pass_name: str, problem: Problem, tiles: Tiles) -> tuple[float, float]:

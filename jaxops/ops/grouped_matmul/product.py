@@ -122,6 +122,7 @@ def _bias_gradient(spec: Spec, dout: jax.Array, dtype, offsets: jax.Array) -> ja
     if plan.wgrad is not None:
         narrow: dict[str, Any] = {
             "kernel": "pallas", "ping_pong": False, "bm": 16, "bn": min(plan.wgrad.bn, 128), "warps": 4, "tail": 0,
+            "split": 1,
         }  # fmt: skip
         plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, **narrow))
     sums = dataclasses.replace(spec, plans=(plan,), precision=lax.Precision.HIGHEST).inner(dtype, spec.transpose_rhs)

@@ -127,11 +127,24 @@ def test_few_rows_are_spread_over_the_card():
     found = {
         T: make_plan(Problem(T, 1024, 4, "bfloat16"), H200, [tuned]).bwd.rows for T in (65536, 32768, 16384, 4096, 1)
     }
-    assert found == {65536: 64, 32768: 64, 16384: 32, 4096: 16, 1: 16}
+    assert found == {65536: 64, 32768: 32, 16384: 16, 4096: 16, 1: 16}
     explicit = Plan("pallas", bwd=Tiles(64, 2, 512, 4))
     assert make_plan(Problem(1, 1024, 4, "bfloat16"), H200, [tuned], plan=explicit).bwd == explicit.bwd
     assert heuristic("fwd", Problem(65536, 1024, 4, "bfloat16"), H200).rows == 16
     assert heuristic("fwd", Problem(1024, 1024, 4, "bfloat16"), H200).rows == 4
+
+
+def test_no_wave_of_programs_is_nearly_empty():
+    """512 programs of 32 rows are one wave, four a multiprocessor; 532 are two, 1,063 of 16 rows three shorter ones."""
+    problem = Problem(17_000, 1536, 1, "bfloat16")
+    assert make_plan(problem, H200).bwd == Tiles(16, 1, 512, 4, True)
+    assert make_plan(dataclasses.replace(problem, T=16_384), H200).bwd.rows == 32
+    assert make_plan(problem, dataclasses.replace(H200, cores=134)).bwd.rows == 32
+    assert make_plan(dataclasses.replace(problem, T=400_000), H200).bwd.rows == 64
+    assert make_plan(Problem(20_011, 2432, 7, "bfloat16"), H200).bwd == Tiles(32, 1, 512, 4, True)
+    gated = dataclasses.replace(problem, gated=True)
+    for T in (1, 7_000, 65_536):
+        assert make_plan(dataclasses.replace(gated, T=T), H200).bwd.rows in (16, 32, 64)
 
 
 KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO

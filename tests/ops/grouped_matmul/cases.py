@@ -38,7 +38,7 @@ def plan_of(run: str) -> Plan:
             Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", ping_pong=each)
             for bm, bn, each in ((128, 128, True), (128, 256, False), (128, 128, False))
         )
-        return Plan("triton", ping_pong, wide, narrow)
+        return Plan("triton", ping_pong, wide, dataclasses.replace(narrow, split=5))
     return Plan(
         "pallas", Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2)
     )

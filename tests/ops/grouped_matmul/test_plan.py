@@ -13,6 +13,7 @@ import jaxops
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.work_list import least_rows_of_part
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, PLANNER, heuristic, hopper_can
@@ -147,10 +148,73 @@ def test_triton_tiles_under_another_backend_raise():
         make_plan(EIGHTS, H200, plan=Plan("pallas", fwd=heuristic("fwd", EIGHTS, H200, "triton")))
 
 
-def test_split_is_not_of_these_kernels():
-    tiles = Tiles(16, 16, 16, split=2)
-    with pytest.raises(ValueError, match=r"plan\.dgrad=.*only grouped_glu's kernel for few rows has split"):
-        make_plan(EIGHTS, H200, plan=Plan("pallas", dgrad=tiles))
+SPLIT = Tiles(128, 256, 64, 8, 3, kernel="triton", dynamic=True, split=6)
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles"), [("dgrad", Tiles(16, 16, 16, split=2)), ("wgrad", Tiles(16, 16, 16, split=2)), ("fwd", SPLIT)]
+)
+def test_split_is_not_of_these_kernels(name, tiles):
+    with pytest.raises(ValueError, match=rf"plan\.{name}=.*only wgrad with kernel='triton', and grouped_glu's kernel"):
+        make_plan(EIGHTS, H200, plan=Plan(tiles.kernel, **{name: tiles}))
+
+
+def test_split_of_long_sums():
+    """Where one group of nearly all rows would leave the card empty, and its tiles do not fill it."""
+
+    def split(*sizes, **change):
+        return make_plan(Problem(*sizes, "bfloat16", **change), H200).wgrad.split
+
+    assert split(151, 31231, 352, 1680) > 3
+    assert split(31, 3789, 416, 304) > 1
+    assert split(31, 3789, 416, 304, transpose_rhs=True) == split(31, 3789, 304, 416)
+    assert split(1, 51560, 504, 1600) > 3
+    assert split(1, 64338, 1032, 2408) == split(21, 16712, 3136, 560) == 1, "a third of the card has a tile"
+    assert split(8, 32768, 4096, 14336) == split(8, 32768, 14336, 4096) == split(256, 32768, 7168, 2048) == 1
+    assert split(0, 0, 256, 256) == split(0, 5000, 256, 256) == split(4, 0, 256, 256) == 1
+    assert split(4, 128, 256, 256) == split(4, 1, 64, 64) == 1, "parts of few rows take longer to add than to multiply"
+
+
+def test_split_of_explicit_and_tuned_tiles():
+    """Explicit tiles are obeyed. Tuned rows were measured with groups of like lengths."""
+    problem, tiles = Problem(35, 49611, 272, 1192, "bfloat16"), dataclasses.replace(SPLIT, split=1)
+    chosen = make_plan(problem, H200).wgrad.split
+    assert chosen > 1
+    for own in (1, 2, 6):
+        explicit = dataclasses.replace(tiles, split=own)
+        assert make_plan(problem, H200, plan=Plan("triton", wgrad=explicit)).wgrad == explicit
+    found = make_plan(problem, H200, [row("wgrad", tiles, problem)]).wgrad
+    assert (found.bm, found.bn, found.stages) == (128, 256, 3)
+    assert found.split > 1
+    assert make_plan(problem, H200, [row("wgrad", SPLIT, problem)]).wgrad == SPLIT
+    assert make_plan(problem, H200, backend="pallas").wgrad.split == 1
+
+
+def test_wgrad_of_few_tiles():
+    """As measured: as many as fit the multiprocessors once."""
+
+    def tiles(*sizes):
+        found = make_plan(Problem(*sizes, "bfloat16"), H200).wgrad
+        return found.bm, found.bn
+
+    assert tiles(1, 64338, 1032, 2408) == tiles(5, 53865, 1032, 480) == (128, 256)
+    assert tiles(1, 4779, 792, 1872) == (128, 128)
+
+
+@hypothesis.given(
+    st.integers(1, 256), st.integers(1, 200_000), st.integers(1, 1000), st.integers(1, 1000), st.booleans()
+)
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_parts_of_sums_are_few(G, M, K, N, transpose):
+    """Their memory is bounded, and balanced groups of several tiles a multiprocessor are whole."""
+    problem = Problem(G, M, 8 * K, 8 * N, "bfloat16", transpose)
+    tiles = make_plan(problem, H200, backend="triton").wgrad
+    count = -(-8 * (N if transpose else K) // tiles.bm) * -(-8 * (K if transpose else N) // tiles.bn)
+    if tiles.split > 1:
+        assert 4 * tiles.split * count * tiles.bm * tiles.bn <= 2**27
+        assert 256 * tiles.split <= M
+    if G * count > 6 * H200.cores and G > 32:
+        assert 2 * least_rows_of_part(M, tiles.split) > M // G
 
 
 def test_rows_of_both_kernels():
@@ -259,10 +323,12 @@ def test_shipped_row(file, row):
     assert file == f"{device.slug}.jsonl"
     assert row["tflops"] == pytest.approx(2 * problem.M * problem.K * problem.N / row["us"] / 1e6, rel=0.01)
     rows = tuned_rows("grouped_matmul", device)
-    assert getattr(make_plan(problem, device, rows, backend=tiles.kernel), row["pass"]) == tiles
+    found = getattr(make_plan(problem, device, rows, backend=tiles.kernel), row["pass"])
+    assert dataclasses.replace(found, split=tiles.split) == tiles  # the split is by a rule of the shape
     swapped = dataclasses.replace(problem, K=problem.N, N=problem.K, transpose_rhs=True)
     reads = {"fwd": "dgrad", "dgrad": "fwd", "wgrad": "wgrad"}[row["pass"]]
-    assert getattr(make_plan(swapped, device, rows, backend=tiles.kernel), reads) == tiles
+    found = getattr(make_plan(swapped, device, rows, backend=tiles.kernel), reads)
+    assert dataclasses.replace(found, split=tiles.split) == tiles
     assert tiles.shared_bytes(row["dtype"]) <= device.shared_bytes
     assert tiles in candidates(row["pass"], problem, device, tiles.kernel)
 

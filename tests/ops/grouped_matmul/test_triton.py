@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from tests.compare import assert_close
 from tests.gluon import Kernel, check, compiled
 from tests.hopper import H200 as ABSTRACT
 from tests.ops.grouped_matmul.cases import make_case, reference_all
+from tests.split_sums import bounds
 
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them
 H200 = Device("NVIDIA H200", "gpu")
@@ -115,6 +117,33 @@ def test_variant(name, out, options, tmp_path):
     )
 
 
+SPILLED = 32  # bytes that ptxas spills outside of the mainloop: addresses for parts of sums
+
+
+@pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
+def test_kernel_of_split_sums(tiles, tmp_path):
+    """The same mainloop. The last program's loads of others' parts bypass this multiprocessor's L1."""
+    kernel = kernel_of("wgrad", dataclasses.replace(tiles, split=8))
+    instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
+    check(kernel, instructions, 2, tiles.shared_bytes("bfloat16"), tmp_path, SPILLED)
+    assert kernel.ptx.count("atom.global.gpu.acq_rel.add") == 2, "each consumer counts its part of a tile"
+    assert "ld.global.cg" in kernel.ptx
+    loops = re.split(r"\$L__BB\d+_\d+:", kernel.ptx)
+    assert all("ld.global.cg" not in block for block in loops if "wgmma.mma_async" in block)
+
+
+def test_short_sums_and_few_rows_are_not_split():
+    """Without rows for two parts the kernel is that of whole sums."""
+    tiles = TILES[128, 256, False, 256]
+    how = {"parts": None, "cores": 132, "shapes": ((G, K, N),), "out_dtype": jnp.dtype("bfloat16")}
+    few = shape(64, K), shape(64, N), None, shape(G + 1, dtype="int32")
+    whole, split = (
+        compiled(functools.partial(wgrad_triton, tiles=dataclasses.replace(tiles, split=n), **how), *few)[0].ptx
+        for n in (1, 8)
+    )
+    assert whole == split
+
+
 @pytest.mark.parametrize(
     ("size", "transposed"), [((128, 256, False, 128), True), ((128, 128, True, 64), False)], ids=["halves", "ping-pong"]
 )
@@ -142,8 +171,10 @@ def test_a_users_call():
     assert [kernel.name for kernel in kernels] == ["grouped_gemm_kernel"] * 3
 
 
-def test_shard_map_checks_varying_axes():
-    """check_vma=True: results vary over the axes of the operands, though jax-triton's primitive does not say so."""
+@pytest.mark.parametrize("M", [256, 8192], ids=["whole", "split"])
+def test_shard_map_checks_varying_axes(M):
+    """check_vma=True: results vary over the axes of the operands, though jax-triton's primitive does not say so; also
+    the parts of split sums."""
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
 
     def shard(lhs, rhs, offsets):
@@ -154,8 +185,9 @@ def test_shard_map_checks_varying_axes():
 
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=(P("d"), P()))
     with jax.sharding.use_abstract_mesh(mesh):
-        text = str(jax.make_jaxpr(sharded)(shape(256, 64), shape(G, 64, 128), shape(G + 1, dtype="int32")))
+        text = str(jax.make_jaxpr(sharded)(shape(M, 64), shape(G, 64, 128), shape(G + 1, dtype="int32")))
     assert "psum" in text
+    assert ("schedule_parts" in text) == (M > 256)
     assert all(f"name=grouped_matmul_{name}\n" in text for name in PASSES)
 
 
@@ -195,12 +227,67 @@ def test_values(tiles, sizes, bias, dynamic):
     np.testing.assert_array_equal(np.asarray(drhs[:-1]), np.asarray(got[2][:-1]))
 
 
+SPLIT_SIZES = {
+    "huge": [1] * 9 + [3_000] + [1] * 8,
+    "two": [0, 1_700, 65, 0, 1_300, 0],
+    "half": [700, 0, 130, 128, 127, 3],
+    "whole": [100] * 12,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
+@pytest.mark.parametrize("sizes", SPLIT_SIZES.values(), ids=SPLIT_SIZES)
+def test_split_sums(tiles, sizes):
+    """Twenty launches have the same bits, whichever program is the last one; and the values of whole sums."""
+    case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
+    want = reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[2]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def wgrad(split, lhs, dout, sums=None):
+        plan = Plan("triton", wgrad=dataclasses.replace(tiles, split=split, dynamic=True))
+        return jaxops.grouped_wgrad(lhs, dout, case.offsets, plan=plan, accumulate_into=sums)
+
+    got = wgrad(7, case.lhs, case.dout)
+    assert_close(got, want, "bfloat16")
+    assert_close(got, wgrad(1, case.lhs, case.dout), "bfloat16")
+    for _ in range(20):
+        assert np.asarray(wgrad(7, case.lhs, case.dout)).tobytes() == np.asarray(got).tobytes()
+    for g, size in enumerate(sizes):
+        if size == 0:
+            assert not np.asarray(got[g]).any()
+
+    sums = jax.random.normal(jax.random.key(3), got.shape, jnp.float32)
+    added = wgrad(7, case.lhs, case.dout, sums)
+    assert_close(added - sums, want, "bfloat16", scale=2)
+    empty = np.flatnonzero(np.array(sizes) == 0)
+    np.testing.assert_array_equal(np.asarray(added)[empty], np.asarray(sums)[empty])
+    assert np.asarray(wgrad(7, case.lhs, case.dout, sums)).tobytes() == np.asarray(added).tobytes()
+
+    last = int(np.flatnonzero(sizes)[-1])
+    broken = case.lhs.at[int(case.offsets[last + 1]) - 1].set(jnp.nan)
+    found = np.asarray(wgrad(7, broken, case.dout), np.float32)
+    assert np.isnan(found[last]).all()
+    np.testing.assert_array_equal(np.delete(found, last, 0), np.delete(np.asarray(got, np.float32), last, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offsets", [[0, 4_000] * 3, [-5, 300_000, 2, 5_000, 0, 900]], ids=["every", "beyond"])
+def test_split_sums_of_wild_offsets(offsets):
+    """Wrong rows at most, in memory that is the operands'."""
+    lhs, dout = (jax.random.normal(jax.random.key(i), (4_000, n), jnp.bfloat16) for i, n in enumerate((712, 1032)))
+    plan = Plan("triton", wgrad=Tiles(128, 256, 64, 8, 3, kernel="triton", dynamic=True, split=9))
+    got = jax.jit(lambda *given: jaxops.grouped_wgrad(*given, plan=plan))(lhs, dout, jnp.array(offsets, jnp.int32))
+    for g, (lo, hi) in enumerate(bounds(np.array(offsets), 4_000)):
+        assert_close(got[g], lhs[lo:hi].astype(jnp.float32).T @ dout[lo:hi].astype(jnp.float32), "bfloat16", scale=2)
+
+
 @pytest.mark.gpu
 def test_products_that_share_a_work_list():
     """Programs of a dynamic tile scheduler count in it. XLA merges equal arrays; each product must start from zeros."""
     case = make_case([300, 0, 1, 723], 200, 328, dtype="bfloat16", before=7, after=5)
     tiles = Tiles(128, 256, 64, 8, 3, kernel="triton", dynamic=True)
-    plan = Plan("triton", tiles, tiles, tiles)
+    plan = Plan("triton", tiles, tiles, dataclasses.replace(tiles, split=5))
 
     @jax.jit
     def both(lhs, rhs, dout):

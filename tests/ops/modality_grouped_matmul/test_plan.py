@@ -126,3 +126,15 @@ def test_launches():
     assert len(launches(shapes, (a,) * 6)) == 1
     hopper = Tiles(128, 256, 64, 8, 3, kernel="triton")
     assert [[part.number for part in parts] for _, parts in launches(shapes, (hopper,) * 6)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_sums_of_several_modalities_are_whole():
+    """One modality's product alone may split them. An explicit split of several raises."""
+    problem = Problem(31, 3789, 416, 304, "bfloat16")
+    (alone,) = make_plans([problem], H200)
+    assert alone.wgrad.split > 1
+    assert [plan.wgrad.split for plan in make_plans([problem] * 2, H200)] == [1, 1]
+    explicit = Plan("triton", wgrad=alone.wgrad)
+    assert make_plans([problem], H200, plan=explicit)[0].wgrad == alone.wgrad
+    with pytest.raises(ValueError, match=r"plan\.wgrad=.*sums of several modalities have no split"):
+        make_plans([problem] * 2, H200, plan=explicit)

@@ -75,9 +75,9 @@ def launched(call, *shapes) -> list[tuple[str, int]]:
             for equation in equations(jax.make_jaxpr(call)(*shapes).jaxpr)
             if equation.primitive.name == "triton_kernel_call" and not equation.params["name"].startswith("schedule_")
         ]
-    results = lambda call: [
-        var for var in call.outvars if var.aval.dtype != jnp.int32
-    ]  # not the work list, in which programs count
+    # Neither the work list, in which programs count, nor the parts of a weight gradient's split sums.
+    inner = lambda call, x: x.dtype == jnp.int32 or (call.params["name"] == WGRAD and x.ndim == 1)
+    results = lambda call: [var for var in call.outvars if not inner(call, var.aval)]
     return [(call.params["name"], len(results(call))) for call in calls]
 
 

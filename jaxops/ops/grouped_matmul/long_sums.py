@@ -12,9 +12,9 @@ _TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _MOST_BYTES = 128 << 20  # of all parts in float32
 _LEAST_STEPS = 4  # of a part: a shorter one takes no longer to multiply than to store and to add
 _LEAST_GAIN = 0.05
-# A group's tiles times this fill the card: H200, 2026-11-26, one huge group, us whole and split: with 15 and 18 tiles 457
-# and 149, 486 and 122, but with 48 and 65 tiles 318 and 291, 164 and 141, and with 90 635 and 694. Balanced groups
-# then take 2 to 6 % longer.
+# A group's tiles times this fill the card. H200, 2026-11-26, one huge group, us whole and split: 457 and 149 with 15
+# tiles, 486 and 122 with 18; but 318 and 291 with 48, 164 and 141 with 65, 635 and 694 with 90. Balanced groups take 2
+# to 6 % longer where there may be parts.
 _FEW = 3
 
 

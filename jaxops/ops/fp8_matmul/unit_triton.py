@@ -6,6 +6,8 @@ a K step: it multiplies gate's columns, adds the step to gate, and the same with
 multiplies. All numbers have the bits of the product (gemm_triton.py) and the cast (`jaxops.quantize`) in two launches.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
@@ -34,11 +36,13 @@ from jaxops.ops.fp8_matmul.cast_triton import (
     largest_pairs,
     scale_and_factor,
 )
+from jaxops.ops.fp8_matmul.gather_triton import produce_gathered
 from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, promote, scales_of_rows
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 from jaxops.ops.fp8_matmul.produce_triton import BK, BLOCK, ROWS, ROWS_OF_ONE, make_stages, produce
 
+GATHERED_REGISTERS = gl.constexpr([224, 56])
 BM, BN = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of gate and as many of up, of a tile
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -56,7 +60,9 @@ def _add_step(acc, part, a, b, scales, rows):
 
 
 @gluon.jit
-def _sum_both(bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STAGES: gl.constexpr):
+def _sum_both(
+    bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STAGES: gl.constexpr, GATHERED: gl.constexpr
+):
     """gate and up of a consumer's rows. After step number `lag` the other consumer may begin."""
     a_bufs, b_bufs, sa_bufs, sb_bufs, _tiles, full, empty = bufs
     gate = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
@@ -64,8 +70,12 @@ def _sum_both(bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STA
     part = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
     for k in range(steps):
         mbarrier.wait(full.index(s), phase)
+        if GATHERED:  # written by threads, read by the tensor core
+            fence_async_shared()
+            rows = sa_bufs.index(s).slice(WHICH * ROWS_OF_ONE, ROWS_OF_ONE).load(OF_ROWS)
+        else:
+            rows = scales_of_rows(sa_bufs, sb_bufs, s, early, WHICH, 2, ROWS, -1, MMA)
         a = a_bufs.index(2 * s + WHICH)
-        rows = scales_of_rows(sa_bufs, sb_bufs, s, early, WHICH, 2, ROWS, -1, MMA)
         gate, part = _add_step(gate, part, a, b_bufs.index(2 * s), sb_bufs.index(2 * s), rows)
         up, part = _add_step(up, part, a, b_bufs.index(2 * s + 1), sb_bufs.index(2 * s + 1), rows)
         mbarrier.arrive(empty.index(s), count=1)
@@ -139,8 +149,9 @@ def _store_unit(h, factor, desc, ptr, buf, row, end, col, F):
 
 @gluon.jit
 def _consume(
-    args, WHICH: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr
-):
+    args, WHICH: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr,
+    GATHERED: gl.constexpr,
+):  # fmt: skip
     """This consumer's 64 rows of each tile.
 
     The second consumer begins LAG steps after the first one: then one multiplies while the other one's epilogue runs.
@@ -162,7 +173,7 @@ def _consume(
         more = steps >= 0
         row = first + WHICH * ROWS_OF_ONE
         count = gl.where(row < end, max(steps, 0), 0)
-        gate, up, s, phase = _sum_both(bufs, count, s, phase, row % 4, begun, lag, WHICH, STAGES)
+        gate, up, s, phase = _sum_both(bufs, count, s, phase, row % 4, begun, lag, WHICH, STAGES, GATHERED)
         for _ in range(max(steps, 1) - count):  # releases what it has not multiplied
             mbarrier.wait(full.index(s), phase)
             mbarrier.arrive(empty.index(s), count=1)
@@ -181,60 +192,77 @@ def _consume(
 
 @gluon.jit
 def fp8_unit_kernel(
-    a_desc, b_desc, sa, sb, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr, tiles, entries, G, M, F, K,
+    a, b_desc, sa, sb, indices, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr, tiles, entries, G, M, F, K, T, WIDTH,
     STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
     ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """h_desc, h_ptr, h_scales: the unit in FP8; pre_desc, pre_ptr: gate and up, or None."""
-    bufs = make_stages(a_desc, b_desc, sa, sb, BM, BN, STAGES, BLOCK, 2)
+    """a, sa: descriptors of the rows and their scales; or with indices pointers to T tokens of WIDTH numbers, of which
+    indices has that of each row. h_desc, h_ptr, h_scales: the unit in FP8; pre_desc, pre_ptr: gate and up, or None."""
+    GATHERED: gl.constexpr = indices is not None
+    bufs = make_stages(a, b_desc, sa, sb, BM, BN, STAGES, BLOCK, 2, GATHERED)
     h_bufs = gl.allocate_shared_memory(h_desc.dtype, [2, ROWS_OF_ONE, BN], h_desc.layout)
     begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(begun, count=1)
-    producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
     consumer_args = ((h_desc, pre_desc, h_ptr, h_scales, pre_ptr), bufs, h_bufs, begun, M, F)
-    gl.warp_specialize([
-        (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, LAG)),
-        (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, LAG)),
-        (produce, (producer_args, None, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    if GATHERED:
+        producer_args = (b_desc, sb, schedule, bufs, tiles, entries, G, F, K)
+        gl.warp_specialize([
+            (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, LAG, True)),
+            (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, LAG, True)),
+            (produce_gathered, (producer_args, (a, sa, indices, T, WIDTH), BM, BN, STAGES, PANEL, DYNAMIC)),
+        ], [4, 4], GATHERED_REGISTERS)  # fmt: skip
+    else:
+        producer_args = (a, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
+        gl.warp_specialize([
+            (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, LAG, False)),
+            (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, LAG, False)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
+        ], [4, 1], [232, 40])  # fmt: skip
 
 
 def unit_triton(
-    a: Operand, b: Operand, offsets: jax.Array, *, activation: str, pow2: bool, save: bool, tiles: Tiles, cores: int,
-    lag: int = 2,
+    a: Operand, b: Operand, offsets: jax.Array, indices: jax.Array | None = None, *, activation: str, pow2: bool,
+    save: bool, tiles: Tiles, cores: int, lag: int = 2,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """act(gate) * up of A's rows in FP8 [M, F]; its scales [F / 128, M]; with save gate and up [M, 2 F] in bfloat16.
 
     Args:
-      a: [M, K] in blocks of 1x128.
-      b: [G, 2 F, K] in blocks of 128x128: gate's and up's weights; F is a multiple of 128.
+      a: [M, K] in blocks of 1x128; with indices the tokens [T, K].
+      b: [G, 2 F, K] in blocks of 128x128: gate's and up's weights; F is a multiple of 128. In a's dtype.
+      indices: [M] int32, the token of each row, clamped to the T that there are.
       tiles: of h; of bm, bn 128x128 only.
       cores: multiprocessors of the device, the largest persistent grid.
       lag: steps between the beginnings of the two consumers.
     """
-    (M, K), (G, N, _) = a.values.shape, b.values.shape
+    (T, K), (G, N, _) = a.values.shape, b.values.shape
+    M = T if indices is None else indices.shape[0]
     F, fp8 = N // 2, a.values.dtype
     schedule = schedule_rows(offsets, M, BM.value)
     tile_count = tile_bound(M, G, BM.value) * (F // BN.value)
+    a = dataclasses.replace(a, values=pad_to_16_bytes(a.values))
 
     def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
         return TensorDescriptor.from_array(pad_to_16_bytes(x), box, layout=layout)
 
-    values = [
-        descriptor(x.values.reshape(-1, K), (rows, BK.value), tile_layout(fp8, (64, BK.value)))
-        for x, rows in ((a, ROWS_OF_ONE.value), (b, BN.value))
-    ]
+    def matrix(x: jax.Array, rows: int) -> TensorDescriptor:
+        return descriptor(x.reshape(-1, x.shape[-1]), (rows, BK.value), tile_layout(fp8, (64, BK.value)))
+
+    rows, scales = a.values, a.scales
+    if indices is None:
+        rows = matrix(a.values, ROWS_OF_ONE.value)
+        scales = descriptor(a.scales, (1, 2 * ROWS_OF_ONE.value), SCALES_LAYOUT)
     like, half = a.values, (ROWS_OF_ONE.value, BN.value // 2)
     results = [out_struct((M, F), fp8, like=like), out_struct((F // BLOCK_SIZE, M), jnp.float32, like=like)]
     results += [out_struct((M, N), jnp.bfloat16, like=like)] * save
     h_block = (ROWS_OF_ONE.value, BN.value)
     return triton_call(
-        *values, descriptor(a.scales, (1, 2 * ROWS_OF_ONE.value), SCALES_LAYOUT), b.scales.reshape(-1),
+        rows, matrix(b.values, BN.value), scales, b.scales.reshape(-1), indices,
         Scratch(schedule) if tiles.dynamic else schedule,
         OutTile(h_block, tile_layout(fp8, h_block)),
         OutTile(half, tile_layout(jnp.bfloat16, half), result=2) if save else None,
         **({} if save else {"pre_ptr": None}),
         kernel=fp8_unit_kernel, grid=min(cores, tile_count), name="fp8_unit", out_type=tuple(results),
         flops=2 * M * N * K, tiles=tile_count, entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K,
-        STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic, ACTIVATION=activation, POW2=pow2, LAG=lag,
+        T=T, WIDTH=a.values.shape[1], STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
+        ACTIVATION=activation, POW2=pow2, LAG=lag,
     )  # fmt: skip

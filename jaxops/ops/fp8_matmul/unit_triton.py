@@ -27,7 +27,7 @@ from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
-from jaxops._lib.tile_scheduler_triton import read_tile
+from jaxops._lib.tile_scheduler_triton import opaque, read_tile
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.cast_triton import (
@@ -42,7 +42,6 @@ from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 from jaxops.ops.fp8_matmul.produce_triton import BK, BLOCK, ROWS, ROWS_OF_ONE, make_stages, produce
 
-GATHERED_REGISTERS = gl.constexpr([224, 56])
 BM, BN = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of gate and as many of up, of a tile
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -159,7 +158,8 @@ def _consume(
     out, bufs, h_bufs, begun, M, F = args
     _a_bufs, _b_bufs, _sa_bufs, _sb_bufs, tile_bufs, full, empty = bufs
     buf = h_bufs.index(WHICH)
-    F = F // BN * BN  # no change: tells the compiler of the alignment
+    # No change: tells the compiler of the alignment. Opaque: otherwise computed before the warps part, and spilled.
+    F = opaque(F) // BN * BN
     s = 0
     phase = 0
     lag = LAG
@@ -192,12 +192,14 @@ def _consume(
 
 @gluon.jit
 def fp8_unit_kernel(
-    a, b_desc, sa, sb, indices, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr, tiles, entries, G, M, F, K, T, WIDTH,
+    a, b_desc, sa, sb, indices, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr,
+    tiles, entries, G, M, F, K, T, WIDTH,
     STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
     ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """a, sa: descriptors of the rows and their scales; or with indices pointers to T tokens of WIDTH numbers, of which
-    indices has that of each row. h_desc, h_ptr, h_scales: the unit in FP8; pre_desc, pre_ptr: gate and up, or None."""
+    """a, sa: descriptors of the rows and their scales; with indices pointers to those of T tokens, WIDTH numbers apart,
+    and indices are the rows' tokens. h_desc, h_ptr, h_scales: the unit in FP8; pre_desc, pre_ptr: gate and up, or
+    None."""
     GATHERED: gl.constexpr = indices is not None
     bufs = make_stages(a, b_desc, sa, sb, BM, BN, STAGES, BLOCK, 2, GATHERED)
     h_bufs = gl.allocate_shared_memory(h_desc.dtype, [2, ROWS_OF_ONE, BN], h_desc.layout)
@@ -210,7 +212,7 @@ def fp8_unit_kernel(
             (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, LAG, True)),
             (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, LAG, True)),
             (produce_gathered, (producer_args, (a, sa, indices, T, WIDTH), BM, BN, STAGES, PANEL, DYNAMIC)),
-        ], [4, 4], GATHERED_REGISTERS)  # fmt: skip
+        ], [4, 4], [224, 56])  # fmt: skip
     else:
         producer_args = (a, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
         gl.warp_specialize([

@@ -27,10 +27,10 @@ class Plan(BasePlan):
       rows: plan of `jaxops.permute` and `jaxops.combine`.
       fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe.
       gather: the forward's first kernel gathers tokens' rows itself, instead of reading a copy in the order of experts.
-        With a recipe where `unit_inside` holds. With "triton" and none for D a multiple of 64. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
-        it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %. With "pallas" for few
-        rows, where the unit is one kernel (its plan's `fused`; with weights stored in FP8 of tiles `fwd`, with bn
-        columns of gate and as many of up).
+        With a recipe where `unit_inside` holds. Without, with "triton" for D a multiple of 64. H200, 2026-11-22: at
+        qwen3_30b (F = 768) that costs it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and
+        1 %. With "pallas" for few rows, where the unit is one kernel (its plan's `fused`; with weights stored in FP8 of
+        tiles `fwd`, with bn columns of gate and as many of up).
       unit_inside: with a recipe of block scales. The kernel that multiplies by gate's and up's weights also computes
         the unit and casts it; gate and up are written only for a backward. "triton", bfloat16, F a multiple of 128; its
         tiles are `unit.fwd`, with bn columns of gate and as many of up.
@@ -140,7 +140,7 @@ def _recipe_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
         inside = takes and -(-p.R // tiles.bm) * (p.F // tiles.bn) >= call.device.cores
     if inside and given is None:
         unit = dataclasses.replace(unit, fwd=dataclasses.replace(fp8_matmul.UNIT_TILES, dynamic=call.device.shared))
-    gather = inside if plan.gather is None else plan.gather
+    gather = inside if plan.gather is None else plan.gather  # by default wherever there is a kernel
     if gather and not inside:
         raise NotImplementedError("with a recipe only the kernel that casts the unit gathers rows: leave out gather.")
     return {"unit": unit, "down": down, "gather": gather, "unit_inside": inside}

@@ -1,6 +1,6 @@
-"""A producer of an FP8 product over groups whose rows lie in an array of tokens, in Gluon on Hopper: it gathers them.
+"""The producer of an FP8 product over groups that gathers their rows from an array of tokens, in Gluon on Hopper.
 
-Four warps copy rows into the stages (cp.async), 16 bytes a thread, and TMA loads the weights.
+Four warps copy the rows and their scales into the stages (cp.async); TMA loads the weights.
 """
 
 from triton.experimental import gluon
@@ -29,10 +29,10 @@ def _tokens_of_rows(indices, fetched, BM: gl.constexpr):
 def produce_gathered(
     args, gather, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr
 ):
-    """As `produce`, of two boxes of B a step and scales of 1x128 and 128x128 blocks.
+    """As `produce`, of row tiles of groups, two boxes of B a step, and scales of 1x128 and 128x128 blocks.
 
-    gather: the tokens [T, WIDTH] and their scales [cdiv(K, 128), T]; the token of each row [M]; T; WIDTH, a multiple of
-    16 of which the last columns may be padding.
+    gather: the tokens [T, width] and their scales [cdiv(K, 128), T]; the token of each row [M], clamped to [0, T); T;
+    width, K rounded up to a multiple of 16.
     """
     b_desc, sb, schedule, bufs, tiles, entries, G, N, K = args
     tokens, token_scales, indices, T, width = gather
@@ -65,7 +65,8 @@ def produce_gathered(
         sb_first = sb + (group * (2 * N // 128) + col // 128) * blocks
         mbarrier.wait(empty.index(s), phase)
         write_tile(tile_bufs, s, (group, row, end, col, steps), WARPS)
-        # Outside the groups one step of zeros, which TMA fills in past K: only so do all arrive at all stages.
+        # Outside the groups one step of zeros, which TMA fills in past K. So all threads arrive at each stage: a warp
+        # that ran a whole round of stages ahead could make another one miss a phase.
         for k in range(max(steps, 1)):
             if k + 1 >= steps:  # by now it is known where the next tile's rows start
                 found = _tokens_of_rows(indices, fetched, BM)

@@ -61,7 +61,8 @@ def make_stages(
 ):  # fmt: skip
     """Shared memory of the stages: operands, of B PARTS boxes; scales, a tile, full and empty barriers.
 
-    GATHERED: a_desc and sa are pointers. A has B's dtype, and its scales lie as both consumers' rows.
+    GATHERED: for four warps that copy A's rows (gather_triton.py). a_desc and sa are pointers, A has B's dtype, and the
+    scales of both consumers' rows lie together.
     """
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     SLOTS: gl.constexpr = 2 * STAGES if SCALES == OUTER else STAGES

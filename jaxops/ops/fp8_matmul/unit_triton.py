@@ -4,6 +4,9 @@ and the cast of the unit to FP8 in blocks of 1x128, in one launch.
 A consumer has 64 rows of 128 columns of gate and of up in float32 registers, and one set of registers for the sums of
 a K step: it multiplies gate's columns, adds the step to gate, and the same with up, while the other consumer
 multiplies. All numbers have the bits of the product (gemm_triton.py) and the cast (`jaxops.quantize`) in two launches.
+
+Its rows may be gathered from an array of tokens (gather_triton.py), which saves a copy of them for each of a token's
+choices. The producer is then four warps, with registers that the consumers do not need.
 """
 
 import dataclasses

@@ -40,6 +40,25 @@ def finish_fetch_add(value):
 
 
 @gluon.jit
+def start_fetch_add_of_warps(counter, WARPS: gl.constexpr):
+    """As `start_fetch_add`, by several warps, the first thread of which increments."""
+    assembly: gl.constexpr = """{
+        .reg .pred first;
+        setp.eq.u32 first, $2, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+    }"""
+    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    address = counter.to(gl.int64) + gl.zeros_like(thread)
+    return gl.inline_asm_elementwise(assembly, "=r,l,r", [address, thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def finish_fetch_add_of_warps(value):
+    return gl.sum(value, 0)
+
+
+@gluon.jit
 def write_tile(tiles, s, values, WARPS: gl.constexpr):
     """The producer passes a tile descriptor, five integers, to the consumers with the tile's first stage s."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

@@ -69,7 +69,8 @@ def fp8_weights_alone() -> None:
 
 
 def fp8_experts() -> None:
-    """Experts with block scales, on Hopper with the unit cast by the kernel of its products and by one of its own."""
+    """Experts with block scales, on Hopper with the unit cast by the kernel of its products, which gathers rows or not,
+    and by one of its own. Row indices valid and wild."""
     rng = np.random.default_rng(0)
     F = 128
     sizes = ((M, K), (3, K, F), (3, K, F), (3, F, N), (M, N))
@@ -77,18 +78,21 @@ def fp8_experts() -> None:
     plans = [experts.Plan("pallas")]
     if current_device().is_hopper:
         tiles = [fp8_matmul.Tiles("triton", 128, 128, stages=stages, dynamic=stages == 3) for stages in (4, 3)]
-        inside = [experts.Plan("triton", unit=fp8_matmul.Plan("triton", fwd=each), unit_inside=True) for each in tiles]
-        plans += [experts.Plan("triton", unit_inside=False), *inside]
+        units = [fp8_matmul.Plan("triton", fwd=each) for each in tiles]
+        ways = itertools.product(units, (False, True))
+        plans += [experts.Plan("triton", unit=unit, unit_inside=True, gather=gather) for unit, gather in ways]
+        plans += [experts.Plan("triton", unit_inside=False)]
     good = jaxops.route(jnp.asarray(rng.normal(size=(M, 3)), jnp.float32), 2, capacity=2 * M // 3)
+    wild = jnp.resize(jnp.array([-(2**31), -1, 0, 3, 2**31 - 1], jnp.int32), good.row_indices.shape)
     for plan, save in itertools.product(plans, ("preactivations", "nothing")):
 
         @jax.jit
-        def run(offsets, plan=plan, save=save):
-            routing = dataclasses.replace(good, group_offsets=offsets)
+        def run(offsets, indices, plan=plan, save=save):
+            routing = dataclasses.replace(good, group_offsets=offsets, row_indices=indices)
             call = lambda *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", save=save, plan=plan)
             out, vjp = jax.vjp(call, x, w_gate, w_up, w_down)
             return out, vjp(dout)
 
-        for offsets in (good.group_offsets, *OFFSETS):
-            jax.block_until_ready(run(jnp.asarray(offsets, jnp.int32)))
+        for offsets, indices in itertools.product((good.group_offsets, *OFFSETS), (good.row_indices, wild)):
+            jax.block_until_ready(run(jnp.asarray(offsets, jnp.int32), indices))
         print(plan, save, "done", flush=True)

@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxops._lib.gemm_triton import advance
+from jaxops._lib.gemm_triton import GATHER_ARRIVALS, advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add, swizzle, write_tile
 from jaxops.ops.fp8_matmul.cast_triton import panel_is_cast, wait_for_casts
 
@@ -57,16 +57,23 @@ def place_tile(fetched, G, M, K, KIND: gl.constexpr):
 def make_stages(
     a_desc, b_desc, sa, sb,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr, PARTS: gl.constexpr,
+    GATHERED: gl.constexpr = False,
 ):  # fmt: skip
-    """Shared memory of the stages: operands, of B PARTS boxes; scales, a tile, full and empty barriers."""
+    """Shared memory of the stages: operands, of B PARTS boxes; scales, a tile, full and empty barriers.
+
+    GATHERED: for four warps that copy A's rows (gather_triton.py). a_desc and sa are pointers, A has B's dtype, and the
+    scales of both consumers' rows lie together.
+    """
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     SLOTS: gl.constexpr = 2 * STAGES if SCALES == OUTER else STAGES
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_desc.layout)
+    a_like = b_desc if GATHERED else a_desc
+    a_bufs = gl.allocate_shared_memory(a_like.dtype, [CONSUMERS * STAGES, ROWS_OF_ONE, BK], a_like.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [PARTS * STAGES, BN, BK], b_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BOXES: gl.constexpr = SCALES >= BLOCK and not GATHERED
     sa_bufs = gl.allocate_shared_memory(
-        gl.float32, [CONSUMERS * SLOTS, 1, sa.block_shape[1]] if SCALES >= BLOCK else [1],
-        sa.layout if SCALES >= BLOCK else FLAT,
+        gl.float32, [CONSUMERS * SLOTS, 1, sa.block_shape[1]] if BOXES else [STAGES, BM] if GATHERED else [1],
+        sa.layout if BOXES else FLAT,
     )  # fmt: skip
     sb_bufs = gl.allocate_shared_memory(
         gl.float32, [SLOTS, 1, BN] if SCALES == OUTER else [PARTS * SLOTS, 1], sb.layout if SCALES == OUTER else FLAT
@@ -75,7 +82,7 @@ def make_stages(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(full.index(s), count=GATHER_ARRIVALS if GATHERED else 1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
     return a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty
 

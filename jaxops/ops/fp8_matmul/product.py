@@ -96,17 +96,19 @@ def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dt
 
 
 def multiply_unit(
-    spec: Spec, a: Operand, b: Operand, offsets: jax.Array, activation: str, save: bool
-) -> tuple[Quantized, jax.Array | None]:
+    spec: Spec, a: Operand, b: Operand, offsets: jax.Array, activation: str, save: bool,
+    indices: jax.Array | None = None,
+) -> tuple[Quantized, jax.Array | None]:  # fmt: skip
     """A gated unit and its cast, in one kernel with the product: see `takes_unit`.
 
     The same bits as by `multiply` in bfloat16, then the unit, rounded to bfloat16, then its cast. The plan's tiles of
     the forward are tiles of the unit.
 
     Args:
-      a: [M, K] in blocks of 1x128.
+      a: [M, K] in blocks of 1x128; with indices an array [T, K] from which the kernel gathers its rows.
       b: [G, 2 * F, K] in blocks of 128x128: the weights of gate, then of up.
       save: whether the product is a result, too.
+      indices: [M] int32, the number in a of each row, clamped to [0, T).
 
     Returns:
       The row layout of act(gate) * up [M, F], zeros in rows outside the groups; with save gate and up [M, 2 * F].
@@ -115,7 +117,7 @@ def multiply_unit(
 
     how: dict = {"activation": activation, "pow2": spec.pow2_scales, "save": save}
     kernel = functools.partial(unit_triton, **how, tiles=spec.plan.fwd, cores=spec.plan.on.cores)
-    values, scales, *product = sequential_vmap(kernel)(a, b, offsets)
+    values, scales, *product = sequential_vmap(kernel)(a, b, offsets, indices)
     h = Quantized(values, scales, scaling="block_1x128", dtype="bfloat16", group_offsets=offsets)
     return h, product[0] if save else None
 

@@ -4,7 +4,12 @@ and the cast of the unit to FP8 in blocks of 1x128, in one launch.
 A consumer has 64 rows of 128 columns of gate and of up in float32 registers, and one set of registers for the sums of
 a K step: it multiplies gate's columns, adds the step to gate, and the same with up, while the other consumer
 multiplies. All numbers have the bits of the product (gemm_triton.py) and the cast (`jaxops.quantize`) in two launches.
+
+Its rows may be gathered from an array of tokens (gather_triton.py), which saves a copy of them for each of a token's
+choices. The producer is then four warps, with registers that the consumers do not need.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +30,7 @@ from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
-from jaxops._lib.tile_scheduler_triton import read_tile
+from jaxops._lib.tile_scheduler_triton import opaque, read_tile
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.cast_triton import (
@@ -34,6 +39,7 @@ from jaxops.ops.fp8_matmul.cast_triton import (
     largest_pairs,
     scale_and_factor,
 )
+from jaxops.ops.fp8_matmul.gather_triton import produce_gathered
 from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, promote, scales_of_rows
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
@@ -56,21 +62,23 @@ def _add_step(acc, part, a, b, scales, rows):
 
 
 @gluon.jit
-def _sum_both(bufs, steps, s, phase, early, begun, lag, WHICH: gl.constexpr, STAGES: gl.constexpr):
-    """gate and up of a consumer's rows. After step number `lag` the other consumer may begin."""
+def _sum_both(bufs, steps, s, phase, early, WHICH: gl.constexpr, STAGES: gl.constexpr, GATHERED: gl.constexpr):
+    """gate and up of a consumer's rows."""
     a_bufs, b_bufs, sa_bufs, sb_bufs, _tiles, full, empty = bufs
     gate = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
     up = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
     part = gl.zeros([ROWS_OF_ONE, BN], gl.float32, MMA)
-    for k in range(steps):
+    for _ in range(steps):
         mbarrier.wait(full.index(s), phase)
+        if GATHERED:  # written by threads, read by the tensor core
+            fence_async_shared()
+            rows = sa_bufs.index(s).slice(WHICH * ROWS_OF_ONE, ROWS_OF_ONE).load(OF_ROWS)
+        else:
+            rows = scales_of_rows(sa_bufs, sb_bufs, s, early, WHICH, 2, ROWS, -1, MMA)
         a = a_bufs.index(2 * s + WHICH)
-        rows = scales_of_rows(sa_bufs, sb_bufs, s, early, WHICH, 2, ROWS, -1, MMA)
         gate, part = _add_step(gate, part, a, b_bufs.index(2 * s), sb_bufs.index(2 * s), rows)
         up, part = _add_step(up, part, a, b_bufs.index(2 * s + 1), sb_bufs.index(2 * s + 1), rows)
         mbarrier.arrive(empty.index(s), count=1)
-        if WHICH == 0 and k + 1 == lag:
-            mbarrier.arrive(begun, count=1)
         s, phase = advance(s, phase, STAGES)
     return gate, up, s, phase
 
@@ -139,21 +147,21 @@ def _store_unit(h, factor, desc, ptr, buf, row, end, col, F):
 
 @gluon.jit
 def _consume(
-    args, WHICH: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr
-):
+    args, WHICH: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, POW2: gl.constexpr,
+    GATHERED: gl.constexpr,
+):  # fmt: skip
     """This consumer's 64 rows of each tile.
 
-    The second consumer begins LAG steps after the first one: then one multiplies while the other one's epilogue runs.
+    Both begin at once: starting one two steps later, so that it multiplies during the other's epilogue, was 1 to 2 %
+    slower (H200, 2026-11-26, 262,144 and 32,768 rows).
     """
-    out, bufs, h_bufs, begun, M, F = args
+    out, bufs, h_bufs, M, F = args
     _a_bufs, _b_bufs, _sa_bufs, _sb_bufs, tile_bufs, full, empty = bufs
     buf = h_bufs.index(WHICH)
-    F = F // BN * BN  # no change: tells the compiler of the alignment
+    # No change: tells the compiler of the alignment. Opaque: otherwise computed before the warps part, and spilled.
+    F = opaque(F) // BN * BN
     s = 0
     phase = 0
-    lag = LAG
-    if WHICH == 1 and LAG > 0:
-        mbarrier.wait(begun, 0)
     more = True
     while more:
         mbarrier.wait(full.index(s), phase)
@@ -162,14 +170,11 @@ def _consume(
         more = steps >= 0
         row = first + WHICH * ROWS_OF_ONE
         count = gl.where(row < end, max(steps, 0), 0)
-        gate, up, s, phase = _sum_both(bufs, count, s, phase, row % 4, begun, lag, WHICH, STAGES)
+        gate, up, s, phase = _sum_both(bufs, count, s, phase, row % 4, WHICH, STAGES, GATHERED)
         for _ in range(max(steps, 1) - count):  # releases what it has not multiplied
             mbarrier.wait(full.index(s), phase)
             mbarrier.arrive(empty.index(s), count=1)
             s, phase = advance(s, phase, STAGES)
-        if WHICH == 0 and LAG > 0:
-            mbarrier.arrive(begun, count=1, pred=lag > count)
-            lag = 0
         if row < end:
             h = _unit_and_store(round_pairs(gate), round_pairs(up), out, buf, row, end, col, F, ACTIVATION)
             scale, factor = scale_and_factor(amax_of(largest_pairs(h, OF_ROWS)), POW2)
@@ -181,60 +186,76 @@ def _consume(
 
 @gluon.jit
 def fp8_unit_kernel(
-    a_desc, b_desc, sa, sb, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr, tiles, entries, G, M, F, K,
+    a, b_desc, sa, sb, indices, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr,
+    tiles, entries, G, M, F, K, T, WIDTH,
     STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
-    ACTIVATION: gl.constexpr, POW2: gl.constexpr, LAG: gl.constexpr,
+    ACTIVATION: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """h_desc, h_ptr, h_scales: the unit in FP8; pre_desc, pre_ptr: gate and up, or None."""
-    bufs = make_stages(a_desc, b_desc, sa, sb, BM, BN, STAGES, BLOCK, 2)
+    """a, sa: descriptors of the rows and their scales; with indices pointers to those of T tokens, WIDTH numbers apart,
+    and indices are the rows' tokens. h_desc, h_ptr, h_scales: the unit in FP8; pre_desc, pre_ptr: gate and up, or
+    None."""
+    GATHERED: gl.constexpr = indices is not None
+    bufs = make_stages(a, b_desc, sa, sb, BM, BN, STAGES, BLOCK, 2, GATHERED)
     h_bufs = gl.allocate_shared_memory(h_desc.dtype, [2, ROWS_OF_ONE, BN], h_desc.layout)
-    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(begun, count=1)
-    producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
-    consumer_args = ((h_desc, pre_desc, h_ptr, h_scales, pre_ptr), bufs, h_bufs, begun, M, F)
-    gl.warp_specialize([
-        (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, LAG)),
-        (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, LAG)),
-        (produce, (producer_args, None, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    consumer_args = ((h_desc, pre_desc, h_ptr, h_scales, pre_ptr), bufs, h_bufs, M, F)
+    if GATHERED:
+        producer_args = (b_desc, sb, schedule, bufs, tiles, entries, G, F, K)
+        gl.warp_specialize([
+            (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, True)),
+            (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, True)),
+            (produce_gathered, (producer_args, (a, sa, indices, T, WIDTH), BM, BN, STAGES, PANEL, DYNAMIC)),
+        ], [4, 4], [224, 56])  # fmt: skip
+    else:
+        producer_args = (a, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
+        gl.warp_specialize([
+            (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, False)),
+            (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, False)),
+            (produce, (producer_args, None, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
+        ], [4, 1], [232, 40])  # fmt: skip
 
 
 def unit_triton(
-    a: Operand, b: Operand, offsets: jax.Array, *, activation: str, pow2: bool, save: bool, tiles: Tiles, cores: int,
-    lag: int = 0,
+    a: Operand, b: Operand, offsets: jax.Array, indices: jax.Array | None = None, *, activation: str, pow2: bool,
+    save: bool, tiles: Tiles, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """act(gate) * up of A's rows in FP8 [M, F]; its scales [F / 128, M]; with save gate and up [M, 2 F] in bfloat16.
 
     Args:
-      a: [M, K] in blocks of 1x128.
-      b: [G, 2 F, K] in blocks of 128x128: gate's and up's weights; F is a multiple of 128.
+      a: [M, K] in blocks of 1x128; with indices the tokens [T, K].
+      b: [G, 2 F, K] in blocks of 128x128: gate's and up's weights; F is a multiple of 128. In a's dtype.
+      indices: [M] int32, the token of each row, clamped to the T that there are.
       tiles: of h; of bm, bn 128x128 only.
       cores: multiprocessors of the device, the largest persistent grid.
-      lag: steps between the beginnings of the two consumers.
     """
-    (M, K), (G, N, _) = a.values.shape, b.values.shape
+    (T, K), (G, N, _) = a.values.shape, b.values.shape
+    M = T if indices is None else indices.shape[0]
     F, fp8 = N // 2, a.values.dtype
     schedule = schedule_rows(offsets, M, BM.value)
     tile_count = tile_bound(M, G, BM.value) * (F // BN.value)
+    a = dataclasses.replace(a, values=pad_to_16_bytes(a.values))
 
     def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
         return TensorDescriptor.from_array(pad_to_16_bytes(x), box, layout=layout)
 
-    values = [
-        descriptor(x.values.reshape(-1, K), (rows, BK.value), tile_layout(fp8, (64, BK.value)))
-        for x, rows in ((a, ROWS_OF_ONE.value), (b, BN.value))
-    ]
+    def matrix(x: jax.Array, rows: int) -> TensorDescriptor:
+        return descriptor(x.reshape(-1, x.shape[-1]), (rows, BK.value), tile_layout(fp8, (64, BK.value)))
+
+    rows, scales = a.values, a.scales
+    if indices is None:
+        rows = matrix(a.values, ROWS_OF_ONE.value)
+        scales = descriptor(a.scales, (1, 2 * ROWS_OF_ONE.value), SCALES_LAYOUT)
     like, half = a.values, (ROWS_OF_ONE.value, BN.value // 2)
     results = [out_struct((M, F), fp8, like=like), out_struct((F // BLOCK_SIZE, M), jnp.float32, like=like)]
     results += [out_struct((M, N), jnp.bfloat16, like=like)] * save
     h_block = (ROWS_OF_ONE.value, BN.value)
     return triton_call(
-        *values, descriptor(a.scales, (1, 2 * ROWS_OF_ONE.value), SCALES_LAYOUT), b.scales.reshape(-1),
+        rows, matrix(b.values, BN.value), scales, b.scales.reshape(-1), indices,
         Scratch(schedule) if tiles.dynamic else schedule,
         OutTile(h_block, tile_layout(fp8, h_block)),
         OutTile(half, tile_layout(jnp.bfloat16, half), result=2) if save else None,
         **({} if save else {"pre_ptr": None}),
         kernel=fp8_unit_kernel, grid=min(cores, tile_count), name="fp8_unit", out_type=tuple(results),
         flops=2 * M * N * K, tiles=tile_count, entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K,
-        STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic, ACTIVATION=activation, POW2=pow2, LAG=lag,
+        T=T, WIDTH=a.values.shape[1], STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
+        ACTIVATION=activation, POW2=pow2,
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """The experts in FP8: each tensor is cast once in each layout, where its numbers are made, for all products that read
 it.
 
-gate and up are one matrix [E, D, 2 * F] in all casts and products but the weight gradients. A token's row is cast once
-and copied as FP8 to the rows of its choices. The column layouts, which the weight gradients read, are cast from the
-tokens through the row indices, so that no copy of all rows exists in half precision.
+gate and up are one matrix [E, D, 2 * F] in all casts and products but the weight gradients. A token's row is cast once;
+it is copied as FP8 to the rows of its choices, or gathered by the forward's product. The column layouts, which the
+weight gradients read, are cast from the tokens through the row indices, so that no copy of all rows exists in half
+precision.
 """
 
 import dataclasses
@@ -109,9 +110,14 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
     wide = quantize_beside(*experts[:2], layouts=layouts, **spec.to(recipe.rhs))
     narrow = quantize(experts[2], layouts=layouts, **spec.to(recipe.rhs))
-    rows = _rows_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
+    amax, indices = _amax(recipe.lhs, x, routing), None
+    if spec.plan.gather:
+        rows, indices = quantize(x, amax=amax, **spec.to(recipe.lhs)), routing.row_indices
+    else:
+        rows = _rows_of_tokens(spec, x, recipe.lhs, routing, amax)
     if spec.plan.unit_inside:
-        h, gate_up = multiply_unit(unit, rows_of(rows), cols_of(wide), offsets, spec.activation, differentiated)
+        operands = rows_of(rows), cols_of(wide), offsets
+        h, gate_up = multiply_unit(unit, *operands, spec.activation, differentiated, indices)
         gate_up = None if gate_up is None else checkpoint_name(gate_up, "moe_mlp.gate_up")
     else:
         gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)

@@ -26,11 +26,11 @@ class Plan(BasePlan):
       down: plan of the down projection, as of `jaxops.grouped_matmul`, or of `jaxops.fp8_grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.
       fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe.
-      gather: not with a recipe. The forward's first kernel gathers tokens' rows itself, instead of reading a copy in
-        the order of experts. With "triton" for D a multiple of 64. H200, 2026-11-22: at qwen3_30b (F = 768) that costs
-        it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and 1 %. With "pallas" for few
-        rows, where the unit is one kernel (its plan's `fused`; with weights stored in FP8 of tiles `fwd`, with bn
-        columns of gate and as many of up).
+      gather: the forward's first kernel gathers tokens' rows itself, instead of reading a copy in the order of experts.
+        With a recipe where `unit_inside` holds. Without, with "triton" for D a multiple of 64. H200, 2026-11-22: at
+        qwen3_30b (F = 768) that costs it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and
+        1 %. With "pallas" for few rows, where the unit is one kernel (its plan's `fused`; with weights stored in FP8 of
+        tiles `fwd`, with bn columns of gate and as many of up).
       unit_inside: with a recipe of block scales. The kernel that multiplies by gate's and up's weights also computes
         the unit and casts it; gate and up are written only for a backward. "triton", bfloat16, F a multiple of 128; its
         tiles are `unit.fwd`, with bn columns of gate and as many of up.
@@ -99,8 +99,8 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     if p.stored:
         return _stored_parts(call) | {"rows": call.part(permute.make_plan, *copies)}
     if p.recipe is not None:
-        if plan.fused is not None or plan.gather:
-            raise ValueError(f"recipe={p.recipe!r} has no kernels for the plan's fused and gather: leave them out.")
+        if plan.fused is not None:
+            raise ValueError(f"recipe={p.recipe!r} has no kernel for the plan's fused: leave it out.")
         return _recipe_parts(call) | {"rows": call.part(permute.make_plan, *copies)}
     unit = call.part(grouped_glu.make_plan, p.unit, plan.unit)
     fused, gathers = None, unit.fused is not None
@@ -124,7 +124,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 
 
 def _recipe_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
-    """The plans of the products, and whether the unit is cast by the kernel of its products."""
+    """The plans of the products, whether the unit is cast by the kernel of its products, and that one gathers rows."""
     p, plan = call.problem, call.plan
     unit, down = (call.part(fp8_matmul.make_plan, *part) for part in zip(p.fp8, (plan.unit, plan.down), strict=True))
     given, inside = None if plan.unit is None else plan.unit.fwd, plan.unit_inside
@@ -140,7 +140,11 @@ def _recipe_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
         inside = takes and -(-p.R // tiles.bm) * (p.F // tiles.bn) >= call.device.cores
     if inside and given is None:
         unit = dataclasses.replace(unit, fwd=tiles)
-    return {"unit": unit, "down": down, "unit_inside": inside}
+    # H200, 2026-11-26, 262,144 rows of 32,768 tokens, D 2,048, F 768: 1,408 us; 1,541 with a copy of the rows.
+    gather = inside and p.F <= _WIDEST_GATHERED if plan.gather is None else plan.gather
+    if gather and not inside:
+        raise NotImplementedError("with a recipe only the kernel that casts the unit gathers rows: leave out gather.")
+    return {"unit": unit, "down": down, "gather": gather, "unit_inside": inside}
 
 
 def _stored_parts(call: Call[Problem, Plan]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -27,6 +28,7 @@ from tests.ops.fp8_matmul.cases import operand_shapes, options_of
 from tests.ops.quantize.cases import bits_of
 
 M, K, F, G = 1000, 528, 384, 3  # no whole tiles of rows; the kernel does not depend on the sizes
+T = 500  # tokens from which rows are gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,35 +38,46 @@ class Launch:
     save: bool = False
     stages: int = 4
     dynamic: bool = False
-    lag: int = 2
+    gathered: bool = False
 
     @property
     def options(self) -> dict:
         tiles = Tiles("triton", 128, 128, stages=self.stages, panel=3, dynamic=self.dynamic)
-        return {"activation": self.activation, "pow2": self.pow2, "save": self.save, "tiles": tiles, "lag": self.lag}
+        return {"activation": self.activation, "pow2": self.pow2, "save": self.save, "tiles": tiles}
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        a, b = operand_shapes("block_1x128", M, K), operand_shapes("block_128x128", G, 2 * F, K)
+        a = operand_shapes("block_1x128", T if self.gathered else M, K)
+        operands = a, operand_shapes("block_128x128", G, 2 * F, K), jax.ShapeDtypeStruct((G + 1,), "int32")
+        indices = [jax.ShapeDtypeStruct((M,), "int32")] * self.gathered
         call = functools.partial(unit_triton, **self.options, cores=132)
-        (kernel,) = compiled(call, a, b, jax.ShapeDtypeStruct((G + 1,), "int32"))
+        (kernel,) = compiled(call, *operands, *indices)
         return kernel
 
 
-LAUNCHES = [Launch(), Launch(save=True), Launch("gelu_tanh", True, True, 3, dynamic=True, lag=1)]
+LAUNCHES = [Launch(), Launch(save=True), Launch("gelu_tanh", True, True, 3, dynamic=True)]
 LAUNCHES += [Launch(activation) for activation in ("gelu", "relu", "sigmoid")]
+LAUNCHES += [
+    Launch(gathered=True),
+    Launch("gelu", True, True, 4, True, True),
+    Launch(save=True, gathered=True),
+]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_kernel(launch, tmp_path):
     """A consumer multiplies 64 rows by 128 columns of gate, then of up, 128 of K in four instructions each."""
     kernel = launch.kernel
-    check(kernel, ["m64n128k32.f32.e4m3.e4m3"] * 16, 2, SHARED_BYTES, tmp_path)
+    spilled = 4 if launch.gathered and launch.save and launch.dynamic else 0  # once a tile
+    check(kernel, ["m64n128k32.f32.e4m3.e4m3"] * 16, 2, SHARED_BYTES, tmp_path, spilled)
     # Whole tiles leave by TMA: h, and gate and up in halves; others 16 bytes a thread.
     assert kernel.ptx.count("cp.async.bulk.tensor.2d.global.shared") == 2 * (5 if launch.save else 1)
     assert "st.global.v4" in kernel.ptx
     assert "st.global.b16" not in kernel.ptx
     assert ("atom.relaxed.gpu.global.add" in kernel.ptx) == launch.dynamic
+    # A producer's thread gathers 16 bytes of each of eight rows a step, a row's scale, and gate's or up's.
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx)) == 8 * launch.gathered
+    assert len(re.findall(r"cp\.async\.ca\.shared\.global .*0x4", kernel.ptx)) == 3 * launch.gathered
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
@@ -77,11 +90,6 @@ def test_how_numbers_are_rounded(activation):
     assert len(fused) == 2 * 64 * (2 + 4 * (activation == "gelu"))  # both consumers
     assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", ptx)) == 2 * 3 * 32  # gate, up and h
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == 2 * 32
-
-
-def test_second_consumer_waits_for_the_first_to_begin():
-    barriers = [Launch(lag=lag).kernel.ptx.count("mbarrier.try_wait") for lag in (0, 2)]
-    assert barriers[1] == barriers[0] + 1
 
 
 # On a GPU
@@ -132,8 +140,8 @@ def operands(sizes: Sizes) -> tuple[Operand, Operand]:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def fused(a, b, offsets, launch: Launch):
-    return unit_triton(a, b, offsets, **launch.options, cores=current_device().cores)
+def fused(a, b, offsets, launch: Launch, indices=None):
+    return unit_triton(a, b, offsets, indices, **launch.options, cores=current_device().cores)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -163,7 +171,7 @@ def check_bits(sizes: Sizes, launch: Launch) -> None:
 
 
 WAYS = [Launch(save=save, pow2=save) for save in (False, True)]
-WAYS += [Launch(save=True, stages=3, dynamic=True, lag=0), Launch(stages=2, dynamic=True, lag=1), Launch(lag=4)]
+WAYS += [Launch(save=True, stages=3, dynamic=True), Launch(stages=2, dynamic=True)]
 
 
 @pytest.mark.gpu
@@ -186,6 +194,76 @@ def test_activations(activation):
     check_bits(SIZES["primes"], Launch(activation, save=True))
 
 
+def tokens_and_rows(sizes: Sizes, of_rows) -> tuple[Operand, jax.Array, Operand, Operand, jax.Array]:
+    """Tokens, about half as many as rows, and the token of each row: `of_rows(generator, tokens, rows)`. The rows
+    copied, weights, offsets."""
+    rng, (a, b) = np.random.default_rng(len(sizes.offsets)), operands(sizes)
+    count = sizes.M // 2 + 1
+    tokens = Operand(a.values[-count:], a.scales[:, -count:], a.scaling)
+    indices = np.asarray(of_rows(rng, count, sizes.M), np.int32)
+    at = np.clip(indices, 0, count - 1)
+    rows = Operand(tokens.values[at], tokens.scales[:, at], a.scaling)
+    return tokens, put(indices), rows, b, put(np.asarray(sizes.offsets, np.int32))
+
+
+def wild_indices(rng: np.random.Generator, tokens: int, rows: int) -> np.ndarray:
+    """Tokens repeated and left out, in no order; a tenth are no tokens."""
+    some = rng.integers(0, tokens, rows)
+    return np.where(rng.random(rows) < 0.1, rng.choice([-1, tokens, -(2**31), 2**31 - 1], rows), some)
+
+
+def check_gathered(sizes: Sizes, launch: Launch) -> None:
+    """In all rows, the bits of the rows copied."""
+    options_of("triton")
+    tokens, indices, rows, b, offsets = tokens_and_rows(sizes, wild_indices)
+    got = [np.asarray(x) for x in fused(tokens, b, offsets, launch, indices)]
+    want = [np.asarray(x) for x in fused(rows, b, offsets, launch)]
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(bits_of(x), bits_of(y))
+    again = [np.asarray(x).tobytes() for x in fused(tokens, b, offsets, launch, indices)]
+    assert again == [x.tobytes() for x in got]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", WAYS, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_gathered_rows(name, launch):
+    check_gathered(SIZES[name], launch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(6))
+def test_gathered_rows_of_groups_of_every_size(seed):
+    offsets = random_offsets(2500, 27, seed + 1)
+    check_gathered(Sizes(2500, 272, 256, offsets), Launch(save=bool(seed % 2), dynamic=seed > 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["primes", "odd"])
+def test_tokens_without_a_row_reach_nothing(name):
+    """NaN in the first token, which is read in place of no row, and in the last; both are those of rows outside."""
+    options_of("triton")
+    sizes = SIZES[name]
+    first, *_, end = sizes.offsets
+
+    def inner(rng, tokens, rows):
+        row = np.arange(rows)
+        return np.where((row < first) | (row >= end), -(row % 2) % tokens, rng.integers(1, tokens - 1, rows))
+
+    tokens, indices, _, b, offsets = tokens_and_rows(sizes, inner)
+    values, scales = (np.ones_like(np.asarray(x)) for x in (tokens.values, tokens.scales))
+    run = lambda: [
+        np.asarray(x)
+        for x in fused(Operand(put(values), put(scales), "block_1x128"), b, offsets, Launch(save=True), indices)
+    ]
+    good = run()
+    values[[0, -1]], scales[:, [0, -1]] = np.nan, np.nan
+    bad = run()
+    for x, y in zip(bad, good, strict=True):
+        np.testing.assert_array_equal(bits_of(x), bits_of(y))
+        assert np.isfinite(x.astype(np.float32)).all()
+
+
 @pytest.mark.gpu
 def test_many_launches():
     """The same bits each time: both consumers, their tiles and the stores of one buffer are in any order."""
@@ -196,6 +274,11 @@ def test_many_launches():
         first = [np.asarray(x).tobytes() for x in fused(*given, launch)]
         for _ in range(50):
             assert [np.asarray(x).tobytes() for x in fused(*given, launch)] == first
+    tokens, indices, _, b, offsets = tokens_and_rows(sizes, wild_indices)
+    for launch in (Launch(save=True), Launch(stages=2, dynamic=True)):
+        first = [np.asarray(x).tobytes() for x in fused(tokens, b, offsets, launch, indices)]
+        for _ in range(50):
+            assert [np.asarray(x).tobytes() for x in fused(tokens, b, offsets, launch, indices)] == first
 
 
 @pytest.mark.gpu
@@ -205,6 +288,21 @@ def test_wild_offsets():
     a, b = operands(SIZES["wide"])
     for offsets in ([-9, 900, 400], [2**31 - 1, -(2**31), 7], [600, 100, 650]):
         jax.block_until_ready(fused(a, b, jnp.array(offsets, jnp.int32), Launch(save=True)))
+        for dynamic in (False, True):
+            indices = put(wild_indices(np.random.default_rng(0), 700, 900))
+            launch = Launch(save=True, dynamic=dynamic)
+            jax.block_until_ready(fused(a, b, jnp.array(offsets, jnp.int32), launch, indices.astype(jnp.int32)))
+
+
+@pytest.mark.gpu
+def test_all_rows_outside_the_groups():
+    """As on a device that holds none of their experts: many tiles without steps, one after another."""
+    options_of("triton")
+    tokens, indices, _, b, _ = tokens_and_rows(SIZES["many"], wild_indices)
+    for dynamic, at in itertools.product((False, True), (0, SIZES["many"].M)):
+        given = b, jnp.full(len(SIZES["many"].offsets), at, jnp.int32), Launch(dynamic=dynamic)
+        h, _ = fused(tokens, *given, indices)
+        assert not np.asarray(h).astype(np.float32).any()
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@ beside those of two kernels."""
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxops._lib.device import Device, current_device, runs_gluon
 from jaxops.ops import fp8_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, make_plan
 from tests._lib.test_costs import gradients, triton_costs
+from tests.arrays import put
 from tests.hopper import pallas_costs
 from tests.ops.moe_mlp.cases import NAMES, Variant, check_zeros, make_case
 from tests.ops.moe_mlp.test_fp8 import compiled
@@ -25,7 +27,8 @@ from tests.ops.quantize.cases import bits_of
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(4096, 2, 8, 1024, 3584, 1024, "bfloat16", "blockwise")
 TILES = fp8_matmul.Tiles("triton", 128, 128, stages=3, panel=2)
-INSIDE = Plan("triton", unit=fp8_matmul.Plan("triton", fwd=TILES), unit_inside=True)
+GATHERED = Plan("triton", unit=fp8_matmul.Plan("triton", fwd=TILES), unit_inside=True, gather=True)
+INSIDE = dataclasses.replace(GATHERED, gather=False)
 AFTER = Plan("triton", unit_inside=False)
 
 
@@ -46,6 +49,23 @@ def test_what_takes_it():
     assert make_plan(dataclasses.replace(PROBLEM, recipe=None), H200).unit_inside is None
     beside = make_plan(PROBLEM, dataclasses.replace(H200, shared=True))
     assert beside.unit.fwd.dynamic
+
+
+def test_which_rows_are_gathered():
+    """Those of narrow experts, by the kernel that casts the unit, unless the plan says otherwise; of any D."""
+    narrow = dataclasses.replace(PROBLEM, F=1024, E=64)
+    assert make_plan(narrow, H200).gather is True
+    assert make_plan(dataclasses.replace(narrow, D=1001), H200).gather is True
+    assert make_plan(PROBLEM, H200).gather is False
+    assert make_plan(PROBLEM, H200, plan=GATHERED).gather is True
+    assert make_plan(narrow, H200, plan=INSIDE).gather is False
+    inside = make_plan(narrow, H200, plan=Plan("triton", gather=False))
+    assert (inside.gather, inside.unit_inside) == (False, True)
+    assert make_plan(narrow, H200, plan=AFTER).gather is False
+    for change in ({"F": 960}, {"recipe": "rowwise"}, {"T": 16}):
+        assert make_plan(dataclasses.replace(narrow, **change), H200).gather is False
+    for backend in ("pallas", "xla"):
+        assert make_plan(narrow, H200, backend=backend).gather is False
 
 
 def test_explicit_plans_are_obeyed():
@@ -78,6 +98,21 @@ def test_what_has_no_kernel(change, plan, says):
         make_plan(dataclasses.replace(PROBLEM, **change), H200, plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("change", "plan"),
+    [
+        ({}, dataclasses.replace(AFTER, gather=True)),
+        ({"recipe": "rowwise"}, Plan("triton", gather=True)),
+        ({"F": 200}, Plan("triton", gather=True)),
+        ({}, Plan("pallas", gather=True)),
+        ({}, Plan("xla", gather=True)),
+    ],
+)
+def test_what_gathers_no_rows(change, plan):
+    with pytest.raises(NotImplementedError, match="only the kernel that casts the unit gathers rows: leave out gather"):
+        make_plan(dataclasses.replace(PROBLEM, **change), H200, plan=plan)
+
+
 E, D, F = 3, 256, 384
 OPERANDS = (shape(4000, D), shape(E, D, F), shape(E, D, F), shape(E, F, D))
 UNIT, ROWS, WGRAD = "fp8_unit", "fp8_gemm_rows", "fp8_gemm_contraction"
@@ -100,20 +135,28 @@ def test_a_users_call(save, results):
     assert launched(call, routing, *OPERANDS) == [(UNIT, 2), (ROWS, 1)]
 
 
-def test_no_pass_casts_the_unit():
-    call = lambda routing, *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", plan=INSIDE)
-    names = [name for name, *_ in pallas_costs(call, routing_of(4000, 2, E), *OPERANDS)]
-    assert "quantize_computed_cast" not in names
-    assert "quantize_cast" in names
+@pytest.mark.parametrize(("plan", "copies"), [(INSIDE, 1), (GATHERED, 0), (None, 0)])
+def test_passes_beside_the_products(plan, copies):
+    """None casts the unit; one copies rows, unless they are gathered."""
+    call = lambda routing, *given: jaxops.moe_mlp(*given, routing, recipe="blockwise", plan=plan)
+    names = [name for name, *_ in pallas_costs(call, routing_of(4000, 2, E), *OPERANDS) if name]
+    assert names == [*3 * ["quantize_cast"], *copies * ["permute"], "combine"]
 
 
 def test_cost():
     """256 tokens in 512 rows, D 256, F 128, 4 experts. x's rows have 512 * 256 bytes and 2 scales each, the weights
     4 * 256 * 256 and 2 * 2 * 4 scales; h 512 * 128 and a scale each; the work list of 4 + 4 + 1 row tiles at most has
-    16 entries. For a backward also gate and up, 512 * 256 * 2 bytes."""
+    16 entries. For a backward also gate and up, 512 * 256 * 2 bytes. Gathered, the tokens are half as many as rows, and
+    each row has an index."""
     routing, operands = routing_of(256, 2, 4), (shape(256, 256), *[shape(4, 256, 128)] * 2, shape(4, 128, 128))
-    call = functools.partial(jaxops.moe_mlp, recipe="blockwise", plan=Plan("triton", unit_inside=True))
     moved = 131_072 + 4_096 + 262_144 + 64 + 6 * 16 * 4 + 65_536 + 2_048
+    for gather in (False, True):
+        plan = Plan("triton", unit_inside=True, gather=gather)
+        call = functools.partial(jaxops.moe_mlp, recipe="blockwise", plan=plan)
+        check_cost(call, routing, operands, moved - (65_536 + 2_048 - 512 * 4) * gather)
+
+
+def check_cost(call, routing, operands, moved: int) -> None:
     forward = triton_costs(lambda routing, *given: call(*given, routing), routing, *operands)
     assert forward[0] == (2 * 512 * 256 * 256, moved)
     both = triton_costs(lambda routing, *given: gradients(lambda *x: call(*x, routing))(*given), routing, *operands)
@@ -138,9 +181,9 @@ def test_bits(name, recipe, save):
     variant = dataclasses.replace(VARIANTS[name], save=save)
     case = make_case(variant)
     run = functools.partial(compiled, variant, recipe, "gpu")
-    got, want = (run(plan=plan)(case) for plan in (INSIDE, AFTER))
-    check_zeros(got, case["routing"])
-    for key in NAMES:
+    *both, want = (run(plan=plan)(case) for plan in (INSIDE, GATHERED, AFTER))
+    for got, key in itertools.product(both, NAMES):
+        check_zeros(got, case["routing"])
         np.testing.assert_array_equal(bits_of(np.asarray(got[key])), bits_of(np.asarray(want[key])), err_msg=key)
     forward = jax.jit(
         lambda case, plan: jaxops.moe_mlp(
@@ -149,4 +192,23 @@ def test_bits(name, recipe, save):
         ),
         static_argnums=1,
     )  # fmt: skip
-    assert jnp.array_equal(forward(case, INSIDE), got["out"])
+    for plan in (INSIDE, GATHERED):
+        assert jnp.array_equal(forward(case, plan), want["out"])
+
+
+@pytest.mark.gpu
+def test_gathered_rows_are_tokens_whatever_the_indices():
+    """As the copied ones: no access out of bounds. Those of no row here are not read."""
+    if not runs_gluon(current_device()):
+        pytest.skip("needs a Hopper GPU and jax-triton")
+    case, rng = make_case(VARIANTS["shard"]), np.random.default_rng(0)
+    first, *_, end = np.asarray(case["routing"].group_offsets)
+    indices = np.asarray(case["routing"].row_indices).copy()
+    row = np.arange(len(indices))
+    indices[(row < first) | (row >= end) | (rng.random(len(row)) < 0.1)] = np.iinfo(np.int32).min
+    indices[first] = np.iinfo(np.int32).max
+    case["routing"] = dataclasses.replace(case["routing"], row_indices=put(indices))
+    run = functools.partial(compiled, VARIANTS["shard"], "blockwise", "gpu")
+    gathered, copied = (run(plan=plan)(case) for plan in (GATHERED, INSIDE))
+    for key in NAMES:
+        np.testing.assert_array_equal(bits_of(np.asarray(gathered[key])), bits_of(np.asarray(copied[key])), err_msg=key)

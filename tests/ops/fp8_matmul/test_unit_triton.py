@@ -114,6 +114,7 @@ SIZES = {
     "one": Sizes(1, 128, 128, (0, 1)),
     "few": Sizes(61, 40, 128, (7, 7, 8, 25, 25)),  # fewer rows than a store, one step
     "primes": Sizes(1009, 1040, 384, (3, 34, 165, 165, 166, 763, 1004)),
+    "odd and outside": Sizes(700, 529, 128, (5, 5, 600, 600)),
     "odd": Sizes(2001, 529, 768, (0, 1000, 1000, 2001)),  # K and M that TMA does not take without padding
     "many": Sizes(4099, 272, 768, random_offsets(4099, 33, 0)),
     "wide": Sizes(700, 2064, 1408, (130, 260, 699)),

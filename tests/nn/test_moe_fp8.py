@@ -125,8 +125,8 @@ def layer_by_hand(module: MoE, params, x, dout):
 
 
 def test_as_deepseek_v3():
-    """The error is that of single numbers that another order of sums moves to the next FP8 number; in float32 it would be
-    0.03. The empty expert has no gradient. The op's tests have all recipes and the kernels.
+    """The error is that of single numbers that another order of sums moves to the next FP8 number. The empty expert has
+    no gradient. The op's tests have all recipes and the kernels.
     """
     recipe = fp8_matmul.RECIPES["blockwise"]
     assert {form.dtype for form in (recipe.lhs, recipe.rhs, recipe.dout)} == {"float8_e4m3fn"}

@@ -13,6 +13,8 @@ from tests.arrays import put
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 NAMES = sorted(folder.name for folder in DATA.iterdir())
+# Whose parts other ones have.
+ALIKE = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe_weights_as_they_are", "gpt_oss_mxfp4")
 
 
 def read(file: pathlib.Path) -> dict[str, jax.Array]:

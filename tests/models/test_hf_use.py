@@ -15,11 +15,9 @@ from models.packing import Documents
 from models.presets import Preset
 from models.slots import Batching, generate
 from models.tokenizer import Bytes
-from tests.models.hf_checkpoints import DATA, NAMES, stored
+from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, stored
 
 ELSEWHERE = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # test_slots.py
-# Whose parts another one here or there has.
-ALIKE = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe_weights_as_they_are", "gpt_oss_mxfp4")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE + ALIKE])

@@ -81,8 +81,8 @@ def gradients_by(**how):
 
 @pytest.mark.parametrize(
     ("policy", "unroll", "loops"),
-    [(OFFLOADED, False, True), (None, True, False), (Policy(), True, False)],
-    ids=["offloaded", "unrolled", "recomputed unrolled"],
+    [(OFFLOADED, False, True), (Policy(), True, False)],
+    ids=["offloaded", "recomputed unrolled"],
 )
 def test_the_diffusion_transformer_by_any_policy(policy, unroll, loops):
     looped, got = gradients_by(policy=policy, unroll=unroll)

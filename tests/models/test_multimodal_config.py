@@ -25,13 +25,12 @@ def test_a_configuration_that_is_none(change, error):
         dataclasses.replace(CONFIG, **change)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_fp8(recipe):
-    """Near the same model in bfloat16: experts in one product a modality. The loss of three patches of a random model
-    scatters: recipes are 4 to 6 % off, either way."""
+def test_fp8():
+    """Near the same model in bfloat16: experts, which are tensorwise, in one product a modality. The loss of three
+    patches of a random model scatters: it is 4 to 6 % off, either way."""
     config = dataclasses.replace(CONFIG, width=32, dtype="bfloat16", text_hidden=32, image_hidden=48, layers=1)
     model, key = model_of(config), jax.random.key(0)
-    in_fp8 = nnx.jit(lambda: Multimodal(dataclasses.replace(config, recipe=recipe), rngs=nnx.Rngs(0)))()
+    in_fp8 = nnx.jit(lambda: Multimodal(dataclasses.replace(config, recipe="delayed"), rngs=nnx.Rngs(0)))()
     nnx.update(in_fp8, nnx.state(model, nnx.Param))
     run = nnx.jit(lambda model: loss_fn(model, BATCH, key, image_weight=1.0, time_shift=1.0, reading_noise=0.0)[0])
     assert float(run(in_fp8)) == pytest.approx(float(run(model)), rel=0.1)

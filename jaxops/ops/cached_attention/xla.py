@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.traced_once import traced_once
+
 Attended = tuple[jax.Array, jax.Array, jax.Array]  # the result and the two caches
 
 
@@ -29,6 +31,7 @@ class How(NamedTuple):
         return S if self.window is None else min(S, self.window + 1)
 
 
+@traced_once("how")
 def cached_xla(how: How, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> Attended:
     (B, _, H), (_, K, S, _) = qkv.shape, k_cache.shape
     N = qkv.shape[1] - 2 * K

@@ -8,8 +8,7 @@ from jax import lax
 
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.powers import power_of_2
-from jaxops._lib.ragged import runs
-from jaxops._lib.tiling import row_tiles, tile_bound
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.grouped_matmul.modalities import Shapes, parts_of, shapes_of
 
 _SYMBOLIC = 128  # rows of a tile if M is symbolic (jax.export); arrays are padded by as many, so that a tile fits
@@ -37,22 +36,40 @@ def _sum_dtype(dtype) -> jnp.dtype:
     return dtype if dtype.itemsize > 4 else jnp.dtype("float32")
 
 
+@traced_once("M", "bm")
+def _tiles(offsets: jax.Array, M: int, bm: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each group: the number of tiles up to its end, the row where tile 0 would start if all tiles were the group's,
+    and its end. Offsets are clipped to [0, M]: those that break the contract give wrong rows, never an access out of
+    bounds."""
+    bounds = jnp.clip(offsets, 0, M)
+    lo, hi = bounds[:-1], jnp.maximum(bounds[:-1], bounds[1:])
+    count = lax.div(hi - lo + jnp.int32(bm - 1), jnp.int32(bm))
+    behind = jnp.cumsum(count, dtype=jnp.int32)
+    return behind, lo - bm * (behind - count), hi
+
+
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
+
+
+def _rows(x: jax.Array, first: jax.Array, bm: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, first, bm, allow_negative_indices=False)
+
+
 def _for_each_tile(offsets: jax.Array, M: int, body, init: jax.Array) -> jax.Array:
     """Folds `body(group, slice start, rows_in[bm, 1], carry)` over the tiles inside the groups."""
-    G = offsets.shape[0] - 1
-    bm = _tile_rows(M, G)
-    lo, hi = runs(lambda i: offsets[i], jnp.arange(G + 2, dtype=jnp.int32), G, M)
-    group, start, end = row_tiles(jnp.arange(tile_bound(M, G, bm), dtype=jnp.int32), lo, hi, G, bm)
-    # Tiles are numbered run by run: first those before the groups, last those behind them.
-    count = (hi - lo + bm - 1) // bm
+    bm = _tile_rows(M, offsets.shape[0] - 1)
+    behind, first, end = _tiles(offsets, M, bm)
 
     def step(t, carry):
+        g = jnp.sum(behind <= t, dtype=jnp.int32)
+        start = _at(first, g) + bm * t
         # Clamped as dynamic_slice would do; the mask follows.
-        first = start[t] if _is_symbolic(M) else jnp.minimum(start[t], M - bm)
-        row = first + jnp.arange(bm, dtype=jnp.int32)
-        return body(group[t], first, bm, ((start[t] <= row) & (row < end[t]))[:, None], carry)
+        slice_start = start if _is_symbolic(M) else jnp.minimum(start, M - bm)
+        row = slice_start + jnp.arange(bm, dtype=jnp.int32)
+        return body(g, slice_start, bm, ((start <= row) & (row < _at(end, g)))[:, None], carry)
 
-    return lax.fori_loop(count[0], jnp.minimum(jnp.sum(count[: G + 1], dtype=jnp.int32), group.shape[0]), step, init)
+    return lax.fori_loop(jnp.int32(0), behind[-1], step, init)
 
 
 def _fwd(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.PrecisionLike, out_dtype) -> jax.Array:
@@ -63,13 +80,12 @@ def _fwd(lhs, rhs, bias, offsets, *, transpose_rhs: bool, precision: lax.Precisi
     lhs, sums = _padded(lhs, M), _sum_dtype(lhs.dtype)
 
     def body(g, first, bm, mine, out):
-        rows = lax.dynamic_slice_in_dim(lhs, first, bm)
-        tile = lax.dot_general(rows, rhs[g], contract, precision=precision, preferred_element_type=sums)
+        rows = _rows(lhs, first, bm)
+        tile = lax.dot_general(rows, _at(rhs, g), contract, precision=precision, preferred_element_type=sums)
         if bias is not None:
-            tile += bias[g].astype(sums)[None, :]
-        return lax.dynamic_update_slice_in_dim(
-            out, jnp.where(mine, tile.astype(out_dtype), lax.dynamic_slice_in_dim(out, first, bm)), first, 0
-        )
+            tile += _at(bias, g).astype(sums)[None, :]
+        tile = jnp.where(mine, tile.astype(out_dtype), _rows(out, first, bm))
+        return lax.dynamic_update_slice_in_dim(out, tile, first, 0, allow_negative_indices=False)
 
     init, _ = vary_together(jnp.zeros((lhs.shape[0], N), out_dtype), lhs)
     return _for_each_tile(offsets, M, body, init)[:M]
@@ -81,10 +97,10 @@ def _wgrad(lhs, dout, accumulator, offsets, *, precision: lax.PrecisionLike, out
     lhs, dout = _padded(lhs, M), _padded(dout, M)
 
     def body(g, first, bm, mine, out):
-        rows = jnp.where(mine, lax.dynamic_slice_in_dim(lhs, first, bm), 0)
-        douts = jnp.where(mine, lax.dynamic_slice_in_dim(dout, first, bm), 0)
+        rows = jnp.where(mine, _rows(lhs, first, bm), 0)
+        douts = jnp.where(mine, _rows(dout, first, bm), 0)
         tile = lax.dot_general(rows, douts, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=sums)
-        return out.at[g].add(tile)
+        return lax.dynamic_update_index_in_dim(out, _at(out, g) + tile, g, 0, allow_negative_indices=False)
 
     init = jnp.zeros((G, lhs.shape[1], dout.shape[1]), sums) if accumulator is None else accumulator.astype(sums)
     init, _ = vary_together(init, lhs)

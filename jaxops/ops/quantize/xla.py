@@ -19,6 +19,7 @@ from jaxops._lib.fp8 import (
     scale_and_factor,
 )
 from jaxops._lib.ragged import group_of_rows, padded_rows, padded_starts
+from jaxops._lib.traced_once import traced_once
 from jaxops.ops.quantize.plan import Arrays, Spec
 
 _FEW = 1024  # rows; each program of the cast reads as many parts
@@ -124,6 +125,7 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     return found
 
 
+@traced_once()
 def dequantize_xla(q: Quantized) -> jax.Array:
     """float32 [G, M, K] of a Quantized whose arrays are all stacks, from the row layout if it has one."""
     if q.values is None:

@@ -113,7 +113,7 @@ def check_fences(ptx: str) -> None:
     """A proxy fence stands between writes of threads to shared memory and reads by TMA or wgmma (PTX manual, "Async
     proxy"). Without one the results are nearly always right: no run would show it."""
     events = re.findall(
-        r"stmatrix|st\.shared\.v4|fence\.proxy\.async|cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx
+        r"stmatrix|st\.shared\.(?:v4|b16)|fence\.proxy\.async|cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx
     )
     stored = [
         event

@@ -38,8 +38,9 @@ def _gelu_tanh(u, sigmoid=jax.nn.sigmoid):
 
 
 def _relu(u, _=None):
-    # ones_like: jnp.where of two Python numbers is float64 under jax_enable_x64.
-    return jnp.maximum(u, 0.0), jnp.where(u > 0, jnp.ones_like(u), 0.0)
+    # ones_like: jnp.where of two Python numbers is float64 under jax_enable_x64. No maximum: of NaN and zero a Pallas
+    # kernel on a GPU makes zero.
+    return jnp.where(u < 0, 0.0, u), jnp.where(u > 0, jnp.ones_like(u), 0.0)
 
 
 def _sigmoid(u, sigmoid=jax.nn.sigmoid):

@@ -37,8 +37,9 @@ from jaxops._lib.tile_scheduler_triton import (
     start_fetch_add,
     write_tile,
 )
+from jaxops._lib.work_list import STEP_ROWS
 
-BK = gl.constexpr(64)  # length of a pipeline step along the contraction
+BK = gl.constexpr(STEP_ROWS)  # length of a pipeline step along the contraction
 # Arrivals at a full barrier if rows are gathered: each thread of four warps, and TMA's one.
 GATHER_ARRIVALS = gl.constexpr(4 * 32 + 1)
 

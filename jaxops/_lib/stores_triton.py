@@ -56,7 +56,7 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
             store_window(desc, buf, row, end, col)
         else:
             store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
-    else:  # float32 accumulators fill whole 32-byte sectors from their registers
+    else:  # no buffer: from registers. float32 fills whole 32-byte sectors; 16 bits only where shared memory is short
         store_tile(acc.to(ptr.dtype.element_ty), ptr, row, end, col, N, MMA, ALIGNED)
 
 

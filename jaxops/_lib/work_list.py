@@ -4,7 +4,7 @@ for Hopper's kernels, and schedule_pallas.py."""
 # int32 columns, one after another in one array: see `schedule_rows` and `schedule_groups` in schedule_pallas.py.
 COLUMNS = 6
 Spans = tuple[tuple[int, int], ...]  # ranges of runs (`ragged.runs`): first and end of each, ascending
-STEP_ROWS = 64  # rows of a step of the kernels that add up parts of sums over rows
+STEP_ROWS = 64  # of a step of Hopper's half-precision kernels along a sum over rows
 MOST_PARTS = 64  # a sum has fewer parts: see `schedule_triton.schedule_parts`
 
 

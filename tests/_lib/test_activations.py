@@ -60,3 +60,8 @@ def test_quick_sigmoid():
             *(activate_and_slope(U, name, s) for s in (quick_sigmoid, jax.nn.sigmoid)), strict=True
         ):
             np.testing.assert_allclose(quick, plain, atol=4e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_nan_stays_nan(name):
+    assert np.isnan(activate(jnp.full(3, jnp.nan), name)).all()

@@ -146,7 +146,7 @@ def _resident(tiles: Tiles, problem: Problem) -> int:
     """Programs of bwd that a multiprocessor's registers hold. A thread has 16, and for each of its columns about 9,
     with a gate 12 (ptxas for sm_90: D 1024, 1536, 2432 and 3072, in 6 to 24 columns a thread)."""
     columns = tiles.step * -(-problem.D // tiles.block) * tiles.block / (32 * tiles.warps)
-    registers = min(256, int(16 + (12 if problem.gated else 9) * columns) // 8 * 8)
+    registers = min(256, -(-int(16 + (12 if problem.gated else 9) * columns) // 8) * 8)
     return max(1, 65_536 // (32 * tiles.warps * registers))
 
 

@@ -1,9 +1,9 @@
 """A gated linear unit over groups on Hopper, in Gluon: the FP8 products with gate's and up's weights, the activation,
 and the cast of the unit to FP8 in blocks of 1x128, in one launch.
 
-A consumer has 64 rows of 128 columns of gate and of up in float32 registers, and one set of registers for the sums of
-a K step: it multiplies gate's columns, adds the step to gate, and the same with up, while the other consumer
-multiplies. All numbers have the bits of the product (gemm_triton.py) and the cast (`jaxops.quantize`) in two launches.
+Each consumer keeps 64x128 float32 sums of gate and of up in registers, and a third 64x128 for one K step's product:
+gate's step is multiplied and added, then up's. Meanwhile the other consumer's products fill the tensor core. All
+numbers have the bits of the product (gemm_triton.py) and the cast (`jaxops.quantize`) in two launches.
 
 Its rows may be gathered from an array of tokens (gather_triton.py), which saves a copy of them for each of a token's
 choices. The producer is then four warps, with registers that the consumers do not need.
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxops._lib.activations_triton import quick_activate, round_pairs, widen_pairs
+from jaxops._lib.activations_triton import activate_as_pallas, round_pairs, widen_pairs
 from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
 from jaxops._lib.gemm_triton import advance
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
@@ -86,7 +86,7 @@ def _sum_both(bufs, steps, s, phase, early, WHICH: gl.constexpr, STAGES: gl.cons
 @gluon.jit
 def _unit(gate, up, ACTIVATION: gl.constexpr):
     """In bfloat16, NaN for infinities."""
-    return infinity_to_nan(round_pairs(quick_activate(widen_pairs(gate), ACTIVATION) * widen_pairs(up)))
+    return infinity_to_nan(round_pairs(activate_as_pallas(widen_pairs(gate), ACTIVATION) * widen_pairs(up)))
 
 
 @gluon.jit

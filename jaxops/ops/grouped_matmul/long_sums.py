@@ -28,6 +28,7 @@ class Sums:
       step: time of a step of STEP_ROWS rows.
       store: time to write a tile in 16 bits.
       overlaps: whether what follows the steps overlaps the next tile's (ping-pong).
+      whole: no sum can be split.
       cores: multiprocessors.
     """
 
@@ -40,6 +41,7 @@ class Sums:
     step: float
     store: float
     overlaps: bool
+    whole: bool
     cores: int
 
     @property
@@ -54,7 +56,7 @@ class Sums:
         return 10 * self.store
 
     def time(self, longest: int, split: int) -> float:
-        """With `longest` rows in one group, the others' balanced (all of them, where it has no more than they)."""
+        """If one group has `longest` rows and the others share the rest equally."""
         least, rest = least_rows_of_part(self.M, split), (self.M - longest) / max(self.G - 1, 1)
         parts = longest // least if longest >= 2 * least else 1
         of_rest = int(rest // least) if rest >= 2 * least else 1
@@ -73,11 +75,11 @@ class Sums:
 
     def legal(self, split: int) -> bool:
         small = 4 * split * self.tiles * self.bm * self.bn <= _MOST_BYTES and _FEW * self.tiles <= self.cores
-        return split == 1 or (small and split * _LEAST_STEPS * STEP_ROWS <= self.M)
+        return split == 1 or (small and not self.whole and split * _LEAST_STEPS * STEP_ROWS <= self.M)
 
 
 def choose_split(sums: Sums) -> int:
-    """1, or the least of those that are nearly the fastest over balanced groups and one of nearly all rows."""
+    """The least split within 5 % of the best, counting balanced groups and one group of nearly all rows alike."""
     if 0 in (sums.G, sums.M, sums.tiles):
         return 1
     times = _times(sums)

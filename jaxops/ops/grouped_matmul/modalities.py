@@ -110,6 +110,8 @@ def make_plans(
       TypeError, NotImplementedError: as `make_plan`.
     """
     count, rows = len(problems), tuple(rows)
+    if count > 1:  # a launch of several modalities has no room for parts of sums
+        problems = [dataclasses.replace(problem, whole_sums=True) for problem in problems]
     given: Any = list(plan) if isinstance(plan, (tuple, list)) else [plan] * count
     if len(given) != count:
         raise ValueError(
@@ -133,10 +135,6 @@ def make_plans(
         for i in by_size:
             own = getattr(plans[i], name)
             explicit = given[i] is not None and getattr(given[i], name) is not None
-            if own.split > 1:  # tiles of several modalities have no room for parts of sums
-                if explicit:
-                    raise ValueError(f"plan.{name}={own}: sums of several modalities have no split; leave it out.")
-                own = dataclasses.replace(own, split=1)
             if not explicit:  # as the largest weights have them
                 size = own.kernel, own.bm, own.bn, own.bk, own.warps, own.ping_pong
                 plans[i] = dataclasses.replace(plans[i], **{name: shared.setdefault(size, own)})

@@ -43,10 +43,11 @@ class Tiles:
         bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
         dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
         tiles of 128 rows as with tiles of 32 (1,657 and 1,648 us), and one group of all rows is 2.3 times faster.
-      split: "triton" wgrad: a sum over all rows is cut into so many parts, each a program's, at most 63; a shorter one
-        into fewer, of at least as many rows each; one of less than two parts' rows is whole and costs nothing more.
-        Where the plan is not explicit, by `long_sums.choose_split`, with tuned rows too. Of `grouped_glu`'s one kernel
-        for few rows: parts of each sum; a second pass adds them. 1 elsewhere.
+      split: "triton" wgrad: a group of all M rows is summed in at most this many parts (at most 63), each by its own
+        program. A part has whole steps of 64 rows and at least ceil(M / split) rows, so there may be fewer parts, and
+        a group of less than two parts' rows is not split. All parts take up to split * K * N float32 (K and N rounded
+        up to tiles). If plan.wgrad is not given, `long_sums.choose_split` decides, for tuned tiles, too. In
+        `grouped_glu`'s kernel for few rows: parts of each sum, added by a second pass. 1 elsewhere.
     """
 
     bm: int
@@ -122,6 +123,7 @@ class Problem:
     """What a plan depends on: the forward's static shape `lhs[M, K] @ rhs[G, K, N]` and the dtype of the products.
 
     With transpose_rhs, rhs is [G, N, K]: the forward reads it as dgrad otherwise does, and dgrad as the forward does.
+    whole_sums: wgrad's sums cannot be split, as in a launch of several modalities.
     """
 
     G: int
@@ -130,6 +132,7 @@ class Problem:
     N: int
     dtype: str
     transpose_rhs: bool = False
+    whole_sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -213,6 +216,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     if tiles.split > 1 and (pass_name, tiles.kernel) != ("wgrad", "triton"):
         only = "only wgrad with kernel='triton', and grouped_glu's kernel for few rows, have split"
         raise ValueError(f"plan.{pass_name}={tiles}: {only}; leave it out.")
+    if tiles.split > 1 and call.problem.whole_sums:
+        raise ValueError(f"plan.{pass_name}={tiles}: sums of several modalities have no split; leave it out.")
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
     if tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
@@ -305,8 +310,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     if short and -(-problem.N // 128) % 2:
         return others[-1]
     if pass_name == "wgrad" and problem.M and 0 < _work(pass_name, problem, usual)[0] < device.cores:
-        # Few tiles: what counts is how well they, or parts of their sums (`Tiles.split`), fill the card. H200,
-        # 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 take 635 us, 171 of 128x128 1,011.
+        # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
+        # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.
         return min((usual, *others), key=lambda tiles: time_of_best_split(_sums(problem, tiles, device)))
     best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model underestimates them: 152 tiles (4,779 rows
@@ -318,7 +323,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
 
 def _sums(problem: Problem, tiles: Tiles, device: Device) -> Sums:
     p, (step, _, store) = problem, _tile_clocks(tiles.bm, tiles, problem.dtype, device)
-    return Sums(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn, step, store, tiles.ping_pong, device.cores)
+    how = tiles.ping_pong, p.whole_sums, device.cores
+    return Sums(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn, step, store, *how)
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:

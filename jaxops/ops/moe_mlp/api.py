@@ -69,9 +69,9 @@ def moe_mlp(
     another. Each piece's weight gradients are added to those of the pieces before inside the product.
 
     With an FP8 `recipe` all products are in FP8 as those of `jaxops.fp8_grouped_matmul`, with gate and up as one matrix
-    [E, D, 2 F]: tokens are cast before their rows are copied, the activation and its backward cast what they compute,
-    and gate and up, or their gradients, share scales as one matrix has them. Weights wider than compute_dtype are
-    rounded to it before their cast. Differentiable once.
+    [E, D, 2 F]: tokens are cast once, then copied to their experts' rows or gathered by the first product; the
+    activation and its backward cast what they compute; gate and up, or their gradients, share scales as one matrix has
+    them. Weights wider than compute_dtype are rounded to it before their cast. Differentiable once.
 
     With `Quantized` weights, which a checkpoint has in FP8, neither x nor the values between the products are cast to
     FP8: for a few tokens, as in decoding, where reading the weights takes the time. Differentiable once, in x and

@@ -101,10 +101,10 @@ def _columns_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing,
     return quantize_gathered(x, routing.row_indices, routing.group_offsets, amax=amax, **spec.to(form))
 
 
-def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, differentiated: bool) -> tuple[jax.Array, Any]:
-    """(out [T, N], what the backward reads where the call is differentiated)."""
+def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, keep: bool) -> tuple[jax.Array, Any]:
+    """(out [T, N], with keep what the backward reads)."""
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
-    layouts = "both" if differentiated else "col"
+    layouts = "both" if keep else "col"
     # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32
     # ones would be copied there, and read again by each cast.
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
@@ -117,7 +117,7 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
         rows = _rows_of_tokens(spec, x, recipe.lhs, routing, amax)
     if spec.plan.unit_inside:
         operands = rows_of(rows), cols_of(wide), offsets
-        h, gate_up = multiply_unit(unit, *operands, spec.activation, differentiated, indices)
+        h, gate_up = multiply_unit(unit, *operands, spec.activation, keep, indices)
         gate_up = None if gate_up is None else checkpoint_name(gate_up, "moe_mlp.gate_up")
     else:
         gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
@@ -125,8 +125,9 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, different
         h = unit_cast(spec.activation, recipe, gate_up, offsets, **spec.casts)
     y = multiply(down, "fwd", rows_of(h), cols_of(narrow), offsets, down.out_dtype)
     out = checkpoint_name(combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows), "moe_mlp.out")
-    if gate_up is None or not differentiated:
+    if not keep:
         return out, None
+    assert gate_up is not None
     weights = name_quantized(_rows(wide), "moe_mlp.w_gate_up"), name_quantized(_rows(narrow), "moe_mlp.w_down")
     return out, _Saved(gate_up, weights)
 

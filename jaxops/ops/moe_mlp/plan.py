@@ -137,13 +137,16 @@ def _recipe_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
         )
     tiles = fp8_matmul.UNIT_TILES
     if inside is None:  # not where there are too few of its tiles, half as many as of the product alone
-        inside = takes and -(-p.R // tiles.bm) * (p.F // tiles.bn) >= call.device.cores
+        enough = -(-p.R // tiles.bm) * (p.F // tiles.bn) >= call.device.cores
+        inside = takes and (bool(plan.gather) or enough)
     if inside and given is None:
         unit = dataclasses.replace(unit, fwd=tiles)
     # H200, 2026-11-26, 262,144 rows of 32,768 tokens, D 2,048, F 768: 1,408 us; 1,541 with a copy of the rows.
     gather = inside and p.F <= _WIDEST_GATHERED if plan.gather is None else plan.gather
     if gather and not inside:
-        raise NotImplementedError("with a recipe only the kernel that casts the unit gathers rows: leave out gather.")
+        raise NotImplementedError(
+            "with a recipe only the kernel that casts the unit (unit_inside) gathers rows: leave out gather."
+        )
     return {"unit": unit, "down": down, "gather": gather, "unit_inside": inside}
 
 

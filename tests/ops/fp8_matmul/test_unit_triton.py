@@ -195,6 +195,21 @@ def test_activations(activation):
     check_bits(SIZES["primes"], Launch(activation, save=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_nan_of_gate_alone(activation):
+    """A scale of gate's weights that is NaN reaches its columns of h, though up is finite."""
+    options_of("triton")
+    ones = lambda *shape: jnp.ones(shape, jnp.float8_e4m3fn)
+    a = Operand(ones(300, 256), jnp.ones((2, 300)), "block_1x128")
+    b = Operand(ones(1, 512, 256), jnp.ones((1, 4, 2)).at[:, 0].set(jnp.nan), "block_128x128")
+    h, scales = fused(a, b, jnp.array([0, 300], jnp.int32), Launch(activation))
+    wrong = np.isnan(np.asarray(h).astype(np.float32))
+    assert wrong[:, :128].all()
+    assert not wrong[:, 128:].any()
+    assert np.isfinite(scales).all()
+
+
 def tokens_and_rows(sizes: Sizes, of_rows) -> tuple[Operand, jax.Array, Operand, Operand, jax.Array]:
     """Tokens, about half as many as rows, and the token of each row: `of_rows(generator, tokens, rows)`. The rows
     copied, weights, offsets."""

@@ -53,6 +53,14 @@ def test_each_modality_has_the_tile_size_of_grouped_matmul(device, transpose_rhs
         assert [size(tiles) for tiles in tiles_of(plans, name)] == [size(tiles) for tiles in tiles_of(alone, name)]
 
 
+def test_tiles_of_several_modalities_need_no_split():
+    """Those of one modality may fill the card only with one."""
+    few = Problem(1, 65536, 1024, 1024, "bfloat16")
+    assert make_plan(few, H200).wgrad.split > 1
+    for plan in make_plans([few, few], H200):
+        assert (plan.wgrad.bm, plan.wgrad.bn, plan.wgrad.split) == (128, 128, 1), "64 tiles instead of 32"
+
+
 def test_one_modality_has_grouped_matmuls_plan():
     for device in (H200, A100, CPU):
         assert make_plans(PROBLEMS[:1], device) == (make_plan(PROBLEMS[0], device),)

@@ -62,6 +62,8 @@ def test_which_rows_are_gathered():
     inside = make_plan(narrow, H200, plan=Plan("triton", gather=False))
     assert (inside.gather, inside.unit_inside) == (False, True)
     assert make_plan(narrow, H200, plan=AFTER).gather is False
+    few = make_plan(dataclasses.replace(narrow, T=16), H200, plan=Plan("triton", gather=True))
+    assert (few.gather, few.unit_inside) == (True, True)
     for change in ({"F": 960}, {"recipe": "rowwise"}, {"T": 16}):
         assert make_plan(dataclasses.replace(narrow, **change), H200).gather is False
     for backend in ("pallas", "xla"):
@@ -109,7 +111,7 @@ def test_what_has_no_kernel(change, plan, says):
     ],
 )
 def test_what_gathers_no_rows(change, plan):
-    with pytest.raises(NotImplementedError, match="only the kernel that casts the unit gathers rows: leave out gather"):
+    with pytest.raises(NotImplementedError, match=r"unit_inside.* gathers rows: leave out gather"):
         make_plan(dataclasses.replace(PROBLEM, **change), H200, plan=plan)
 
 

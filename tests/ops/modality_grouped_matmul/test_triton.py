@@ -15,7 +15,7 @@ from jaxops._lib import tile_scheduler_triton
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
 from jaxops.ops.grouped_matmul.modalities import parts_of
-from tests.gluon import Kernel, check, compiled
+from tests.gluon import Kernel, check, compiled, launched
 from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, plan_of, run_all
 from tests.ops.modality_grouped_matmul.cases import check as check_values
 
@@ -36,17 +36,17 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def kernel_of(plan: Plan | None, shapes, transpose_rhs: bool = False, **options) -> Kernel:
-    """Of a forward, of which there is one; transposed it is a dgrad."""
+def forward(plan: Plan | None, shapes, transpose_rhs: bool = False, **options) -> tuple:
+    """A function and its operands; transposed it is a dgrad."""
     how = {"plan": plan, "transpose_rhs": transpose_rhs, **options}
     K, groups = max(s[1] for s in shapes), sum(s[0] for s in shapes)
     rhs = tuple(shape(G, n, k) if transpose_rhs else shape(G, k, n) for G, k, n in shapes)
-    (kernel,) = compiled(
-        lambda *arrays: jaxops.modality_grouped_matmul(*arrays, **how),
-        shape(M, K),
-        rhs,
-        shape(groups + 1, dtype="int32"),
-    )
+    call = lambda *arrays: jaxops.modality_grouped_matmul(*arrays, **how)
+    return call, shape(M, K), rhs, shape(groups + 1, dtype="int32")
+
+
+def kernel_of(plan: Plan, shapes, transpose_rhs: bool = False) -> Kernel:
+    (kernel,) = compiled(*forward(plan, shapes, transpose_rhs))
     return kernel
 
 
@@ -96,9 +96,8 @@ def test_other_tiles(size, name, tmp_path):
 
 def test_a_users_call():
     """Without tiles of its own."""
-    assert (
-        kernel_of(Plan("triton"), ((8, 512, 1024), (64, 512, 256)), out_dtype=jnp.float32).name == "grouped_gemm_kernel"
-    )
+    call = forward(Plan("triton"), ((8, 512, 1024), (64, 512, 256)), out_dtype=jnp.float32)
+    assert launched(*call) == ["modality_grouped_matmul_fwd"]
 
 
 @pytest.fixture

@@ -125,7 +125,6 @@ PRODUCTS = [
     Product("blockwise", "wgrad", tiles=Tiles("triton", 128, 64, stages=7)),
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
-    Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=4), n=ODD_N),
 ]
 
 

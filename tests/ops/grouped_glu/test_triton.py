@@ -31,7 +31,7 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 
 @pytest.mark.parametrize(
     ("activation", "save", "dynamic", "stages"),
-    [("silu", True, False, 3), ("silu", False, True, 4), ("relu", True, True, 4)],
+    [("silu", False, True, 4), ("relu", True, True, 4)],  # the shallow pipeline's: below, with gathered rows
 )
 def test_kernel(activation, save, dynamic, stages, tmp_path):
     """A consumer multiplies its 64 rows by 128 columns of both weights at once, 64 of K in four instructions."""

@@ -83,8 +83,8 @@ def test_every_tile_is_a_candidate():
     ]
 
 
-# Each tile in one pass at least, test_variant's in all. The weight gradients of the deepest ones are test_kernel_of_
-# split_sums'.
+# Each tile in one pass at least, and test_variant's in all. The deepest ones' weight gradients are compiled with split
+# sums, below.
 COMPILED = [
     (TILES[size], name)
     for size, names in {

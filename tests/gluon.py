@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 
+import jax
 import pytest
 import triton
 import triton.backends.nvidia
@@ -21,7 +22,8 @@ from jaxops._lib.schedule_triton import schedule_groups_kernel, schedule_parts_k
 from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
 from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
 from jaxops.ops.fp8_matmul.unit_triton import fp8_unit_kernel
-from tests.hopper import lower_for_h200
+from tests.hopper import lower_for_h200, on_h200
+from tests.jaxprs import equations
 
 SHARED_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
 # Kernels are compiled once, for every test of a process; one that also launches some on a GPU must not find these.
@@ -82,6 +84,14 @@ def compiled(fn, *shapes, work_lists: bool = False) -> list[Kernel]:
         text = lower_for_h200(fn, *shapes)
     assert text.count("@triton_kernel_call_ffi") >= len(recorder.launched)  # equal calls may be lowered once
     return [kernel for kernel in recorder.launched if kernel.name.startswith("schedule_") == work_lists]
+
+
+def launched(fn, *shapes) -> list[str]:
+    """The names of fn's calls of Gluon kernels on an H200, in order. Compiles none of them: each would take seconds."""
+    with on_h200():
+        found = equations(jax.make_jaxpr(fn)(*shapes).jaxpr)
+    names = [call.params["name"] for call in found if call.primitive.name == "triton_kernel_call"]
+    return [name for name in names if not name.startswith("schedule_")]
 
 
 def assemblers() -> list[pathlib.Path]:

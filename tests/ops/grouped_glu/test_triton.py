@@ -17,7 +17,7 @@ from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, make_plan
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
 from tests.compare import assert_close
-from tests.gluon import SHARED_BYTES, check, compiled
+from tests.gluon import SHARED_BYTES, check, compiled, launched
 from tests.ops.grouped_glu.cases import make_case, reference_all
 
 M, K, F, G = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
@@ -31,7 +31,7 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 
 @pytest.mark.parametrize(
     ("activation", "save", "dynamic", "stages"),
-    [("silu", True, False, 3), ("silu", False, True, 4), ("relu", True, True, 4)],
+    [("silu", False, True, 4), ("relu", True, True, 4)],  # the shallow pipeline's: below, with gathered rows
 )
 def test_kernel(activation, save, dynamic, stages, tmp_path):
     """A consumer multiplies its 64 rows by 128 columns of both weights at once, 64 of K in four instructions."""
@@ -66,10 +66,8 @@ def test_a_users_call():
         h, vjp = jax.vjp(lambda x, a, b: jaxops.grouped_glu(x, a, b, offsets, backend="triton"), x, a, b)
         return h, *vjp(dh)
 
-    kernels = compiled(gradients, shape(M, K), shape(G, K, F), shape(G, K, F), shape(M, F), shape(G + 1, dtype="int32"))
-    names = [kernel.name for kernel in kernels]
-    assert names.count("grouped_glu_kernel") == 1
-    assert set(names) == {"grouped_glu_kernel", "grouped_gemm_kernel"}
+    names = launched(gradients, shape(M, K), shape(G, K, F), shape(G, K, F), shape(M, F), shape(G + 1, dtype="int32"))
+    assert names == ["grouped_glu_fwd", "grouped_matmul_dgrad", "grouped_matmul_wgrad", "grouped_matmul_wgrad"]
 
 
 def test_plan():

@@ -157,11 +157,8 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
     """acc times its rows' and its columns' scales."""
     rows = gl.arange(0, ROWS_OF_ONE, layout=gl.SliceLayout(1, MMA))
     cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
-    row_scales = gl.load(sa + rows, mask=rows < num_rows, other=0.0)
-    col_scales = gl.load(sb + cols, mask=cols < num_cols, other=0.0)
-    # The scales' product first, as with one scale a tensor: acc times a large row scale overflows where a small column
-    # scale makes the result finite.
-    return acc * (row_scales[:, None] * col_scales[None, :])
+    acc = acc * gl.load(sa + rows, mask=rows < num_rows, other=0.0)[:, None]
+    return acc * gl.load(sb + cols, mask=cols < num_cols, other=0.0)[None, :]
 
 
 @gluon.jit

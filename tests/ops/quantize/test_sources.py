@@ -359,15 +359,12 @@ def test_more_than_int32_reaches(run):
 
 @pytest.mark.parametrize("run", ["xla", "interpret"])
 def test_x64(run):
-    """Half of the scalings by value, the others traced, where a type that differs shows."""
     x, indices = some_rows(make_x((T, K), seed=1), OFFSETS["outside"])
-    offsets = OFFSETS["outside"]
     with jax.enable_x64(True):
-        check_gathered(run, col("rowwise"), x, indices, offsets)
-        check_beside(run, Variant("block_128x128", "row"), x, x)
-        for scaling in ("tensorwise", "block_1x128"):
-            jax.eval_shape(gathered(run, col(scaling)), x, indices, np.array(offsets, np.int32))
-            jax.eval_shape(beside(run, Variant(scaling)), x, x)
+        for scaling in ("rowwise", "block_1x128"):
+            check_gathered(run, col(scaling), x, indices, OFFSETS["outside"])
+        for scaling in ("tensorwise", "block_128x128"):
+            check_beside(run, Variant(scaling), x, x)
 
 
 @pytest.mark.parametrize("call", ["gathered", "beside"])

@@ -19,9 +19,13 @@ from tests.command_line import run
 from tests.hopper import on_h200
 
 ARGUMENTS = ("--smoke", "--batches", "3", "--calls", "1")
+# Two layers take half as long again to compile; `test_experts_that_are_counted` has both.
+SHALLOW = dataclasses.replace(SMOKE, layers=1)
 
 
-def test_smoke_run_writes_a_row_a_case(tmp_path):
+def test_smoke_run_writes_a_row_a_case(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_decode, "SMOKE", SHALLOW)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests' programs would be compiled again
     result = run(bench_decode.main, *ARGUMENTS, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     copy, *rows = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
@@ -36,14 +40,18 @@ def test_smoke_run_writes_a_row_a_case(tmp_path):
         assert row["tokens_per_s"] == pytest.approx(3e6 / row["us_p50"], rel=1e-3)
         assert 2 <= row["experts_chosen"] <= 6
         # 20 tokens before, 16 in the first call; then each of 16 steps has one more.
-        keys_values = 2 * SMOKE.kv_heads * SMOKE.head_dim * 2 * SMOKE.layers
+        keys_values = 2 * SMOKE.kv_heads * SMOKE.head_dim * 2 * SHALLOW.layers
         assert row["bytes_read"]["cache"] == 3 * np.mean([37 + step for step in range(16)]) * keys_values
         assert row["max_err"] is not None
 
 
 def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
-    """One with more than 1.25 times the error of the portable backends in the same dtype."""
+    """One with more than 1.25 times the error of the portable backends in the same dtype. It is not run before."""
     errors = iter([[0.4, 0.13], [0.4, 0.1]])
+    monkeypatch.setattr(bench_decode, "SMOKE", SHALLOW)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+    monkeypatch.setattr(bench_decode, "compile_advance", lambda *_: None)
+    monkeypatch.setattr(bench_decode, "needed_bytes", lambda _: (0, 0))
     monkeypatch.setattr(checks, "relative_errors", lambda *_: jnp.array(next(errors)))
     result = run(bench_decode.main, *ARGUMENTS, "--sides", OURS, "--out", str(tmp_path))
     assert result.exit_code == 1

@@ -88,6 +88,6 @@ def test_named_cases_cover_the_benchmarks():
         "fp8_matmul": 66,
         "fp8_grouped_matmul": 36,
         "quantize": 40,
-        "adaln": 24,
-        "gated_residual_adaln": 24,
+        "adaln": 30,
+        "gated_residual_adaln": 30,
     }

@@ -34,7 +34,6 @@ DENSE = dataclasses.replace(
     TINY,
     model=dataclasses.replace(TINY.model, layers=1, hidden=16, experts=0, top_k=0, dense_layers=(), dense_hidden=None),
 )
-EXPERTS = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, layers=1, dense_layers=(), dense_hidden=None))
 TEXT = Documents(np.random.default_rng(0).integers(1, 256, 1024).astype(np.uint8), np.array([0, 300, 700, 1024]))
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
@@ -143,9 +142,8 @@ def test_trainings(tiny, monkeypatch, tmp_path):
     assert fp8["shape"] == {"T": 64, "D": 16, "layers": 1, "experts": 0, "steps": 3, "starts": 2}
 
 
-def test_gradients(tiny, monkeypatch, tmp_path):
+def test_gradients(tiny, tmp_path):
     """A row a side and point. Casts of wgrad alone reach the dense layers' own kernels and no other tensor."""
-    monkeypatch.setitem(bench_precision.SIZES, "cpu", EXPERTS)
     rows = rows_of(tmp_path, "--sides", "delayed,tensorwise-dense-wgrad", "--gradients")
     at = {(row["side"], row["step"]): {name: error for name, (_, error) in row["errors"].items()} for row in rows}
     assert len(rows) == len(at) == 9
@@ -153,11 +151,9 @@ def test_gradients(tiny, monkeypatch, tmp_path):
     for step in (0, 1, 3):
         plain, delayed, wgrad = (at[side, step] for side in (BASELINE, "delayed", "tensorwise-dense-wgrad"))
         assert 0 < plain["all"] < wgrad["all"] < delayed["all"] < 0.5
-        # The untrained model's gradients have the largest errors in bfloat16 already, a sixth of attention's.
-        assert wgrad["0 attention/out/kernel"] > (3 if step else 1.1) * plain["0 attention/out/kernel"]
-        for name in ("0 attention/q/kernel", "0 attention/v/kernel"):
-            assert wgrad[name] > 3 * plain[name] if step else wgrad[name] != plain[name]
-        for name in ("0 mlp/moe/gate", "embed/embedding"):
+        for name in ("0 mlp/gate/kernel", "1 attention/q/kernel"):
+            assert wgrad[name] > 1.1 * plain[name]
+        for name in ("1 mlp/moe/gate", "embed/embedding"):
             assert wgrad[name] == plain[name] < delayed[name]
 
 

@@ -10,7 +10,8 @@ from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gl
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.work_list import MOST_PARTS
-from jaxops.ops.grouped_matmul.long_sums import Sums, choose_split, time_of_best_split
+from jaxops.ops.grouped_matmul.clocks import clocks, sums_of, work
+from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
@@ -225,7 +226,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         # Tuned rows were measured with groups of like lengths: the split serves others.
         if pass_name == "wgrad" and tiles.split == 1:
             _, problem = _as_measured(pass_name, call.problem)
-            return dataclasses.replace(tiles, split=choose_split(_sums(problem, tiles, call.device)))
+            return dataclasses.replace(tiles, split=choose_split(sums_of(problem, tiles, call.device)))
     return tiles
 
 
@@ -282,7 +283,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
 
 
 def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
-    """128x256, unless a model of the chip (`_clocks`) finds another tile faster. Over 30 passes of random shapes (H200,
+    """128x256, unless a model of the chip (`clocks`) finds another tile faster. Over 30 passes of random shapes (H200,
     2026-11-21 and 22, balanced and Zipf) its choice takes 3 % longer on average than the fastest of twelve, at most
     13 %.
 
@@ -309,22 +310,16 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     )
     if short and -(-problem.N // 128) % 2:
         return others[-1]
-    if pass_name == "wgrad" and problem.M and 0 < _work(pass_name, problem, usual)[0] < device.cores:
+    if pass_name == "wgrad" and problem.M and 0 < work(pass_name, problem, usual)[0] < device.cores:
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
         # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.
-        return min((usual, *others), key=lambda tiles: time_of_best_split(_sums(problem, tiles, device)))
-    best = min(others, key=lambda tiles: _clocks(pass_name, problem, tiles, device))
+        return min((usual, *others), key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
+    best = min(others, key=lambda tiles: clocks(pass_name, problem, tiles, device))
     # Where the usual tiles fill the card once and a little more, the model underestimates them: 152 tiles (4,779 rows
     # by 792) took 53 us, 266 half as large 35.
-    margin = 1.0 if device.cores < _work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06
-    faster = margin * _clocks(pass_name, problem, best, device) < _clocks(pass_name, problem, usual, device)
+    margin = 1.0 if device.cores < work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06
+    faster = margin * clocks(pass_name, problem, best, device) < clocks(pass_name, problem, usual, device)
     return best if faster else usual
-
-
-def _sums(problem: Problem, tiles: Tiles, device: Device) -> Sums:
-    p, (step, _, store) = problem, _tile_clocks(tiles.bm, tiles, problem.dtype, device)
-    how = tiles.ping_pong, p.whole_sums, device.cores
-    return Sums(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn, step, store, *how)
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -345,49 +340,11 @@ _AMONG_THE_BEST = 1.18
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> list[Tiles]:
-    """Tiles that fit the shared memory, that the problem's sizes can fill, and that `_clocks` finds among the best."""
+    """Tiles that fit the shared memory, that the problem's sizes can fill, and that `clocks` finds among the best."""
     pass_name, problem = _as_measured(pass_name, problem)
     found = (_hopper_tiles if kernel == "triton" else _pallas_tiles)(pass_name, problem, device)
-    clocks = {tiles: _clocks(pass_name, problem, tiles, device) for tiles in found}
-    return [tiles for tiles in found if clocks[tiles] <= _AMONG_THE_BEST * min(clocks.values())]
-
-
-def _clocks(pass_name: str, problem: Problem, tiles: Tiles, device: Device) -> float:
-    """A model of a pass' clock cycles: waves of programs, each as long as the tensor cores or L2 need for its steps,
-    plus its stores where nothing overlaps them; at least the time of moving all arrays through memory once.
-
-    A multiprocessor holds as many programs as fit its shared memory and registers. Each group ends in half a tile on
-    average. wgrad counts at least two waves: the longest group's tile runs last."""
-    p, size = problem, jnp.dtype(problem.dtype).itemsize
-    rows = p.M / max(p.G, 1)
-    count, steps = _work(pass_name, problem, tiles)
-    high = tiles.tail if rows <= tiles.tail else tiles.bm
-    step, memory, store = _tile_clocks(high, tiles, p.dtype, device)
-    resident = 1
-    if tiles.kernel == "pallas":
-        registers = 32 * tiles.warps * min(255, 40 + tiles.bm * tiles.bn // (32 * tiles.warps))
-        resident = max(1, min(device.shared_bytes // tiles.shared_bytes(p.dtype), 65_536 // registers))
-    one = max(steps * step, store) if tiles.ping_pong or resident > 1 else steps * step + store
-    moved = size * (p.M * p.K + p.M * p.N + p.G * p.K * p.N)
-    waves = max(-(-count // (device.cores * resident)), 2 if pass_name == "wgrad" else 1)
-    return max(waves * resident * one, moved / (memory * device.cores))
-
-
-def _tile_clocks(high: int, tiles: Tiles, dtype: str, device: Device) -> tuple[float, float, float]:
-    """Of a multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
-    size = jnp.dtype(dtype).itemsize  # next, a clock: multiplications, bytes from L2, bytes from memory
-    products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
-    step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
-    return step, memory, high * tiles.bn * size / loads
-
-
-def _work(pass_name: str, problem: Problem, tiles: Tiles) -> tuple[float, float]:
-    """Output tiles, and the steps along the sum of each, on average."""
-    p = problem
-    if pass_name == "wgrad":
-        return p.G * -(-p.K // tiles.bm) * -(-p.N // tiles.bn), p.M / max(p.G, 1) / tiles.bk + 0.5
-    inner, columns = (p.K, p.N) if pass_name == "fwd" else (p.N, p.K)
-    return max(p.G, p.M / tiles.bm + p.G / 2) * -(-columns // tiles.bn), -(-inner // tiles.bk)
+    times = {tiles: clocks(pass_name, problem, tiles, device) for tiles in found}
+    return [tiles for tiles in found if times[tiles] <= _AMONG_THE_BEST * min(times.values())]
 
 
 def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:

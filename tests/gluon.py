@@ -86,12 +86,18 @@ def compiled(fn, *shapes, work_lists: bool = False) -> list[Kernel]:
     return [kernel for kernel in recorder.launched if kernel.name.startswith("schedule_") == work_lists]
 
 
-def launched(fn, *shapes) -> list[str]:
-    """The names of fn's calls of Gluon kernels on an H200, in order. Compiles none of them: each would take seconds."""
+def kernel_calls(fn, *shapes) -> list:
+    """The equations of fn's calls of Gluon kernels on an H200, in order. Compiles none of them: each would take
+    seconds."""
     with on_h200():
         found = equations(jax.make_jaxpr(fn)(*shapes).jaxpr)
-    names = [call.params["name"] for call in found if call.primitive.name == "triton_kernel_call"]
-    return [name for name in names if not name.startswith("schedule_")]
+    calls = [call for call in found if call.primitive.name == "triton_kernel_call"]
+    return [call for call in calls if not call.params["name"].startswith("schedule_")]
+
+
+def launched(fn, *shapes) -> list[str]:
+    """Their names."""
+    return [call.params["name"] for call in kernel_calls(fn, *shapes)]
 
 
 def assemblers() -> list[pathlib.Path]:

@@ -36,10 +36,9 @@ from jaxops.tuning import current_device
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 from tests.ops.sanitized_attention import cached_attention, packed_attention
 from tests.ops.sanitized_fp8 import fp8_experts, fp8_products, fp8_weights_alone
+from tests.ops.sanitized_offsets import OFFSETS, K, M, N
 from tests.parallel.sanitized import collective_products
 
-M, K, N = 300, 200, 136  # no multiple of any tile below
-OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
 # Stored whole, and in halves.
 HOPPER = tuple(
     Tiles(bm, bn, 64, 8, stages, kernel="triton", ping_pong=ping_pong, dynamic=ping_pong)

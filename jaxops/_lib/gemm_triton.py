@@ -40,8 +40,9 @@ from jaxops._lib.tile_scheduler_triton import (
 from jaxops._lib.work_list import STEP_ROWS
 
 BK = gl.constexpr(STEP_ROWS)  # length of a pipeline step along the contraction
-# Arrivals at a full barrier if rows are gathered: each thread of four warps, and TMA's one.
-GATHER_ARRIVALS = gl.constexpr(4 * 32 + 1)
+GATHER_WARPS = gl.constexpr(4)  # of a producer that gathers rows
+# Arrivals at a full barrier if rows are gathered: each thread of these warps, and TMA's one.
+GATHER_ARRIVALS = gl.constexpr(GATHER_WARPS.value * 32 + 1)
 
 
 @gluon.aggregate
@@ -118,7 +119,7 @@ def finish_tiles(pipe, s, phase):
     """A tile of 0 steps ends a consumer's loop: one for both, or one for each in ping-pong."""
     for _ in gl.static_range(2 // pipe.SPLIT):
         mbarrier.wait(pipe.empty.index(s), phase)
-        write_tile(pipe.tiles, s, (-1, 0, 0, 0, 0), 4 if pipe.GATHERED else 1)
+        write_tile(pipe.tiles, s, (-1, 0, 0, 0, 0), GATHER_WARPS if pipe.GATHERED else 1)
         mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if pipe.GATHERED else 1)
         s, phase = advance(s, phase, pipe.STAGES)
 
@@ -209,7 +210,7 @@ def produce(
     COLS: gl.constexpr = pipe.BN // 2 if BESIDE else pipe.BN  # of C
     BY_MODALITY: gl.constexpr = OPERANDS == "modalities"
     B_BYTES: gl.constexpr = b_descs[0].nbytes_per_cta * (2 if BESIDE else 1)
-    WARPS: gl.constexpr = 4 if pipe.GATHERED else 1
+    WARPS: gl.constexpr = GATHER_WARPS if pipe.GATHERED else 1
     G, M, N, K = sizes
     num_i = 0
     if not BY_MODALITY:

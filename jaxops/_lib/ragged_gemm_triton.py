@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.gemm_triton import BK, consume, make_pipeline, produce
+from jaxops._lib.gemm_triton import BK, GATHER_WARPS, consume, make_pipeline, produce
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_parts, schedule_rows
@@ -45,7 +45,7 @@ def ragged_gemm_kernel(
     out = ((desc_0, desc_1, desc_2, desc_3), (ptr_0, ptr_1, ptr_2, ptr_3), bufs)
     # Registers of a thread: the producer has few, unless it computes addresses or chooses among several modalities'
     # operands.
-    WARPS: gl.constexpr = 4 if GATHERED else 1
+    WARPS: gl.constexpr = GATHER_WARPS if GATHERED else 1
     CONSUMER: gl.constexpr = 208 if GATHERED else 216 if OPERANDS == "modalities" else 224
     PRODUCER: gl.constexpr = 80 if GATHERED else 72 if OPERANDS == "modalities" else 56
     gl.warp_specialize([
@@ -77,9 +77,8 @@ class Gemm:
       operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
         lie beside each other in a tile; "modalities": each modality's groups have their own array of weights.
       buffers: for stores, a consumer.
-      split: of a contraction of "one" product: into how many parts a sum over all rows is cut, each a program's;
-        shorter sums into fewer, those of short groups not at all: see `schedule_parts`. The epilogue calls `add_parts`
-        with the second result, `Gemm.parts`, and the counters in its args.
+      split: contraction with operands="one": the most parts of a sum over all rows, see `schedule_parts`. The epilogue
+        passes each part to `add_parts`, with the second result (`Gemm.parts`) and the counters, its args[0].
       variant: a constant for the epilogue.
     """
 

@@ -115,7 +115,7 @@ def schedule_parts_kernel(
     total = tl.sum(tl.where(h < G, count, 0), 0)
     steps = (size + STEP_ROWS - 1) // STEP_ROWS
     each = steps // own
-    more = steps % own  # of the first parts have a step more
+    more = steps % own  # the first `more` parts have one step more
     i = tl.arange(0, PARTS)[None, :]
     start = lo[:, None] + STEP_ROWS * (i * each[:, None] + tl.minimum(i, more[:, None]))
     end = lo[:, None] + STEP_ROWS * ((i + 1) * each[:, None] + tl.minimum(i + 1, more[:, None]))

@@ -33,7 +33,8 @@ def add_parts(acc, part, tile, tiles, parts_ptr, counters, HALF: gl.constexpr, H
       part: as in `is_first_part`.
       tile, tiles: by `number_of_tile`.
       parts_ptr: float32, a block a part, tile and half. A block is private to these threads: no matrix's layout.
-      counters: zeros at first, one a pair of parts, tile and half: a sum has two parts at least.
+      counters: zeros before the launch. A split sum has at least two parts, so one for every two parts, tile and half
+        is enough.
     """
     HIGH: gl.constexpr = acc.shape[0]
     WIDE: gl.constexpr = acc.shape[1]

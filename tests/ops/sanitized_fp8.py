@@ -11,9 +11,7 @@ import jaxops
 from jaxops.ops import fp8_matmul
 from jaxops.ops import moe_mlp as experts
 from jaxops.tuning import current_device
-
-M, K, N = 300, 200, 136  # no multiple of any tile below
-OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 299, 300], [2**31 - 1, -(2**31), 7, 300]]
+from tests.ops.sanitized_offsets import OFFSETS, K, M, N
 
 
 def fp8_products() -> None:
@@ -28,9 +26,9 @@ def fp8_products() -> None:
             (heuristic, three, 208, 144),
             (three, fp8_matmul.Plan("triton", "before", narrow, narrow, narrow), 208, 144),
         ]
-    for plan, dense, K, N in plans:
+    for plan, dense, k, n in plans:
         for recipe in ("tensorwise", "rowwise", "blockwise"):
-            x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (M, N)))
+            x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, k), (3, k, n), (M, n)))
             options = {"recipe": recipe, "plan": plan}
 
             @jax.jit

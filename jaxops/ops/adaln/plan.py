@@ -115,7 +115,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     return tiles if tiles is getattr(call.plan, pass_name) else _spread(pass_name, tiles, call.problem, call.device)
 
 
-_TUNED_ROWS = 65_536  # T of the tuned rows
+_TUNED_ROWS = 65_536  # T of the tuned rows: from here on their tiles stay as they are
 # Rows that a program of bwd could have done instead of finding its tile, loading the modulation, and writing two
 # float32 sums that another kernel reads.
 _PROGRAM_ROWS = 8

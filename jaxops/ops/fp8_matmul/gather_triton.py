@@ -8,11 +8,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxops._lib.gemm_triton import GATHER_ARRIVALS, advance
+from jaxops._lib.gemm_triton import GATHER_ARRIVALS, GATHER_WARPS, advance
 from jaxops._lib.tile_scheduler_triton import finish_fetch_add_of_warps, start_fetch_add_of_warps, write_tile
 from jaxops.ops.fp8_matmul.produce_triton import BK, ROWS, fetch_tile, place_tile
 
-WARPS = gl.constexpr(4)
 BY_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a row a thread
 BY_CHUNK = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread, 128 of a row a step
 
@@ -53,7 +52,7 @@ def produce_gathered(
     while t < tiles:
         later = following + gl.num_programs(0)
         if DYNAMIC:  # asked for now, needed after this tile's loads
-            asked = start_fetch_add_of_warps(schedule + 5 * entries, WARPS)
+            asked = start_fetch_add_of_warps(schedule + 5 * entries, GATHER_WARPS)
         group, row, end, col, _first, steps = place_tile(fetched, G, 0, K, ROWS)
         fetched = fetch_tile(following, tiles, schedule, entries, G, 0, N, BM, BN, PANEL, ROWS)
         token = gl.minimum(gl.maximum(found, 0), T - 1)
@@ -64,7 +63,7 @@ def produce_gathered(
         blocks = gl.cdiv(K, BK)
         sb_first = sb + (group * (2 * N // 128) + col // 128) * blocks
         mbarrier.wait(empty.index(s), phase)
-        write_tile(tile_bufs, s, (group, row, end, col, steps), WARPS)
+        write_tile(tile_bufs, s, (group, row, end, col, steps), GATHER_WARPS)
         # Outside the groups one step of zeros, which TMA fills in past K. So all threads arrive at each stage: a warp
         # that ran a whole round of stages ahead could make another one miss a phase.
         for k in range(max(steps, 1)):
@@ -84,5 +83,5 @@ def produce_gathered(
         t = following
         following = 2 * gl.num_programs(0) + finish_fetch_add_of_warps(asked) if DYNAMIC else later
     mbarrier.wait(empty.index(s), phase)
-    write_tile(tile_bufs, s, (0, 0, 0, 0, -1), WARPS)
+    write_tile(tile_bufs, s, (0, 0, 0, 0, -1), GATHER_WARPS)
     mbarrier.arrive(full.index(s), count=GATHER_ARRIVALS)

@@ -50,15 +50,13 @@ from jaxops.ops.fp8_matmul.produce_triton import (
 
 
 @gluon.jit
-def scales_of_rows(
-    sa_bufs, sb_bufs, slot, early,
-    WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """Of a consumer's rows in one step; with BLOCK times that of the columns."""
+def load_row_scales(
+    sa_bufs, slot, early, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, MMA: gl.constexpr
+):
+    """Of a consumer's rows in one step."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     sa = sa_bufs.index(CONSUMERS * slot + WHICH).reshape([sa_bufs.shape[2]])
-    rows = sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
-    return rows * sb_bufs.index(slot).load(ROW) if SCALES == BLOCK else rows
+    return sa.gather(early + gl.arange(0, ROWS_OF_ONE, layout=ROW), axis=0) if KIND == ROWS else sa.load(ROW)
 
 
 @gluon.jit
@@ -138,13 +136,14 @@ def _sum_rounds(
             rows = 0.0
             cols = 0
             if SCALES == BLOCK:  # loaded before the wait, behind the wgmma; OUTER's scales would not fit the registers
-                rows = scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                rows = load_row_scales(sa_bufs, slot, early, WHICH, CONSUMERS, KIND, MMA)
+                rows = rows * sb_bufs.index(slot).load(gl.SliceLayout(1, MMA))
             if i + 1 < ROUND:
                 done, part1 = warpgroup_mma_wait(1, deps=[part0, part1])
             else:
                 done = warpgroup_mma_wait(0, deps=[part0])
             if SCALES == OUTER:
-                rows = scales_of_rows(sa_bufs, sb_bufs, slot, early, WHICH, CONSUMERS, KIND, SCALES, MMA)
+                rows = load_row_scales(sa_bufs, slot, early, WHICH, CONSUMERS, KIND, MMA)
                 cols = _scales_of_columns(sb_bufs, slot, MMA)
             mbarrier.arrive(empty.index(s0), count=1)
             acc = promote(acc, done, rows, cols, SCALES)

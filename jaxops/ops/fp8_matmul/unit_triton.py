@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jaxops._lib.activations_triton import activate_as_pallas, round_pairs, widen_pairs
 from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
-from jaxops._lib.gemm_triton import advance
+from jaxops._lib.gemm_triton import GATHER_WARPS, advance
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_rows
@@ -40,7 +40,7 @@ from jaxops.ops.fp8_matmul.cast_triton import (
     scale_and_factor,
 )
 from jaxops.ops.fp8_matmul.gather_triton import produce_gathered
-from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, promote, scales_of_rows
+from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, load_row_scales, promote
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
 from jaxops.ops.fp8_matmul.produce_triton import BK, BLOCK, ROWS, ROWS_OF_ONE, make_stages, produce
@@ -74,7 +74,7 @@ def _sum_both(bufs, steps, s, phase, early, WHICH: gl.constexpr, STAGES: gl.cons
             fence_async_shared()
             rows = sa_bufs.index(s).slice(WHICH * ROWS_OF_ONE, ROWS_OF_ONE).load(OF_ROWS)
         else:
-            rows = scales_of_rows(sa_bufs, sb_bufs, s, early, WHICH, 2, ROWS, -1, MMA)
+            rows = load_row_scales(sa_bufs, s, early, WHICH, 2, ROWS, MMA)
         a = a_bufs.index(2 * s + WHICH)
         gate, part = _add_step(gate, part, a, b_bufs.index(2 * s), sb_bufs.index(2 * s), rows)
         up, part = _add_step(up, part, a, b_bufs.index(2 * s + 1), sb_bufs.index(2 * s + 1), rows)
@@ -204,7 +204,7 @@ def fp8_unit_kernel(
             (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, True)),
             (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, True)),
             (produce_gathered, (producer_args, (a, sa, indices, T, WIDTH), BM, BN, STAGES, PANEL, DYNAMIC)),
-        ], [4, 4], [224, 56])  # fmt: skip
+        ], [4, GATHER_WARPS], [224, 56])  # fmt: skip
     else:
         producer_args = (a, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
         gl.warp_specialize([

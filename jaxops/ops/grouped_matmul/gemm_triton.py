@@ -20,7 +20,8 @@ from jaxops.ops.grouped_matmul.plan import Tiles
 def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACCUMULATE: gl.constexpr):
     """A tile of the result: the product, added to what C holds if ACCUMULATE, plus the group's bias.
 
-    A weight gradient with args may split sums; the group then is a part of `schedule_parts`.
+    A weight gradient with args may split sums. `group` then is the work list's column of parts, 0 for a whole sum, and
+    -1 for an empty group; args[0] are the counters of `add_parts`.
     """
     descs, ptrs, bufs = out
     group, row, end, col, steps = tile

@@ -12,9 +12,9 @@ _TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _MOST_BYTES = 128 << 20  # of all parts in float32
 _LEAST_STEPS = 4  # of a part: a shorter one takes no longer to multiply than to store and to add
 _LEAST_GAIN = 0.05
-# A group's tiles times this fill the card. H200, 2026-11-26, one huge group, us whole and split: 457 and 149 with 15
-# tiles, 486 and 122 with 18; but 318 and 291 with 48, 164 and 141 with 65, 635 and 694 with 90. Balanced groups take 2
-# to 6 % longer where there may be parts.
+# Split only where a group has at most a third as many tiles as the card has multiprocessors. H200, 2026-11-26, one huge
+# group, us whole and split: 457 and 149 with 15 tiles, 486 and 122 with 18; but 318 and 291 with 48, 164 and 141 with
+# 65, 635 and 694 with 90. Balanced groups take 2 to 6 % longer where there may be parts.
 _FEW = 3
 
 

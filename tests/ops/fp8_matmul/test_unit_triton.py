@@ -180,20 +180,6 @@ WAYS += [Launch(save=True, stages=3, dynamic=True), Launch(stages=2, dynamic=Tru
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("launch", WAYS, ids=str)
-@pytest.mark.parametrize("name", SIZES)
-def test_bits(name, launch):
-    check_bits(SIZES[name], launch)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(6))
-def test_groups_of_every_size(seed):
-    offsets = random_offsets(2500, 27, seed + 1)
-    check_bits(Sizes(2500, 272, 256, offsets), Launch(save=bool(seed % 2), dynamic=seed > 2))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_activations(activation):
     check_bits(SIZES["primes"], Launch(activation, save=True))
@@ -244,18 +230,23 @@ def check_gathered(sizes: Sizes, launch: Launch) -> None:
     assert again == [x.tobytes() for x in got]
 
 
+CHECKS = pytest.mark.parametrize("check", [check_bits, check_gathered])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("launch", WAYS, ids=str)
 @pytest.mark.parametrize("name", SIZES)
-def test_gathered_rows(name, launch):
-    check_gathered(SIZES[name], launch)
+@CHECKS
+def test_bits(check, name, launch):
+    check(SIZES[name], launch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(6))
-def test_gathered_rows_of_groups_of_every_size(seed):
+@CHECKS
+def test_groups_of_every_size(check, seed):
     offsets = random_offsets(2500, 27, seed + 1)
-    check_gathered(Sizes(2500, 272, 256, offsets), Launch(save=bool(seed % 2), dynamic=seed > 2))
+    check(Sizes(2500, 272, 256, offsets), Launch(save=bool(seed % 2), dynamic=seed > 2))
 
 
 @pytest.mark.gpu

@@ -13,13 +13,14 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.device import Device, current_device, runs_gluon
+from jaxops._lib.device import Device
 from jaxops.ops import fp8_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, make_plan
 from tests._lib.test_costs import gradients, triton_costs
 from tests.arrays import put
 from tests.hopper import on_h200
 from tests.jaxprs import equations
+from tests.ops.fp8_matmul.cases import options_of
 from tests.ops.moe_mlp.cases import NAMES, Variant, check_zeros, make_case
 from tests.ops.moe_mlp.test_fp8 import compiled
 from tests.ops.moe_mlp.test_triton import launched, routing_of, shape
@@ -181,8 +182,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bits(name, recipe, save):
     """The result and every gradient, of NaN in tokens without a row."""
-    if not runs_gluon(current_device()):
-        pytest.skip("needs a Hopper GPU and jax-triton")
+    options_of("triton")  # skips where its device is missing
     variant = dataclasses.replace(VARIANTS[name], save=save)
     case = make_case(variant)
     run = functools.partial(compiled, variant, recipe, "gpu")
@@ -204,8 +204,7 @@ def test_bits(name, recipe, save):
 @pytest.mark.gpu
 def test_gathered_rows_are_tokens_whatever_the_indices():
     """As the copied ones: no access out of bounds. Those of no row here are not read."""
-    if not runs_gluon(current_device()):
-        pytest.skip("needs a Hopper GPU and jax-triton")
+    options_of("triton")  # skips where its device is missing
     case, rng = make_case(VARIANTS["shard"]), np.random.default_rng(0)
     first, *_, end = np.asarray(case["routing"].group_offsets)
     indices = np.asarray(case["routing"].row_indices).copy()

@@ -19,10 +19,8 @@ from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 from tests.arrays import put
-from tests.gluon import SHARED_BYTES, Kernel, check, compiled
+from tests.gluon import SHARED_BYTES, Kernel, check, compiled, kernel_calls
 from tests.hopper import H200 as ABSTRACT
-from tests.hopper import on_h200
-from tests.jaxprs import equations
 from tests.ops.moe_mlp.cases import NAMES, Variant, check_values, check_zeros, has_row, make_case, want_of
 from tests.ops.moe_mlp.cases import compiled as jitted
 
@@ -67,18 +65,12 @@ def test_kernel(tmp_path):
 OPERANDS = (shape(500, D), shape(E, D, F), shape(E, D, F), shape(E, F, D))
 
 
-def launched(call, *shapes) -> list[tuple[str, int]]:
-    """The Gluon kernels of a call, work lists apart, in order: name and how many results each writes."""
-    with on_h200():
-        calls = [
-            equation
-            for equation in equations(jax.make_jaxpr(call)(*shapes).jaxpr)
-            if equation.primitive.name == "triton_kernel_call" and not equation.params["name"].startswith("schedule_")
-        ]
+def launched(fn, *shapes) -> list[tuple[str, int]]:
+    """The Gluon kernels of fn, in order: name and how many results each writes."""
     # Neither the work list, in which programs count, nor the parts of a weight gradient's split sums.
     inner = lambda call, x: x.dtype == jnp.int32 or (call.params["name"] == WGRAD and x.ndim == 1)
     results = lambda call: [var for var in call.outvars if not inner(call, var.aval)]
-    return [(call.params["name"], len(results(call))) for call in calls]
+    return [(call.params["name"], len(results(call))) for call in kernel_calls(fn, *shapes)]
 
 
 FWD, DGRAD, WGRAD = (f"grouped_matmul_{name}" for name in ("fwd", "dgrad", "wgrad"))

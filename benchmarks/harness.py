@@ -138,8 +138,7 @@ def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, f
     start = time.perf_counter()
     compiled = jax.jit(fn).lower(*args).compile({"xla_gpu_enable_triton_gemm": False} if cublas else None)
     seconds = time.perf_counter() - start
-    needed = compiled.memory_analysis()
-    if needed is not None:
+    if (needed := compiled.memory_analysis()) is not None:
         demand_room(needed.temp_size_in_bytes + needed.output_size_in_bytes, "temporaries and results")
     return compiled, seconds
 

@@ -218,10 +218,15 @@ class Measured(NamedTuple):
 
 
 def measure(workload: Workload, limit_s: float) -> Measured:
-    """Timed steps, then one under the profiler."""
+    """Timed steps, then one under the profiler.
+
+    Raises:
+      MemoryError: the step needs more than the free device memory.
+    """
     begin = time.perf_counter()
     compiled = compile_step(workload)
     compile_s = time.perf_counter() - begin
+    harness.demand_room(needed_bytes(compiled)[0], "state, temporaries and results")
     state, us, losses = run_steps(compiled, workload.start(), workload, limit_s)
     kernels = profiled(lambda: compiled(state, workload.batches[0], key_of(workload)))
     return Measured(us, losses, needed_bytes(compiled)[0], compile_s, kernels)

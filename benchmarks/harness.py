@@ -133,19 +133,24 @@ def compile_fits(fn: Callable, *args, cublas: bool = False) -> tuple[Callable, f
     """(fn compiled for args, seconds). With cublas, XLA may not use its own Triton GEMMs for `x @ w`.
 
     Raises:
-      MemoryError: its temporaries and results exceed the free device memory. The allocator would retry for ten seconds.
+      MemoryError: its temporaries and results exceed the free device memory.
     """
     start = time.perf_counter()
     compiled = jax.jit(fn).lower(*args).compile({"xla_gpu_enable_triton_gemm": False} if cublas else None)
     seconds = time.perf_counter() - start
-    needed = compiled.memory_analysis()
-    stats = jax.devices()[0].memory_stats() or {}
-    if needed is not None and "bytes_limit" in stats:
-        need = needed.temp_size_in_bytes + needed.output_size_in_bytes
-        left = stats["bytes_limit"] - stats["bytes_in_use"]
-        if need > left:
-            raise MemoryError(f"needs {need / 1e9:.1f} GB of temporaries and results, {left / 1e9:.1f} GB are left")
+    if (needed := compiled.memory_analysis()) is not None:
+        demand_room(needed.temp_size_in_bytes + needed.output_size_in_bytes, "temporaries and results")
     return compiled, seconds
+
+
+def demand_room(need_bytes: int, what: str) -> None:
+    """
+    Raises:
+      MemoryError: the device has less free memory. The allocator would retry for ten seconds.
+    """
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats and need_bytes > (left := stats["bytes_limit"] - stats["bytes_in_use"]):
+        raise MemoryError(f"needs {need_bytes / 1e9:.1f} GB of {what}, {left / 1e9:.1f} GB are left")
 
 
 def ready(side: str, compiled: Callable, args: tuple, out_bytes: int, max_err: float | None) -> Ready:

@@ -69,6 +69,15 @@ def test_sources(folder, monkeypatch):
     assert tuned_rows(OP, H200)[0] == MINE
 
 
+def test_each_device_has_its_own_file(tmp_path):
+    """Named after what JAX calls the device."""
+    (tmp_path / OP).mkdir()
+    (tmp_path / OP / "nvidia_h100_80gb_hbm3.jsonl").write_text(json.dumps(THEIRS))
+    with use_rows(tmp_path):
+        assert tuned_rows(OP, Device("NVIDIA H100 80GB HBM3", "gpu"))[0] == THEIRS
+        assert THEIRS not in tuned_rows(OP, H200)
+
+
 def test_other_threads_read_what_they_did():
     read = []
     with use_rows("shipped"):

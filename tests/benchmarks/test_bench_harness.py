@@ -1,6 +1,7 @@
 """Interleaving, the check before the clock, and the rows."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,14 @@ def test_a_variant_that_raises_is_left_out_with_its_reason(capsys):
     times = harness.interleave([harness.Variant("bad", fails), harness.Variant("good", lambda n: [1.0] * n)], rounds=2)
     assert list(times) == ["good"]
     assert capsys.readouterr().out.count("left out: bad: NotImplementedError: no such kernel") == 1
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    stats = {"bytes_limit": 80_000_000_000, "bytes_in_use": 2_000_000_000}
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(memory_stats=lambda: stats)])
+    harness.demand_room(78_000_000_000, "state")
+    with pytest.raises(MemoryError, match=r"needs 78\.1 GB of state, 78\.0 GB are left"):
+        harness.demand_room(78_100_000_000, "state")
 
 
 @pytest.mark.parametrize(

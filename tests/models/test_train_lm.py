@@ -220,7 +220,9 @@ def test_presets_fit(preset):
     assert preset.steps > preset.warmup_steps
 
 
-@pytest.mark.parametrize(("name", "total"), [("small", 25e6), ("medium", 150e6), ("large", 1e9), ("3b", 3.1e9)])
+@pytest.mark.parametrize(
+    ("name", "total"), [("small", 25e6), ("medium", 150e6), ("large", 1e9), ("3b", 3.1e9), ("30b", 30.5e9)]
+)
 def test_preset_sizes(name, total):
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(PRESETS[name].model, rngs=nnx.Rngs(0))))
     assert sum(p.size for p in jax.tree.leaves(shapes)) == pytest.approx(total, rel=0.1)

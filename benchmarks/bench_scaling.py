@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "channels_8": {"xla_gpu_nccl_collective_max_nchannels": 8},  # each holds a multiprocessor
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
+    "limited": {"xla_gpu_memory_limit_slop_factor": 95},  # jaxlib's default: see models.layers.options_for
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
     "nccl": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY"},  # see models.layers.options_for

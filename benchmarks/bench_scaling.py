@@ -2,7 +2,7 @@
 
 python -m benchmarks.bench_scaling                                     # lm 3b and dit 1b on every mesh
 python -m benchmarks.bench_scaling --workloads lm --meshes data,fsdp=2+tensor=2   # some, and a mixture of axes
-python -m benchmarks.bench_scaling --workloads 30b --meshes expert     # too large for one device
+python -m benchmarks.bench_scaling --workloads 30b --meshes fsdp       # too large for one device
 python -m benchmarks.bench_scaling --smoke --out /tmp/x                # tiny models on host devices
 CUDA_VISIBLE_DEVICES=I python -m benchmarks.bench_scaling --process I/2@localhost:1234   # for I 0 and 1: two processes
 
@@ -13,6 +13,9 @@ A mesh is over all N devices, and has N times the batch of one device. Three kin
   second time from parameters that differ in their last bit: `loss_apart_alone` is how far apart rounding alone brings
   two runs.
 - a mesh, such as `data=2`.
+
+`--set model.layers=24` and other settings change the preset, whose batch is that of one device. The profile of each
+mesh of one axis is written beside the rows, and that of the only mesh.
 
 Of a workload that does not fit on one device only meshes are measured, and each step waits for the one before: see
 `benchmarks.free_memory`.
@@ -48,6 +51,7 @@ from models.schedule import with_steps
 
 ONE, WHOLE = "one", "whole"
 SMOKE_DEVICES = 4
+WORKERS = 8  # steps that are compiled together
 
 # Sets of XLA's options to compare, over those of the models' steps. Jaxlib 0.11.2 knows all of them, and no
 # xla_gpu_enable_pipelined_all_reduce, _all_gather, _reduce_scatter or _collectives.
@@ -119,17 +123,17 @@ SMOKE = {
 DEFAULT = ("lm", "dit")
 
 
-def changed(sizes: Sizes, layers: int | None, settings: Sequence[str]) -> Sizes:
-    """With another depth, which its name then has, and other settings, KEY=VALUE as of `models.train --set`.
+def changed(sizes: Sizes, settings: Sequence[str]) -> Sizes:
+    """With settings KEY=VALUE as of `models.train --set`. Another depth is a part of the name.
 
     Raises:
       typer.BadParameter: an unknown or impossible setting.
     """
-    name = sizes.name if layers is None else f"{sizes.name}_{layers}_layers"
-    depth = "layers" if isinstance(sizes.preset, DiTPreset) else "model.layers"
-    given = [*settings, *([] if layers is None else [f"{depth}={layers}"])]
     with config.errors_of_options():
-        return sizes._replace(name=name, preset=config.resolve(sizes.preset, config.assignments(given)))
+        preset = config.resolve(sizes.preset, config.assignments(settings))
+    before, layers = (getattr(given, "model", given).layers for given in (sizes.preset, preset))
+    name = sizes.name if layers == before else f"{sizes.name}_{layers}_layers"
+    return sizes._replace(name=name, preset=preset)
 
 
 def grown(preset: Any, devices: int) -> Any:
@@ -232,11 +236,11 @@ class Run:
     apart_alone: dict[str, float] = dataclasses.field(default_factory=dict)
     failed: int = 0
 
-    def all(self, cases: Sequence[Case], workers: int) -> None:
+    def all(self, cases: Sequence[Case]) -> None:
         """The first case is compiled and measured alone: what XLA's autotuner chose for it, the others take. They are
         compiled together. Nothing is measured while something is compiled.
         """
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(WORKERS) as pool:
             self.case(cases[0], self.build(cases[0], pool))
             building = [(case, self.build(case, pool)) for case in cases[1:]]
             wait(future for _, future in building)
@@ -376,8 +380,6 @@ def main(
         help="Each over all devices: an axis, or several with their sizes as in fsdp=2+tensor=2. Of dit only those of "
         "data and tensor are measured.",
     ),
-    traces: str = typer.Option(",".join(AXES), help="Those of the meshes whose profiles are written beside the rows."),
-    layers: int | None = typer.Option(None, min=1, help="Instead of the preset's; the rows' name says it."),
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="As of models.train, over the preset with one device's batch."),
@@ -390,7 +392,6 @@ def main(
         help="I/N@HOST:PORT: this is process I of N that run together, each with its own devices; 0 writes the rows.",
     ),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
-    workers: int = typer.Option(8, help="Steps that are compiled together."),
     out: str = harness.OUT,
     smoke: bool = typer.Option(False, help="Tiny models on host devices, every code path; needs --out."),
 ) -> None:
@@ -402,12 +403,13 @@ def main(
     if process:
         distributed.initialize(*told(process))
     file = harness.begin("train_step", out, smoke, jax.device_count())
-    over, traced = meshes_of(meshes), meshes_of(traces)
+    over = meshes_of(meshes)
+    traced = [mesh for mesh in over if len(over) == 1 or len(axes_of(mesh)) == 1]
     precision, failed = "float32" if smoke else precision, 0
     for name in harness.names(workloads, WORKLOADS):
-        sizes = changed((SMOKE if smoke else WORKLOADS)[name], layers, settings or ())
+        sizes = changed((SMOKE if smoke else WORKLOADS)[name], settings or ())
         run = Run(sizes, file, precision, begin + time_limit, traced, settings or ())
-        run.all(cases_of(sizes, over, harness.names(options, OPTIONS), precision, steps), workers)
+        run.all(cases_of(sizes, over, harness.names(options, OPTIONS), precision, steps))
         failed += run.failed
         jax.clear_caches()
     harness.end(failed)

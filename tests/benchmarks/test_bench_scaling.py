@@ -60,14 +60,24 @@ def test_a_time_limit(tmp_path):
 @pytest.mark.usefixtures("dense")
 def test_a_model_too_large_for_one_device(tmp_path):
     """Only the meshes run, here a mixture of axes, of another depth and batch."""
-    options = ("--smoke", "--workloads", "30b", "--meshes", "tensor=2+fsdp=2", "--steps", "4", "--layers", "2")
+    options = (
+        "--smoke",
+        "--workloads",
+        "30b",
+        "--meshes",
+        "tensor=2+fsdp=2",
+        "--steps",
+        "4",
+        "--set",
+        "model.layers=2",
+    )
     result = run(bench_scaling.main, *options, "--set", "batch=4", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     (row,) = (json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines())
     assert (row["name"], row["mesh"], row["devices"]) == ("large_smoke_2_layers", "fsdp=2,tensor=2", 4)
     assert row["shape"]["layers"] == 2
     assert row["shape"]["T"] == 4 * 4 * bench_scaling.SMOKE["30b"].preset.context
-    assert row["set"] == ["batch=4"]
+    assert row["set"] == ["model.layers=2", "batch=4"]
     assert row["loss"][-1] < row["loss"][0]
     assert not {"scaling", "loss_apart"} & row.keys()
 
@@ -98,12 +108,12 @@ def test_a_wrong_mesh_is_an_error_before_anything_is_compiled(tmp_path, meshes, 
 @pytest.mark.parametrize("setting", ["model.layer=2", "batch=none", "batch"])
 def test_a_wrong_setting(setting):
     with pytest.raises(typer.BadParameter, match=setting.partition("=")[0]):
-        bench_scaling.changed(bench_scaling.SMOKE["lm"], None, [setting])
+        bench_scaling.changed(bench_scaling.SMOKE["lm"], [setting])
 
 
 def test_another_depth():
-    for name in ("30b", "dit"):
-        sizes = bench_scaling.changed(bench_scaling.WORKLOADS[name], 20, [])
+    for name, key in (("30b", "model.layers"), ("dit", "layers")):
+        sizes = bench_scaling.changed(bench_scaling.WORKLOADS[name], [f"{key}=20"])
         assert sizes.name == f"{bench_scaling.WORKLOADS[name].name}_20_layers"
         assert getattr(sizes.preset, "model", sizes.preset).layers == 20
 

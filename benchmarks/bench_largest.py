@@ -23,10 +23,11 @@ import typer
 
 from benchmarks import bench_scaling, bench_train_step, harness
 from benchmarks.bench_offload import RESERVED
-from benchmarks.bench_scaling import AXES, ONE, SMOKE_DEVICES, Case, grown
+from benchmarks.bench_scaling import ONE, SMOKE_DEVICES, Case, grown
 from benchmarks.bench_train_step import WARMUP, run_steps, speeds, state_of
-from jaxops.offload.reports import needed_bytes, sizes
-from models.mesh import make_mesh
+from benchmarks.free_memory import checked
+from jaxops.offload.reports import needed_bytes
+from models.mesh import AXES, make_mesh
 from models.presets import Preset
 from models.schedule import with_steps
 
@@ -34,7 +35,6 @@ What = Literal["rows", "layers"]
 WHAT: tuple[What, ...] = ("rows", "layers")
 MESHES = (ONE, *AXES)
 STEPS = WARMUP + 3
-RESULTS = 2e9  # bytes, more than a step's results: the allocator places those of the first step before its temporaries
 SMOKE_BYTES = 3e7
 
 
@@ -136,38 +136,12 @@ class Run:
         workload, step, start = built.result
         if needed_bytes(step)[0] > self.budget:
             return None
-
-        temporaries = sizes(step)[2]
-
-        def call(state: Any, batch: Any, key: jax.Array) -> Any:
-            demand_room(state, temporaries)
-            return step(state, batch, key)
-
         try:
-            state = start()
-            demand_room(state, temporaries + RESULTS)
-            _, us, losses = run_steps(call, state, workload, self.cases.left())
+            _, us, losses = run_steps(checked(step), start(), workload, self.cases.left())
         except MemoryError as error:
             print(error, flush=True)
             return None
         return us, losses
-
-
-def demand_room(state: Any, nbytes: float) -> None:
-    """Every device has a free block of nbytes. Without this check, a device that has none raises alone, and the others
-    wait for it in the step's first collective.
-
-    Args:
-      state: of the step before, which is waited for: its temporaries are free only then.
-
-    Raises:
-      MemoryError: a device has no such block.
-    """
-    jax.block_until_ready(state)
-    for device in jax.local_devices():
-        free = (device.memory_stats() or {}).get("largest_free_block_bytes", nbytes)
-        if free < nbytes:
-            raise MemoryError(f"{device}: the largest free block is {free / 1e9:.1f} GB, needed are {nbytes / 1e9:.1f}")
 
 
 def main(

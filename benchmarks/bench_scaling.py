@@ -1,17 +1,24 @@
 """Training steps over all devices of one process against one device: speed, exposed communication, memory, losses.
 
 python -m benchmarks.bench_scaling                                     # lm 3b and dit 1b on every mesh
-python -m benchmarks.bench_scaling --workloads lm --meshes data,fsdp   # some of them
+python -m benchmarks.bench_scaling --workloads lm --meshes data,fsdp=2+tensor=2   # some, and a mixture of axes
+python -m benchmarks.bench_scaling --workloads 30b --meshes fsdp       # too large for one device
 python -m benchmarks.bench_scaling --smoke --out /tmp/x                # tiny models on host devices
 CUDA_VISIBLE_DEVICES=I python -m benchmarks.bench_scaling --process I/2@localhost:1234   # for I 0 and 1: two processes
 
-Each mesh has one axis over all N devices, and N times the batch of one device. Three kinds of steps are measured:
+A mesh is over all N devices, and has N times the batch of one device. Three kinds of steps are measured:
 
 - `one`: one device, its own batch. `scaling` of the others is their tokens/s over N times its.
 - `whole`: one device, the whole batch of the mesh. Its losses are what a mesh's are compared with. It runs twice, the
   second time from parameters that differ in their last bit: `loss_apart_alone` is how far apart rounding alone brings
   two runs.
 - a mesh, such as `data=2`.
+
+`--set model.layers=24` and other settings change the preset, whose batch is that of one device. The profile of each
+mesh of one axis is written beside the rows, and that of the only mesh.
+
+Of a workload that does not fit on one device only meshes are measured, and each step waits for the one before: see
+`benchmarks.free_memory`.
 """
 
 import dataclasses
@@ -20,7 +27,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -31,18 +38,20 @@ import typer
 import models.mesh
 from benchmarks import bench_train_step, harness
 from benchmarks.bench_train_step import APART, WARMUP, Workload, key_of, run_steps, speeds, state_of
+from benchmarks.free_memory import check_fits, checked
+from benchmarks.meshes import axes_of, file_name, meshes_of
 from benchmarks.traces import named, write_trace
 from jaxops.offload.reports import needed_bytes
 from jaxops.profiling.trace import Event, exposed_us, recorded, union_us
-from models import distributed
-from models.mesh import make_mesh, parts_of
+from models import config, distributed
+from models.mesh import AXES, make_mesh, parts_of
 from models.precision import PRECISIONS
 from models.presets import DIT_PRESETS, PRESETS, DiTPreset
 from models.schedule import with_steps
 
 ONE, WHOLE = "one", "whole"
-AXES = ("data", "fsdp", "expert", "tensor")
-SMOKE_DEVICES = 2
+SMOKE_DEVICES = 4
+WORKERS = 8  # steps that are compiled together
 
 # Sets of XLA's options to compare, over those of the models' steps. Jaxlib 0.11.2 knows all of them, and no
 # xla_gpu_enable_pipelined_all_reduce, _all_gather, _reduce_scatter or _collectives.
@@ -57,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "channels_8": {"xla_gpu_nccl_collective_max_nchannels": 8},  # each holds a multiprocessor
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
+    "limited": {"xla_gpu_memory_limit_slop_factor": 95},  # jaxlib's default: see models.layers.options_for
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
     "nccl": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY"},  # see models.layers.options_for
@@ -85,21 +95,45 @@ class Case(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A workload: its name in rows, the preset of one device, and the axes that are measured."""
+    """A workload.
+
+    Attributes:
+      name: in rows.
+      preset: with the batch of one device.
+      axes: of the meshes that are measured.
+      alone: whether it fits on one device.
+    """
 
     name: str
     preset: Any
     axes: tuple[str, ...]
+    alone: bool = True
 
 
 WORKLOADS = {
     "lm": Sizes("moe_3b", PRESETS["3b"], AXES),
     "dit": Sizes("dit_1b", DIT_PRESETS["1b"], ("data", "tensor")),
+    "30b": Sizes("moe_30b", dataclasses.replace(PRESETS["30b"], batch=PRESETS["30b"].batch // 8), AXES, alone=False),
 }
 SMOKE = {
     "lm": Sizes("moe_smoke", bench_train_step.SMOKE["moe_smoke"][1], AXES),
     "dit": Sizes("dit_smoke", dataclasses.replace(bench_train_step.SMOKE["dit_smoke"][1], heads=4), ("data", "tensor")),
+    "30b": Sizes("large_smoke", bench_train_step.SMOKE["moe_smoke"][1], AXES, alone=False),
 }
+DEFAULT = ("lm", "dit")
+
+
+def changed(sizes: Sizes, settings: Sequence[str]) -> Sizes:
+    """With settings KEY=VALUE as of `models.train --set`. Another depth is a part of the name.
+
+    Raises:
+      typer.BadParameter: an unknown or impossible setting.
+    """
+    with config.errors_of_options():
+        preset = config.resolve(sizes.preset, config.assignments(settings))
+    before, layers = (getattr(given, "model", given).layers for given in (sizes.preset, preset))
+    name = sizes.name if layers == before else f"{sizes.name}_{layers}_layers"
+    return sizes._replace(name=name, preset=preset)
 
 
 def grown(preset: Any, devices: int) -> Any:
@@ -109,26 +143,30 @@ def grown(preset: Any, devices: int) -> Any:
     return dataclasses.replace(preset, batch=devices * preset.batch)
 
 
-def cases_of(sizes: Sizes, axes: Sequence[str], options: Sequence[str], precision: str, steps: int) -> list[Case]:
-    """In the order in which they run: what others are compared with comes first."""
+def cases_of(sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precision: str, steps: int) -> list[Case]:
+    """In the order in which they run: what others are compared with comes first. Meshes with other axes than
+    `sizes.axes` are left out.
+    """
     devices = jax.device_count()
     one = with_steps(sizes.preset, steps)  # the learning rate rises at once: the losses depend on the gradients
     whole, images = grown(one, devices), isinstance(one, DiTPreset)
     make = bench_train_step.dit if images else bench_train_step.lm
     of = lambda preset, **more: lambda: make(preset, "auto", precision, steps, **more)
-    found, meshes = {ONE: Case(ONE, ONE, of(one))}, []
-    for axis in axes:
-        mesh = make_mesh(f"{axis}={devices}")
+    found, over = {ONE: Case(ONE, ONE, of(one))} if sizes.alone else {}, []
+    for name in meshes:
+        if not set(axes_of(name)) <= set(sizes.axes):
+            continue
+        mesh = make_mesh(name)
         # The parts of a batch of images are packed, and draw their noise, by themselves.
         parts = {"parts": parts_of(mesh)} if images else {}
         alone = f"{WHOLE} in {parts_of(mesh)}" if images else WHOLE
-        found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
-        name = f"{axis}={devices}"
-        meshes += [
+        if sizes.alone:
+            found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
+        over += [
             Case(f"{name} {chosen}", name, of(whole, mesh=mesh), "" if "unsummed" in chosen else alone, chosen)
             for chosen in options
         ]
-    return [*found.values(), *meshes]
+    return [*found.values(), *over]
 
 
 class Shares(NamedTuple):
@@ -180,6 +218,8 @@ class Run:
 
     Attributes:
       until: when the last step may start, in seconds of `time.perf_counter`.
+      traces: meshes whose profiles are written.
+      settings: over those of the preset, for the rows.
       one: tokens a second of one device.
       losses: of the cases so far, by name.
       apart_alone: of the WHOLE cases, by name: see the module.
@@ -189,16 +229,18 @@ class Run:
     file: pathlib.Path
     precision: str
     until: float
+    traces: Sequence[str] = ()
+    settings: Sequence[str] = ()
     one: float | None = None
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     apart_alone: dict[str, float] = dataclasses.field(default_factory=dict)
     failed: int = 0
 
-    def all(self, cases: Sequence[Case], workers: int) -> None:
+    def all(self, cases: Sequence[Case]) -> None:
         """The first case is compiled and measured alone: what XLA's autotuner chose for it, the others take. They are
         compiled together. Nothing is measured while something is compiled.
         """
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(WORKERS) as pool:
             self.case(cases[0], self.build(cases[0], pool))
             building = [(case, self.build(case, pool)) for case in cases[1:]]
             wait(future for _, future in building)
@@ -237,6 +279,9 @@ class Run:
 
     def measure(self, case: Case, built: Built) -> None:
         workload, step = built.workload, built.step
+        check_fits(step)
+        if not self.sizes.alone:
+            step = checked(step)
         state, us, losses = run_steps(step, built.start(), workload, self.left())
         with recorded() as events:
             state = jax.block_until_ready(step(state, workload.batches[0], key_of(workload)))
@@ -246,8 +291,8 @@ class Run:
             _, _, again = run_steps(step, nudged(built.start()), workload, self.left())
             self.apart_alone[case.name] = largest_difference(losses, again)
         self.write(case, built, us, shares_of(events))
-        if case.mesh not in (ONE, WHOLE) and harness.on_gpu() and distributed.is_first():
-            name = f"train_step_{self.sizes.name}_{case.mesh.partition('=')[0]}_{case.options}"
+        if case.mesh in self.traces and harness.on_gpu() and distributed.is_first():
+            name = f"train_step_{self.sizes.name}_{file_name(case.mesh)}_{case.options}"
             first = named(event for event in events if event.device == 0)
             write_trace(first, self.file.with_name(f"{name}.trace.json.gz"))
 
@@ -262,13 +307,14 @@ class Run:
         times = harness.Times.of(us)
         facts: dict[str, Any] = {"recipe": PRECISIONS[self.precision].recipe, "mesh": case.mesh, "devices": devices}
         facts |= speeds(workload, times)
-        facts["mfu"] /= devices
+        facts |= {"mfu": facts["mfu"] / devices, "tflops_per_device": facts["tflops"] / devices}
         if case.mesh == ONE:
             self.one = facts["tokens_per_s"]
         if self.one is not None:
             facts["scaling"] = facts["tokens_per_s"] / (devices * self.one)
         facts |= {f"{name}_ms": each for name, each in shares._asdict().items()}
         facts |= {"peak_bytes": needed_bytes(built.step)[0], "options": case.options}
+        facts |= {"set": list(self.settings)} if self.settings else {}
         if not jax.config.values["jax_compilation_cache_dir"]:  # a cached program takes no time
             facts["compile_s"] = built.seconds
         facts["processes"] = jax.process_count()
@@ -287,7 +333,13 @@ class Run:
             return
         harness.append_row(self.file, harness.make_row(named_case, times, None, {}, None, **facts))
         line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s"
-        shown = ("scaling", *(f"{name}_ms" for name in Shares._fields), "loss_apart", "loss_apart_alone")
+        shown = (
+            "tflops_per_device",
+            "scaling",
+            *(f"{name}_ms" for name in Shares._fields),
+            "loss_apart",
+            "loss_apart_alone",
+        )
         line += "".join(f", {name} {facts[name]:.3g}" for name in shown if name in facts)
         line += f", {facts['peak_bytes'] / 1e9:.1f} GB, compiled in {built.seconds:.0f} s"
         print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
@@ -322,8 +374,16 @@ def nudged(state: Any) -> Any:
 
 
 def main(
-    workloads: str = typer.Option(",".join(WORKLOADS)),
-    meshes: str = typer.Option(",".join(AXES), help="Each over all devices. A model without experts has no expert."),
+    workloads: str = typer.Option(",".join(DEFAULT), help=f"Of {', '.join(WORKLOADS)}."),
+    meshes: str = typer.Option(
+        ",".join(AXES),
+        help="Each over all devices: an axis, or several with their sizes as in fsdp=2+tensor=2. Of dit only those of "
+        "data and tensor are measured.",
+    ),
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="As of models.train, over the preset with one device's batch."),
+    ] = None,
     precision: str = typer.Option("bfloat16", help="Of " + ", ".join(PRECISIONS) + "."),
     steps: int = typer.Option(10, min=WARMUP + 2, help="Of each case: two warm up, and the last is not timed."),
     options: str = typer.Option("default", help=f"XLA's, of {', '.join(OPTIONS)}; each mesh runs with each."),
@@ -332,7 +392,6 @@ def main(
         help="I/N@HOST:PORT: this is process I of N that run together, each with its own devices; 0 writes the rows.",
     ),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
-    workers: int = typer.Option(8, help="Steps that are compiled together."),
     out: str = harness.OUT,
     smoke: bool = typer.Option(False, help="Tiny models on host devices, every code path; needs --out."),
 ) -> None:
@@ -344,12 +403,13 @@ def main(
     if process:
         distributed.initialize(*told(process))
     file = harness.begin("train_step", out, smoke, jax.device_count())
+    over = meshes_of(meshes)
+    traced = [mesh for mesh in over if len(over) == 1 or len(axes_of(mesh)) == 1]
     precision, failed = "float32" if smoke else precision, 0
     for name in harness.names(workloads, WORKLOADS):
-        sizes = (SMOKE if smoke else WORKLOADS)[name]
-        axes = [axis for axis in harness.names(meshes, AXES) if axis in sizes.axes]
-        run = Run(sizes, file, precision, begin + time_limit)
-        run.all(cases_of(sizes, axes, harness.names(options, OPTIONS), precision, steps), workers)
+        sizes = changed((SMOKE if smoke else WORKLOADS)[name], settings or ())
+        run = Run(sizes, file, precision, begin + time_limit, traced, settings or ())
+        run.all(cases_of(sizes, over, harness.names(options, OPTIONS), precision, steps))
         failed += run.failed
         jax.clear_caches()
     harness.end(failed)

@@ -295,7 +295,7 @@ def train(training: Training, graphdef: nnx.GraphDef, state: TrainState, run: Ru
       graphdef: of the model on one device.
 
     Returns:
-      The model with the weights that are `kept`, whole on one device, in evaluation mode.
+      The model with the weights that are `kept`, as of `models.mesh.collect`, in evaluation mode.
 
     Raises:
       Stopped: as `run_steps`.

@@ -189,12 +189,21 @@ def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def collect(tree: Tree, mesh: Mesh | None) -> Tree:
-    """The whole arrays on one device of each process, after a training. All processes call it; None for no mesh."""
+    """The whole arrays on one device of each process, after a training. All processes call it; None for no mesh.
+
+    Arrays that take more than half of a device's memory are numpy arrays in each host's memory.
+    """
     if mesh is None:
         return tree
-    return jax.tree.map(
-        lambda x: x.addressable_data(0), jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
-    )
+    whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+    if 2 * sum(x.nbytes for x in jax.tree.leaves(tree)) <= device_bytes(mesh):
+        return jax.tree.map(lambda x: x.addressable_data(0), whole(tree))
+    return jax.tree.map(lambda x: np.asarray(x if x.is_fully_addressable else whole(x).addressable_data(0)), tree)
+
+
+def device_bytes(mesh: Mesh) -> float:
+    """Memory of a device; of a CPU without a limit."""
+    return (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:

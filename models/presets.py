@@ -227,6 +227,29 @@ PRESETS = {
         warmup_steps=1_000,
         eval_every=1_000,
     ),
+    # Qwen3-30B-A3B's sizes: 30.5 billion, 3.3 billion active; for eight GPUs of 80 GB or four of 140 GB.
+    "30b": Preset(
+        DecoderConfig(
+            151_936,
+            2048,
+            layers=48,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            hidden=768,
+            experts=128,
+            top_k=8,
+            qk_norm=True,
+            rope_base=1_000_000.0,
+            policy=Policy(),
+        ),
+        context=4096,
+        batch=16,
+        steps=50_000,
+        learning_rate=3e-4,
+        warmup_steps=2_000,
+        eval_every=1_000,
+    ),
 }
 
 DIT_PRESETS = {

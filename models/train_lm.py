@@ -273,7 +273,7 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder,
     """Runs all steps and evaluations.
 
     Returns:
-      The trained model, whole on one device, in evaluation mode.
+      The trained model in evaluation mode, as of `models.mesh.collect`.
     """
     mesh, rows = run.mesh, make_rows(preset, corpus.train)
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
@@ -311,7 +311,10 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
 
 
 def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
-    """A continuation of the first held-out tokens, up to the context length."""
+    """A continuation of the first held-out tokens, up to the context length; none of a model in the host's memory."""
+    if any(isinstance(x, np.ndarray) for x in jax.tree.leaves(nnx.state(model, nnx.Param))):
+        console.print("\nThe model does not fit on one device: no sample of held-out text.")
+        return
     prompt = heldout[: max(1, preset.context // 4)].tolist()
     (written,) = generate(
         model,

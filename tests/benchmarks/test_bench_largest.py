@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bench_largest, bench_scaling
+from benchmarks import bench_largest, bench_scaling, free_memory
 from benchmarks.bench_largest import ONE, Run, Size, largest
 from benchmarks.harness import Compiled
 
@@ -56,7 +56,7 @@ def test_a_step_whose_temporaries_lack_room_in_one_piece_does_not_run(tmp_path, 
     """On some device, which would leave the others waiting for it."""
     run, free = made(tmp_path, 1e8), {"largest_free_block_bytes": 1000}
     roomy, full = (SimpleNamespace(memory_stats=lambda free=free: free) for free in (None, free))
-    monkeypatch.setattr(bench_largest.jax, "local_devices", lambda: [roomy, full])
+    monkeypatch.setattr(free_memory.jax, "local_devices", lambda: [roomy, full])
     built = run.build(ONE, Size(4, 1)).result()
     assert run.run(built) is None
     free["largest_free_block_bytes"] = 10**10

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from benchmarks import bench_scaling
+from benchmarks.meshes import file_name, meshes_of
 from jaxops.profiling.trace import Event
 from tests.command_line import run
 from tests.devices import needs_four
@@ -15,13 +16,20 @@ from tests.devices import needs_four
 SMOKE = ("--smoke", "--workloads", "lm", "--meshes", "fsdp", "--steps", "5")
 
 
-@needs_four
-def test_smoke_run(tmp_path, monkeypatch):
-    """One device, the same batch as the mesh on one device, and the mesh. Experts take thrice as long to compile."""
+@pytest.fixture
+def dense(monkeypatch):
+    """Experts take thrice as long to compile."""
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
-    sizes = bench_scaling.SMOKE["lm"]
-    dense = dataclasses.replace(sizes.preset, model=dataclasses.replace(sizes.preset.model, experts=0, top_k=0))
-    monkeypatch.setitem(bench_scaling.SMOKE, "lm", sizes._replace(preset=dense))
+    for name in ("lm", "30b"):
+        sizes = bench_scaling.SMOKE[name]
+        preset = dataclasses.replace(sizes.preset, model=dataclasses.replace(sizes.preset.model, experts=0, top_k=0))
+        monkeypatch.setitem(bench_scaling.SMOKE, name, sizes._replace(preset=preset))
+
+
+@needs_four
+@pytest.mark.usefixtures("dense")
+def test_smoke_run(tmp_path):
+    """One device, the same batch as the mesh on one device, and the mesh."""
     result = run(bench_scaling.main, *SMOKE, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     one, whole, mesh = (json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines())
@@ -30,6 +38,8 @@ def test_smoke_run(tmp_path, monkeypatch):
     assert mesh["shape"] == whole["shape"] == one["shape"] | {"T": 4 * one["shape"]["T"]}
     assert mesh["scaling"] == pytest.approx(mesh["tokens_per_s"] / one["tokens_per_s"] / 4, rel=1e-3)
     assert mesh["mfu"] == pytest.approx(mesh["tflops"] / 989.4 / 4, rel=1e-3)
+    assert mesh["tflops_per_device"] == pytest.approx(mesh["tflops"] / 4, rel=1e-3)
+    assert one["tflops_per_device"] == one["tflops"]
     assert len(mesh["loss"]) == 5
     assert mesh["loss"][-1] < mesh["loss"][0] - 0.1, "it learns"
     assert one["loss"][0] != pytest.approx(mesh["loss"][0], rel=1e-4), "of another batch"
@@ -44,6 +54,68 @@ def test_a_time_limit(tmp_path):
     assert result.exit_code == 0, result.output
     assert "left out: moe_smoke fsdp=4" in result.output
     assert not list(tmp_path.iterdir())
+
+
+@needs_four
+@pytest.mark.usefixtures("dense")
+def test_a_model_too_large_for_one_device(tmp_path):
+    """Only the meshes run, here a mixture of axes, of another depth and batch."""
+    options = (
+        "--smoke",
+        "--workloads",
+        "30b",
+        "--meshes",
+        "tensor=2+fsdp=2",
+        "--steps",
+        "4",
+        "--set",
+        "model.layers=2",
+    )
+    result = run(bench_scaling.main, *options, "--set", "batch=4", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    (row,) = (json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines())
+    assert (row["name"], row["mesh"], row["devices"]) == ("large_smoke_2_layers", "fsdp=2,tensor=2", 4)
+    assert row["shape"]["layers"] == 2
+    assert row["shape"]["T"] == 4 * 4 * bench_scaling.SMOKE["30b"].preset.context
+    assert row["set"] == ["model.layers=2", "batch=4"]
+    assert row["loss"][-1] < row["loss"][0]
+    assert not {"scaling", "loss_apart"} & row.keys()
+
+
+@needs_four
+def test_meshes():
+    assert meshes_of("data,fsdp=2+tensor=2,tensor=2+fsdp=2,expert=4") == ["data=4", "fsdp=2,tensor=2", "expert=4"]
+    assert [file_name(mesh) for mesh in ("data=4", "fsdp=2,tensor=2")] == ["data", "fsdp2_tensor2"]
+    sizes = bench_scaling.SMOKE["dit"]
+    cases = bench_scaling.cases_of(sizes, ["data=4", "fsdp=2,tensor=2", "data=2,tensor=2"], ["default"], "float32", 5)
+    names = ["one", "whole in 4", "whole in 2", "data=4 default", "data=2,tensor=2 default"]
+    assert [case.name for case in cases] == names
+    assert [case.whole for case in cases[3:]] == names[1:3]
+
+
+@needs_four
+@pytest.mark.parametrize(
+    ("meshes", "error"),
+    [("pipeline", "is not one of"), ("fsdp+tensor=2", "is not one of"), ("fsdp=2", "is for 2 devices")],
+)
+def test_a_wrong_mesh_is_an_error_before_anything_is_compiled(tmp_path, meshes, error):
+    result = run(bench_scaling.main, *SMOKE[:3], "--meshes", meshes, "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert error in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("setting", ["model.layer=2", "batch=none", "batch"])
+def test_a_wrong_setting(setting):
+    with pytest.raises(typer.BadParameter, match=setting.partition("=")[0]):
+        bench_scaling.changed(bench_scaling.SMOKE["lm"], [setting])
+
+
+def test_another_depth():
+    for name, key in (("30b", "model.layers"), ("dit", "layers")):
+        sizes = bench_scaling.changed(bench_scaling.WORKLOADS[name], [f"{key}=20"])
+        assert sizes.name == f"{bench_scaling.WORKLOADS[name].name}_20_layers"
+        assert getattr(sizes.preset, "model", sizes.preset).layers == 20
 
 
 def test_what_is_exposed():

@@ -37,6 +37,8 @@ def test_options_over_a_mesh():
         products = {"xla_gpu_enable_triton_gemm": False} if mesh.size > 1 else {}
         assert options_for(None, mesh) == LOOPS | copies
         assert options_for(None, mesh, routers=True) == LOOPS | copies | products
+        limit = {"xla_gpu_memory_limit_slop_factor": 400} if mesh.size > 1 else {}
+        assert options_for(Policy(), mesh) == LOOPS | copies | limit
         with mock.patch.dict(vars(mesh), is_multi_process=True):  # peer memory is that of one process
             assert options_for(None, mesh) == LOOPS
     if jax.default_backend() == "cpu":

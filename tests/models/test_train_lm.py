@@ -18,13 +18,14 @@ import typer
 from flax import nnx
 from PIL import Image
 
-from models import hf, train_lm
+from models import hf, mesh, train_lm
 from models.config import read
 from models.decoder import Decoder
 from models.hf_config import fitting
 from models.presets import PRESETS, Preset, of_bytes
 from models.tokenizer import Bytes, HuggingFace, tokenizer_of
 from models.train_lm import LmOptions, choose, choose_tokenizer, main, make_step, read_corpus, save_checkpoint
+from tests.devices import needs_four
 
 TINY = Preset(
     of_bytes(layers=1, width=16, heads=2, experts=4, hidden=8),
@@ -220,10 +221,25 @@ def test_presets_fit(preset):
     assert preset.steps > preset.warmup_steps
 
 
-@pytest.mark.parametrize(("name", "total"), [("small", 25e6), ("medium", 150e6), ("large", 1e9), ("3b", 3.1e9)])
+@pytest.mark.parametrize(
+    ("name", "total"), [("small", 25e6), ("medium", 150e6), ("large", 1e9), ("3b", 3.1e9), ("30b", 30.5e9)]
+)
 def test_preset_sizes(name, total):
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(PRESETS[name].model, rngs=nnx.Rngs(0))))
     assert sum(p.size for p in jax.tree.leaves(shapes)) == pytest.approx(total, rel=0.1)
+
+
+@needs_four
+def test_a_model_that_no_device_holds_whole(tmp_path, monkeypatch, capsys):
+    """Its checkpoint is the same, and it writes no sample."""
+    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(TINY, steps=1, warmup_steps=0))
+    saved = []
+    for limit in (np.inf, 0):
+        monkeypatch.setattr(mesh, "device_bytes", lambda _, limit=limit: limit)
+        main(preset="tiny", mesh="fsdp=4", out=tmp_path / str(limit))
+        assert ("does not fit on one device" in capsys.readouterr().out) == (limit == 0)
+        saved.append((tmp_path / str(limit) / "checkpoint-hf" / "model.safetensors").read_bytes())
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.parametrize("options", [{"preset": "huge"}, {"backend": "cublas"}])

@@ -11,7 +11,8 @@ the slower card. `of_gemm` is the time over that of XLA's product alone, `host_u
 
 Beside the two ops there are
 
-- `mlp`: a Megatron MLP, forward and backward.
+- `mlp`: a Megatron MLP, forward and backward. `xla` and `jaxops_gathered` keep the gathered rows for the backward;
+  `jaxops` and `xla_own_rows` keep a device's own rows and gather again.
 - `lengths`: both ops with a hundred numbers of `rows` in one bucket; `compilations` counts the programs.
 """
 
@@ -33,10 +34,12 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from benchmarks import checks, harness, peers_torch_collective, shapes
 from benchmarks.collective_sides import (
+    AGAIN,
     AXIS,
     EXAMPLE,
     GATHER,
     GEMM,
+    KEPT,
     MLP,
     OWN,
     SCATTER,
@@ -56,7 +59,7 @@ DTYPE = jnp.bfloat16
 LIMITS = {GATHER: "bfloat16", SCATTER: "bfloat16", MLP: "bfloat16 mlp"}
 LENGTHS = "lengths"
 OPS = (GATHER, SCATTER, MLP, LENGTHS)
-PEERS = (GEMM, XLA, EXAMPLE, *peers_torch_collective.SIDES)
+PEERS = (GEMM, XLA, AGAIN, KEPT, EXAMPLE, *peers_torch_collective.SIDES)
 CALLS = {GATHER: 10, SCATTER: 10, MLP: 3}  # in a program
 PRODUCTS = {GATHER: 1, SCATTER: 1, MLP: 6}
 MANY = 100  # lengths

@@ -17,6 +17,7 @@ from benchmarks.shapes import DenseShape
 AXIS = "tensor"
 GATHER, SCATTER, MLP = "all_gather_matmul", "matmul_reduce_scatter", "mlp"
 OWN, XLA, GEMM, EXAMPLE = "jaxops", "xla", "gemm", "mosaic_example"
+KEPT, AGAIN = "jaxops_gathered", "xla_own_rows"  # of the MLP
 
 
 class Side(NamedTuple):
@@ -48,6 +49,18 @@ def gather(x: jax.Array, w: jax.Array, *rows: jax.Array) -> jax.Array:
 
 def scatter(h: jax.Array, w: jax.Array, *rows: jax.Array) -> jax.Array:
     return jaxops.matmul_reduce_scatter(h, w, AXIS, rows=rows[0] if rows else None, backend=backend())
+
+
+def gather_and_keep(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jaxops.all_gather_matmul(x, w, AXIS, save="gathered", backend=backend())
+
+
+def gather_by_xla(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jaxops.all_gather_matmul(x, w, AXIS, backend="xla")
+
+
+def scatter_by_xla(h: jax.Array, w: jax.Array) -> jax.Array:
+    return jaxops.matmul_reduce_scatter(h, w, AXIS, backend="xla")
 
 
 def xla_gather(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -102,7 +115,12 @@ SIDES: dict[str, dict[str, Side]] = {
     },
     MLP: {
         name: Side(mlp(*products), (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS)), (P(AXIS), *_GATHERS, P(AXIS)))
-        for name, products in ((OWN, (gather, scatter)), (XLA, (xla_gather, xla_scatter)))
+        for name, products in {
+            OWN: (gather, scatter),
+            KEPT: (gather_and_keep, scatter),
+            XLA: (xla_gather, xla_scatter),
+            AGAIN: (gather_by_xla, scatter_by_xla),
+        }.items()
     },
 }
 

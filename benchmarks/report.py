@@ -28,6 +28,8 @@ PEERS = (
     "torch_compile",
     "deepgemm",
     "gemm",
+    "alone",
+    "xla_own_rows",
     "mosaic_example",
     "torch_symmetric",
     "torch_nccl",

@@ -156,6 +156,9 @@ CASES = {
     "all_gather_matmul-cast": Case(
         over(mesh_of(1), "all_gather_matmul", **HALF), (X, KN), named("all_gather_matmul", "x out")
     ),
+    "all_gather_matmul-gathered": Case(
+        over(mesh_of(1), "all_gather_matmul", save="gathered"), (X, KN), named("all_gather_matmul", "rows out")
+    ),
     "matmul_reduce_scatter-cast": Case(
         over(mesh_of(1), "matmul_reduce_scatter", **HALF), (X, KN), named("matmul_reduce_scatter", "h out")
     ),

@@ -1,6 +1,6 @@
 """Linear layers whose kernels and rows are sharded over the devices of a mesh axis."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,8 @@ class _ParallelLinear(LinearParameters):
         self.precision = precision
         self.backend = backend
 
-    def _multiply(self, op: Any, x: jax.Array, rows: Any, sharded: int) -> jax.Array:
-        """op of x and this device's kernel. sharded: which axis of the kernel is.
+    def _multiply(self, op: Any, x: jax.Array, rows: Any, sharded: int, **more: Any) -> jax.Array:
+        """op of x and this device's kernel. sharded: which axis of the kernel is. more: further arguments of op.
 
         Raises:
           ValueError: no such mesh axis, a size that its devices do not divide, x with other columns, a whole kernel.
@@ -61,7 +61,7 @@ class _ParallelLinear(LinearParameters):
                 f"this device has a kernel of shape {kernel.shape}, and its part of {whole} over axis {axis_name!r} is "
                 f"{tuple(local)}: pass the layer's state through in_specs of jax.shard_map, as docs/parallel.md does."
             )
-        how = {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend}
+        how = {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend} | more
         return op(x, kernel, axis_name, bias=bias, rows=rows, **how)
 
 
@@ -80,6 +80,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Attributes:
       kernel: [in_features, out_features] in param_dtype; inside `jax.shard_map` [in_features, out_features / devices].
       bias: [out_features] in param_dtype, or None; inside `jax.shard_map` [out_features / devices].
+      save: what the backward reads of x, as in `jaxops.all_gather_matmul`: "own" unless you set it.
 
     Args:
       in_features, out_features: columns of x and of the result, those of all devices together.
@@ -94,6 +95,8 @@ class ColumnParallelLinear(_ParallelLinear):
         divide the features.
     """
 
+    save: Literal["own", "gathered"] = "own"
+
     def __call__(self, x: jax.Array, rows: jax.Array | int | None = None) -> jax.Array:
         """Gathers the rows of all devices and multiplies them by this device's columns.
 
@@ -104,7 +107,7 @@ class ColumnParallelLinear(_ParallelLinear):
         Returns:
           [devices * m, out_features / devices] in dtype.
         """
-        return self._multiply(all_gather_matmul, x, rows, sharded=1)
+        return self._multiply(all_gather_matmul, x, rows, sharded=1, save=self.save)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -15,7 +15,7 @@ OF_JAXOPS = tuple(
     f"{op}.{name}"
     for op, names in {
         "adaln": "out stats",
-        "all_gather_matmul": "x out",
+        "all_gather_matmul": "x rows out",
         "attention": "q k v out lse cudnn",
         "combine": "out",
         "fp8_grouped_matmul": "lhs rhs out",

@@ -1,6 +1,7 @@
 """`all_gather_matmul` and `matmul_reduce_scatter`: products across a mesh axis, each the gradient of the other."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxops.parallel.products import Spec, dot, gather_products, scatter_product
 Weights = tuple[jax.Array, ...]
 Biases = tuple[jax.Array | None, ...]
 Rows = jax.Array | None
+SAVES = "own", "gathered"
 
 
 def all_gather_matmul(
@@ -28,6 +30,7 @@ def all_gather_matmul(
     rows: jax.Array | int | None = None,
     compute_dtype=None,
     precision: lax.PrecisionLike = None,
+    save: Literal["own", "gathered"] = "own",
     backend: str = "auto",
 ) -> Any:
     """All-gathers the rows of x over a mesh axis and multiplies them by this device's columns of w.
@@ -57,6 +60,8 @@ def all_gather_matmul(
       compute_dtype: dtype to which x and w are cast inside, and of the result. The gradient of a float32 w is float32
         and never rounded to compute_dtype.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
+      save: what the backward reads of x. "own": this device's rows. "gathered": all rows, devices times the memory,
+        which spares the backward's gather.
       backend: "mosaic" gathers and multiplies in one kernel; "xla" is `jax.lax.all_gather`, then the product. "auto"
         takes the kernel where it can run (docs/parallel.md).
 
@@ -64,11 +69,12 @@ def all_gather_matmul(
       [devices * m, n] in compute_dtype; a tuple for a tuple w.
 
     Raises:
-      ValueError: shapes that do not fit, an axis that does not exist here, an unknown backend.
+      ValueError: shapes that do not fit, an axis that does not exist here, an unknown save or backend.
       NotImplementedError: backend="mosaic" where the kernel cannot run.
       TypeError: dtypes that differ without compute_dtype or are not floats, rows that are not an integer.
 
-    Residuals: "all_gather_matmul.x" where x was cast, "all_gather_matmul.out" (docs/residual_names.md).
+    Residuals: "all_gather_matmul.x" where x was cast, or "all_gather_matmul.rows" with save="gathered";
+    "all_gather_matmul.out" (docs/residual_names.md).
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
     """
@@ -82,10 +88,10 @@ def all_gather_matmul(
         biases = (None,) * len(weights)
     if not isinstance(biases, tuple) or len(biases) != len(weights):
         raise ValueError(f"bias must be a tuple of {len(weights)}, as w is; write None for those without.")
+    check_choice("save", save, SAVES)
     options = compute_dtype, precision, backend
-    found: Any = _gather_matmul(
-        *_prepare("all_gather_matmul.x", "[m, K]", x, weights, biases, rows, axis_name, options)
-    )
+    spec, *operands = _prepare("all_gather_matmul.x", "[m, K]", x, weights, biases, rows, axis_name, options)
+    found: Any = _gather_matmul(dataclasses.replace(spec, save=save), *operands)
     return found if isinstance(w, tuple) else found[0]
 
 
@@ -201,28 +207,42 @@ def _bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
 
 
 def _gather_forward(spec: Spec, x: jax.Array, weights: Weights, biases: Biases, rows: Rows) -> Weights:
-    products, _ = gather_products(spec, _mask_own(spec, rows, x), weights, rows, transposed=False)
+    return _gathered_forward(spec, x, weights, biases, rows)[0]
+
+
+def _gathered_forward(
+    spec: Spec, x: jax.Array, weights: Weights, biases: Biases, rows: Rows
+) -> tuple[Weights, jax.Array]:
+    """The results, and all devices' rows of x."""
+    products, gathered = gather_products(spec, _mask_own(spec, rows, x), weights, rows, transposed=False)
 
     def biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:
         if bias is not None:
             y = _mask(rows, y.astype(jnp.float32) + bias.astype(jnp.float32)[None])
         return y.astype(spec.dtype)
 
-    return tuple(map(biased, products, biases))
+    return tuple(map(biased, products, biases)), gathered
 
 
-def _gather_fwd(spec: Spec, *operands):
-    return checkpoint_name(_gather_matmul(spec, *operands), "all_gather_matmul.out"), operands
+def _gather_fwd(spec: Spec, x: jax.Array, *others):
+    if spec.save == "own":
+        ys = _gather_matmul(spec, x, *others)
+    else:
+        ys, gathered = _gathered_forward(spec, x, *others)
+        x = checkpoint_name(gathered, "all_gather_matmul.rows")
+    return checkpoint_name(ys, "all_gather_matmul.out"), (x, *others)
 
 
-def _gather_bwd(spec: Spec, operands, dys: Weights):
-    x, weights, biases, rows = operands
-    # The barrier delays the gather until the cotangents exist: XLA would otherwise keep the forward's gathered rows.
-    x, dys = barrier((x, dys))
+def _gather_bwd(spec: Spec, residuals, dys: Weights):
+    x, weights, biases, rows = residuals
+    if spec.save == "own":
+        # Delays the gather until the cotangents exist: XLA would otherwise keep the forward's gathered rows.
+        x, dys = barrier((x, dys))
     dys = tuple(_mask(rows, dy) for dy in dys)
     pairs = tuple(zip(dys, weights, strict=True))
-    dx, gathered = scatter_products(spec, pairs, _mask_own(spec, rows, x), rows, transposed=True)
-    assert gathered is not None  # x was passed
+    own = _mask_own(spec, rows, x) if spec.save == "own" else None
+    dx, gathered = scatter_products(spec, pairs, own, rows, transposed=True)
+    gathered = x if gathered is None else gathered
     dws = tuple(dot(spec, gathered, dy, (0, 0)).astype(dtype) for dy, dtype in zip(dys, spec.w_dtypes, strict=True))
     return dx, dws, tuple(map(_bias_gradient, biases, dys)), None
 

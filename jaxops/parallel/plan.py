@@ -61,7 +61,7 @@ class Problem:
       dtype: of what is sent.
       transposed: whether w is [n, depth], as in a backward.
       exact: whether the products' operands are of dtype, and not of another one that the precision asks for.
-      sent: columns of the rows that are gathered.
+      sent: columns of the rows that are gathered; 0 for none.
       processes: of JAX.
       manual: whether `jax.shard_map` is over all axes of the mesh.
     """
@@ -73,7 +73,7 @@ class Problem:
     dtype: str
     transposed: bool = False
     exact: bool = True
-    sent: int = 64
+    sent: int = 0
     processes: int = 1
     manual: bool = True
 
@@ -90,7 +90,10 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Pla
         raise NotImplementedError(f"backend='mosaic': {why}. Write backend='auto' or 'xla'.")
     if backend == "xla" or why:
         return Plan("xla", why=why or "backend='xla'", device=device)
-    return Plan("mosaic", _heuristic(problem, device), device=device)
+    tiles = _heuristic(problem, device)
+    if backend == "auto" and _few_senders(problem, tiles, device):
+        return Plan("xla", why="too few tiles would send the rows: XLA's all-gather is faster", device=device)
+    return Plan("mosaic", tiles, device=device)
 
 
 def _refused(problem: Problem, device: Device) -> str:
@@ -114,12 +117,26 @@ def _refused(problem: Problem, device: Device) -> str:
         return "a size is 0"
     if any(size % 8 for size in (problem.n, problem.sent, *problem.depths)):
         return f"TMA needs sizes that are multiples of 8, and these are {problem.n}, {problem.sent}, {problem.depths}"
-    if problem.sent < 64 and problem.m < 8:
+    if 0 < problem.sent < 64 and problem.m < 8:
         return f"[{problem.m}, {problem.sent}] are too few numbers to send"
     columns = problem.depths if problem.transposed else (problem.n,)
     if any(number % DEEP for number in columns):
         return f"the kernel's tiles of w need a multiple of {DEEP} columns, and w has {', '.join(map(str, columns))}"
     return ""
+
+
+def _few_senders(problem: Problem, tiles: Tiles, device: Device) -> bool:
+    """Whether a phase has fewer tiles than half of the programs: each tile sends a share of the rows, at about 3 GB/s.
+
+    Four H200s: x [512, 4096] of a device times w [4096, 2048], in 32 tiles a phase, takes 196 us, XLA 120; with 1,024
+    rows and 3,584 columns, in 112 tiles, 255 and 290 (2026-11-26).
+    """
+    return problem.sent > 0 and 2 * _down(problem) * -(-problem.n // tiles.wide) < device.cores
+
+
+def _down(problem: Problem) -> int:
+    """Tiles down a device's rows."""
+    return -(-problem.m // HIGH)
 
 
 def _heuristic(problem: Problem, device: Device) -> Tiles:
@@ -131,7 +148,7 @@ def _heuristic(problem: Problem, device: Device) -> Tiles:
     """
 
     def time(wide: int) -> float:
-        tiles = problem.devices * -(-problem.m // HIGH) * -(-problem.n // wide)
+        tiles = problem.devices * _down(problem) * -(-problem.n // wide)
         return -(-tiles // device.cores) * wide * (1.04 if wide < 256 else 1)
 
     wide = min((256, 192), key=time)

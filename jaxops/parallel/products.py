@@ -24,6 +24,7 @@ class Spec:
       dtype: of what is sent and of the results.
       multiplied: of the products' operands: not dtype if the precision asks for another one.
       w_dtypes: of the gradients of the weights.
+      save: what the backward of a gather reads, "own" or "gathered" rows.
     """
 
     axis_name: str
@@ -32,6 +33,7 @@ class Spec:
     precision: lax.Precision
     w_dtypes: tuple[jnp.dtype, ...]
     backend: str
+    save: str = "own"
 
 
 def gather_products(
@@ -68,7 +70,7 @@ def scatter_products(
     """
     (h, w), devices = pairs[0], lax.axis_size(spec.axis_name)
     depths = tuple(h.shape[1] for h, _ in pairs)
-    sent = 64 if x is None else x.shape[1]
+    sent = 0 if x is None else x.shape[1]
     plan = _plan(spec, h.shape[0] // devices, w.shape[0 if transposed else 1], depths, transposed, sent)
     if plan.backend == "xla":
         products = [_times(spec, h, w, transposed) for h, w in pairs]

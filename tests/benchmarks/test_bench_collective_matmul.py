@@ -48,7 +48,7 @@ def test_smoke_run_writes_a_row_for_each_side_that_works(tmp_path):
     found = {op: [row["backend"] for row in rows if row["op"] == op and not row["dist"]] for op in SIDES}
     assert sorted(found[GATHER]) == ["gemm", "jaxops", "torch_nccl", "torch_symmetric", "xla"]
     assert sorted(found[SCATTER]) == ["gemm", "jaxops", "torch_nccl", "xla"]
-    assert sorted(found[MLP]) == ["jaxops", "xla"]
+    assert sorted(found[MLP]) == ["jaxops", "jaxops_gathered", "xla", "xla_own_rows"]
     assert "left out: mosaic_example 0 at m1000_k64_n256 all_gather_matmul" in result.output
     assert "left out: torch_symmetric at m1000_k64_n256 matmul_reduce_scatter: RuntimeError" in result.output
     for row in rows:

@@ -120,6 +120,7 @@ RULES = {
     "recipe": Rule(("rowwise",), (), CHOICE),
     "moe_mlp.recipe": Rule((None, "rowwise"), (), OPTION),
     "save": Rule(("nothing",), (), CHOICE),
+    "all_gather_matmul.save": Rule(("gathered",), (), CHOICE),
     "weight_scale": Rule((2, 2.5, np.float32(2.5)), ("1", None, True, ARRAY, np.ones(1)), (float("nan"), float("inf"))),
     "scaling": Rule(("rowwise",), (), CHOICE),
     "score": Rule(("sigmoid",), (), CHOICE),

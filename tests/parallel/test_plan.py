@@ -27,8 +27,8 @@ def new_enough():
     ("changes", "why"),
     [
         ({}, ""),
-        ({"dtype": "float16", "m": 5003, "depths": (8, 72), "n": 64}, ""),
-        ({"transposed": True, "n": 8}, ""),
+        ({"dtype": "float16", "m": 9003, "depths": (8, 72), "n": 64}, ""),
+        ({"transposed": True, "m": 9003, "n": 8}, ""),
         ({"devices": 1}, "one device"),
         ({"devices": 9}, "at most 8 devices"),
         ({"manual": False}, "all axes of the mesh"),
@@ -56,6 +56,15 @@ def test_what_the_kernel_takes(changes, why, new_enough):
             make_plan(problem, H200, backend="mosaic")
 
 
+def test_few_tiles_that_send_rows(new_enough):
+    """ "auto" takes XLA where a phase has fewer tiles than half of the programs; an explicit backend is obeyed."""
+    few = dataclasses.replace(PROBLEM, devices=4, m=512, n=2048)
+    assert "too few tiles" in make_plan(few, H200).why
+    assert make_plan(few, H200, backend="mosaic").backend == "mosaic"
+    for more in ({"m": 1024, "n": 3584}, {"m": 512, "n": 8192}, {"sent": 0}):
+        assert make_plan(dataclasses.replace(few, **more), H200).backend == "mosaic"
+
+
 def test_where_the_kernel_runs(new_enough):
     for kind, platform in (("NVIDIA A100", "gpu"), ("NVIDIA B200", "gpu"), ("cpu", "cpu")):
         assert "needs a Hopper GPU" in make_plan(PROBLEM, Device(kind, platform)).why
@@ -70,15 +79,18 @@ def test_tiles(new_enough):
     assert (wide(), wide(m=1024), wide(m=8192, n=2880, depths=(2880,))) == (256, 192, 192)
 
 
-def lowered(name: str, order: int, backend: str) -> str:
+ROWS = 4 * 8500  # so many that "auto" takes the kernels
+
+
+def lowered(name: str, order: int, backend: str, **how) -> str:
     """Forward and gradients on four devices, for an H200."""
-    f = over(mesh_of(4, order=order), name, bias=True, rows=True, backend=backend)
+    f = over(mesh_of(4, order=order), name, bias=True, rows=True, backend=backend, **how)
 
     def step(x, w, bias, rows):
         y, vjp = jax.vjp(lambda *operands: f(*operands, rows), x, w, bias)
         return y, *vjp(y)
 
-    shapes = ((400, 128), (128, 256), (256,)) if name == "all_gather_matmul" else ((400, 512), (512, 192), (192,))
+    shapes = ((ROWS, 128), (128, 256), (256,)) if name == "all_gather_matmul" else ((ROWS, 512), (512, 192), (192,))
     arguments = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
     with mock.patch.object(products, "current_device", return_value=H200):
         traced = jax.jit(step).trace(*arguments, jax.ShapeDtypeStruct((), "int32"))
@@ -97,9 +109,22 @@ def test_lowering(name, backend, x64):
     with jax.enable_x64(x64):
         text = lowered(name, 1, backend)
     kernels = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-    flops = 2 * 400 * 128 * (64 if name == "all_gather_matmul" else 192)
+    flops = 2 * ROWS * 128 * (64 if name == "all_gather_matmul" else 192)
     assert [f'jaxops_flops = "{flops}"' in line for line in kernels] == [True, True]
     assert not [op for op in COLLECTIVES if op in text]
+
+
+@newer
+def test_lowering_with_kept_rows():
+    """The kernel of the backward gathers none."""
+
+    def results(text: str) -> list[int]:
+        return [line.rpartition("->")[2].count("tensor<") for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+
+    own, kept = (lowered("all_gather_matmul", 1, "auto", save=save) for save in ("own", "gathered"))
+    forward, backward = results(own)
+    assert results(kept) == [forward, backward - 1]
+    assert not [op for op in COLLECTIVES if op in kept]
 
 
 @newer
@@ -121,7 +146,7 @@ def test_meshes_that_take_xla(kind):
     f = jax.shard_map(
         lambda x, w: jaxops.all_gather_matmul(x, w, AXIS), in_specs=(P(AXIS), columns), out_specs=columns, **how
     )
-    operands = jax.ShapeDtypeStruct((400, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 256), "bfloat16")
+    operands = jax.ShapeDtypeStruct((ROWS, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 256), "bfloat16")
     with mock.patch.object(products, "current_device", return_value=H200):
         text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert "@mosaic_gpu_v2" not in text

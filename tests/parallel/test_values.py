@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops.nn import ColumnParallelLinear
 from tests.compare import assert_close
 from tests.parallel.cases import AXIS, PRODUCTS, make, mesh_of, over, results, wanted
 
@@ -58,19 +59,20 @@ def test_rows(name):
     assert results._cache_size() == compiled + 1
 
 
+@pytest.mark.parametrize("save", ["own", "gathered"])
 @pytest.mark.parametrize("rows", [None, 5])
-def test_several_weights(rows):
-    """x is gathered once, and its gradient is the sum's."""
+def test_several_weights(rows, save):
+    """x is gathered once, and its gradient is the sum's. NaN past `rows` is in nothing that is kept."""
     x, w, bias, dy = make(8, 12, 8)
     w2, dy2 = make(8, 12, 16, seed=1)[1::2]
 
     def product(x, w, w2, bias):
-        return jaxops.all_gather_matmul(x, (w, w2), AXIS, bias=(bias, None), rows=rows)
+        return jaxops.all_gather_matmul(x, (w, w2), AXIS, bias=(bias, None), rows=rows, save=save)
 
     f = jax.shard_map(
         product, mesh=mesh_of(4), in_specs=(P(AXIS), P(None, AXIS), P(None, AXIS), P(AXIS)), out_specs=P(None, AXIS)
     )
-    (y, y2), vjp = jax.vjp(jax.jit(f), x, w, w2, bias)
+    (y, y2), vjp = jax.vjp(jax.jit(f), x if rows is None else x.at[rows:].set(jnp.nan), w, w2, bias)
     first, second = wanted(x, w, bias, dy, rows), wanted(x, w2, np.zeros(16), dy2, rows)
     dx, dw, dw2, dbias = vjp((dy, dy2))
     check((y, dx, dw, dbias), (first[0], first[1] + second[1], *first[2:]), "float32")
@@ -112,26 +114,45 @@ def test_float32_weights_under_bfloat16(name):
     check((dw,), wanted(x, w, bias, dy)[2:], "float32")
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_only_local_rows_are_kept(name):
-    """The residuals of x and h are local; the backward of the first gathers again, after the cotangents exist."""
+@pytest.mark.parametrize(("name", "save"), [*((name, None) for name in PRODUCTS), ("all_gather_matmul", "gathered")])
+def test_only_local_rows_are_kept(name, save):
+    """The residuals of x and h are local; the backward of the first gathers again, after the cotangents exist. With
+    save="gathered" all rows are kept, and gathered once."""
     x, w, _, dy = make(12, 8, 8)
     op, specs = PRODUCTS[name]
     kept = []
 
     def local(x, w, dy):
-        y, vjp = jax.vjp(lambda x, w: op(x, w, AXIS), x, w)
+        y, vjp = jax.vjp(lambda x, w: op(x, w, AXIS, **({} if save is None else {"save": save})), x, w)
         kept.extend(a.shape for a in jax.tree.leaves(vjp))
         return y, *vjp(dy)
 
     f = jax.shard_map(local, mesh=mesh_of(4), in_specs=(*specs[:2], specs[3]), out_specs=(specs[3], *specs[:2]))
     text = jax.jit(f).lower(x, w, dy).as_text()
-    gathers = name == "all_gather_matmul"
-    assert sorted(kept) == ([(3, 8), (8, 2)] if gathers else [(2, 8), (12, 2)])
-    assert (text.count('"stablehlo.all_gather"'), text.count('"stablehlo.reduce_scatter"')) == (
-        (2, 1) if gathers else (1, 1)
-    )
-    assert text.count("optimization_barrier") == gathers
+    again = name == "all_gather_matmul" and save is None
+    residuals = [(3, 8), (8, 2)] if again else [(2, 8), (12, 2)] if save is None else [(8, 2), (12, 8)]
+    assert sorted(kept) == residuals
+    counts = text.count('"stablehlo.all_gather"'), text.count('"stablehlo.reduce_scatter"')
+    assert counts == (1 + again, 1)
+    assert text.count("optimization_barrier") == again
+
+
+def test_a_layer_that_keeps_all_rows():
+    """Its backward gathers none."""
+    from flax import nnx
+
+    for save, count in (("own", 2), ("gathered", 1)):
+        layer = ColumnParallelLinear(8, 8, AXIS, use_bias=False, rngs=nnx.Rngs(0))
+        layer.save = save
+        graphdef, params = nnx.split(layer)
+        split = nnx.map_state(lambda *_: P(None, AXIS), params)
+        f = jax.shard_map(
+            lambda params, x, graphdef=graphdef: nnx.merge(graphdef, params)(x),
+            mesh=mesh_of(2), in_specs=(split, P(AXIS)), out_specs=P(None, AXIS),
+        )  # fmt: skip
+        loss = lambda params, x, f=f: jnp.sum(f(params, x) ** 2)
+        text = jax.jit(jax.grad(loss)).lower(params, jnp.ones((6, 8))).as_text()
+        assert text.count('"stablehlo.all_gather"') == count
 
 
 def test_a_megatron_block():
@@ -167,10 +188,12 @@ def test_a_megatron_block():
         np.testing.assert_array_equal(got, twice)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_second_derivative(name):
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, {}) for name in PRODUCTS), ("all_gather_matmul", {"save": "gathered"})]
+)
+def test_second_derivative(name, how):
     x, w, bias, _ = make(8, 8, 8)
-    f = over(mesh_of(2), name, bias=True)
+    f = over(mesh_of(2), name, bias=True, **how)
 
     def gradient(f, x, w):
         return jnp.sum(jax.grad(lambda w: jnp.sum(jnp.sin(f(x, w, bias))))(w) ** 2)

@@ -244,8 +244,8 @@ class Run:
             self.case(cases[0], self.build(cases[0], pool))
             building = [(case, self.build(case, pool)) for case in cases[1:]]
             wait(future for _, future in building)
-        for case, future in building:
-            self.case(case, future)
+        while building:  # the program and the batches of a case are freed when it is done
+            self.case(*building.pop(0))
 
     def left(self) -> float:
         return self.until - time.perf_counter()

@@ -29,9 +29,25 @@ class Routed(NamedTuple):
     z_loss: jax.Array
     load: jax.Array
 
+    def summed(self) -> "Routed":
+        """Of all devices' tokens, from each device's by a sharded `DecoderRouter`, with one sum for all layers: a sum in
+        a scan over layers has nothing beside it. (30b over four H200s with `fsdp=4`, 2026-11-26: 1.3 ms a layer.)
+
+        aux_loss is not a mean over devices: it multiplies two means over tokens.
+        """
+        # Each device of EXPERTS has counted the same tokens.
+        load = lax.psum(self.load, AXES) // lax.axis_size(EXPERTS)
+        shares, z_loss = lax.pmean((self.aux_loss, self.z_loss), AXES)
+        chosen = load / jnp.sum(load, axis=1, keepdims=True)
+        return Routed(load.shape[1] * jnp.sum(chosen * shares, axis=1), z_loss, load)
+
 
 class DecoderRouter(Router):
-    """A `Router` whose logits may have a bias; sharded, with the load and the losses of all devices' tokens."""
+    """A `Router` whose logits may have a bias.
+
+    Sharded, load and z_loss are of the tokens of the device's own mesh axes `EXPERTS`, and aux_loss is [experts], their
+    mean scores, for `Routed.summed`.
+    """
 
     def __init__(self, config: DecoderConfig, *, sharded: bool, rngs: nnx.Rngs):
         c = config
@@ -56,22 +72,15 @@ class DecoderRouter(Router):
         return logits if self.bias is None else logits + self.bias[...][None, :]
 
     def choose(self, logits: jax.Array) -> jaxops.Routing:
-        """Sharded, of the tokens of all devices of the mesh axes `EXPERTS`."""
         routing = super().choose(logits)
         if not self.sharded:
             return routing
-        load = lax.psum(routing.load, AXES) // lax.axis_size(EXPERTS)  # each device of those axes has counted the same
-        losses = {"aux_loss": self._balance(logits, load), "z_loss": lax.pmean(routing.z_loss, AXES)}
-        return dataclasses.replace(routing, load=load, **losses)
-
-    def _balance(self, logits: jax.Array, load: jax.Array) -> jax.Array:
-        """aux_loss of all devices' tokens. Not a mean over devices: it multiplies two means over tokens."""
         if self.score == "sigmoid":
-            shares = jax.nn.sigmoid(logits)
-            shares = shares / jnp.sum(shares, axis=1, keepdims=True)
+            scores = jax.nn.sigmoid(logits)
+            scores = scores / jnp.sum(scores, axis=1, keepdims=True)
         else:
-            shares = jax.nn.softmax(logits)
-        return self.num_experts * jnp.sum(load / jnp.sum(load) * lax.pmean(jnp.mean(shares, axis=0), AXES))
+            scores = jax.nn.softmax(logits)
+        return dataclasses.replace(routing, aux_loss=jnp.mean(scores, axis=0))
 
 
 class StoredExperts(nnx.Module):

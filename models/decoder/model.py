@@ -84,6 +84,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
+        self.sharded = sharded
         self.splits: Splits | None = None  # set by `models.mesh.over`
         dtype = jnp.dtype(c.dtype)
 
@@ -134,7 +135,7 @@ class Decoder(nnx.Module):
             training=not self.use_running_average,
             whole=whole_layers(self, "blocks", "dense_blocks"),
         )
-        return x, outs[0]
+        return x, outs[0].summed() if self.sharded and outs[0] is not None else outs[0]
 
     def _stacks(self) -> tuple[Block, ...]:
         return (self.blocks,) if self.dense_blocks is None else (self.blocks, self.dense_blocks)

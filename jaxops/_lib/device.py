@@ -34,8 +34,6 @@ _BY_NAME: tuple[tuple[str, Capability], ...] = (
 _UNKNOWN = (8, 9)
 # L2 caches in MiB, by name: JAX does not say them.
 _L2_MIB = ((r"G?B200", 126), (r"H(100|200|800)", 50), (r"A100|A800", 40))
-# Copy bandwidth in TB/s, read and written, by name: as measured on 2026-11-20 and 22.
-_COPY_TBPS = ((r"H200", 4.25), (r"H100 80GB HBM3", 3.03))
 HOPPER_SHARED_BYTES = 232_448  # that one block may use
 
 
@@ -98,12 +96,6 @@ class Device:
     def l2_bytes(self) -> int | None:
         """The L2 cache of the cards that the table knows; None for others."""
         known = (mib << 20 for names, mib in _L2_MIB if re.search(rf"\b({names})\b", self.kind, re.IGNORECASE))
-        return next(known, None) if self.platform == "gpu" else None
-
-    @property
-    def copy_tbps(self) -> float | None:
-        """The copy bandwidth of the cards where it was measured; None for others."""
-        known = (tbps for names, tbps in _COPY_TBPS if re.search(rf"\b({names})\b", self.kind, re.IGNORECASE))
         return next(known, None) if self.platform == "gpu" else None
 
 

@@ -168,17 +168,3 @@ def test_what_gluon_kernels_need(monkeypatch, python, platform, installed, said)
 )
 def test_l2(kind, platform, mib):
     assert Device(kind, platform).l2_bytes == (mib and mib << 20)
-
-
-@pytest.mark.parametrize(
-    ("kind", "platform", "tbps"),
-    [
-        ("NVIDIA H100 80GB HBM3", "gpu", 3.03),
-        ("NVIDIA H200", "gpu", 4.25),
-        ("NVIDIA H100 PCIe", "gpu", None),
-        ("NVIDIA GH200 480GB", "gpu", None),
-        ("NVIDIA H200", "cpu", None),
-    ],
-)
-def test_copy_bandwidth(kind, platform, tbps):
-    assert Device(kind, platform).copy_tbps == tbps

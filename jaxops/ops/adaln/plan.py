@@ -122,13 +122,17 @@ _PROGRAM_ROWS = 8
 
 
 def _spread(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
-    """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200.
+    """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200; in fwd
+    without a gate down to 8 steps, where they would make fewer than 6,336, 48 a multiprocessor.
 
     H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92
-    and 59 us. Also fewer in bwd where the last of a few waves of programs would be nearly empty.
+    and 59 us. H100 80GB HBM3, 2026-11-26, forward with 16, 8 and 4 rows: [30011, 1152] 55.6, 51.0 and 50.6 us; [24001,
+    1536] 58.4, 55.3 and 55.8; with a gate not measured. Also fewer in bwd where the last of a few waves of programs
+    would be nearly empty.
     """
     T, least = problem.T, max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
-    while tiles.rows > least and -(-T // tiles.rows) * tiles.warps < 2048:
+    long = 8 * tiles.step if pass_name == "fwd" and not problem.gated else tiles.rows
+    while tiles.rows > least and -(-T // tiles.rows) * tiles.warps < (6336 if tiles.rows > long else 2048):
         tiles = dataclasses.replace(tiles, rows=tiles.rows // 2)
     if pass_name == "fwd" or tiles.rows <= least or T >= _TUNED_ROWS:
         return tiles
@@ -169,8 +173,9 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     block = _block(problem.D, 4096 if problem.D >= 16384 else 1024)
     columns = -(-problem.D // block) * block
     warps = 1 << max(0, min(4 if pass_name == "fwd" else 5, (columns // 512 - 1).bit_length() if columns > 512 else 0))
-    if pass_name == "bwd" and 2048 < columns <= 2560:
-        warps = 4  # H200, 2026-11-26, forward and backward of [20011, 2432]: 174 us; 190 with 8
+    if 2048 < columns <= 2560 and (pass_name == "bwd" or not problem.gated):
+        # [20011, 2432], 2026-11-26: forward and backward on an H200 174 us, 190 with 8; forward on an H100 71.7, 78.9
+        warps = 4
     rows = 16 if pass_name == "fwd" else 64
     tiles = Tiles(rows, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
     return _spread(pass_name, tiles, problem, device)

@@ -10,8 +10,6 @@ from jaxops.ops.grouped_matmul.long_sums import Sums
 if TYPE_CHECKING:
     from jaxops.ops.grouped_matmul.plan import Problem, Tiles
 
-_H200_TBPS = 4.25  # the copy bandwidth of the card that the model was fitted to
-
 
 def clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
     """A model of a pass' clock cycles: waves of programs, each as long as the tensor cores or L2 need for its steps,
@@ -37,9 +35,9 @@ def clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -
 def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[float, float, float]:
     """Of a multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
     size = jnp.dtype(dtype).itemsize  # next, a clock: multiplications, bytes from L2, bytes from memory
+    # 19 is an H200's. With an H100's own 13.5, the plans of 8 of 120 passes over random shapes changed, and took 1.08
+    # times as long (geometric mean; at most 1.65, at least 0.97; H100 80GB HBM3, 2026-11-26, profiles/h100_plans.csv).
     products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
-    if device.is_hopper and device.copy_tbps is not None:
-        memory *= device.copy_tbps / _H200_TBPS
     step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
     return step, memory, high * tiles.bn * size / loads
 

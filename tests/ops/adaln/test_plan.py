@@ -134,6 +134,25 @@ def test_few_rows_are_spread_over_the_card():
     assert heuristic("fwd", Problem(1024, 1024, 4, "bfloat16"), H200).rows == 4
 
 
+def test_the_forward_of_few_rows_takes_shorter_programs():
+    """As measured on an H100, which has no tuned rows; tuned ones of an H200 that many rows use stay as they are."""
+    h100 = Device("NVIDIA H100 80GB HBM3", "gpu")
+    tiles = {
+        (20_011, 2432): Tiles(8, 1, 512, 4, True),
+        (30_011, 1152): Tiles(8, 1, 256, 2, True),
+        (24_001, 1536): Tiles(8, 1, 512, 4, True),
+        (16_384, 3072): Tiles(16, 1, 1024, 8, True),
+        (65_536, 1024): Tiles(16, 1, 1024, 2, True),
+    }
+    assert {size: heuristic("fwd", Problem(*size, 7, "bfloat16"), h100) for size in tiles} == tiles
+    assert make_plan(Problem(16_384, 3072, 16, "bfloat16"), H200, SHIPPED).fwd == tiles[16_384, 3072]
+    assert make_plan(Problem(65_536, 3072, 64, "bfloat16"), H200, SHIPPED).fwd.rows == 32
+    gated = heuristic("fwd", Problem(20_011, 2432, 7, "bfloat16", gated=True), h100)
+    assert gated == Tiles(16, 1, 512, 8, True)  # not measured
+    assert heuristic("fwd", Problem(16_384, 64, 7, "bfloat16"), h100) == Tiles(8, 8, 64, 1, True)
+    assert heuristic("fwd", Problem(1000, 3072, 7, "bfloat16"), h100).rows == 4
+
+
 def test_no_wave_of_programs_is_nearly_empty():
     """512 programs of 32 rows are one wave, four a multiprocessor; 532 are two, 1,063 of 16 rows three shorter ones."""
     problem = Problem(17_000, 1536, 1, "bfloat16")

@@ -12,10 +12,8 @@ Array([3., 0., 4., 1.], dtype=float32)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Their contexts are part of jax.jit's cache key. Created inside a trace (an op's first import), they would make jax.jit
-# compile the function that called the op a second time.
-from jaxops._lib import recorded as _recorded  # noqa: F401
-from jaxops._lib import tuned as _tuned  # noqa: F401
+# Before anything is traced.
+from jaxops._lib import jit_keys as _jit_keys  # noqa: F401
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported on first use
     from jaxops.inspecting import inspect

@@ -1,7 +1,6 @@
 """The launch of every Pallas kernel, lowered through Triton, with int64 offsets for the FP8 arrays that need them."""
 
 import contextlib
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,11 +14,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.costs import Cost
 from jaxops._lib.instructions import assembled_by
-
-if jax.__version_info__ >= (0, 11):
-    # JAX imports this module when it lowers the first Pallas kernel. The import adds a value to the key of jit's
-    # caches, so that everything compiled before would be compiled again.
-    importlib.import_module("jax.experimental.pallas.fuser")
 
 # JAX's lowering (jax/_src/pallas/triton/lowering.py, _compute_offsets_from_indices, up to 0.12) uses int32 element
 # offsets for arrays of at most 2^32 bytes. They overflow in an array of 1-byte numbers of that size with over 2^31

@@ -6,16 +6,12 @@ import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-import jax
+from jaxops._lib import jit_keys
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Record:
     problems: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-
-
-# Of the innermost `record`; None outside. JAX keys its caches of traced and compiled functions with it.
-_record = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -35,13 +31,13 @@ def record() -> Iterator[collections.Counter]:
       A Counter of Problems (`jaxops.ops.<op>.Problem`), filled as plans are made.
     """
     made = _Record()
-    with _record(made):
+    with jit_keys.problems(made):
         yield made.problems
 
 
 def note(problem: Hashable) -> None:
     """Counts a problem, inside `record`."""
-    if (made := _record.value) is not None:
+    if (made := jit_keys.problems.value) is not None:
         made.problems[problem] += 1
 
 
@@ -85,18 +81,14 @@ class _Watch:
     decisions: list[Decision] = dataclasses.field(default_factory=list)
 
 
-# Of the innermost `watch`; None outside. As with `_record`, functions that were traced before are traced again.
-_watch = jax.make_user_context(default_value=None)
-
-
 @contextlib.contextmanager
 def watch() -> Iterator[list[Decision]]:
     """Collects what `make_plan` decides inside, in this thread, in the order of the calls."""
     made = _Watch()
-    with _watch(made):
+    with jit_keys.plans_watched(made):
         yield made.decisions
 
 
 def watched() -> list[Decision] | None:
     """The list of the innermost `watch`; None outside."""
-    return None if (made := _watch.value) is None else made.decisions
+    return None if (made := jit_keys.plans_watched.value) is None else made.decisions

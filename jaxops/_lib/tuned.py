@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 
+from jaxops._lib import jit_keys
 from jaxops._lib.cache_files import cache_folder, write_whole
 from jaxops._lib.device import Device, warn_once
-
-# What `use_rows` says; None where nothing does. JAX keys its caches of traced and compiled functions with it.
-_source = jax.make_user_context(default_value=None)
 
 
 def user_folder() -> pathlib.Path:
@@ -75,20 +73,20 @@ def use_rows(source: str | os.PathLike) -> Any:
             f"source is a {type(source).__name__}; write 'shipped', 'user' or the path of a folder of tuned rows."
         )
     if source in ("shipped", "user"):
-        return _source(source)
+        return jit_keys.rows_source(source)
     folder = pathlib.Path(source).expanduser().resolve()
     if not any(folder.glob("*/*.jsonl")):
         raise ValueError(
             f"source={str(source)!r}: no folder with rows, <op>/<device>.jsonl. "
             "Write 'shipped', 'user' or the path of such a folder."
         )
-    return _source(folder)
+    return jit_keys.rows_source(folder)
 
 
 def tuned_rows(op: str, device: Device, *parts: str) -> tuple[dict, ...]:
     """All tuned rows of `op`, and of the ops that it is made of, for the device from the source that `use_rows` chose,
     best first; read once a process."""
-    source: Any = _source.value
+    source: Any = jit_keys.rows_source.value
     if source is None:
         # In this order: jax.process_count() starts JAX's backend, which a process that only traces does not need.
         several = jax.distributed.is_initialized() and jax.process_count() > 1

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import jax
 
+from jaxops._lib import jit_keys
+
 _WRAPPED = re.compile(r"([\w.\-]+)\((.*)\)$")
 # Parts of a path that are transformations and calls, not the user's or a module's names.
 # fmt: off
@@ -23,8 +25,6 @@ _CALLS = frozenset((
 _RECOMPUTED = "rematted_computation"
 _CHECKPOINT = ("checkpoint", "remat", "remat2", _RECOMPUTED)
 Stage = Literal["forward", "backward", "recomputed", "other"]
-# Of jit's cache key: what is traced inside `module_scopes` is not what was traced outside.
-_scoped = jax.make_user_context(default_value=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _split(op_name: str) -> list[str]:
 
 def scoped() -> contextlib.AbstractContextManager[None]:
     """Calls inside take the programs that were traced inside `module_scopes`."""
-    return _scoped(True)
+    return jit_keys.scopes_named(True)
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def _with_scope(call: Any) -> Any:
     @functools.wraps(call)
     def scoped(self, *args, **kwargs):
         active: list = _stack.__dict__.setdefault("modules", [])
-        if not _scoped.value or (active and active[-1] is self):  # super().__call__ is the same module
+        if not jit_keys.scopes_named.value or (active and active[-1] is self):  # super().__call__ is the same module
             return call(self, *args, **kwargs)
         name = (_path(active[-1], self) if active else "") or type(self).__name__
         active.append(self)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from models.decoder import Latent
 from models.mesh import make_mesh, name_of, parts_of, replicate, shard_state
 from tests.compare import assert_close
 from tests.devices import needs_four
+from tests.jaxprs import equations
 from tests.models.test_decoder_parts import LATENT, MUCH, model_of
 from tests.models.test_mesh import batches_of, experts, fraction, matrices, preset_of
 
@@ -39,19 +41,24 @@ class Gradient(NamedTuple):
     program: str
 
 
-@functools.cache
-def gradient(name: str, shape: str | None) -> Gradient:
-    """Steps of the optimizer, and evaluations: test_mesh.py, test_tensor.py."""
+def value_of(name: str, shape: str | None) -> tuple[Callable, tuple]:
+    """The loss of a batch with what comes beside it, and its arguments."""
     config, mesh = CONFIGS[name], None if shape is None else make_mesh(shape)
     preset = preset_of(config)
     graphdef, *given = nnx.split(model_of(config), nnx.Param, ...)
     if mesh is not None:
         graphdef, given = train_lm.sharded_graphdef(preset, mesh), shard_state(given, mesh)
     objective = functools.partial(train_lm.objective, preset, preset.pack)
-    value = jax.value_and_grad(loop.make_value(graphdef, objective, mesh, training=True), has_aux=True)
     batch = jax.tree.map(lambda x: x[0], loop.place(batches_of(preset)(0), mesh))
-    given = *given, batch, replicate(jax.random.key(0), mesh)
-    program = jax.jit(value).lower(*given).compile()
+    value = loop.make_value(graphdef, objective, mesh, training=True)
+    return value, (*given, batch, replicate(jax.random.key(0), mesh))
+
+
+@functools.cache
+def gradient(name: str, shape: str | None) -> Gradient:
+    """Steps of the optimizer, and evaluations: test_mesh.py, test_tensor.py."""
+    value, given = value_of(name, shape)
+    program = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(*given).compile()
     (loss, (_, histories)), grads = program(*given)
     return Gradient(loss, grads, histories, program.as_text())
 
@@ -69,6 +76,18 @@ def test_a_gradient_over_a_mesh_is_that_of_one_device(name):
     assert not re.search(r"f32\[(\d+,)+256\]", got.program), "no device has all words'"
     biases = [x for path, x in jax.tree.leaves_with_path(got.grads) if "bias/gate" in name_of(path)]
     assert [fraction(x) for x in biases] == [0.25] * config.expert_bias
+
+
+def test_no_layer_sums_its_routing_over_the_mesh():
+    """One sum of all layers' comes after their scan."""
+    value, given = value_of("latent", OVER["latent"])
+    (layers,) = [
+        found for found in equations(jax.make_jaxpr(value)(*given).jaxpr)
+        if found.primitive.name == "scan" and "top_k" in str(found.params["jaxpr"])
+    ]  # fmt: skip
+    names = {inner.primitive.name for inner in equations(layers.params["jaxpr"].jaxpr)}
+    assert "ppermute" in names, "parameters are gathered in it"
+    assert not [name for name in names if name.startswith(("psum", "all_reduce"))]
 
 
 def test_the_bias_of_the_choice_stays():

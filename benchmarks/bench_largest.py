@@ -90,6 +90,7 @@ class Run:
             needed = [needed_bytes(future.result().result[1])[0] for future in futures]
             for what in WHAT:
                 size = largest(small, needed, start, what, self.budget)
+                print(f"{mesh}: {size} is expected to fit, {self.cases.left():.0f} s left", flush=True)
                 large.append((mesh, what, size, self.build(mesh, size)))
         for _, _, _, future in large:
             future.exception()  # nothing is measured while something is compiled

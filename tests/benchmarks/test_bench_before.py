@@ -83,7 +83,7 @@ def test_named_cases_cover_the_benchmarks():
         "grouped_matmul": 24,
         "grouped_wgrad": 12,
         "grouped_glu": 20,
-        "moe": 16,
+        "moe": 20,
         "modality_grouped_matmul": 12,
         "fp8_matmul": 66,
         "fp8_grouped_matmul": 36,

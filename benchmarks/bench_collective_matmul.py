@@ -202,7 +202,7 @@ def _errors(over: Mesh, results: Any, calls: int) -> Callable[[tuple, Any], jax.
     return jax.jit(jax.shard_map(local, mesh=over, in_specs=specs, out_specs=P(AXIS), check_vma=False))
 
 
-def ready(run: Run, name: str, timed: Timed, check_results: Callable[[tuple], float], **facts) -> harness.Ready:
+def ready(devices: int, name: str, timed: Timed, check_results: Callable[[tuple], float], **facts) -> harness.Ready:
     """A program that was right, with as many starts a round as take about 30 ms."""
     results = jax.block_until_ready(timed.program(*timed.args))
     max_err = check_results(results)
@@ -213,7 +213,7 @@ def ready(run: Run, name: str, timed: Timed, check_results: Callable[[tuple], fl
     # Two programs in flight can starve each other of host devices' threads.
     programs = harness.iterations_for(us, out_bytes) if harness.on_gpu() else 1
     variant = harness.Variant(name, timed.times_us, programs)
-    return harness.Ready(variant, max_err, {"devices": run.over.size} | facts)
+    return harness.Ready(variant, max_err, {"devices": devices} | facts)
 
 
 def measure_case(run: Run, case: Case) -> None:
@@ -230,7 +230,7 @@ def measure_case(run: Run, case: Case) -> None:
         exact = GEMM if name == GEMM and op == SCATTER else XLA
         right = lambda results: check(run, side, results, want(exact), LIMITS[op])
         config = {"config": case.configs[name]} if name in case.configs else {}
-        return ready(run, name, timed[name], right, compile_s=found.seconds, **config)
+        return ready(run.over.size, name, timed[name], right, compile_s=found.seconds, **config)
 
     label = f"{shape.name} {op}"
     sides = run.ready_sides(OWN, label, {name: functools.partial(make, name) for name in case.built})
@@ -293,7 +293,9 @@ def measure_lengths(run: Run, op: str, shape: DenseShape) -> None:
         rows = timed[name].args[2]
         valid = jax.jit(lambda x: jnp.where((jnp.arange(M) < rows)[:, None], x, 0), out_shardings=x.sharding)(x)
         want = wanted(run, SIDES[op][XLA], (valid, w))
-        return ready(run, name, timed[name], lambda got: check(run, side, got, want, LIMITS[op]), rows=int(rows))
+        return ready(
+            run.over.size, name, timed[name], lambda got: check(run, side, got, want, LIMITS[op]), rows=int(rows)
+        )
 
     label = f"{shape.name} {op} {LENGTHS}"
     sides = run.ready_sides(OWN, label, {name: functools.partial(make, name) for name in timed})

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from benchmarks import bench_moe, harness
-from benchmarks.bench_collective_matmul import Timed
+from benchmarks.bench_collective_matmul import Timed, ready
 from benchmarks.collective_sides import AXIS, Side, mesh_of_all, program
 from benchmarks.shapes_moe import MoeShape
 from jaxops.parallel import add_own_rows, gather_pieces
@@ -162,15 +162,8 @@ def measure_case(run: harness.Run, over: Mesh, shape: MoeShape, pass_name: str) 
     def make(name: str) -> harness.Ready:
         found = building[name].result()
         timed[name] = Timed(found.result, args[name], CALLS)
-        results = jax.block_until_ready(found.result(*args[name]))
-        max_err = max(check(name, shape, each, want()) for each in results)
-        out_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(results)) // over.size
-        del results
-        us = CALLS * timed[name].times_us(1)[0]
-        timed[name].starts_us.clear()
-        programs = harness.iterations_for(us, out_bytes) if harness.on_gpu() else 1
-        variant = harness.Variant(name, timed[name].times_us, programs)
-        return harness.Ready(variant, max_err, {"devices": over.size, "compile_s": found.seconds})
+        right = lambda results: max(check(name, shape, each, want()) for each in results)
+        return ready(over.size, name, timed[name], right, compile_s=found.seconds)
 
     label = f"{shape.name} {pass_name}"
     sides = run.ready_sides(OURS, label, {name: functools.partial(make, name) for name in building})

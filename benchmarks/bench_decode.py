@@ -29,6 +29,7 @@ from jaxops.offload.reports import needed_bytes
 from models.decoder import Cache, Decoder, DecoderConfig
 from models.inference import for_inference
 from models.mesh import name_of
+from models.presets import PRESETS
 from models.sampling import Sampling
 from models.slots import CACHE_MULTIPLE, Drawn, Fixed, Rows, advance
 
@@ -46,9 +47,7 @@ class Workload(NamedTuple):
     length: int
 
 
-QWEN3_30B = DecoderConfig(
-    151_936, 2048, 48, 32, 4, 128, 768, experts=128, top_k=8, qk_norm=True, rope_base=1e6, dtype="bfloat16"
-)
+QWEN3_30B = dataclasses.replace(PRESETS["30b"].model, dtype="bfloat16", policy=None)
 SMOKE = DecoderConfig(256, 128, 2, 2, 1, 64, 128, experts=8, top_k=2, qk_norm=True, dtype="bfloat16")
 
 

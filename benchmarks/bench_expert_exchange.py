@@ -1,6 +1,6 @@
 """A mixture-of-experts layer whose experts are split over the cards of one host: what sending tokens and results costs.
 
-python -m benchmarks.bench_expert_exchange                          # two layers, forward, and forward and backward
+python -m benchmarks.bench_expert_exchange                          # every layer, forward, and forward and backward
 python -m benchmarks.bench_expert_exchange --smoke --out /tmp/x     # a tiny layer on host devices
 
 T tokens of a shape are those of all devices. A device gathers all tokens, runs its experts over them with the same
@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from benchmarks import bench_moe, harness
+from benchmarks import bench_moe, harness, shapes_moe
 from benchmarks.bench_collective_matmul import Timed, ready
 from benchmarks.collective_sides import AXIS, Side, mesh_of_all, program
 from benchmarks.shapes_moe import MoeShape
@@ -40,14 +40,6 @@ SIDES = (ALONE, OURS, NCCL, XLA)
 OPTIONS = {OURS: {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}}  # as of models.layers.options_for
 PASSES = ("fwd", "fwd+bwd")
 CALLS = 3  # in a program
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        MoeShape("qwen3_30b_t16384", 16384, 128, 8, 2048, 768),
-        MoeShape("qwen3_30b_t65536", 65536, 128, 8, 2048, 768),
-        MoeShape("mixtral_t16384", 16384, 8, 2, 4096, 14336),
-    )
-}
 SMOKE, SMOKE_DEVICES = MoeShape("smoke", 64, 8, 2, 16, 32), 4
 SPLIT = (P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS))  # tokens, router, gate, up, down
 
@@ -91,7 +83,7 @@ def layer(name: str, shape: MoeShape) -> Callable[..., jax.Array]:
 def side_of(name: str, shape: MoeShape, pass_name: str) -> Side:
     """(tokens, router, gate, up, down[, dy]) -> (y,), and with the backward the gradients of tokens and experts."""
     run, rows = layer(name, shape), P() if name == ALONE else P(AXIS)
-    # Each device's results stay with it: of all devices they are one above the other.
+    # The devices' results are concatenated, those of `alone` too: nobody adds them.
     split = (rows, *SPLIT[1:])
     if pass_name == "fwd":
         return Side(lambda *given: (run(*given),), split, (P(AXIS),))
@@ -180,7 +172,7 @@ def measure_case(run: harness.Run, over: Mesh, shape: MoeShape, pass_name: str) 
 
 
 def main(
-    shape_names: str = typer.Option(",".join(SHAPES), "--shapes"),
+    shape_names: str = harness.shapes_option(shapes_moe.EXCHANGES),
     passes: str = typer.Option(",".join(PASSES)),
     sides: str = typer.Option(",".join(SIDES), help=f"What {OURS} is measured beside."),
     rounds: int = typer.Option(5),
@@ -196,7 +188,7 @@ def main(
     file = harness.begin("expert_exchange", out, smoke, over.size)
     peers = [name for name in harness.names(sides, SIDES) if name != OURS]
     run = harness.Run(file=file, rounds=rounds, ceiling=None, peers=peers)
-    for shape in [SMOKE] if smoke else [SHAPES[name] for name in harness.names(shape_names, SHAPES)]:
+    for shape in [SMOKE] if smoke else [shapes_moe.EXCHANGES[name] for name in harness.names(shape_names)]:
         for pass_name in harness.names(passes, PASSES):
             if time.perf_counter() - begin < time_limit:
                 measure_case(run, over, shape, pass_name)

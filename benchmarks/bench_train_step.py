@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks import harness
+from benchmarks.free_memory import check_fits
 from benchmarks.traces import device_events
 from jaxops.offload.reports import needed_bytes
 from models import loop, train_dit, train_lm
@@ -226,7 +227,7 @@ def measure(workload: Workload, limit_s: float) -> Measured:
     begin = time.perf_counter()
     compiled = compile_step(workload)
     compile_s = time.perf_counter() - begin
-    harness.demand_room(needed_bytes(compiled)[0], "state, temporaries and results")
+    check_fits(compiled)
     state, us, losses = run_steps(compiled, workload.start(), workload, limit_s)
     kernels = profiled(lambda: compiled(state, workload.batches[0], key_of(workload)))
     return Measured(us, losses, needed_bytes(compiled)[0], compile_s, kernels)

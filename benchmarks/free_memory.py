@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
+from benchmarks import harness
 from jaxops.offload.reports import needed_bytes, sizes
 
 RESULTS = 2e9  # bytes, more than a step's results: the allocator places those of the first step before its temporaries
 
 
-def demand_room(state: Any, nbytes: float) -> None:
+def demand_block(state: Any, nbytes: float) -> None:
     """Every device has a free block of nbytes.
 
     Args:
@@ -37,7 +38,7 @@ def checked(step: Any) -> Callable[..., Any]:
     temporaries, calls = sizes(step)[2], itertools.count()
 
     def call(state: Any, *others: Any) -> Any:
-        demand_room(state, temporaries + (0 if next(calls) else RESULTS))
+        demand_block(state, temporaries + (0 if next(calls) else RESULTS))
         return step(state, *others)
 
     return call
@@ -46,9 +47,6 @@ def checked(step: Any) -> Callable[..., Any]:
 def check_fits(step: Any) -> None:
     """
     Raises:
-      MemoryError: a compiled step needs more bytes than its device has.
+      MemoryError: a compiled step needs more bytes than a device has free.
     """
-    needed = needed_bytes(step)[0]
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", needed)
-    if needed > limit:
-        raise MemoryError(f"a step needs {needed / 1e9:.1f} GB, and a device has {limit / 1e9:.1f} GB")
+    harness.demand_room(needed_bytes(step)[0], "state, temporaries and results")

@@ -148,3 +148,9 @@ MOES = by_name(
     MoeShape("moe_3b_t16384", 16384, 64, 8, 2048, 512),  # a layer of the training benchmark's preset
     MoeShape("sonicmoe_t16384", 16384, 64, 4, 2560, 1280),  # SonicMoE publishes 8.45 ms fwd+bwd on an H100
 )
+
+EXCHANGES = by_name(  # T of all devices
+    MoeShape("qwen3_30b_t16384", 16384, 128, 8, 2048, 768),
+    MoeShape("qwen3_30b_t65536", 65536, 128, 8, 2048, 768),
+    MOES["mixtral_t16384"],
+)

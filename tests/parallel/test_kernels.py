@@ -101,6 +101,22 @@ def test_a_model_under_scan_remat_vmap_and_nccl():
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+def test_auto_takes_the_kernels(name):
+    """Under vmap, where enough tiles send the rows: the bits of an explicit backend."""
+    x, w, bias, dy = make(*whole(name, 4232, 512, 512), "bfloat16")
+    operands, cotangents = (jnp.stack([x, -x]), w, bias), jnp.stack([dy, 2 * dy])
+    auto, explicit = (
+        jax.vmap(over(mesh_of(DEVICES), name, bias=True, backend=backend), (0, None, None))
+        for backend in ("auto", "mosaic")
+    )
+    text = results.lower(auto, operands, (), cotangents).as_text()
+    assert "mosaic_gpu" in text
+    assert not [op for op in ("stablehlo.all_gather", "stablehlo.reduce_scatter") if op in text]
+    got, want = (results(f, operands, (), cotangents) for f in (auto, explicit))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_delays(name):
     """A thousand calls, each with another delay on each device, give the same bits."""
     x, w, _, _ = make(*whole(name, 300, 512, 576), "bfloat16")

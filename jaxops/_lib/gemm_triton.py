@@ -175,6 +175,7 @@ def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, end, col, both, B
         load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE)
     else:
         first, inside = window(at, end, BK)
+        inside = gl.where(at < end, inside, BK)  # of an empty group: behind the window, where TMA fills in zeros
         for i in gl.static_range(pipe.SPLIT):
             buf = pipe.a.index(pipe.SPLIT * s + i).reshape([1, BK, PART])
             tma.async_load(a_desc, [first, inside, row + i * PART], full, buf)
@@ -267,7 +268,7 @@ def produce(
                 # reads them as zeros; groups that end within the first BK rows of all have no such window and are
                 # zero-filled here.
                 left = min(first + size - at, BK)
-                fill = KIND == CONTRACTION and left < BK and at + left < BK
+                fill = KIND == CONTRACTION and left > 0 and left < BK and at + left < BK
                 full = pipe.full.index(pipe.STAGES if fill else s)
                 both = row + PART < end
                 A_BYTES: gl.constexpr = a_descs[0].nbytes_per_cta

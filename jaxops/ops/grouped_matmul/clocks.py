@@ -1,8 +1,10 @@
 """A model of the card: how many clocks a pass takes with given tiles. The heuristics compare by it."""
 
+import math
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops._lib.device import Device
 from jaxops.ops.grouped_matmul.long_sums import Sums
@@ -12,24 +14,84 @@ if TYPE_CHECKING:
 
 
 def clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
-    """A model of a pass' clock cycles: waves of programs, each as long as the tensor cores or L2 need for its steps,
-    plus its stores where nothing overlaps them; at least the time of moving all arrays through memory once.
+    """A model of a pass' clock cycles, at least the time of moving all arrays through memory once."""
+    p, size = problem, jnp.dtype(problem.dtype).itemsize
+    moved = size * (p.M * p.K + p.M * p.N + p.G * p.K * p.N)
+    _, memory, _ = tile_clocks(tiles.bm, tiles, p.dtype, device)
+    of_tiles = hopper_clocks if tiles.kernel == "triton" else _pallas_clocks
+    return max(of_tiles(pass_name, problem, tiles, device), moved / (memory * device.cores))
+
+
+def _pallas_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
+    """Waves of programs, each as long as the tensor cores or L2 need for its steps, plus its stores where nothing
+    overlaps them.
 
     A multiprocessor holds as many programs as fit its shared memory and registers. Each group ends in half a tile on
     average. wgrad counts at least two waves: the longest group's tile runs last."""
-    p, size = problem, jnp.dtype(problem.dtype).itemsize
-    rows = p.M / max(p.G, 1)
+    p, rows = problem, problem.M / max(problem.G, 1)
     count, steps = work(pass_name, problem, tiles)
     high = tiles.tail if rows <= tiles.tail else tiles.bm
-    step, memory, store = tile_clocks(high, tiles, p.dtype, device)
-    resident = 1
-    if tiles.kernel == "pallas":
-        registers = 32 * tiles.warps * min(255, 40 + tiles.bm * tiles.bn // (32 * tiles.warps))
-        resident = max(1, min(device.shared_bytes // tiles.shared_bytes(p.dtype), 65_536 // registers))
-    one = max(steps * step, store) if tiles.ping_pong or resident > 1 else steps * step + store
-    moved = size * (p.M * p.K + p.M * p.N + p.G * p.K * p.N)
+    step, _, store = tile_clocks(high, tiles, p.dtype, device)
+    registers = 32 * tiles.warps * min(255, 40 + tiles.bm * tiles.bn // (32 * tiles.warps))
+    resident = max(1, min(device.shared_bytes // tiles.shared_bytes(p.dtype), 65_536 // registers))
+    one = max(steps * step, store) if resident > 1 else steps * step + store
     waves = max(-(-count // (device.cores * resident)), 2 if pass_name == "wgrad" else 1)
-    return max(waves * resident * one, moved / (memory * device.cores))
+    return waves * resident * one
+
+
+# Of Hopper's kernels, fitted to 64 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
+# 80GB HBM3, 2026-11-26, profiles/tiles.csv): what the model chooses takes 1.03 times as long as the fastest (geometric
+# mean). The clocks from a tile's last step to the next one's first, of which the latter is loaded meanwhile; bytes a
+# clock from L2; how many times as many are loaded of rows that are no multiple of a sector, and how many times as long
+# a store into such rows takes.
+_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50}
+_LOADS, _ODD_LOADS, _ODD_STORES = 57, 1.75, 3
+_SQUARE = 1.1  # of the time of two 128x128 tiles over that of a 128x256 tile
+
+
+def hopper_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
+    """Of the persistent kernels: the geometric mean of even groups and of Zipf's, since a plan serves both.
+
+    A tile's step takes as long as the tensor cores or L2 need, and a little longer if both need about the same. In half
+    a tile of rows only one of two warp groups multiplies.
+    """
+    p = problem
+    if 0 in (p.G, p.M, p.K, p.N):
+        return 0.0
+    even = np.full(p.G, p.M // p.G) + (np.arange(p.G) < p.M % p.G)
+    zipf = 1 / np.arange(1, p.G + 1)
+    return (
+        math.prod(_hopper_clocks(pass_name, p, tiles, device.cores, x) for x in (even, p.M / zipf.sum() * zipf)) ** 0.5
+    )
+
+
+def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, sizes: np.ndarray) -> float:
+    rows, columns, inner, odd_a, odd_b = {
+        "fwd": (sizes, p.N, p.K, p.K, p.N),
+        "dgrad": (sizes, p.K, p.N, p.N, p.N),
+        "wgrad": (p.K, p.N, np.maximum(sizes, 1), p.K, p.N),
+    }[pass_name]
+    # 16 numbers of 16 bits are a sector.
+    odd_a, odd_b, odd_c = (_ODD_LOADS if odd_a % 16 else 1), (_ODD_LOADS if odd_b % 16 else 1), columns % 16 > 0
+
+    def of_tile(high: int) -> np.ndarray:
+        loads = 2 * tiles.bk * (high * odd_a + tiles.bn * odd_b) / _LOADS
+        step = (_SQUARE if tiles.bm == tiles.bn else 1) * ((high * tiles.bn / 32) ** 4 + loads**4) ** 0.25
+        after = _AFTER[tiles.bm, tiles.bn] * (_ODD_STORES if odd_c else 1)
+        steps = np.ceil(inner / tiles.bk) * step
+        return np.maximum(steps, after) if tiles.ping_pong else steps + after
+
+    down = np.ceil(rows / tiles.bm)
+    halves = 0 if tiles.ping_pong else (rows > 0) & (rows - (down - 1) * tiles.bm <= tiles.bm // 2)
+    if pass_name == "wgrad":
+        halves = 0
+    across = -(-columns // tiles.bn)
+    count, whole = down * across * np.ones_like(sizes), of_tile(tiles.bm)
+    total = np.sum((count - halves * across) * whole + halves * across * of_tile(tiles.bm // 2))
+    if pass_name != "wgrad":  # all tiles take equally long
+        return total / count.sum() * -(-count.sum() // cores)
+    # The longest come first: at the end a program waits for half of a short one.
+    return max(whole.max(), total / cores + 0.5 * whole.min() if count.sum() > cores else 0.0)
 
 
 def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gl
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.work_list import MOST_PARTS
-from jaxops.ops.grouped_matmul.clocks import clocks, sums_of, work
+from jaxops.ops.grouped_matmul.clocks import clocks, hopper_clocks, sums_of, work
 from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -185,10 +185,9 @@ def check_triton(problem: Problem, device: Device) -> None:
         )
 
 
-# Rows of a mean group. H200, 2026-11-21, dsv3_small (16 rows a group): the Pallas kernel, whose tiles can be lower,
-# takes 1,688 against 1,706 us forward and 1,782 against 1,793 in dgrad; in wgrad, which sums over rows, 2,171 against
-# 1,935.
-_LEAST_ROWS = 32
+# Rows of a mean group. Fewer, as of decoding, are faster with the Pallas kernel, whose tiles can be lower. From 8 to 32
+# rows the Triton kernel takes 0.91 to 1.01 times as long (few_* in profiles/tiles.csv, H100, 2026-11-26).
+_LEAST_ROWS = 8
 
 
 _DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes longer than the products
@@ -254,7 +253,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
         bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
-    elif half and rows < _LEAST_ROWS:
+    elif half and rows < 32:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and,
         # with 128 columns, 21 instead of 27.
         wide = -(-out_cols // 256) * 256 <= 1.05 * -(-out_cols // 128) * 128
@@ -283,43 +282,38 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
 
 
 def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
-    """128x256, unless a model of the chip (`clocks`) finds another tile faster. Over 30 passes of random shapes (H200,
-    2026-11-21 and 22, balanced and Zipf) its choice takes 3 % longer on average than the fastest of twelve, at most
-    13 %.
+    """The tiles that a model of the chip (`hopper_clocks`) finds fastest.
 
-    - Another tile is faster where a last tile is mostly empty (10 groups of 1,841 rows by 352 columns: 68 us with
-      256x128, 83 with 128x128 ping-pong) or a sum is short.
+    - 128x256 has three stages: with four, which store a tile in halves, passes take 1.00 to 1.07 times as long (52
+      random shapes, H100, 2026-11-26, profiles/tiles.csv), and the card's power bounds large products (H200,
+      mixtral_up: 10.7 to 11.0 against 11.2 to 11.4 ms). At qwen3_30b and dsmoe16b four are faster, as tuned.
     - Panels of 4 row tiles where groups are short, of 8 elsewhere (mixtral_up: 806 against 782 TFLOP/s).
-    - 128x256 has four stages where groups are short, although tiles are then stored in halves (qwen3_30b: 346, 359 and
-      402 instead of 360, 386 and 420 us in the three passes), and three elsewhere: there the card's power is the bound,
-      and three stages draw less (mixtral_up: 10.7 to 11.0 against 11.2 to 11.4 ms); three also where wgrad's sums have
-      one or two steps (51 rows a group: 145 against 154 us).
-    - 256x128 has four stages (18,414 rows by 352 columns: 68 against 77 us). 128x128 ping-pong has as many as leave
-      room for whole tiles (9,697 by 648: 92 us with five, 102 with six), and dynamic tiles: it serves few tiles or
-      short sums (11,467 rows by 320 columns in sums of 264: 12.4 against 13.7 us).
-    - Where wgrad's sums have one or two steps, stores dominate: 128x128 where 128x256 would overhang (24 rows a group
-      by 344 columns: 24.9 against 27.5 us; 52 by 600: 122 against 134).
+    - Dynamic tiles where reading the weights takes longer than the products, for wgrad, whose sums are as long as
+      groups, and for 128x128, of which there are few or which have few steps. Also where rows of the result are no multiple of
+      a sector: stores of such rows, by programs that run in step, slow each other down (105 groups of 332 rows by
+      1,304 columns: 680 instead of 734 us).
+    - Groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
+      rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
+      tiles.csv: 1.04 times as long with the model's tiles).
     """
-    rows = problem.rows
-    how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
-    dynamic, short = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS, pass_name == "wgrad" and rows <= 64
-    stages = (3 if rows >= 1024 or short else 4, 4, 5, 6)
-    usual, *others = (
-        Tiles(bm, bn, 64, 8, each, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
-        for (bm, bn, ping_pong), each in zip(HOPPER_TILES, stages, strict=True)
-    )
-    if short and -(-problem.N // 128) % 2:
-        return others[-1]
+    wide = problem.output(pass_name)[1]
+    how = {"panel": 4 if problem.rows < 1024 else 8, "kernel": "triton"}
+    dynamic = pass_name == "wgrad" or problem.rows <= _DYNAMIC_ROWS or wide % 16 > 0
+    found = [
+        Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
+        for (bm, bn, ping_pong), stages in zip(HOPPER_TILES, (3, 4, 5, 6), strict=True)
+    ]
+    usual, _, _, square = found
+    if problem.rows <= 64:
+        return square if pass_name == "dgrad" else usual
     if pass_name == "wgrad" and problem.M and 0 < work(pass_name, problem, usual)[0] < device.cores:
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
         # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.
-        return min((usual, *others), key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
-    best = min(others, key=lambda tiles: clocks(pass_name, problem, tiles, device))
-    # Where the usual tiles fill the card once and a little more, the model underestimates them: 152 tiles (4,779 rows
-    # by 792) took 53 us, 266 half as large 35.
-    margin = 1.0 if device.cores < work(pass_name, problem, usual)[0] < 1.5 * device.cores else 1.06
-    faster = margin * clocks(pass_name, problem, best, device) < clocks(pass_name, problem, usual, device)
-    return best if faster else usual
+        return min(found, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
+    return min(
+        (tiles for tiles in found if not tiles.ping_pong),
+        key=lambda tiles: hopper_clocks(pass_name, problem, tiles, device),
+    )
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:

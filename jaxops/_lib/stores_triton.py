@@ -31,10 +31,10 @@ SECTOR = gl.constexpr(32)  # bytes of the L2's smallest unit: a store of a part 
 
 @gluon.jit
 def stored_by_tma(ptr, row, end, N, BM: gl.constexpr):
-    """Whether a tile of C is stored by TMA: not the first BM rows if they end in it, nor where rows of C are no multiple
-    of a sector. TMA stores a tile in pieces of 128 bytes a row, each of which would then end inside a sector; threads
-    store whole rows of it. H100, 2026-11-26, wgrad of 150 groups of 16 rows, K 4872, N 520: 433 us by TMA, 363 by
-    threads. Where rows are whole sectors threads take 1 % longer."""
+    """Whether a tile of C is stored by TMA: not a tile that ends within the first BM rows, nor where rows of C are no
+    multiple of a sector. TMA stores a tile in pieces of 128 bytes a row, each of which would then end inside a sector;
+    threads store whole rows of it. H100, 2026-11-26, wgrad of 150 groups of 16 rows, K 4872, N 520: 433 us by TMA, 363
+    by threads. Where rows are whole sectors threads take 1 % longer."""
     SIZE: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     return (min(row + BM, end) >= BM) & (N * SIZE % SECTOR == 0)
 

@@ -163,7 +163,8 @@ def _few_rows_tiles(problem: Problem, fwd: grouped_matmul.Tiles, device: Device)
 
 
 def _triton(problem: Problem, device: Device) -> bool:
-    return grouped_matmul.takes_triton("fwd", problem.product, device) and not (problem.joined or problem.recast)
+    takes = grouped_matmul.takes_triton("fwd", problem.product, device, grouped_matmul.LEAST_ROWS_OF_UNIT)
+    return takes and not (problem.joined or problem.recast)
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:

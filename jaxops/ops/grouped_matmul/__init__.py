@@ -4,6 +4,7 @@ from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad, modalit
 from jaxops.ops.grouped_matmul.jax_ragged_dot import ragged_dot
 from jaxops.ops.grouped_matmul.modalities import make_plans
 from jaxops.ops.grouped_matmul.plan import (
+    LEAST_ROWS_OF_UNIT,
     Plan,
     Problem,
     Tiles,
@@ -16,6 +17,7 @@ from jaxops.ops.grouped_matmul.plan import (
 from jaxops.ops.grouped_matmul.product import grouped_matmul_sum
 
 __all__ = [
+    "LEAST_ROWS_OF_UNIT",
     "Plan",
     "Problem",
     "Tiles",

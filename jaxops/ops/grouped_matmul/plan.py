@@ -198,9 +198,15 @@ def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: i
     """Whether "auto" takes the Triton kernel for a pass: where it can, except for groups of fewer rows.
 
     By the shape, not by which tuned row is faster: rows of the two kernels may come from cards of different
-    temperature.
+    temperature. wgrad of few rows only writes: the Pallas kernel takes 0.90 to 0.99 times as long where rows of the
+    result are no multiple of a sector (H100 and H200), 0.96 and 1.08 where they are (few_00 to few_02 in
+    profiles/tiles.csv).
     """
-    few = pass_name != "wgrad" and problem.M < least_rows * problem.G
+    if pass_name == "wgrad":
+        _, measured = _as_measured(pass_name, problem)
+        few = measured.rows <= 16 and measured.N % 16 > 0
+    else:
+        few = problem.rows < least_rows
     return not few and runs_triton(problem, device)
 
 

@@ -30,6 +30,34 @@ class Routed(NamedTuple):
     load: jax.Array
 
 
+class Counts(NamedTuple):
+    """What `Routed` is computed from, of a device's rows.
+
+    Attributes:
+      scores: [experts] each expert's mean score times the rows of its modality, those for text first.
+      rows: [2] of text and of images.
+      load: [experts] assignments in the order of `route_by_modality`; sharded, of all rows of the axes `EXPERTS`.
+    """
+
+    scores: jax.Array
+    rows: jax.Array
+    load: jax.Array
+
+    def routed(self, config: Any, *, sharded: bool) -> Routed:
+        """Of one layer. By `jax.vmap` of all: the counts are summed over devices once, not in each layer of a scan."""
+        c, devices = config, 1
+        scores, rows, load = self
+        if sharded:
+            devices = lax.axis_size(EXPERTS)
+            # Each device of EXPERTS has counted the same assignments.
+            scores, rows, load = lax.psum((scores, rows, load), AXES)
+            load = load // devices
+        loads = split_by_modality(load, c.text_experts, devices)
+        each = zip(loads, jnp.split(scores, [c.text_experts]), rows, strict=True)
+        losses = [x.shape[0] * jnp.sum(x * score) / jnp.maximum(c.top_k * count, 1) for x, score, count in each]
+        return Routed(sum(losses) / jnp.maximum(jnp.sum(rows), 1), jnp.concatenate(loads))
+
+
 class Side(nnx.Module):
     """A modality's router and gated units (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
 
@@ -57,7 +85,7 @@ class ModalityExperts(nnx.Module):
         self.text = Side(c.width, c.text_hidden, c.text_experts, rngs=rngs)
         self.image = Side(c.width, c.image_hidden, c.image_experts, rngs=rngs)
 
-    def __call__(self, x: jax.Array, of_image: jax.Array, in_document: jax.Array) -> tuple[jax.Array, Routed]:
+    def __call__(self, x: jax.Array, of_image: jax.Array, in_document: jax.Array) -> tuple[jax.Array, Counts]:
         """
         Args:
           x: [T, width].
@@ -67,7 +95,7 @@ class ModalityExperts(nnx.Module):
         logits = self.text.router(x.astype(jnp.float32)), self.image.router(x.astype(jnp.float32))
         if not self.sharded:
             y, routing = self._mixed(x, logits, of_image, in_document, 1)
-            return y, self._routed(logits, of_image, in_document, routing.load, 1, lambda x: x)
+            return y, self._counts(logits, of_image, in_document, routing.load)
         of_image, in_document = varying(of_image), varying(in_document)
         gathered: Any = functools.partial(lax.all_gather, axis_name=EXPERTS, tiled=True)
         all_rows = gathered(x), gathered(logits), gathered(of_image), gathered(in_document)
@@ -75,8 +103,7 @@ class ModalityExperts(nnx.Module):
         y, routing = self._mixed(*all_rows, devices)
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         own = lax.psum_scatter(y, EXPERTS, tiled=True).astype(x.dtype)
-        load = lax.psum(routing.load, AXES) // devices  # each device of those axes has counted the same
-        return own, self._routed(logits, of_image, in_document, load, devices, lambda x: lax.psum(x, AXES))
+        return own, self._counts(logits, of_image, in_document, routing.load)
 
     def _mixed(
         self, x: jax.Array, logits: Sides, of_image: jax.Array, in_document: jax.Array, devices: int
@@ -100,19 +127,13 @@ class ModalityExperts(nnx.Module):
         down = apply_units(rows, units, routing.group_offsets, dtype=dtype, backend=c.backend)
         return jaxops.combine(down, routing, out_dtype=out_dtype, backend=c.backend), routing
 
-    def _routed(
-        self, logits: Sides, of_image: jax.Array, in_document: jax.Array, load: jax.Array, devices: int, total: Any
-    ) -> Routed:
-        """Of all devices' rows: sums over rows are passed through `total`."""
-        c = self.config
-        loads = split_by_modality(load[: c.text_experts + c.image_experts], c.text_experts, devices)
-        losses, rows = [], []
-        for some, load, mine in zip(logits, loads, (in_document & ~of_image, in_document & of_image), strict=True):
-            count = total(jnp.sum(mine, dtype=jnp.float32))
-            scores = total(jnp.sum(jnp.where(mine[:, None], jax.nn.softmax(some), 0), axis=0))
-            losses.append(load.shape[0] * jnp.sum(load * scores) / jnp.maximum(c.top_k * count, 1))
-            rows.append(count)
-        return Routed(sum(losses) / jnp.maximum(sum(rows), 1), jnp.concatenate(loads))
+    def _counts(self, logits: Sides, of_image: jax.Array, in_document: jax.Array, load: jax.Array) -> Counts:
+        mine = in_document & ~of_image, in_document & of_image
+        scores = [
+            jnp.sum(jnp.where(own[:, None], jax.nn.softmax(x), 0), 0) for x, own in zip(logits, mine, strict=True)
+        ]
+        rows = jnp.stack([jnp.sum(own, dtype=jnp.float32) for own in mine])
+        return Counts(jnp.concatenate(scores), rows, load[: self.config.text_experts + self.config.image_experts])
 
 
 def route_by_modality(

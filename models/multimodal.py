@@ -25,7 +25,7 @@ from models.dit import TimeEmbedding, position_embedding, segments
 from models.interleaved import Batch
 from models.layers import apply_layers, stacked
 from models.mesh import Splits, before_loop, whole_layers, whole_part
-from models.modality_experts import ModalityExperts, Routed
+from models.modality_experts import Counts, ModalityExperts, Routed
 from models.precision import Backend, Dtype, Recipe
 from models.tensor_parallel import WholeLinear, attend, devices, embed, first_row, own_rows, wide
 
@@ -204,7 +204,7 @@ class Block(nnx.Module):
         self.attention = Attention(config.decoder(), rngs=rngs)
         self.moe = ModalityExperts(config, sharded=sharded, rngs=rngs)
 
-    def __call__(self, x: jax.Array, cond: jax.Array, layout: Layout) -> tuple[jax.Array, Routed]:
+    def __call__(self, x: jax.Array, cond: jax.Array, layout: Layout) -> tuple[jax.Array, Counts]:
         c = self.config
         scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(cond, layout)
         run = functools.partial(dict, backend=c.backend, per="sequence")
@@ -212,8 +212,8 @@ class Block(nnx.Module):
         y = jaxops.adaln(x, scale1, shift1, layout.segment_offsets, **norm)
         h = self._attend(y, layout)
         x, y = jaxops.gated_residual_adaln(x, h, gate1, scale2, shift2, layout.segment_offsets, **norm)
-        h, routed = self.moe(y, layout.of_image, layout.in_document)
-        return jaxops.gated_residual(x, h, gate2, layout.segment_offsets, **run()), routed
+        h, counts = self.moe(y, layout.of_image, layout.in_document)
+        return jaxops.gated_residual(x, h, gate2, layout.segment_offsets, **run()), counts
 
     def _attend(self, y: jax.Array, layout: Layout) -> jax.Array:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> jax.Array:
@@ -235,6 +235,7 @@ class Multimodal(nnx.Module):
 
     def __init__(self, config: MultimodalConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
+        self.sharded = sharded
         self.splits: Splits | None = None  # set by `models.mesh.over`
         dtype = jnp.dtype(c.dtype)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
@@ -271,7 +272,7 @@ class Multimodal(nnx.Module):
         image = whole_part(self, "enter")(jnp.where(of_image, own_rows(batch.patches), 0)).astype(jnp.float32) + place
         x = jnp.where(of_image, image, embed(whole_part(self, "embed"), batch.tokens, c.backend)).astype(c.dtype)
         cond = whole_part(self, "time")(time)
-        x, (routed,) = apply_layers(
+        x, (counts,) = apply_layers(
             (self.blocks,),
             lambda block, x, _: block(x, cond, layout),
             x,
@@ -284,6 +285,7 @@ class Multimodal(nnx.Module):
         )
         scale, shift = whole_part(self, "modulation")(cond, layout)
         how = {"norm": "rms", "epsilon": c.norm_epsilon, "per": "sequence", "backend": c.backend}
+        routed = jax.vmap(lambda layer: layer.routed(c, sharded=self.sharded))(counts)
         return jaxops.adaln(x, scale, shift, layout.segment_offsets, **how), routed
 
     def last_layer(self) -> Any:

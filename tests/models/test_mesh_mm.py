@@ -145,19 +145,24 @@ def test_experts_count_all_rows_once():
     rows = x, put(rng.random(24) < 0.6), put(rng.random(24) < 0.8)
     mesh = make_mesh("expert=2,tensor=2")
     specs, whole = split_part("moe", params, mesh)
+
+    def run(graph, params, *rows):
+        y, counts = nnx.merge(graph, params)(*rows)
+        return y, counts.routed(MODEL, sharded=graph is sharded)
+
     over = jax.shard_map(
-        lambda params, *rows: nnx.merge(sharded, whole(params))(*rows),
+        lambda params, *rows: run(sharded, whole(params), *rows),
         mesh=mesh,
         in_specs=(specs, *[P(AXES)] * 3),
         out_specs=(P(AXES), P()),
     )
 
-    def value(run, params, *rows):
-        y, routed = run(params, *rows)
+    def value(layer, params, *rows):
+        y, routed = layer(params, *rows)
         return jnp.sum(jnp.sin(y)) + routed.aux_loss, (y, routed)
 
     (_, (got, routed)), grads = jax.jit(jax.value_and_grad(functools.partial(value, over), has_aux=True))(params, *rows)
-    one = lambda params, *rows: nnx.merge(alone, params)(*rows)
+    one = functools.partial(run, alone)
     (_, (want, wanted)), others = jax.jit(jax.value_and_grad(functools.partial(value, one), has_aux=True))(
         params, *rows
     )

@@ -2,6 +2,7 @@
 
 python -m benchmarks.bench_largest                        # the preset 3b of `models.train lm`, every mesh
 python -m benchmarks.bench_largest --meshes one,fsdp      # some of them
+python -m benchmarks.bench_largest --meshes tensor --what rows
 python -m benchmarks.bench_largest --smoke --out /tmp/x   # a tiny model on host devices, with a made-up limit
 
 A compiled step tells the bytes that a device needs. They are linear in the layers and in the rows of a batch: four
@@ -61,6 +62,7 @@ class Run:
     Attributes:
       depths: layers of the small steps.
       budget: bytes of a device.
+      what: is grown.
     """
 
     cases: bench_scaling.Run
@@ -68,6 +70,7 @@ class Run:
     depths: tuple[int, int]
     budget: float
     pool: ThreadPoolExecutor
+    what: Sequence[What] = WHAT
 
     def build(self, mesh: str, size: Size) -> "Future[harness.Compiled]":
         """Starts to compile a step."""
@@ -88,7 +91,7 @@ class Run:
         large: list[tuple[str, What, Size, Future[harness.Compiled]]] = []
         for mesh, futures in building.items():
             needed = [needed_bytes(future.result().result[1])[0] for future in futures]
-            for what in WHAT:
+            for what in self.what:
                 size = largest(small, needed, start, what, self.budget)
                 print(f"{mesh}: {size} is expected to fit, {self.cases.left():.0f} s left", flush=True)
                 large.append((mesh, what, size, self.build(mesh, size)))
@@ -139,14 +142,18 @@ class Run:
             return None
         try:
             _, us, losses = run_steps(checked(step), start(), workload, self.cases.left())
-        except MemoryError as error:
-            print(error, flush=True)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            # A free block may be cut by a later step's results: then all devices of a mesh fail alike.
+            if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            print(str(error).splitlines()[0], flush=True)
             return None
         return us, losses
 
 
 def main(
     meshes: str = typer.Option(",".join(MESHES), help="Each over all devices, but one, which is one device."),
+    what: str = typer.Option(",".join(WHAT), help="Rows of a batch, layers, or both."),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
     workers: int = typer.Option(8, help="Steps that are compiled together."),
     out: str = harness.OUT,
@@ -163,8 +170,9 @@ def main(
     budget, depths = (SMOKE_BYTES, (1, 2)) if smoke or limit is None else (limit - RESERVED, (3, 7))
     cases = bench_scaling.Run(sizes, file, "float32" if smoke else "bfloat16", begin + time_limit)
     names = [mesh if mesh == ONE else f"{mesh}={jax.device_count()}" for mesh in harness.names(meshes, MESHES)]
+    grown_sizes: Any = harness.names(what, WHAT)
     with ThreadPoolExecutor(workers) as pool:
-        harness.end(Run(cases, sizes.preset, depths, budget, pool).all(names))
+        harness.end(Run(cases, sizes.preset, depths, budget, pool, grown_sizes).all(names))
 
 
 if __name__ == "__main__":

@@ -62,3 +62,18 @@ def test_a_step_whose_temporaries_lack_room_in_one_piece_does_not_run(tmp_path, 
     free["largest_free_block_bytes"] = 10**10
     _, losses = run.run(built)
     assert len(losses) == bench_largest.STEPS
+
+
+@pytest.mark.parametrize("said", ["RESOURCE_EXHAUSTED: Out of memory\nmore", "INTERNAL: other"])
+def test_a_step_that_runs_out_of_memory_does_not_fit(tmp_path, monkeypatch, said):
+    def fail(*_):
+        raise bench_largest.jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(bench_largest, "run_steps", fail)
+    run = made(tmp_path, 1e8)
+    built = run.build(ONE, Size(4, 1)).result()
+    if said.startswith("RESOURCE"):
+        assert run.run(built) is None
+    else:
+        with pytest.raises(bench_largest.jax.errors.JaxRuntimeError, match="other"):
+            run.run(built)

@@ -13,7 +13,6 @@ import jaxops
 from jaxops._lib import device as device_facts
 from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
-from jaxops._lib.work_list import least_rows_of_part
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, PLANNER, heuristic, hopper_can
@@ -34,12 +33,7 @@ SHIPPED = [
 
 
 EIGHTS = Problem(8, 1000, 504, 704, "bfloat16")  # what the Hopper kernel can multiply, PROBLEM it cannot
-
-
-@pytest.fixture(autouse=True)
-def jax_triton(monkeypatch):
-    """As if it were installed, also on Python 3.11: make_plan does not import it."""
-    monkeypatch.setattr(device_facts, "gluon_missing", lambda: "")
+pytestmark = pytest.mark.usefixtures("jax_triton")
 
 
 def mark(panel: int) -> Tiles:
@@ -163,22 +157,6 @@ def test_split_is_not_of_these_kernels(name, tiles):
         make_plan(EIGHTS, H200, plan=Plan(tiles.kernel, **{name: tiles}))
 
 
-def test_split_of_long_sums():
-    """Where one group of nearly all rows would leave the card empty, and its tiles do not fill it."""
-
-    def split(*sizes, **change):
-        return make_plan(Problem(*sizes, "bfloat16", **change), H200).wgrad.split
-
-    assert split(151, 31231, 352, 1680) > 3
-    assert split(35, 49611, 272, 1192) > 1
-    assert split(35, 49611, 272, 1192, transpose_rhs=True) == split(35, 49611, 1192, 272)
-    assert split(1, 51560, 504, 1600) > 3
-    assert split(1, 64338, 1032, 2408) == split(21, 16712, 3136, 560) == 1, "a third of the card has a tile"
-    assert split(8, 32768, 4096, 14336) == split(8, 32768, 14336, 4096) == split(256, 32768, 7168, 2048) == 1
-    assert split(0, 0, 256, 256) == split(0, 5000, 256, 256) == split(4, 0, 256, 256) == 1
-    assert split(4, 128, 256, 256) == split(4, 1, 64, 64) == 1, "parts of few rows take longer to add than to multiply"
-
-
 def test_split_of_explicit_and_tuned_tiles():
     """Explicit tiles are obeyed. Tuned rows were measured with groups of like lengths."""
     problem, tiles = Problem(35, 49611, 272, 1192, "bfloat16"), dataclasses.replace(SPLIT, split=1)
@@ -192,56 +170,6 @@ def test_split_of_explicit_and_tuned_tiles():
     assert found.split > 1
     assert make_plan(problem, H200, [row("wgrad", SPLIT, problem)]).wgrad == SPLIT
     assert make_plan(problem, H200, backend="pallas").wgrad.split == 1
-
-
-def test_wgrad_of_few_tiles():
-    """As measured: as many as fit the multiprocessors once."""
-
-    def tiles(*sizes):
-        found = make_plan(Problem(*sizes, "bfloat16"), H200).wgrad
-        return found.bm, found.bn
-
-    assert tiles(1, 64338, 1032, 2408) == tiles(5, 53865, 1032, 480) == (128, 256)
-    assert tiles(1, 4779, 792, 1872) == (128, 128)
-
-
-@pytest.mark.parametrize(
-    ("pass_name", "sizes", "fastest"),
-    [
-        ("wgrad", (13, 2278, 5688, 1864), (128, 256, 3)),
-        ("fwd", (8, 7001, 2448, 848), (256, 128, 4)),
-        ("wgrad", (8, 7001, 2448, 848), (256, 128, 4)),
-        ("dgrad", (17, 46646, 3040, 1016), (128, 256, 3)),
-        ("wgrad", (12, 2820, 1408, 560), (128, 128, 6)),
-        ("fwd", (43, 7461, 3040, 4104), (256, 128, 4)),
-        ("fwd", (128, 32768, 2048, 768), (128, 256, 4)),
-        ("fwd", (128, 16384, 2048, 768), (128, 256, 3)),
-        ("dgrad", (150, 2400, 4872, 536), (128, 128, 6)),
-        ("fwd", (150, 2400, 4872, 536), (128, 256, 3)),
-    ],
-)
-def test_fastest_tiles(pass_name, sizes, fastest):
-    """As measured on an H100 (profiles/tiles.csv)."""
-    found = heuristic(pass_name, Problem(*sizes, "bfloat16"), H200, "triton")
-    assert (found.bm, found.bn, found.stages) == fastest
-    odd = (sizes[2] if pass_name == "dgrad" else sizes[3]) % 16 > 0
-    assert found.dynamic == (pass_name == "wgrad" or odd or sizes[1] <= 192 * sizes[0] or found.bm == found.bn)
-
-
-@hypothesis.given(
-    st.integers(1, 256), st.integers(1, 200_000), st.integers(1, 1000), st.integers(1, 1000), st.booleans()
-)
-@hypothesis.settings(max_examples=100, deadline=None)
-def test_parts_of_sums_are_few(G, M, K, N, transpose):
-    """Their memory is bounded, and balanced groups of several tiles a multiprocessor are whole."""
-    problem = Problem(G, M, 8 * K, 8 * N, "bfloat16", transpose)
-    tiles = make_plan(problem, H200, backend="triton").wgrad
-    count = -(-8 * (N if transpose else K) // tiles.bm) * -(-8 * (K if transpose else N) // tiles.bn)
-    if tiles.split > 1:
-        assert 4 * tiles.split * count * tiles.bm * tiles.bn <= 2**27
-        assert 256 * tiles.split <= M
-    if G * count > 6 * H200.cores and G > 32:
-        assert 2 * least_rows_of_part(M, tiles.split) > M // G
 
 
 def test_rows_of_both_kernels():

@@ -300,7 +300,7 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       groups, and for 128x128, of which there are few or which have few steps. Also where rows of the result are no
       multiple of a sector: stores of such rows, by programs that run in step, slow each other down (105 groups of 332
       rows by 1,304 columns: 680 instead of 734 us).
-    - Groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
+    - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
       tiles.csv: the model's tiles take 1.03 times as long).
     """
@@ -313,9 +313,10 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
         for (bm, bn, ping_pong), stages in zip(HOPPER_TILES, (4 if deep else 3, 4, 5, 6), strict=True)
     ]
     usual, _, _, square = found
-    if rows <= 64:
+    count, _ = work(pass_name, problem, usual)
+    if rows <= 64 and count >= device.cores:
         return square if pass_name == "dgrad" else usual
-    if pass_name == "wgrad" and problem.M and 0 < work(pass_name, problem, usual)[0] < device.cores:
+    if pass_name == "wgrad" and problem.M and 0 < count < device.cores:
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
         # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.
         return min(found, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))

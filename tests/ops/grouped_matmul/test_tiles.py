@@ -36,6 +36,12 @@ def test_fastest_tiles(pass_name, sizes, fastest):
     assert found.dynamic == (pass_name == "wgrad" or odd or sizes[1] <= 192 * sizes[0] or found.bm == found.bn)
 
 
+def test_short_groups():
+    """Many of them are bound by memory; a few have too few tiles for the card: smaller ones."""
+    tiles = lambda G: heuristic("fwd", Problem(G, 40 * G, 4096, 1024, "bfloat16"), H200, "triton")
+    assert (tiles(64).bn, tiles(8).bn) == (256, 128)
+
+
 def test_wgrad_of_few_tiles():
     """As measured: as many as fit the multiprocessors once."""
 

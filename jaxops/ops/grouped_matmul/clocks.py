@@ -40,7 +40,7 @@ def _pallas_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: D
 
 
 # Of Hopper's kernels, fitted to 96 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
-# 80GB HBM3, 2026-11-26, profiles/tiles.csv): what the model chooses takes 1.025 times as long as the fastest (geometric
+# 80GB HBM3, 2026-11-26, profiles/tiles.csv): what the model chooses takes 1.023 times as long as the fastest (geometric
 # mean), at most 1.33 times. The clocks from a tile's last step to the next one's first, of which the latter is loaded
 # meanwhile; bytes a clock from L2; how many times as many are loaded of rows that are no multiple of a sector, and how
 # many times as long a store into such rows takes.

@@ -297,16 +297,18 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       are short, but longer than a tile: at qwen3_30b's, dsmoe16b's and two others' widths 1.00 to 1.07 times as fast.
     - Panels of 4 row tiles where groups are short, of 8 elsewhere (mixtral_up: 806 against 782 TFLOP/s).
     - Dynamic tiles where reading the weights takes longer than the products, for wgrad, whose sums are as long as
-      groups, and for 128x128, of which there are few or which have few steps. Also where rows of the result are no
-      multiple of a sector: stores of such rows, by programs that run in step, slow each other down (105 groups of 332
-      rows by 1,304 columns: 680 instead of 734 us).
+      groups, and for 128x128, of which there are few or which have few steps. Also where rows of arrays are no multiple
+      of a sector, of one width up to 1,024 rows a group or of both: programs that run in step slow each other down
+      (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us). With one such width and longer groups static
+      tiles of 128x256 are 2 to 3 % faster (48 passes in tiles.csv).
     - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
       tiles.csv: the model's tiles take 1.03 times as long).
     """
-    rows, wide = problem.rows, problem.output(pass_name)[1]
+    rows = problem.rows
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
-    dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS or wide % 16 > 0
+    odd = (problem.K % 16 > 0) + (problem.N % 16 > 0)  # widths that are no multiple of a sector
+    dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS or odd > (rows >= 1024)
     deep = problem.K % 64 == problem.N % 64 == 0 and _DYNAMIC_ROWS < rows < 1024
     found = [
         Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)

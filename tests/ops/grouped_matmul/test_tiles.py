@@ -32,8 +32,24 @@ def test_fastest_tiles(pass_name, sizes, fastest):
     """As measured on an H100 (profiles/tiles.csv)."""
     found = heuristic(pass_name, Problem(*sizes, "bfloat16"), H200, "triton")
     assert (found.bm, found.bn, found.stages) == fastest
-    odd = (sizes[2] if pass_name == "dgrad" else sizes[3]) % 16 > 0
-    assert found.dynamic == (pass_name == "wgrad" or odd or sizes[1] <= 192 * sizes[0] or found.bm == found.bn)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dynamic"),
+    [
+        ((64, 32768, 2048, 1024), False),
+        ((64, 12288, 2048, 1024), True),
+        ((64, 32768, 2048, 1032), True),
+        ((64, 32768, 2056, 1024), True),
+        ((16, 32768, 2048, 1032), False),
+        ((16, 32768, 2056, 1032), True),
+    ],
+)
+def test_dynamic_tiles(sizes, dynamic):
+    """For groups of few rows, and where rows of arrays are no whole sectors."""
+    problem = Problem(*sizes, "bfloat16")
+    found = [heuristic(pass_name, problem, H200, "triton") for pass_name in ("fwd", "dgrad", "wgrad")]
+    assert [tiles.dynamic for tiles in found] == [dynamic, dynamic, True]
 
 
 def test_short_groups():

@@ -21,6 +21,7 @@ from models.presets import DiTPreset
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four
+from tests.models.test_decoder_parts import model_of
 from tests.models.test_mesh import (
     Outcome,
     assert_same,
@@ -140,21 +141,33 @@ def test_a_loss_in_pieces(monkeypatch):
 
 
 def test_fp8_scales_are_of_all_devices():
-    """Largest numbers of a whole kernel, of which each device has a part."""
+    """Largest numbers of a whole kernel, of which each device has a part; and losses, the second with their scales."""
     config = dataclasses.replace(UNTIED, experts=0, top_k=0, dense_layers=(), layers=1, recipe="delayed", sinks=False)
-    got, want = (train(config, shape, evaluates=False) for shape in ("data=2,tensor=2", None))
-    for ours, wanted in zip(*map(jax.tree.leaves, (got.first.histories, want.first.histories)), strict=True):
+    preset, (graphdef, *first) = preset_of(config), nnx.split(model_of(config), nnx.Param, ...)
+    objective, found = functools.partial(train_lm.objective, preset, preset.pack), []
+    for mesh in (make_mesh("data=2,tensor=2"), None):
+        params, histories = first if mesh is None else shard_state(first, mesh)
+        of = graphdef if mesh is None else train_lm.sharded_graphdef(preset, mesh)
+        value, losses = jax.jit(loop.make_value(of, objective, mesh, training=True)), []
+        for step in range(2):
+            batch = jax.tree.map(lambda x: x[0], loop.place(batches_of(preset)(step), mesh))
+            loss, (_, histories) = value(params, histories, batch, replicate(jax.random.key(0), mesh))
+            losses.append(loss)
+        found.append((losses, histories))
+    (losses, histories), (wanted_losses, wanted_histories) = found
+    for ours, wanted in zip(*map(jax.tree.leaves, (histories, wanted_histories)), strict=True):
         np.testing.assert_array_equal(ours[:, 1], wanted[:, 1])
         np.testing.assert_allclose(ours[:, 0], wanted[:, 0], rtol=0.05)
-    assert len(jax.tree.leaves(got.first.histories)) == 7
-    for ours, wanted in zip(got.metrics, want.metrics, strict=True):
-        np.testing.assert_allclose(ours.loss, wanted.loss, rtol=2e-3)
+    assert len(jax.tree.leaves(histories)) == 7
+    np.testing.assert_allclose(losses, wanted_losses, rtol=2e-3)
 
 
-def moved(params: nnx.State) -> nnx.State:
+def drawn(sizes: DiTConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """A new DiT gives zero, whatever it is given."""
+    graphdef, params, histories = nnx.split(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), nnx.Param, ...)
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda p: p + rng.normal(scale=0.3, size=p.shape).astype(np.float32), params)
+    params = jax.tree.map(lambda p: put(rng.normal(scale=0.3, size=p.shape), p.dtype), params)
+    return graphdef, params, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), histories)
 
 
 def images(step: int, parts: int) -> Batch:
@@ -180,8 +193,8 @@ def in_turn(model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, loop.M
 @functools.cache
 def train_images(parts: int, shape: str | None = None) -> Outcome:
     mesh, sizes = None if shape is None else make_mesh(shape), DiTConfig(1, 16, 4, 4, 3, 6, backend="xla")
-    graphdef, params = nnx.split(nnx.jit(lambda: DiT(sizes, rngs=nnx.Rngs(0)))(), nnx.Param)
-    state = shard_state(loop.init_state(DIT, moved(params), nnx.State({})), mesh)
+    graphdef, params, none = drawn(sizes)
+    state = shard_state(loop.init_state(DIT, params, none), mesh)
     key = replicate(jax.random.key(0), mesh)
     if mesh is None:
         step = loop.make_step(graphdef, DIT, in_turn)
@@ -211,8 +224,7 @@ def test_a_dit_as_on_one_device():
 def test_a_dit_in_fp8():
     """Whose first scales are one: as on one device, up to values at the edge of two numbers of eight bits."""
     sizes, mesh = DiTConfig(1, 16, 4, 4, 3, 6, recipe="delayed", backend="xla"), make_mesh("tensor=4")
-    graphdef, params, histories = nnx.split(nnx.jit(lambda: DiT(sizes, rngs=nnx.Rngs(0)))(), nnx.Param, ...)
-    params, batch = moved(params), jax.tree.map(lambda x: x[0], images(0, 1))
+    (graphdef, params, histories), batch = drawn(sizes), jax.tree.map(lambda x: x[0], images(0, 1))
     alone = loop.make_value(graphdef, in_turn, None, training=True)
     own = of_own_batch(train_dit.objective, mesh)
     over = loop.make_value(train_dit.sharded_graphdef(sizes, mesh), own, mesh, training=True)

@@ -24,6 +24,7 @@ from models.tokenizer import Bytes
 from models.train_lm import main
 from tests.arrays import put
 from tests.devices import needs_four
+from tests.models.test_decoder_parts import model_of
 
 SOURCE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ 'a:' if add_generation_prompt }}"
 TEMPLATE = ChatTemplate(SOURCE, {}, "mine")
@@ -119,7 +120,7 @@ def test_every_scored_token_is_a_counted_target_once(pack):
 
 @pytest.fixture(scope="module")
 def model():
-    return nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+    return model_of(CONFIG)
 
 
 def test_the_loss_is_of_the_counted_targets(model):

@@ -71,7 +71,8 @@ each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 @functools.cache
 def model_of(config: DecoderConfig) -> Decoder:
-    """With random biases and sinks, which start at zero. In numpy: XLA compiles a model's own start for a second."""
+    """With random biases and sinks, which start at zero, and histories that do. In numpy: XLA compiles a model's own
+    start for a second."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(1)
 
@@ -79,6 +80,8 @@ def model_of(config: DecoderConfig) -> Decoder:
         name, drawn = jax.tree_util.keystr(path), rng.normal(size=x.shape)
         if "scale" in name:
             drawn = np.ones(x.shape)
+        elif "amax_history" in name:
+            drawn = np.zeros(x.shape)
         elif "bias" not in name and "sinks" not in name:
             drawn /= x.shape[-2] ** 0.5
         return put(drawn, x.dtype)

@@ -10,13 +10,13 @@ import jax
 import pytest
 import tokenizers
 import typer
-from flax import nnx
 
 from models import generate, hf
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import DecoderConfig
 from models.generate import main
 from models.sampling import Sampling
 from models.slots import generate as complete
+from tests.models.test_decoder_parts import model_of
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 BYTES = DecoderConfig(vocab=256, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16, tie_embeddings=True)
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model():
-    return nnx.jit(lambda: Decoder(BYTES, rngs=nnx.Rngs(0)))()
+    return model_of(BYTES)
 
 
 @pytest.fixture(scope="module")

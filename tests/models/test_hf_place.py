@@ -17,6 +17,7 @@ from models.inference import for_inference
 from models.mesh import make_mesh, shardings
 from models.presets import Preset
 from tests.devices import needs_four
+from tests.models.test_decoder_parts import model_of
 
 CONFIG = DecoderConfig(
     64, 32, 3, 4, 2, 8, 24, experts=4, top_k=2, normalize=True, qk_norm=True, dense_layers=(1,), dense_hidden=40
@@ -25,7 +26,7 @@ CONFIG = DecoderConfig(
 
 @pytest.fixture(scope="module")
 def saved() -> Decoder:
-    return nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+    return model_of(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_which_dtypes_matrices_may_have(folder):
 def test_the_host_holds_a_tensor_and_never_the_model(tmp_path, monkeypatch):
     """numpy's memory while a checkpoint of 12 MB is read and saved, whose largest tensor in float32 has 0.5 MB."""
     config = dataclasses.replace(CONFIG, width=256, hidden=512, experts=8, layers=2, dense_layers=(), dense_hidden=None)
-    architecture, model = "Qwen3MoeForCausalLM", nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    architecture, model = "Qwen3MoeForCausalLM", model_of(config)
     hf.save(tmp_path, architecture, model, dtype="bfloat16")
     total, largest = (tmp_path / "model.safetensors").stat().st_size, 512 * 256 * 4
     assert total > 12_500_000

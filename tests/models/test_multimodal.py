@@ -21,6 +21,7 @@ from models.multimodal import Multimodal, MultimodalConfig, layout_of
 from models.multimodal_loss import loss_fn, losses_of
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.models.test_decoder_parts import model_of as decoder_of
 from tests.models.test_interleaved import image_of, text_of
 
 CONFIG = MultimodalConfig(
@@ -153,7 +154,7 @@ def test_new_lengths_do_not_compile():
 
 def as_decoder(model: Multimodal) -> Decoder:
     """A decoder with the same weights."""
-    decoder = nnx.jit(lambda: Decoder(model.config.decoder(), rngs=nnx.Rngs(0)))()
+    decoder = nnx.clone(decoder_of(model.config.decoder()))
     blocks, ours = decoder.blocks, model.blocks
     nnx.update(blocks.attention, nnx.state(ours.attention))
     blocks.attention_norm.scale[...], blocks.mlp_norm.scale[...] = (ours.modulation.scale[:, i] for i in range(2))

@@ -3,9 +3,11 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxops.nn import AmaxHistory
 from models.multimodal import Multimodal
 from models.multimodal_loss import loss_fn
 from tests.models.test_multimodal import BATCH, CONFIG, model_of
@@ -30,7 +32,8 @@ def test_fp8():
     patches of a random model scatters: it is 4 to 6 % off, either way."""
     config = dataclasses.replace(CONFIG, width=32, dtype="bfloat16", text_hidden=32, image_hidden=48, layers=1)
     model, key = model_of(config), jax.random.key(0)
-    in_fp8 = nnx.jit(lambda: Multimodal(dataclasses.replace(config, recipe="delayed"), rngs=nnx.Rngs(0)))()
+    in_fp8 = nnx.eval_shape(lambda: Multimodal(dataclasses.replace(config, recipe="delayed"), rngs=nnx.Rngs(0)))
+    nnx.update(in_fp8, jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), nnx.state(in_fp8, AmaxHistory)))
     nnx.update(in_fp8, nnx.state(model, nnx.Param))
     run = nnx.jit(lambda model: loss_fn(model, BATCH, key, image_weight=1.0, time_shift=1.0, reading_noise=0.0)[0])
     assert float(run(in_fp8)) == pytest.approx(float(run(model)), rel=0.1)

@@ -17,6 +17,7 @@ from models.decoder import Decoder, DecoderConfig
 from models.inference import for_inference
 from models.sampling import Sampling
 from models.slots import Batching, Completion, generate
+from tests.models.test_decoder_parts import model_of
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # the others are in test_hf_use.py
@@ -35,7 +36,7 @@ BATCHINGS = [
 @pytest.fixture(scope="module")
 def stacked():
     """As it is trained, which no test changes."""
-    return nnx.jit(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+    return model_of(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ def test_weights_are_read_and_caches_written_where_they_are(model):
 def test_inference_computes_the_same_bits():
     """In bfloat16, with parameters that are cast before and not at each use; the stack's arrays are freed."""
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
-    stacked = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    stacked = nnx.clone(model_of(config))
     extend = nnx.jit(
         lambda model: model.extend(jnp.array([[1, 2, 3]]), model.empty_cache(1, 8), jnp.zeros(1, int), jnp.array([3]))
     )

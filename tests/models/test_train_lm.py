@@ -231,12 +231,14 @@ def test_preset_sizes(name, total):
 
 @needs_four
 def test_a_model_that_no_device_holds_whole(tmp_path, monkeypatch, capsys):
-    """Its checkpoint is the same, and it writes no sample."""
-    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(TINY, steps=1, warmup_steps=0))
+    """Its checkpoint is the same, and it writes no sample. Of a few words, and without experts: it is about memory."""
+    dense = dataclasses.replace(TINY.model, experts=0, top_k=0)
+    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(TINY, model=dense, steps=1, warmup_steps=0))
+    (tmp_path / "text.txt").write_text("all work and no play makes a dull model\n" * 200)
     saved = []
     for limit in (np.inf, 0):
         monkeypatch.setattr(mesh, "device_bytes", lambda _, limit=limit: limit)
-        main(preset="tiny", mesh="fsdp=4", out=tmp_path / str(limit))
+        main(preset="tiny", mesh="fsdp=4", data=[str(tmp_path / "text.txt")], out=tmp_path / str(limit))
         assert ("does not fit on one device" in capsys.readouterr().out) == (limit == 0)
         saved.append((tmp_path / str(limit) / "checkpoint-hf" / "model.safetensors").read_bytes())
     assert saved[0] == saved[1]

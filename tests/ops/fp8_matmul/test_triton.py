@@ -108,12 +108,10 @@ PRODUCTS = [
     Product("blockwise", "fwd", grouped=True),
     Product("tensorwise", "wgrad", grouped=True),  # e4m3 by e5m2
     Product("blockwise", "wgrad", grouped=True),  # short groups: tiles from a counter
-    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
     Product("blockwise", "wgrad", tiles=Tiles("triton", 192, 128, stages=3), spilled=12),  # once a tile
     # Tiles from a counter; float32 stored in whole tiles, in halves, and from registers; bfloat16 in halves.
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4, dynamic=True)),
     Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 256, stages=3, dynamic=True)),
-    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 128, stages=4)),
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
     # Two numbers spilled in the epilogue: once a tile.
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 128, stages=6), spilled=8),
@@ -121,7 +119,6 @@ PRODUCTS = [
     # Unaligned, and no room for a tile of bfloat16: from registers.
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=6), n=ODD_N),
     # 64 columns, which the first ones have, too: float32 stored whole, and in halves.
-    Product("rowwise", "dgrad", tiles=Tiles("triton", 128, 64, stages=7)),
     Product("blockwise", "wgrad", tiles=Tiles("triton", 128, 64, stages=7)),
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),

@@ -1,6 +1,5 @@
 """The benchmark of the largest steps that fit."""
 
-import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -23,10 +22,7 @@ def test_what_fits_by_four_sizes():
 
 
 def made(tmp_path, budget):
-    """Without experts, which take thrice as long to compile."""
     sizes = bench_scaling.SMOKE["lm"]
-    model = dataclasses.replace(sizes.preset.model, experts=0, top_k=0)
-    sizes = sizes._replace(preset=dataclasses.replace(sizes.preset, model=model))
     cases = bench_scaling.Run(sizes, tmp_path / "largest.jsonl", "float32", float("inf"))
     return Run(cases, sizes.preset, (1, 2), budget, ThreadPoolExecutor(1))
 

@@ -8,3 +8,8 @@ import numpy as np
 def put(x, dtype=None) -> jax.Array:
     """As `jnp.asarray`, for which XLA compiles a program for each shape and dtype: a seventh of all programs here."""
     return jax.device_put(np.asarray(x, None if dtype is None else jnp.dtype(dtype)))
+
+
+def drawn_like(shapes, rng: np.random.Generator, scale: float = 1.0):
+    """Normal numbers in place of a tree's arrays or shapes, as of `nnx.eval_shape`: nothing is compiled."""
+    return jax.tree.map(lambda x: put(rng.normal(scale=scale, size=x.shape), x.dtype), shapes)

@@ -35,6 +35,7 @@ _UNKNOWN = (8, 9)
 # L2 caches in MiB, by name: JAX does not say them.
 _L2_MIB = ((r"G?B200", 126), (r"H(100|200|800)", 50), (r"A100|A800", 40))
 HOPPER_SHARED_BYTES = 232_448  # that one block may use
+SECTOR_BYTES = 32  # the smallest unit of L2 and memory: a store to a part of one costs a read of the rest
 
 
 @dataclasses.dataclass(frozen=True)

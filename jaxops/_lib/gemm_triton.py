@@ -266,7 +266,7 @@ def produce(
             else:
                 # The last step of a contraction goes on into the next group's rows. A window that ends with the group
                 # reads them as zeros; groups that end within the first BK rows of all have no such window and are
-                # zero-filled here.
+                # zero-filled here. An empty group has no rows left.
                 left = min(first + size - at, BK)
                 fill = KIND == CONTRACTION and left > 0 and left < BK and at + left < BK
                 full = pipe.full.index(pipe.STAGES if fill else s)

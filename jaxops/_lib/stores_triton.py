@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from jaxops._lib.device import SECTOR_BYTES
 from jaxops._lib.tile_scheduler_triton import opaque
 
 
@@ -26,7 +27,7 @@ def store_window(desc, buf, row, end, col):
     tma.async_store(desc, [first, at, col], buf.reshape([1, buf.shape[0], buf.shape[1]]))
 
 
-SECTOR = gl.constexpr(32)  # bytes of the L2's smallest unit: a store of a part of one costs a read of the rest
+SECTOR = gl.constexpr(SECTOR_BYTES)
 
 
 @gluon.jit

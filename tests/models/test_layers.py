@@ -18,7 +18,7 @@ from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.layers import OFFLOADED, options_for, remark
 from models.mesh import make_mesh
-from tests.arrays import put
+from tests.arrays import drawn_like
 
 LOOPS = {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
 
@@ -62,8 +62,7 @@ CONFIG = DiTConfig(2, 16, 2, token=4, classes=3, longest=9, backend="xla")
 def parameters():
     """In a new model gates are zero."""
     _, params, rest = nnx.split(nnx.eval_shape(lambda: DiT(CONFIG, rngs=nnx.Rngs(0))), nnx.Param, ...)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda p: put(rng.normal(size=p.shape) / 4, p.dtype), params), rest
+    return drawn_like(params, np.random.default_rng(0), 0.25), rest
 
 
 @functools.cache

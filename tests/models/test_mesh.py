@@ -36,7 +36,7 @@ from models.mesh import (
     split_of,
 )
 from models.presets import Preset
-from tests.arrays import put
+from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.hopper import H200
@@ -269,9 +269,7 @@ def test_dit():
     mesh, config = make_mesh("fsdp=4"), DiTConfig(1, 8, 2, 4, 3, 6, backend="xla")
     graphdef, params = nnx.split(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))), nnx.Param)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda p: put(rng.normal(size=p.shape), p.dtype), params
-    )  # a new DiT gives zero, whatever it is given
+    params = drawn_like(params, rng)  # a new DiT gives zero, whatever it is given
     offsets, grids = (
         np.tile(np.array([0, 4, 10], np.int32), (4, 1)),
         np.tile(np.array([[2, 2], [2, 3]], np.int32), (4, 1, 1)),

@@ -18,7 +18,7 @@ from models.dit import DiT, DiTConfig, loss_fn
 from models.images import Batch
 from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
 from models.presets import DiTPreset
-from tests.arrays import put
+from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.models.test_decoder_parts import model_of
@@ -165,8 +165,7 @@ def test_fp8_scales_are_of_all_devices():
 def drawn(sizes: DiTConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """A new DiT gives zero, whatever it is given."""
     graphdef, params, histories = nnx.split(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), nnx.Param, ...)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda p: put(rng.normal(scale=0.3, size=p.shape), p.dtype), params)
+    params = drawn_like(params, np.random.default_rng(0), 0.3)
     return graphdef, params, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), histories)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import Device
+from jaxops._lib.device import SECTOR_BYTES, Device
 from jaxops.ops.grouped_matmul.long_sums import Sums
 
 if TYPE_CHECKING:
@@ -39,14 +39,19 @@ def _pallas_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: D
     return waves * resident * one
 
 
+def unaligned(width: int) -> bool:
+    """Whether rows of so many 16-bit numbers are no multiple of a sector, so that some start inside of one."""
+    return 2 * width % SECTOR_BYTES > 0
+
+
 # Of Hopper's kernels, fitted to 96 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
-# 80GB HBM3, 2026-11-26, profiles/tiles.csv): what the model chooses takes 1.023 times as long as the fastest (geometric
-# mean), at most 1.33 times. The clocks from a tile's last step to the next one's first, of which the latter is loaded
-# meanwhile; bytes a clock from L2; how many times as many are loaded of rows that are no multiple of a sector, and how
-# many times as long a store into such rows takes.
-_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50}
-_LOADS, _ODD_LOADS, _ODD_STORES = 57, 1.75, 3
-_SQUARE = 1.1  # of the time of two 128x128 tiles over that of a 128x256 tile
+# 80GB HBM3, 2026-11-26, profiles/tiles.csv). What the model chooses takes 1.023 times as long as the fastest tiles
+# (geometric mean), at most 1.33 times.
+_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50}  # clocks between a tile's last step and the next tile
+_LOADS = 57  # bytes a clock from L2
+_UNALIGNED_LOADS = 1.75  # times the bytes of aligned rows
+_UNALIGNED_STORES = 3  # times _AFTER
+_SQUARE = 1.1  # times a step of 128x128, of which two do the work of a step of 128x256
 
 
 def hopper_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
@@ -65,29 +70,28 @@ def hopper_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: De
 
 
 def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, sizes: np.ndarray) -> float:
-    rows, columns, inner, odd_a, odd_b = {
-        "fwd": (sizes, p.N, p.K, p.K, p.N),
-        "dgrad": (sizes, p.K, p.N, p.N, p.N),
-        "wgrad": (p.K, p.N, np.maximum(sizes, 1), p.K, p.N),
+    """With groups of these sizes: waves of equally long tiles; of wgrad, whose tiles are not, an even share."""
+    wgrad = pass_name == "wgrad"
+    rows, columns, inner, width_of_a = {
+        "fwd": (sizes, p.N, p.K, p.K),
+        "dgrad": (sizes, p.K, p.N, p.N),
+        "wgrad": (p.K, p.N, np.maximum(sizes, 1), p.K),
     }[pass_name]
-    # 16 numbers of 16 bits are a sector.
-    odd_a, odd_b, odd_c = (_ODD_LOADS if odd_a % 16 else 1), (_ODD_LOADS if odd_b % 16 else 1), columns % 16 > 0
+    a, b = (_UNALIGNED_LOADS if unaligned(width) else 1 for width in (width_of_a, p.N))  # B's rows have N numbers
+    after = _AFTER[tiles.bm, tiles.bn] * (_UNALIGNED_STORES if unaligned(columns) else 1)
+    steps, square = np.ceil(inner / tiles.bk), _SQUARE if tiles.bm == tiles.bn else 1
 
     def of_tile(high: int) -> np.ndarray:
-        loads = 2 * tiles.bk * (high * odd_a + tiles.bn * odd_b) / _LOADS
-        step = (_SQUARE if tiles.bm == tiles.bn else 1) * ((high * tiles.bn / 32) ** 4 + loads**4) ** 0.25
-        after = _AFTER[tiles.bm, tiles.bn] * (_ODD_STORES if odd_c else 1)
-        steps = np.ceil(inner / tiles.bk) * step
-        return np.maximum(steps, after) if tiles.ping_pong else steps + after
+        products, loads = high * tiles.bn / 32, 2 * tiles.bk * (high * a + tiles.bn * b) / _LOADS
+        multiplied = steps * square * (products**4 + loads**4) ** 0.25
+        return np.maximum(multiplied, after) if tiles.ping_pong else multiplied + after
 
-    down = np.ceil(rows / tiles.bm)
-    halves = (rows > 0) & (rows - (down - 1) * tiles.bm <= tiles.bm // 2)
-    if tiles.ping_pong or pass_name == "wgrad":
-        halves = 0
-    across = -(-columns // tiles.bn)
+    down, across = np.ceil(rows / tiles.bm), -(-columns // tiles.bn)
+    half = (rows > 0) & (rows - (down - 1) * tiles.bm <= tiles.bm // 2)  # a group's last tile
+    halves = across * half * (not (wgrad or tiles.ping_pong))
     count, whole = down * across * np.ones_like(sizes), of_tile(tiles.bm)
-    total = np.sum((count - halves * across) * whole + halves * across * of_tile(tiles.bm // 2))
-    if pass_name != "wgrad":  # all tiles take equally long
+    total = np.sum((count - halves) * whole + halves * of_tile(tiles.bm // 2))
+    if not wgrad:
         return total / count.sum() * -(-count.sum() // cores)
     # The longest come first: at the end a program waits for half of a short one.
     return max(whole.max(), total / cores + 0.5 * whole.min() if count.sum() > cores else 0.0)

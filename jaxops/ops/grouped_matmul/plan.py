@@ -10,7 +10,7 @@ from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gl
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.work_list import MOST_PARTS
-from jaxops.ops.grouped_matmul.clocks import clocks, hopper_clocks, sums_of, work
+from jaxops.ops.grouped_matmul.clocks import clocks, hopper_clocks, sums_of, unaligned, work
 from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -204,7 +204,7 @@ def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: i
     """
     if pass_name == "wgrad":
         _, measured = _as_measured(pass_name, problem)
-        few = measured.rows <= 16 and measured.N % 16 > 0
+        few = measured.rows <= 16 and unaligned(measured.N)
     else:
         few = problem.rows < least_rows
     return not few and runs_triton(problem, device)
@@ -297,18 +297,17 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       are short, but longer than a tile: at qwen3_30b's, dsmoe16b's and two others' widths 1.00 to 1.07 times as fast.
     - Panels of 4 row tiles where groups are short, of 8 elsewhere (mixtral_up: 806 against 782 TFLOP/s).
     - Dynamic tiles where reading the weights takes longer than the products, for wgrad, whose sums are as long as
-      groups, and for 128x128, of which there are few or which have few steps. Also where rows of arrays are no multiple
-      of a sector, of one width up to 1,024 rows a group or of both: programs that run in step slow each other down
-      (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us). With one such width and longer groups static
-      tiles of 128x256 are 2 to 3 % faster (48 passes in tiles.csv).
+      groups, and for 128x128, of which there are few or which have few steps. Also where K or N is `unaligned`, or with
+      1,024 rows a group and more, both are (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us). With one
+      of them and groups as long as that, static tiles of 128x256 are 2 to 3 % faster (tiles.csv).
     - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
       tiles.csv: the model's tiles take 1.03 times as long).
     """
     rows = problem.rows
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
-    odd = (problem.K % 16 > 0) + (problem.N % 16 > 0)  # widths that are no multiple of a sector
-    dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS or odd > (rows >= 1024)
+    many = 1 if rows < 1024 else 2  # unaligned widths for which dynamic tiles are faster
+    dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS or unaligned(problem.K) + unaligned(problem.N) >= many
     deep = problem.K % 64 == problem.N % 64 == 0 and _DYNAMIC_ROWS < rows < 1024
     found = [
         Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)

@@ -168,3 +168,18 @@ def test_what_gluon_kernels_need(monkeypatch, python, platform, installed, said)
 )
 def test_l2(kind, platform, mib):
     assert Device(kind, platform).l2_bytes == (mib and mib << 20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gbps"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3350),
+        ("NVIDIA H100 NVL", 3900),
+        ("NVIDIA H100 PCIe", 2000),
+        ("NVIDIA H200", 4800),
+        ("NVIDIA GH200 480GB", 4800),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_memory_bandwidth(kind, gbps):
+    assert Device(kind, "gpu").memory_gbps == gbps

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -123,16 +124,24 @@ _PROGRAM_ROWS = 8
 
 def _spread(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
     """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200; in fwd
-    without a gate down to 8 steps, where they would make fewer than 6,336, 48 a multiprocessor.
+    without a gate down to 8 steps, where they would make fewer than 6,336, 48 a multiprocessor. In bwd
+    without a gate, whose programs each write a part of the sums, 300 programs are enough where sequences are long.
 
     H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92
     and 59 us. H100 80GB HBM3, 2026-11-26, forward with 16, 8 and 4 rows: [30011, 1152] 55.6, 51.0 and 50.6 us; [24001,
-    1536] 58.4, 55.3 and 55.8; with a gate not measured. Also fewer in bwd where the last of a few waves of programs
-    would be nearly empty.
+    1536] 58.4, 55.3 and 55.8; with a gate not measured. Forward and backward with 64, 32 and 16 rows: [30011, 1152] in
+    seven sequences 145, 157 and 159 us, in 128 155, 163 and 154; [24001, 1536] 149, 159, 159 and 162, 166, 161;
+    [16384, 1024] in 16 sequences 93, 76 and 81 (profiles/adaln_rows.csv). Also fewer in bwd where the last of a few
+    waves of programs would be nearly empty.
     """
     T, least = problem.T, max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
+    programs = 300 if pass_name == "bwd" and not problem.gated and T >= 256 * problem.B else math.inf
     long = 8 * tiles.step if pass_name == "fwd" and not problem.gated else tiles.rows
-    while tiles.rows > least and -(-T // tiles.rows) * tiles.warps < (6336 if tiles.rows > long else 2048):
+
+    def enough(count: int) -> bool:
+        return count >= programs or count * tiles.warps >= (6336 if tiles.rows > long else 2048)
+
+    while tiles.rows > least and not enough(-(-T // tiles.rows)):
         tiles = dataclasses.replace(tiles, rows=tiles.rows // 2)
     if pass_name == "fwd" or tiles.rows <= least or T >= _TUNED_ROWS:
         return tiles

@@ -59,7 +59,10 @@ class FusedTiles(TileOrder):
       stages: pipeline stages: 3, or 4, which leaves each consumer warp group one buffer to store from instead of two.
         H200, 2026-11-22, qwen3_30b's 32,768 rows as a router fills the groups: 381 us with 4 and dynamic, 391 with 3
         and dynamic, 401 with 3 and not; with what the backward reads saved, 397, 413 and 413. Where groups are long,
-        the card's power is the bound.
+        the card's power is the bound; with long sums the fourth stage costs more than it hides. H100, 2026-11-26, the
+        same with 4 and 3 stages, dynamic: D 7168, F 2048, 256 groups of 128 rows 7,251 and 6,449 us; D 5120, F 1536,
+        160 groups of 154 rows 2,600 and 2,104; D 2560, F 1280, 64 groups of 1,024 rows 1,302 and 1,330, 1,311 with 3
+        and not dynamic (profiles/tails.csv).
     """
 
     stages: int = 3
@@ -198,7 +201,8 @@ def _fused(call: Call[Problem, Plan], products: grouped_matmul.Plan) -> FusedTil
             )
         return plan.fused
     if triton:
-        return FusedTiles(4, dynamic=True, stages=4) if p.M < 1024 * p.G else FusedTiles(8, dynamic=call.device.shared)
+        panel, deep = 4 if p.M < 1024 * p.G else 8, p.K < 4096 and p.M < 2048 * p.G
+        return FusedTiles(panel, dynamic=panel == 4 or deep or call.device.shared, stages=4 if deep else 3)
     apart = p.joined or p.recast or plan.fwd is not None or plan.products is not None
     if apart or products.fwd is None or not few_rows(p.M, p.G):
         return None

@@ -134,6 +134,24 @@ def test_few_rows_are_spread_over_the_card():
     assert heuristic("fwd", Problem(1024, 1024, 4, "bfloat16"), H200).rows == 4
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ((30_011, 1152, 7), 64),
+        ((30_011, 1152, 128), 16),
+        ((24_001, 1536, 7), 64),
+        ((24_001, 1536, 128), 16),
+        ((20_011, 2432, 7), 32),
+        ((16_384, 1024, 16), 32),
+        ((16_384, 3072, 16), 64),
+    ],
+)
+def test_the_backward_of_long_sequences_takes_longer_programs(sizes, rows):
+    """As measured on an H100 (profiles/adaln_rows.csv) and an H200 (profiles/adaln_sweep.csv)."""
+    h100 = Device("NVIDIA H100 80GB HBM3", "gpu")
+    assert heuristic("bwd", Problem(*sizes, "bfloat16"), h100).rows == rows
+
+
 def test_the_forward_of_few_rows_takes_shorter_programs():
     """As measured on an H100, which has no tuned rows; tuned ones of an H200 that many rows use stay as they are."""
     h100 = Device("NVIDIA H100 80GB HBM3", "gpu")

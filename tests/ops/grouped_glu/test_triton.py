@@ -78,7 +78,10 @@ def test_plan():
         "triton",
     )
     assert plan.bwd == make_plan(PROBLEM, H200, backend="pallas").bwd
-    assert make_plan(Problem(8, 32768, K, F, "bfloat16"), H200, backend="triton").fused == FusedTiles(8)
+    fused = lambda G, K: make_plan(Problem(G, 32768, K, F, "bfloat16"), H200, backend="triton").fused
+    assert fused(8, K) == FusedTiles(8)
+    assert fused(256, 7168) == FusedTiles(4, dynamic=True)  # long sums have three stages
+    assert fused(32, K) == FusedTiles(8, dynamic=True, stages=4)
     assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=FusedTiles(2))).fused == FusedTiles(2)
     assert make_plan(PROBLEM, H200).backend == "triton"
     assert make_plan(PROBLEM, H200, backend="pallas").backend == "pallas"

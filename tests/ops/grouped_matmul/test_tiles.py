@@ -9,7 +9,7 @@ from jaxops._lib.work_list import least_rows_of_part
 from jaxops.ops.grouped_matmul import Problem, make_plan
 from jaxops.ops.grouped_matmul.plan import heuristic
 
-H200 = Device("NVIDIA H200", "gpu")
+H200, H100 = Device("NVIDIA H200", "gpu"), Device("NVIDIA H100 80GB HBM3", "gpu")
 pytestmark = pytest.mark.usefixtures("jax_triton")
 
 
@@ -67,6 +67,20 @@ def test_wgrad_of_few_tiles():
 
     assert tiles(1, 64338, 1032, 2408) == tiles(5, 53865, 1032, 480) == (128, 256)
     assert tiles(1, 4779, 792, 1872) == (128, 128)
+
+
+def test_wgrad_of_short_groups():
+    """As measured: it only writes, which the Pallas kernel does faster where memory is slow, or rows are no whole
+    sectors."""
+
+    def kernels(rows, N):
+        problem = Problem(128, 128 * rows, 2048, N, "bfloat16")
+        return [make_plan(problem, device).wgrad.kernel for device in (H200, H100)]
+
+    assert kernels(16, 768) == ["triton", "pallas"]
+    assert kernels(16, 776) == ["pallas", "pallas"]
+    assert kernels(32, 776) == ["triton", "pallas"]
+    assert kernels(33, 768) == ["triton", "triton"]
 
 
 def test_split_of_long_sums():

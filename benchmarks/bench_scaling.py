@@ -11,7 +11,7 @@ A mesh is over all N devices, and has N times the batch of one device. Three kin
 - `one`: one device, its own batch. `scaling` of the others is their tokens/s over N times its.
 - `whole`: one device, the whole batch of the mesh. Its losses are what a mesh's are compared with. It runs twice, the
   second time from parameters that differ in their last bit: `loss_apart_alone` is how far apart rounding alone brings
-  two runs.
+  two runs. Leave it out by `--no-whole` where that batch does not fit (dit 1b's of four cards).
 - a mesh, such as `data=2`.
 
 `--set model.layers=24` and other settings change the preset, whose batch is that of one device. The profile of each
@@ -143,9 +143,11 @@ def grown(preset: Any, devices: int) -> Any:
     return dataclasses.replace(preset, batch=devices * preset.batch)
 
 
-def cases_of(sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precision: str, steps: int) -> list[Case]:
+def cases_of(
+    sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precision: str, steps: int, with_whole: bool = True
+) -> list[Case]:
     """In the order in which they run: what others are compared with comes first. Meshes with other axes than
-    `sizes.axes` are left out.
+    `sizes.axes` are left out, and WHOLE without with_whole.
     """
     devices = jax.device_count()
     one = with_steps(sizes.preset, steps)  # the learning rate rises at once: the losses depend on the gradients
@@ -160,7 +162,7 @@ def cases_of(sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precis
         # The parts of a batch of images are packed, and draw their noise, by themselves.
         parts = {"parts": parts_of(mesh)} if images else {}
         alone = f"{WHOLE} in {parts_of(mesh)}" if images else WHOLE
-        if sizes.alone:
+        if sizes.alone and with_whole:
             found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
         over += [
             Case(f"{name} {chosen}", name, of(whole, mesh=mesh), "" if "unsummed" in chosen else alone, chosen)
@@ -391,6 +393,9 @@ def main(
         "",
         help="I/N@HOST:PORT: this is process I of N that run together, each with its own devices; 0 writes the rows.",
     ),
+    with_whole: bool = typer.Option(
+        True, "--whole/--no-whole", help="One device with the whole batch, whose losses a mesh's are compared with."
+    ),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
     out: str = harness.OUT,
     smoke: bool = typer.Option(False, help="Tiny models on host devices, every code path; needs --out."),
@@ -409,7 +414,7 @@ def main(
     for name in harness.names(workloads, WORKLOADS):
         sizes = changed((SMOKE if smoke else WORKLOADS)[name], settings or ())
         run = Run(sizes, file, precision, begin + time_limit, traced, settings or ())
-        run.all(cases_of(sizes, over, harness.names(options, OPTIONS), precision, steps))
+        run.all(cases_of(sizes, over, harness.names(options, OPTIONS), precision, steps, with_whole))
         failed += run.failed
         jax.clear_caches()
     harness.end(failed)

@@ -87,10 +87,13 @@ def test_meshes():
     assert meshes_of("data,fsdp=2+tensor=2,tensor=2+fsdp=2,expert=4") == ["data=4", "fsdp=2,tensor=2", "expert=4"]
     assert [file_name(mesh) for mesh in ("data=4", "fsdp=2,tensor=2")] == ["data", "fsdp2_tensor2"]
     sizes = bench_scaling.SMOKE["dit"]
-    cases = bench_scaling.cases_of(sizes, ["data=4", "fsdp=2,tensor=2", "data=2,tensor=2"], ["default"], "float32", 5)
+    given = sizes, ["data=4", "fsdp=2,tensor=2", "data=2,tensor=2"], ["default"], "float32", 5
+    cases = bench_scaling.cases_of(*given)
     names = ["one", "whole in 4", "whole in 2", "data=4 default", "data=2,tensor=2 default"]
     assert [case.name for case in cases] == names
     assert [case.whole for case in cases[3:]] == names[1:3]
+    fewer = bench_scaling.cases_of(*given, with_whole=False)
+    assert [case.name for case in fewer] == [names[0], *names[3:]]
 
 
 @needs_four

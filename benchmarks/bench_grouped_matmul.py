@@ -12,7 +12,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -86,34 +86,37 @@ def kernel_of(case: Case) -> str:
     return getattr(plan, case.pass_name).kernel
 
 
-def compile_ahead(run: Run, cases: list[tuple[GroupedShape, list[str]]], passes: list[str]) -> dict[str, Programs]:
-    """All sides of all cases, compiled beside each other before anything is measured. With JAX's compilation cache on
-    disk the checks, too. By shape and pass."""
-    found: dict[str, Programs] = {}
+def start_compiling(pool: Executor, shape: GroupedShape, passes: dict[str, Passes], pass_name: str) -> Programs:
+    """A pass of all sides; with JAX's compilation cache on disk the check, too."""
     struct = lambda dims, dtype=DTYPE: jax.ShapeDtypeStruct(dims, dtype)
+    G, M, K, N = shape.G, shape.M, shape.K, shape.N
+    tensors = struct((M, K)), struct((G, K, N)), struct((M, N))
+    offsets, sizes = struct((G + 1,), jnp.int32), struct((G,), jnp.int32)
+    sampled = (struct((shapes.SAMPLED_ROWS,), jnp.int32),) * 2
+    result = struct({"fwd": (M, N), "dgrad": (M, K), "wgrad": (G, K, N)}[pass_name])
+
+    def tracing(fn: Any, *given) -> Callable[[], Callable[[], Any]]:
+        def trace() -> Callable[[], Any]:
+            traced = fn.trace(*given)
+            return lambda: traced.lower().compile()
+
+        return trace
+
+    harness.start_compiling(pool, tracing(checks.errors_of_rows, pass_name, result, *tensors, offsets, *sampled))
+    return {
+        name: harness.start_compiling(pool, tracing(jax.jit(own[pass_name]), *tensors, offsets, sizes))
+        for name, own in passes.items()
+        if name not in ("cublas", "ragged_dot")
+    }
+
+
+def compile_ahead(run: Run, cases: list[tuple[GroupedShape, list[str]]], passes: list[str]) -> dict[str, Programs]:
+    """All sides of all cases, compiled beside each other before anything is measured. By shape and pass."""
     with ThreadPoolExecutor(12) as pool:
-        for (shape, _), pass_name in itertools.product(cases, passes):
-            G, M, K, N = shape.G, shape.M, shape.K, shape.N
-            tensors = struct((M, K)), struct((G, K, N)), struct((M, N))
-            offsets, sizes = struct((G + 1,), jnp.int32), struct((G,), jnp.int32)
-            sampled = (struct((shapes.SAMPLED_ROWS,), jnp.int32),) * 2
-            result = struct({"fwd": (M, N), "dgrad": (M, K), "wgrad": (G, K, N)}[pass_name])
-
-            def tracing(fn: Any, *given) -> Callable[[], Callable[[], Any]]:
-                def trace() -> Callable[[], Any]:
-                    traced = fn.trace(*given)
-                    return lambda: traced.lower().compile()
-
-                return trace
-
-            found[f"{shape.name} {pass_name}"] = {
-                name: harness.start_compiling(pool, tracing(jax.jit(own[pass_name]), *tensors, offsets, sizes))
-                for name, own in run.passes.items()
-                if name not in ("cublas", "ragged_dot")
-            }
-            check = tracing(checks.errors_of_rows, pass_name, result, *tensors, offsets, *sampled)
-            harness.start_compiling(pool, check)
-    return found
+        return {
+            f"{shape.name} {pass_name}": start_compiling(pool, shape, run.passes, pass_name)
+            for (shape, _), pass_name in itertools.product(cases, passes)
+        }
 
 
 def ready_jax(side: str, run: Run, case: Case, programs: Programs, inputs: Inputs) -> harness.Ready:

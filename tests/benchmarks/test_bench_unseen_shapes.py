@@ -8,7 +8,7 @@ from benchmarks import bench_unseen_shapes, harness, shapes
 from benchmarks.bench_unseen_shapes import DISTS, SMOKE, few, unseen
 from jaxops._lib import device
 from jaxops._lib.powers import power_of_2
-from jaxops.ops.grouped_matmul import candidates, make_plan
+from jaxops.ops.grouped_matmul import Tiles, candidates, make_plan
 from tests.command_line import run
 from tests.hopper import on_h200
 
@@ -72,3 +72,20 @@ def test_smoke_run_writes_a_row_a_pass_and_side(tmp_path):
         assert ("tuned" in row["vs"]) == (row["backend"] == "jaxops")
         assert row["tiles"]["kernel"] == "pallas"
     assert run(bench_unseen_shapes.main).exit_code == 2
+
+
+def test_the_fastest_over_both_splits_is_the_tuned_side(tmp_path, monkeypatch):
+    """Of three: the second is the fastest with even groups, the third over both."""
+    tiles = [Tiles(bm, 16, 16) for bm in (16, 32, 64)]
+    times = iter([(3.0, 1.0, 2.0), (3.0, 9.0, 2.0)])
+    of = lambda sides: next(times) if len(sides) == len(tiles) else [1.0] * len(sides)  # others are of the machine
+    each = lambda sides: zip(sides, of(sides), strict=True)
+    fixed = lambda sides, rounds=3: {side.name: harness.Times(us, us, us) for side, us in each(sides)}
+    monkeypatch.setattr(bench_unseen_shapes, "tiles_of", lambda shape, pass_name: tiles)
+    monkeypatch.setattr(harness, "interleave", fixed)
+    result = run(bench_unseen_shapes.main, "--smoke", "--out", str(tmp_path), "--passes", "fwd")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "unseen_shapes.jsonl").read_text().splitlines()][1:]
+    want = [("jaxops", 16, 3.0, {"tuned": 0.667}), ("tuned", 64, 2.0, {})] * 2
+    assert [(row["backend"], row["tiles"]["bm"], row["us_p50"], row["vs"]) for row in rows] == want
+    assert {row["tried"] for row in rows} == {3}

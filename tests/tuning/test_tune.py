@@ -311,7 +311,7 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     planner = op.planner
     fewer = dataclasses.replace(planner, search=lambda *g: [dataclasses.replace(planner.heuristic(*g), warps=2)])
     monkeypatch.setattr(op, "planner", fewer)
-    interpreted, portable, run = [], planner.plan("xla"), op.run
+    said, interpreted, portable, run = [], [], planner.plan("xla"), op.run
 
     def run_first(name, problem, plan, *operands):
         tiles = getattr(plan, name)
@@ -321,8 +321,9 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
         return run(name, problem, plan, *operands)
 
     monkeypatch.setattr(op, "run", run_first)
-    rows = tune(problem, say=lambda line: None)
+    rows = tune(problem, say=said.append)
     assert interpreted == passes
+    assert not [line for line in said if "WRONG" in line]
     assert [row["pass"] for row in rows] == passes
     assert all(row[unit] > 0 for row in rows)
     jaxops.tuning.store(rows)

@@ -25,7 +25,6 @@ SHALLOW = dataclasses.replace(SMOKE, layers=1)
 
 def test_smoke_run_writes_a_row_a_case(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_decode, "SMOKE", SHALLOW)
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests' programs would be compiled again
     result = run(bench_decode.main, *ARGUMENTS, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     copy, *rows = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
@@ -49,7 +48,6 @@ def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
     """One with more than 1.25 times the error of the portable backends in the same dtype. It is not run before."""
     errors = iter([[0.4, 0.13], [0.4, 0.1]])
     monkeypatch.setattr(bench_decode, "SMOKE", SHALLOW)
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     monkeypatch.setattr(bench_decode, "compile_advance", lambda *_: None)
     monkeypatch.setattr(bench_decode, "needed_bytes", lambda _: (0, 0))
     monkeypatch.setattr(checks, "relative_errors", lambda *_: jnp.array(next(errors)))

@@ -27,9 +27,15 @@ def made(tmp_path, budget):
     return Run(cases, sizes.preset, (1, 2), budget, ThreadPoolExecutor(1))
 
 
-def test_a_row(tmp_path):
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A compiled step, which every run starts from the same state."""
+    return made(tmp_path_factory.mktemp("built"), 1e8).build(ONE, Size(4, 1)).result()
+
+
+def test_a_row(tmp_path, built):
     run = made(tmp_path, 1e8)
-    run.measure(ONE, "rows", Size(4, 1), run.build(ONE, Size(4, 1)).result())
+    run.measure(ONE, "rows", Size(4, 1), built)
     (row,) = map(json.loads, (tmp_path / "largest.jsonl").read_text().splitlines())
     assert (row["mesh"], row["grown"], row["rows"], row["layers"]) == ("one", "rows", 4, 1)
     assert row["shape"]["T"] == 4 * run.preset.context
@@ -52,12 +58,11 @@ def test_the_next_smaller_size_runs_where_the_expected_one_does_not_fit(tmp_path
     assert tried == [Size(2, 2), Size(2, 1)]
 
 
-def test_a_step_whose_temporaries_lack_room_in_one_piece_does_not_run(tmp_path, monkeypatch):
+def test_a_step_whose_temporaries_lack_room_in_one_piece_does_not_run(tmp_path, monkeypatch, built):
     """On some device, which would leave the others waiting for it."""
     run, free = made(tmp_path, 1e8), {"largest_free_block_bytes": 1000}
     roomy, full = (SimpleNamespace(memory_stats=lambda free=free: free) for free in (None, free))
     monkeypatch.setattr(free_memory.jax, "local_devices", lambda: [roomy, full])
-    built = run.build(ONE, Size(4, 1)).result()
     assert run.run(built) is None
     free["largest_free_block_bytes"] = 10**10
     _, losses = run.run(built)
@@ -65,13 +70,12 @@ def test_a_step_whose_temporaries_lack_room_in_one_piece_does_not_run(tmp_path, 
 
 
 @pytest.mark.parametrize("said", ["RESOURCE_EXHAUSTED: Out of memory\nmore", "INTERNAL: other"])
-def test_a_step_that_runs_out_of_memory_does_not_fit(tmp_path, monkeypatch, said):
+def test_a_step_that_runs_out_of_memory_does_not_fit(tmp_path, monkeypatch, built, said):
     def fail(*_):
         raise bench_largest.jax.errors.JaxRuntimeError(said)
 
     monkeypatch.setattr(bench_largest, "run_steps", fail)
     run = made(tmp_path, 1e8)
-    built = run.build(ONE, Size(4, 1)).result()
     if said.startswith("RESOURCE"):
         assert run.run(built) is None
     else:

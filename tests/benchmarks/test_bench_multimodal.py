@@ -45,7 +45,6 @@ def test_half_of_the_rows_are_of_images_and_flops_are_counted():
 def test_smoke_run(tmp_path, monkeypatch):
     """Two sides that are one program on a CPU, which the second one loads."""
     monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests' programs would be compiled again
     case = bench_multimodal.SMOKE["multimodal_smoke"]
     few = bench_multimodal.Case(case.preset, [("xla_adaln", 128), ("jaxops", 128)], [])
     monkeypatch.setattr(bench_multimodal, "SMOKE", {"multimodal_smoke": few})

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 import typer
 
@@ -19,7 +18,6 @@ SMOKE = ("--smoke", "--workloads", "lm", "--meshes", "fsdp", "--steps", "5")
 @pytest.fixture
 def dense(monkeypatch):
     """Experts take thrice as long to compile."""
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     for name in ("lm", "30b"):
         sizes = bench_scaling.SMOKE[name]
         preset = dataclasses.replace(sizes.preset, model=dataclasses.replace(sizes.preset.model, experts=0, top_k=0))

@@ -17,7 +17,6 @@ from tests.command_line import run
 def test_smoke_run_writes_a_row_a_side(tmp_path, monkeypatch):
     """Both sides of the language model. The DiT runs with jaxops only: a side takes 2.5 s, mostly XLA's compiler."""
     monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # the sides' initial states are the same small programs
     models, runs = bench_train_step.SMOKE, [("moe_smoke", "jaxops,xla"), ("dit_smoke", "jaxops")]
     assert set(models) == {name for name, _ in runs}
     for name, sides in runs:

@@ -216,23 +216,22 @@ def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
 
     The hash is MurmurHash3's finalizer, a bijection of 32 bits: one changed element always changes the sum.
     """
-    return {name: int(value) for name, value in jax.device_get(_checksums(arrays)).items()}
+    # One array after another: compiled once a shape, and collectives of two programs at a time would wait for each other
+    # on host devices.
+    return {name: int(_checksum(array)) for name, array in arrays.items()}
 
 
 @jax.jit
-def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    def checksum(array: jax.Array) -> jax.Array:
-        bits = min(8 * array.dtype.itemsize, 32)
-        words = jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)
-        place = jnp.zeros(words.shape, jnp.uint32)
-        for axis, size in enumerate(words.shape):
-            place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        x = words + place * jnp.uint32(0x9E3779B1)
-        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-        return _sum(x ^ (x >> 16))
-
-    return jax.tree.map(checksum, arrays)
+def _checksum(array: jax.Array) -> jax.Array:
+    bits = min(8 * array.dtype.itemsize, 32)
+    words = jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for axis, size in enumerate(words.shape):
+        place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    x = words + place * jnp.uint32(0x9E3779B1)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return _sum(x ^ (x >> 16))
 
 
 def _sum(x: jax.Array) -> jax.Array:

@@ -216,8 +216,7 @@ def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
 
     The hash is MurmurHash3's finalizer, a bijection of 32 bits: one changed element always changes the sum.
     """
-    # One array after another: compiled once a shape, and collectives of two programs at a time would wait for each other
-    # on host devices.
+    # One array after another: compiled once a shape. Collectives of two programs at a time abort XLA's host devices.
     return {name: int(_checksum(array)) for name, array in arrays.items()}
 
 

@@ -124,8 +124,8 @@ _PROGRAM_ROWS = 8
 
 def _spread(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
     """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200; in fwd
-    without a gate down to 8 steps, where they would make fewer than 6,336, 48 a multiprocessor. In bwd
-    without a gate, whose programs each write a part of the sums, 300 programs are enough where sequences are long.
+    without a gate down to 8 steps, where they would make fewer than 6,336, 48 a multiprocessor. In bwd without a gate,
+    whose programs each write a part of the sums, 300 programs are enough where sequences are long.
 
     H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92
     and 59 us. H100 80GB HBM3, 2026-11-26, forward with 16, 8 and 4 rows: [30011, 1152] 55.6, 51.0 and 50.6 us; [24001,

@@ -9,9 +9,9 @@ CUDA_VISIBLE_DEVICES=I python -m benchmarks.bench_scaling --process I/2@localhos
 A mesh is over all N devices, and has N times the batch of one device. Three kinds of steps are measured:
 
 - `one`: one device, its own batch. `scaling` of the others is their tokens/s over N times its.
-- `whole`: one device, the whole batch of the mesh. Its losses are what a mesh's are compared with. It runs twice, the
+- `whole`: one device, the whole batch of the mesh if it fits. A mesh's losses are compared with its. It runs twice, the
   second time from parameters that differ in their last bit: `loss_apart_alone` is how far apart rounding alone brings
-  two runs. Leave it out by `--no-whole` where that batch does not fit (dit 1b's of four cards).
+  two runs.
 - a mesh, such as `data=2`.
 
 `--set model.layers=24` and other settings change the preset, whose batch is that of one device. The profile of each
@@ -101,24 +101,24 @@ class Sizes(NamedTuple):
       name: in rows.
       preset: with the batch of one device.
       axes: of the meshes that are measured.
-      alone: whether it fits on one device.
+      alone: the most devices whose whole batch fits on one H200; 0: not even a device's own does.
     """
 
     name: str
     preset: Any
     axes: tuple[str, ...]
-    alone: bool = True
+    alone: int = 8
 
 
 WORKLOADS = {
-    "lm": Sizes("moe_3b", PRESETS["3b"], AXES),
-    "dit": Sizes("dit_1b", DIT_PRESETS["1b"], ("data", "tensor")),
-    "30b": Sizes("moe_30b", dataclasses.replace(PRESETS["30b"], batch=PRESETS["30b"].batch // 8), AXES, alone=False),
+    "lm": Sizes("moe_3b", PRESETS["3b"], AXES, alone=4),
+    "dit": Sizes("dit_1b", DIT_PRESETS["1b"], ("data", "tensor"), alone=2),
+    "30b": Sizes("moe_30b", dataclasses.replace(PRESETS["30b"], batch=PRESETS["30b"].batch // 8), AXES, alone=0),
 }
 SMOKE = {
     "lm": Sizes("moe_smoke", bench_train_step.SMOKE["moe_smoke"][1], AXES),
     "dit": Sizes("dit_smoke", dataclasses.replace(bench_train_step.SMOKE["dit_smoke"][1], heads=4), ("data", "tensor")),
-    "30b": Sizes("large_smoke", bench_train_step.SMOKE["moe_smoke"][1], AXES, alone=False),
+    "30b": Sizes("large_smoke", bench_train_step.SMOKE["moe_smoke"][1], AXES, alone=0),
 }
 DEFAULT = ("lm", "dit")
 
@@ -143,11 +143,9 @@ def grown(preset: Any, devices: int) -> Any:
     return dataclasses.replace(preset, batch=devices * preset.batch)
 
 
-def cases_of(
-    sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precision: str, steps: int, with_whole: bool = True
-) -> list[Case]:
+def cases_of(sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precision: str, steps: int) -> list[Case]:
     """In the order in which they run: what others are compared with comes first. Meshes with other axes than
-    `sizes.axes` are left out, and WHOLE without with_whole.
+    `sizes.axes` are left out.
     """
     devices = jax.device_count()
     one = with_steps(sizes.preset, steps)  # the learning rate rises at once: the losses depend on the gradients
@@ -162,7 +160,7 @@ def cases_of(
         # The parts of a batch of images are packed, and draw their noise, by themselves.
         parts = {"parts": parts_of(mesh)} if images else {}
         alone = f"{WHOLE} in {parts_of(mesh)}" if images else WHOLE
-        if sizes.alone and with_whole:
+        if devices <= sizes.alone:
             found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
         over += [
             Case(f"{name} {chosen}", name, of(whole, mesh=mesh), "" if "unsummed" in chosen else alone, chosen)
@@ -393,9 +391,6 @@ def main(
         "",
         help="I/N@HOST:PORT: this is process I of N that run together, each with its own devices; 0 writes the rows.",
     ),
-    with_whole: bool = typer.Option(
-        True, "--whole/--no-whole", help="One device with the whole batch, whose losses a mesh's are compared with."
-    ),
     time_limit: float = typer.Option(1e4, help="Seconds after which no further step starts."),
     out: str = harness.OUT,
     smoke: bool = typer.Option(False, help="Tiny models on host devices, every code path; needs --out."),
@@ -414,7 +409,7 @@ def main(
     for name in harness.names(workloads, WORKLOADS):
         sizes = changed((SMOKE if smoke else WORKLOADS)[name], settings or ())
         run = Run(sizes, file, precision, begin + time_limit, traced, settings or ())
-        run.all(cases_of(sizes, over, harness.names(options, OPTIONS), precision, steps, with_whole))
+        run.all(cases_of(sizes, over, harness.names(options, OPTIONS), precision, steps))
         failed += run.failed
         jax.clear_caches()
     harness.end(failed)

@@ -85,13 +85,13 @@ def test_meshes():
     assert meshes_of("data,fsdp=2+tensor=2,tensor=2+fsdp=2,expert=4") == ["data=4", "fsdp=2,tensor=2", "expert=4"]
     assert [file_name(mesh) for mesh in ("data=4", "fsdp=2,tensor=2")] == ["data", "fsdp2_tensor2"]
     sizes = bench_scaling.SMOKE["dit"]
-    given = sizes, ["data=4", "fsdp=2,tensor=2", "data=2,tensor=2"], ["default"], "float32", 5
-    cases = bench_scaling.cases_of(*given)
+    given = ["data=4", "fsdp=2,tensor=2", "data=2,tensor=2"], ["default"], "float32", 5
+    cases = bench_scaling.cases_of(sizes, *given)
     names = ["one", "whole in 4", "whole in 2", "data=4 default", "data=2,tensor=2 default"]
     assert [case.name for case in cases] == names
     assert [case.whole for case in cases[3:]] == names[1:3]
-    fewer = bench_scaling.cases_of(*given, with_whole=False)
-    assert [case.name for case in fewer] == [names[0], *names[3:]]
+    too_large = bench_scaling.cases_of(sizes._replace(alone=2), *given)
+    assert [case.name for case in too_large] == [names[0], *names[3:]]
 
 
 @needs_four

@@ -19,6 +19,15 @@ ONE = 64 * 64 * 4  # bytes of a matrix
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 256, 32, 128
 
 
+@pytest.fixture(autouse=True)
+def lines():
+    """By the lines of Python a name and its value find each other; other tests do without."""
+    before = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", before)
+
+
 def three_sorts(x, y, z):
     """XLA fuses no sort, so three matrices are there at once."""
     return jnp.sum(jnp.sort(x, 0) * jnp.sort(y, 0) * jnp.sort(z, 0))

@@ -86,8 +86,8 @@ def kernel_of(case: Case) -> str:
     return getattr(plan, case.pass_name).kernel
 
 
-def start_compiling(pool: Executor, shape: GroupedShape, passes: dict[str, Passes], pass_name: str) -> Programs:
-    """A pass of all sides; with JAX's compilation cache on disk the check, too."""
+def start_compiling_pass(pool: Executor, shape: GroupedShape, passes: dict[str, Passes], pass_name: str) -> Programs:
+    """Compiles one pass of all sides in the pool; with JAX's compilation cache on disk the check, too."""
     struct = lambda dims, dtype=DTYPE: jax.ShapeDtypeStruct(dims, dtype)
     G, M, K, N = shape.G, shape.M, shape.K, shape.N
     tensors = struct((M, K)), struct((G, K, N)), struct((M, N))
@@ -114,9 +114,18 @@ def compile_ahead(run: Run, cases: list[tuple[GroupedShape, list[str]]], passes:
     """All sides of all cases, compiled beside each other before anything is measured. By shape and pass."""
     with ThreadPoolExecutor(12) as pool:
         return {
-            f"{shape.name} {pass_name}": start_compiling(pool, shape, run.passes, pass_name)
+            f"{shape.name} {pass_name}": start_compiling_pass(pool, shape, run.passes, pass_name)
             for (shape, _), pass_name in itertools.product(cases, passes)
         }
+
+
+def largest_error(pass_name: str, shape: GroupedShape, inputs: Inputs, offsets: np.ndarray, out: jax.Array) -> float:
+    """
+    Raises:
+      ArithmeticError: the result is wrong.
+    """
+    errors = checks.grouped_errors(pass_name, shape, out, (inputs.lhs, inputs.rhs, inputs.dout), offsets)
+    return checks.demand_right(*errors, jnp.dtype(DTYPE).name)
 
 
 def ready_jax(side: str, run: Run, case: Case, programs: Programs, inputs: Inputs) -> harness.Ready:
@@ -137,14 +146,9 @@ def ready_jax(side: str, run: Run, case: Case, programs: Programs, inputs: Input
         programs[side] = harness.compile_fits(run.passes[side][case.pass_name], *args, cublas=side == "cublas")
     found = programs[side]
     program = found.result() if isinstance(found, Future) else found
-    tensors = (inputs.lhs, inputs.rhs, inputs.dout)
-
-    def check(out: jax.Array) -> float | None:
-        if side == "cublas":  # JAX's own product needs no check
-            return None
-        errors = checks.grouped_errors(case.pass_name, case.shape, out, tensors, case.offsets)
-        return checks.demand_right(*errors, jnp.dtype(DTYPE).name)
-
+    check = functools.partial(largest_error, case.pass_name, case.shape, inputs, case.offsets)
+    if side == "cublas":  # JAX's own product needs no check
+        check = lambda out: None
     facts = {"backend": kernel_of(case)} if side == OURS else {}
     return harness.checked(side, program, args, check, **facts)
 

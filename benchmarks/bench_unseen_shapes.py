@@ -10,15 +10,14 @@ is the fastest over an even and a Zipf split. A `vs` of 0.9 means that the plan 
 
 import dataclasses
 import functools
-import itertools
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import typer
 
-from benchmarks import checks, harness, shapes
-from benchmarks.bench_grouped_matmul import DTYPE, Inputs, Programs, start_compiling
+from benchmarks import harness, shapes
+from benchmarks.bench_grouped_matmul import DTYPE, Inputs, Programs, largest_error, start_compiling_pass
 from benchmarks.peers_jax import jaxops_passes
 from benchmarks.shapes import GroupedShape
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, make_plan
@@ -31,11 +30,16 @@ SMOKE = GroupedShape("unseen_00", 3, 64, 16, 32)
 
 @dataclasses.dataclass
 class Case:
-    """A pass of a shape; tiles are the plan's, then the candidates'. programs are named by their number."""
+    """A pass of a shape.
+
+    Attributes:
+      tiles: the plan's, then the candidates', by number.
+      programs: compiled with them, by the same numbers.
+    """
 
     shape: GroupedShape
     pass_name: str
-    tiles: list[Tiles]
+    tiles: dict[str, Tiles]
     programs: Programs
 
 
@@ -55,30 +59,28 @@ def few(pass_name: str, shape: GroupedShape, planned: Tiles) -> list[Tiles]:
 
 def tiles_of(shape: GroupedShape, pass_name: str) -> list[Tiles]:
     """What is measured, the plan's first; on a CPU nothing else."""
-    device = current_device()
-    backend = "auto" if harness.on_gpu() else "pallas"
-    plan = make_plan(problem_of(shape), device, tuned_rows("grouped_matmul", device), backend=backend)
+    device, on_gpu = current_device(), harness.on_gpu()
+    rows = tuned_rows("grouped_matmul", device)
+    plan = make_plan(problem_of(shape), device, rows, backend="auto" if on_gpu else "pallas")
     planned: Tiles = getattr(plan, pass_name)
-    return list(dict.fromkeys([planned, *(few(pass_name, shape, planned) if harness.on_gpu() else [])]))
+    return list(dict.fromkeys([planned, *few(pass_name, shape, planned)])) if on_gpu else [planned]
 
 
-def passes_of(tiles: Tiles, pass_name: str):
+def start(pool: Executor, shape: GroupedShape, pass_name: str) -> Case:
+    """Compiles a pass with all its tiles in the pool."""
+    tiles = {str(i): each for i, each in enumerate(tiles_of(shape, pass_name))}
     # dgrad alone is the forward of transposed weights, whose tiles are the plan's `fwd`.
-    return jaxops_passes(
-        "auto", dataclasses.replace(Plan(tiles.kernel), **{"wgrad" if pass_name == "wgrad" else "fwd": tiles})
-    )
+    field = "wgrad" if pass_name == "wgrad" else "fwd"
+    plans = {number: dataclasses.replace(Plan(each.kernel), **{field: each}) for number, each in tiles.items()}
+    passes = {number: jaxops_passes("auto", plan) for number, plan in plans.items()}
+    return Case(shape, pass_name, tiles, start_compiling_pass(pool, shape, passes, pass_name))
 
 
 def ready_side(number: str, case: Case, inputs: Inputs, offsets: np.ndarray) -> harness.Ready:
-    program, args = case.programs[number], inputs.args(OURS, offsets)
+    program = case.programs[number]
     assert isinstance(program, Future)
-
-    def check(out) -> float:
-        tensors = (inputs.lhs, inputs.rhs, inputs.dout)
-        errors = checks.grouped_errors(case.pass_name, case.shape, out, tensors, offsets)
-        return checks.demand_right(*errors, jnp.dtype(DTYPE).name)
-
-    return harness.checked(number, program.result(), args, check, tiles=vars(case.tiles[int(number)]))
+    check = functools.partial(largest_error, case.pass_name, case.shape, inputs, offsets)
+    return harness.checked(number, program.result(), inputs.args(OURS, offsets), check, tiles=vars(case.tiles[number]))
 
 
 def measure_case(run: harness.Run, case: Case, inputs: Inputs) -> None:
@@ -116,21 +118,16 @@ def main(
 ) -> None:
     """Appends to <out>/unseen_shapes.jsonl; exits with 1 if jaxops itself failed somewhere."""
     file = harness.begin("unseen_shapes", out, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[TUNED])
-    with ThreadPoolExecutor(12) as pool:  # compiles the next cases while one is measured
-        cases = []
-        for shape, pass_name in itertools.product([SMOKE] if smoke else unseen(count), passes.split(",")):
-            tiles = tiles_of(shape, pass_name)
-            sides = {str(i): passes_of(each, pass_name) for i, each in enumerate(tiles)}
-            cases.append(Case(shape, pass_name, tiles, start_compiling(pool, shape, sides, pass_name)))
-        for _, own in itertools.groupby(cases, key=lambda case: case.shape.name):
-            of_shape = list(own)
-            inputs = Inputs.make(of_shape[0].shape)
-            for case in of_shape:
-                measure_case(run, case, inputs)
-                case.programs.clear()
-            del inputs
-            run.done(of_shape[0].shape.name)
+    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[])
+    chosen = [SMOKE] if smoke else unseen(count)
+    with ThreadPoolExecutor(12) as pool:  # all before anything is measured: XLA tunes the checks' products on the GPU
+        cases = {shape.name: [start(pool, shape, pass_name) for pass_name in passes.split(",")] for shape in chosen}
+    for shape in chosen:
+        inputs = Inputs.make(shape)
+        for case in cases.pop(shape.name):
+            measure_case(run, case, inputs)
+        del inputs
+        run.done(shape.name)
     harness.end(run.left_out)
 
 

@@ -27,8 +27,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1.0")
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 28))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 26))
-# The lines of Python behind each operation of a program take 2 % of the run. Only profiling/test_memory.py reads them.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 if shutil.which("nvidia-smi") is None:
     # Half of the CPU time is XLA's compiler, for programs that run once or twice. The older fusion emitter saves 30 %
     # of the run, one LLVM module a program 10 % of compiling, AVX2 instead of AVX-512 another 8 %. On a GPU the kernels
@@ -53,6 +51,8 @@ if hasattr(mlir, "make_ir_context"):
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 gc.set_threshold(50_000, 20, 100)  # with Python's thresholds it takes 2 % of the run (2026-11-26)
+# The Python line of each operation in a program takes 2 % of the run to write. Only profiling/test_memory.py reads it.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_num_cpu_devices", 4)  # for shard_map; must come before JAX looks for its devices
 # A vector that broadcasts against a matrix hides a wrong axis. Users who set this get no error from jaxops either.
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -16,7 +16,7 @@ from jax.core import Tracer
 Capability = tuple[int, int]
 
 # Compute capabilities by name, for abstract devices, which have only a name. The first pattern that matches counts.
-_BY_NAME: tuple[tuple[str, Capability], ...] = (
+_CAPABILITIES: tuple[tuple[str, Capability], ...] = (
     (r"G?B200", (10, 0)),
     (r"G?B300", (10, 3)),
     (r"RTX 50\d\d|RTX PRO", (12, 0)),
@@ -34,7 +34,7 @@ _BY_NAME: tuple[tuple[str, Capability], ...] = (
 _UNKNOWN = (8, 9)
 # L2 caches in MiB, by name: JAX does not say them.
 _L2_MIB = ((r"G?B200", 126), (r"H(100|200|800)", 50), (r"A100|A800", 40))
-# Memory bandwidth in GB/s by the vendor's data sheets, by name. Of Hopper cards, whose plans depend on it.
+# Memory bandwidth in GB/s, by name, from the vendor's data sheets. Only Hopper cards: only their plans depend on it.
 _MEMORY_GBPS = ((r"G?H200", 4800), (r"H20", 4000), (r"H100 NVL", 3900), (r"H100 PCIe", 2000), (r"H(100|800)", 3350))
 HOPPER_SHARED_BYTES = 232_448  # that one block may use
 SECTOR_BYTES = 32  # the smallest unit of L2 and memory: a store to a part of one costs a read of the rest
@@ -98,26 +98,24 @@ class Device:
     @property
     def l2_bytes(self) -> int | None:
         """The L2 cache of the cards that the table knows; None for others."""
-        mib = self._by_name(_L2_MIB)
-        return None if mib is None else mib << 20
+        mib = _by_name(_L2_MIB, self.kind) if self.platform == "gpu" else None
+        return mib and mib << 20
 
     @property
     def memory_gbps(self) -> int | None:
         """The memory bandwidth of the cards that the table knows, in GB/s; None for others."""
-        return self._by_name(_MEMORY_GBPS)
+        return _by_name(_MEMORY_GBPS, self.kind) if self.platform == "gpu" else None
 
-    def _by_name(self, table: tuple[tuple[str, int], ...]) -> int | None:
-        """The first entry whose pattern matches the card's name."""
-        known = (value for names, value in table if re.search(rf"\b({names})\b", self.kind, re.IGNORECASE))
-        return next(known, None) if self.platform == "gpu" else None
+
+def _by_name(table: tuple[tuple[str, Any], ...], kind: str) -> Any:
+    """The value of the first pattern that matches the card's name; None if none does."""
+    return next((value for names, value in table if re.search(rf"\b({names})\b", kind, re.IGNORECASE)), None)
 
 
 def _capability_of(kind: str) -> Capability | None:
     if re.search(r"AMD|Radeon|Instinct|\bMI\d{2,3}|\bgfx", kind):
         return None
-    return next(
-        (capability for names, capability in _BY_NAME if re.search(rf"\b({names})\b", kind, re.IGNORECASE)), _UNKNOWN
-    )
+    return _by_name(_CAPABILITIES, kind) or _UNKNOWN
 
 
 def device_of(*operands) -> Device:

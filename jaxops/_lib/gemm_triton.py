@@ -13,9 +13,9 @@ Clusters of two programs that share B by TMA multicast gained nothing: at the Mi
 and dgrad beside 718 to 781 (power-bound), wgrad 627 to 683 beside 758 to 793, short groups 5 to 40 % less. H200,
 2026-11-22.
 
-A group's last rows, up to 32, multiplied beside the tile before them gained nothing on average (0.79 to 1.17 times as
-long; H100, 2026-11-26, profiles/tails.csv): they took 0.41 of a whole tile's time, since an instruction has at least 64
-rows, and a tile of their own takes 0.49.
+Adding a group's last rows, up to 32, to the tile before them, so that both share the loads of B, gained nothing on
+average: passes took 0.79 to 1.17 times as long (H100, 2026-11-26, profiles/tails.csv). The added rows cost 0.41 of a
+tile's time, since a wgmma has at least 64 rows; as a tile of their own they cost 0.49.
 """
 
 from triton.experimental import gluon

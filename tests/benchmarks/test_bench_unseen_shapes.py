@@ -78,11 +78,13 @@ def test_the_fastest_over_both_splits_is_the_tuned_side(tmp_path, monkeypatch):
     """Of three: the second is the fastest with even groups, the third over both."""
     tiles = [Tiles(bm, 16, 16) for bm in (16, 32, 64)]
     times = iter([(3.0, 1.0, 2.0), (3.0, 9.0, 2.0)])
-    of = lambda sides: next(times) if len(sides) == len(tiles) else [1.0] * len(sides)  # others are of the machine
-    each = lambda sides: zip(sides, of(sides), strict=True)
-    fixed = lambda sides, rounds=3: {side.name: harness.Times(us, us, us) for side, us in each(sides)}
+
+    def interleave(sides, rounds=3):
+        us = next(times) if len(sides) == len(tiles) else [1.0] * len(sides)  # others are of the machine
+        return {side.name: harness.Times(each, each, each) for side, each in zip(sides, us, strict=True)}
+
     monkeypatch.setattr(bench_unseen_shapes, "tiles_of", lambda shape, pass_name: tiles)
-    monkeypatch.setattr(harness, "interleave", fixed)
+    monkeypatch.setattr(harness, "interleave", interleave)
     result = run(bench_unseen_shapes.main, "--smoke", "--out", str(tmp_path), "--passes", "fwd")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "unseen_shapes.jsonl").read_text().splitlines()][1:]

@@ -21,7 +21,7 @@ LAYERS, ROWS, WIDTH, HIDDEN = 5, 256, 32, 128
 
 @pytest.fixture(autouse=True)
 def lines():
-    """By the lines of Python a name and its value find each other; other tests do without."""
+    """A program's operations keep their Python lines, by which names are matched with values."""
     before = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 10)
     yield

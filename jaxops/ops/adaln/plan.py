@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -135,11 +134,11 @@ def _spread(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> T
     waves of programs would be nearly empty.
     """
     T, least = problem.T, max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
-    programs = 300 if pass_name == "bwd" and not problem.gated and T >= 256 * problem.B else math.inf
+    few_suffice = pass_name == "bwd" and not problem.gated and T >= 256 * problem.B
     long = 8 * tiles.step if pass_name == "fwd" and not problem.gated else tiles.rows
 
     def enough(count: int) -> bool:
-        return count >= programs or count * tiles.warps >= (6336 if tiles.rows > long else 2048)
+        return (few_suffice and count >= 300) or count * tiles.warps >= (6336 if tiles.rows > long else 2048)
 
     while tiles.rows > least and not enough(-(-T // tiles.rows)):
         tiles = dataclasses.replace(tiles, rows=tiles.rows // 2)

@@ -201,8 +201,8 @@ def _fused(call: Call[Problem, Plan], products: grouped_matmul.Plan) -> FusedTil
             )
         return plan.fused
     if triton:
-        panel, deep = 4 if p.M < 1024 * p.G else 8, p.K < 4096 and p.M < 2048 * p.G
-        return FusedTiles(panel, dynamic=panel == 4 or deep or call.device.shared, stages=4 if deep else 3)
+        short, deep = p.M < 1024 * p.G, p.K < 4096 and p.M < 2048 * p.G
+        return FusedTiles(4 if short else 8, dynamic=short or deep or call.device.shared, stages=4 if deep else 3)
     apart = p.joined or p.recast or plan.fwd is not None or plan.products is not None
     if apart or products.fwd is None or not few_rows(p.M, p.G):
         return None

@@ -199,10 +199,10 @@ def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: i
     """Whether "auto" takes the Triton kernel for a pass: where it can, except for groups of fewer rows.
 
     By the shape, not by which tuned row is faster: rows of the two kernels may come from cards of different
-    temperature. wgrad of few rows only writes. The Pallas kernel takes 0.90 to 0.99 times as long where rows of the
-    result are no multiple of a sector (H100 and H200). Where they are, it takes 1.08 times as long on an H200, and 0.94
-    to 0.96 times on an H100, whose memory is slower, up to 32 rows a group (few_00 to few_02 in profiles/tiles.csv,
-    profiles/few_rows.csv).
+    temperature. wgrad of few rows is bound by its stores. Up to 16 rows a group, the Pallas kernel takes 0.90 to 0.99
+    times as long where rows of the result are no multiple of a sector (H100 and H200). Where they are, it takes 1.08
+    times as long on an H200; on an H100, whose memory is slower, 0.93 to 0.96 times, up to 32 rows a group (few_00 to
+    few_02 in profiles/tiles.csv, profiles/few_rows.csv).
     """
     if pass_name == "wgrad":
         _, measured = _as_measured(pass_name, problem)

@@ -18,6 +18,7 @@ from jaxops.parallel.mainloop_mosaic import (
     load_w,
     plgpu,
     produce,
+    whole_tiles,
 )
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
 from jaxops.parallel.sending_mosaic import Sender, chunk_of
@@ -69,10 +70,16 @@ def gather_matmul(
         @pl.when(thread == CONSUMERS)
         def _():
             sender = Sender(p, tiles, x_ref, gathered_ref, semaphores, scratch)
-            wait = lambda place: pl.when(place.phase > 0)(lambda: sender.wait(source(place)))
+
+            def wait(place: Place, i, sent):
+                # A program whose first tile has another device's rows would otherwise hold its share until they come.
+                sent = sender.send_all((i == 0) & (place.phase > 0), sent)
+                pl.when(place.phase > 0)(lambda: sender.wait(source(place)))
+                return sent
+
             produce(p, tiles, semaphores.at[COUNTER], load, sender, wait, empty, None, scratch)
 
     out_types = [jax.ShapeDtypeStruct((devices, m, columns), x.dtype) for columns in (n, depth)]
-    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), [x, w, *bound_of(rows)], out_types)
+    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), [x, whole_tiles(w), *bound_of(rows)], out_types)
     y, gathered = (vary_as(jax.typeof(x), array) for array in found)
     return y.reshape(devices * m, n), gathered.reshape(devices * m, depth)

@@ -196,6 +196,13 @@ def bound_of(rows: jax.Array | None) -> list[jax.Array]:
     return [] if rows is None else [jnp.reshape(rows, (1,))]
 
 
+def whole_tiles(w: jax.Array) -> jax.Array:
+    """w, copied with zeros after its last column where their number is no multiple of 64: Mosaic's tiled copies take no
+    other arrays.
+    """
+    return jnp.pad(w, ((0, 0), (0, more))) if (more := -w.shape[1] % DEEP) else w
+
+
 def load_w(p: Problem, tiles: Tiles, w_ref, place: Place, k, smem, barrier) -> None:
     """Starts the copy of a step's tile of w."""
     rows, columns = pl.ds(k, DEEP), pl.ds(place.column, tiles.wide)
@@ -208,7 +215,8 @@ def produce(p: Problem, tiles: Tiles, counter, load, sender, wait_for_rows, empt
     Args:
       load: (pair of operands, place, depth, a's shared memory, b's, barrier): starts two copies.
       sender: of rows, or None.
-      wait_for_rows: (place): until the tile's rows are here; None if they always are.
+      wait_for_rows: (place, number of the tile in this program, the sender's state) -> its state: waits until the
+        tile's rows are here; None if they always are.
       empty: (place) -> whether all its rows are past the bound.
       load_parts: (place, step, step -> slot) -> step: loads other devices' parts of the tile; None for none.
     """
@@ -232,7 +240,7 @@ def produce(p: Problem, tiles: Tiles, counter, load, sender, wait_for_rows, empt
         if sender is not None:
             sent = sender.begin(place, sent)
         if wait_for_rows is not None:
-            wait_for_rows(place)
+            sent = wait_for_rows(place, i, sent)
 
         before = 0
         for operands, depth in enumerate(p.depths):

@@ -12,6 +12,7 @@ from jaxops._lib.recorded import note
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply
 CHUNK = 4096  # elements that are sent at once
+COPIED = 4096  # rows of all devices for which w is copied, if it must be: the copy takes a tenth of their product
 MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
@@ -91,8 +92,8 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Pla
     if backend == "xla" or why:
         return Plan("xla", why=why or "backend='xla'", device=device)
     tiles = _heuristic(problem, device)
-    if backend == "auto" and _few_senders(problem, tiles, device):
-        return Plan("xla", why="too few tiles would send the rows: XLA's all-gather is faster", device=device)
+    if backend == "auto" and (why := _slower(problem, tiles, device)):
+        return Plan("xla", why=f"{why}: XLA is faster", device=device)
     return Plan("mosaic", tiles, device=device)
 
 
@@ -119,19 +120,21 @@ def _refused(problem: Problem, device: Device) -> str:
         return f"TMA needs sizes that are multiples of 8, and these are {problem.n}, {problem.sent}, {problem.depths}"
     if 0 < problem.sent < 64 and problem.m < 8:
         return f"[{problem.m}, {problem.sent}] are too few numbers to send"
-    columns = problem.depths if problem.transposed else (problem.n,)
-    if any(number % DEEP for number in columns):
-        return f"the kernel's tiles of w need a multiple of {DEEP} columns, and w has {', '.join(map(str, columns))}"
     return ""
 
 
-def _few_senders(problem: Problem, tiles: Tiles, device: Device) -> bool:
-    """Whether a phase has fewer tiles than half of the programs: each tile sends a share of the rows, at about 3 GB/s.
+def _slower(problem: Problem, tiles: Tiles, device: Device) -> str:
+    """Why XLA's collective and product take less time than the kernel; empty if they do not.
 
     Four H200s: x [512, 4096] of a device times w [4096, 2048], in 32 tiles a phase, takes 196 us, XLA 120; with 1,024
     rows and 3,584 columns, in 112 tiles, 255 and 290 (2026-11-26).
     """
-    return problem.sent > 0 and 2 * _down(problem) * -(-problem.n // tiles.wide) < device.cores
+    if problem.sent > 0 and 2 * _down(problem) * -(-problem.n // tiles.wide) < device.cores:
+        return "too few tiles would send the rows"
+    columns = problem.depths if problem.transposed else (problem.n,)
+    if problem.devices * problem.m < COPIED and any(number % DEEP for number in columns):
+        return f"w has {', '.join(map(str, columns))} columns, no multiple of {DEEP}, and would be copied for few rows"
+    return ""
 
 
 def _down(problem: Problem) -> int:

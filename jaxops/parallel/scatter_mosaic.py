@@ -20,6 +20,7 @@ from jaxops.parallel.mainloop_mosaic import (
     plgpu,
     produce,
     wait_for,
+    whole_tiles,
 )
 from jaxops.parallel.plan import DEEP, HIGH, Tiles
 from jaxops.parallel.sending_mosaic import IN_A_ROW, Sender, chunk_of
@@ -123,7 +124,7 @@ def matmul_scatter(
 
     parts_shape = (devices, down * across, pieces, CONSUMERS, HALF * DEEP)
     shapes = [(m, n), parts_shape, *([] if x is None else [(devices, *x.shape)])]
-    inputs = [array for h, w in operands for array in (h.reshape(devices, m, h.shape[1]), w)]
+    inputs = [array for h, w in operands for array in (h.reshape(devices, m, h.shape[1]), whole_tiles(w))]
     inputs += [*bound_of(rows), *([] if x is None else [x])]
     out_types = [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
     found = call("matmul_reduce_scatter", body, p, tiles, (1, 8) if x is None else chunk_of(x), inputs, out_types)

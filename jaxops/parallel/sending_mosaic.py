@@ -7,7 +7,9 @@ launched, and a CUDA graph that is kept does not see that the other device's buf
 """
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem, plgpu, wait_for
 from jaxops.parallel.plan import CHUNK, Tiles, senders
 
-FLUSHED = 8  # steps into the next tile: until then a tile's copies have mostly ended
+FLUSHED = 8  # steps after a tile's last copy: until then its copies have mostly ended
 # Promises that the copy is in bounds; otherwise Mosaic makes a tiled copy of it.
 IN_A_ROW = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
@@ -28,13 +30,32 @@ def chunk_of(x) -> tuple[int, int]:
     return (rows, k) if rows else (1, min(k, CHUNK) // 64 * 64)
 
 
+class _Open(NamedTuple):
+    """A Sender's state within a tile.
+
+    Attributes:
+      waiting: the phase of an earlier tile, or of this one, whose copies have ended or soon will; -1 for none.
+      due: the step at which they are signalled.
+      sent: chunks that this program has sent.
+      chunk, end: the tile's next chunk and the end of its chunks.
+      phase: of the tile, until its last chunk is sent; -1 afterwards, and if it sends none.
+    """
+
+    waiting: jax.Array
+    due: jax.Array
+    sent: jax.Array
+    chunk: jax.Array
+    end: jax.Array
+    phase: jax.Array
+
+
 class Sender:
     """Copies x's rows into `gathered_ref[own]` of every device, in chunks, by the producer of each program.
 
     In phase p the first tiles each send a share of the rows to the device that comes p + 1 before this one, which
     reads them in its phase p + 1. They are not all tiles, so that the last rows arrive before that phase begins.
-    State: the phase of a tile whose copies have not been signalled, or -1; how many chunks this program has sent. From
-    `begin` to `end` also the current tile's next chunk, the end of its chunks, and its phase if it sends, or -1.
+    State between tiles: the phase of a tile whose copies have not been signalled, or -1; how many chunks this program
+    has sent. From `begin` to `end` it is an `_Open`.
     """
 
     def __init__(self, p: Problem, tiles: Tiles, x_ref, gathered_ref, semaphores, scratch):
@@ -52,8 +73,8 @@ class Sender:
     def start(self):
         return jnp.int32(-1), jnp.int32(0)
 
-    def begin(self, place: Place, state):
-        """Of a tile; whatever another device waits for is sent before this one may wait."""
+    def begin(self, place: Place, state) -> "_Open":
+        """Of a tile. What earlier tiles have sent is signalled before this one may wait."""
         waiting, sent = state
         sends = (place.phase < self.p.devices - 1) & (place.number < self.tiles)
         first, end = (self._bound(place.number + i) for i in range(2))
@@ -65,24 +86,37 @@ class Sender:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._load(first, sent)
 
-        return waiting, sent, first, end, jnp.where(sends, place.phase, -1)
+        due = jnp.int32(min(FLUSHED, self.p.steps - 1))
+        return _Open(waiting, due, sent, first, end, jnp.where(sends, place.phase, -1))
 
-    def advance(self, k, state):
+    def send_all(self, condition, at: "_Open") -> "_Open":
+        """If so, sends and signals the tile's chunks now. Only where `begin` has signalled earlier tiles'."""
+        chunk, sent = self._send_until(jnp.where(condition, at.end, at.chunk), at)
+        phase = jnp.where(condition, at.phase, -1)
+        self._flush(condition, phase)
+        return at._replace(chunk=chunk, sent=sent, phase=jnp.where(condition, -1, at.phase))
+
+    def advance(self, k, at: "_Open") -> "_Open":
         """After the tile's step k."""
-        waiting, sent, chunk, end, phase = state
-        waiting = self._flush(k == min(FLUSHED, self.p.steps - 1), waiting)
-        send = (chunk < end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
-        one = lambda chunk, sent: self._send(chunk, sent, end, phase)
-        chunk, sent = lax.cond(send, one, lambda chunk, sent: (chunk, sent), chunk, sent)
-        return waiting, sent, chunk, end, phase
+        send = (at.chunk < at.end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
+        one = lambda chunk, sent: self._send(chunk, sent, at.end, at.phase)
+        chunk, sent = lax.cond(send, one, lambda chunk, sent: (chunk, sent), at.chunk, at.sent)
+        done = (at.phase >= 0) & (chunk >= at.end)
+        waiting = self._flush(done | (k == at.due), at.waiting)
+        return _Open(
+            jnp.where(done, at.phase, waiting),
+            jnp.where(done, k + FLUSHED, at.due),
+            sent,
+            chunk,
+            at.end,
+            jnp.where(done, -1, at.phase),
+        )
 
-    def end(self, state):
-        waiting, sent, chunk, end, phase = state
-        one = lambda _, at: self._send(at[0], at[1], end, phase)
-        _, sent = lax.fori_loop(chunk, jnp.maximum(chunk, end), one, (chunk, sent))
+    def end(self, at: "_Open"):
+        _, sent = self._send_until(at.end, at)
         # Still waiting only if the tile was empty.
-        waiting = self._flush(phase >= 0, waiting)
-        return jnp.where(phase >= 0, phase, waiting), sent
+        waiting = self._flush(at.phase >= 0, at.waiting)
+        return jnp.where(at.phase >= 0, at.phase, waiting), sent
 
     def finish(self, state) -> None:
         """Ends when all other devices' rows are here."""
@@ -122,6 +156,10 @@ class Sender:
         slot = lax.rem(sent, jnp.int32(2))
         x = self.x_ref.at[self._window(number)]
         plgpu.copy_gmem_to_smem(x, self.smem.at[slot], self.loaded.at[slot], **IN_A_ROW)
+
+    def _send_until(self, stop, at: "_Open"):
+        one = lambda _, found: self._send(*found, at.end, at.phase)
+        return lax.fori_loop(at.chunk, jnp.maximum(at.chunk, stop), one, (at.chunk, at.sent))
 
     def _send(self, chunk, sent, end, phase):
         slot = lax.rem(sent, jnp.int32(2))

@@ -12,7 +12,7 @@ from jaxops._lib.recorded import note
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply
 CHUNK = 4096  # elements that are sent at once
-COPIED = 4096  # rows of all devices for which w is copied, if it must be: the copy takes a tenth of their product
+COPIED = 4096  # the fewest rows of all devices for which "auto" copies w: for them it takes a tenth of the product
 MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
@@ -126,10 +126,11 @@ def _refused(problem: Problem, device: Device) -> str:
 def _slower(problem: Problem, tiles: Tiles, device: Device) -> str:
     """Why XLA's collective and product take less time than the kernel; empty if they do not.
 
-    Four H200s: x [512, 4096] of a device times w [4096, 2048], in 32 tiles a phase, takes 196 us, XLA 120; with 1,024
-    rows and 3,584 columns, in 112 tiles, 255 and 290 (2026-11-26).
+    Each tile sends a share of the rows, at a few GB/s. On four H200s x [512, 4096] of a device times w [4096, 2048], in
+    32 tiles a phase, takes 102 us, XLA 117. x [256, 4096], in 22 tiles, takes 99, XLA 82; with w [4096, 1024], in 24,
+    92 and 94. Where w is copied, x [1024, 2880] times w [2880, 1440] takes 109, XLA 139 (2026-11-26).
     """
-    if problem.sent > 0 and 2 * _down(problem) * -(-problem.n // tiles.wide) < device.cores:
+    if problem.sent > 0 and 5 * _down(problem) * -(-problem.n // tiles.wide) < device.cores:
         return "too few tiles would send the rows"
     columns = problem.depths if problem.transposed else (problem.n,)
     if problem.devices * problem.m < COPIED and any(number % DEEP for number in columns):

@@ -262,7 +262,8 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     # by its stores, which overlap better with small pipelines: 128x128x32, three programs a multiprocessor.
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
-        bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
+        # Groups of 17 to 24 rows with tiles of 64: 1.02 to 1.05 times as fast (H100, unseen_shapes.jsonl, 2026-11-26).
+        bm, bn, bk, warps, stages = (64 if 16 < rows <= 32 else 128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
     elif half and rows < 32:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and,
         # with 128 columns, 21 instead of 27.
@@ -305,7 +306,9 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       of them and groups as long as that, static tiles of 128x256 are 2 to 3 % faster (tiles.csv).
     - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
-      tiles.csv: the model's tiles take 1.03 times as long).
+      tiles.csv: the model's tiles take 1.03 times as long). Not where a quarter of 256 columns would be padding and
+      128 have none of it: 90 groups of 23 rows by 344 columns take 30 us with 128x256, 25 with 128x128
+      (unseen_shapes.jsonl).
     """
     rows = problem.rows
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
@@ -319,7 +322,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     usual, _, _, square = found
     count, _ = work(pass_name, problem, usual)
     if rows <= 64 and count >= device.cores:
-        return square if pass_name == "dgrad" else usual
+        columns = -(-problem.output(pass_name)[1] // square.bn)
+        return square if pass_name == "dgrad" or columns in (1, 3) else usual
     if pass_name == "wgrad" and problem.M and 0 < count < device.cores:
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
         # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.

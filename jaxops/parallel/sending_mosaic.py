@@ -158,7 +158,7 @@ class Sender:
         plgpu.copy_gmem_to_smem(x, self.smem.at[slot], self.loaded.at[slot], **IN_A_ROW)
 
     def _send_until(self, stop, at: "_Open"):
-        one = lambda _, found: self._send(*found, at.end, at.phase)
+        one = lambda _, found: self._send(found[0], found[1], at.end, at.phase)
         return lax.fori_loop(at.chunk, jnp.maximum(at.chunk, stop), one, (at.chunk, at.sent))
 
     def _send(self, chunk, sent, end, phase):

@@ -63,12 +63,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "apart": {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in _COMBINED},
     "joined": {f"xla_gpu_{kind}_combine_threshold_bytes": 1_000_000_000 for kind in _COMBINED},
     "overlap_2": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
-    "channels_8": {"xla_gpu_nccl_collective_max_nchannels": 8},  # each holds a multiprocessor
-    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
+    "double_buffer": {"xla_gpu_enable_while_loop_double_buffering": True},  # two layers an iteration
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
     "limited": {"xla_gpu_memory_limit_slop_factor": 95},  # jaxlib's default: see models.layers.options_for
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
+    "heaps": {"xla_multiheap_size_constraint_per_heap": 2**31 - 1},  # temporaries in blocks of 2 GB instead of one
     "nccl": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY"},  # see models.layers.options_for
     "synchronous": _SYNCHRONOUS,
     # Each device keeps its own gradients: what their sums cost, to compare a profile's exposed communication with.

@@ -195,6 +195,11 @@ LEAST_ROWS_OF_UNIT = 32  # likewise of products fused with an activation; fewer 
 _DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes longer than the products
 
 
+def _writes_slowly(device: Device) -> bool:
+    """Whether it is a Hopper GPU with slower memory than an H200's."""
+    return device.is_hopper and (device.memory_gbps or math.inf) < 4000
+
+
 def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: int = _LEAST_ROWS) -> bool:
     """Whether "auto" takes the Triton kernel for a pass: where it can, except for groups of fewer rows.
 
@@ -206,8 +211,7 @@ def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: i
     """
     if pass_name == "wgrad":
         _, measured = _as_measured(pass_name, problem)
-        slow = (device.memory_gbps or math.inf) < 4000
-        few = measured.rows <= (32 if slow else 16 if unaligned(measured.N) else 0)
+        few = measured.rows <= (32 if _writes_slowly(device) else 16 if unaligned(measured.N) else 0)
     else:
         few = problem.rows < least_rows
     return not few and runs_triton(problem, device)
@@ -262,8 +266,12 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     # by its stores, which overlap better with small pipelines: 128x128x32, three programs a multiprocessor.
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
-        # Groups of 17 to 24 rows with tiles of 64: 1.02 to 1.05 times as fast (H100, unseen_shapes.jsonl, 2026-11-26).
-        bm, bn, bk, warps, stages = (64 if 16 < rows <= 32 else 128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
+        bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
+        # H100, 2026-11-26, groups of 10 to 24 rows: 64 rows are 1.02 to 1.08 times as fast where they pad less, up to
+        # 1.01 times as slow where they do not (unseen_shapes.jsonl, few_* in profiles/tiles.csv). Not on an H200.
+        few = half and rows <= 32 and _writes_slowly(device)
+        if few and -(-out_rows // 64) * 64 < 0.96 * -(-out_rows // 128) * 128:
+            bm, step = 64, max(step, bk)
     elif half and rows < 32:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and,
         # with 128 columns, 21 instead of 27.

@@ -126,12 +126,13 @@ def _refused(problem: Problem, device: Device) -> str:
 def _slower(problem: Problem, tiles: Tiles, device: Device) -> str:
     """Why XLA's collective and product take less time than the kernel; empty if they do not.
 
-    Each tile sends a share of the rows, at a few GB/s. On four H200s x [512, 4096] of a device times w [4096, 2048], in
-    32 tiles a phase, takes 102 us, XLA 117. x [256, 4096], in 22 tiles, takes 99, XLA 82; with w [4096, 1024], in 24,
-    92 and 94. Where w is copied, x [1024, 2880] times w [2880, 1440] takes 109, XLA 139 (2026-11-26).
+    On four H200s x [512, 4096] of a device times w [4096, 2048], in 128 tiles, takes 102 us, XLA 117. x [256, 4096], in
+    88 tiles, takes 99, XLA 82; with w [4096, 1024], in 96, 92 and 94. Where w is copied, x [1024, 2880] times
+    w [2880, 1440] takes 109, XLA 139 (2026-11-26).
     """
-    if problem.sent > 0 and 5 * _down(problem) * -(-problem.n // tiles.wide) < device.cores:
-        return "too few tiles would send the rows"
+    tiles_of_all = problem.devices * _down(problem) * -(-problem.n // tiles.wide)
+    if problem.sent > 0 and 5 * tiles_of_all < 4 * device.cores:
+        return f"{tiles_of_all} tiles are too few for {device.cores} multiprocessors"
     columns = problem.depths if problem.transposed else (problem.n,)
     if problem.devices * problem.m < COPIED and any(number % DEEP for number in columns):
         return f"w has {', '.join(map(str, columns))} columns, no multiple of {DEEP}, and would be copied for few rows"

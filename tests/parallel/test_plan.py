@@ -55,13 +55,14 @@ def test_what_the_kernel_takes(changes, why, new_enough):
             make_plan(problem, H200, backend="mosaic")
 
 
-def test_few_tiles_that_send_rows(new_enough):
-    """ "auto" takes XLA where a phase has fewer tiles than a fifth of the programs; an explicit backend is obeyed."""
+def test_few_tiles(new_enough):
+    """ "auto" gathers by XLA where tiles fill less than four fifths of the programs; an explicit backend is obeyed."""
     few = dataclasses.replace(PROBLEM, devices=4, m=256, n=2048)
-    assert "too few tiles" in make_plan(few, H200).why
+    assert make_plan(few, H200).why == "88 tiles are too few for 132 multiprocessors: XLA is faster"
     assert make_plan(few, H200, backend="mosaic").backend == "mosaic"
-    for more in ({"m": 512}, {"n": 4096}, {"sent": 0}):
+    for more in ({"m": 512}, {"n": 4096}, {"sent": 0}, {"devices": 5}):
         assert make_plan(dataclasses.replace(few, **more), H200).backend == "mosaic"
+    assert make_plan(dataclasses.replace(few, devices=2, m=512), H200).backend == "xla"
 
 
 def test_copies_of_w(new_enough):

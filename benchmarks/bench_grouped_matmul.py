@@ -120,7 +120,8 @@ def compile_ahead(run: Run, cases: list[tuple[GroupedShape, list[str]]], passes:
 
 
 def largest_error(pass_name: str, shape: GroupedShape, inputs: Inputs, offsets: np.ndarray, out: jax.Array) -> float:
-    """
+    """Of a pass' result, against float32.
+
     Raises:
       ArithmeticError: the result is wrong.
     """

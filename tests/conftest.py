@@ -50,7 +50,8 @@ from jax._src.interpreters import mlir
 if hasattr(mlir, "make_ir_context"):
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
-gc.set_threshold(50_000, 20, 100)  # with Python's thresholds it takes 2 % of the run (2026-11-26)
+# JAX keeps many objects alive and makes many more: with Python's thresholds, garbage collection is a tenth of a run.
+gc.set_threshold(100_000, 20, 100)
 # The Python line of each operation in a program takes 2 % of the run to write. Only profiling/test_memory.py reads it.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_num_cpu_devices", 4)  # for shard_map; must come before JAX looks for its devices
@@ -86,9 +87,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """JAX keeps many objects alive and makes many more: with Python's defaults, collection is a tenth of a run."""
+    """Modules and parameters of tests stay until the end: the garbage collector need not look at them."""
     gc.freeze()
-    gc.set_threshold(100_000)
 
 
 MAPS = pathlib.Path("/proc/self/maps")

@@ -72,7 +72,7 @@ def gather_matmul(
             sender = Sender(p, tiles, x_ref, gathered_ref, semaphores, scratch)
 
             def wait(place: Place, i, sent):
-                # A program whose first tile has another device's rows would otherwise hold its share until they come.
+                # Otherwise a program whose first tile waits for another device's rows would send its own only later.
                 sent = sender.send_all((i == 0) & (place.phase > 0), sent)
                 pl.when(place.phase > 0)(lambda: sender.wait(source(place)))
                 return sent

@@ -197,9 +197,7 @@ def bound_of(rows: jax.Array | None) -> list[jax.Array]:
 
 
 def whole_tiles(w: jax.Array) -> jax.Array:
-    """w, copied with zeros after its last column where their number is no multiple of 64: Mosaic's tiled copies take no
-    other arrays.
-    """
+    """w with columns of zeros up to a multiple of 64, which Mosaic's tiled copies need. No copy if w has them."""
     return jnp.pad(w, ((0, 0), (0, more))) if (more := -w.shape[1] % DEEP) else w
 
 

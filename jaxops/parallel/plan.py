@@ -12,7 +12,7 @@ from jaxops._lib.recorded import note
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply
 CHUNK = 4096  # elements that are sent at once
-COPIED = 4096  # the fewest rows of all devices for which "auto" copies w: for them it takes a tenth of the product
+COPIED = 4096  # rows of all devices from which on "auto" pads w: by its bytes, that takes a tenth of the product's time
 MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
@@ -127,21 +127,21 @@ def _slower(problem: Problem, tiles: Tiles, device: Device) -> str:
     """Why XLA's collective and product take less time than the kernel; empty if they do not.
 
     On four H200s x [512, 4096] of a device times w [4096, 2048], in 128 tiles, takes 102 us, XLA 117. x [256, 4096], in
-    88 tiles, takes 99, XLA 82; with w [4096, 1024], in 96, 92 and 94. Where w is copied, x [1024, 2880] times
+    88 tiles, takes 99, XLA 82; with w [4096, 1024], in 96, 92 and 94. Where w is padded, x [1024, 2880] times
     w [2880, 1440] takes 109, XLA 139 (2026-11-26).
     """
-    tiles_of_all = problem.devices * _down(problem) * -(-problem.n // tiles.wide)
-    if problem.sent > 0 and 5 * tiles_of_all < 4 * device.cores:
-        return f"{tiles_of_all} tiles are too few for {device.cores} multiprocessors"
+    count = _count(problem, tiles.wide)
+    if problem.sent > 0 and 5 * count < 4 * device.cores:
+        return f"{count} tiles are too few for {device.cores} multiprocessors"
     columns = problem.depths if problem.transposed else (problem.n,)
     if problem.devices * problem.m < COPIED and any(number % DEEP for number in columns):
-        return f"w has {', '.join(map(str, columns))} columns, no multiple of {DEEP}, and would be copied for few rows"
+        return f"w has {', '.join(map(str, columns))} columns, no multiple of {DEEP}, and would be padded for few rows"
     return ""
 
 
-def _down(problem: Problem) -> int:
-    """Tiles down a device's rows."""
-    return -(-problem.m // HIGH)
+def _count(problem: Problem, wide: int) -> int:
+    """Tiles of a device's product: of all devices' rows."""
+    return problem.devices * -(-problem.m // HIGH) * -(-problem.n // wide)
 
 
 def _heuristic(problem: Problem, device: Device) -> Tiles:
@@ -153,8 +153,7 @@ def _heuristic(problem: Problem, device: Device) -> Tiles:
     """
 
     def time(wide: int) -> float:
-        tiles = problem.devices * _down(problem) * -(-problem.n // wide)
-        return -(-tiles // device.cores) * wide * (1.04 if wide < 256 else 1)
+        return -(-_count(problem, wide) // device.cores) * wide * (1.04 if wide < 256 else 1)
 
     wide = min((256, 192), key=time)
     group = 16 if max(problem.depths) <= 4096 else 8

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxops.parallel.mainloop_mosaic import SENT, Place, Problem, plgpu, wait_for
 from jaxops.parallel.plan import CHUNK, Tiles, senders
 
-FLUSHED = 8  # steps after a tile's last copy: until then its copies have mostly ended
+FLUSHED = 8  # steps: a tile's copies have mostly ended so many steps after the last of them was started
 # Promises that the copy is in bounds; otherwise Mosaic makes a tiled copy of it.
 IN_A_ROW = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
@@ -34,11 +34,11 @@ class _Open(NamedTuple):
     """A Sender's state within a tile.
 
     Attributes:
-      waiting: the phase of an earlier tile, or of this one, whose copies have ended or soon will; -1 for none.
-      due: the step at which they are signalled.
-      sent: chunks that this program has sent.
-      chunk, end: the tile's next chunk and the end of its chunks.
-      phase: of the tile, until its last chunk is sent; -1 afterwards, and if it sends none.
+      waiting: the phase of the last tile all of whose copies have been started; -1 if they have been signalled.
+      due: the step at which they are.
+      sent: chunks that this program has sent, of all tiles.
+      chunk, end: this tile's next chunk, and the end of its chunks.
+      phase: of this tile while chunks are left to send, otherwise -1.
     """
 
     waiting: jax.Array
@@ -54,8 +54,7 @@ class Sender:
 
     In phase p the first tiles each send a share of the rows to the device that comes p + 1 before this one, which
     reads them in its phase p + 1. They are not all tiles, so that the last rows arrive before that phase begins.
-    State between tiles: the phase of a tile whose copies have not been signalled, or -1; how many chunks this program
-    has sent. From `begin` to `end` it is an `_Open`.
+    State between tiles: `waiting` and `sent` of `_Open`, which is the state from `begin` to `end`.
     """
 
     def __init__(self, p: Problem, tiles: Tiles, x_ref, gathered_ref, semaphores, scratch):
@@ -73,8 +72,8 @@ class Sender:
     def start(self):
         return jnp.int32(-1), jnp.int32(0)
 
-    def begin(self, place: Place, state) -> "_Open":
-        """Of a tile. What earlier tiles have sent is signalled before this one may wait."""
+    def begin(self, place: Place, state) -> _Open:
+        """At the start of a tile. Copies of earlier tiles are signalled before this tile can wait for other devices."""
         waiting, sent = state
         sends = (place.phase < self.p.devices - 1) & (place.number < self.tiles)
         first, end = (self._bound(place.number + i) for i in range(2))
@@ -89,32 +88,27 @@ class Sender:
         due = jnp.int32(min(FLUSHED, self.p.steps - 1))
         return _Open(waiting, due, sent, first, end, jnp.where(sends, place.phase, -1))
 
-    def send_all(self, condition, at: "_Open") -> "_Open":
-        """If so, sends and signals the tile's chunks now. Only where `begin` has signalled earlier tiles'."""
+    def send_all(self, condition, at: _Open) -> _Open:
+        """If condition, sends all chunks of the tile and signals them. Earlier tiles' must have been signalled."""
         chunk, sent = self._send_until(jnp.where(condition, at.end, at.chunk), at)
         phase = jnp.where(condition, at.phase, -1)
         self._flush(condition, phase)
         return at._replace(chunk=chunk, sent=sent, phase=jnp.where(condition, -1, at.phase))
 
-    def advance(self, k, at: "_Open") -> "_Open":
+    def advance(self, k, at: _Open) -> _Open:
         """After the tile's step k."""
         send = (at.chunk < at.end) & (lax.rem(k, jnp.int32(self.pace)) == 0)
         one = lambda chunk, sent: self._send(chunk, sent, at.end, at.phase)
         chunk, sent = lax.cond(send, one, lambda chunk, sent: (chunk, sent), at.chunk, at.sent)
         done = (at.phase >= 0) & (chunk >= at.end)
         waiting = self._flush(done | (k == at.due), at.waiting)
-        return _Open(
-            jnp.where(done, at.phase, waiting),
-            jnp.where(done, k + FLUSHED, at.due),
-            sent,
-            chunk,
-            at.end,
-            jnp.where(done, -1, at.phase),
-        )
+        waiting, due = jnp.where(done, at.phase, waiting), jnp.where(done, k + FLUSHED, at.due)
+        return at._replace(waiting=waiting, due=due, sent=sent, chunk=chunk, phase=jnp.where(done, -1, at.phase))
 
-    def end(self, at: "_Open"):
+    def end(self, at: _Open):
+        """At the end of a tile: sends the chunks that are left."""
         _, sent = self._send_until(at.end, at)
-        # Still waiting only if the tile was empty.
+        # Copies of an earlier tile are still to be signalled only if this tile was empty: `advance` was not called.
         waiting = self._flush(at.phase >= 0, at.waiting)
         return jnp.where(at.phase >= 0, at.phase, waiting), sent
 
@@ -157,7 +151,7 @@ class Sender:
         x = self.x_ref.at[self._window(number)]
         plgpu.copy_gmem_to_smem(x, self.smem.at[slot], self.loaded.at[slot], **IN_A_ROW)
 
-    def _send_until(self, stop, at: "_Open"):
+    def _send_until(self, stop, at: _Open):
         one = lambda _, found: self._send(found[0], found[1], at.end, at.phase)
         return lax.fori_loop(at.chunk, jnp.maximum(at.chunk, stop), one, (at.chunk, at.sent))
 

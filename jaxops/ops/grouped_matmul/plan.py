@@ -196,7 +196,7 @@ _DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes lo
 
 
 def _writes_slowly(device: Device) -> bool:
-    """Whether it is a Hopper GPU with slower memory than an H200's."""
+    """Whether it is a Hopper GPU whose memory is slower than an H200's, so that stores bound wgrad of more shapes."""
     return device.is_hopper and (device.memory_gbps or math.inf) < 4000
 
 
@@ -262,6 +262,9 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     def cover(size: int, most: int) -> int:
         return min(most, max(16, power_of_2(size)))
 
+    def padded(size: int, tile: int) -> int:
+        return -(-size // tile) * tile
+
     # H200, 2026-11-21: 128x256x64 with 8 warps is the fastest wherever a group fills it. wgrad over few rows is bound
     # by its stores, which overlap better with small pipelines: 128x128x32, three programs a multiprocessor.
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
@@ -270,12 +273,12 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         # H100, 2026-11-26, groups of 10 to 24 rows: 64 rows are 1.02 to 1.08 times as fast where they pad less, up to
         # 1.01 times as slow where they do not (unseen_shapes.jsonl, few_* in profiles/tiles.csv). Not on an H200.
         few = half and rows <= 32 and _writes_slowly(device)
-        if few and -(-out_rows // 64) * 64 < 0.96 * -(-out_rows // 128) * 128:
+        if few and padded(out_rows, 64) < 0.96 * padded(out_rows, 128):
             bm, step = 64, max(step, bk)
     elif half and rows < 32:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and,
         # with 128 columns, 21 instead of 27.
-        wide = -(-out_cols // 256) * 256 <= 1.05 * -(-out_cols // 128) * 128
+        wide = padded(out_cols, 256) <= 1.05 * padded(out_cols, 128)
         bm, bn, bk, warps, stages = 64, 256 if wide else 128, 32, 4, 4
         if pass_name == "dgrad":
             # rhs is contiguous along the sum: 32 numbers are half a cache line (H200, 2026-11-22, 90 groups of 23 rows:
@@ -314,9 +317,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       of them and groups as long as that, static tiles of 128x256 are 2 to 3 % faster (tiles.csv).
     - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
-      tiles.csv: the model's tiles take 1.03 times as long). Not where a quarter of 256 columns would be padding and
-      128 have none of it: 90 groups of 23 rows by 344 columns take 30 us with 128x256, 25 with 128x128
-      (unseen_shapes.jsonl).
+      tiles.csv: the model's tiles take 1.03 times as long). Up to 128 columns and from 257 to 384 it takes 128x128,
+      which pads 128 columns less: 90 groups of 23 rows by 344 columns 25 instead of 30 us (H100, unseen_shapes.jsonl).
     """
     rows = problem.rows
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
@@ -330,8 +332,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     usual, _, _, square = found
     count, _ = work(pass_name, problem, usual)
     if rows <= 64 and count >= device.cores:
-        columns = -(-problem.output(pass_name)[1] // square.bn)
-        return square if pass_name == "dgrad" or columns in (1, 3) else usual
+        across = -(-problem.output(pass_name)[1] // square.bn)
+        return square if pass_name == "dgrad" or across in (1, 3) else usual
     if pass_name == "wgrad" and problem.M and 0 < count < device.cores:
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
         # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.

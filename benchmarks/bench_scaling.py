@@ -68,7 +68,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "limited": {"xla_gpu_memory_limit_slop_factor": 95},  # jaxlib's default: see models.layers.options_for
     "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
-    "heaps": {"xla_multiheap_size_constraint_per_heap": 2**31 - 1},  # temporaries in blocks of 2 GB instead of one
     "nccl": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY"},  # see models.layers.options_for
     "synchronous": _SYNCHRONOUS,
     # Each device keeps its own gradients: what their sums cost, to compare a profile's exposed communication with.

@@ -28,6 +28,7 @@ from benchmarks.rows import (  # noqa: F401  (some for the benchmarks, which imp
 )
 from jaxops._lib.device import current_device
 from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall_times_us
+from models import device_memory
 
 WORK_US = (
     30_000  # of measured work a variant and round: enough to average, and the card stays as warm as for the others
@@ -117,6 +118,7 @@ def take_memory(**more: str) -> None:
       more: further environment variables.
     """
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | more
+    device_memory.keep_together()
 
 
 def call_times_us(fn: Callable, *args, iterations: int) -> list[float]:

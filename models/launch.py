@@ -11,7 +11,7 @@ import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from models import config
+from models import config, device_memory
 from models.checkpoints import saved_steps
 from models.config import Options
 from models.distributed import initialize, is_first, make_console
@@ -27,6 +27,7 @@ NAMED = 5  # files, in one error
 
 def start_processes(options: Options) -> None:
     """Call it before anything asks JAX for its devices."""
+    device_memory.keep_together()
     named = (options.coordinator, options.processes, options.process_id)
     if options.distributed or any(value is not None for value in named):
         initialize(*named)

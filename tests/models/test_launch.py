@@ -18,7 +18,7 @@ import pytest
 import typer
 from jax.sharding import SingleDeviceSharding
 
-from models import launch, loop, train_lm
+from models import device_memory, launch, loop, train_lm
 from models.checkpoints import saved_steps
 from tests.models.interrupted_run import EVERY, train
 
@@ -200,3 +200,22 @@ def test_several_processes_need_a_mesh(monkeypatch, tmp_path):
     monkeypatch.setattr("models.launch.initialize", lambda *given: pytest.fail(str(given)))
     with pytest.raises(pytest.fail.Exception, match=r"\('host:1', 2, 0\)"):
         train(tmp_path, coordinator="host:1", processes=2, process_id=0)
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_cpu_max_isa=AVX2"])
+def test_temporaries_may_have_any_free_memory(monkeypatch, flags):
+    """XLA would end the process for an option that it does not know."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    device_memory.keep_together()
+    device_memory.keep_together()
+    chosen = os.environ["XLA_FLAGS"].split()
+    partitioned = ["--xla_gpu_enable_allocator_spatial_partitioning=false"] if jax.__version_info__ >= (0, 11) else []
+    assert chosen == flags.split() + partitioned
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)
+
+
+def test_a_chosen_partitioning_stays(monkeypatch):
+    chosen = "--xla_gpu_enable_allocator_spatial_partitioning=true"
+    monkeypatch.setenv("XLA_FLAGS", chosen)
+    device_memory.keep_together()
+    assert os.environ["XLA_FLAGS"] == chosen

@@ -30,9 +30,7 @@ from jaxops._lib.device import current_device
 from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall_times_us
 from models import device_memory
 
-WORK_US = (
-    30_000  # of measured work a variant and round: enough to average, and the card stays as warm as for the others
-)
+WORK_US = 30_000  # of measured work a variant and round: enough to average, and to keep the card equally warm
 ALIVE_BYTES = 25e9  # results that may be alive at a time: CUPTI's measurement keeps those of all its iterations
 OUT = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default.")
 SMOKE = typer.Option(False, help="Tiny shapes, every code path; needs --out.")

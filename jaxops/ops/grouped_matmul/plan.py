@@ -192,6 +192,7 @@ _LEAST_ROWS = 8
 LEAST_ROWS_OF_UNIT = 32  # likewise of products fused with an activation; fewer have not been measured
 
 
+_SHORT = 32  # rows of a mean group up to which an H100's wgrad takes the Pallas kernel, with tiles of 64 rows
 _DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes longer than the products
 
 
@@ -211,7 +212,7 @@ def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: i
     """
     if pass_name == "wgrad":
         _, measured = _as_measured(pass_name, problem)
-        few = measured.rows <= (32 if _writes_slowly(device) else 16 if unaligned(measured.N) else 0)
+        few = measured.rows <= (_SHORT if _writes_slowly(device) else 16 if unaligned(measured.N) else 0)
     else:
         few = problem.rows < least_rows
     return not few and runs_triton(problem, device)
@@ -270,10 +271,9 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
         bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
-        # H100, 2026-11-26, groups of 10 to 24 rows: 64 rows are 1.02 to 1.08 times as fast where they pad less, up to
-        # 1.01 times as slow where they do not (unseen_shapes.jsonl, few_* in profiles/tiles.csv). Not on an H200.
-        few = half and rows <= 32 and _writes_slowly(device)
-        if few and padded(out_rows, 64) < 0.96 * padded(out_rows, 128):
+        # H100, 2026-11-26 and 27, 21 shapes of 8 to 31 rows a group: with tiles of 64 rows up to 1.13 times as fast, 1.02
+        # times on the geometric mean, 0.95 times in one (few_*, small_* in profiles/tiles.csv). Not on an H200.
+        if half and rows <= _SHORT and _writes_slowly(device):
             bm, step = 64, max(step, bk)
     elif half and rows < 32:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and,

@@ -271,8 +271,8 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
         bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
-        # H100, 2026-11-26 and 27, 21 shapes of 8 to 31 rows a group: with tiles of 64 rows up to 1.13 times as fast, 1.02
-        # times on the geometric mean, 0.95 times in one (few_*, small_* in profiles/tiles.csv). Not on an H200.
+        # H100, 2026-11-26 and 27, 21 shapes of 8 to 31 rows a group: with tiles of 64 rows 0.95 to 1.13 times as fast,
+        # 1.02 times on the geometric mean (few_*, small_* in profiles/tiles.csv). Not on an H200.
         if half and rows <= _SHORT and _writes_slowly(device):
             bm, step = 64, max(step, bk)
     elif half and rows < 32:

@@ -44,7 +44,8 @@ def test_what_is_tried(monkeypatch):
 
 
 def test_which_of_todays_tiles_were_measured(monkeypatch):
-    """As docs/speed.md counts them, the tile order aside: of 60 passes 56 as then, 4 that were the fastest then."""
+    """As docs/speed.md counts them, the tile order aside: of 60 passes 55 as then, 4 that were the fastest then,
+    and one whose sums are split otherwise."""
     monkeypatch.setattr(device, "gluon_missing", lambda: "")
     kind = ("kernel", "bm", "bn", "stages", "ping_pong")
     file = harness.ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3" / "unseen_shapes.jsonl"
@@ -60,7 +61,7 @@ def test_which_of_todays_tiles_were_measured(monkeypatch):
             today = {name: getattr(getattr(plan, each), name) for name in kind}
             then, fastest = (measured[shape.name, each, side] for side in (bench_unseen_shapes.OURS, "tuned"))
             counts["as then" if today == then else "the fastest then" if today == fastest else "neither"] += 1
-    assert counts == {"as then": 56, "the fastest then": 4}
+    assert counts == {"as then": 55, "the fastest then": 4, "neither": 1}
 
 
 def test_smoke_run_writes_a_row_a_pass_and_side(tmp_path):

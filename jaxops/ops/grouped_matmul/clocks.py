@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import SECTOR_BYTES, Device
+from jaxops._lib.device import LINE_BYTES, SECTOR_BYTES, Device
 from jaxops.ops.grouped_matmul.long_sums import Sums
 
 if TYPE_CHECKING:
@@ -115,7 +115,23 @@ def work(pass_name: str, problem: "Problem", tiles: "Tiles") -> tuple[float, flo
     return max(p.G, p.M / tiles.bm + p.G / 2) * -(-columns // tiles.bn), -(-inner // tiles.bk)
 
 
+# Bytes a clock of whole cache lines from L2, to one multiprocessor and to all: six shapes of one to four long groups
+# (parts_* in profiles/tiles.csv, H100, 2026-11-27). At widths that are no multiple of 16 they load 5.5 TB/s together,
+# however their sums are split.
+_LOADS_OF_ONE, _LOADS_OF_ALL = 72, 6400
+
+
 def sums_of(problem: "Problem", tiles: "Tiles", device: Device) -> Sums:
-    p, (step, _, store) = problem, tile_clocks(tiles.bm, tiles, problem.dtype, device)
-    how = tiles.ping_pong, p.whole_sums, device.cores
-    return Sums(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn, step, store, *how)
+    """wgrad's, of 16-bit numbers."""
+    p, (_, _, store) = problem, tile_clocks(tiles.bm, tiles, problem.dtype, device)
+    products = tiles.bm * tiles.bn / 32 * (_SQUARE if tiles.bm == tiles.bn else 1)
+    loads = 2 * tiles.bk * (tiles.bm * _lines(p.K) + tiles.bn * _lines(p.N))
+    step, of_all = max(products, loads / _LOADS_OF_ONE), loads / _LOADS_OF_ALL
+    return Sums(
+        *(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn), step, of_all, store, tiles.ping_pong, p.whole_sums, device.cores
+    )
+
+
+def _lines(width: int) -> float:
+    """Cache lines that TMA reads for 64 of a row's 16-bit numbers, on average: two where they cross a line's end."""
+    return 2 - math.gcd(2 * width, LINE_BYTES) / LINE_BYTES

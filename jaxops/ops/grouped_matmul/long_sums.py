@@ -12,10 +12,13 @@ _TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _MOST_BYTES = 128 << 20  # of all parts in float32
 _LEAST_STEPS = 4  # of a part: a shorter one takes no longer to multiply than to store and to add
 _LEAST_GAIN = 0.05
-# Split only where a group has at most a third as many tiles as the card has multiprocessors. H200, 2026-11-26, one huge
-# group, us whole and split: 457 and 149 with 15 tiles, 486 and 122 with 18; but 318 and 291 with 48, 164 and 141 with
-# 65, 635 and 694 with 90. Balanced groups take 2 to 6 % longer where there may be parts.
+_FIXED = 1700  # clocks that a split takes even where no sum is long enough (small_38 and others in profiles/tiles.csv)
+# Split only where a group's tiles fill at most a third of the multiprocessors, or all groups' tiles at most two waves.
+# Microseconds, one huge group, whole and split: 457 and 149 with 15 tiles, 486 and 122 with 18 (H200, 2026-11-26), 457
+# and 268 with 55, 450 and 366 with 72, 589 and 561 with 96 (H100, 2026-11-27, parts_* in profiles/tiles.csv). Balanced
+# groups took up to 9 % longer where there might have been parts.
 _FEW = 3
+_FEW_WAVES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Sums:
     Attributes:
       G, M, K, N: groups and rows; a group's result is [K, N].
       bm, bn: of a tile.
-      step: time of a step of STEP_ROWS rows.
+      step: time of a step of STEP_ROWS rows, if the multiprocessor is the only one that loads.
+      loads: time in which L2 delivers a step's operands, if all multiprocessors load.
       store: time to write a tile in 16 bits.
       overlaps: whether what follows the steps overlaps the next tile's (ping-pong).
       whole: no sum can be split.
@@ -39,6 +43,7 @@ class Sums:
     bm: int
     bn: int
     step: float
+    loads: float
     store: float
     overlaps: bool
     whole: bool
@@ -66,16 +71,18 @@ class Sums:
         others = 0 if like else (self.G - 1) * self.tiles * of_rest * short
         # The last part of a tile reads all parts. Earlier tiles' last parts do so while others still multiply.
         add = parts * self.part + self.store if parts > 1 else 0
-        waves = -(-count // self.cores)
-        return max(waves * long, (count * long + others + self.tiles * add) / self.cores) + add
+        waves, loads = -(-count // self.cores), self.tiles * self.M / STEP_ROWS * self.loads
+        fixed = _FIXED if split > 1 else 0
+        return max(waves * long, (count * long + others + self.tiles * add) / self.cores, loads) + add + fixed
 
     def _tile(self, rows: float, parts: int) -> float:
         steps, after = -(-rows // (STEP_ROWS * parts)) * self.step, self.part if parts > 1 else self.store
         return max(steps, after) if self.overlaps else steps + after
 
     def legal(self, split: int) -> bool:
-        small = 4 * split * self.tiles * self.bm * self.bn <= _MOST_BYTES and _FEW * self.tiles <= self.cores
-        return split == 1 or (small and not self.whole and split * _LEAST_STEPS * STEP_ROWS <= self.M)
+        few = _FEW * self.tiles <= self.cores or self.G * self.tiles <= _FEW_WAVES * self.cores
+        small = 4 * split * self.tiles * self.bm * self.bn <= _MOST_BYTES
+        return split == 1 or (few and small and not self.whole and split * _LEAST_STEPS * STEP_ROWS <= self.M)
 
 
 def choose_split(sums: Sums) -> int:

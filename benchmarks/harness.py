@@ -116,7 +116,7 @@ def take_memory(**more: str) -> None:
       more: further environment variables.
     """
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | more
-    device_memory.keep_together()
+    device_memory.disable_partitioning()
 
 
 def call_times_us(fn: Callable, *args, iterations: int) -> list[float]:

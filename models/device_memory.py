@@ -7,13 +7,13 @@ import jax
 _PARTITIONING = "xla_gpu_enable_allocator_spatial_partitioning"
 
 
-def keep_together() -> None:
-    """Lets a step's temporaries have any free memory. Call it before anything asks JAX for its devices.
+def disable_partitioning() -> None:
+    """Turns the spatial partitioning of XLA's GPU allocator off. Call it before anything asks JAX for its devices.
 
-    They need one free block. By default XLA's allocator grows from both ends of the memory that it preallocates, and
-    puts a small array into the block that the temporaries of the step before have left rather than into the space
-    between the ends. Then the next step finds no block: 16,384 tokens a card of `lm --preset 3b` on four H200s with
-    `tensor=4` need 78 GB, and 131 GB were free in blocks of 77 and 54 (jaxlib 0.11.2, 2026-11-26).
+    A step's temporaries need one free block. With partitioning, the default, the allocator fills preallocated memory
+    from both ends, and puts a small array into the block that the last step's temporaries have left, not into the free
+    space between the ends. Then the next step finds no block: 16,384 tokens a card of `lm --preset 3b` on four H200s
+    with `tensor=4` need 78 GB, and 131 GB were free in blocks of 77 and 54 (jaxlib 0.11.2, 2026-11-26).
 
     A choice in $XLA_FLAGS stays. Versions before 0.11 do not partition, and end the process for an unknown flag.
     """

@@ -27,7 +27,7 @@ NAMED = 5  # files, in one error
 
 def start_processes(options: Options) -> None:
     """Call it before anything asks JAX for its devices."""
-    device_memory.keep_together()
+    device_memory.disable_partitioning()
     named = (options.coordinator, options.processes, options.process_id)
     if options.distributed or any(value is not None for value in named):
         initialize(*named)

@@ -38,7 +38,7 @@ _L2_MIB = ((r"G?B200", 126), (r"H(100|200|800)", 50), (r"A100|A800", 40))
 _MEMORY_GBPS = ((r"G?H200", 4800), (r"H20", 4000), (r"H100 NVL", 3900), (r"H100 PCIe", 2000), (r"H(100|800)", 3350))
 HOPPER_SHARED_BYTES = 232_448  # that one block may use
 SECTOR_BYTES = 32  # the smallest unit of L2 and memory: a store to a part of one costs a read of the rest
-LINE_BYTES = 128  # of a cache
+LINE_BYTES = 128  # a cache line
 
 
 @dataclasses.dataclass(frozen=True)

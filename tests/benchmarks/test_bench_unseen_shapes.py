@@ -45,7 +45,7 @@ def test_what_is_tried(monkeypatch):
 
 def test_which_of_todays_tiles_were_measured(monkeypatch):
     """As docs/speed.md counts them, the tile order aside: of 60 passes 55 as then, 4 that were the fastest then,
-    and one whose sums are split otherwise."""
+    and one weight gradient with another split and other tiles."""
     monkeypatch.setattr(device, "gluon_missing", lambda: "")
     kind = ("kernel", "bm", "bn", "stages", "ping_pong")
     file = harness.ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3" / "unseen_shapes.jsonl"

@@ -206,8 +206,8 @@ def test_several_processes_need_a_mesh(monkeypatch, tmp_path):
 def test_temporaries_may_have_any_free_memory(monkeypatch, flags):
     """XLA would end the process for an option that it does not know."""
     monkeypatch.setenv("XLA_FLAGS", flags)
-    device_memory.keep_together()
-    device_memory.keep_together()
+    device_memory.disable_partitioning()
+    device_memory.disable_partitioning()
     chosen = os.environ["XLA_FLAGS"].split()
     partitioned = ["--xla_gpu_enable_allocator_spatial_partitioning=false"] if jax.__version_info__ >= (0, 11) else []
     assert chosen == flags.split() + partitioned
@@ -217,5 +217,5 @@ def test_temporaries_may_have_any_free_memory(monkeypatch, flags):
 def test_a_chosen_partitioning_stays(monkeypatch):
     chosen = "--xla_gpu_enable_allocator_spatial_partitioning=true"
     monkeypatch.setenv("XLA_FLAGS", chosen)
-    device_memory.keep_together()
+    device_memory.disable_partitioning()
     assert os.environ["XLA_FLAGS"] == chosen

@@ -115,20 +115,25 @@ def work(pass_name: str, problem: "Problem", tiles: "Tiles") -> tuple[float, flo
     return max(p.G, p.M / tiles.bm + p.G / 2) * -(-columns // tiles.bn), -(-inner // tiles.bk)
 
 
-# Bytes a clock of whole cache lines from L2, to one multiprocessor and to all: six shapes of one to four long groups
-# (parts_* in profiles/tiles.csv, H100, 2026-11-27). At widths that are no multiple of 16 they load 5.5 TB/s together,
-# however their sums are split.
+# Bytes a clock of whole cache lines from L2, to one multiprocessor and to all of them: six shapes of one to four long
+# groups (parts_* in profiles/tiles.csv, H100, 2026-11-27). At widths that are no multiple of 16 all multiprocessors
+# together load 5.5 TB/s, however the sums are split. `hopper_clocks` keeps the factors that it was fitted with.
 _LOADS_OF_ONE, _LOADS_OF_ALL = 72, 6400
 
 
 def sums_of(problem: "Problem", tiles: "Tiles", device: Device) -> Sums:
-    """wgrad's, of 16-bit numbers."""
+    """What the rule for splits needs of a weight gradient of 16-bit numbers."""
     p, (_, _, store) = problem, tile_clocks(tiles.bm, tiles, problem.dtype, device)
     products = tiles.bm * tiles.bn / 32 * (_SQUARE if tiles.bm == tiles.bn else 1)
     loads = 2 * tiles.bk * (tiles.bm * _lines(p.K) + tiles.bn * _lines(p.N))
-    step, of_all = max(products, loads / _LOADS_OF_ONE), loads / _LOADS_OF_ALL
     return Sums(
-        *(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn), step, of_all, store, tiles.ping_pong, p.whole_sums, device.cores
+        *(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn),
+        step=max(products, loads / _LOADS_OF_ONE),
+        loads=loads / _LOADS_OF_ALL,
+        store=store,
+        overlaps=tiles.ping_pong,
+        whole=p.whole_sums,
+        cores=device.cores,
     )
 
 

@@ -1,7 +1,7 @@
 """Into how many parts wgrad's sums over long groups are split: a rule of static shapes.
 
-Rows of groups are known on the device only. A split that helps one group of nearly all rows must not cost balanced
-groups anything, so `choose_split` weighs both: sums of less than two parts' rows stay whole.
+Rows of groups are known on the device only. A split that helps one group of nearly all rows should cost balanced groups
+little, so `choose_split` weighs both: sums of less than two parts' rows stay whole.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ _FIXED = 1700  # clocks that a split takes even where no sum is long enough (sma
 # Split only where a group's tiles fill at most a third of the multiprocessors, or all groups' tiles at most two waves.
 # Microseconds, one huge group, whole and split: 457 and 149 with 15 tiles, 486 and 122 with 18 (H200, 2026-11-26), 457
 # and 268 with 55, 450 and 366 with 72, 589 and 561 with 96 (H100, 2026-11-27, parts_* in profiles/tiles.csv). Balanced
-# groups took up to 9 % longer where there might have been parts.
+# groups took up to 9 % longer with a split that none of their sums was long enough for.
 _FEW = 3
 _FEW_WAVES = 2
 
@@ -56,9 +56,14 @@ class Sums:
 
     @property
     def part(self) -> float:
-        """Time to write or to read a part in float32: few programs do it at the end. Fitted to nine of the times above,
-        which were 1.2 to 2 times those of the bytes."""
+        """Time to write or to read a part in float32: few programs do it at the end. Fitted to nine such times of
+        an H200, which were 1.2 to 2 times those of the bytes."""
         return 10 * self.store
+
+    @property
+    def delivery(self) -> float:
+        """Time in which L2 delivers all operands."""
+        return self.tiles * self.M / STEP_ROWS * self.loads
 
     def time(self, longest: int, split: int) -> float:
         """If one group has `longest` rows and the others share the rest equally."""
@@ -71,9 +76,9 @@ class Sums:
         others = 0 if like else (self.G - 1) * self.tiles * of_rest * short
         # The last part of a tile reads all parts. Earlier tiles' last parts do so while others still multiply.
         add = parts * self.part + self.store if parts > 1 else 0
-        waves, loads = -(-count // self.cores), self.tiles * self.M / STEP_ROWS * self.loads
-        fixed = _FIXED if split > 1 else 0
-        return max(waves * long, (count * long + others + self.tiles * add) / self.cores, loads) + add + fixed
+        waves = -(-count // self.cores)
+        work = count * long + others + self.tiles * add
+        return max(waves * long, work / self.cores, self.delivery) + add + (_FIXED if split > 1 else 0)
 
     def _tile(self, rows: float, parts: int) -> float:
         steps, after = -(-rows // (STEP_ROWS * parts)) * self.step, self.part if parts > 1 else self.store

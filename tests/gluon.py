@@ -157,7 +157,13 @@ def check_waits(ptx: str) -> None:
 
 
 def check(
-    kernel: Kernel, instructions: list[str], consumers: int, shared_bytes: int, folder: pathlib.Path, spilled: int = 0
+    kernel: Kernel,
+    instructions: list[str],
+    consumers: int,
+    shared_bytes: int,
+    folder: pathlib.Path,
+    spilled: int = 0,
+    programs: int = 1,
 ) -> None:
     """The expected wgmma instructions, all warps launched, shared memory as planned, no spills, no serialised wgmma."""
     threads = 128 * (consumers + 1)  # four warps each, and the producer's, which come as four, too
@@ -166,7 +172,7 @@ def check(
     check_waits(kernel.ptx)
     assert re.findall(r"\.reqntid (\d+)", kernel.ptx) == [str(threads)]
     assert kernel.num_warps == threads // 32
-    assert kernel.num_ctas == 1
+    assert kernel.num_ctas == programs  # of a cluster
     assert kernel.shared <= shared_bytes <= SHARED_BYTES
     assert ".local" not in kernel.ptx
     report = assembled(kernel.ptx, folder)

@@ -30,7 +30,7 @@ from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
-from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
+from jaxops.ops.grouped_matmul.plan import CLUSTER_TILE, HOPPER_TILES
 from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.tuning import current_device
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
@@ -45,6 +45,7 @@ HOPPER = tuple(
     for bm, bn, ping_pong in HOPPER_TILES
     for stages in (3, 6 if bm == bn else 4)
 )
+CLUSTERS = tuple(Tiles(*CLUSTER_TILE[:2], 64, 8, stages, kernel="triton") for stages in (3, 4))  # fwd and dgrad only
 TILES = [
     Tiles(64, 64, 32, tail=16),
     Tiles(128, 128, 64, stages=2, peel=True),
@@ -65,10 +66,10 @@ def grouped_matmul() -> None:
     lhs, rhs, bias, dout, acc = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, N), (M, N), (3, K, N))
     )
-    hopper = HOPPER if current_device().is_hopper else []
+    hopper = (*HOPPER, *CLUSTERS) if current_device().is_hopper else ()
     for tiles in (*TILES, *hopper):
         split = dataclasses.replace(tiles, split=5) if tiles.kernel == "triton" and tiles.stages == 3 else tiles
-        plan = Plan(tiles.kernel, tiles, tiles, split)
+        plan = Plan(tiles.kernel, tiles, tiles, None if tiles.programs > 1 else split)
 
         @jax.jit
         def run(offsets, plan=plan):

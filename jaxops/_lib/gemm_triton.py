@@ -6,12 +6,12 @@ epilogue. Cooperative: both work on one tile, each on half of its rows. Ping-pon
 while one runs the epilogue, the other multiplies. Operands are read as they lie in memory, since wgmma takes both of
 either order: no pass copies a transpose.
 
-An op passes its epilogue, a function that computes one tile (see `consume`), and describes its operands (see
-`ragged_gemm`).
+An op passes its epilogue (see `consume`), and describes its operands (see `ragged_gemm`).
 
-Clusters of two programs that share B by TMA multicast gained nothing: at the Mixtral shapes 712 to 777 TFLOP/s forward
-and dgrad beside 718 to 781 (power-bound), wgrad 627 to 683 beside 758 to 793, short groups 5 to 40 % less. H200,
-2026-11-22.
+Clusters: two programs share a tile, each has half of each consumer's rows, and one loads B for both by TMA multicast.
+That pays where L2's loads bound the products, since rows that are no whole cache lines take two (forward of 5 groups of
+6,000 rows, K 3,976, N 4,104: 2,064 to 1,450 us; H100, 2026-11-27, profiles/clusters.csv). At Mixtral's shapes the
+card's power bounds both alike. wgrad has none: 75 cases took 0.85 to 3 times as long, 1.26 times on the mean.
 
 Adding a group's last rows, up to 32, to the tile before them, so that both share the loads of B, gained nothing on
 average: passes took 0.79 to 1.17 times as long (H100, 2026-11-26, profiles/tails.csv). The added rows cost 0.41 of a
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxops._lib.stores_triton import window
+from jaxops._lib.stores_triton import as_block, window
 from jaxops._lib.tile_scheduler_triton import (
     CONTRACTION,
     ROWS,
@@ -37,6 +37,7 @@ from jaxops._lib.tile_scheduler_triton import (
     finish_fetch_add,
     locate,
     locate_modality,
+    over_cluster,
     read_tile,
     start_fetch_add,
     write_tile,
@@ -56,6 +57,7 @@ class Pipeline:
     a, b: operand tiles of each stage; a has a buffer a stage for each of the SPLIT consumers that share a tile.
     tiles: five integers a stage, the tile descriptor that the producer passes with a tile's first step.
     full, empty: an mbarrier a stage; full has one more, for steps whose tail the producer zero-fills.
+    shared: as empty; in a cluster of both programs' consumers, for the loads of B that write to both.
     order: ping-pong only, an mbarrier on which consumer i waits before its mainloop.
     state: ping-pong only, the stage and phase where consumer i's mainloop starts.
     loads: an mbarrier a consumer for what its epilogue loads.
@@ -66,6 +68,7 @@ class Pipeline:
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    shared: gl.shared_memory_descriptor
     order: gl.shared_memory_descriptor
     state: gl.shared_memory_descriptor
     loads: gl.shared_memory_descriptor
@@ -83,29 +86,41 @@ def make_pipeline(
     dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     TRANSPOSED: gl.constexpr, SPLIT: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(gl.num_ctas() == 1 or (KIND == ROWS and SPLIT == 2 and not GATHERED), "not in a cluster")
     A_SHAPE: gl.constexpr = [BM // SPLIT, BK] if KIND == ROWS else [BK, BM // SPLIT]
     B_SHAPE: gl.constexpr = [BN, BK] if TRANSPOSED else [BK, BN]
-    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, dtype)
-    B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_SHAPE, dtype)
+    PROGRAMS: gl.constexpr = gl.num_ctas()
+    OF_A: gl.constexpr = over_cluster(PROGRAMS, 1, 0)
+    OF_B: gl.constexpr = over_cluster(PROGRAMS, 0, 0)
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, dtype, cga_layout=OF_A)
+    B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_SHAPE, dtype, cga_layout=OF_B)
     a = gl.allocate_shared_memory(dtype, [SPLIT * STAGES, A_SHAPE[0], A_SHAPE[1]], A_LAYOUT)
     b = gl.allocate_shared_memory(dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], B_LAYOUT)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    COPIED: gl.constexpr = over_cluster(PROGRAMS, 0)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], COPIED)
     tiles = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
     state = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
     for i in gl.static_range(4):
-        state.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        state.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0], COPIED)))
+    full = mbarrier.allocate_mbarrier(batch=STAGES + 1)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    shared = empty
+    if PROGRAMS > 1:
+        shared = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=GATHER_ARRIVALS if GATHERED else 1)
         mbarrier.init(empty.index(s), count=SPLIT)
+        if PROGRAMS > 1:
+            mbarrier.init(shared.index(s), count=SPLIT)
     mbarrier.init(full.index(STAGES), count=1)
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    loads = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    order = mbarrier.allocate_mbarrier(batch=2)
+    loads = mbarrier.allocate_mbarrier(batch=2)
     for i in gl.static_range(2):
         mbarrier.init(order.index(i), count=1)
         mbarrier.init(loads.index(i), count=1)
-    return Pipeline(a, b, tiles, full, empty, order, state, loads, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
+    return Pipeline(
+        a, b, tiles, full, empty, shared, order, state, loads, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -116,6 +131,14 @@ def advance(s, phase, STAGES: gl.constexpr):
         s = 0
         phase ^= 1
     return s, phase
+
+
+@gluon.jit
+def release(pipe, s, pred=True):
+    """A consumer has read stage s."""
+    mbarrier.arrive(pipe.empty.index(s), count=1, pred=pred)
+    if gl.num_ctas() > 1:
+        mbarrier.arrive(pipe.shared.index(s), count=1, pred=pred)
 
 
 @gluon.jit
@@ -156,15 +179,16 @@ def zero_fill_tail(pipe, s, left, parity):
 @gluon.jit
 def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
     """B's step at `at`. BESIDE: of two arrays of weights, side by side in one tile."""
+    CLUSTER: gl.constexpr = gl.num_ctas() > 1
     if pipe.TRANSPOSED:
-        tma.async_load(b_descs[0], [matrix, col, at], full, pipe.b.index(s).reshape([1, pipe.BN, BK]))
+        tma.async_load(b_descs[0], [matrix, col, at], full, as_block(pipe.b.index(s), b_descs[0]), multicast=CLUSTER)
     elif BESIDE:
         HALF: gl.constexpr = pipe.BN // 2
         tile = pipe.b.index(s).reshape([1, BK, pipe.BN])
         tma.async_load(b_descs[0], [matrix, at, col], full, tile.slice(0, HALF, dim=2))
         tma.async_load(b_descs[1], [matrix, at, col], full, tile.slice(HALF, HALF, dim=2))
     else:
-        tma.async_load(b_descs[0], [matrix, at, col], full, pipe.b.index(s).reshape([1, BK, pipe.BN]))
+        tma.async_load(b_descs[0], [matrix, at, col], full, as_block(pipe.b.index(s), b_descs[0]), multicast=CLUSTER)
 
 
 @gluon.jit
@@ -181,9 +205,9 @@ def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, end, col, both, B
         first, inside = window(at, end, BK)
         inside = gl.where(at < end, inside, BK)  # of an empty group: behind the window, where TMA fills in zeros
         for i in gl.static_range(pipe.SPLIT):
-            buf = pipe.a.index(pipe.SPLIT * s + i).reshape([1, BK, PART])
+            buf = as_block(pipe.a.index(pipe.SPLIT * s + i), a_desc)
             tma.async_load(a_desc, [first, inside, row + i * PART], full, buf)
-        tma.async_load(b_descs[0], [first, inside, col], full, pipe.b.index(s).reshape([1, BK, pipe.BN]))
+        tma.async_load(b_descs[0], [first, inside, col], full, as_block(pipe.b.index(s), b_descs[0]))
 
 
 @gluon.jit
@@ -261,6 +285,8 @@ def produce(
             write_tile(pipe.tiles, s, (group, row + matrix * end, end + matrix * end, col, steps), WARPS)
         for at in range(first, first + steps * BK, BK):
             mbarrier.wait(pipe.empty.index(s), phase)
+            if gl.num_ctas() > 1:
+                mbarrier.wait(pipe.shared.index(s), phase)
             if pipe.GATHERED:
                 mbarrier.expect(pipe.full.index(s), B_BYTES)
                 load_b(pipe, b_descs, pipe.full.index(s), s, matrix, at, col, BESIDE)
@@ -296,8 +322,9 @@ def produce(
                             )
                 else:
                     load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, at + left, col, both, BESIDE)
-                if fill:
-                    parity = zero_fill_tail(pipe, s, left, parity)
+                if KIND == CONTRACTION:  # noqa: SIM102  # known at compile time, unlike the next
+                    if fill:
+                        parity = zero_fill_tail(pipe, s, left, parity)
             s, phase = advance(s, phase, pipe.STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following) if DYNAMIC and not pipe.GATHERED else following
     finish_tiles(pipe, s, phase)
@@ -340,7 +367,7 @@ def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
     else:
         for _ in range(steps):
             mbarrier.wait(pipe.full.index(s), phase)
-            mbarrier.arrive(pipe.empty.index(s), count=1)
+            release(pipe, s)
             s, phase = advance(s, phase, pipe.STAGES)
     return s, phase
 
@@ -361,12 +388,12 @@ def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(pipe.empty.index((s + pipe.STAGES - 1) % pipe.STAGES), count=1, pred=k > 0)
+        release(pipe, (s + pipe.STAGES - 1) % pipe.STAGES, k > 0)
         s, phase = advance(s, phase, pipe.STAGES)
     if pipe.SPLIT == 1:
         pass_order(pipe, s, phase, 1 - WHICH)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(pipe.empty.index((s + pipe.STAGES - 1) % pipe.STAGES), count=1)
+    release(pipe, (s + pipe.STAGES - 1) % pipe.STAGES)
     return acc, s, phase
 
 

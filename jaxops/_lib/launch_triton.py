@@ -121,7 +121,15 @@ class Scratch:
 
 
 def triton_call(
-    *operands, kernel, out_type, grid: int, name: str, flops: int, bytes_accessed: int | None = None, **named
+    *operands,
+    kernel,
+    out_type,
+    grid: int,
+    name: str,
+    flops: int,
+    bytes_accessed: int | None = None,
+    programs: int = 1,
+    **named,
 ) -> Any:
     """One launch on a Hopper GPU. The results' pointers are the kernel's parameters that are not given, in their order.
 
@@ -133,7 +141,8 @@ def triton_call(
       operands, named: values of the kernel's parameters, in order and by name: arrays, TensorDescriptors, at most one
         OutTile a result, at most one Scratch, None, numbers, constants, tuples of these.
       out_type: `out_struct` of the result; a tuple of them for a tuple of results.
-      grid: number of programs.
+      grid: number of programs, or of clusters.
+      programs: of a cluster, on multiprocessors beside each other.
       name: of the call, in compiled programs' texts.
       flops: see `Cost`.
       bytes_accessed: where each operand and each result once is not the least traffic. By default an OutTile's `before`
@@ -178,6 +187,7 @@ def triton_call(
         kernel,
         tuple((tuple(result.shape), jnp.dtype(result.dtype)) for result in results),
         grid,
+        programs,
         name,
         constants,
         Cost.of(flops, read.values(), results, bytes_accessed),
@@ -210,9 +220,9 @@ def _operands(argument) -> list:
 
 
 # Under jit, since outside of it the uninitialised array would be another program's result, and copied.
-@functools.partial(jax.jit, static_argnums=range(1, 7), inline=True)
+@functools.partial(jax.jit, static_argnums=range(1, 8), inline=True)
 def _launch(
-    arguments: list, kernel, results: tuple, grid: int, name: str, constants: tuple, cost: Cost
+    arguments: list, kernel, results: tuple, grid: int, programs: int, name: str, constants: tuple, cost: Cost
 ) -> list[jax.Array]:
     aliases, types = {}, [jax.ShapeDtypeStruct(*result) for result in results]
     # XLA may let a call read a slice (of layers' stacked weights, say) or write its result into one in place
@@ -235,7 +245,7 @@ def _launch(
             types.append(jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype))
     arrays, tree = jax.tree.flatten(arguments)
     # enable_fp_fusion is explicit: Triton 3.9 warns without it, 3.10 will change the default.
-    options = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "num_stages": 3, "num_ctas": programs, "enable_fp_fusion": True}
     with cost.attached(), jax.named_scope(name):
         found = triton_lib.triton_kernel_call_p.bind(
             *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(types), grid=(grid,), compute_capability=90,

@@ -15,7 +15,7 @@ from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_wi
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_parts, schedule_rows
 from jaxops._lib.stores_triton import result_buffers, tile_layout
-from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS
+from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS, over_cluster
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS as _COLUMNS
 from jaxops._lib.work_list import Spans, least_rows_of_part
@@ -55,6 +55,8 @@ def ragged_gemm_kernel(
             pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS, PANEL, DYNAMIC, CUT,
         )),
     ], [4, WARPS], [CONSUMER, PRODUCER])  # fmt: skip
+    if gl.num_ctas() > 1:
+        gl.barrier(cluster=True)  # a program must not end while the other one still arrives at its mbarriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Gemm:
       dynamic: programs take tiles as they get free.
       contraction: the groups divide the rows that are summed over (a weight gradient), not A's and C's rows.
       transposed: B is [G, N, K].
+      programs: 2: a cluster computes a tile, and shares B. Not with contraction, dynamic, ping_pong or gathered rows.
       operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
         lie beside each other in a tile; "modalities": each modality's groups have their own array of weights.
       buffers: for stores, a consumer.
@@ -96,6 +99,7 @@ class Gemm:
     dynamic: bool = False
     contraction: bool = False
     transposed: bool = False
+    programs: int = 1
     operands: Literal["one", "sum", "beside", "modalities"] = "one"
     buffers: int = 1
     split: int = 1
@@ -122,7 +126,8 @@ class Gemm:
         if self.contraction:
             return row_windows(x, (BK.value, self.part), tile_layout(x.dtype, (1, BK.value, self.part)))
         block = (self.part, BK.value)
-        return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
+        layout = tile_layout(x.dtype, block, over_cluster(self.programs, 1, 0))
+        return TensorDescriptor.from_array(x, block, layout=layout)
 
     def weights(self, w: jax.Array) -> TensorDescriptor:
         """B of [G, K, N], or [G, N, K]; CONTRACTION: of [rows, N]. Three dimensions: TMA fills zeros past K, not the
@@ -131,7 +136,8 @@ class Gemm:
         if self.contraction:
             return row_windows(w, (BK.value, columns), tile_layout(w.dtype, (1, BK.value, columns)))
         block = (1, columns, BK.value) if self.transposed else (1, BK.value, columns)
-        return TensorDescriptor.from_array(w, block, layout=tile_layout(w.dtype, block))
+        layout = tile_layout(w.dtype, block, over_cluster(self.programs, 0, 0, 0))
+        return TensorDescriptor.from_array(w, block, layout=layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,12 +193,13 @@ def ragged_gemm(
         schedule = schedule_rows(offsets, M, gemm.bm, spans)
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
     entries = entries or schedule.shape[0] // _COLUMNS
-    layout = tile_layout(results[0].type.dtype, (1, *gemm.stored))
+    layout = tile_layout(results[0].type.dtype, (1, *gemm.stored), over_cluster(gemm.programs, 0, 1, 0))
     descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
     return triton_call(
-        kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores, count), name=gemm.name,
+        kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores // gemm.programs, count),
+        programs=gemm.programs, name=gemm.name,
         flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
         a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or slots > 1 else schedule,
         args=args, **named, entries=entries, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from jaxops._lib.device import SECTOR_BYTES
-from jaxops._lib.tile_scheduler_triton import opaque
+from jaxops._lib.tile_scheduler_triton import accumulator, opaque, over_cluster
 
 
 @gluon.jit
@@ -20,11 +20,17 @@ def window(row, end, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
+def as_block(buf, desc):
+    """A buffer as a block of a descriptor of more dimensions. (`reshape` knows no layout over a cluster.)"""
+    return buf.reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
 def store_window(desc, buf, row, end, col):
     """Stores a buffer's rows by TMA as far as they lie before `end`, through `row_windows`. `end` is at least the
     buffer's height."""
     first, at = window(row, end, buf.shape[0])
-    tma.async_store(desc, [first, at, col], buf.reshape([1, buf.shape[0], buf.shape[1]]))
+    tma.async_store(desc, [first, at, col], as_block(buf, desc))
 
 
 SECTOR = gl.constexpr(SECTOR_BYTES)
@@ -51,7 +57,8 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
     BN: gl.constexpr = acc.shape[1]
     if buf.shape[0] == BM:
         # Through shared memory: by TMA, which overlaps the next tile's products, or by 16-byte stores of each thread.
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
+        ROWS: gl.constexpr = over_cluster(gl.num_ctas(), 1, 0)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0], ROWS)
         PLAIN: gl.constexpr = desc is not None and len(desc.block_shape) == 2
         # Stores by threads are not counted by store_wait: after one, PENDING would count stores of another buffer.
         gl.static_assert(PENDING == 0 or not PLAIN, "a plain descriptor stores some tiles by threads")
@@ -80,7 +87,7 @@ def store_plain(acc, desc, ptr, buf, row, end, col, N, ALIGNED: gl.constexpr):
     whole tiles, too, go through shared memory: their stores overlap the next tile's products."""
     BN: gl.constexpr = desc.block_shape[1]
     PARTS: gl.constexpr = acc.shape[1] // BN
-    PART: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    PART: gl.constexpr = accumulator(BN, gl.num_ctas())
     parts = (acc,)
     if PARTS > 1:
         parts = split_columns(acc)
@@ -107,7 +114,7 @@ def split_columns(x):
 def store_columns(acc, desc, ptr, buf, row, end, col, N):
     """As `store`, of as many columns at a time as desc's box has: half of acc's or all. C's rows are aligned."""
     BN: gl.constexpr = desc.block_shape[2]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    MMA: gl.constexpr = accumulator(BN, gl.num_ctas())
     if acc.shape[1] == BN:
         store(acc, desc, ptr, buf, row, end, col, N, MMA, True)
     else:
@@ -140,14 +147,15 @@ def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     """COUNT buffers of BM x BN for `store`. Results in float32, or that shared memory has no ROOM for, are stored from
     registers and get the smallest possible: a partition's arguments cannot be left out."""
     NARROW: gl.constexpr = ROOM and ptr.dtype.element_ty.primitive_bitwidth == 16
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16)
+    ROWS: gl.constexpr = over_cluster(gl.num_ctas(), 1, 0)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16, cga_layout=ROWS)
     TYPE: gl.constexpr = ptr.dtype.element_ty if NARROW else gl.bfloat16
-    return gl.allocate_shared_memory(TYPE, [COUNT, BM, BN] if NARROW else [COUNT, 8, 64], LAYOUT)
+    return gl.allocate_shared_memory(TYPE, [COUNT, BM, BN] if NARROW else [COUNT, 8 * gl.num_ctas(), 64], LAYOUT)
 
 
-def tile_layout(dtype, shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    """The swizzled layout of a tile for TMA and wgmma."""
-    return gl.NVMMASharedLayout.get_default_for(list(shape), _ELEMENTS[jnp.dtype(dtype).name])
+def tile_layout(dtype, shape: tuple[int, ...], over: list[list[int]] | None = None) -> gl.NVMMASharedLayout:
+    """The swizzled layout of a tile for TMA and wgmma. over: see `over_cluster`."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _ELEMENTS[jnp.dtype(dtype).name], cga_layout=over or [])
 
 
 _ELEMENTS = {

@@ -47,11 +47,15 @@ def unaligned(width: int) -> bool:
 # Of Hopper's kernels, fitted to 96 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
 # 80GB HBM3, 2026-11-26, profiles/tiles.csv). What the model chooses takes 1.023 times as long as the fastest tiles
 # (geometric mean), at most 1.33 times.
-_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50}  # clocks between a tile's last step and the next tile
+# clocks between a tile's last step and the next tile
+_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50, (256, 256): 1200}
 _LOADS = 57  # bytes a clock from L2
 _UNALIGNED_LOADS = 1.75  # times the bytes of aligned rows
 _UNALIGNED_STORES = 3  # times _AFTER
 _SQUARE = 1.1  # times a step of 128x128, of which two do the work of a step of 128x256
+# times a step of a cluster. With this and its _AFTER, fitted to 70 passes with even and uneven groups, what the model
+# chooses takes 1.007 times as long as the faster of cluster and program (H100, 2026-11-27, profiles/clusters.csv).
+_CLUSTER = 1.05
 
 
 def hopper_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
@@ -78,12 +82,13 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
         "wgrad": (p.K, p.N, np.maximum(sizes, 1), p.K),
     }[pass_name]
     a, b = (_UNALIGNED_LOADS if unaligned(width) else 1 for width in (width_of_a, p.N))  # B's rows have N numbers
-    after = _AFTER[tiles.bm, tiles.bn] * (_UNALIGNED_STORES if unaligned(columns) else 1)
-    steps, square = np.ceil(inner / tiles.bk), _SQUARE if tiles.bm == tiles.bn else 1
+    programs = tiles.programs
+    after = _AFTER[tiles.bm, tiles.bn] * (_UNALIGNED_STORES if unaligned(columns) and programs == 1 else 1)
+    steps, slower = np.ceil(inner / tiles.bk), _CLUSTER if programs > 1 else _SQUARE if tiles.bm == tiles.bn else 1
 
     def of_tile(high: int) -> np.ndarray:
         products, loads = high * tiles.bn / 32, 2 * tiles.bk * (high * a + tiles.bn * b) / _LOADS
-        multiplied = steps * square * (products**4 + loads**4) ** 0.25
+        multiplied = steps * slower * (products**4 + loads**4) ** 0.25 / programs
         return np.maximum(multiplied, after) if tiles.ping_pong else multiplied + after
 
     down, across = np.ceil(rows / tiles.bm), -(-columns // tiles.bn)
@@ -92,7 +97,7 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
     count, whole = down * across * np.ones_like(sizes), of_tile(tiles.bm)
     total = np.sum((count - halves) * whole + halves * of_tile(tiles.bm // 2))
     if not wgrad:
-        return total / count.sum() * -(-count.sum() // cores)
+        return total / count.sum() * -(-count.sum() // (cores // programs))
     # The longest come first: at the end a program waits for half of a short one.
     return max(whole.max(), total / cores + 0.5 * whole.min() if count.sum() > cores else 0.0)
 

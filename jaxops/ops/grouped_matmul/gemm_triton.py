@@ -12,6 +12,7 @@ from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
 from jaxops._lib.split_sums_triton import add_parts, is_first_part, number_of_tile
 from jaxops._lib.stores_triton import pointers_to_tile, store_columns
+from jaxops._lib.tile_scheduler_triton import accumulator
 from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 
@@ -27,7 +28,7 @@ def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl
     group, row, end, col, steps = tile
     N = sizes[2]
     CUT: gl.constexpr = pipe.KIND == CONTRACTION and args is not None
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, pipe.BN, 16])
+    MMA: gl.constexpr = accumulator(pipe.BN, gl.num_ctas())
     SHAPE: gl.constexpr = [pipe.BM // pipe.SPLIT, pipe.BN]
     acc = gl.zeros(SHAPE, gl.float32, MMA)
     if ACCUMULATE:
@@ -69,7 +70,7 @@ def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl
 def _gemm(name: str, tiles: Tiles, **named) -> Gemm:
     return Gemm(
         name, grouped_gemm, tiles.bm, tiles.bn, tiles.stages, tiles.panel, (tiles.part, tiles.stored),
-        ping_pong=tiles.ping_pong, dynamic=tiles.dynamic, **named,
+        programs=tiles.programs, ping_pong=tiles.ping_pong, dynamic=tiles.dynamic, **named,
     )  # fmt: skip
 
 

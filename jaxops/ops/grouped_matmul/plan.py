@@ -17,6 +17,7 @@ from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
 HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (128, 128, False))  # bm, bn, ping_pong
+CLUSTER_TILE = (256, 256, False)  # of two programs, each of which computes 128x256: fwd and dgrad only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Tiles:
 
     Attributes:
       kernel: "pallas", or "triton": a persistent kernel for Hopper, one program a multiprocessor.
-      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`; 256x256 is
+        computed by a cluster of two programs, which load rhs once.
       bk: step along the contracted dimension. A power of two, at least 16; "triton": 64.
       warps: warps a program (1, 2, 4, 8 or 16); "triton": 8 consumer warps.
       stages: pipeline stages; each holds one step of both operands in shared memory.
@@ -38,9 +40,7 @@ class Tiles:
         bound by memory (dsv3's forward: 510 instead of 486); costs 3 to 9 % elsewhere (qwen3_30b's forward: 594
         instead of 614), since programs that share operands drift apart. H200, 2026-11-21.
       peel: "pallas" wgrad only: whole steps run in a loop without row masks; the remaining rows run behind a branch,
-        outside the pipeline. H200, 2026-11-21, balanced and skewed: 735 and 707 against 653 and 669 TFLOP/s at
-        mixtral_up (4,096 rows a group on average), 419 and 378 against 410 and 394 at qwen3_30b (256 rows), where the
-        unpipelined rest costs more than the masks.
+        outside the pipeline. H200, 2026-11-21: 735 instead of 653 TFLOP/s at mixtral_up, 707 instead of 669 skewed.
       tail: "pallas" fwd and dgrad only: a group's last rows, if at most this many, use a tile of this height instead of
         bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
         dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
@@ -69,9 +69,12 @@ class Tiles:
         check_fields(self, "kernel", among=KERNELS)
         check_fields(self, "split", most=MOST_PARTS - 1)
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
+        known = (*HOPPER_TILES, CLUSTER_TILE)
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
-        if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in HOPPER_TILES):
-            sizes = ", ".join(f"{bm}x{bn}{' ping-pong' if ping_pong else ''}" for bm, bn, ping_pong in HOPPER_TILES)
+        if self.programs > 1 and (self.dynamic or self.split > 1):
+            raise ValueError(f"{self}: the clusters that compute tiles of 256x256 have no dynamic and no split.")
+        if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in known):
+            sizes = ", ".join(f"{bm}x{bn}{' ping-pong' if ping_pong else ''}" for bm, bn, ping_pong in known)
             raise ValueError(
                 f"{self}: the triton kernel has tiles of {sizes}, with bk=64, warps=8, tail=0 and at least 2 stages."
             )
@@ -86,6 +89,11 @@ class Tiles:
         return self._pipeline(jnp.dtype(dtype).itemsize) if self.kernel == "pallas" else self._hopper_bytes(self.stored)
 
     @property
+    def programs(self) -> int:
+        """Programs of "triton" that compute a tile, as a cluster."""
+        return 2 if self.kernel == "triton" and (self.bm, self.bn) == CLUSTER_TILE[:2] else 1
+
+    @property
     def part(self) -> int:
         """Rows of a tile that one of "triton"'s two consumer warp groups multiplies."""
         return self.bm if self.ping_pong else self.bm // 2
@@ -96,10 +104,10 @@ class Tiles:
         return self.bn if self._hopper_bytes(self.bn) <= HOPPER_SHARED_BYTES else self.bn // 2
 
     def _pipeline(self, itemsize: int) -> int:
-        return self.stages * self.bk * (self.bm + self.bn) * itemsize
+        return self.stages * self.bk * (self.bm // self.programs + self.bn) * itemsize
 
     def _hopper_bytes(self, stored: int) -> int:
-        return self._pipeline(2) + 2 * self.part * stored * 2 + 512
+        return self._pipeline(2) + 2 * self.part // self.programs * stored * 2 + 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +236,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
+    if tiles.programs > 1 and pass_name == "wgrad":
+        raise ValueError(f"plan.wgrad={tiles}: tiles of 256x256 are for fwd and dgrad only.")
     if tiles.split > 1 and (pass_name, tiles.kernel) != ("wgrad", "triton"):
         only = "only wgrad with kernel='triton', and grouped_glu's kernel for few rows, have split"
         raise ValueError(f"plan.{pass_name}={tiles}: {only}; leave it out.")
@@ -236,7 +246,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
     if tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
-        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic or call.device.shared)
+        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic or (call.device.shared and tiles.programs == 1))
         # Tuned rows were measured with groups of like lengths: the split serves others.
         if pass_name == "wgrad" and tiles.split == 1:
             _, problem = _as_measured(pass_name, call.problem)
@@ -315,6 +325,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       groups, and for 128x128, of which there are few or which have few steps. Also where K or N is `unaligned`, or with
       1,024 rows a group and more, both are (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us). With one
       of them and groups as long as that, static tiles of 128x256 are 2 to 3 % faster (tiles.csv).
+    - Clusters only where rows of an array are no whole cache lines, so that L2's loads bound most products. dgrad has
+      four stages: 1.03 times as fast as three (H100, 2026-11-27, profiles/clusters.csv).
     - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
       tiles.csv: the model's tiles take 1.03 times as long). Up to 128 columns and from 257 to 384 it takes 128x128,
@@ -338,6 +350,8 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
         # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.
         return min(found, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
+    if pass_name != "wgrad" and (problem.K % 64 or problem.N % 64) and not device.shared:
+        found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4 if pass_name == "dgrad" else 3, **how))
     return min(
         (tiles for tiles in found if not tiles.ping_pong),
         key=lambda tiles: hopper_clocks(pass_name, problem, tiles, device),
@@ -389,8 +403,10 @@ def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
 def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     """Each shape with the deepest pipeline that fits, and with the deepest that leaves room for storing whole tiles."""
     found = []
-    ways = (True,) if pass_name == "wgrad" else (False, True)
-    for (bm, bn, ping_pong), panel, dynamic in itertools.product(HOPPER_TILES, (4, 8, 16), ways):
+    ways = [(tile, True) for tile in HOPPER_TILES]
+    if pass_name != "wgrad":
+        ways += [(tile, False) for tile in (*HOPPER_TILES, CLUSTER_TILE)]
+    for ((bm, bn, ping_pong), dynamic), panel in itertools.product(ways, (4, 8, 16)):
         how = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}
         depths = [Tiles(bm, bn, 64, 8, stages, panel, **how) for stages in (6, 5, 4, 3)]
         fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]

@@ -68,7 +68,8 @@ def grouped_matmul() -> None:
     )
     hopper = (*HOPPER, *CLUSTERS) if current_device().is_hopper else ()
     for tiles in (*TILES, *hopper):
-        split = dataclasses.replace(tiles, split=5) if tiles.kernel == "triton" and tiles.stages == 3 else tiles
+        cut = tiles.kernel == "triton" and tiles.stages == 3 and tiles.programs == 1
+        split = dataclasses.replace(tiles, split=5) if cut else tiles
         plan = Plan(tiles.kernel, tiles, tiles, None if tiles.programs > 1 else split)
 
         @jax.jit

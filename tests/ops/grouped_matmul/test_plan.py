@@ -15,7 +15,7 @@ from jaxops._lib.device import Device
 from jaxops._lib.tuned import tuned_rows
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
-from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, PLANNER, heuristic, hopper_can
+from jaxops.ops.grouped_matmul.plan import CLUSTER_TILE, HOPPER_TILES, PASSES, PLANNER, heuristic, hopper_can
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices
 
@@ -196,7 +196,7 @@ def test_triton_candidates():
     for name in PASSES:
         found = candidates(name, EIGHTS, H200, "triton")
         assert len(set(found)) == len(found)
-        assert {(tiles.bm, tiles.bn, tiles.ping_pong) for tiles in found} <= set(HOPPER_TILES)
+        assert {(tiles.bm, tiles.bn, tiles.ping_pong) for tiles in found} <= {*HOPPER_TILES, CLUSTER_TILE}
         assert all(tiles.shared_bytes("bfloat16") <= H200.shared_bytes for tiles in found)
 
 

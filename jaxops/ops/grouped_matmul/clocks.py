@@ -48,14 +48,15 @@ def unaligned(width: int) -> bool:
 # 80GB HBM3, 2026-11-26, profiles/tiles.csv). What the model chooses takes 1.023 times as long as the fastest tiles
 # (geometric mean), at most 1.33 times.
 # clocks between a tile's last step and the next tile
-_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50, (256, 256): 1200}
+_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50, (256, 256): 800}
 _LOADS = 57  # bytes a clock from L2
 _UNALIGNED_LOADS = 1.75  # times the bytes of aligned rows
 _UNALIGNED_STORES = 3  # times _AFTER
 _SQUARE = 1.1  # times a step of 128x128, of which two do the work of a step of 128x256
-# times a step of a cluster. With this and its _AFTER, fitted to 70 passes with even and uneven groups, what the model
-# chooses takes 1.007 times as long as the faster of cluster and program (H100, 2026-11-27, profiles/clusters.csv).
-_CLUSTER = 1.05
+# Of clusters, with their _AFTER: fitted to 88 passes with even and uneven groups (H100, 2026-11-27, clusters.csv in
+# profiles/, unseen_shapes.jsonl). The model's choice takes 1.006 times as long as the faster of cluster and program.
+_CLUSTER_STARTS = 3000  # clocks
+_UNALIGNED_STORES_OF_CLUSTER = 2
 
 
 def hopper_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
@@ -83,12 +84,14 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
     }[pass_name]
     a, b = (_UNALIGNED_LOADS if unaligned(width) else 1 for width in (width_of_a, p.N))  # B's rows have N numbers
     programs = tiles.programs
-    after = _AFTER[tiles.bm, tiles.bn] * (_UNALIGNED_STORES if unaligned(columns) and programs == 1 else 1)
-    steps, slower = np.ceil(inner / tiles.bk), _CLUSTER if programs > 1 else _SQUARE if tiles.bm == tiles.bn else 1
+    stores = _UNALIGNED_STORES if programs == 1 else _UNALIGNED_STORES_OF_CLUSTER
+    after = _AFTER[tiles.bm, tiles.bn] * (stores if unaligned(columns) else 1)
+    square = _SQUARE if tiles.bm == tiles.bn and programs == 1 else 1
+    steps = np.ceil(inner / tiles.bk)
 
     def of_tile(high: int) -> np.ndarray:
         products, loads = high * tiles.bn / 32, 2 * tiles.bk * (high * a + tiles.bn * b) / _LOADS
-        multiplied = steps * slower * (products**4 + loads**4) ** 0.25 / programs
+        multiplied = steps * square * (products**4 + loads**4) ** 0.25 / programs
         return np.maximum(multiplied, after) if tiles.ping_pong else multiplied + after
 
     down, across = np.ceil(rows / tiles.bm), -(-columns // tiles.bn)
@@ -97,7 +100,8 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
     count, whole = down * across * np.ones_like(sizes), of_tile(tiles.bm)
     total = np.sum((count - halves) * whole + halves * of_tile(tiles.bm // 2))
     if not wgrad:
-        return total / count.sum() * -(-count.sum() // (cores // programs))
+        waves = -(-count.sum() // (cores // programs))
+        return total / count.sum() * waves + (_CLUSTER_STARTS if programs > 1 else 0)
     # The longest come first: at the end a program waits for half of a short one.
     return max(whole.max(), total / cores + 0.5 * whole.min() if count.sum() > cores else 0.0)
 
@@ -109,6 +113,14 @@ def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[
     products, loads, memory = (2048, 48, 19) if device.is_hopper else (1024, 40, 10)
     step = max(high * tiles.bn * tiles.bk * size / 2 / products, (high + tiles.bn) * tiles.bk * size / loads)
     return step, memory, high * tiles.bn * size / loads
+
+
+def takes_clusters(pass_name: str, problem: "Problem") -> bool:
+    """Whether clusters may pay: where rows are no whole cache lines, so that L2's loads bound most products.
+
+    dgrad's are 1.03 times as fast with four stages as with three, the forward's are not (profiles/clusters.csv).
+    """
+    return pass_name != "wgrad" and max(_lines(problem.K), _lines(problem.N)) > 1
 
 
 def work(pass_name: str, problem: "Problem", tiles: "Tiles") -> tuple[float, float]:

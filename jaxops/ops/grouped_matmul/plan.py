@@ -11,7 +11,7 @@ from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gl
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.work_list import MOST_PARTS
-from jaxops.ops.grouped_matmul.clocks import clocks, hopper_clocks, sums_of, unaligned, work
+from jaxops.ops.grouped_matmul.clocks import clocks, hopper_clocks, sums_of, takes_clusters, unaligned, work
 from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -325,8 +325,6 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
       groups, and for 128x128, of which there are few or which have few steps. Also where K or N is `unaligned`, or with
       1,024 rows a group and more, both are (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us). With one
       of them and groups as long as that, static tiles of 128x256 are 2 to 3 % faster (tiles.csv).
-    - Clusters only where rows of an array are no whole cache lines, so that L2's loads bound most products. dgrad has
-      four stages: 1.03 times as fast as three (H100, 2026-11-27, profiles/clusters.csv).
     - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
       tiles.csv: the model's tiles take 1.03 times as long). Up to 128 columns and from 257 to 384 it takes 128x128,
@@ -350,7 +348,7 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
         # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.
         return min(found, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
-    if pass_name != "wgrad" and (problem.K % 64 or problem.N % 64) and not device.shared:
+    if takes_clusters(pass_name, problem) and not device.shared:
         found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4 if pass_name == "dgrad" else 3, **how))
     return min(
         (tiles for tiles in found if not tiles.ping_pong),
@@ -405,7 +403,9 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     found = []
     ways = [(tile, True) for tile in HOPPER_TILES]
     if pass_name != "wgrad":
-        ways += [(tile, False) for tile in (*HOPPER_TILES, CLUSTER_TILE)]
+        ways += [(tile, False) for tile in HOPPER_TILES]
+    if takes_clusters(pass_name, problem):
+        ways.append((CLUSTER_TILE, False))
     for ((bm, bn, ping_pong), dynamic), panel in itertools.product(ways, (4, 8, 16)):
         how = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}
         depths = [Tiles(bm, bn, 64, 8, stages, panel, **how) for stages in (6, 5, 4, 3)]

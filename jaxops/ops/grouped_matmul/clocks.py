@@ -118,9 +118,10 @@ def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[
 def takes_clusters(pass_name: str, problem: "Problem") -> bool:
     """Whether clusters may pay: where rows are no whole cache lines, so that L2's loads bound most products.
 
-    dgrad's are 1.03 times as fast with four stages as with three, the forward's are not (profiles/clusters.csv).
+    Not measured with mean groups of less than half a tile. dgrad's are 1.03 times as fast with four stages as with
+    three, the forward's are not (profiles/clusters.csv).
     """
-    return pass_name != "wgrad" and max(_lines(problem.K), _lines(problem.N)) > 1
+    return pass_name != "wgrad" and problem.rows >= 128 and max(_lines(problem.K), _lines(problem.N)) > 1
 
 
 def work(pass_name: str, problem: "Problem", tiles: "Tiles") -> tuple[float, float]:

@@ -68,9 +68,12 @@ def grouped_matmul() -> None:
     )
     hopper = (*HOPPER, *CLUSTERS) if current_device().is_hopper else ()
     for tiles in (*TILES, *hopper):
-        cut = tiles.kernel == "triton" and tiles.stages == 3 and tiles.programs == 1
-        split = dataclasses.replace(tiles, split=5) if cut else tiles
-        plan = Plan(tiles.kernel, tiles, tiles, None if tiles.programs > 1 else split)
+        wgrad: Tiles | None = tiles
+        if tiles in CLUSTERS:
+            wgrad = None
+        elif tiles.kernel == "triton" and tiles.stages == 3:
+            wgrad = dataclasses.replace(tiles, split=5)
+        plan = Plan(tiles.kernel, tiles, tiles, wgrad)
 
         @jax.jit
         def run(offsets, plan=plan):

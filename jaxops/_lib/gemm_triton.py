@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jaxops._lib.layouts_triton import one_number, over_cluster
 from jaxops._lib.stores_triton import as_block, window
 from jaxops._lib.tile_scheduler_triton import (
     CONTRACTION,
@@ -37,7 +38,6 @@ from jaxops._lib.tile_scheduler_triton import (
     finish_fetch_add,
     locate,
     locate_modality,
-    over_cluster,
     read_tile,
     start_fetch_add,
     write_tile,
@@ -57,7 +57,7 @@ class Pipeline:
     a, b: operand tiles of each stage; a has a buffer a stage for each of the SPLIT consumers that share a tile.
     tiles: five integers a stage, the tile descriptor that the producer passes with a tile's first step.
     full, empty: an mbarrier a stage; full has one more, for steps whose tail the producer zero-fills.
-    shared: as empty; in a cluster of both programs' consumers, for the loads of B that write to both.
+    shared: in a cluster, an mbarrier a stage on which the consumers of both programs arrive, for loads of B to both.
     order: ping-pong only, an mbarrier on which consumer i waits before its mainloop.
     state: ping-pong only, the stage and phase where consumer i's mainloop starts.
     loads: an mbarrier a consumer for what its epilogue loads.
@@ -86,7 +86,7 @@ def make_pipeline(
     dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     TRANSPOSED: gl.constexpr, SPLIT: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(gl.num_ctas() == 1 or (KIND == ROWS and SPLIT == 2 and not GATHERED), "not in a cluster")
+    gl.static_assert(gl.num_ctas() == 1 or (KIND == ROWS and SPLIT == 2 and not GATHERED))
     A_SHAPE: gl.constexpr = [BM // SPLIT, BK] if KIND == ROWS else [BK, BM // SPLIT]
     B_SHAPE: gl.constexpr = [BN, BK] if TRANSPOSED else [BK, BN]
     PROGRAMS: gl.constexpr = gl.num_ctas()
@@ -96,12 +96,11 @@ def make_pipeline(
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_SHAPE, dtype, cga_layout=OF_B)
     a = gl.allocate_shared_memory(dtype, [SPLIT * STAGES, A_SHAPE[0], A_SHAPE[1]], A_LAYOUT)
     b = gl.allocate_shared_memory(dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], B_LAYOUT)
-    COPIED: gl.constexpr = over_cluster(PROGRAMS, 0)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], COPIED)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], over_cluster(PROGRAMS, 0))
     tiles = gl.allocate_shared_memory(gl.int32, [5 * STAGES, 1], FLAT)
     state = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
     for i in gl.static_range(4):
-        state.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0], COPIED)))
+        state.index(i).store(gl.full([1], 0, gl.int32, one_number(4, PROGRAMS)))
     full = mbarrier.allocate_mbarrier(batch=STAGES + 1)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     shared = empty
@@ -322,9 +321,8 @@ def produce(
                             )
                 else:
                     load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, at + left, col, both, BESIDE)
-                if KIND == CONTRACTION:  # noqa: SIM102  # known at compile time, unlike the next
-                    if fill:
-                        parity = zero_fill_tail(pipe, s, left, parity)
+                if KIND == CONTRACTION and fill:
+                    parity = zero_fill_tail(pipe, s, left, parity)
             s, phase = advance(s, phase, pipe.STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following) if DYNAMIC and not pipe.GATHERED else following
     finish_tiles(pipe, s, phase)
@@ -333,7 +331,7 @@ def produce(
 @gluon.jit
 def pass_order(pipe, s, phase, TO: gl.constexpr):
     """Ping-pong: consumer TO may start its mainloop, at this stage."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ONE: gl.constexpr = one_number(4, gl.num_ctas())
     pipe.state.index(2 * TO).store(gl.full([1], s, gl.int32, ONE))
     pipe.state.index(2 * TO + 1).store(gl.full([1], phase, gl.int32, ONE))
     mbarrier.arrive(pipe.order.index(TO), count=1)
@@ -347,7 +345,7 @@ def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
         # one's steps itself and waited early could see the previous phase as complete.
         mbarrier.wait(pipe.order.index(WHICH), parity)
         parity ^= 1
-        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        ONE: gl.constexpr = one_number(4, gl.num_ctas())
         s = pipe.state.index(2 * WHICH).load(ONE).item()
         phase = pipe.state.index(2 * WHICH + 1).load(ONE).item()
     mbarrier.wait(pipe.full.index(s), phase)

@@ -12,10 +12,11 @@ from triton.experimental.gluon import language as gl
 
 from jaxops._lib.gemm_triton import BK, GATHER_WARPS, consume, make_pipeline, produce
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
+from jaxops._lib.layouts_triton import over_cluster
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_parts, schedule_rows
 from jaxops._lib.stores_triton import result_buffers, tile_layout
-from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS, over_cluster
+from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS
 from jaxops._lib.tiling import tile_bound
 from jaxops._lib.work_list import COLUMNS as _COLUMNS
 from jaxops._lib.work_list import Spans, least_rows_of_part

@@ -7,7 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from jaxops._lib.device import SECTOR_BYTES
-from jaxops._lib.tile_scheduler_triton import accumulator, opaque, over_cluster
+from jaxops._lib.layouts_triton import accumulator, over_cluster
+from jaxops._lib.tile_scheduler_triton import opaque
 
 
 @gluon.jit
@@ -21,7 +22,7 @@ def window(row, end, HEIGHT: gl.constexpr):
 
 @gluon.jit
 def as_block(buf, desc):
-    """A buffer as a block of a descriptor of more dimensions. (`reshape` knows no layout over a cluster.)"""
+    """A buffer as a block of a descriptor that has more dimensions. (`reshape` loses the layout of a cluster.)"""
     return buf.reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
 
@@ -155,7 +156,7 @@ def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 
 def tile_layout(dtype, shape: tuple[int, ...], over: list[list[int]] | None = None) -> gl.NVMMASharedLayout:
     """The swizzled layout of a tile for TMA and wgmma. over: see `over_cluster`."""
-    return gl.NVMMASharedLayout.get_default_for(list(shape), _ELEMENTS[jnp.dtype(dtype).name], cga_layout=over or [])
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _ELEMENTS[jnp.dtype(dtype).name], cga_layout=over)
 
 
 _ELEMENTS = {

@@ -4,22 +4,11 @@ operands lie."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jaxops._lib.layouts_triton import one_number
+
 # What the groups divide. ROWS: A's and C's rows; each group has a B of its own. CONTRACTION: the rows that are summed
 # over; each group has a C of its own.
 ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
-
-
-@gluon.constexpr_function
-def over_cluster(programs, *direction):
-    """A layout's `cga_layout` in a kernel of one program or of clusters of two: the step from the first program's half
-    of a block to the second one's, in halves of the block; zeros: each has a copy."""
-    return [list(direction)] if programs > 1 else []
-
-
-@gluon.constexpr_function
-def accumulator(columns, programs):
-    """The layout of a consumer's sums, rows of 16-bit operands times `columns`."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16], over_cluster(programs, 1, 0))
 
 
 @gluon.jit
@@ -61,8 +50,7 @@ def start_fetch_add_of_warps(counter, WARPS: gl.constexpr):
         mov.b32 $0, 0;
         @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
     }"""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0], over_cluster(gl.num_ctas(), 0))
-    thread = gl.arange(0, 32 * WARPS, layout=LAYOUT)
+    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     address = counter.to(gl.int64) + gl.zeros_like(thread)
     return gl.inline_asm_elementwise(assembly, "=r,l,r", [address, thread], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -75,14 +63,14 @@ def finish_fetch_add_of_warps(value):
 @gluon.jit
 def write_tile(tiles, s, values, WARPS: gl.constexpr):
     """The producer passes a tile descriptor, five integers, to the consumers with the tile's first stage s."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0], over_cluster(gl.num_ctas(), 0))
+    ONE: gl.constexpr = one_number(WARPS, gl.num_ctas())
     for i in gl.static_range(5):
         tiles.index(5 * s + i).store(gl.full([1], values[i], gl.int32, ONE))
 
 
 @gluon.jit
 def read_tile(tiles, s):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], over_cluster(gl.num_ctas(), 0))
+    ONE: gl.constexpr = one_number(4, gl.num_ctas())
     group = tiles.index(5 * s).load(ONE).item()
     row = tiles.index(5 * s + 1).load(ONE).item()
     end = tiles.index(5 * s + 2).load(ONE).item()

@@ -27,6 +27,7 @@ from jaxops._lib.activations_triton import activate_as_pallas, round_pairs, wide
 from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
 from jaxops._lib.gemm_triton import GATHER_WARPS, advance
 from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.layouts_triton import accumulator
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
@@ -47,7 +48,7 @@ from jaxops.ops.fp8_matmul.produce_triton import BK, BLOCK, ROWS, ROWS_OF_ONE, m
 
 BM, BN = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of gate and as many of up, of a tile
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
-HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+HALF = gl.constexpr(accumulator(64))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
 PAIRS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16))
 

@@ -11,10 +11,10 @@ from triton.experimental.gluon import language as gl
 
 from jaxops._lib.activations_triton import activate
 from jaxops._lib.gemm_triton import mainloop
+from jaxops._lib.layouts_triton import accumulator
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
 from jaxops._lib.stores_triton import store
-from jaxops._lib.tile_scheduler_triton import accumulator
 
 BM, BF = 128, 128  # rows, and columns of h, of a tile
 
@@ -30,7 +30,7 @@ def grouped_glu(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.
     BUFFERS: gl.constexpr = (
         bufs.shape[0] // 2
     )  # a consumer's, used one after another: a store fills one while the last is read
-    MMA: gl.constexpr = accumulator(pipe.BN, gl.num_ctas())
+    MMA: gl.constexpr = accumulator(pipe.BN)
     acc, s, phase = mainloop(pipe, gl.zeros([ROWS, pipe.BN], gl.float32, MMA), steps, s, phase, WHICH)
     pre = acc.to(pipe.a.dtype)  # activated as they are saved: the backward sees the same numbers
     gate, up = pre.reshape([ROWS, 2, COLS]).permute((0, 2, 1)).split()

@@ -86,7 +86,7 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
     programs = tiles.programs
     stores = _UNALIGNED_STORES if programs == 1 else _UNALIGNED_STORES_OF_CLUSTER
     after = _AFTER[tiles.bm, tiles.bn] * (stores if unaligned(columns) else 1)
-    square = _SQUARE if tiles.bm == tiles.bn and programs == 1 else 1
+    square = _SQUARE if tiles.bm == tiles.bn == 128 else 1
     steps = np.ceil(inner / tiles.bk)
 
     def of_tile(high: int) -> np.ndarray:

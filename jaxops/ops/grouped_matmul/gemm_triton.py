@@ -8,11 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxops._lib.gemm_triton import CONTRACTION, ROWS, mainloop
+from jaxops._lib.layouts_triton import accumulator
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
 from jaxops._lib.split_sums_triton import add_parts, is_first_part, number_of_tile
 from jaxops._lib.stores_triton import pointers_to_tile, store_columns
-from jaxops._lib.tile_scheduler_triton import accumulator
 from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 
@@ -48,11 +48,10 @@ def grouped_gemm(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl
         if complete:
             store_columns(acc, descs[0], ptrs[0], bufs.index(WHICH), row, end, col, N)
     elif parts is None:
-        if args is not None:  # noqa: SIM102  # known at compile time, unlike the next
-            if group >= 0:  # rows outside the groups stay zero
-                cols = col + gl.arange(0, pipe.BN, layout=gl.SliceLayout(0, MMA))
-                bias = gl.load(args[0] + group * N + cols, mask=cols < N, other=0.0)
-                acc = acc + bias.to(gl.float32)[None, :]
+        if args is not None and group >= 0:  # rows outside the groups stay zero
+            cols = col + gl.arange(0, pipe.BN, layout=gl.SliceLayout(0, MMA))
+            bias = gl.load(args[0] + group * N + cols, mask=cols < N, other=0.0)
+            acc = acc + bias.to(gl.float32)[None, :]
         if not ACCUMULATE or group >= 0:  # an empty group's part of C stays as it is, to the bit
             store_columns(acc, descs[0], ptrs[0], bufs.index(WHICH), row, end, col, N)
     elif pipe.KIND == ROWS:

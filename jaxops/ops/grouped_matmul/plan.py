@@ -40,7 +40,8 @@ class Tiles:
         bound by memory (dsv3's forward: 510 instead of 486); costs 3 to 9 % elsewhere (qwen3_30b's forward: 594
         instead of 614), since programs that share operands drift apart. H200, 2026-11-21.
       peel: "pallas" wgrad only: whole steps run in a loop without row masks; the remaining rows run behind a branch,
-        outside the pipeline. H200, 2026-11-21: 735 instead of 653 TFLOP/s at mixtral_up, 707 instead of 669 skewed.
+        outside the pipeline. H200, 2026-11-21: 735 instead of 653 TFLOP/s at mixtral_up; 378 instead of
+        394 at qwen3_30b with skewed groups, where the unpipelined rest costs more than the masks.
       tail: "pallas" fwd and dgrad only: a group's last rows, if at most this many, use a tile of this height instead of
         bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
         dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
@@ -401,9 +402,7 @@ def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
 def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     """Each shape with the deepest pipeline that fits, and with the deepest that leaves room for storing whole tiles."""
     found = []
-    ways = [(tile, True) for tile in HOPPER_TILES]
-    if pass_name != "wgrad":
-        ways += [(tile, False) for tile in HOPPER_TILES]
+    ways = [*itertools.product(HOPPER_TILES, (True,) if pass_name == "wgrad" else (False, True))]
     if takes_clusters(pass_name, problem):
         ways.append((CLUSTER_TILE, False))
     for ((bm, bn, ping_pong), dynamic), panel in itertools.product(ways, (4, 8, 16)):

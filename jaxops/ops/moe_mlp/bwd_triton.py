@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jaxops._lib.activations_triton import activate_and_slope
 from jaxops._lib.gemm_triton import mainloop
+from jaxops._lib.layouts_triton import accumulator
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
 from jaxops._lib.stores_triton import split_columns, store_tile, store_window, window
@@ -76,10 +77,8 @@ def moe_mlp_bwd(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.
     _group, row, end, col, steps = tile
     _G, R, F, _D = sizes
     weights = args[0]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    PIECE_MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
-    )
+    MMA: gl.constexpr = accumulator(BM)
+    PIECE_MMA: gl.constexpr = accumulator(PIECE)
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_MMA))
     ready = pipe.loads.index(WHICH)

@@ -20,6 +20,7 @@ from tests.ops.grouped_matmul.cases import make_case, reference_all
 from tests.ops.grouped_matmul.test_triton import K, M, fwd_kernel_of, kernel_of, shape
 
 H100 = Device("NVIDIA H100 80GB HBM3", "gpu")
+ALONE = Tiles(128, 256, 64, 8, 3, kernel="triton")
 # Stored whole, and in halves.
 CLUSTERS = [Tiles(256, 256, 64, 8, stages, kernel="triton") for stages in (3, 4)]
 NAMED = {"ids": lambda tiles: f"{tiles.stages} stages"}
@@ -102,7 +103,7 @@ def test_values(tiles, sizes, widths):
 
         return run(*given, case.dout)
 
-    got, want = ours(tiles), ours(Tiles(128, 256, 64, 8, 3, kernel="triton"))
+    got, want = ours(tiles), ours(ALONE)
     reference = reference_all((*given, case.dout, case.offsets))[:2]
     for g, w, r in zip(got, want, reference, strict=True):
         assert_close(g, r, "bfloat16")
@@ -119,7 +120,7 @@ def test_two_products(transposed):
         how = {"plan": Plan("triton", fwd=tiles, device=H100), "transpose_rhs": transposed, "out_dtype": jnp.float32}
         return jax.jit(lambda: grouped_matmul_sum((case.lhs, other.lhs), rhs, case.offsets, **how))()
 
-    got, want = ours(CLUSTERS[0]), ours(Tiles(128, 256, 64, 8, 3, kernel="triton"))
+    got, want = ours(CLUSTERS[0]), ours(ALONE)
     assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
@@ -136,7 +137,7 @@ def test_modalities():
         plan = Plan("triton", fwd=tiles, dgrad=tiles)
         return jax.jit(lambda: jaxops.modality_grouped_matmul(lhs, tuple(rhs), offsets, plan=plan))()
 
-    got, want = ours(CLUSTERS[0]), ours(Tiles(128, 256, 64, 8, 3, kernel="triton"))
+    got, want = ours(CLUSTERS[0]), ours(ALONE)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.asarray(g).tobytes() == np.asarray(w).tobytes()
 
@@ -144,7 +145,7 @@ def test_modalities():
 @pytest.mark.gpu
 @pytest.mark.parametrize("offsets", [[0, 4_000] * 3, [-5, 300_000, 2, 5_000, 0, 900]], ids=["every", "beyond"])
 def test_wild_offsets(offsets):
-    """All rows are in a group, some in several. All groups have the same weights: which one is last makes no odds."""
+    """All rows are in a group, some in several. All groups have the same weights: the order of stores has no effect."""
     lhs, w = (
         jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i, size in enumerate(((4_000, 712), (712, 520)))
     )

@@ -45,7 +45,7 @@ HOPPER = tuple(
     for bm, bn, ping_pong in HOPPER_TILES
     for stages in (3, 6 if bm == bn else 4)
 )
-CLUSTERS = tuple(Tiles(*CLUSTER_TILE[:2], 64, 8, stages, kernel="triton") for stages in (3, 4))  # fwd and dgrad only
+CLUSTERS = tuple(Tiles(*CLUSTER_TILE[:2], 64, 8, stages, kernel="triton", dynamic=stages == 4) for stages in (3, 4))
 TILES = [
     Tiles(64, 64, 32, tail=16),
     Tiles(128, 128, 64, stages=2, peel=True),
@@ -68,11 +68,7 @@ def grouped_matmul() -> None:
     )
     hopper = (*HOPPER, *CLUSTERS) if current_device().is_hopper else ()
     for tiles in (*TILES, *hopper):
-        wgrad: Tiles | None = tiles
-        if tiles in CLUSTERS:
-            wgrad = None
-        elif tiles.kernel == "triton" and tiles.stages == 3:
-            wgrad = dataclasses.replace(tiles, split=5)
+        wgrad = dataclasses.replace(tiles, split=5 if tiles.kernel == "triton" and tiles.stages == 3 else 1)
         plan = Plan(tiles.kernel, tiles, tiles, wgrad)
 
         @jax.jit

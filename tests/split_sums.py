@@ -83,7 +83,7 @@ def interpreted(offsets: np.ndarray, M: int, split: int, counters: int) -> tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_triton, "triton_call", call)
-        work, entries = schedule_triton.schedule_parts(offsets, M, split, counters)
+        work, entries = schedule_triton.schedule_parts(offsets, M, split, zeros=counters)
     return np.asarray(work), entries
 
 

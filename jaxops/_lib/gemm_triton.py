@@ -9,9 +9,10 @@ either order: no pass copies a transpose.
 An op passes its epilogue (see `consume`), and describes its operands (see `ragged_gemm`).
 
 Clusters: two programs share a tile, each has half of each consumer's rows, and one loads B for both by TMA multicast.
-That pays where L2's loads bound the products, since rows that are no whole cache lines take two (forward of 5 groups of
-6,000 rows, K 3,976, N 4,104: 2,064 to 1,450 us; H100, 2026-11-27, profiles/clusters.csv). At Mixtral's shapes the
-card's power bounds both alike. wgrad has none: 75 cases took 0.85 to 3 times as long, 1.26 times on the mean.
+That pays where L2's loads bound the products, since rows that are no whole cache lines take two (5 groups of 6,000
+rows, K 3,976, N 4,104: forward 2,064 to 1,450 us, wgrad 2,014 to 1,430; H100, 2026-11-27, profiles/clusters.csv). At
+Mixtral's shapes the card's power bounds both alike. The producer must do nothing but load: with code that zeroed rows
+in shared memory, hardly ever run, wgrad's clusters took 1.4 times as long.
 
 Adding a group's last rows, up to 32, to the tile before them, so that both share the loads of B, gained nothing on
 average: passes took 0.79 to 1.17 times as long (H100, 2026-11-26, profiles/tails.csv). The added rows cost 0.41 of a
@@ -30,20 +31,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxops._lib.layouts_triton import one_number, over_cluster
-from jaxops._lib.stores_triton import as_block, window
+from jaxops._lib.stores_triton import as_block
 from jaxops._lib.tile_scheduler_triton import (
     CONTRACTION,
+    RING,
     ROWS,
     count_tiles,
     finish_fetch_add,
     locate,
     locate_modality,
     read_tile,
+    share_number,
     start_fetch_add,
     write_tile,
 )
+from jaxops._lib.work_list import COLUMNS as _COLUMNS
 from jaxops._lib.work_list import STEP_ROWS
 
+COLUMNS = gl.constexpr(_COLUMNS)  # of a work list
 BK = gl.constexpr(STEP_ROWS)  # length of a pipeline step along the contraction
 GATHER_WARPS = gl.constexpr(4)  # of a producer that gathers rows
 # Arrivals at a full barrier if rows are gathered: each thread of these warps, and TMA's one.
@@ -56,7 +61,7 @@ class Pipeline:
 
     a, b: operand tiles of each stage; a has a buffer a stage for each of the SPLIT consumers that share a tile.
     tiles: five integers a stage, the tile descriptor that the producer passes with a tile's first step.
-    full, empty: an mbarrier a stage; full has one more, for steps whose tail the producer zero-fills.
+    full, empty: an mbarrier a stage.
     shared: in a cluster, an mbarrier a stage on which the consumers of both programs arrive, for loads of B to both.
     order: ping-pong only, an mbarrier on which consumer i waits before its mainloop.
     state: ping-pong only, the stage and phase where consumer i's mainloop starts.
@@ -86,11 +91,11 @@ def make_pipeline(
     dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     TRANSPOSED: gl.constexpr, SPLIT: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(gl.num_ctas() == 1 or (KIND == ROWS and SPLIT == 2 and not GATHERED))
+    gl.static_assert(gl.num_ctas() == 1 or (SPLIT == 2 and not GATHERED and STAGES < RING))
     A_SHAPE: gl.constexpr = [BM // SPLIT, BK] if KIND == ROWS else [BK, BM // SPLIT]
     B_SHAPE: gl.constexpr = [BN, BK] if TRANSPOSED else [BK, BN]
     PROGRAMS: gl.constexpr = gl.num_ctas()
-    OF_A: gl.constexpr = over_cluster(PROGRAMS, 1, 0)
+    OF_A: gl.constexpr = over_cluster(PROGRAMS, 1, 0) if KIND == ROWS else over_cluster(PROGRAMS, 0, 1)
     OF_B: gl.constexpr = over_cluster(PROGRAMS, 0, 0)
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, dtype, cga_layout=OF_A)
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_SHAPE, dtype, cga_layout=OF_B)
@@ -101,7 +106,7 @@ def make_pipeline(
     state = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
     for i in gl.static_range(4):
         state.index(i).store(gl.full([1], 0, gl.int32, one_number(4, PROGRAMS)))
-    full = mbarrier.allocate_mbarrier(batch=STAGES + 1)
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     shared = empty
     if PROGRAMS > 1:
@@ -111,7 +116,6 @@ def make_pipeline(
         mbarrier.init(empty.index(s), count=SPLIT)
         if PROGRAMS > 1:
             mbarrier.init(shared.index(s), count=SPLIT)
-    mbarrier.init(full.index(STAGES), count=1)
     order = mbarrier.allocate_mbarrier(batch=2)
     loads = mbarrier.allocate_mbarrier(batch=2)
     for i in gl.static_range(2):
@@ -151,31 +155,6 @@ def finish_tiles(pipe, s, phase):
 
 
 @gluon.jit
-def zero_rows(buf, first):
-    """Zeroes the rows of a swizzled buffer from `first` on, 8 x 64 numbers at a time."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    for i in gl.static_range(buf.shape[0] // 8):
-        if first < 8 * i + 8:
-            for j in gl.static_range(buf.shape[1] // 64):
-                piece = buf.slice(8 * i, 8, dim=0).slice(64 * j, 64, dim=1)
-                value = piece.load(LAYOUT)
-                piece.store(gl.where(rows + 8 * i < first, value, gl.zeros_like(value)))
-
-
-@gluon.jit
-def zero_fill_tail(pipe, s, left, parity):
-    """Zeroes a step's rows from `left` on (the next group's) and passes the stage on. Returns the next parity."""
-    mbarrier.wait(pipe.full.index(pipe.STAGES), parity)
-    for i in gl.static_range(pipe.SPLIT):
-        zero_rows(pipe.a.index(pipe.SPLIT * s + i), left)
-    zero_rows(pipe.b.index(s), left)
-    fence_async_shared()
-    mbarrier.arrive(pipe.full.index(s), count=1)
-    return parity ^ 1
-
-
-@gluon.jit
 def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
     """B's step at `at`. BESIDE: of two arrays of weights, side by side in one tile."""
     CLUSTER: gl.constexpr = gl.num_ctas() > 1
@@ -191,9 +170,10 @@ def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
 
 
 @gluon.jit
-def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, end, col, both, BESIDE: gl.constexpr):
-    """A step of both operands. CONTRACTION: of the rows from `at` to `end`. both: whether the second half of the tile's
-    rows exists; it is not loaded otherwise, since short groups are bound by the L2."""
+def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, left, col, both, BESIDE: gl.constexpr):
+    """A step of both operands. CONTRACTION: of `left` rows of a group, from `at` on, through `Gemm.windows`. both:
+    whether the second half of the tile's rows exists; it is not loaded otherwise, since short groups are bound by the
+    L2."""
     PART: gl.constexpr = pipe.BM // pipe.SPLIT
     if pipe.KIND == ROWS:
         for i in gl.static_range(pipe.SPLIT):
@@ -201,12 +181,14 @@ def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, end, col, both, B
             tma.async_load(a_desc, [row + i * PART, at], full, buf, pred=both if i > 0 else True)
         load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE)
     else:
-        first, inside = window(at, end, BK)
-        inside = gl.where(at < end, inside, BK)  # of an empty group: behind the window, where TMA fills in zeros
+        # The last step of a group: the box starts before the window, where TMA fills in zeros, and ends with the group.
+        # In which of the step's rows they lie does not matter to the sum.
+        before = left - BK
         for i in gl.static_range(pipe.SPLIT):
             buf = as_block(pipe.a.index(pipe.SPLIT * s + i), a_desc)
-            tma.async_load(a_desc, [first, inside, row + i * PART], full, buf)
-        tma.async_load(b_descs[0], [first, inside, col], full, as_block(pipe.b.index(s), b_descs[0]))
+            tma.async_load(a_desc, [at, before, row + i * PART], full, buf)
+        buf = as_block(pipe.b.index(s), b_descs[0])
+        tma.async_load(b_descs[0], [at, before, col], full, buf, multicast=gl.num_ctas() > 1)
 
 
 @gluon.jit
@@ -228,8 +210,8 @@ def produce(
 ):  # fmt: skip
     """Loads the operands of this program's tiles, step by step, until there are no more. CUT: see `locate`.
 
-    DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every
-    num_programs-th.
+    DYNAMIC: the next tile is the next one of all programs (an atomic counter in the work list), not every
+    num_programs-th. A cluster's first program passes its number to the other one, through RING numbers behind the list.
     """
     KIND: gl.constexpr = pipe.KIND
     SPLIT: gl.constexpr = pipe.SPLIT
@@ -249,7 +231,7 @@ def produce(
         K = K // BK * BK  # no change: tells the compiler of the alignment
     s = 0
     phase = 1
-    parity = 0
+    turn = 0
     t = gl.program_id(0)
     while t < tiles:
         following = t + gl.num_programs(0)
@@ -272,7 +254,7 @@ def produce(
             upper, upper_mask = gather_pointers(gather, K, row, inside, PART)
             lower, lower_mask = gather_pointers(gather, K, row + PART, inside - PART, PART)
         mbarrier.wait(pipe.empty.index(s), phase)
-        # Tiles outside the groups and empty groups run one step on zeros: TMA fills them in past K or a window's end.
+        # Tiles outside the groups and empty groups run one step on zeros: TMA fills them in past K or before a window.
         steps = gl.cdiv(max(size, 1), BK)
         second = 0  # where the second summand's steps start
         if OPERANDS == "sum":
@@ -293,12 +275,8 @@ def produce(
                 async_copy.async_load(pipe.a.index(2 * s + 1), lower + at, mask=lower_mask)
                 async_copy.mbarrier_arrive(pipe.full.index(s), increment_count=False)
             else:
-                # The last step of a contraction goes on into the next group's rows. A window that ends with the group
-                # reads them as zeros; groups that end within the first BK rows of all have no such window and are
-                # zero-filled here. An empty group has no rows left.
-                left = min(first + size - at, BK)
-                fill = KIND == CONTRACTION and left > 0 and left < BK and at + left < BK
-                full = pipe.full.index(pipe.STAGES if fill else s)
+                left = min(first + size - at, BK)  # 0 of an empty group
+                full = pipe.full.index(s)
                 both = row + PART < end
                 A_BYTES: gl.constexpr = a_descs[0].nbytes_per_cta
                 if KIND == ROWS and SPLIT > 1:
@@ -316,15 +294,17 @@ def produce(
                 elif BY_MODALITY:
                     for p in gl.static_range(len(parts)):
                         if pair == p:
-                            load_step(
-                                pipe, a_descs[p], (b_descs[p],), full, s, matrix, row, at, at + left, col, both, False
-                            )
+                            load_step(pipe, a_descs[p], (b_descs[p],), full, s, matrix, row, at, left, col, both, False)
                 else:
-                    load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, at + left, col, both, BESIDE)
-                if KIND == CONTRACTION and fill:
-                    parity = zero_fill_tail(pipe, s, left, parity)
+                    load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, left, col, both, BESIDE)
             s, phase = advance(s, phase, pipe.STAGES)
-        t = gl.num_programs(0) + finish_fetch_add(following) if DYNAMIC and not pipe.GATHERED else following
+        if DYNAMIC and not pipe.GATHERED:
+            following = gl.num_programs(0) + finish_fetch_add(following)
+            if gl.num_ctas() > 1:
+                slot = schedule + COLUMNS * entries + RING * gl.program_id(0) + turn
+                following = share_number(slot, following, t)
+                turn = (turn + 1) % RING
+        t = following
     finish_tiles(pipe, s, phase)
 
 

@@ -10,18 +10,15 @@ import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.gemm_triton import BK, GATHER_WARPS, consume, make_pipeline, produce
-from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, row_windows, triton_call
+from jaxops._lib.gemm_triton import BK, COLUMNS, GATHER_WARPS, consume, make_pipeline, produce
+from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.layouts_triton import over_cluster
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.schedule_triton import schedule_groups, schedule_parts, schedule_rows
 from jaxops._lib.stores_triton import result_buffers, tile_layout
-from jaxops._lib.tile_scheduler_triton import CONTRACTION, ROWS
+from jaxops._lib.tile_scheduler_triton import CONTRACTION, RING, ROWS
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS as _COLUMNS
 from jaxops._lib.work_list import Spans, least_rows_of_part
-
-COLUMNS = gl.constexpr(_COLUMNS)
 
 MOST_RESULTS = 4  # jax-triton takes results' pointers as parameters of their own, not in tuples
 
@@ -39,7 +36,7 @@ def ragged_gemm_kernel(
     BUFFERS: gl.constexpr, CUT: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     if CUT:  # what the epilogue counts finished parts in
-        args = (schedule + COLUMNS * entries,)
+        args = (schedule + COLUMNS * entries + (RING * gl.num_programs(0) if DYNAMIC and gl.num_ctas() > 1 else 0),)
     GATHERED: gl.constexpr = gather is not None
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
     bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
@@ -77,7 +74,7 @@ class Gemm:
       dynamic: programs take tiles as they get free.
       contraction: the groups divide the rows that are summed over (a weight gradient), not A's and C's rows.
       transposed: B is [G, N, K].
-      programs: 2: a cluster computes a tile, and shares B. Not with contraction, dynamic, ping_pong or gathered rows.
+      programs: 2: a cluster computes a tile, and shares B. Not with ping_pong or gathered rows.
       operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
         lie beside each other in a tile; "modalities": each modality's groups have their own array of weights.
       buffers: for stores, a consumer.
@@ -122,10 +119,17 @@ class Gemm:
         shape = (slots * -(-M // self.bm) * -(-N // self.bn) * tile,)
         return [] if slots == 1 else [Result(out_struct(shape, jnp.float32, like=like), tma=False)]
 
+    def windows(self, x: jax.Array, columns: int, over: list[list[int]]) -> TensorDescriptor:
+        """x[rows, ...] as windows of a step's rows, one of which starts at each row: [first row, row in the window,
+        column]. So a box that ends at any row reads none behind it, however close to the array's ends that is: it
+        starts before a window, where TMA fills in zeros. The last windows reach past the array; no box does."""
+        (rows, width), block = x.shape, (1, BK.value, columns)
+        return TensorDescriptor(x, (rows, BK.value, width), (width, width, 1), block, tile_layout(x.dtype, block, over))
+
     def rows(self, x: jax.Array) -> TensorDescriptor:
         """A of [M, K]; CONTRACTION: of [rows, K]."""
         if self.contraction:
-            return row_windows(x, (BK.value, self.part), tile_layout(x.dtype, (1, BK.value, self.part)))
+            return self.windows(x, self.part, over_cluster(self.programs, 0, 0, 1))
         block = (self.part, BK.value)
         layout = tile_layout(x.dtype, block, over_cluster(self.programs, 1, 0))
         return TensorDescriptor.from_array(x, block, layout=layout)
@@ -135,7 +139,7 @@ class Gemm:
         next group's rows."""
         columns = self.bn // 2 if self.operands == "beside" else self.bn
         if self.contraction:
-            return row_windows(w, (BK.value, columns), tile_layout(w.dtype, (1, BK.value, columns)))
+            return self.windows(w, columns, over_cluster(self.programs, 0, 0, 0))
         block = (1, columns, BK.value) if self.transposed else (1, BK.value, columns)
         layout = tile_layout(w.dtype, block, over_cluster(self.programs, 0, 0, 0))
         return TensorDescriptor.from_array(w, block, layout=layout)
@@ -179,29 +183,31 @@ def ragged_gemm(
     width = gemm.bn // 2 if gemm.operands == "beside" else gemm.bn
     spans: Spans = modalities[0] if modalities else ()
     parts = modalities[1] if modalities else None
-    entries, slots = None, 1
-    if gemm.contraction:
-        tiles, slots = -(-M // gemm.bm) * -(-N // width), gemm.slots(K)
-        if slots > 1:
-            schedule, entries = schedule_parts(offsets, K, gemm.split, slots * tiles)
-        else:
-            schedule = schedule_groups(offsets, K, parts=spans)
+    slots, tiles = (gemm.slots(K) if gemm.contraction else 1), -(-M // gemm.bm) * -(-N // width)
+    if parts and gemm.contraction:
+        count = sum((end - first) * -(-k // gemm.bm) * -(-n // width) for first, end, k, n in parts)
+    elif gemm.contraction:
         count = (G + slots - 1) * tiles
-        if parts:
-            count = sum((end - first) * -(-k // gemm.bm) * -(-n // width) for first, end, k, n in parts)
-        sizes = (G, M, N, 0)
     else:
-        schedule = schedule_rows(offsets, M, gemm.bm, spans)
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
-    entries = entries or schedule.shape[0] // _COLUMNS
+    grid = min(cores // gemm.programs, count)
+    zeros = RING.value * grid if gemm.dynamic and gemm.programs > 1 else 0
+    if slots > 1:
+        zeros += slots * tiles * gemm.programs
+        schedule, entries = schedule_parts(offsets, K, gemm.split, zeros=zeros)
+    elif gemm.contraction:
+        schedule, entries = schedule_groups(offsets, K, spans, zeros=zeros)
+    else:
+        schedule, entries = schedule_rows(offsets, M, gemm.bm, spans, zeros=zeros)
+    if gemm.contraction:
+        sizes = (G, M, N, 0)
     layout = tile_layout(results[0].type.dtype, (1, *gemm.stored), over_cluster(gemm.programs, 0, 1, 0))
     descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
     return triton_call(
-        kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=min(cores // gemm.programs, count),
-        programs=gemm.programs, name=gemm.name,
-        flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
+        kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=grid,
+        programs=gemm.programs, name=gemm.name, flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
         a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or slots > 1 else schedule,
         args=args, **named, entries=entries, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
         STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,

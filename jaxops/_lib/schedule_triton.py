@@ -11,11 +11,12 @@ from jaxops._lib.launch_triton import triton_call
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS, Spans, least_rows_of_part
+from jaxops._lib.work_list import COLUMNS as _COLUMNS
 from jaxops._lib.work_list import MOST_PARTS as _MOST_PARTS
 from jaxops._lib.work_list import STEP_ROWS as _STEP_ROWS
+from jaxops._lib.work_list import Spans, least_rows_of_part
 
-MOST_PARTS, STEP_ROWS = tl.constexpr(_MOST_PARTS), tl.constexpr(_STEP_ROWS)
+COLUMNS, MOST_PARTS, STEP_ROWS = tl.constexpr(_COLUMNS), tl.constexpr(_MOST_PARTS), tl.constexpr(_STEP_ROWS)
 _ELEMENTS = 2048  # of a program's [BLOCK, RUNS] comparison: 16 registers a thread at 4 warps
 
 
@@ -30,9 +31,19 @@ def _bounds(offsets, r, G, M):
 
 
 @triton.jit
+def _zero(first, zeros):
+    """A program's `zeros` zeros behind the columns."""
+    at = tl.program_id(0) * zeros
+    for z in range(0, zeros, 256):
+        i = z + tl.arange(0, 256)
+        tl.store(first + at + i, tl.zeros([256], tl.int32), mask=i < zeros)
+
+
+@triton.jit
 def schedule_rows_kernel(
-    offsets, work, entries, G, M, bound, spans, BM: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr
+    offsets, work, room, G, M, bound, spans, BM: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr
 ):
+    entries, zeros = room
     r = tl.arange(0, RUNS)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lo, hi = _bounds(offsets, r, G, M)
@@ -63,12 +74,12 @@ def schedule_rows_kernel(
     tl.store(work + 3 * entries + t, number)
     tl.store(work + 4 * entries + t, total)
     tl.store(work + 5 * entries + t, tl.zeros([BLOCK], tl.int32))
+    _zero(work + COLUMNS * entries, zeros)
 
 
 @triton.jit
-def schedule_groups_kernel(
-    offsets, work, entries, G, M, parts, BM: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr
-):
+def schedule_groups_kernel(offsets, work, room, G, M, parts, BM: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+    entries, zeros = room
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h = tl.arange(0, RUNS)
     lo, hi = _bounds(offsets, g + 1, G, M)
@@ -91,13 +102,13 @@ def schedule_groups_kernel(
     tl.store(work + 3 * entries + rank, first)
     tl.store(work + 4 * entries + rank, tl.zeros([BLOCK], tl.int32) + G)
     tl.store(work + 5 * entries + rank, tl.zeros([BLOCK], tl.int32))
+    _zero(work + COLUMNS * entries, zeros)
 
 
 @triton.jit
-def schedule_parts_kernel(
-    offsets, work, entries, G, M, cut, BLOCK: tl.constexpr, RUNS: tl.constexpr, PARTS: tl.constexpr, ZEROS: tl.constexpr
-):
-    least, slots, zeros = cut
+def schedule_parts_kernel(offsets, work, room, G, M, cut, BLOCK: tl.constexpr, RUNS: tl.constexpr, PARTS: tl.constexpr):
+    entries, zeros = room
+    least, slots = cut
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h = tl.arange(0, RUNS)
     lo, hi = _bounds(offsets, g + 1, G, M)
@@ -128,68 +139,53 @@ def schedule_parts_kernel(
     tl.store(work + 3 * entries + entry, part, mask=listed)
     tl.store(work + 4 * entries + entry, total + 0 * entry, mask=listed)
     tl.store(work + 5 * entries + entry, 0 * entry, mask=listed)
-    at = tl.program_id(0) * zeros
-    for z in range(at, at + zeros, ZEROS):
-        tl.store(work + 6 * entries + z + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.int32))
+    _zero(work + COLUMNS * entries, zeros)
 
 
-def _launch(kernel, offsets: jax.Array, count: int, runs: int, **named) -> jax.Array:
-    """COLUMNS columns of `count` entries, padded to whole programs."""
+def _launch(kernel, offsets: jax.Array, zeros: int, count: int, runs: int, **named) -> tuple[jax.Array, int]:
+    """All columns of `count` entries, padded to whole programs."""
     runs = power_of_2(runs)
     block = max(1, min(power_of_2(count), _ELEMENTS // runs))
     programs = -(-count // block)
-    return _call(
-        kernel, offsets, programs, COLUMNS * programs * block, programs * block, BLOCK=block, RUNS=runs, **named
-    )
+    return _call(kernel, offsets, zeros, programs, programs * block, BLOCK=block, RUNS=runs, **named)
 
 
-def _call(kernel, offsets: jax.Array, programs: int, size: int, entries: int, **named) -> jax.Array:
-    return triton_call(
-        offsets,
-        kernel=kernel,
-        out_type=out_struct((size,), jnp.int32, like=offsets),
-        grid=programs,
-        name=kernel.fn.__name__.removesuffix("_kernel"),
-        flops=0,
-        entries=entries,
-        G=offsets.shape[0] - 1,
-        **named,
-    )
+def _call(kernel, offsets: jax.Array, zeros: int, programs: int, entries: int, **named) -> tuple[jax.Array, int]:
+    """The list and its entries."""
+    zeros = -(-zeros // programs)
+    room, out = (entries, zeros), out_struct((_COLUMNS * entries + programs * zeros,), jnp.int32, like=offsets)
+    how = {"grid": programs, "name": kernel.fn.__name__.removesuffix("_kernel"), "flops": 0}
+    schedule = triton_call(offsets, kernel=kernel, out_type=out, room=room, G=offsets.shape[0] - 1, **how, **named)
+    return schedule, entries
 
 
-def schedule_rows(offsets: jax.Array, M: int, bm: int, spans: Spans = ()) -> jax.Array:
-    """As `schedule_pallas.schedule_rows`."""
+def schedule_rows(offsets: jax.Array, M: int, bm: int, spans: Spans = (), *, zeros: int = 0) -> tuple[jax.Array, int]:
+    """As `schedule_pallas.schedule_rows`. Returns the list and its entries; behind its columns are at least `zeros`
+    zeros, to count in."""
     G = offsets.shape[0] - 1
     bound = tile_bound(M, G, bm)
-    return _launch(schedule_rows_kernel, offsets, bound, G + 2, M=M, bound=bound, spans=spans or None, BM=bm)
+    return _launch(schedule_rows_kernel, offsets, zeros, bound, G + 2, M=M, bound=bound, spans=spans or None, BM=bm)
 
 
-def schedule_groups(offsets: jax.Array, M: int, parts: tuple[int, ...] = ()) -> jax.Array:
-    """As `schedule_pallas.schedule_groups`."""
+def schedule_groups(
+    offsets: jax.Array, M: int, parts: tuple[int, ...] = (), *, zeros: int = 0
+) -> tuple[jax.Array, int]:
+    """As `schedule_pallas.schedule_groups`; returns what `schedule_rows` does."""
     G = offsets.shape[0] - 1
-    return _launch(schedule_groups_kernel, offsets, G, G, M=M, parts=parts or None, BM=BLOCK)
+    return _launch(schedule_groups_kernel, offsets, zeros, G, G, M=M, parts=parts or None, BM=BLOCK)
 
 
-def schedule_parts(offsets: jax.Array, M: int, split: int, counters: int) -> tuple[jax.Array, int]:
-    """As `schedule_groups`, with sums over long groups cut into parts; then zeros to count in.
+def schedule_parts(offsets: jax.Array, M: int, split: int, *, zeros: int) -> tuple[jax.Array, int]:
+    """As `schedule_groups`, with sums over long groups cut into parts.
 
     A group of n >= 2 * least rows has n // least parts of whole steps, each an entry with its own rows, where least is
     `least_rows_of_part`. Parts come before whole groups. Columns: the group, first row, end, the part (0 of a whole
     group; else how many there are, its number and its entry, as digits of base MOST_PARTS); the number of entries;
     zeros.
-
-    Returns the list and its entries; behind its columns are at least `counters` zeros.
     """
     G, least = offsets.shape[0] - 1, least_rows_of_part(M, split)
     slots, runs = M // least, power_of_2(G)
     most = power_of_2(slots)
     block = max(1, min(runs, _ELEMENTS // max(runs, most)))
-    programs, entries = -(-G // block), G + slots
-    zeros = -(-counters // programs)
-    step = min(power_of_2(zeros), 1024)
-    zeros = -(-zeros // step) * step
-    schedule = _call(
-        schedule_parts_kernel, offsets, programs, COLUMNS * entries + programs * zeros, entries, M=M,
-        cut=(least, slots, zeros), BLOCK=block, RUNS=runs, PARTS=most, ZEROS=step,
-    )  # fmt: skip
-    return schedule, entries
+    how = {"cut": (least, slots), "BLOCK": block, "RUNS": runs, "PARTS": most}
+    return _call(schedule_parts_kernel, offsets, zeros, -(-G // block), G + slots, M=M, **how)

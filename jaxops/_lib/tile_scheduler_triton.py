@@ -23,11 +23,13 @@ def opaque(x):
 @gluon.jit
 def start_fetch_add(counter):
     """Starts an atomic increment, by one warp, and does not wait: `finish_fetch_add` returns the old value. (Triton's
-    atomic_add waits.)"""
+    atomic_add waits.) In a cluster the first program increments: see `share_number`."""
     assembly: gl.constexpr = """{
         .reg .pred first;
-        .reg .b32 lane;
+        .reg .b32 lane, program;
         mov.u32 lane, %laneid;
+        mov.u32 program, %cluster_ctarank;
+        or.b32 lane, lane, program;
         setp.eq.u32 first, lane, 0;
         mov.b32 $0, 0;
         @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
@@ -39,6 +41,35 @@ def start_fetch_add(counter):
 def finish_fetch_add(value):
     assembly: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
     return gl.inline_asm_elementwise(assembly, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+RING = gl.constexpr(8)  # the most numbers that `share_number` has passed and the other program has not yet read
+
+
+@gluon.jit
+def share_number(slot, number, before):
+    """The number of the cluster's first program, for the other one, too. By one warp of each.
+
+    slot: in global memory, zero before the launch; another one for each number, RING in turn. It holds this number as
+    soon as what it holds is greater than `before`, since numbers only rise.
+    """
+    assembly: gl.constexpr = """{
+        .reg .pred first, waiting;
+        .reg .b32 program;
+        mov.u32 program, %cluster_ctarank;
+        setp.eq.u32 first, program, 0;
+        mov.b32 $0, $2;
+        @first st.relaxed.gpu.global.u32 [$1], $2;
+        @first bra.uni known;
+        again:
+        ld.relaxed.gpu.global.u32 $0, [$1];
+        setp.le.s32 waiting, $0, $3;
+        @waiting bra again;
+        known:
+    }"""
+    return gl.inline_asm_elementwise(
+        assembly, "=&r,l,r,r", [slot.to(gl.int64), number, before], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ def test_the_list_on_a_gpu():
     from jaxops._lib.schedule_triton import schedule_parts
 
     for offsets, M, split in cases()[::4]:
-        work, entries = schedule_parts(jnp.asarray(offsets), M, split, 100)
+        work, entries = schedule_parts(jnp.asarray(offsets), M, split, zeros=100)
         check(np.asarray(work), entries, offsets, M, split, 100)
 
 

@@ -28,7 +28,6 @@ from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
 from jaxops._lib.tile_scheduler_triton import opaque, place_in_panel, read_tile, skip_panels
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 from jaxops.ops.fp8_matmul.produce_triton import (
@@ -288,12 +287,13 @@ def multiply_triton(
     fast = fast and scales < BLOCK.value
     check_registers(tiles, fast)
     G, bm, bn = 1 if offsets is None else offsets.shape[0] - 1, tiles.bm, tiles.bn
-    kind, num_i, schedule = DENSE, -(-M // bm), None
+    kind, num_i, schedule, entries = DENSE, -(-M // bm), None, 0
     if offsets is not None and length is None:
         kind, num_i = ROWS, tile_bound(M, G, bm)
-        schedule = schedule_rows(offsets, M, bm)
+        schedule, entries = schedule_rows(offsets, M, bm)
     elif offsets is not None:
-        kind, schedule, num_i = CONTRACTION, schedule_groups(offsets, length), G * num_i
+        kind, num_i = CONTRACTION, G * num_i
+        schedule, entries = schedule_groups(offsets, length)
     tile_count, contraction = num_i * -(-N // bn), kind is CONTRACTION
 
     def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
@@ -319,7 +319,7 @@ def multiply_triton(
         name=f"fp8_gemm_{('dense', 'rows', 'contraction')[kind.value]}",
         out_type=out_type, flops=2 * M * N * (length or K), tiles=tile_count,
         bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out_type) if length else None,
-        entries=0 if schedule is None else schedule.shape[0] // COLUMNS, G=G, M=M, N=N, K=K,
+        entries=entries, G=G, M=M, N=N, K=K,
         BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
         KIND=kind.value, SCALES=scales, FAST=fast,
         ALIGNED=N % 8 == 0, ROOM=tiles.stored(2) == bn,

@@ -33,7 +33,6 @@ from jaxops._lib.schedule_triton import schedule_rows
 from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
 from jaxops._lib.tile_scheduler_triton import opaque, read_tile
 from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.cast_triton import (
     amax_of,
     infinity_to_nan,
@@ -231,7 +230,7 @@ def unit_triton(
     (T, K), (G, N, _) = a.values.shape, b.values.shape
     M = T if indices is None else indices.shape[0]
     F, fp8 = N // 2, a.values.dtype
-    schedule = schedule_rows(offsets, M, BM.value)
+    schedule, entries = schedule_rows(offsets, M, BM.value)
     tile_count = tile_bound(M, G, BM.value) * (F // BN.value)
     a = dataclasses.replace(a, values=pad_to_16_bytes(a.values))
 
@@ -256,7 +255,7 @@ def unit_triton(
         OutTile(half, tile_layout(jnp.bfloat16, half), result=2) if save else None,
         **({} if save else {"pre_ptr": None}),
         kernel=fp8_unit_kernel, grid=min(cores, tile_count), name="fp8_unit", out_type=tuple(results),
-        flops=2 * M * N * K, tiles=tile_count, entries=schedule.shape[0] // COLUMNS, G=G, M=M, F=F, K=K,
+        flops=2 * M * N * K, tiles=tile_count, entries=entries, G=G, M=M, F=F, K=K,
         T=T, WIDTH=a.values.shape[1], STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
         ACTIVATION=activation, POW2=pow2,
     )  # fmt: skip

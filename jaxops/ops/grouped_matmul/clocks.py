@@ -103,7 +103,9 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
         waves = -(-count.sum() // (cores // programs))
         return total / count.sum() * waves + (_CLUSTER_STARTS if programs > 1 else 0)
     # The longest come first: at the end a program waits for half of a short one.
-    return max(whole.max(), total / cores + 0.5 * whole.min() if count.sum() > cores else 0.0)
+    at_once = cores // programs
+    shared = total / at_once + 0.5 * whole.min() if count.sum() > at_once else 0.0
+    return max(whole.max(), shared) + (_CLUSTER_STARTS if programs > 1 else 0)
 
 
 def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[float, float, float]:
@@ -115,13 +117,26 @@ def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[
     return step, memory, high * tiles.bn * size / loads
 
 
-def takes_clusters(pass_name: str, problem: "Problem") -> bool:
+def has_thin_tile(pass_name: str, problem: "Problem", device: Device) -> bool:
+    """Whether groups have 8 to 31 rows, and end in a tile of at most 64 of 256 columns, the last of two to four.
+
+    Loads of such a tile are small. The Pallas kernel's tiles of 64x256 share a multiprocessor with others: they take
+    0.82 to 1.01 times as long, of 20 cases one 1.12 times (H100, 2026-11-27, profiles/few_rows.csv).
+    """
+    short = device.is_hopper and pass_name == "fwd" and jnp.dtype(problem.dtype).itemsize == 2
+    thin = 256 < problem.N < 1024 and 0 < problem.N % 256 <= 64
+    return short and 8 <= problem.rows < 32 and problem.K >= 2048 and thin
+
+
+def takes_clusters(problem: "Problem") -> bool:
     """Whether clusters may pay: where rows are no whole cache lines, so that L2's loads bound most products.
 
-    Not measured with mean groups of less than half a tile. dgrad's are 1.03 times as fast with four stages as with
-    three, the forward's are not (profiles/clusters.csv).
+    Not measured with mean groups of less than half a tile. As measured (profiles/clusters.csv, geometric means of 93 to
+    99 cases), gradients' have four stages and take tiles dynamically. dgrad: 0.97 times as long with four stages as
+    with three, 0.98 times dynamically. wgrad, dynamically: 0.91 times, with uneven groups 0.87 times. The forward has
+    three stages, and takes them dynamically with fewer than 512 rows a group: 0.995 times, with more 1.007 times.
     """
-    return pass_name != "wgrad" and problem.rows >= 128 and max(_lines(problem.K), _lines(problem.N)) > 1
+    return problem.rows >= 128 and max(_lines(problem.K), _lines(problem.N)) > 1
 
 
 def work(pass_name: str, problem: "Problem", tiles: "Tiles") -> tuple[float, float]:
@@ -142,16 +157,18 @@ _LOADS_OF_ONE, _LOADS_OF_ALL = 72, 6400
 def sums_of(problem: "Problem", tiles: "Tiles", device: Device) -> Sums:
     """What the rule for splits needs of a weight gradient of 16-bit numbers."""
     p, (_, _, store) = problem, tile_clocks(tiles.bm, tiles, problem.dtype, device)
-    products = tiles.bm * tiles.bn / 32 * (_SQUARE if tiles.bm == tiles.bn else 1)
-    loads = 2 * tiles.bk * (tiles.bm * _lines(p.K) + tiles.bn * _lines(p.N))
+    own = tiles.bm // tiles.programs  # rows of a cluster's program
+    products = own * tiles.bn / 32 * (_SQUARE if tiles.bm == tiles.bn == 128 else 1)
+    a, b = (2 * tiles.bk * _lines(width) for width in (p.K, p.N))  # bytes of a row of a step
     return Sums(
         *(p.G, p.M, p.K, p.N, tiles.bm, tiles.bn),
-        step=max(products, loads / _LOADS_OF_ONE),
-        loads=loads / _LOADS_OF_ALL,
-        store=store,
+        step=max(products, (own * a + tiles.bn // tiles.programs * b) / _LOADS_OF_ONE),
+        loads=(tiles.bm * a + tiles.bn * b) / _LOADS_OF_ALL,
+        store=store / tiles.programs,
         overlaps=tiles.ping_pong,
         whole=p.whole_sums,
-        cores=device.cores,
+        cores=device.cores // tiles.programs,
+        cluster=tiles.programs > 1,
     )
 
 

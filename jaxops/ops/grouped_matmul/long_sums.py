@@ -33,7 +33,8 @@ class Sums:
       store: time to write a tile in 16 bits.
       overlaps: whether what follows the steps overlaps the next tile's (ping-pong).
       whole: no sum can be split.
-      cores: multiprocessors.
+      cores: multiprocessors; or clusters.
+      cluster: whether a cluster computes a tile.
     """
 
     G: int
@@ -48,6 +49,7 @@ class Sums:
     overlaps: bool
     whole: bool
     cores: int
+    cluster: bool
 
     @property
     def tiles(self) -> int:
@@ -86,6 +88,7 @@ class Sums:
 
     def legal(self, split: int) -> bool:
         few = _FEW * self.tiles <= self.cores or self.G * self.tiles <= _FEW_WAVES * self.cores
+        few |= self.cluster and self.tiles <= _FEW_WAVES * self.cores
         small = 4 * split * self.tiles * self.bm * self.bn <= _MOST_BYTES
         return split == 1 or (few and small and not self.whole and split * _LEAST_STEPS * STEP_ROWS <= self.M)
 

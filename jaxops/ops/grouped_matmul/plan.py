@@ -11,13 +11,21 @@ from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gl
 from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.work_list import MOST_PARTS
-from jaxops.ops.grouped_matmul.clocks import clocks, hopper_clocks, sums_of, takes_clusters, unaligned, work
+from jaxops.ops.grouped_matmul.clocks import (
+    clocks,
+    has_thin_tile,
+    hopper_clocks,
+    sums_of,
+    takes_clusters,
+    unaligned,
+    work,
+)
 from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
 
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
 HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (128, 128, False))  # bm, bn, ping_pong
-CLUSTER_TILE = (256, 256, False)  # of two programs, each of which computes 128x256: fwd and dgrad only
+CLUSTER_TILE = (256, 256, False)  # of two programs, each of which computes 128x256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +45,13 @@ class Tiles:
         other multiplies; otherwise they are cooperative: each computes half of a tile's rows.
       dynamic: "triton" only: programs take the next tile from a counter; otherwise every n-th tile, n programs.
         Balances wgrad, whose sums are as long as groups (qwen3_30b, Zipf: 474 instead of 398 TFLOP/s), and passes
-        bound by memory (dsv3's forward: 510 instead of 486); costs 3 to 9 % elsewhere (qwen3_30b's forward: 594
-        instead of 614), since programs that share operands drift apart. H200, 2026-11-21.
+        bound by memory; costs 3 to 9 % elsewhere, since programs that share operands drift apart. H200, 2026-11-21.
       peel: "pallas" wgrad only: whole steps run in a loop without row masks; the remaining rows run behind a branch,
-        outside the pipeline. H200, 2026-11-21: 735 instead of 653 TFLOP/s at mixtral_up; 378 instead of
-        394 at qwen3_30b with skewed groups, where the unpipelined rest costs more than the masks.
+        outside the pipeline. H200, 2026-11-21: 735 instead of 653 TFLOP/s at mixtral_up; 378 instead of 394 at
+        qwen3_30b with skewed groups.
       tail: "pallas" fwd and dgrad only: a group's last rows, if at most this many, use a tile of this height instead of
-        bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: with half of the rows in one group
-        dsmoe16b's forward takes 318 instead of 328 us (290 balanced); dsv3_small's 16-row groups are as fast beside
-        tiles of 128 rows as with tiles of 32 (1,657 and 1,648 us), and one group of all rows is 2.3 times faster.
+        bm; 0 for none. A power of two, at least 16, less than bm. H200, 2026-11-21: dsv3_small's 16-row groups are as
+        fast beside tiles of 128 rows as with tiles of 32, and one group of all rows is 2.3 times faster.
       split: "triton" wgrad: a group of all M rows is summed in at most this many parts (at most 63), each by its own
         program. A part has whole steps of 64 rows and at least ceil(M / split) rows, so there may be fewer parts, and
         a group of less than two parts' rows is not split. All parts take up to split * K * N float32 (K and N rounded
@@ -72,8 +78,6 @@ class Tiles:
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
         known = (*HOPPER_TILES, CLUSTER_TILE)
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
-        if self.programs > 1 and (self.dynamic or self.split > 1):
-            raise ValueError(f"{self}: the clusters that compute tiles of 256x256 have no dynamic and no split.")
         if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in known):
             sizes = ", ".join(f"{bm}x{bn}{' ping-pong' if ping_pong else ''}" for bm, bn, ping_pong in known)
             raise ValueError(
@@ -196,7 +200,8 @@ def check_triton(problem: Problem, device: Device) -> None:
 
 
 # Rows of a mean group. Fewer, as of decoding, are faster with the Pallas kernel, whose tiles can be lower. From 8 to 32
-# rows the Triton kernel takes 0.91 to 1.01 times as long (few_* in profiles/tiles.csv, H100, 2026-11-26).
+# rows the Triton kernel takes 0.91 to 1.01 times as long (few_* in profiles/tiles.csv, H100, 2026-11-26); but see
+# `has_thin_tile`.
 _LEAST_ROWS = 8
 LEAST_ROWS_OF_UNIT = 32  # likewise of products fused with an activation; fewer have not been measured
 
@@ -219,11 +224,11 @@ def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: i
     times as long on an H200; on an H100, whose memory is slower, 0.93 to 0.96 times, up to 32 rows a group (few_00 to
     few_02 in profiles/tiles.csv, profiles/few_rows.csv).
     """
-    if pass_name == "wgrad":
-        _, measured = _as_measured(pass_name, problem)
+    name, measured = _as_measured(pass_name, problem)
+    if name == "wgrad":
         few = measured.rows <= (_SHORT if _writes_slowly(device) else 16 if unaligned(measured.N) else 0)
     else:
-        few = problem.rows < least_rows
+        few = problem.rows < least_rows or has_thin_tile(name, measured, device)
     return not few and runs_triton(problem, device)
 
 
@@ -237,8 +242,6 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(
             f"plan.{pass_name} has kernel='triton' and plan.backend is {call.backend!r}: write Plan('triton', ...)."
         )
-    if tiles.programs > 1 and pass_name == "wgrad":
-        raise ValueError(f"plan.wgrad={tiles}: tiles of 256x256 are for fwd and dgrad only.")
     if tiles.split > 1 and (pass_name, tiles.kernel) != ("wgrad", "triton"):
         only = "only wgrad with kernel='triton', and grouped_glu's kernel for few rows, have split"
         raise ValueError(f"plan.{pass_name}={tiles}: {only}; leave it out.")
@@ -247,7 +250,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
     # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
     if tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
-        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic or (call.device.shared and tiles.programs == 1))
+        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic or call.device.shared)
         # Tuned rows were measured with groups of like lengths: the split serves others.
         if pass_name == "wgrad" and tiles.split == 1:
             _, problem = _as_measured(pass_name, call.problem)
@@ -287,8 +290,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         if half and rows <= _SHORT and _writes_slowly(device):
             bm, step = 64, max(step, bk)
     elif half and rows < 32:
-        # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128 and,
-        # with 128 columns, 21 instead of 27.
+        # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128.
         wide = padded(out_cols, 256) <= 1.05 * padded(out_cols, 128)
         bm, bn, bk, warps, stages = 64, 256 if wide else 128, 32, 4, 4
         if pass_name == "dgrad":
@@ -299,11 +301,13 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         # more ahead. H200, 2026-11-24, 128 experts, each of 8 rows another's: 22.9 instead of 29.9 us (K 2048, N 768)
         # and 20.6 instead of 24.2 (K 768, N 2048), with the schedule; 32 rows: 40 instead of 47, 39 instead of 43.
         # H200, 2026-11-25, 8 rows (K 768, N 2048): 9.9 us with four stages, 10.2 with five.
-        if bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
+        if has_thin_tile(pass_name, problem, device):
+            bn, bk, warps, stages = 256, 64, 8, 3
+        elif bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
             bn, bk, stages = 128, *((128, 4) if problem.M <= 16 else (64, 3))
-    bm, bn = cover(out_rows, bm), cover(out_cols, bn)
+    whole, bm, bn = bm * bn, cover(out_rows, bm), cover(out_cols, bn)
     peel, tail = pass_name == "wgrad" and rows >= 1024, _tail(pass_name, problem, bm)
-    tiles = Tiles(bm, bn, cover(step, bk), warps if bm * bn >= 128 * 256 else 4, stages, peel=peel, tail=tail)
+    tiles = Tiles(bm, bn, cover(step, bk), warps if bm * bn == whole else 4, stages, peel=peel, tail=tail)
     while tiles.shared_bytes(problem.dtype) > device.shared_bytes:
         if tiles.stages > 2:
             tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)
@@ -318,39 +322,37 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     """The tiles that a model of the chip (`hopper_clocks`) finds fastest.
 
     - 128x256 has three stages: with four, which store a tile in halves, passes take 1.00 to 1.07 times as long (40
-      random shapes, H100, 2026-11-26, profiles/tiles.csv), and the card's power bounds large products (H200,
-      mixtral_up: 10.7 to 11.0 against 11.2 to 11.4 ms). Four where rows of all arrays are whole cache lines and groups
-      are short, but longer than a tile: at qwen3_30b's, dsmoe16b's and two others' widths 1.00 to 1.07 times as fast.
+      random shapes, H100, 2026-11-26, profiles/tiles.csv). Four where rows of all arrays are whole cache lines and
+      groups are short, but longer than a tile: at qwen3_30b's and three others' widths 1.00 to 1.07 times as fast.
     - Panels of 4 row tiles where groups are short, of 8 elsewhere (mixtral_up: 806 against 782 TFLOP/s).
     - Dynamic tiles where reading the weights takes longer than the products, for wgrad, whose sums are as long as
       groups, and for 128x128, of which there are few or which have few steps. Also where K or N is `unaligned`, or with
-      1,024 rows a group and more, both are (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us). With one
-      of them and groups as long as that, static tiles of 128x256 are 2 to 3 % faster (tiles.csv).
+      1,024 rows a group and more, both are (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us).
     - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
       rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
-      tiles.csv: the model's tiles take 1.03 times as long). Up to 128 columns and from 257 to 384 it takes 128x128,
-      which pads 128 columns less: 90 groups of 23 rows by 344 columns 25 instead of 30 us (H100, unseen_shapes.jsonl).
+      tiles.csv). Up to 128 columns and from 257 to 384 it takes 128x128, which pads less.
+    - Clusters: see `takes_clusters`.
     """
     rows = problem.rows
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
-    many = 1 if rows < 1024 else 2  # unaligned widths for which dynamic tiles are faster
-    dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS or unaligned(problem.K) + unaligned(problem.N) >= many
+    dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS
+    dynamic |= unaligned(problem.K) + unaligned(problem.N) >= (1 if rows < 1024 else 2)
     deep = problem.K % 64 == problem.N % 64 == 0 and _DYNAMIC_ROWS < rows < 1024
     found = [
         Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
         for (bm, bn, ping_pong), stages in zip(HOPPER_TILES, (4 if deep else 3, 4, 5, 6), strict=True)
     ]
     usual, _, _, square = found
+    if takes_clusters(problem) and not device.shared:
+        dynamic = pass_name != "fwd" or rows < 512
+        found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 3 if pass_name == "fwd" else 4, dynamic=dynamic, **how))
     count, _ = work(pass_name, problem, usual)
     if rows <= 64 and count >= device.cores:
         across = -(-problem.output(pass_name)[1] // square.bn)
         return square if pass_name == "dgrad" or across in (1, 3) else usual
     if pass_name == "wgrad" and problem.M and 0 < count < device.cores:
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
-        # H200, 2026-11-26, one group of 64,338 rows by 1,032 by 2,408: 90 tiles of 128x256 635 us, 171 of 128x128 1011.
         return min(found, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
-    if takes_clusters(pass_name, problem) and not device.shared:
-        found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4 if pass_name == "dgrad" else 3, **how))
     return min(
         (tiles for tiles in found if not tiles.ping_pong),
         key=lambda tiles: hopper_clocks(pass_name, problem, tiles, device),
@@ -362,8 +364,7 @@ def _tail(pass_name: str, problem: Problem, bm: int) -> int:
     return 0 if pass_name == "wgrad" or bm < 32 else min(bm // 2, max(16, power_of_2(problem.rows)))
 
 
-# Output tiles (bm, bn, warps): the large ones have 64 to 128 float32 accumulators a thread. 128x128 with 4 warps leaves
-# room for three programs a multiprocessor (168 registers, 64 KB): one stores while another multiplies.
+# Output tiles (bm, bn, warps). 128x128 with 4 warps leaves room for three programs a multiprocessor.
 _OUTPUT_TILES = (
     *((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (64, 128, 4)),
     *((128, 64, 4), (32, 256, 4), (32, 128, 4), (16, 256, 4), (16, 128, 4)),
@@ -403,8 +404,8 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     """Each shape with the deepest pipeline that fits, and with the deepest that leaves room for storing whole tiles."""
     found = []
     ways = [*itertools.product(HOPPER_TILES, (True,) if pass_name == "wgrad" else (False, True))]
-    if takes_clusters(pass_name, problem):
-        ways.append((CLUSTER_TILE, False))
+    if takes_clusters(problem):
+        ways += [(CLUSTER_TILE, dynamic) for dynamic in (False, True)]
     for ((bm, bn, ping_pong), dynamic), panel in itertools.product(ways, (4, 8, 16)):
         how = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}
         depths = [Tiles(bm, bn, 64, 8, stages, panel, **how) for stages in (6, 5, 4, 3)]

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.usefixtures("jax_triton")
     ("pass_name", "sizes", "fastest"),
     [
         ("wgrad", (13, 2278, 5688, 1864), (128, 256, 3)),
+        ("wgrad", (5, 30000, 3976, 4104), (256, 256, 4)),
+        ("wgrad", (1, 40000, 1400, 1800), (256, 256, 4)),
+        ("wgrad", (1, 50000, 1024, 2304), (128, 256, 3)),
         ("wgrad", (8, 7001, 2448, 848), (256, 128, 4)),
         ("dgrad", (17, 46646, 3040, 1016), (256, 256, 4)),
         ("fwd", (5, 30000, 3976, 4104), (256, 256, 3)),
@@ -49,10 +52,39 @@ def test_fastest_tiles(pass_name, sizes, fastest):
     ],
 )
 def test_dynamic_tiles(sizes, dynamic):
-    """For groups of few rows, and where rows of arrays are no whole sectors; clusters are static."""
+    """For groups of few rows, and where rows of arrays are no whole sectors."""
     problem, device = Problem(*sizes, "bfloat16"), dataclasses.replace(H200, shared=True)  # without clusters
     found = [heuristic(pass_name, problem, device, "triton") for pass_name in ("fwd", "dgrad", "wgrad")]
     assert [tiles.dynamic for tiles in found] == [dynamic, dynamic, True]
+
+
+def test_dynamic_clusters():
+    """Of gradients, and of forward passes of fewer than 512 rows a group."""
+    found = [
+        heuristic(name, Problem(64, 64 * rows, 3976, 4104, "bfloat16"), H200, "triton")
+        for rows in (500, 600)
+        for name in ("fwd", "dgrad", "wgrad")
+    ]
+    assert {tiles.programs for tiles in found} == {2}
+    assert [tiles.dynamic for tiles in found] == [True, True, True, False, True, True]
+
+
+def test_thin_tiles():
+    """Of few rows by a little more than 256, 512 or 768 columns: the Pallas kernel, whichever way rhs lies."""
+
+    def taken(pass_name, *sizes, transpose_rhs=False):
+        tiles = getattr(make_plan(Problem(*sizes, "bfloat16", transpose_rhs), H100), pass_name)
+        return tiles.kernel, tiles.bm, tiles.bn, tiles.warps
+
+    assert taken("fwd", 146, 2364, 4952, 552) == ("pallas", 64, 256, 8)
+    assert taken("dgrad", 146, 2364, 552, 4952, transpose_rhs=True) == ("pallas", 64, 256, 8)
+    for pass_name, *sizes in (
+        ("dgrad", 146, 2364, 4952, 552),
+        ("fwd", 146, 2364, 4952, 584),
+        ("fwd", 146, 2364, 4952, 1064),
+        ("fwd", 146, 146 * 32, 4952, 552),
+    ):
+        assert taken(pass_name, *sizes)[0] == "triton"
 
 
 def test_short_groups():
@@ -68,7 +100,8 @@ def test_wgrad_of_few_tiles():
         found = make_plan(Problem(*sizes, "bfloat16"), H200).wgrad
         return found.bm, found.bn
 
-    assert tiles(1, 64338, 1032, 2408) == tiles(5, 53865, 1032, 480) == (128, 256)
+    assert tiles(1, 50000, 1024, 2304) == (128, 256)
+    assert tiles(1, 64338, 1032, 2408) == (256, 256)
     assert tiles(1, 4779, 792, 1872) == (128, 128)
 
 

@@ -48,15 +48,15 @@ def unaligned(width: int) -> bool:
 # 80GB HBM3, 2026-11-26, profiles/tiles.csv). What the model chooses takes 1.023 times as long as the fastest tiles
 # (geometric mean), at most 1.33 times.
 # clocks between a tile's last step and the next tile
-_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50, (256, 256): 800}
+_AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50, (256, 256): 1000}
 _LOADS = 57  # bytes a clock from L2
 _UNALIGNED_LOADS = 1.75  # times the bytes of aligned rows
-_UNALIGNED_STORES = 3  # times _AFTER
+_UNALIGNED_STORES = 3  # times _AFTER; not of clusters
 _SQUARE = 1.1  # times a step of 128x128, of which two do the work of a step of 128x256
-# Of clusters, with their _AFTER: fitted to 88 passes with even and uneven groups (H100, 2026-11-27, clusters.csv in
-# profiles/, unseen_shapes.jsonl). The model's choice takes 1.006 times as long as the faster of cluster and program.
+# Of clusters, with their _AFTER: fitted to 243 cases of all passes with even and uneven groups (H100, 2026-11-27,
+# clusters.csv in profiles/). The model's choice takes 1.01 times as long as the faster of cluster and program; without
+# clusters it is 1.10 times.
 _CLUSTER_STARTS = 3000  # clocks
-_UNALIGNED_STORES_OF_CLUSTER = 2
 
 
 def hopper_clocks(pass_name: str, problem: "Problem", tiles: "Tiles", device: Device) -> float:
@@ -84,8 +84,7 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
     }[pass_name]
     a, b = (_UNALIGNED_LOADS if unaligned(width) else 1 for width in (width_of_a, p.N))  # B's rows have N numbers
     programs = tiles.programs
-    stores = _UNALIGNED_STORES if programs == 1 else _UNALIGNED_STORES_OF_CLUSTER
-    after = _AFTER[tiles.bm, tiles.bn] * (stores if unaligned(columns) else 1)
+    after = _AFTER[tiles.bm, tiles.bn] * (_UNALIGNED_STORES if unaligned(columns) and programs == 1 else 1)
     square = _SQUARE if tiles.bm == tiles.bn == 128 else 1
     steps = np.ceil(inner / tiles.bk)
 
@@ -131,10 +130,9 @@ def has_thin_tile(pass_name: str, problem: "Problem", device: Device) -> bool:
 def takes_clusters(problem: "Problem") -> bool:
     """Whether clusters may pay: where rows are no whole cache lines, so that L2's loads bound most products.
 
-    Not measured with mean groups of less than half a tile. As measured (profiles/clusters.csv, geometric means of 93 to
-    99 cases), gradients' have four stages and take tiles dynamically. dgrad: 0.97 times as long with four stages as
-    with three, 0.98 times dynamically. wgrad, dynamically: 0.91 times, with uneven groups 0.87 times. The forward has
-    three stages, and takes them dynamically with fewer than 512 rows a group: 0.995 times, with more 1.007 times.
+    Not measured with mean groups of less than half a tile. They have four stages and take tiles dynamically: on the
+    geometric mean of 93 to 99 cases the forward takes 0.96 times as long as with three and in static order, dgrad 0.98
+    times as long as in static order, and wgrad 0.91 times, with uneven groups 0.87 (profiles/clusters.csv).
     """
     return problem.rows >= 128 and max(_lines(problem.K), _lines(problem.N)) > 1
 

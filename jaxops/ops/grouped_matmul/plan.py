@@ -344,8 +344,7 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     ]
     usual, _, _, square = found
     if takes_clusters(problem) and not device.shared:
-        dynamic = pass_name != "fwd" or rows < 512
-        found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 3 if pass_name == "fwd" else 4, dynamic=dynamic, **how))
+        found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4, dynamic=True, **how))
     count, _ = work(pass_name, problem, usual)
     if rows <= 64 and count >= device.cores:
         across = -(-problem.output(pass_name)[1] // square.bn)

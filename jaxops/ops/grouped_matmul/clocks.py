@@ -119,8 +119,9 @@ def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[
 def has_thin_tile(pass_name: str, problem: "Problem", device: Device) -> bool:
     """Whether groups have 8 to 31 rows, and end in a tile of at most 64 of 256 columns, the last of two to four.
 
-    Loads of such a tile are small. The Pallas kernel's tiles of 64x256 share a multiprocessor with others: they take
-    0.82 to 1.01 times as long, of 20 cases one 1.12 times (H100, 2026-11-27, profiles/few_rows.csv).
+    Loads of such a tile are small. The Pallas kernel's tiles share a multiprocessor with others. H100, 24 cases: those
+    of 64x256 take 0.88 to 1.12 times as long, 0.95 times on the mean. H200, 16 cases: those of 128x128 take 0.74 to
+    1.04 times as long, 0.85 times on the mean (2026-11-27, profiles/few_rows.csv of both).
     """
     short = device.is_hopper and pass_name == "fwd" and jnp.dtype(problem.dtype).itemsize == 2
     thin = 256 < problem.N < 1024 and 0 < problem.N % 256 <= 64

@@ -302,7 +302,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         # and 20.6 instead of 24.2 (K 768, N 2048), with the schedule; 32 rows: 40 instead of 47, 39 instead of 43.
         # H200, 2026-11-25, 8 rows (K 768, N 2048): 9.9 us with four stages, 10.2 with five.
         if has_thin_tile(pass_name, problem, device):
-            bn, bk, warps, stages = 256, 64, 8, 3
+            bm, bn, bk, warps, stages = (64, 256, 64, 8, 3) if _writes_slowly(device) else (128, 128, 64, 4, 3)
         elif bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
             bn, bk, stages = 128, *((128, 4) if problem.M <= 16 else (64, 3))
     whole, bm, bn = bm * bn, cover(out_rows, bm), cover(out_cols, bn)

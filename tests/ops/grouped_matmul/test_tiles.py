@@ -61,11 +61,12 @@ def test_dynamic_tiles(sizes, dynamic):
 def test_thin_tiles():
     """Of few rows by a little more than 256, 512 or 768 columns: the Pallas kernel, whichever way rhs lies."""
 
-    def taken(pass_name, *sizes, transpose_rhs=False):
-        tiles = getattr(make_plan(Problem(*sizes, "bfloat16", transpose_rhs), H100), pass_name)
+    def taken(pass_name, *sizes, transpose_rhs=False, device=H100):
+        tiles = getattr(make_plan(Problem(*sizes, "bfloat16", transpose_rhs), device), pass_name)
         return tiles.kernel, tiles.bm, tiles.bn, tiles.warps
 
     assert taken("fwd", 146, 2364, 4952, 552) == ("pallas", 64, 256, 8)
+    assert taken("fwd", 146, 2364, 4952, 552, device=H200) == ("pallas", 128, 128, 4)
     assert taken("dgrad", 146, 2364, 552, 4952, transpose_rhs=True) == ("pallas", 64, 256, 8)
     for pass_name, *sizes in (
         ("dgrad", 146, 2364, 4952, 552),

@@ -24,16 +24,17 @@ def opaque(x):
 def start_fetch_add(counter):
     """Starts an atomic increment, by one warp, and does not wait: `finish_fetch_add` returns the old value. (Triton's
     atomic_add waits.) In a cluster the first program increments: see `share_number`."""
-    assembly: gl.constexpr = """{
+    PROGRAM: gl.constexpr = "%cluster_ctarank" if gl.num_ctas() > 1 else "0"
+    assembly: gl.constexpr = f"""{{
         .reg .pred first;
         .reg .b32 lane, program;
         mov.u32 lane, %laneid;
-        mov.u32 program, %cluster_ctarank;
+        mov.u32 program, {PROGRAM};
         or.b32 lane, lane, program;
         setp.eq.u32 first, lane, 0;
         mov.b32 $0, 0;
         @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
-    }"""
+    }}"""
     return gl.inline_asm_elementwise(assembly, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -35,7 +35,7 @@ class Tiles:
     Attributes:
       kernel: "pallas", or "triton": a persistent kernel for Hopper, one program a multiprocessor.
       bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`; 256x256 is
-        computed by a cluster of two programs, which load rhs once.
+        computed by a cluster of two programs, which load rhs (wgrad: dout) once.
       bk: step along the contracted dimension. A power of two, at least 16; "triton": 64.
       warps: warps a program (1, 2, 4, 8 or 16); "triton": 8 consumer warps.
       stages: pipeline stages; each holds one step of both operands in shared memory.

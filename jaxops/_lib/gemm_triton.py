@@ -10,9 +10,9 @@ An op passes its epilogue (see `consume`), and describes its operands (see `ragg
 
 Clusters: two programs share a tile, each has half of each consumer's rows, and one loads B for both by TMA multicast.
 That pays where L2's loads bound the products, since rows that are no whole cache lines take two (5 groups of 6,000
-rows, K 3,976, N 4,104: forward 2,064 to 1,450 us, wgrad 2,014 to 1,430; H100, 2026-11-27, profiles/clusters.csv). At
-Mixtral's shapes the card's power bounds both alike. The producer must do nothing but load: with code that zeroed rows
-in shared memory, hardly ever run, wgrad's clusters took 1.4 times as long.
+rows, K 3,976, N 4,104: forward 2,064 to 1,400 us, wgrad 2,014 to 1,430; H100, 2026-11-27, profiles/clusters.csv). At
+Mixtral's shapes the card's power bounds both alike. The producer should only load: with code that zeroed rows in shared
+memory, though hardly ever run, wgrad's clusters took 1.3 to 1.4 times as long.
 
 Adding a group's last rows, up to 32, to the tile before them, so that both share the loads of B, gained nothing on
 average: passes took 0.79 to 1.17 times as long (H100, 2026-11-26, profiles/tails.csv). The added rows cost 0.41 of a

@@ -44,15 +44,17 @@ def finish_fetch_add(value):
     return gl.inline_asm_elementwise(assembly, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
 
 
-RING = gl.constexpr(8)  # the most numbers that `share_number` has passed and the other program has not yet read
+# Slots that a cluster's `share_number` writes in turn. The first program is fewer steps ahead of the other one than the
+# pipeline has stages, and a tile has one step at least: more slots than stages, and none is written before it is read.
+RING = gl.constexpr(8)
 
 
 @gluon.jit
 def share_number(slot, number, before):
     """The number of the cluster's first program, for the other one, too. By one warp of each.
 
-    slot: in global memory, zero before the launch; another one for each number, RING in turn. It holds this number as
-    soon as what it holds is greater than `before`, since numbers only rise.
+    slot: in global memory, zero before the launch; another one for each number, RING in turn. A number in it that is
+    greater than `before`, this tile's, is the next one, since numbers only rise.
     """
     assembly: gl.constexpr = """{
         .reg .pred first, waiting;

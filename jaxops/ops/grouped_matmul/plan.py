@@ -343,7 +343,7 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
         for (bm, bn, ping_pong), stages in zip(HOPPER_TILES, (4 if deep else 3, 4, 5, 6), strict=True)
     ]
     usual, _, _, square = found
-    if takes_clusters(problem) and not device.shared:
+    if takes_clusters(pass_name, problem) and not device.shared:
         found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4, dynamic=True, **how))
     count, _ = work(pass_name, problem, usual)
     if rows <= 64 and count >= device.cores:
@@ -403,7 +403,7 @@ def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     """Each shape with the deepest pipeline that fits, and with the deepest that leaves room for storing whole tiles."""
     found = []
     ways = [*itertools.product(HOPPER_TILES, (True,) if pass_name == "wgrad" else (False, True))]
-    if takes_clusters(problem):
+    if takes_clusters(pass_name, problem):
         ways += [(CLUSTER_TILE, dynamic) for dynamic in (False, True)]
     for ((bm, bn, ping_pong), dynamic), panel in itertools.product(ways, (4, 8, 16)):
         how = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}

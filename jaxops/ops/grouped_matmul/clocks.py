@@ -131,9 +131,9 @@ def has_thin_tile(pass_name: str, problem: "Problem", device: Device) -> bool:
 def takes_clusters(pass_name: str, problem: "Problem") -> bool:
     """Whether clusters may pay: where rows are no whole cache lines, so that L2's loads bound most products.
 
-    They have four stages and take tiles dynamically. On the geometric mean of 93 to 99 cases the forward takes 0.96 times
-    as long as with three stages and in static order, dgrad 0.98 times as long as in static order, wgrad 0.91 times, with
-    uneven groups 0.87 (profiles/clusters.csv). Not measured with mean groups of less than half a tile.
+    They have four stages and take tiles dynamically. On the geometric mean of 93 to 99 cases the forward takes 0.96
+    times as long as with three stages and in static order, dgrad 0.98 times as long as in static order, wgrad 0.91
+    times, with uneven groups 0.87 (profiles/clusters.csv). Not measured with mean groups of less than half a tile.
 
     Not for wgrad where more than half of the tiles would be padding: 36 groups, one of them with half of 45,570 rows, K
     280 by N 840, took 143 instead of 113 us (H200, 2026-11-27; H100: 137 instead of 130).

@@ -171,7 +171,7 @@ def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
 
 @gluon.jit
 def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, left, col, both, BESIDE: gl.constexpr):
-    """A step of both operands. CONTRACTION: of `left` rows of a group, from `at` on, through `Gemm.windows`. both:
+    """A step of both operands. CONTRACTION: of `left` rows of a group, from `at` on, through `step_windows`. both:
     whether the second half of the tile's rows exists; it is not loaded otherwise, since short groups are bound by the
     L2."""
     PART: gl.constexpr = pipe.BM // pipe.SPLIT

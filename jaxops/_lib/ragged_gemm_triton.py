@@ -57,6 +57,16 @@ def ragged_gemm_kernel(
         gl.barrier(cluster=True)  # a program must not end while the other one still arrives at its mbarriers
 
 
+def step_windows(x: jax.Array, columns: int, over: list[list[int]]) -> TensorDescriptor:
+    """A TMA descriptor of x[rows, ...] as windows of a step's rows: [first row, row in the window, column].
+
+    A window starts at each row. The box of a group's last rows starts before its window, where TMA fills in zeros, and
+    ends with the group: it reads no row behind it. The last windows reach past the array; no box does.
+    """
+    (rows, width), block = x.shape, (1, BK.value, columns)
+    return TensorDescriptor(x, (rows, BK.value, width), (width, width, 1), block, tile_layout(x.dtype, block, over))
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemm:
     """What is static in a launch.
@@ -119,17 +129,10 @@ class Gemm:
         shape = (slots * -(-M // self.bm) * -(-N // self.bn) * tile,)
         return [] if slots == 1 else [Result(out_struct(shape, jnp.float32, like=like), tma=False)]
 
-    def windows(self, x: jax.Array, columns: int, over: list[list[int]]) -> TensorDescriptor:
-        """x[rows, ...] as windows of a step's rows, one of which starts at each row: [first row, row in the window,
-        column]. So a box that ends at any row reads none behind it, however close to the array's ends that is: it
-        starts before a window, where TMA fills in zeros. The last windows reach past the array; no box does."""
-        (rows, width), block = x.shape, (1, BK.value, columns)
-        return TensorDescriptor(x, (rows, BK.value, width), (width, width, 1), block, tile_layout(x.dtype, block, over))
-
     def rows(self, x: jax.Array) -> TensorDescriptor:
         """A of [M, K]; CONTRACTION: of [rows, K]."""
         if self.contraction:
-            return self.windows(x, self.part, over_cluster(self.programs, 0, 0, 1))
+            return step_windows(x, self.part, over_cluster(self.programs, 0, 0, 1))
         block = (self.part, BK.value)
         layout = tile_layout(x.dtype, block, over_cluster(self.programs, 1, 0))
         return TensorDescriptor.from_array(x, block, layout=layout)
@@ -139,7 +142,7 @@ class Gemm:
         next group's rows."""
         columns = self.bn // 2 if self.operands == "beside" else self.bn
         if self.contraction:
-            return self.windows(w, columns, over_cluster(self.programs, 0, 0, 0))
+            return step_windows(w, columns, over_cluster(self.programs, 0, 0, 0))
         block = (1, columns, BK.value) if self.transposed else (1, BK.value, columns)
         layout = tile_layout(w.dtype, block, over_cluster(self.programs, 0, 0, 0))
         return TensorDescriptor.from_array(w, block, layout=layout)
@@ -183,11 +186,12 @@ def ragged_gemm(
     width = gemm.bn // 2 if gemm.operands == "beside" else gemm.bn
     spans: Spans = modalities[0] if modalities else ()
     parts = modalities[1] if modalities else None
-    slots, tiles = (gemm.slots(K) if gemm.contraction else 1), -(-M // gemm.bm) * -(-N // width)
-    if parts and gemm.contraction:
-        count = sum((end - first) * -(-k // gemm.bm) * -(-n // width) for first, end, k, n in parts)
-    elif gemm.contraction:
+    slots, tiles = 1, -(-M // gemm.bm) * -(-N // width)
+    if gemm.contraction:
+        sizes, slots = (G, M, N, 0), gemm.slots(K)
         count = (G + slots - 1) * tiles
+        if parts:
+            count = sum((end - first) * -(-k // gemm.bm) * -(-n // width) for first, end, k, n in parts)
     else:
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
     grid = min(cores // gemm.programs, count)
@@ -199,8 +203,6 @@ def ragged_gemm(
         schedule, entries = schedule_groups(offsets, K, spans, zeros=zeros)
     else:
         schedule, entries = schedule_rows(offsets, M, gemm.bm, spans, zeros=zeros)
-    if gemm.contraction:
-        sizes = (G, M, N, 0)
     layout = tile_layout(results[0].type.dtype, (1, *gemm.stored), over_cluster(gemm.programs, 0, 1, 0))
     descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}

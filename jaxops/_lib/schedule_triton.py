@@ -152,10 +152,18 @@ def _launch(kernel, offsets: jax.Array, zeros: int, count: int, runs: int, **nam
 
 def _call(kernel, offsets: jax.Array, zeros: int, programs: int, entries: int, **named) -> tuple[jax.Array, int]:
     """The list and its entries."""
-    zeros = -(-zeros // programs)
-    room, out = (entries, zeros), out_struct((_COLUMNS * entries + programs * zeros,), jnp.int32, like=offsets)
-    how = {"grid": programs, "name": kernel.fn.__name__.removesuffix("_kernel"), "flops": 0}
-    schedule = triton_call(offsets, kernel=kernel, out_type=out, room=room, G=offsets.shape[0] - 1, **how, **named)
+    each = -(-zeros // programs)
+    schedule = triton_call(
+        offsets,
+        kernel=kernel,
+        out_type=out_struct((_COLUMNS * entries + programs * each,), jnp.int32, like=offsets),
+        grid=programs,
+        name=kernel.fn.__name__.removesuffix("_kernel"),
+        flops=0,
+        room=(entries, each),
+        G=offsets.shape[0] - 1,
+        **named,
+    )
     return schedule, entries
 
 
@@ -187,5 +195,7 @@ def schedule_parts(offsets: jax.Array, M: int, split: int, *, zeros: int) -> tup
     slots, runs = M // least, power_of_2(G)
     most = power_of_2(slots)
     block = max(1, min(runs, _ELEMENTS // max(runs, most)))
-    how = {"cut": (least, slots), "BLOCK": block, "RUNS": runs, "PARTS": most}
-    return _call(schedule_parts_kernel, offsets, zeros, -(-G // block), G + slots, M=M, **how)
+    return _call(
+        schedule_parts_kernel, offsets, zeros, -(-G // block), G + slots, M=M, cut=(least, slots), BLOCK=block,
+        RUNS=runs, PARTS=most,
+    )  # fmt: skip

@@ -4,7 +4,7 @@ order of the rows: deterministic, whichever program is the last one."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.layouts_triton import over_cluster
+from jaxops._lib.tile_scheduler_triton import finish_fetch_add_of_warps, start_fetch_add_of_warps
 from jaxops._lib.work_list import MOST_PARTS as _MOST_PARTS
 
 MOST_PARTS = gl.constexpr(_MOST_PARTS)
@@ -22,29 +22,6 @@ def number_of_tile(row, col, M, N, BM: gl.constexpr, BN: gl.constexpr):
     there are."""
     wide = gl.cdiv(N, BN)
     return row % M // BM * wide + col // BN, gl.cdiv(M, BM) * wide
-
-
-@gluon.jit
-def count_finished(counter):
-    """Increments a counter of this program's; the programs of a cluster have counters beside each other. By the four
-    warps of a consumer, all of whose threads get the old value. (In a cluster, Triton's atomic_add is one program's.)
-    """
-    assembly: gl.constexpr = """{
-        .reg .pred first;
-        .reg .b32 program;
-        .reg .b64 own;
-        mov.b32 $0, 0;
-        setp.eq.u32 first, $2, 0;
-        mov.u32 program, %cluster_ctarank;
-        mad.wide.u32 own, program, 4, $1;
-        @first atom.acq_rel.gpu.global.add.u32 $0, [own], 1;
-    }"""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], over_cluster(gl.num_ctas(), 0))
-    thread = gl.arange(0, 128, layout=LAYOUT)
-    address = counter.to(gl.int64) + gl.zeros_like(thread)
-    return gl.sum(
-        gl.inline_asm_elementwise(assembly, "=r,l,r", [address, thread], dtype=gl.int32, is_pure=False, pack=1), 0
-    )
 
 
 @gluon.jit
@@ -76,7 +53,7 @@ def add_parts(acc, part, tile, tiles, parts_ptr, counters, HALF: gl.constexpr, H
     # program's loads come after it; from L2, since this multiprocessor's L1 knows nothing of other ones' stores.
     gl.barrier()
     counter = counters + ((entry - number) // 2 * tiles * HALVES + place) * gl.num_ctas()
-    last = count_finished(counter) == count - 1
+    last = finish_fetch_add_of_warps(start_fetch_add_of_warps(counter, 4, "acq_rel")) == count - 1
     if last:
         acc = gl.load(first + inside, cache_modifier=".cg")
         for i in range(1, count):

@@ -20,11 +20,17 @@ def opaque(x):
     )
 
 
+@gluon.constexpr_function
+def program_of_cluster(programs):
+    """In PTX: which of a cluster's programs this is."""
+    return "%cluster_ctarank" if programs > 1 else "0"
+
+
 @gluon.jit
 def start_fetch_add(counter):
     """Starts an atomic increment, by one warp, and does not wait: `finish_fetch_add` returns the old value. (Triton's
     atomic_add waits.) In a cluster the first program increments: see `share_number`."""
-    PROGRAM: gl.constexpr = "%cluster_ctarank" if gl.num_ctas() > 1 else "0"
+    PROGRAM: gl.constexpr = program_of_cluster(gl.num_ctas())
     assembly: gl.constexpr = f"""{{
         .reg .pred first;
         .reg .b32 lane, program;
@@ -44,8 +50,9 @@ def finish_fetch_add(value):
     return gl.inline_asm_elementwise(assembly, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
 
 
-# Slots that a cluster's `share_number` writes in turn. The first program is fewer steps ahead of the other one than the
-# pipeline has stages, and a tile has one step at least: more slots than stages, and none is written before it is read.
+# Slots that a cluster's `share_number` writes in turn. The first program is at most as many steps ahead of the other
+# one as the pipeline has stages, and a tile has at least one step. With more slots than stages none is written again
+# before it is read.
 RING = gl.constexpr(8)
 
 
@@ -76,15 +83,21 @@ def share_number(slot, number, before):
 
 
 @gluon.jit
-def start_fetch_add_of_warps(counter, WARPS: gl.constexpr):
-    """As `start_fetch_add`, by several warps, the first thread of which increments."""
-    assembly: gl.constexpr = """{
+def start_fetch_add_of_warps(counter, WARPS: gl.constexpr, ORDER: gl.constexpr = "relaxed"):
+    """As `start_fetch_add`, by several warps, the first thread of which increments. In a cluster each program has a
+    counter of its own; they lie beside each other. ORDER: of memory accesses."""
+    PROGRAM: gl.constexpr = program_of_cluster(gl.num_ctas())
+    assembly: gl.constexpr = f"""{{
         .reg .pred first;
-        setp.eq.u32 first, $2, 0;
+        .reg .b32 program;
+        .reg .b64 own;
         mov.b32 $0, 0;
-        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
-    }"""
-    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        setp.eq.u32 first, $2, 0;
+        mov.u32 program, {PROGRAM};
+        mad.wide.u32 own, program, 4, $1;
+        @first atom.{ORDER}.gpu.global.add.u32 $0, [own], 1;
+    }}"""
+    thread = gl.arange(0, 32 * WARPS, layout=one_number(WARPS, gl.num_ctas()))
     address = counter.to(gl.int64) + gl.zeros_like(thread)
     return gl.inline_asm_elementwise(assembly, "=r,l,r", [address, thread], dtype=gl.int32, is_pure=False, pack=1)
 

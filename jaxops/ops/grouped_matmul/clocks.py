@@ -47,7 +47,7 @@ def unaligned(width: int) -> bool:
 # Of Hopper's kernels, fitted to 96 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
 # 80GB HBM3, 2026-11-26, profiles/tiles.csv). What the model chooses takes 1.023 times as long as the fastest tiles
 # (geometric mean), at most 1.33 times.
-# clocks between a tile's last step and the next tile
+# Clocks between a tile's last step and the next tile.
 _AFTER = {(128, 256): 200, (256, 128): 600, (128, 128): 50, (256, 256): 1000}
 _LOADS = 57  # bytes a clock from L2
 _UNALIGNED_LOADS = 1.75  # times the bytes of aligned rows
@@ -84,6 +84,7 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
     }[pass_name]
     a, b = (_UNALIGNED_LOADS if unaligned(width) else 1 for width in (width_of_a, p.N))  # B's rows have N numbers
     programs = tiles.programs
+    at_once, starts = cores // programs, _CLUSTER_STARTS if programs > 1 else 0
     after = _AFTER[tiles.bm, tiles.bn] * (_UNALIGNED_STORES if unaligned(columns) and programs == 1 else 1)
     square = _SQUARE if tiles.bm == tiles.bn == 128 else 1
     steps = np.ceil(inner / tiles.bk)
@@ -99,12 +100,9 @@ def _hopper_clocks(pass_name: str, p: "Problem", tiles: "Tiles", cores: int, siz
     count, whole = down * across * np.ones_like(sizes), of_tile(tiles.bm)
     total = np.sum((count - halves) * whole + halves * of_tile(tiles.bm // 2))
     if not wgrad:
-        waves = -(-count.sum() // (cores // programs))
-        return total / count.sum() * waves + (_CLUSTER_STARTS if programs > 1 else 0)
+        return total / count.sum() * -(-count.sum() // at_once) + starts
     # The longest come first: at the end a program waits for half of a short one.
-    at_once = cores // programs
-    shared = total / at_once + 0.5 * whole.min() if count.sum() > at_once else 0.0
-    return max(whole.max(), shared) + (_CLUSTER_STARTS if programs > 1 else 0)
+    return max(whole.max(), total / at_once + 0.5 * whole.min() if count.sum() > at_once else 0.0) + starts
 
 
 def tile_clocks(high: int, tiles: "Tiles", dtype: str, device: Device) -> tuple[float, float, float]:

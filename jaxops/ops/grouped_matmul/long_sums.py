@@ -33,8 +33,8 @@ class Sums:
       store: time to write a tile in 16 bits.
       overlaps: whether what follows the steps overlaps the next tile's (ping-pong).
       whole: no sum can be split.
-      cores: multiprocessors; or clusters.
-      cluster: whether a cluster computes a tile.
+      cores: multiprocessors, or clusters of them that compute a tile together.
+      cluster: whether clusters do.
     """
 
     G: int
@@ -88,6 +88,7 @@ class Sums:
 
     def legal(self, split: int) -> bool:
         few = _FEW * self.tiles <= self.cores or self.G * self.tiles <= _FEW_WAVES * self.cores
+        # Of clusters, balanced groups take no longer with a split (profiles/clusters.csv).
         few |= self.cluster and self.tiles <= _FEW_WAVES * self.cores
         small = 4 * split * self.tiles * self.bm * self.bn <= _MOST_BYTES
         return split == 1 or (few and small and not self.whole and split * _LEAST_STEPS * STEP_ROWS <= self.M)

@@ -297,12 +297,12 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
             # rhs is contiguous along the sum: 32 numbers are half a cache line (H200, 2026-11-22, 90 groups of 23 rows:
             # 22.9 instead of 27.5 us).
             bn, bk, stages = 128, 64, 3
+        if has_thin_tile(pass_name, problem, device):
+            bm, bn, bk, warps, stages = (64, 256, 64, 8, 3) if _writes_slowly(device) else (128, 128, 64, 4, 3)
         # A few rows, as of decoding, whose tiles hardly fill the card: narrower ones, of which a multiprocessor loads
         # more ahead. H200, 2026-11-24, 128 experts, each of 8 rows another's: 22.9 instead of 29.9 us (K 2048, N 768)
         # and 20.6 instead of 24.2 (K 768, N 2048), with the schedule; 32 rows: 40 instead of 47, 39 instead of 43.
         # H200, 2026-11-25, 8 rows (K 768, N 2048): 9.9 us with four stages, 10.2 with five.
-        if has_thin_tile(pass_name, problem, device):
-            bm, bn, bk, warps, stages = (64, 256, 64, 8, 3) if _writes_slowly(device) else (128, 128, 64, 4, 3)
         elif bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
             bn, bk, stages = 128, *((128, 4) if problem.M <= 16 else (64, 3))
     whole, bm, bn = bm * bn, cover(out_rows, bm), cover(out_cols, bn)

@@ -40,6 +40,7 @@ from jaxops._lib.tile_scheduler_triton import (
     finish_fetch_add,
     locate,
     locate_modality,
+    next_in_order,
     read_tile,
     share_number,
     start_fetch_add,
@@ -232,14 +233,14 @@ def produce(
     s = 0
     phase = 1
     turn = 0
-    t = gl.program_id(0)
+    t = next_in_order(gl.program_id(0) - gl.num_programs(0), tiles)
     while t < tiles:
-        following = t + gl.num_programs(0)
-        if DYNAMIC:
-            if pipe.GATHERED:  # several warps: one asks and passes the number on
-                following = gl.num_programs(0) + gl.atomic_add(schedule + 5 * entries, 1, sem="relaxed")
-            else:  # asked for now, needed after this tile's loads
-                following = start_fetch_add(schedule + 5 * entries)
+        if not DYNAMIC:
+            following = next_in_order(t, tiles)
+        elif pipe.GATHERED:  # several warps: one asks and passes the number on
+            following = gl.num_programs(0) + gl.atomic_add(schedule + 5 * entries, 1, sem="relaxed")
+        else:  # asked for now, needed after this tile's loads
+            following = start_fetch_add(schedule + 5 * entries)
         pair = 0
         if BY_MODALITY:
             group, matrix, row, end, col, first, size, pair = locate_modality(

@@ -130,6 +130,27 @@ def read_tile(tiles, s):
 
 
 @gluon.jit
+def next_in_order(t, tiles):
+    """The tile after t of a program that takes every num_programs-th; its first one after program_id - num_programs;
+    `tiles` or more if there is none.
+
+    The last wave may have fewer tiles than programs. Two neighbouring multiprocessors (a TPC) share their way to L2: no
+    pair gets two tiles while another one gets none. A pair gets tiles beside each other, which load the same operand.
+    In a full grid programs 2i and 2i + 1 are a pair's.
+    """
+    programs = gl.num_programs(0)
+    whole = tiles // programs * programs
+    following = t + programs
+    if gl.num_ctas() == 1 and following >= whole:
+        pair = gl.program_id(0) // 2
+        twice = max(tiles - whole - gl.cdiv(programs, 2), 0)  # pairs with two tiles
+        following = tiles
+        if t < whole and (pair < twice or gl.program_id(0) % 2 == 0):
+            following = whole + gl.where(pair < twice, gl.program_id(0), twice + pair)
+    return following
+
+
+@gluon.jit
 def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
     """Row and column of tile t: column by column within panels of PANEL tile rows, so that concurrent programs share
     operands in L2."""

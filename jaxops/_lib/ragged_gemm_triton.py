@@ -195,7 +195,8 @@ def ragged_gemm(
     else:
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
     grid = min(cores // gemm.programs, count)
-    if gemm.programs == 1 and 2 * count > cores:  # more programs than tiles: see `next_in_order`
+    exact = gemm.contraction and slots == 1  # else there may be fewer tiles: see `next_in_order`
+    if not exact and gemm.programs == 1 and 2 * count > cores:
         grid = cores
     zeros = RING.value * grid if gemm.dynamic and gemm.programs > 1 else 0
     if slots > 1:

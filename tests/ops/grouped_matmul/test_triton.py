@@ -202,6 +202,17 @@ def test_shard_map_checks_varying_axes(M):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [640, 1500, 2050, 3200], ids=["63", "117", "162", "243"])
+def test_waves_that_are_not_full(rows):
+    """So many tiles for 132 programs: each is computed, of two groups and of the rows outside them."""
+    case = make_case([rows // 3, rows - rows // 3 - 8], 264, 2056, dtype="bfloat16", after=8)
+    plan = Plan("triton", fwd=Tiles(128, 256, 64, 8, 3, kernel="triton"))
+    got = jax.jit(lambda lhs, rhs: jaxops.grouped_matmul(lhs, rhs, case.offsets, plan=plan))(case.lhs, case.rhs)
+    want = reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[0]
+    assert_close(got, want, "bfloat16")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
 @pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128]], ids=["ragged", "one"])
 @pytest.mark.parametrize(("bias", "dynamic"), [(False, True), (True, False)], ids=["dynamic", "bias"])

@@ -170,7 +170,6 @@ def sums_of(problem: "Problem", tiles: "Tiles", device: Device) -> Sums:
         overlaps=tiles.ping_pong,
         whole=p.whole_sums,
         cores=device.cores // tiles.programs,
-        cluster=tiles.programs > 1,
     )
 
 

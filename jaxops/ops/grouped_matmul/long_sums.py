@@ -11,14 +11,7 @@ from jaxops._lib.work_list import STEP_ROWS, least_rows_of_part
 _TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _MOST_BYTES = 128 << 20  # of all parts in float32
 _LEAST_STEPS = 4  # of a part: a shorter one takes no longer to multiply than to store and to add
-_LEAST_GAIN = 0.05
-_FIXED = 1700  # clocks that a split takes even where no sum is long enough (small_38 and others in profiles/tiles.csv)
-# Split only where a group's tiles fill at most a third of the multiprocessors, or all groups' tiles at most two waves.
-# Microseconds, one huge group, whole and split: 457 and 149 with 15 tiles, 486 and 122 with 18 (H200, 2026-11-26), 457
-# and 268 with 55, 450 and 366 with 72, 589 and 561 with 96 (H100, 2026-11-27, parts_* in profiles/tiles.csv). Balanced
-# groups took up to 9 % longer with a split that none of their sums was long enough for.
-_FEW = 3
-_FEW_WAVES = 2
+_LEAST_GAIN = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +27,6 @@ class Sums:
       overlaps: whether what follows the steps overlaps the next tile's (ping-pong).
       whole: no sum can be split.
       cores: multiprocessors, or clusters of them that compute a tile together.
-      cluster: whether clusters do.
     """
 
     G: int
@@ -49,7 +41,6 @@ class Sums:
     overlaps: bool
     whole: bool
     cores: int
-    cluster: bool
 
     @property
     def tiles(self) -> int:
@@ -80,22 +71,19 @@ class Sums:
         add = parts * self.part + self.store if parts > 1 else 0
         waves = -(-count // self.cores)
         work = count * long + others + self.tiles * add
-        return max(waves * long, work / self.cores, self.delivery) + add + (_FIXED if split > 1 else 0)
+        return max(waves * long, work / self.cores, self.delivery) + add
 
     def _tile(self, rows: float, parts: int) -> float:
         steps, after = -(-rows // (STEP_ROWS * parts)) * self.step, self.part if parts > 1 else self.store
         return max(steps, after) if self.overlaps else steps + after
 
     def legal(self, split: int) -> bool:
-        few = _FEW * self.tiles <= self.cores or self.G * self.tiles <= _FEW_WAVES * self.cores
-        # Of clusters, balanced groups take no longer with a split (profiles/clusters.csv).
-        few |= self.cluster and self.tiles <= _FEW_WAVES * self.cores
         small = 4 * split * self.tiles * self.bm * self.bn <= _MOST_BYTES
-        return split == 1 or (few and small and not self.whole and split * _LEAST_STEPS * STEP_ROWS <= self.M)
+        return split == 1 or (small and not self.whole and split * _LEAST_STEPS * STEP_ROWS <= self.M)
 
 
 def choose_split(sums: Sums) -> int:
-    """The least split within 5 % of the best, counting balanced groups and one group of nearly all rows alike."""
+    """The least split within 2 % of the best, counting balanced groups and one group of nearly all rows alike."""
     if 0 in (sums.G, sums.M, sums.tiles):
         return 1
     times = _times(sums)

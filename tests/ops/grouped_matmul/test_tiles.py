@@ -134,7 +134,8 @@ def test_split_of_long_sums():
     assert split(1, 50000, 1024, 2304) == split(1, 64000, 2048, 1536) == 4, "three waves of quarters, not one of wholes"
     assert split(4, 50000, 640, 2816) == 3
     assert split(1, 64338, 1032, 2408) == split(1, 33000, 1048, 2440) == 1, "L2 bounds rows that cross cache lines"
-    assert split(21, 16712, 3136, 560) == split(64, 32768, 2048, 1408) == 1, "all groups have many tiles"
+    assert split(21, 16712, 3136, 560) == 3, "groups that are not split take no longer for it"
+    assert split(64, 32768, 2048, 1408) == 1, "a group's tiles nearly fill the card"
     assert split(8, 32768, 4096, 14336) == split(8, 32768, 14336, 4096) == split(256, 32768, 7168, 2048) == 1
     assert split(0, 0, 256, 256) == split(0, 5000, 256, 256) == split(4, 0, 256, 256) == 1
     assert split(4, 128, 256, 256) == split(4, 1, 64, 64) == 1, "parts of few rows take longer to add than to multiply"

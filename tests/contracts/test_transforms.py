@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import re
 
 import jax
@@ -14,22 +15,23 @@ from jax.sharding import PartitionSpec as P
 from tests.contracts.entry import Op
 from tests.contracts.run import (
     EVERYTHING,
+    FORWARD_ALONE,
     bits,
     cases,
     check,
+    check_outside,
     cotangents_of,
     everything,
     is_float,
     parts,
     small,
+    spoiled,
     stacked,
     wanted,
 )
 from tests.hopper import H200
 
 DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
-# Their kernels' backward takes XLA a quarter of a minute to compile for Pallas' interpreter; on a GPU it is run.
-FORWARD_ALONE = {("fp8_matmul", "interpret"), ("fp8_grouped_matmul", "interpret")}
 # Axes of the nested program, from the outermost: devices, layers of a scan, a batch that maps all arguments, a batch
 # that maps `local` ones only.
 AXES = (DEVICES, LAYERS, BATCH, BATCH)
@@ -65,6 +67,19 @@ def nest(op: Op, found: dict, which, name: str | None = None):
         stacked([stacked([batch(d, s, b) for b in range(BATCH)]) for s in range(LAYERS)]) for d in range(DEVICES)
     ]
     return stacked(of_devices) if local else of_devices[0]
+
+
+def of_place(op: Op, argument: str, place: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of an argument, or of its gradient, in a tree of `nest`."""
+    return place if argument in op.local else place[1:3]
+
+
+def at_place(op: Op, place: tuple[int, ...], everything: tuple) -> tuple:
+    """Results and gradients of one example."""
+    results, gradients = everything
+    at = functools.partial(of_place, op, place=place)
+    of_one = {key: jax.tree.map(operator.itemgetter(at(key)), x) for key, x in gradients.items()}
+    return jax.tree.map(operator.itemgetter(place), results), of_one
 
 
 def nested(op: Op, way: str, held: dict, others: dict, cotangents: list):
@@ -139,7 +154,9 @@ def nested_arguments(op: Op, found: dict) -> tuple[dict, dict, list]:
 def test_is_traced(name, way):
     """With check_vma=True: results and gradients of the right types."""
     op = entry(name, way)
-    held, others, cotangents = nested_arguments(op, examples(op))
+    with_axes = lambda x, local: jax.ShapeDtypeStruct((*(AXES if local else AXES[1:3]), *x.shape), x.dtype)
+    given = {key: jax.tree.map(functools.partial(with_axes, local=key in op.local), x) for key, x in small(op).items()}
+    (held, others), cotangents = parts(op, given), [with_axes(x, True) for x in cotangents_of(op)]
     results, gradients = jax.eval_shape(program(name, way), held, others, cotangents)
     same = lambda x, like: (x.shape, x.dtype) == (like.shape, like.dtype)
     assert all(jax.tree.leaves(jax.tree.map(same, gradients, held)))
@@ -149,9 +166,9 @@ def test_is_traced(name, way):
 
 @pytest.mark.parametrize(("name", "way"), cases(where=lambda op, way: not kernels_follow(op, way) and not op.sharded))
 def test_in_one_program(name, way):
-    """The reference's results of each example. The compiled program has no host callback, copy or transfer, writes
-    gradients into donated arguments, and gives the same bits twice. tests/parallel has such a test for calls that are a
-    shard_map.
+    """The reference's results of each example, with NaN in all that must not be read, too. The compiled program has no
+    host callback, copy or transfer, writes gradients into donated arguments, and gives the same bits twice.
+    tests/parallel has such a test for calls that are a shard_map.
     """
     op = entry(name, way)
     found = examples(op)
@@ -169,15 +186,19 @@ def test_in_one_program(name, way):
     assert all(x.is_deleted() for x in jax.tree.leaves(twice))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
-    results, gradients = jax.tree.map(np.asarray, first)
+    results, gradients = first = jax.tree.map(np.asarray, first)
+    if op.outside is not None:
+        bad = nested_arguments(op, {place: spoiled(op, *given) for place, given in found.items()})
+        spoilt = jax.tree.map(np.asarray, compiled(*jax.device_put(bad, places)))
+        for place, (arguments, _) in found.items():
+            check_outside(op, arguments, *at_place(op, place, first), at_place(op, place, spoilt))
     totals = {}
     for place, (arguments, cotangents) in found.items():
         whole = EVERYTHING[name]
         want, of_one = jax.tree.map(np.asarray, wanted(whole, arguments, cotangents or cotangents_of(whole)))
         check(op, way, jax.tree.map(lambda x, place=place: x[place], results), want)
         for argument in op.wrt:
-            gradient = of_one[argument]
-            at = place if argument in op.local else place[1:3]
+            gradient, at = of_one[argument], of_place(op, argument, place)
             totals[argument, at] = (
                 gradient if (argument, at) not in totals else jax.tree.map(np.add, totals[argument, at], gradient)
             )

@@ -35,7 +35,9 @@ def name_of(variant: Variant) -> str:
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 def test_variants(run, variant):
-    check(make_case([9, 0, 31, 2, 1], 37, per_row=variant.per_row, before=5, after=13), variant, run)
+    """In the program of its layouts, below, the one with twelve sequences."""
+    sizes, before = LAYOUTS["twelve-across-multiples"] if variant is TWELVE else ([9, 0, 31, 2, 1], 5)
+    check(make_case(sizes, 37, per_row=variant.per_row, before=before, after=61 - before - sum(sizes)), variant, run)
 
 
 # One compiled shape each, T = 61, D = 37. Sums take a program a sequence with five, a multiple of 8 rows with twelve.

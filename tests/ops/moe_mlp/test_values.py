@@ -217,10 +217,13 @@ def test_shards_add_up(run):
     assert not any(np.asarray(values).any() for values in found[-1].values())
 
 
-@pytest.mark.parametrize("run", QUICK)
-@pytest.mark.parametrize("w_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("run", "w_dtype"),
+    [("xla", "bfloat16"), *(pytest.param("gpu", w, marks=pytest.mark.gpu) for w in ("float32", "bfloat16"))],
+)
 def test_pieces(run, w_dtype):
-    """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece."""
+    """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece. Weights'
+    gradients are added in float32, whatever their dtype."""
     v = dataclasses.replace(SHARD, first=0, last=None)
     case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
     experts = tuple(case[name].astype(w_dtype) for name in ("w_gate", "w_up", "w_down"))

@@ -86,3 +86,8 @@ def operations(jaxpr: Any) -> tuple[list[tuple], list[Any]]:
 
     found.append(("results", repr(of(jaxpr, [next(number) for _ in getattr(jaxpr, "jaxpr", jaxpr).invars]))))
     return found, wide
+
+
+def same_program(one: Any, other: Any, *operands: Any) -> bool:
+    """Whether two jitted functions compute the same."""
+    return operations(one.trace(*operands).jaxpr)[0] == operations(other.trace(*operands).jaxpr)[0]

@@ -14,7 +14,7 @@ import pytest
 from jaxops._lib.ragged import padded_rows
 from jaxops.ops.quantize import Plan, Tiles, quantize_beside, quantize_gathered
 from tests.arrays import put
-from tests.jaxprs import operations
+from tests.jaxprs import operations, same_program
 from tests.ops.quantize.cases import (
     E5M2,
     KERNELS,
@@ -176,13 +176,13 @@ def test_tokens_without_a_row_are_in_no_scale(run):
     check_gathered(run, col("tensorwise"), put(x, jnp.bfloat16), indices, OFFSETS["unaligned"])
 
 
-@pytest.mark.parametrize("run", ["xla", "interpret"])
 @pytest.mark.parametrize("scaling", RAGGED)
-def test_nothing_gathered(run, scaling):
+def test_nothing_gathered(scaling):
     """No rows, no columns; no rows and no tokens."""
     for tokens, columns, rows in ((4, 5, 0), (4, 0, 3), (0, 5, 0)):
-        offsets = np.array([0, 0, rows], np.int32)
-        q = gathered(run, col(scaling))(np.ones((tokens, columns), np.float32), np.zeros(rows, np.int32), offsets)
+        given = np.ones((tokens, columns), np.float32), np.zeros(rows, np.int32), np.array([0, 0, rows], np.int32)
+        assert same_program(*(gathered(run, col(scaling)) for run in ("xla", "interpret")), *given)
+        q = gathered("xla", col(scaling))(*given)
         assert q.values_t.shape == (columns, padded_rows(rows, 2))
         assert np.isfinite(np.asarray(q.scales_t)).all()
 
@@ -297,15 +297,17 @@ def test_tiles(run, v):
         check_gathered(run, TILED[v.scaling], x, indices, OFFSETS["outside"])
 
 
-@pytest.mark.parametrize("run", ["xla", "interpret"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_nothing_beside(run, scaling):
+def test_nothing_beside(scaling):
     """A side without columns; neither with any; no rows."""
     some, none = make_x((6, 40), seed=1), np.zeros((6, 0), jnp.bfloat16)
+    nothing = np.zeros((0, 40), jnp.bfloat16)
+    for left, right in ((some, none), (none, some), (none, none), (nothing, nothing)):
+        assert same_program(*(beside(run, Variant(scaling)) for run in ("xla", "interpret")), left, right)
     for left, right in ((some, none), (none, some)):
-        check_beside(run, Variant(scaling), left, right)
-    assert beside(run, Variant(scaling))(none, none).values_t.shape == (0, 6)
-    assert beside(run, Variant(scaling))(some[:0], some[:0]).values.shape == (0, 80)
+        check_beside("xla", Variant(scaling), left, right)
+    assert beside("xla", Variant(scaling))(none, none).values_t.shape == (0, 6)
+    assert beside("xla", Variant(scaling))(nothing, nothing).values.shape == (0, 80)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -18,9 +18,6 @@ from tests.ops.fp8_matmul.cases import kind_of, options_of
 
 EVERYTHING = {op.name: op for op in [*OPS, *LAYERS]}
 ON_A_GPU = ("gpu", "triton")
-# Under JAX's transformations their kernels' backward takes XLA a quarter of a minute to compile for Pallas'
-# interpreter: there it is run by itself. On a GPU it is run under both.
-FORWARD_ALONE = {("fp8_matmul", "interpret"), ("fp8_grouped_matmul", "interpret")}
 
 
 WAYS = ("xla", "interpret", "gpu", "triton")

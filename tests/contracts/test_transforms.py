@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from tests.contracts.entry import Op
 from tests.contracts.run import (
     EVERYTHING,
-    FORWARD_ALONE,
     cases,
     check,
     check_outside,
@@ -31,6 +30,9 @@ from tests.contracts.run import (
 from tests.hopper import H200
 
 DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
+# Their kernels' backward takes XLA a quarter of a minute to compile for Pallas' interpreter: it is run by itself in
+# tests/ops/fp8_matmul/test_values.py, and on a GPU here.
+FORWARD_ALONE = {("fp8_matmul", "interpret"), ("fp8_grouped_matmul", "interpret")}
 # Axes of the nested program, from the outermost: devices, layers of a scan, a batch that maps all arguments, a batch
 # that maps `local` ones only.
 AXES = (DEVICES, LAYERS, BATCH, BATCH)

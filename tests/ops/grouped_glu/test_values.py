@@ -216,5 +216,5 @@ def test_offsets_that_break_the_contract(run):
     """Below 0, past M, decreasing: some result of the right shape."""
     case = make_case([17, 40, 13], 19, 37)  # compiled already, for test_routings
     for bad in ([-5, 10, 30, 40], [0, 10, 30, 10_000], [0, 30, 10, 40], [2**31 - 1, -(2**31), 0, 7]):
-        got = jax.block_until_ready(run_all((*case.arrays[:-1], np.array(bad, np.int32)), run, False, ()))
+        got = jax.block_until_ready(run_all((*case.arrays[:-1], np.array(bad, np.int32)), run))
         assert [x.shape for x in got] == [(70, 37), (70, 19), (3, 19, 37), (3, 19, 37)]

@@ -40,11 +40,18 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("run", [*RUNS, *FEW])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_variants(run, variant):
     for seed in range(2):
         check(make_case(variant, seed), variant, run)
+
+
+@pytest.mark.parametrize("run", FEW)
+@pytest.mark.parametrize("variant", [SHARD, VARIANTS["eight"]], ids=["shard", "eight"])
+def test_few_rows(run, variant):
+    """The forward's kernel; the backward is that of the other runs. More sizes: tests/ops/grouped_glu."""
+    test_variants(run, variant)
 
 
 def test_the_cases_are_what_they_are_for():

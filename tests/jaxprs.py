@@ -57,7 +57,8 @@ def operations(jaxpr: Any) -> tuple[list[tuple], list[Any]]:
         def value(v: Any) -> Any:
             if not isinstance(v, Literal):
                 return values[v]
-            return np.asarray(v.val) if isinstance(v.aval.dtype, np.dtype) else str(v.val)
+            dtype = getattr(v.aval, "dtype", None)  # of a key it is none of numpy's
+            return np.asarray(v.val) if isinstance(dtype, np.dtype) else str(v.val)
 
         for equation in jaxpr.eqns:
             name, params = equation.primitive.name, equation.params

@@ -162,5 +162,24 @@ def check(op: Op, way: str, got, want, scale: float = 10) -> None:
             np.testing.assert_array_equal(bits(g), bits(w), err_msg=name)
 
 
+def check_outside(op: Op, arguments, results, gradients, spoilt) -> None:
+    """Values outside change no bit; results and gradients outside are zero, unless the op passes them through."""
+    of_arguments, of_results = op.outside(arguments) if op.outside else ({}, [])
+    of_results = [*of_results, *[None] * (len(jax.tree.leaves(results)) - len(of_results))]
+    leaves = list(zip(jax.tree.leaves(results), jax.tree.leaves(spoilt[0]), of_results, strict=True))
+    for argument in op.wrt:
+        of_leaves = [of_arguments.get(argument)] * len(jax.tree.leaves(gradients[argument]))
+        leaves += zip(
+            jax.tree.leaves(gradients[argument]), jax.tree.leaves(spoilt[1][argument]), of_leaves, strict=True
+        )
+    for clean, got, mask in leaves:
+        inside = np.broadcast_to(True if mask is None else ~mask, clean.shape)
+        np.testing.assert_array_equal(bits(got)[inside], bits(clean)[inside])
+        assert op.passes or not got[~inside].any()
+    assert not op.outside or any(np.any(mask) for mask in [*of_arguments.values(), *of_results] if mask is not None), (
+        "nothing is outside"
+    )
+
+
 def stacked(trees: list):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

@@ -7,8 +7,18 @@ import jax
 import numpy as np
 import pytest
 
-from tests.contracts.entry import Op
-from tests.contracts.run import EVERYTHING, bits, cases, check, cotangents_of, run, small, spoiled, wanted
+from tests.contracts.run import (
+    EVERYTHING,
+    bits,
+    cases,
+    check,
+    check_outside,
+    cotangents_of,
+    run,
+    small,
+    spoiled,
+    wanted,
+)
 
 
 @contextlib.contextmanager
@@ -27,26 +37,8 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
-def check_outside(op: Op, arguments, results, gradients, spoilt) -> None:
-    """Values outside change no bit; results and gradients outside are zero, unless the op passes them through."""
-    of_arguments, of_results = op.outside(arguments) if op.outside else ({}, [])
-    of_results = [*of_results, *[None] * (len(jax.tree.leaves(results)) - len(of_results))]
-    leaves = list(zip(jax.tree.leaves(results), jax.tree.leaves(spoilt[0]), of_results, strict=True))
-    for argument in op.wrt:
-        of_leaves = [of_arguments.get(argument)] * len(jax.tree.leaves(gradients[argument]))
-        leaves += zip(
-            jax.tree.leaves(gradients[argument]), jax.tree.leaves(spoilt[1][argument]), of_leaves, strict=True
-        )
-    for clean, got, mask in leaves:
-        inside = np.broadcast_to(True if mask is None else ~mask, clean.shape)
-        np.testing.assert_array_equal(bits(got)[inside], bits(clean)[inside])
-        assert op.passes or not got[~inside].any()
-    assert not op.outside or any(np.any(mask) for mask in [*of_arguments.values(), *of_results] if mask is not None), (
-        "nothing is outside"
-    )
-
-
-@pytest.mark.parametrize(("name", "way"), cases())
+# What calls the backends is one code for all of them: interpreted kernels have the rest in test_transforms.py.
+@pytest.mark.parametrize(("name", "way"), cases(("xla", "gpu", "triton")))
 def test_results_and_gradients(name, way):
     """As the reference, the same bits twice, with NaN in all that must not be read; new values compile nothing."""
     op = EVERYTHING[name]

@@ -177,6 +177,9 @@ def over_experts(layer, params, x: jax.Array):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
 
 
+X = tokens(T - 2, D)  # an odd number for each of two devices
+
+
 @functools.cache
 def on_one_device():
     graphdef, params = nnx.split(make())
@@ -185,12 +188,12 @@ def on_one_device():
         y, routing = nnx.merge(graphdef, params)(x)
         return y, routing.aux_loss
 
-    return params, over_experts(all_experts, params, tokens())
+    return params, over_experts(all_experts, params, X)
 
 
-@pytest.mark.parametrize("pieces", [None, 1, 5])
+@pytest.mark.parametrize("pieces", [None, 1, 2])
 def test_shard_map_over_experts(pieces):
-    """Each device has a share of the experts, and with pieces of the tokens; 5 pieces do not divide its 12. Results and
+    """Each device has a share of the experts, and with pieces of the tokens; 2 pieces do not divide its 11. Results and
     gradients equal those of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
@@ -207,7 +210,7 @@ def test_shard_map_over_experts(pieces):
         y, routing = nnx.merge(graphdef, params)(x)
         return y, lax.pmean(routing.aux_loss, "expert")
 
-    got = over_experts(jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows), out_specs=(rows, P())), params, tokens())
+    got = over_experts(jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows), out_specs=(rows, P())), params, X)
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
 

@@ -14,7 +14,8 @@ import jaxops
 from tests.compare import assert_close
 from tests.ops.adaln.cases import KERNELS, PLANS, RUNS, Variant, apply, check, compiled_forward, make_case, run_all
 
-# Every activation, every op with every value of its options, and every way to walk over rows.
+# Every activation, every op with every value of its options, and every way to walk over rows; norms with a row a tile
+# are in `test_sequences_of_many_tiles`.
 VARIANTS = [
     Variant("adaln", "layer", plan="ahead"),
     Variant("adaln", "rms", "sigmoid", affine=True, plan="steps"),
@@ -23,8 +24,7 @@ VARIANTS = [
     Variant("gated_residual", per_row=True, plan="single"),
     Variant("gated_residual_adaln", "layer", "silu", affine=True, plan="whole"),
     Variant("gated_residual_adaln", "rms", "relu", plan="ahead-steps"),
-    Variant("gated_residual_adaln", "rms", affine=True, per_row=True, plan="ahead"),
-    Variant("gated_residual_adaln", "rms", "gelu_tanh", affine=True, plan="single"),
+    Variant("gated_residual_adaln", "rms", "gelu_tanh", affine=True, per_row=True, plan="ahead"),
 ]
 
 
@@ -35,7 +35,9 @@ def name_of(variant: Variant) -> str:
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 def test_variants(run, variant):
-    check(make_case([9, 0, 31, 2, 1], 37, per_row=variant.per_row, before=5, after=13), variant, run)
+    """In the program of its layouts, below, the one with twelve sequences."""
+    sizes, before = LAYOUTS["twelve-across-multiples"] if variant is TWELVE else ([9, 0, 31, 2, 1], 5)
+    check(make_case(sizes, 37, per_row=variant.per_row, before=before, after=61 - before - sum(sizes)), variant, run)
 
 
 # One compiled shape each, T = 61, D = 37. Sums take a program a sequence with five, a multiple of 8 rows with twelve.

@@ -69,9 +69,14 @@ def join(w_gate, w_up):
     return jnp.concatenate([w_gate, w_up], axis=2)
 
 
-@functools.partial(jax.jit, static_argnames=("run", "joined", "options"))
 def run_all(arrays, run: str, joined: bool = False, options: tuple = ()):
     """(h, dx, dw_gate, dw_up); one compilation a shape, whatever the offsets."""
+    # JAX keys its cache on how arguments are passed.
+    return _run_all(arrays, run, joined, options)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _run_all(arrays, run: str, joined: bool, options: tuple):
     x, w_gate, w_up, dh, offsets = arrays
 
     def f(x, w_gate, w_up):

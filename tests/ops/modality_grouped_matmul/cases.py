@@ -91,11 +91,16 @@ def make_case(sizes, shapes=SHAPES, *, dtype="float32", before: int = 0, after: 
     )
 
 
-@functools.partial(jax.jit, static_argnames=("run", "transpose_rhs", "precision", "plan"))
 def run_all(
     arrays, run: str, transpose_rhs: bool = False, precision: str | None = "highest", plan: Plans | None = None
 ):
     """(out, dlhs, drhs); one compilation a shape, whatever the offsets. plan: instead of the run's."""
+    # JAX keys its cache on how arguments are passed.
+    return _run_all(arrays, run, transpose_rhs, precision, plan)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _run_all(arrays, run: str, transpose_rhs: bool, precision: str | None, plan: Plans | None):
     lhs, rhs, dout, offsets = arrays
 
     def f(lhs, rhs):

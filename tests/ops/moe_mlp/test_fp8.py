@@ -52,6 +52,11 @@ def compiled(variant: Variant, recipe: str, run: str, **options):
     return jax.jit(everything)
 
 
+@functools.cache
+def compiled_one_after_another(variant: Variant, recipe: str, backend: str):
+    return jax.jit(functools.partial(one_after_another, variant=variant, recipe=recipe, backend=backend))
+
+
 def one_after_another(case: dict, variant: Variant, recipe: str, backend: str) -> dict:
     """Written out: every product on its own, with the casts of `jaxops.quantize`, and JAX's gradient of the rest. gate
     and up are one matrix."""
@@ -91,12 +96,12 @@ def test_values(recipe, run):
     from those one by one by the order of sums, which may move a value to the next FP8 number. From float32 they differ
     by the error of FP8, with blocks of several groups and sums of several blocks. On a GPU the products one by one are
     the same kernels: XLA's have more bits than a recipe's fast sums, which moves many values of so small a case."""
-    variant = WIDE if run == "xla" else SHARD
+    # Without blocks, and where its kernels are interpreted, in the small case, whose reference is compiled once.
+    variant = WIDE if run == "xla" and recipe != "rowwise_with_gw_hp" else SHARD
     case = make_case(variant)
     got = compiled(variant, recipe, run)(case)
     check_zeros(got, case["routing"])
-    how = {"variant": variant, "recipe": recipe, "backend": "auto" if run == "gpu" else "xla"}
-    want = jax.jit(functools.partial(one_after_another, **how))(clean(case))
+    want = compiled_one_after_another(variant, recipe, "auto" if run == "gpu" else "xla")(clean(case))
     exact = want_of(case, variant)
     for name in NAMES:
         assert got[name].dtype == want[name].dtype, name

@@ -74,8 +74,8 @@ def everything(variant: Variant, run: str, case: dict, around=lambda f: f) -> di
         routing = dataclasses.replace(case["routing"], weights=weights)
         return jaxops.moe_mlp(x, *(case[name] for name in WEIGHTS), routing, **how)
 
-    # Of the tiles that users get, one gradient: they are those of fp8_grouped_matmul.
-    if run in FORWARD_ALONE or (run == "own" and variant != VARIANTS["shard"]):
+    # Of these tiles one gradient each: they are those of fp8_grouped_matmul.
+    if run in FORWARD_ALONE or (run in ("own", "gathered") and variant != VARIANTS["shard"]):
         return {"out": mlp(case["x"], case["routing"].weights)}
     out, vjp = jax.vjp(around(mlp), case["x"], case["routing"].weights)
     return dict(zip(("out", "dx", "dweights"), (out, *vjp(case["dout"].astype(out.dtype))), strict=True))

@@ -40,11 +40,18 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("run", [*RUNS, *FEW])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_variants(run, variant):
     for seed in range(2):
         check(make_case(variant, seed), variant, run)
+
+
+@pytest.mark.parametrize("run", FEW)
+@pytest.mark.parametrize("variant", [SHARD, VARIANTS["eight"]], ids=["shard", "eight"])
+def test_few_rows(run, variant):
+    """The forward's kernel; the backward is that of the other runs. More sizes: tests/ops/grouped_glu."""
+    test_variants(run, variant)
 
 
 def test_the_cases_are_what_they_are_for():
@@ -217,10 +224,13 @@ def test_shards_add_up(run):
     assert not any(np.asarray(values).any() for values in found[-1].values())
 
 
-@pytest.mark.parametrize("run", QUICK)
-@pytest.mark.parametrize("w_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("run", "w_dtype"),
+    [("xla", "bfloat16"), *(pytest.param("gpu", w, marks=pytest.mark.gpu) for w in ("float32", "bfloat16"))],
+)
 def test_pieces(run, w_dtype):
-    """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece."""
+    """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece. Weights'
+    gradients are added in float32, whatever their dtype."""
     v = dataclasses.replace(SHARD, first=0, last=None)
     case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
     experts = tuple(case[name].astype(w_dtype) for name in ("w_gate", "w_up", "w_down"))

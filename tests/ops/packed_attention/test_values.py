@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -43,28 +44,63 @@ MASKS = {
 packings = st.tuples(st.integers(0, 3), st.lists(st.integers(0, LONGEST), min_size=B, max_size=B))
 
 
-def one_at_a_time(q, k, v, ends, key_ends, until, mask) -> np.ndarray:
-    """In float64, as a loop over sequences and their rows."""
-    out = np.zeros(q.shape)
-    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1).astype(np.float64) for x in (k, v))
+def seen(ends, key_ends, until, mask, keys: int) -> np.ndarray:
+    """Bool [T, keys]: whether a row sees a key, pair by pair."""
+    found = np.zeros((len(until), keys), bool)
+    window = MASKS[mask].get("window")
     for (start, end), (key_start, key_end) in zip(
         itertools.pairwise(ends.tolist()), itertools.pairwise(key_ends.tolist()), strict=True
     ):
-        for row in range(start, end):
+        for row, key in itertools.product(range(start, end), range(key_start, key_end)):
             own = key_end - (end - row)
-            keys = [
-                key
-                for key in range(key_start, key_end)
-                if not (mask.startswith("causal") and key > own)
-                and not (mask.startswith("until") and key >= until[row])
-                and not ("window" in mask and key < own - 3)
-                and not (mask == "window" and key > own + 3)
-            ]
-            if keys:
-                score = np.einsum("hd,khd->hk", q[row].astype(np.float64), k[keys]) / np.sqrt(q.shape[2])
-                weight = np.exp(score - score.max(axis=1, keepdims=True))
-                out[row] = np.einsum("hk,khd->hd", weight / weight.sum(axis=1, keepdims=True), v[keys])
+            found[row, key] = not (
+                (mask.startswith("causal") and key > own)
+                or (mask.startswith("until") and key >= until[row])
+                or (window is not None and key < own - window)
+                or (mask == "window" and key > own + window)
+            )
+    return found
+
+
+def one_at_a_time(q, k, v, sees) -> np.ndarray:
+    """In float64, as a loop over rows."""
+    out = np.zeros(q.shape)
+    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1).astype(np.float64) for x in (k, v))
+    for row in np.flatnonzero(sees.any(axis=1)):
+        keys = np.flatnonzero(sees[row])
+        score = np.einsum("hd,khd->hk", q[row].astype(np.float64), k[keys]) / np.sqrt(q.shape[2])
+        weight = np.exp(score - score.max(axis=1, keepdims=True))
+        out[row] = np.einsum("hk,khd->hd", weight / weight.sum(axis=1, keepdims=True), v[keys])
     return out
+
+
+def until_of(seed: int, keys: int) -> np.ndarray:
+    """Some far outside of the keys."""
+    rng = np.random.default_rng(seed)
+    far = rng.choice([-(2**31), 2**31 - 1], T)
+    return np.where(rng.random(T) < 0.2, far, rng.integers(-3, keys + 4, T)).astype(np.int32)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["own", "cross"])
+@pytest.mark.parametrize("mask", [*MASKS])
+@given(packings, packings, st.integers(0, 5))
+def test_runs_of_keys(mask, cross, packing, key_packing, seed):
+    """`visible_rows` is all that a way knows of a mask: for every mask and value the keys of a row's own sequence,
+    pair by pair, and of no other one."""
+    keys = S if cross else T
+    ends, key_ends = ends_of(*packing, T), ends_of(*(key_packing if cross else packing), keys)
+    until = until_of(seed, keys)
+    for window in (MASKS[mask].get("window"), 2**31 - 1) if "window" in mask else (None,):
+        with mock.patch.dict(MASKS[mask], {} if window is None else {"window": window}):
+            found = visible_rows(
+                ends, key_ends if cross else None, until if mask.startswith("until") else None,
+                T=T, S=keys, causal=mask.startswith("causal"), window=window,
+            )  # fmt: skip
+            first, end, inside = map(np.asarray, found)
+            key = np.arange(keys)[None, :]
+            want = seen(ends, key_ends, until, mask, keys)
+            np.testing.assert_array_equal((first[:, None] <= key) & (key < end[:, None]), want)
+            np.testing.assert_array_equal(inside, [ends[0], ends[-1], key_ends[0], key_ends[-1]])
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "cross"))
@@ -84,8 +120,8 @@ def every_way(q, k, v, dout, offsets, kv_offsets, until, *, mask, cross):
 def check_every_way(mask, cross, packing, key_packing, seed) -> None:
     q, k, v, dout = arrays(seed, T, S if cross else T)
     ends, key_ends = ends_of(*packing, T), ends_of(*(key_packing if cross else packing), k.shape[0])
-    until = np.random.default_rng(seed).integers(-3, k.shape[0] + 4, T).astype(np.int32)
-    wanted = one_at_a_time(q, k, v, ends, key_ends, until, mask)
+    until = until_of(seed, k.shape[0])
+    wanted = one_at_a_time(q, k, v, seen(ends, key_ends, until, mask, k.shape[0]))
     outside, keys_outside = (np.r_[0 : e[0], e[-1] : n] for e, n in ((ends, T), (key_ends, k.shape[0])))
     for x, rows in ((q, outside), (dout, outside), (k, keys_outside), (v, keys_outside)):
         x[rows] = np.nan
@@ -97,18 +133,18 @@ def check_every_way(mask, cross, packing, key_packing, seed) -> None:
             assert not np.asarray(got)[outside if name == "q" else keys_outside].any()
 
 
-@pytest.mark.parametrize("mask", MASKS)
+# Runs over whole sequences, that begin and end anywhere, and of other keys.
+@pytest.mark.parametrize("mask", ["whole", "causal-window", "until"])
 @settings(max_examples=8)
 @given(packings, st.integers(0, 5))
 def test_values_and_gradients(mask, packing, seed):
     check_every_way(mask, False, packing, packing, seed)
 
 
-@pytest.mark.parametrize("mask", ["whole", "causal-window", "until"])
 @settings(max_examples=8)
 @given(packings, packings, st.integers(0, 5))
-def test_keys_of_other_rows(mask, packing, key_packing, seed):
-    check_every_way(mask, True, packing, key_packing, seed)
+def test_keys_of_other_rows(packing, key_packing, seed):
+    check_every_way("until-window", True, packing, key_packing, seed)
 
 
 TEXT_AND_IMAGES = [3, 4, 2, 5, 1]  # in turn rows of text and of an image
@@ -144,18 +180,18 @@ def test_no_row_sees_another_sequence(way):
     apart = [np.where(np.isin(np.arange(T), others)[:, None, None], -3 * x + 1, x) for x in (q, k, v)]
     masked = np.where(np.isin(np.arange(T), others)[:, None, None], 0, dout).astype(np.float32)
     call = jax.jit(
-        lambda q, k, v, ends, **mask: with_gradients(
-            lambda *x: jaxops.packed_attention(*x, ends, longest=LONGEST, plan=PLANS[way], **mask), q, k, v, masked
-        ),
-        static_argnames=("causal", "window"),
-    )
+        lambda q, k, v, ends, until: with_gradients(
+            lambda *x: jaxops.packed_attention(*x, ends, longest=LONGEST, plan=PLANS[way], visible_until=until),
+            q, k, v, masked,
+        )
+    )  # fmt: skip
     far = np.full(T, 2**31 - 1, np.int32)
-    for mask in ({}, {"causal": True}, {"window": 2**31 - 1}, {"visible_until": far}, {"visible_until": -far}):
-        one, other = call(q, k, v, ends, **mask), call(*apart, ends, **mask)
+    for until in (far, -far, until_of(0, T)):
+        one, other = call(q, k, v, ends, until), call(*apart, ends, until)
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(np.asarray(a)[mine], np.asarray(b)[mine])
         assert not any(np.asarray(gradient)[others].any() for gradient in other[1:])
-    assert not np.asarray(call(q, k, v, ends, visible_until=-far)[0]).any()
+    assert not np.asarray(call(q, k, v, ends, -far)[0]).any()
 
 
 @functools.cache
@@ -195,27 +231,27 @@ def test_blocks_that_see(packing, seed, whole, bq, bk):
         assert not whole or (start[j], stop[j]) == (least, most)
 
 
-def every_plan(*operands, **how) -> dict:
+def every_plan(*operands, ways=tuple(PLANS), **how) -> dict:
     """Results and gradients by way, in one program; the reference's are float32."""
 
     def run(*operands):
         wide = [x.astype(jnp.float32) for x in operands]
         of_reference = {name: value for name, value in how.items() if name not in ("longest", "precision")}
         found = {"reference": with_gradients(lambda *x: packed_attention_reference(*x, **of_reference), *wide)}
-        for way, plan in PLANS.items():
-            call = lambda *x, plan=plan: jaxops.packed_attention(*x, plan=plan, **how)
+        for way in ways:
+            call = lambda *x, way=way: jaxops.packed_attention(*x, plan=PLANS[way], **how)
             found[way] = with_gradients(call, *operands)
         return found
 
     return jit(run)(*operands)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit(dtype):
+@pytest.mark.parametrize(("dtype", "ways"), [("bfloat16", tuple(PLANS)), ("float16", ("blocks", "pallas"))])
+def test_16_bit(dtype, ways):
     """Of rows that are longer than a block, with scores far from 0, in the ways' own sums of float32."""
     operands = [put(x, dtype) for x in arrays(1, dim=12)]
     offsets = np.array([0, 30, T], np.int32)
-    found = every_plan(*operands, sequence_offsets=offsets, causal=True, scale=1.5, longest=30)
+    found = every_plan(*operands, ways=ways, sequence_offsets=offsets, causal=True, scale=1.5, longest=30)
     want = found.pop("reference")
     for way, got in found.items():
         for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):

@@ -15,6 +15,7 @@ from jaxops._lib.ragged import padded_rows
 from jaxops.ops.quantize import Halves, Output, Tiles, quantize_computed
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200
+from tests.jaxprs import same_program
 from tests.ops.quantize.cases import E4M3, E5M2, RUNS, Variant, backend_of, bits_of, make_x, np_quantize
 
 GROUPS = {  # of 300 rows
@@ -214,6 +215,9 @@ def test_few_rows(run, rows, calls):
     for call in calls:
         offsets = [0, 0, rows]
         operands = operands_of(call, rows, offsets=offsets)
+        if rows == 0 and run == "interpret":
+            assert same_program(*(compiled(r, call) for r in ("xla", run)), *operands, np.array(offsets, np.int32))
+            continue
         check(call, compiled(run, call)(*operands, np.array(offsets, np.int32)), operands, offsets)
 
 

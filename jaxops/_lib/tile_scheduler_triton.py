@@ -134,9 +134,9 @@ def next_in_order(t, tiles):
     """The tile after t of a program that takes every num_programs-th; its first one after program_id - num_programs;
     `tiles` or more if there is none.
 
-    The last wave may have fewer tiles than programs. Two neighbouring multiprocessors (a TPC) share their way to L2: no
-    pair gets two tiles while another one gets none. A pair gets tiles beside each other, which load the same operand.
-    In a full grid programs 2i and 2i + 1 are a pair's.
+    The last wave may have fewer tiles than programs. The two multiprocessors of a TPC share their way to L2, and in a
+    full grid they have programs 2i and 2i + 1 (H100, 2026-11-27, waves.csv in profiles/). So no such pair gets two
+    tiles while another one has none. A pair's two tiles lie beside each other, since they load the same operand.
     """
     programs = gl.num_programs(0)
     whole = tiles // programs * programs

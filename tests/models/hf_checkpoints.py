@@ -1,5 +1,6 @@
 """The small checkpoints in tests/data/hf, and changed copies of them."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -8,6 +9,8 @@ import jax
 import numpy as np
 import safetensors
 
+from models import hf
+from models.decoder import Decoder
 from models.hf_files import DTYPES, new_header, write_file
 from tests.arrays import put
 
@@ -15,6 +18,12 @@ DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 NAMES = sorted(folder.name for folder in DATA.iterdir())
 # Whose parts other ones have.
 ALIKE = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe_weights_as_they_are", "gpt_oss_mxfp4")
+
+
+@functools.cache
+def loaded(name: str) -> tuple[str, Decoder]:
+    """A checkpoint on the XLA backend, which no test changes."""
+    return hf.load(DATA / name, backend="xla")
 
 
 def read(file: pathlib.Path) -> dict[str, jax.Array]:

@@ -15,16 +15,17 @@ from models.packing import Documents
 from models.presets import Preset
 from models.slots import Batching, generate
 from models.tokenizer import Bytes
-from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, stored
+from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, loaded, stored
 
-ELSEWHERE = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # test_slots.py
+# In test_slots.py; and those whose parts others here have.
+ELSEWHERE = ("llama_odd_tied", "qwen3_moe", "mixtral_odd", "deepseek_v3_fp8")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE + ALIKE])
 def test_the_likeliest_tokens_are_those_of_transformers(name):
     """Of two prompts of 7 and 4 tokens at once, in pieces of 3, beyond windows and the texts of the first training."""
     expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
-    _, model = hf.load(DATA / name, backend="xla")
+    _, model = loaded(name)
     tokens = np.asarray(expected["tokens"])
     got = generate(model, [tokens[0, :7].tolist(), tokens[1, :4].tolist()], 9, batching=Batching(piece=3))
     np.testing.assert_array_equal([completion.tokens for completion in got], expected["greedy"])

@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import safetensors
+from flax import nnx
 
 from models import hf
 from models.decoder import Decoder
@@ -22,8 +23,11 @@ ALIKE = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe_weights_as_they_are"
 
 @functools.cache
 def loaded(name: str) -> tuple[str, Decoder]:
-    """A checkpoint on the XLA backend, which no test changes."""
-    return hf.load(DATA / name, backend="xla")
+    """A checkpoint on the XLA backend, which no test changes. Like new arrays it is on no device for good: what is
+    computed with them is neither, and takes the same programs."""
+    architecture, model = hf.load(DATA / name, backend="xla")
+    nnx.update(model, jax.tree.map(lambda x: put(np.asarray(x)), nnx.state(model)))
+    return architecture, model
 
 
 def read(file: pathlib.Path) -> dict[str, jax.Array]:

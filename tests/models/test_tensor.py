@@ -63,8 +63,9 @@ def test_a_decoder_as_on_one_device():
 def test_experts_count_all_tokens_once():
     """Over expert=2,tensor=2, where each device counts the gathered tokens of all."""
     (alone, params), (sharded, _) = (
-        nnx.split(Experts(MIXED, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
+        nnx.split(nnx.eval_shape(lambda of=of: Experts(MIXED, sharded=of, rngs=nnx.Rngs(0)))) for of in (False, True)
     )
+    params = drawn_like(params, np.random.default_rng(1), 0.3)
     x = put(np.random.default_rng(0).normal(size=(24, MIXED.width)), jnp.float32)
     mesh = make_mesh("expert=2,tensor=2")
     specs, whole = split_part("mlp", params, mesh)
